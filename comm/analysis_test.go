@@ -25,15 +25,17 @@ func TestVerdictOfTheRecorders(t *testing.T) {
 	gs, errs := groups.Join(t, testgpu.Context(t), devs)
 	require.NoError(t, errors.Join(errs...))
 	late := errors.New("an operation has not completed")
-	for i, g := range gs {
+	groups.Each(t, gs, func(i int, g *comm.Group) error {
 		xs, err := comm.MakeFrom(g, make([]float32, 8))
-		require.NoError(t, err)
-		t.Cleanup(func() { _ = xs.Close() })
-		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
-		if i != 1 {
-			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
+		if err != nil {
+			return err
 		}
-	}
+		t.Cleanup(func() { _ = xs.Close() })
+		if err := comm.AllReduce(g, comm.Sum, xs...); err != nil || i == 1 {
+			return err
+		}
+		return comm.AllReduce(g, comm.Sum, xs...)
+	})
 	require.NoError(t, gs[1].Wait(testgpu.Context(t)))
 	for _, rank := range []int{0, 2} {
 		err := comm.Analyzed(testgpu.Context(t), gs[rank], time.Minute, late)

@@ -370,9 +370,14 @@ func TestWaysThatDisagree(t *testing.T) {
 					return nccl.AllReduce(g.Communicator(1), g.Stream(1), x, x, nccl.Sum)
 				},
 				"group": func(g *comm.Group, x memory.Slice[float32]) error {
+					y, err := memory.Make[float32](g.Stream(1), x.Len())
+					require.NoError(t, err)
+					t.Cleanup(func() { require.NoError(t, y.Close()) })
 					return routed(g, func(b *nccl.Batch) error {
-						one := func() error { return nccl.AllReduce(b.On(g.Communicator(1)), g.Stream(1), x, x, nccl.Sum) }
-						return errors.Join(one(), one())
+						one := func(x memory.Slice[float32]) error {
+							return nccl.AllReduce(b.On(g.Communicator(1)), g.Stream(1), x, x, nccl.Sum)
+						}
+						return errors.Join(one(x), one(y))
 					})
 				},
 			} {

@@ -47,7 +47,8 @@ func TestServiceIsBeneathTheVerdict(t *testing.T) {
 	xs, err := comm.MakeFrom(gs[0], make([]float32, 8))
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = xs.Close() })
-	require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs...))
+	go func() { _ = comm.AllReduce(gs[0], comm.Sum, xs...) }() // waits for rank 1
+	require.Eventually(t, func() bool { return gs[0].Communicator(0).Progress().Issued.Record > 0 }, time.Minute, time.Millisecond)
 	err = analyzedByService(t, gs[0], errors.New("late"))
 	require.Regexp(t, `(?s)^late; the flight recorders of the ranks say: Rank 1 .*\nNCCL's RAS: the ranks have launched different numbers of AllReduce: rank 1 \(process \d+ on host \) 0, rank 0 \(process \d+ on host \) 1$`, err.Error())
 }

@@ -45,6 +45,25 @@ func abortLimit(devs []*device.Device) time.Duration {
 	return 10 * time.Second
 }
 
+// The first operation waits in NCCL until the other ranks issue theirs, and an abort ends the wait.
+func TestAbortOfAFirstOperation(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for name, first := range map[string]func(r rank, x memory.Slice[int64]) error{
+			"all-reduce": func(r rank, x memory.Slice[int64]) error { return nccl.AllReduce(r.c, r.s, x, x, nccl.Sum) },
+			"send":       func(r rank, x memory.Slice[int64]) error { return nccl.Send(r.c, r.s, x, 1) },
+		} {
+			ranks := connectWith(t, devs, &nccl.Config{Timeout: -1})
+			xs, _ := buffers(t, ranks, 8)
+			issued := make(chan error, 1)
+			go func() { issued <- first(ranks[0], xs[0]) }()
+			until(t, func() bool { return ranks[0].c.Progress().Issued.Record > 0 })
+			require.NoError(t, ranks[0].c.Abort(), name)
+			require.Error(t, <-issued, name)
+			require.NoError(t, ranks[1].c.Abort())
+		}
+	})
+}
+
 // An abort while an operation hangs ends, and the devices are good for another
 // communicator, many times.
 func TestAbortManyTimes(t *testing.T) {
@@ -85,8 +104,9 @@ func TestAbortWhileALargeOperationRuns(t *testing.T) {
 			})
 			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 				for i, r := range ranks {
-					for range 4 {
-						if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
+					for k := range 4 {
+						x := xs[i].Slice(k*n/4, (k+1)*n/4)
+						if err := nccl.AllReduce(b.On(r.c), r.s, x, x, nccl.Sum); err != nil {
 							return err
 						}
 					}

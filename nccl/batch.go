@@ -45,9 +45,9 @@ func communicatorOf(on Issuer) (*Communicator, *Batch, *callConfig) {
 // batch fail, even if the caller ignores its error: the other ranks would wait for the
 // operation.
 //
-// The operations of a batch run concurrently. A buffer that one operation writes must
+// The operations of a batch run concurrently and in any order. A buffer that one operation writes must
 // therefore not overlap with a buffer of another operation on the same rank. Enqueue
-// refuses such a batch if one of the two operations is a Send or Recv. Sends and receives
+// refuses such a batch. Sends and receives
 // between two ranks of one batch are matched in the order they were added. Enqueue refuses
 // the batch if their lengths or types differ.
 type Batch struct {

@@ -214,6 +214,9 @@ func (c *callConfig) cluster() int32 {
 func (o *operation) callConfigured() ncclapi.Result {
 	api, h, s, cfg := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw(), o.config.raw
 	n, root := uintptr(o.N*o.unit), int32(o.Root)
+	if o.comm.size == 1 && o.redop > ncclapi.Avg {
+		return o.callOneRank() // a single rank has no use for a configuration
+	}
 	switch o.Kind {
 	case flight.AllReduce:
 		return api.AllReduceConfig(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s, cfg)

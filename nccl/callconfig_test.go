@@ -141,6 +141,7 @@ func TestLaunchEvent(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: newest})
 	ranks := connect(t, devs)
 	xs, in := buffers(t, ranks, 4)
+	total(t, ranks) // connects the ranks
 	events := make([]*stream.Event, 2)
 	on := with(t, ranks, func(i int) *nccl.CallConfig {
 		var err error
@@ -164,10 +165,11 @@ func TestLaunchEvent(t *testing.T) {
 	}
 
 	err = nccl.Group(func(b *nccl.Batch) error {
-		for range 2 {
+		for part := range 2 {
 			x, err := nccl.With(b.On(ranks[0].c), &nccl.CallConfig{LaunchEvent: events[0]})
 			require.NoError(t, err)
-			if err := nccl.AllReduce(x, ranks[0].s, xs[0], xs[0], nccl.Sum); err != nil {
+			y := xs[0].Slice(2*part, 2*part+2)
+			if err := nccl.AllReduce(x, ranks[0].s, y, y, nccl.Sum); err != nil {
 				return err
 			}
 		}
@@ -178,7 +180,8 @@ func TestLaunchEvent(t *testing.T) {
 		for _, size := range []int{1, 2} {
 			x, err := nccl.With(b.On(ranks[0].c), &nccl.CallConfig{CGAClusterSize: &size})
 			require.NoError(t, err)
-			if err := nccl.AllReduce(x, ranks[0].s, xs[0], xs[0], nccl.Sum); err != nil {
+			y := xs[0].Slice(size, size+1)
+			if err := nccl.AllReduce(x, ranks[0].s, y, y, nccl.Sum); err != nil {
 				return err
 			}
 		}

@@ -165,8 +165,10 @@ func TestShrink(t *testing.T) {
 // The survivors of a rank that never came go on without it.
 func TestShrinkAfterAFailure(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Recoverable: true})
+	ranks := connectWith(t, devs, &nccl.Config{Recoverable: true})
 	xs, _ := buffers(t, ranks, 8)
+	total(t, ranks)
+	setTimeout(t, ranks, soon)
 	require.NoError(t, nccl.Group(func(b *nccl.Batch) (err error) { // soon may be over at a second call
 		for i, r := range ranks[:2] {
 			err = errors.Join(err, nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum))
@@ -183,13 +185,25 @@ func TestShrinkAfterAFailure(t *testing.T) {
 	}))
 }
 
+// A first operation waits in NCCL for the other ranks, and only an abort ends that.
+func TestShrinkAfterABlockedCall(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs), Recoverable: true})
+		xs, _ := buffers(t, ranks, 8)
+		require.ErrorIs(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum), nccl.ErrorTimeout)
+		require.ErrorContains(t, ranks[0].c.Err(), "has not returned from NCCL after")
+		require.ErrorContains(t, ranks[0].c.Err(), "): rank 1 ("+devs[1].String()+") has not issued it, the last operation is none")
+		_, err := ranks[0].c.Shrink(testgpu.Context(t), nccl.ShrinkAbort, []int{1}, nil)
+		require.ErrorIs(t, err, nccl.ErrorTimeout)
+	})
+}
+
 // Without Recoverable there is nothing left to shrink.
 func TestShrinkOfAnAborted(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 8)
-	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-	require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)
+	require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
 	_, err := ranks[0].c.Shrink(testgpu.Context(t), nccl.ShrinkAbort, []int{1}, nil)
 	require.ErrorIs(t, err, nccl.ErrorTimeout)
 }
@@ -200,6 +214,7 @@ func TestRevoke(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: newest})
 	ranks := connect(t, devs)
 	xs, _ := buffers(t, ranks, 8)
+	total(t, ranks)
 	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum)) // hangs
 	for i, r := range ranks {
 		require.NoError(t, r.c.Revoke())

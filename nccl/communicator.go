@@ -42,6 +42,7 @@ type Communicator struct {
 	onFailure          func(*Communicator, error) error
 	recoverable        bool
 	checksNaN          bool              // Config.NaNCheck
+	places             bool              // errors about batches have the lines that added the operations
 	nan                *nancheck.Checker // nil unless checksNaN
 	parentAfterFailure atomic.Bool       // it has failed but may still be a parent
 	children           int               // guarded by mu
@@ -164,6 +165,7 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 	c := &Communicator{
 		api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm),
 		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag), sharesGPUs: ncclapi.SharesGPUs(),
+		places: dev.System().Backend() == "virtual",
 	}
 	c.ref = ranks.New(inside{c})
 	flight.SetClock()

@@ -113,8 +113,13 @@ func TestTimeoutNamesTheOperationThatHangs(t *testing.T) {
 			if !burst && n == 5 {
 				setTimeout(t, ranks, soon)
 			}
+			if n == 1 { // the first calls block until both have come
+				each(t, devs, func(i int) error { return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Max) })
+			}
 			for i, r := range ranks {
-				_ = nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Max)
+				if n > 1 {
+					_ = nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Max)
+				}
 			}
 			if err := ranks[0].c.Err(); !burst && err == nil {
 				err = errors.Join(ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), ranks[1].c.Wait(testgpu.Context(t), ranks[1].s))
@@ -144,7 +149,7 @@ func TestTimeoutOfManyOperations(t *testing.T) {
 	ranks, xs := afterOnce(t, devs, 16, time.Minute)
 	r := ranks[0]
 	issue := func() {
-		require.NoError(t, nccl.Broadcast(r.on(), r.s, xs[0], xs[0], 1))
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 		until(t, func() bool { return time.Since(r.c.Progress().Issued.Created) > 2*time.Millisecond })
 	}
 	issue() // the only one that completes, after all others were issued
@@ -152,11 +157,11 @@ func TestTimeoutOfManyOperations(t *testing.T) {
 	for range 79 {
 		issue()
 	}
-	require.NoError(t, nccl.Broadcast(ranks[1].c, ranks[1].s, xs[1], xs[1], 1))
+	require.NoError(t, nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum))
 	var late *nccl.TimeoutError
 	require.ErrorAs(t, r.c.Wait(testgpu.Context(t), r.s), &late)
 	require.Equal(t, []uint64{3, 3}, []uint64{late.Operation.Collective, late.Last.Collective}, "each was issued some time after the one before, and has a mark")
-	require.Equal(t, limit(devs), late.Limit, "the first broadcast, which had more time, is known to have completed")
+	require.Equal(t, limit(devs), late.Limit, "the first operation, which had more time, is known to have completed")
 }
 
 // The operations of a single rank are copies, which nothing orders between streams.
@@ -200,9 +205,7 @@ func TestAbortOfSharedResources(t *testing.T) {
 		return err
 	})
 	xs, _ := buffers(t, ranks, 8)
-	for i, c := range children {
-		require.NoError(t, nccl.AllReduce(c, ranks[i].s, xs[i], xs[i], nccl.Sum))
-	}
+	each(t, devs, func(i int) error { return nccl.AllReduce(children[i], ranks[i].s, xs[i], xs[i], nccl.Sum) })
 	require.NoError(t, children[0].Wait(testgpu.Context(t), ranks[0].s))
 	require.NoError(t, nccl.AllReduce(children[0], ranks[0].s, xs[0], xs[0], nccl.Sum))
 	require.NoError(t, ranks[0].c.Abort())

@@ -16,7 +16,7 @@ import (
 // a *device.UnsupportedError; NCCL itself would silently ignore it.
 type Config struct {
 	CGAClusterSize *int   // thread blocks in a cluster, 0 to 8; NCCL 2.17
-	MinCTAs        *int   // minimum number of thread blocks of a kernel, 1 to 64; NCCL 2.17
+	MinCTAs        *int   // minimum number of thread blocks of a kernel, 1 to 64, only with MaxCTAs; NCCL 2.17
 	MaxCTAs        *int   // maximum number of thread blocks of a kernel, 1 to 64; NCCL 2.17
 	NetName        string // the network plugin to use; NCCL 2.17
 	SplitShare     *bool  // children of Split share resources; NCCL 2.18
@@ -63,7 +63,8 @@ type Config struct {
 	// too. Each rank checks only its own input, and receives are not checked.
 	NaNCheck bool
 	// Recoverable keeps a failed communicator for Shrink instead of aborting it. Its
-	// pending operations may hang until Shrink or Close.
+	// pending operations may hang until Shrink or Close. A communicator that fails while a call waits in
+	// NCCL for the other ranks, as a rank's first operations do, is aborted nevertheless.
 	Recoverable bool
 	// OnFailure is called once when the communicator fails, before it is aborted, by the
 	// goroutine that noticed the failure. If it returns an error, that error replaces err

@@ -17,9 +17,15 @@
 //
 // All collectives are enqueued on the given stream, return at once, allocate nothing and
 // start no goroutine. Only the first one of a kind may block until the other ranks call it
-// too, because NCCL connects the ranks then; Abort ends that wait as well. The first one
+// too, because NCCL connects the ranks then. A collective connects NCCL's ring or its tree. A send, a receive, or a
+// collective that consists of them (AllToAll, Gather, Scatter) connects each direction with a peer. Abort and the deadline
+// of the operation end that wait as well. The first one
 // may be captured into a graph, but not in the mode graph.Global. If a collective returns
 // an error, it was not enqueued on this rank.
+//
+// A collective is not always a barrier: a rank waits only for the ranks whose data it needs. The root of a
+// broadcast or a scatter, the other ranks of a reduction or a gather to one, and senders do not wait. In an empty
+// collective no rank waits.
 //
 // Concurrency: calls on one communicator are serialized. The order of the operations must
 // be the same on all ranks, so in practice one goroutine issues them. Abort, Close and Err

@@ -32,8 +32,14 @@ func (o *operation) callNCCL() ncclapi.Result {
 	n, root := uintptr(o.N*o.unit), int32(o.Root)
 	switch o.Kind {
 	case flight.AllReduce:
+		if o.comm.size == 1 {
+			return o.callOneRank()
+		}
 		return api.AllReduce(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s)
 	case flight.Reduce:
+		if o.comm.size == 1 {
+			return o.callOneRank()
+		}
 		return api.Reduce(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, root, h, s)
 	case flight.Broadcast:
 		from := o.src.ptr
@@ -44,6 +50,9 @@ func (o *operation) callNCCL() ncclapi.Result {
 	case flight.AllGather:
 		return api.AllGather(o.src.ptr, o.dst.ptr, n, o.wire, h, s)
 	case flight.ReduceScatter:
+		if o.comm.size == 1 {
+			return o.callOneRank()
+		}
 		return api.ReduceScatter(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s)
 	case flight.Send:
 		return api.Send(o.src.ptr, n, o.wire, root, h, s)
@@ -61,6 +70,20 @@ func (o *operation) callNCCL() ncclapi.Result {
 		}
 	}
 	return o.callGrouped()
+}
+
+// callOneRank calls NCCL for a reduction of a single rank.
+func (o *operation) callOneRank() ncclapi.Result {
+	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
+	return o.inOneRankParts(o.src.ptr, o.dst.ptr, uintptr(o.N*o.unit), func(from, to cudadrv.DevicePtr, n uintptr) ncclapi.Result {
+		switch o.Kind {
+		case flight.Reduce:
+			return api.Reduce(from, to, n, o.wire, o.redop, 0, h, s)
+		case flight.ReduceScatter:
+			return api.ReduceScatter(from, to, n, o.wire, o.redop, h, s)
+		}
+		return api.AllReduce(from, to, n, o.wire, o.redop, h, s)
+	})
 }
 
 // callGrouped implements an operation by several operations of NCCL. If NCCL refuses one of
@@ -120,7 +143,9 @@ func (o *operation) callPart(p *part) ncclapi.Result {
 		if p.out == 0 {
 			return ncclapi.Success
 		}
-		return api.Reduce(p.from, p.to, p.out, o.wire, o.redop, p.rank, h, s)
+		return o.inOneRankParts(p.from, p.to, p.out, func(from, to cudadrv.DevicePtr, n uintptr) ncclapi.Result {
+			return api.Reduce(from, to, n, o.wire, o.redop, p.rank, h, s)
+		})
 	case flight.Gather:
 		p.from = o.src.ptr
 		return o.sendRecv(p, int(p.rank) == o.Root, o.comm.rank == o.Root)

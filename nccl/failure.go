@@ -101,6 +101,10 @@ func (c *Communicator) failAsync(err error) {
 	}
 }
 
+// wasAborted reports whether the communicator was closed without a failure, so that its operations fail for no
+// other reason.
+func (c *Communicator) wasAborted() bool { return c.isClosed() && c.failed.Load() == nil }
+
 // bestCause returns the best known cause of an operation's error. The communicator is not
 // entered, since Config.OnFailure may enter it.
 func (c *Communicator) bestCause(err error) error {
@@ -162,9 +166,9 @@ func (c *Communicator) completeFailure(f *failure) {
 			}
 		}
 	}
-	if c.recoverable {
+	if c.recoverable && !c.blocked() {
 		c.abortBackends()
-	} else {
+	} else { // only an abort ends a call that waits in NCCL for the other ranks
 		_ = c.Abort()
 	}
 }

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/spinpool"
 )
@@ -21,7 +22,8 @@ type group struct {
 	comms        []*Communicator // of the operations, without duplicates, in lock order
 	errs         []error         // of the operations, if an operation fails or launchers enqueue them
 	transferEnds []transferEnd   // of the transfers between its ranks
-	extents      []extent        // of its transfers, by address
+	extents      []extent        // of its operations, by address
+	places       []race.Place    // of the calls that added the operations; none on CUDA
 	configured   bool            // an operation has a configuration
 	timeout      time.Duration   // of its operations; 0 means the communicator's
 }
@@ -46,6 +48,12 @@ func (g *group) add(o *operation) (err error) {
 		if o.capture, err = gpu.StreamOf(o.Stream).CaptureID(); err != nil {
 			return err
 		}
+	}
+	if o.comm.places {
+		if n := len(g.ops); n == len(g.places) {
+			g.places = append(g.places, race.Place{})
+		}
+		g.places[len(g.ops)].Mark()
 	}
 	g.ops = append(g.ops, *o)
 	g.configured = g.configured || o.config != nil

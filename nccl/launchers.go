@@ -69,7 +69,7 @@ func (g *group) finish(errs []error) (first error) {
 	if first == nil {
 		return nil
 	}
-	lost := (isFatal(first) || slices.ContainsFunc(errs, ranks.Partial)) && !g.comms[0].isClosed() // it was not aborted
+	lost := (isFatal(first) || slices.ContainsFunc(errs, ranks.Partial)) && !g.comms[0].wasAborted()
 	for i := len(g.ops) - 1; !lost && i >= 0; i-- {
 		if errs[i] != nil {
 			g.ops[i].unrecord()

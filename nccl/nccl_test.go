@@ -88,6 +88,16 @@ func each(t *testing.T, devs []*device.Device, f func(i int) error) {
 	}
 }
 
+// issueAlone issues an all-reduce on one rank only and returns the error of the call, which blocks if the
+// ranks are not connected yet, or else of the wait.
+func issueAlone(t *testing.T, r rank, x memory.Slice[int64]) error {
+	t.Helper()
+	if err := nccl.AllReduce(r.c, r.s, x, x, nccl.Sum); err != nil {
+		return err
+	}
+	return r.c.Wait(testgpu.Context(t), r.s)
+}
+
 // run issues an operation on all ranks in one group and returns the contents of out.
 func run(t *testing.T, ranks []rank, out []memory.Slice[int64], op func(i int, r rank) error) [][]int64 {
 	t.Helper()
@@ -353,7 +363,9 @@ func TestShutdownEndsWithContext(t *testing.T) {
 		for _, after := range []time.Duration{0, time.Microsecond, time.Millisecond, 50 * time.Millisecond} {
 			ranks := connect(t, devs)
 			xs, _ := buffers(t, ranks, 10_000)
-			require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+			reduce := func(i int, r rank) error { return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum) }
+			run(t, ranks, xs, reduce) // connects the ranks: the call of one rank would block
+			require.NoError(t, reduce(0, ranks[0]))
 			ctx, cancel := context.WithTimeoutCause(t.Context(), after, errors.New("enough"))
 			err := ranks[0].c.Shutdown(ctx)
 			cancel()

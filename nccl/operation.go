@@ -214,7 +214,7 @@ func (o *operation) enqueue() error {
 
 // undo undoes an operation that NCCL has refused, and returns the error.
 func (o *operation) undo(err error) error {
-	if isFatal(err) && !o.comm.isClosed() { // it was not aborted
+	if isFatal(err) && !o.comm.wasAborted() {
 		o.comm.failAsync(err)
 	} else {
 		o.unrecord()

@@ -68,15 +68,11 @@ type extent struct {
 	written    bool
 }
 
-// checkOverlap refuses a transfer that shares memory with another operation of the same
-// rank if one of the two writes this memory, because they run concurrently. Collectives on the same
-// buffer are allowed in a group, because benchmarks use them.
+// checkOverlap refuses two operations of one rank that share memory which one of them writes,
+// because NCCL executes the operations of a group concurrently, in any order. Collectives of a
+// single rank are copies on their streams, so those on one stream run in order.
 func (g *group) checkOverlap() error {
-	transfers := false
-	for i := range g.ops {
-		transfers = transfers || flight.Kinds[g.ops[i].Kind].Peer
-	}
-	if !transfers {
+	if g.single() && !flight.Kinds[g.ops[0].Kind].Peer {
 		return nil
 	}
 	for i := range g.ops {
@@ -93,12 +89,17 @@ func (g *group) checkOverlap() error {
 			if b.begin >= a.end {
 				break
 			}
-			if a.o.comm == b.o.comm && (a.written || b.written) && (flight.Kinds[a.o.Kind].Peer || flight.Kinds[b.o.Kind].Peer) && !g.toItself(a, b) {
-				return a.o.errOverlap(b.o)
+			if a.o != b.o && a.o.comm == b.o.comm && (a.written || b.written) && !inOrder(a.o, b.o) && !g.toItself(a, b) {
+				return g.errOverlap(a.o, b.o)
 			}
 		}
 	}
 	return nil
+}
+
+// inOrder reports whether two operations of a rank are collectives of a single rank on one stream.
+func inOrder(a, b *operation) bool {
+	return a.comm.size == 1 && a.Stream == b.Stream && !flight.Kinds[a.Kind].Peer && !flight.Kinds[b.Kind].Peer
 }
 
 // addExtent adds the buffer of an operand, unless it is empty.
@@ -131,15 +132,21 @@ func (g *group) transferIndex(o *operation) (n int) {
 }
 
 // errOverlap returns the error of two operations that cannot run concurrently.
-func (o *operation) errOverlap(with *operation) error {
-	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap and they are in one group, where they run side by side: want no memory in common: %w",
-		o.nameInGroup(), with.nameInGroup(), o.comm.rank, o.comm.size, ErrorInvalidUsage)
+func (g *group) errOverlap(a, b *operation) error {
+	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap, and NCCL runs them concurrently because they are in one group: issue them one after the other: %w",
+		g.nameInGroup(a), g.nameInGroup(b), a.comm.rank, a.comm.size, ErrorInvalidUsage)
 }
 
 // nameInGroup describes an operation so that it differs from others in its group.
-func (o *operation) nameInGroup() string {
+func (g *group) nameInGroup(o *operation) string {
+	name := o.Kind.String()
 	if flight.Kinds[o.Kind].Peer {
-		return fmt.Sprintf("%s with rank %d", o.Kind, o.Root)
+		name = fmt.Sprintf("%s with rank %d", o.Kind, o.Root)
 	}
-	return o.Kind.String()
+	for i := range g.ops {
+		if &g.ops[i] == o && i < len(g.places) && g.places[i].String() != "" {
+			name += " (" + g.places[i].String() + ")"
+		}
+	}
+	return name
 }

@@ -6,6 +6,7 @@ import (
 	"github.com/gochorus/chorus/internal/mem"
 	"unsafe"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -124,6 +125,39 @@ func (p *PreMulSum) Close() error {
 	}
 	defer c.mu.Unlock()
 	return c.check(name, c.api.RedOpDestroy(p.op, *c.h))
+}
+
+// oneRankParts returns how many elements of an operation of a single rank with a PreMulSum NCCL must
+// get at first; it gets the others in a second operation. NCCL 2.28's kernel (oneRankReduce) divides
+// the elements evenly among its blocks and rounds the parts down to whole packs of 16 bytes, so that it omits the
+// last elements, unless the parts are whole packs.
+func oneRankParts(n, size uintptr) (first uintptr) {
+	const mostBlocks, blockBytes, pack = 32, 16 << 10, 16
+	for {
+		blocks := min(mostBlocks, (n*size+blockBytes-1)/blockBytes)
+		if blocks <= 1 {
+			return n
+		}
+		rest := n % (blocks * pack / size)
+		if rest == 0 {
+			return n
+		}
+		n -= rest
+	}
+}
+
+// inOneRankParts calls reduce for each part of a reduction.
+func (o *operation) inOneRankParts(from, to cudadrv.DevicePtr, n uintptr, reduce func(from, to cudadrv.DevicePtr, n uintptr) ncclapi.Result) ncclapi.Result {
+	if o.comm.size > 1 || o.redop <= ncclapi.Avg {
+		return reduce(from, to, n)
+	}
+	size := o.wire.Size()
+	first := oneRankParts(n, size)
+	if r := reduce(from, to, first); r != ncclapi.Success || first == n {
+		return r
+	}
+	at := cudadrv.DevicePtr(first * size)
+	return reduce(from+at, to+at, n-first)
 }
 
 // setWireType determines NCCL's type and reduction for the operation, and validates them.

@@ -1,6 +1,7 @@
 package nccl_test
 
 import (
+	"errors"
 	"log/slog"
 	"strings"
 	"testing"
@@ -86,6 +87,12 @@ func TestSanitizerSeesLaunchEvents(t *testing.T) {
 		require.NoError(t, err)
 		defer events[i].Close()
 	}
+	require.NoError(t, nccl.Group(func(b *nccl.Batch) (err error) { // connects the ranks
+		for i, c := range cs {
+			err = errors.Join(err, nccl.AllReduce(b.On(c), s[i], xs[i], xs[i], nccl.Sum))
+		}
+		return err
+	}))
 	for i, c := range cs {
 		on, err := nccl.With(c, &nccl.CallConfig{LaunchEvent: events[i]})
 		require.NoError(t, err)

@@ -2,6 +2,7 @@ package nccl_test
 
 import (
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -62,4 +63,71 @@ func alone[T memory.Element](t *testing.T, c *nccl.Communicator, s *stream.Strea
 		require.NoError(t, src.Close())
 		require.NoError(t, dst.Close())
 	}
+}
+
+// A PreMulSum of a single rank multiplies every element, also of sizes for which NCCL's kernel omits
+// the last ones, at any address. NCCL has no kernel for 8-bit floats.
+func TestSingleRankPreMulSum(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		r := connect(t, devs)[0]
+		multiplied[int8](t, r, 3, 2, 6)
+		multiplied[uint8](t, r, 3, 2, 6)
+		multiplied[int32](t, r, 3, 2, 6)
+		multiplied[uint32](t, r, 3, 2, 6)
+		multiplied[int64](t, r, 3, 2, 6)
+		multiplied[uint64](t, r, 3, 2, 6)
+		multiplied[float32](t, r, 3, 2, 6)
+		multiplied[float64](t, r, 3, 2, 6)
+		multiplied[memory.Float16Bits](t, r, 0x3c00, 0x4000, 0x4000)
+		multiplied[memory.BFloat16Bits](t, r, 0x3f80, 0x4000, 0x4000)
+		small, err := memory.Make[memory.Float8E4M3Bits](r.s, 4)
+		require.NoError(t, err)
+		sum, err := nccl.NewPreMulSum(r.c, memory.Float8E4M3Bits(0x40))
+		require.NoError(t, err)
+		require.ErrorIs(t, nccl.AllReduce(r.c, r.s, small, small, sum.Op()), nccl.ErrorInvalidArgument)
+		require.NoError(t, sum.Close())
+		require.NoError(t, small.Close())
+	})
+}
+
+// multiplied multiplies elements of a value by a factor.
+func multiplied[T memory.Element](t *testing.T, r rank, value, factor, want T) {
+	t.Helper()
+	sum, err := nccl.NewPreMulSum(r.c, factor)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, sum.Close()) }()
+	const longest = 131_105
+	in := make([]T, longest+3)
+	for i := range in {
+		in[i] = value
+	}
+	src, err := memory.MakeFrom(r.s, in)
+	require.NoError(t, err)
+	dst, err := memory.Make[T](r.s, len(in))
+	require.NoError(t, err)
+	for _, n := range []int{1, 7, 8193, 33_001, 100_001, 131_073, longest} {
+		for _, at := range []int{0, 1, 3} {
+			x, y := src.Slice(at, at+n), dst.Slice(at, at+n)
+			for name, reduce := range map[string]func() error{
+				"all-reduce":     func() error { return nccl.AllReduce(r.c, r.s, y, x, sum.Op()) },
+				"reduce":         func() error { return nccl.Reduce(r.c, r.s, y, x, sum.Op(), 0) },
+				"reduce-scatter": func() error { return nccl.ReduceScatter(r.c, r.s, y, x, sum.Op()) },
+				"in place": func() error {
+					if err := y.CopyFrom(r.s, in[:n]); err != nil {
+						return err
+					}
+					return nccl.AllReduce(r.c, r.s, y, y, sum.Op())
+				},
+			} {
+				require.NoError(t, dst.Zero(r.s))
+				require.NoError(t, reduce())
+				out := make([]T, n)
+				require.NoError(t, y.CopyTo(r.s, out))
+				wrong := slices.IndexFunc(out, func(v T) bool { return v != want })
+				require.Equal(t, -1, wrong, "%s of %d %s from element %d: the first wrong element", name, n, src.DType(), at)
+			}
+		}
+	}
+	require.NoError(t, src.Close())
+	require.NoError(t, dst.Close())
 }

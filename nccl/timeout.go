@@ -15,6 +15,7 @@ type TimeoutError struct {
 	Operation  Operation     // the operation that has not completed, or the first one that it may be
 	Last       Operation     // the last operation that it may be; Operation if the operation is known
 	Lost       bool          // it may also be an earlier operation, which the flight recorder no longer has
+	InCall     bool          // NCCL's call has not returned: it waits until the other ranks have issued the operation
 	Age        time.Duration // since Last was issued, without the time of captures
 	Limit      time.Duration
 	Completed  Operation // the last completed operation; none if its Record is 0
@@ -25,15 +26,24 @@ type TimeoutError struct {
 
 func (e *TimeoutError) Error() string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) has not completed after %v (the limit is %v)",
-		flight.Between(e.Operation, e.Last, e.Lost), e.Rank, e.Size, e.Device, e.Age.Round(time.Millisecond), e.Limit)
+	what := "completed"
+	if e.InCall {
+		what = "returned from NCCL"
+	}
+	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) has not %s after %v (the limit is %v)",
+		flight.Between(e.Operation, e.Last, e.Lost), e.Rank, e.Size, e.Device, what, e.Age.Round(time.Millisecond), e.Limit)
+	if e.InCall && len(e.Others) > 0 {
+		b.WriteString(": " + strings.Join(e.Others, "; "))
+	}
 	if e.Completed.Record > 0 {
 		fmt.Fprintf(&b, "; the last known to have completed is %s", e.Completed)
 	} else {
 		b.WriteString("; none is known to have completed")
 	}
 	for _, text := range e.Others {
-		b.WriteString("; " + text)
+		if !e.InCall {
+			b.WriteString("; " + text)
+		}
 	}
 	if e.NCCL != "" {
 		b.WriteString("; NCCL's last message: " + e.NCCL)
@@ -77,6 +87,8 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 		Last: x.Last.Operation(), Lost: x.Lost, Age: age, Completed: completed.Operation(), NCCL: c.lastMessage(),
 	}
 	e := x.Last
+	pending, inside := c.rec.Unaccepted()
+	t.InCall = inside && pending.ID == e.ID
 	if flight.Kinds[e.Kind].Peer {
 		for _, m := range others {
 			if m.Rank == e.Root {
@@ -89,6 +101,10 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 	for _, m := range others {
 		if issued, last := m.Issued(); issued < e.Collective {
 			t.Behind = append(t.Behind, m.Rank)
+			if t.InCall {
+				t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) has not issued it, the last operation is %s", m.Rank, m.Device, last.Operation()))
+				continue
+			}
 			t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) is behind: it has issued %d collectives, the last operation is %s", m.Rank, m.Device, issued, last.Operation()))
 		}
 	}

@@ -145,8 +145,7 @@ func TestTraceIsLeftByAFailure(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 8)
-	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-	require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)
+	require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
 	text, err := os.ReadFile(prefix + "0")
 	require.NoError(t, err)
 	require.Contains(t, string(text), `"state":"scheduled"`)
@@ -172,8 +171,7 @@ func TestTraceOfANamedCommunicator(t *testing.T) {
 	for _, name := range []string{"a/b", "c"} {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Name: name})
 		xs, _ := buffers(t, ranks, 8)
-		require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-		require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)
+		require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
 	}
 	for file, name := range map[string]string{"0-a_b": `"a/b"`, "0-c": `"c"`} {
 		text, err := os.ReadFile(prefix + file)

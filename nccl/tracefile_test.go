@@ -21,8 +21,7 @@ func failWithTrace(t *testing.T, prefix string) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 8)
-	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-	require.ErrorIs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), nccl.ErrorTimeout)
+	require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
 }
 
 // The trace names operations and programs, so only its user can read it.

@@ -1,7 +1,6 @@
 package nccl_test
 
 import (
-	"context"
 	"errors"
 	"sync"
 	"testing"
@@ -113,11 +112,12 @@ func TestDeadlineInABurst(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 	xs, _ := buffers(t, ranks, 16)
-	for i, r := range ranks {
+	each(t, devs, func(i int) (err error) {
 		for n := range []int{5, 4, 6}[i] {
-			require.NoError(t, nccl.Broadcast(r.on(), r.s, xs[i], xs[i], n%3))
+			err = errors.Join(err, nccl.Broadcast(ranks[i].c, ranks[i].s, xs[i], xs[i], n%3))
 		}
-	}
+		return err
+	})
 	var late *nccl.TimeoutError
 	require.ErrorAs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), &late)
 	require.EqualValues(t, 5, late.Last.Collective)
@@ -274,8 +274,7 @@ func TestOnFailureKnowsBetter(t *testing.T) {
 		return nil
 	}})
 	xs, _ := buffers(t, ranks, 4)
-	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-	require.Equal(t, better, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s))
+	require.Equal(t, better, issueAlone(t, ranks[0], xs[0]))
 	until(t, func() bool { return ranks[1].c.Err() != nil })
 	require.Equal(t, better, ranks[1].c.Err())
 	mu.Lock()
@@ -290,10 +289,10 @@ func TestNoDeadline(t *testing.T) {
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: -1})
 	timed := connect(t, devs)
 	xs, _ := buffers(t, ranks, 4)
+	total(t, ranks)
 	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 	ys, _ := buffers(t, timed, 4)
-	require.NoError(t, nccl.AllReduce(timed[0].c, timed[0].s, ys[0], ys[0], nccl.Sum))
-	require.ErrorIs(t, timed[0].c.Wait(testgpu.Context(t), timed[0].s), nccl.ErrorTimeout)
+	require.ErrorIs(t, issueAlone(t, timed[0], ys[0]), nccl.ErrorTimeout)
 	require.NoError(t, ranks[0].c.Err())
 }
 
@@ -421,9 +420,9 @@ func TestARefusedOperationCountsForNothing(t *testing.T) {
 	}), nccl.ErrorInvalidUsage)
 	require.Empty(t, a.c.Trace())
 	require.Empty(t, b.c.Trace())
-	for i, r := range ranks {
-		require.NoError(t, nccl.AllGather(r.on(), r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
-	}
+	each(t, devs, func(i int) error {
+		return nccl.AllGather(ranks[i].c, ranks[i].s, xs[i], xs[i].Slice(2*i, 2*i+2))
+	})
 	for i, r := range ranks {
 		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
 		got := make([]int64, 4)
@@ -438,9 +437,9 @@ func TestLateErrors(t *testing.T) {
 	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "async@ncclAllGather#2=ncclSystemError"}).Devices()
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: 8 * time.Second})
 	xs, _ := buffers(t, ranks, 4)
-	for i, r := range ranks {
-		require.NoError(t, nccl.AllGather(r.on(), r.s, xs[i], xs[i].Slice(2*i, 2*i+2)))
-	}
+	each(t, devs, func(i int) error {
+		return nccl.AllGather(ranks[i].c, ranks[i].s, xs[i], xs[i].Slice(2*i, 2*i+2))
+	})
 	for _, r := range ranks {
 		var e *nccl.Error
 		var err error
@@ -451,7 +450,7 @@ func TestLateErrors(t *testing.T) {
 			return errors.As(err, &e)
 		})
 		require.True(t, e.Async)
-		require.ErrorContains(t, e, "the fault plan failed ncclAllGather of rank 1 when it ran")
+		require.Regexp(t, "the fault plan failed ncclAllGather of rank [01] when it ran", e.Error())
 	}
 }
 
@@ -462,12 +461,11 @@ func TestAsyncErrorIsNoticed(t *testing.T) {
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: 10 * time.Second})
 	xs, _ := buffers(t, ranks, 4)
 	failed := make(chan error, 1)
-	require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
-	go func() { failed <- ranks[0].c.Wait(context.Background(), ranks[0].s) }()
+	go func() { failed <- issueAlone(t, ranks[0], xs[0]) }()
 	require.NoError(t, ranks[1].c.Abort())
 	err := <-failed
 	require.ErrorIs(t, err, nccl.ErrorRemote)
 	// Rank 0 sees the closed connection first if the notice of rank 1 comes late.
 	require.Regexp(t, "rank 1 (aborted|was lost: its connection )", err)
-	require.Equal(t, err, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+	require.Equal(t, ranks[0].c.Err(), nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 }

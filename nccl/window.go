@@ -31,8 +31,13 @@ type Window struct {
 // it returns when all have. symmetric promises that all ranks have the same size and use
 // the same offsets in collectives (NCCL_WIN_COLL_SYMMETRIC). Before NCCL 2.28.7
 // collectives are refused if its kernels are incorrect: all-gathers and reduce-scatters of
-// parts that are not a multiple of 8 bytes, and several such collectives in one Group. The memory
-// must come from Allocator, and stay allocated until the window is closed. The end of the
+// parts that are not a multiple of 8 bytes, and several such collectives in one Group. Symmetric kernels
+// of NCCL 2.28.0 to before 2.30.7 are reported to read stale data in graphs behind another kernel. With these versions, test
+// graphs of collectives on symmetric windows before you rely on them.
+//
+// The memory must come from Allocator, begin at a multiple of 4096 bytes of an allocation (NCCL_WIN_REQUIRED_ALIGNMENT), and
+// stay allocated until the window is closed. A memory.Pool with Allocator aligns slices to 512 bytes, so allocate a
+// window's memory first in a separate pool, or make all sizes in the pool multiples of 4096 bytes. The end of the
 // communicator closes it too. If ctx ends first, RegisterWindow returns the cause, and c
 // must be closed.
 func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, bytes int, symmetric bool) (*Window, error) {

@@ -73,7 +73,7 @@ func TestWindows(t *testing.T) {
 func TestWindowsThatDiffer(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: newest})
 	ranks := connect(t, devs)
-	xs, _ := buffers(t, ranks, 1024)
+	xs := allocated[int64](t, ranks, 1024)
 	errs := make([]error, 2)
 	each(t, devs, func(i int) error {
 		_, errs[i] = ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i].Buffer(), 512<<i, true)
@@ -118,7 +118,7 @@ func TestWindowsThatDiffer(t *testing.T) {
 func TestWindowEndsWithContext(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ranks := connect(t, devs)
-	xs, _ := buffers(t, ranks, 8)
+	xs := allocated[int64](t, ranks, 8)
 	ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
 	defer cancel()
 	_, err := ranks[1].c.RegisterWindow(ctx, xs[1].Buffer(), 64, true)
@@ -240,7 +240,7 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 				}
 			}
 			reduce := func(on onto, i int) error {
-				return nccl.AllReduce(on(ranks[i].c), ranks[i].s, xs[i].Slice(0, 3), xs[i].Slice(0, 3), nccl.Sum)
+				return nccl.AllReduce(on(ranks[i].c), ranks[i].s, xs[i].Slice(9, 12), xs[i].Slice(9, 12), nccl.Sum)
 			}
 			outside := func(on onto, i int) error {
 				y, err := memory.Make[float32](ranks[i].s, 6)
@@ -248,7 +248,7 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 					return err
 				}
 				t.Cleanup(func() { require.NoError(t, y.Close()) })
-				return nccl.AllGather(on(ranks[i].c), ranks[i].s, y, xs[i].Slice(0, 3))
+				return nccl.AllGather(on(ranks[i].c), ranks[i].s, y, xs[i].Slice(16, 19))
 			}
 			for name, c := range map[string]struct {
 				ops   []func(on onto, i int) error
@@ -299,18 +299,24 @@ func windowed(t *testing.T, version string) ([]rank, []memory.Slice[float32], []
 	return ranks, xs, windows
 }
 
-// windowsOf gives the ranks memory in symmetric windows.
-func windowsOf(t *testing.T, ranks []rank) ([]memory.Slice[float32], []*nccl.Window) {
+// allocated gives the ranks n elements each of nccl.Allocator, at the beginning of an allocation.
+func allocated[T memory.Element](t *testing.T, ranks []rank, n int) []memory.Slice[T] {
 	pool := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 	t.Cleanup(func() { require.NoError(t, pool.Close()) })
-	xs := make([]memory.Slice[float32], len(ranks))
+	xs := make([]memory.Slice[T], len(ranks))
 	for i, r := range ranks {
 		require.NoError(t, pool.Use(r.s, func() (err error) {
-			xs[i], err = memory.Make[float32](r.s, 1<<18)
+			xs[i], err = memory.Make[T](r.s, n)
 			return err
 		}))
 		t.Cleanup(func() { require.NoError(t, xs[i].Close()) })
 	}
+	return xs
+}
+
+// windowsOf gives the ranks memory in symmetric windows.
+func windowsOf(t *testing.T, ranks []rank) ([]memory.Slice[float32], []*nccl.Window) {
+	xs := allocated[float32](t, ranks, 1<<18)
 	windows, devs := make([]*nccl.Window, len(ranks)), make([]*device.Device, len(ranks))
 	each(t, devs, func(i int) (err error) {
 		windows[i], err = ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i].Buffer(), xs[i].Bytes(), true)

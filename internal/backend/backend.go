@@ -3,10 +3,12 @@
 package backend
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
@@ -109,16 +111,46 @@ func network() (string, error) {
 	if _, err := netip.ParseAddr(ip); ip != "" && err != nil {
 		return "", &env.ValueError{Name: env.VirtualNetwork.Name, Value: ip, Want: "an IP address of this host"}
 	}
-	if ip != "" || env.Nodes.Value() == "" || env.Nodes.Value() == "1" {
+	if ip != "" || !severalHosts() {
 		return ip, nil
 	}
-	// Dialing UDP sends nothing: it only selects the local address of the route.
-	way, err := net.Dial("udp", env.Addr.Value())
-	if err != nil {
-		return "", nil
+	return rankAddress(env.Addr.Value(), net.InterfaceAddrs), nil
+}
+
+// severalHosts reports whether the launcher has started processes on several hosts.
+func severalHosts() bool {
+	if n := env.Nodes.Value(); n != "" {
+		return n != "1"
 	}
-	defer way.Close()
-	return way.LocalAddr().(*net.UDPAddr).IP.String(), nil
+	n := cmp.Or(os.Getenv("SLURM_STEP_NUM_NODES"), os.Getenv("SLURM_NNODES"))
+	return n != "" && n != "1" || os.Getenv("OMPI_COMM_WORLD_SIZE") != os.Getenv("OMPI_COMM_WORLD_LOCAL_SIZE")
+}
+
+// rankAddress returns the IP address of this host for ranks on other hosts: the local address of the route
+// to the coordinator, or "" if there is none. On the coordinator's own host its name may mean the loopback,
+// which other hosts cannot reach, so rankAddress then returns an address of an interface. If the
+// coordinator is given as 127.0.0.1 or ::1, all processes run on this machine.
+func rankAddress(coordinator string, interfaces func() ([]net.Addr, error)) string {
+	local := ""
+	// Dialing UDP sends nothing: it only selects the local address of the route.
+	if way, err := net.Dial("udp", coordinator); err == nil {
+		defer way.Close()
+		ip := way.LocalAddr().(*net.UDPAddr).IP
+		local = ip.String()
+		host, _, _ := net.SplitHostPort(coordinator)
+		if !ip.IsLoopback() || host == "127.0.0.1" || host == "::1" {
+			return local
+		}
+	}
+	addrs, _ := interfaces()
+	for _, v4 := range []bool{true, false} {
+		for _, a := range addrs {
+			if n, ok := a.(*net.IPNet); ok && n.IP.IsGlobalUnicast() && (n.IP.To4() != nil) == v4 {
+				return n.IP.String()
+			}
+		}
+	}
+	return local
 }
 
 func (c *Config) fillFromEnv() (err error) {

@@ -1,6 +1,7 @@
 package backend
 
 import (
+	"net"
 	"os"
 	"testing"
 
@@ -99,6 +100,30 @@ func TestNetwork(t *testing.T) {
 	t.Setenv(env.VirtualNetwork.Name, "foo")
 	_, err := network()
 	require.ErrorContains(t, err, env.VirtualNetwork.Name)
+}
+
+// On the coordinator's own host its name may mean the loopback, which ranks on other hosts cannot reach. Processes that
+// another launcher than chorus run starts on several hosts do not know the coordinator's address.
+func TestAddressForOtherHosts(t *testing.T) {
+	interfaces := func() (list []net.Addr, err error) {
+		for _, ip := range []string{"127.0.0.1", "fe80::1", "fd00::7", "10.1.2.3"} {
+			list = append(list, &net.IPNet{IP: net.ParseIP(ip), Mask: net.CIDRMask(8, 32)})
+		}
+		return list, nil
+	}
+	none := func() ([]net.Addr, error) { return nil, nil }
+	require.Equal(t, "127.0.0.1", rankAddress("127.0.0.1:29477", interfaces), "all processes are on this machine")
+	require.Equal(t, "10.1.2.3", rankAddress("127.0.1.1:29477", interfaces))
+	require.Equal(t, "10.1.2.3", rankAddress("localhost:29477", interfaces))
+	require.Equal(t, "10.1.2.3", rankAddress("", interfaces))
+	require.Empty(t, rankAddress("", none))
+	require.False(t, severalHosts())
+	t.Setenv("SLURM_NNODES", "2")
+	require.True(t, severalHosts())
+	t.Setenv("SLURM_STEP_NUM_NODES", "1")
+	require.False(t, severalHosts())
+	t.Setenv(env.Nodes.Name, "2")
+	require.True(t, severalHosts())
 }
 
 // Virtual devices of two hosts differ, and those of one are the same in every

@@ -134,7 +134,7 @@ func (w *Watch) Inspect() error {
 	if age := time.Duration(r.Clock() - x.Begun); exceeded(age, x.Timeout) {
 		return w.owner.TimedOut(x, age)
 	}
-	return nil
+	return w.inspectUnaccepted()
 }
 
 // inspectUnanswered is Inspect while the driver has not answered for some time. The driver

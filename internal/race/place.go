@@ -15,9 +15,19 @@ type Place struct {
 
 // Here returns the place of the caller.
 func Here() *Place {
-	p := &Place{pcs: make([]uintptr, 48)}
-	p.n = runtime.Callers(2, p.pcs)
+	p := new(Place)
+	p.n = runtime.Callers(2, p.room())
 	return p
+}
+
+// Mark makes p the place of the caller, in the memory that it has.
+func (p *Place) Mark() { p.n = runtime.Callers(2, p.room()) }
+
+func (p *Place) room() []uintptr {
+	if p.pcs == nil {
+		p.pcs = make([]uintptr, 48)
+	}
+	return p.pcs
 }
 
 // String returns the file and the line of the program that called Chorus. If no such function

@@ -47,8 +47,8 @@ func TestBatchesOfAllShapes(t *testing.T) {
 			"all ranks":                {[][]add{{g.gather(0), g.gather(1)}}, []ranks.Service{E}, nil},
 			"another order":            {[][]add{{g.gather(1), g.gather(0)}}, []ranks.Service{E}, nil},
 			"a batch each":             {[][]add{{g.gather(0)}, {g.gather(1)}}, []ranks.Service{K}, nil},
-			"each twice":               {[][]add{{g.gather(0), g.gather(1), g.gather(0), g.gather(1)}}, []ranks.Service{N, N}, nil},
-			"a batch of two each":      {[][]add{{g.gather(0), g.gather(0)}, {g.gather(1), g.gather(1)}}, []ranks.Service{N, N}, nil},
+			"each twice":               {[][]add{{g.gather(0), g.gather(1), g.gatherAside(0), g.gatherAside(1)}}, []ranks.Service{N, N}, nil},
+			"a batch of two each":      {[][]add{{g.gather(0), g.gatherAside(0)}, {g.gather(1), g.gatherAside(1)}}, []ranks.Service{N, N}, nil},
 			"with transfers":           {[][]add{{same, g.gather(0), g.gather(1)}}, []ranks.Service{K}, nil},
 			"with another's operation": {[][]add{{g.gather(0), other.gather(1)}, {other.gather(0), g.gather(1)}}, []ranks.Service{K}, []ranks.Service{N}},
 			"two communicators":        {[][]add{{g.gather(0), other.gather(0), g.gather(1), other.gather(1)}}, []ranks.Service{K}, []ranks.Service{N}},
@@ -229,7 +229,7 @@ func TestLaunchersExecuteBatches(t *testing.T) {
 			g.requireGathered(t, s.String())
 		}
 		if s == Tuned {
-			require.ErrorIs(t, g.enqueue(g.gather(0), g.gather(1), g.reduce(0), g.reduce(1)), nccl.ErrorInternal, "two of each rank")
+			require.ErrorIs(t, g.enqueue(g.gather(0), g.gather(1), g.gatherAside(0), g.gatherAside(1)), nccl.ErrorInternal, "two of each rank")
 		}
 	}
 }

@@ -21,7 +21,8 @@ type rig struct {
 	streams []*stream.Stream
 	src     []memory.Slice[int64] // with element i*100+k on rank i
 	dst     []memory.Slice[int64]
-	in      memory.Slice[int64] // of rank 1, for transfers
+	aside   []memory.Slice[int64] // other destinations
+	in      memory.Slice[int64]   // of rank 1, for transfers
 }
 
 const rigCount = 24
@@ -51,7 +52,9 @@ func newRigInOrder(t *testing.T, devs []*device.Device, s Strategy, order *Order
 		y, err := memory.Make[int64](q, rigCount*len(devs))
 		require.NoError(t, err)
 		require.NoError(t, y.Zero(q))
-		g.src, g.dst = append(g.src, x), append(g.dst, y)
+		z, err := memory.Make[int64](q, rigCount*len(devs))
+		require.NoError(t, err)
+		g.src, g.dst, g.aside = append(g.src, x), append(g.dst, y), append(g.aside, z)
 	}
 	g.in, err = memory.Make[int64](g.streams[1], rigCount)
 	require.NoError(t, err)
@@ -70,6 +73,7 @@ func (g *rig) close(t *testing.T) {
 	for i, s := range g.streams {
 		require.NoError(t, g.src[i].Close())
 		require.NoError(t, g.dst[i].Close())
+		require.NoError(t, g.aside[i].Close())
 		require.NoError(t, s.Close())
 	}
 }
@@ -79,6 +83,11 @@ type add func(b *nccl.Batch) error
 
 func (g *rig) gather(i int) add {
 	return func(b *nccl.Batch) error { return nccl.AllGather(b.On(g.comms[i]), g.streams[i], g.dst[i], g.src[i]) }
+}
+
+// gatherAside gathers to other memory, for a batch that has gather too.
+func (g *rig) gatherAside(i int) add {
+	return func(b *nccl.Batch) error { return nccl.AllGather(b.On(g.comms[i]), g.streams[i], g.aside[i], g.src[i]) }
 }
 
 func (g *rig) reduce(i int) add {

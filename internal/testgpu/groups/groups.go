@@ -3,6 +3,7 @@ package groups
 
 import (
 	"context"
+	"errors"
 	"math/rand/v2"
 	"sync"
 	"testing"
@@ -39,6 +40,18 @@ func Join(t testing.TB, ctx context.Context, devs []*device.Device) ([]*comm.Gro
 		wg.Wait()
 	})
 	return gs, errs
+}
+
+// Each runs f for each group at once, because the first operations of the ranks wait for each other.
+func Each(t testing.TB, gs []*comm.Group, f func(i int, g *comm.Group) error) {
+	t.Helper()
+	errs := make([]error, len(gs))
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() { errs[i] = f(i, g) })
+	}
+	wg.Wait()
+	check(t, errors.Join(errs...))
 }
 
 // Shards makes n small whole numbers on each local rank, whose sums are exact. It also

@@ -24,9 +24,11 @@ type Fault struct {
 	Status int32 // status to fail with, unless Hang or lose is set
 	Hang   bool
 	lose   bool
-	Zero   bool // a copy between two devices delivers zeros
-	Short  bool // its file transfers stop half-way
-	Async  bool // the call succeeds, and its communicator or transfer fails later with Status
+	Zero   bool          // a copy between two devices delivers zeros
+	Wrong  bool          // a copy or an operation of NCCL delivers a wrong byte
+	Slow   time.Duration // an operation begins later by this time
+	Short  bool          // its file transfers stop half-way
+	Async  bool          // the call succeeds, and its communicator or transfer fails later with Status
 }
 
 // A Plan is a fault plan with the calls counted so far. Each library call
@@ -121,7 +123,7 @@ func (f *Plan) Parse(text string) error {
 		}
 		name, n, x, err := parseFault(item)
 		if err != nil {
-			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n, short@call#n or async@call#n=status, separated by commas, * for every n, "+
+			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n, wrong@call#n, slow@call#n=duration, short@call#n or async@call#n=status, separated by commas, * for every n, "+
 				"such as cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY or hang@ncclAllReduce#2", item, err)
 		}
 		if f.plan == nil {
@@ -145,8 +147,8 @@ func parseFault(item string) (name string, n int, x Fault, err error) {
 		where = rest
 	}
 	where, status, failing := strings.Cut(where, "=")
-	if failing == (x.Hang || x.lose || x.Zero || x.Short) {
-		return "", 0, x, fmt.Errorf("want exactly one of a status, hang, lose, zero and short")
+	if failing == (x.Hang || x.lose || x.Zero || x.Wrong || x.Short) {
+		return "", 0, x, fmt.Errorf("want exactly one of a status, hang, lose, zero, wrong, slow and short")
 	}
 	name, number, _ := strings.Cut(where, "#")
 	if number == "*" {
@@ -157,7 +159,12 @@ func parseFault(item string) (name string, n int, x Fault, err error) {
 	if err := x.suits(name); err != nil {
 		return "", 0, x, err
 	}
-	if failing {
+	switch {
+	case x.Slow > 0:
+		if x.Slow, err = time.ParseDuration(status); err != nil || x.Slow <= 0 {
+			return "", 0, x, fmt.Errorf("%q is not a duration", status)
+		}
+	case failing:
 		if x.Status, err = statusOf(name, status, x.Async); err != nil {
 			return "", 0, x, err
 		}
@@ -173,12 +180,16 @@ func (x *Fault) setKind(kind string) error {
 		x.lose = true
 	case "zero":
 		x.Zero = true
+	case "wrong":
+		x.Wrong = true
+	case "slow":
+		x.Slow = 1 // until the duration is parsed
 	case "short":
 		x.Short = true
 	case "async":
 		x.Async = true
 	default:
-		return fmt.Errorf("%q is not one of hang, lose, zero, short and async", kind)
+		return fmt.Errorf("%q is not one of hang, lose, zero, wrong, slow, short and async", kind)
 	}
 	return nil
 }
@@ -192,6 +203,10 @@ func (x *Fault) suits(call string) error {
 		return fmt.Errorf("%q is neither an operation of NCCL nor an asynchronous transfer", call)
 	case x.Short && !transfers[call] && !laterTransfers[call]:
 		return fmt.Errorf("%q does not transfer between files and memory", call)
+	case x.Wrong && !delivers[call]:
+		return fmt.Errorf("%q is neither a copy nor an operation of NCCL that delivers data", call)
+	case x.Slow > 0 && !delivers[call] && call != "ncclSend":
+		return fmt.Errorf("%q is neither a copy nor an operation of NCCL", call)
 	case x.Zero && !between[call]:
 		return fmt.Errorf("%q does not copy between devices", call)
 	}
@@ -250,6 +265,10 @@ var noStatus = Names(`cuFileHandleDeregister cuFileBatchIODestroy cuFileUseCount
 
 // between lists the copies that may involve two devices.
 var between = Names(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
+
+// delivers lists the copies and the operations of NCCL that write memory.
+var delivers = Names(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast ncclBcast
+	ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll ncclGather ncclScatter ncclRecv`)
 
 // streamOps lists the calls that enqueue an asynchronous operation. If a batch of
 // transfers hangs, none of its transfers starts.

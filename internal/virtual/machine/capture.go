@@ -195,6 +195,9 @@ func (d driver) StreamBeginCapture(h cudadrv.Stream, mode cudadrv.CaptureMode) c
 func (d driver) StreamEndCapture(h cudadrv.Stream) (cudadrv.Graph, cudadrv.Result) {
 	c, r := d.beginEnding("cuStreamEndCapture")
 	if r != cudadrv.Success {
+		if c.planned {
+			d.abandonCapture(c.dev, h)
+		}
 		return 0, r
 	}
 	defer c.end()
@@ -228,6 +231,18 @@ func (d driver) StreamEndCapture(h cudadrv.Stream) (cudadrv.Graph, cudadrv.Resul
 		return 0, r
 	}
 	return d.m.newGraph(x), cudadrv.Success
+}
+
+// abandonCapture ends the capture of a stream because of a fault of the plan: the driver ends a capture even if
+// cuStreamEndCapture fails.
+func (d driver) abandonCapture(dev *Device, h cudadrv.Stream) {
+	d.m.mu.Lock()
+	defer d.m.mu.Unlock()
+	if s, r := d.m.Stream(dev, h); r == cudadrv.Success && s.capture != nil {
+		x := s.capture
+		d.m.endCapture(x)
+		letGo(x.objects)
+	}
 }
 
 // endCapture removes the streams from the capture. m.mu is held.

@@ -3,6 +3,7 @@ package machine
 import (
 	"sync"
 	"syscall"
+	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/goroutine"
@@ -57,11 +58,14 @@ func (t *threads) take() cudadrv.Context {
 
 // A call is a driver call that has passed the common checks.
 type call struct {
-	m    *Machine
-	dev  *Device // of the bound context; nil in calls without a context
-	name string
-	hang bool // the fault plan makes the stream operation of the call hang
-	zero bool // the fault plan makes the copy deliver zeros
+	m       *Machine
+	dev     *Device // of the bound context; nil in calls without a context
+	name    string
+	planned bool          // the fault plan makes the call fail
+	hang    bool          // the fault plan makes the stream operation of the call hang
+	zero    bool          // the fault plan makes the copy deliver zeros
+	wrong   bool          // the fault plan makes the copy deliver a wrong byte
+	slow    time.Duration // the fault plan makes the operation begin later
 	// check tells at the launch of a graph whether the resources of the call
 	// still exist; nil if they cannot disappear.
 	check func() cudadrv.Result
@@ -89,11 +93,12 @@ func (d driver) beginEnding(name string) (call, cudadrv.Result) {
 	c := call{m: d.m, name: name}
 	bound := d.m.threads.take()
 	x := d.m.faults.Next(name)
-	c.hang, c.zero = x.Hang, x.Zero
+	c.hang, c.zero, c.wrong, c.slow = x.Hang, x.Zero, x.Wrong, x.Slow
 	d.m.mu.Lock()
 	c.dev = d.m.deviceOf(bound)
 	d.m.enter(c.dev)
 	r := cudadrv.Result(x.Status)
+	c.planned = r != cudadrv.Success && c.dev != nil
 	switch {
 	case !d.m.initialized:
 		r = cudadrv.ErrorNotInitialized

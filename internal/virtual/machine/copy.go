@@ -72,6 +72,16 @@ func (o *Op) move(dst, src func() ([]byte, *Trouble)) {
 		return
 	}
 	copy(to, from)
+	if o.wrong {
+		Spoil(to)
+	}
+}
+
+// Spoil changes a byte, as a fault plan asks for.
+func Spoil(p []byte) {
+	if len(p) > 0 {
+		p[len(p)/2] ^= 1
+	}
 }
 
 func (d driver) MemcpyHtoDAsync(dst cudadrv.DevicePtr, src unsafe.Pointer, bytes uintptr, h cudadrv.Stream) cudadrv.Result {

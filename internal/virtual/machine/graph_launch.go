@@ -65,6 +65,7 @@ func (m *Machine) replay(x *graphExec, s *Stream) {
 	const name = "cuGraphLaunch"
 	start, ticket := s.Mark(), s.ticket(name, 0)
 	for _, lane := range x.lanes {
+		lane.launchedBy(s.handle)
 		for _, end := range x.ends {
 			lane.Wait(name, end)
 		}
@@ -98,6 +99,24 @@ func (m *Machine) replay(x *graphExec, s *Stream) {
 			defer m.mu.Unlock()
 			g.use(-1)
 		}})
+	}
+}
+
+// launchedBy makes reports attribute the operations of a lane that are enqueued from now on to the stream
+// that launches the graph. m.mu is held.
+func (s *Stream) launchedBy(launch cudadrv.Stream) {
+	if s.lastLauncher == launch {
+		return
+	}
+	s.lastLauncher = launch
+	if len(s.queue) == 0 && !s.working {
+		s.launcher = launch
+	} else {
+		s.Enqueue("cuGraphLaunch", func(*Op) {
+			s.dev.m.mu.Lock()
+			defer s.dev.m.mu.Unlock()
+			s.launcher = launch
+		})
 	}
 }
 

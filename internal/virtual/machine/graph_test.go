@@ -4,10 +4,13 @@ import (
 	"os"
 	"path/filepath"
 	"runtime"
+	"slices"
 	"testing"
+	"time"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 	"github.com/stretchr/testify/require"
 )
@@ -238,4 +241,53 @@ func TestDotOfGraph(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, string(text), "n0 -> n1")
 	require.Equal(t, cudadrv.ErrorOperatingSystem, r.On(0, func() cudadrv.Result { return r.Drv.GraphDebugDotPrint(g, "/nowhere/x", 0) }))
+}
+
+// A race with a graph names the stream that launched it, not the one that it was captured on.
+func TestRaceNamesTheLaunch(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	a, b := r.Stream(0), r.Stream(0)
+	p := r.Alloc(0, 64)
+	x := r.captured(b, func() { r.set(b, p) })
+	r.set(b, p)
+	r.OK(r.replay(x, a))
+	require.Equal(t, cudadrv.ErrorLaunchFailed, r.On(0, r.Drv.CtxSynchronize))
+	why := r.m.Explain(0)
+	require.Contains(t, why, race.NameOf(a))
+	require.Contains(t, why, race.NameOf(b))
+}
+
+// The driver ends a capture even if cuStreamEndCapture fails.
+func TestFaultEndsACapture(t *testing.T) {
+	r := newRig(t, Config{Devices: 1, Faults: "cuStreamEndCapture#1=CUDA_ERROR_OUT_OF_MEMORY"})
+	s, p := r.Stream(0), r.Alloc(0, 64)
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureThreadLocal) })
+	r.set(s, p)
+	require.Equal(t, cudadrv.ErrorOutOfMemory, r.On(0, func() cudadrv.Result { _, res := r.Drv.StreamEndCapture(s); return res }))
+	r.set(s, p)
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) })
+}
+
+// Faults deliver a wrong byte, and delay a copy.
+func TestWrongAndSlowCopies(t *testing.T) {
+	r := newRig(t, Config{Devices: 1, Faults: "wrong@cuMemcpyHtoDAsync#2, slow@cuMemcpyHtoDAsync#3=50ms"})
+	s, p := r.Stream(0), r.Alloc(0, 16)
+	want := []int32{1, 2, 3, 4}
+	for n := 1; n <= 3; n++ {
+		begun := time.Now()
+		virtualtest.Upload(r.Rig, 0, s, p, want)
+		got := virtualtest.Download[int32](r.Rig, 0, s, p, 4)
+		require.Equal(t, n != 2, slices.Equal(want, got), "copy %d", n)
+		require.True(t, n < 3 || time.Since(begun) >= 50*time.Millisecond, "it was not delayed")
+	}
+}
+
+// Hosts with the same name differ in their network namespaces at least.
+func TestHostIdentity(t *testing.T) {
+	network, err := os.Readlink("/proc/self/ns/net")
+	require.NoError(t, err)
+	require.Contains(t, hostIdentity(), network)
+	require.Equal(t, hostIdentity(), hostIdentity())
 }

@@ -169,6 +169,13 @@ func InHostMemory(p cudadrv.DevicePtr) bool { return p < addressBase }
 // Room returns the number of bytes from p, an address of the block, to its end.
 func (b *Block) Room(p cudadrv.DevicePtr) uint64 { return b.size - (uint64(p) - b.addr) }
 
+// Offset returns the number of bytes from the start of the block to p, an address of the block.
+func (b *Block) Offset(p cudadrv.DevicePtr) uint64 { return uint64(p) - b.addr }
+
+// Reserved reports whether the block is a reservation of addresses, whose memory is physical memory
+// with handles (cuMemMap).
+func (b *Block) Reserved() bool { return b.space != nil }
+
 // Covers reports whether all of [p, p+n) has memory. The bytes of a reservation have memory
 // only if something is mapped there. The machine is locked.
 func (b *Block) Covers(p cudadrv.DevicePtr, n uint64) bool {

@@ -24,7 +24,7 @@ type Config struct {
 	Memory   uintptr  // bytes of each device, only counted, not reserved; 8 GiB
 	Faults   string   // a fault plan: call#n=status, hang@call#n, lose@call#n, short@call#n, separated by commas
 	Blocking bool     // the host waits for each kernel, copy and fill, as with CUDA_LAUNCH_BLOCKING
-	Host     string   // host name for the UUIDs; "" is the system's name
+	Host     string   // host name for the UUIDs; "" is the identity of this host
 	PCIe     [][2]int // pairs of devices connected by PCIe; all others are connected by NVLink
 }
 
@@ -110,9 +110,19 @@ func (m *Machine) configure() error {
 		m.seed = rand.Uint64()
 	}
 	if m.cfg.Host == "" {
-		m.cfg.Host, _ = os.Hostname() // the empty name is valid, too
+		m.cfg.Host = hostIdentity()
 	}
 	return m.faults.Parse(m.cfg.Faults)
+}
+
+// hostIdentity identifies the host for the UUIDs of its devices. Hosts may have the same name, so it also has
+// what differs between machines, and between network namespaces, which tests use as hosts.
+func hostIdentity() string {
+	name, _ := os.Hostname() // each part may be empty
+	id, _ := os.ReadFile("/etc/machine-id")
+	boot, _ := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	network, _ := os.Readlink("/proc/self/ns/net")
+	return fmt.Sprintf("%s %s %s %s", name, id, boot, network)
 }
 
 // Driver returns the machine's CUDA driver.

@@ -86,7 +86,7 @@ func (o *Op) order(b *Block, offset, n uint64, write bool) *Trouble {
 }
 
 func (o *Op) access() race.Access {
-	return race.Access{Slot: o.s.now.Slot, Epoch: o.s.now.Epoch, Op: o.Name, Stream: o.s.handle}
+	return race.Access{Slot: o.s.now.Slot, Epoch: o.s.now.Epoch, Op: o.Name, Stream: o.s.reported()}
 }
 
 // record adds a use to the history h of what.

@@ -33,6 +33,9 @@ type Stream struct {
 	capture   *Capture // the capture of the stream, or nil
 	tail      []int    // predecessors of the next node
 	lane      bool     // of an executable graph
+
+	launcher     cudadrv.Stream // of a lane: the stream that has launched the running operations; 0 is none
+	lastLauncher cudadrv.Stream // and the operations that were enqueued last
 }
 
 // An Op is one operation of a stream.
@@ -45,10 +48,19 @@ type Op struct {
 	held []*region
 	// always makes it run on a lost device, too, because the host may wait for it.
 	always bool
+	wrong  bool             // the fault plan makes it deliver a wrong byte
 	ticket *timeline.Ticket // nil unless the timeline records the operation
 }
 
-func (s *Stream) String() string { return race.NameOf(s.handle) }
+func (s *Stream) String() string { return race.NameOf(s.reported()) }
+
+// reported returns the stream that reports name: for a lane of a graph, the stream of its launch. m.mu is held.
+func (s *Stream) reported() cudadrv.Stream {
+	if s.launcher != 0 {
+		return s.launcher
+	}
+	return s.handle
+}
 
 // Enqueue appends an operation. m.mu is held.
 func (s *Stream) Enqueue(name string, run func(*Op)) { s.enqueueBytes(name, 0, run) }
@@ -71,6 +83,14 @@ func (s *Stream) push(o *Op) {
 func (c *call) enqueue(s *Stream, run func(*Op)) {
 	if c.hang {
 		c.append(s, func(*Op) { fault.Forever(nil) })
+	}
+	if c.wrong || c.slow > 0 {
+		wrong, slow, inner := c.wrong, c.slow, run
+		run = func(o *Op) {
+			time.Sleep(slow)
+			o.wrong = wrong
+			inner(o)
+		}
 	}
 	c.append(s, run)
 }

@@ -44,13 +44,25 @@ type signature struct {
 	Event bool // the rank gives an event for the completion of the launch
 	_     byte
 	Call  uint32 // identifies the configuration of the call; 0 is none
+
+	Send, Recv place // of the operands that other ranks access
 }
+
+// A place is an offset in a symmetric window.
+type place struct {
+	Window uint64 // its number, from 1; 0 is none
+	Offset uint64
+}
+
+// fits reports whether two ranks may have operands at these places. A rank whose operands do not lie in
+// windows makes NCCL use other kernels.
+func (p place) fits(q place) bool { return p == q || p.Window == 0 || q.Window == 0 }
 
 // same compares without the index: a rank that issued one more send has another
 // count, but may still agree.
 func (s *signature) same(o *signature) bool {
 	return s.Kind == o.Kind && s.Count == o.Count && s.DType == o.DType && s.Op == o.Op && s.Root == o.Root &&
-		s.Event == o.Event && s.Call == o.Call
+		s.Event == o.Event && s.Call == o.Call && s.Send.fits(o.Send) && s.Recv.fits(o.Recv)
 }
 
 func (s *signature) String() string {
@@ -68,6 +80,11 @@ func (s *signature) String() string {
 	}
 	if s.Call != 0 {
 		t += fmt.Sprintf(", configuration %08x", s.Call)
+	}
+	for i, p := range []place{s.Send, s.Recv} {
+		if p.Window != 0 {
+			t += fmt.Sprintf(", %s at byte %d of window %d", []string{"source", "destination"}[i], p.Offset, p.Window)
+		}
 	}
 	if s.Event {
 		t += ", a launch-completion event"
@@ -146,13 +163,17 @@ func (c *comm) agree(s *signature) error {
 
 // disagree fails the communicator because of two different operations.
 func (c *comm) disagree(a int, first *signature, b int, other *signature) error {
+	c.fail(difference(a, first, b, other))
+	return errStopped
+}
+
+// difference describes two different operations.
+func difference(a int, first *signature, b int, other *signature) *failure {
 	if b < a {
 		a, b, first, other = b, a, other, first
 	}
-	f := &failure{ncclapi.InvalidUsage, fmt.Sprintf("the ranks do not issue the same operations: rank %d issued %v, rank %d issued %v",
+	return &failure{ncclapi.InvalidUsage, fmt.Sprintf("the ranks do not issue the same operations: rank %d issued %v, rank %d issued %v",
 		a, first, b, other)}
-	c.fail(f)
-	return errStopped
 }
 
 func (k *link) writeClaim(v *claim) error {
@@ -165,11 +186,13 @@ func (k *link) writeClaim(v *claim) error {
 
 // valid reports whether a rank in a world of n can have sent the claim.
 func (v *claim) valid(n int) bool {
-	known := func(s *signature) bool {
-		return int(s.Kind) < len(kindNames) && s.Op >= 0 && s.Root >= -1 && int(s.Root) < n
-	}
 	return v.Magic == claimMagic && v.Lowest >= 0 && int(v.Lowest) < n && v.Differ >= -1 && int(v.Differ) < n &&
-		known(&v.First) && known(&v.Other)
+		v.First.valid(n) && v.Other.valid(n)
+}
+
+// valid reports whether a rank in a world of n can have sent the signature.
+func (s *signature) valid(n int) bool {
+	return int(s.Kind) < len(kindNames) && s.Op >= 0 && s.Root >= -1 && int(s.Root) < n
 }
 
 func (k *link) readClaim() (*claim, error) {

@@ -42,7 +42,7 @@ func (i *issue) submit(l *lib) ncclapi.Result {
 	}
 	w, r := i.check(l)
 	if r == ncclapi.Success {
-		w.hang, w.late = x.Hang, ncclapi.Result(x.Status)
+		w.hang, w.late, w.wrong, w.slow = x.Hang, ncclapi.Result(x.Status), x.Wrong, x.Slow
 	}
 	return l.submit(w, r)
 }
@@ -76,9 +76,13 @@ func (i *issue) check(l *lib) (*work, ncclapi.Result) {
 	if bad == "" {
 		bad = c.checkBuffer("recvbuff", i.recv, w.recvBytes, i.t)
 	}
+	if bad == "" && c.n == 1 && i.kind.reduces() && (w.scaled != nil || i.op == ncclapi.Avg) && i.t >= ncclapi.Float8E4M3 {
+		bad = "NCCL has no kernel that multiplies " + dtypeName(i.t) + " of a single rank"
+	}
 	if bad != "" {
 		return nil, l.refuse(ncclapi.InvalidArgument, "%s at rank %d: %s", i.f.Name(), c.rank, bad)
 	}
+	w.setPlaces()
 	return w, ncclapi.Success
 }
 

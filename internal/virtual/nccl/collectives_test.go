@@ -35,9 +35,21 @@ func (c *clan) group(f func()) {
 	c.good(c.api.GroupEnd())
 }
 
+// public returns memory of ncclMemAlloc.
+func (c *clan) public(rank int, n uintptr) (p cudadrv.DevicePtr) {
+	c.T.Helper()
+	c.Do(rank, func() cudadrv.Result {
+		var r ncclapi.Result
+		p, r = c.api.MemAlloc(n)
+		c.good(r)
+		return 0
+	})
+	return p
+}
+
 func TestRegistrations(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 2})
-	p, foreign := c.Alloc(0, 64), c.Alloc(1, 64)
+	p, foreign := c.public(0, 64), c.public(1, 64)
 	h := c.comms[0]
 	a, r := c.api.CommRegister(h, p, 64)
 	c.good(r)
@@ -60,6 +72,17 @@ func TestRegistrations(t *testing.T) {
 		"not a communicator":            func() ncclapi.Result { return c.api.CommWindowDeregister(4711, w) },
 	} {
 		require.Equal(t, ncclapi.InvalidArgument, f(), want)
+		require.Contains(t, c.api.GetLastError(0), want)
+	}
+
+	for want, x := range map[string]struct {
+		p cudadrv.DevicePtr
+		r ncclapi.Result
+	}{
+		"is at byte 8 of":                     {p + 8, ncclapi.InvalidArgument},
+		"which is not memory of ncclMemAlloc": {c.Alloc(0, 64), ncclapi.UnhandledCUDAError},
+	} {
+		require.Equal(t, x.r, c.api.CommWindowRegister(h, x.p, 8, &w, ncclapi.WindowDefault), want)
 		require.Contains(t, c.api.GetLastError(0), want)
 	}
 
@@ -171,6 +194,32 @@ func TestPreMulSumOfDeviceScalar(t *testing.T) {
 	require.Empty(t, c.m.Reports())
 }
 
+// Collectives on symmetric windows need the same offsets on all ranks.
+func TestOffsetsInSymmetricWindows(t *testing.T) {
+	for _, offset := range []cudadrv.DevicePtr{0, 4096} {
+		c := newClan(t, machine.Config{Devices: 2})
+		p := []cudadrv.DevicePtr{c.public(0, 1<<14), c.public(1, 1<<14)}
+		w := make([]ncclapi.Window, 2)
+		c.group(func() {
+			for rank := range w {
+				c.good(c.api.CommWindowRegister(c.comms[rank], p[rank], 1<<14, &w[rank], ncclapi.WindowCollSymmetric))
+			}
+		})
+		p[1] += offset
+		for rank := range w {
+			c.good(c.api.AllReduce(p[rank], p[rank], 4, ncclapi.Float32, ncclapi.Sum, c.comms[rank], c.streams[rank]))
+		}
+		if offset == 0 {
+			c.Sync(0, c.streams[0])
+			c.Sync(1, c.streams[1])
+			continue
+		}
+		text := c.wait(0, ncclapi.InvalidUsage)
+		require.Contains(t, text, "rank 0 issued all_reduce(4 x float32, sum, source at byte 0 of window 1, destination at byte 0 of window 1)")
+		require.Contains(t, text, "rank 1 issued all_reduce(4 x float32, sum, source at byte 4096 of window 1, destination at byte 4096 of window 1)")
+	}
+}
+
 // TestShrink leaves out a rank that is well. The old communicator goes on.
 func TestShrink(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 4})
@@ -194,8 +243,11 @@ func TestShrink(t *testing.T) {
 		me, r := c.api.CommUserRank(smaller[rank])
 		c.good(r)
 		require.Equal(t, int32(place), me)
-		c.good(c.api.AllReduce(bufs[rank], bufs[rank], 1, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+		wg.Go(func() { // the first operation blocks until all ranks have issued theirs
+			c.good(c.api.AllReduce(bufs[rank], bufs[rank], 1, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+		})
 	}
+	wg.Wait()
 	for rank := range 4 {
 		c.good(c.api.AllReduce(bufs[rank], bufs[rank], 1, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank]))
 	}
@@ -228,18 +280,20 @@ func TestSplitWithoutColor(t *testing.T) {
 		return c.api.CommSplit(c.comms[rank], color, 0, &parts[rank], nil)
 	})
 	require.Zero(t, parts[1])
+	var wg sync.WaitGroup
 	for _, rank := range []int{0, 2} {
 		n, r := c.api.CommCount(parts[rank])
 		c.good(r)
 		require.Equal(t, int32(2), n)
 		p := c.Alloc(rank, 4)
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], p, []int32{int32(rank)})
-		c.good(c.api.Bcast(p, 1, ncclapi.Int32, 1, parts[rank], c.streams[rank]))
+		wg.Go(func() { c.good(c.api.Bcast(p, 1, ncclapi.Int32, 1, parts[rank], c.streams[rank])) })
 		defer func() {
 			require.Equal(t, []int32{2}, virtualtest.Download[int32](c.Rig, rank, c.streams[rank], p, 1))
 			c.good(c.api.CommDestroy(parts[rank]))
 		}()
 	}
+	wg.Wait()
 	require.Equal(t, ncclapi.InvalidArgument, c.api.CommSplit(c.comms[1], -2, 0, &parts[1], nil))
 	require.Contains(t, c.api.GetLastError(0), "is not a valid color")
 }

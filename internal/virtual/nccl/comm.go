@@ -3,6 +3,7 @@ package nccl
 import (
 	"fmt"
 	"maps"
+	"math/rand/v2"
 	"net"
 	"slices"
 	"sync"
@@ -62,6 +63,12 @@ type comm struct {
 	departed   map[int]chan struct{} // closed when the rank has left regularly
 	sentTo     map[int]bool          // whether a rank that has left had sent data to this one
 	children   uint64                // number of communicators created from this one
+	ends       map[end]bool          // the connections that ranks have issued
+
+	collectives uint64              // number of collectives issued
+	intents     [keptIntents]intent // the last ones, by number
+	connecting  *intent             // the collective that waits for connections, or nil
+	theirs      map[int]intent      // by rank: the collective for which it connected last
 
 	running int // launches that are enqueued and not done
 	idle    *sync.Cond
@@ -71,15 +78,17 @@ type comm struct {
 	before race.Stamp      // the last launch that started; guarded by the lock of the machine
 	issued uint64          // number of operations; guarded by the lock of the machine
 	graphs int             // number of uses by live graphs; guarded by the lock of the machine
-	linked [2]bool         // whether a collective, a transfer was launched before; guarded by the lock of the machine
+
+	connected map[connection]bool // guarded by the lock of the machine
 
 	signals   map[signalKey]*signals // guarded by the lock of the machine
 	signalled chan struct{}          // closed at the next signal; guarded by the lock of the machine
 
-	redops  map[ncclapi.RedOp]scaledSum
-	regs    map[ncclapi.RegID]bool
-	windows map[ncclapi.Window]window
-	opened  uint64 // number of windows
+	redops    map[ncclapi.RedOp]scaledSum
+	redopBits ncclapi.RedOp // mixed into the numbers of redops
+	regs      map[ncclapi.RegID]bool
+	windows   map[ncclapi.Window]window
+	opened    uint64 // number of windows
 }
 
 // A controlConn is a control connection.
@@ -107,8 +116,9 @@ func (l *lib) newComm(dev *machine.Device, t token) (*comm, member, error) {
 		counted: make(chan struct{}), joined: make(chan struct{}),
 		control: map[int][]*controlConn{}, out: map[int]*link{}, in: map[int]*link{},
 		arrivals: map[int]chan struct{}{}, meetings: map[string]*meeting{}, departed: map[int]chan struct{}{}, sentTo: map[int]bool{},
+		ends: map[end]bool{}, connected: map[connection]bool{}, theirs: map[int]intent{},
 		signals: map[signalKey]*signals{}, signalled: make(chan struct{}),
-		redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]window{},
+		redopBits: ncclapi.RedOp(rand.Int32()), redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]window{},
 	}
 	c.idle = sync.NewCond(&c.mu)
 	c.door = newAcceptor(ln, t, c.welcome)
@@ -190,6 +200,11 @@ func (c *comm) hear(from *controlConn, n *notice) {
 	case noticeBye:
 		c.sentTo[n.Rank] = slices.Contains(n.Links, c.rank)
 		if closeOnce(c.departure(n.Rank)) {
+			c.tell(n, from)
+			c.idle.Broadcast()
+		}
+	case noticeConnects:
+		if c.hearConnections(n) {
 			c.tell(n, from)
 		}
 	}
@@ -284,6 +299,7 @@ func (c *comm) halt() {
 	}
 	c.stopped = true
 	close(c.stop)
+	c.idle.Broadcast()
 	for _, links := range []map[int]*link{c.out, c.in} {
 		for _, k := range links {
 			_ = k.conn.SetDeadline(time.Unix(1, 0))
@@ -342,18 +358,18 @@ func (c *comm) closeLinks() {
 	}
 }
 
-// The ranks of a communicator on one machine share a clique. It has the clock of
-// the points where their operations began.
+// The ranks of a communicator on one machine share a clique. It has the clocks
+// of the points where their operations began, by rank.
 type clique struct {
-	refs int
-	seen race.Clock
+	refs  int
+	began map[int]race.Clock
 }
 
 // enterClique and leaveClique require the lock of the machine.
 func (c *comm) enterClique() {
 	q := c.lib.cliques[c.token]
 	if q == nil {
-		q = &clique{}
+		q = &clique{began: map[int]race.Clock{}}
 		c.lib.cliques[c.token] = q
 	}
 	q.refs++

@@ -2,8 +2,10 @@ package nccl
 
 import (
 	"fmt"
+	"slices"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -75,5 +77,86 @@ func TestInitFailsTogether(t *testing.T) {
 			wg.Wait()
 			require.Equal(t, []ncclapi.Result{ncclapi.RemoteError, ncclapi.RemoteError, ncclapi.RemoteError}, results)
 		})
+	}
+}
+
+// The first operation of each kind blocks its caller until the ranks at the other ends have issued
+// theirs, and the next ones do not.
+func TestFirstOperationsBlock(t *testing.T) {
+	c := newUnconnectedClan(t, machine.Config{Devices: 3}, Config{Network: "127.0.0.1"})
+	const small, large = 4, treeLimit/4 + 1
+	var src, dst []cudadrv.DevicePtr
+	for rank := range 3 {
+		src, dst = append(src, c.Alloc(rank, 12*large)), append(dst, c.Alloc(rank, 12*large))
+	}
+	type call func(rank int) ncclapi.Result
+	reduce := func(n uintptr) call {
+		return func(r int) ncclapi.Result {
+			return c.api.AllReduce(src[r], dst[r], n, ncclapi.Float32, ncclapi.Sum, c.comms[r], c.streams[r])
+		}
+	}
+	send := func(from, to int) call {
+		return func(r int) ncclapi.Result {
+			if r == from {
+				return c.api.Send(src[r], small, ncclapi.Float32, int32(to), c.comms[r], c.streams[r])
+			}
+			return c.api.Recv(dst[r], small, ncclapi.Float32, int32(from), c.comms[r], c.streams[r])
+		}
+	}
+	known := func(at, rank int) (n int) { // connections that one rank knows another to have issued
+		x := c.lib.find(c.comms[at])
+		x.mu.Lock()
+		defer x.mu.Unlock()
+		for e := range x.ends {
+			if e.rank == rank {
+				n++
+			}
+		}
+		return n
+	}
+	for _, x := range []struct {
+		name        string
+		early, late []int
+		call        call
+	}{
+		{"small all-reduce", []int{0, 1}, []int{2}, reduce(small)},
+		{"large all-reduce", []int{2, 1}, []int{0}, reduce(large)},
+		{"send", []int{0}, []int{1}, send(0, 1)},
+		{"receive", []int{0}, []int{1}, send(1, 0)},
+		{"gather", []int{2}, []int{0, 1}, func(r int) ncclapi.Result {
+			return c.api.Gather(src[r], dst[r], small, ncclapi.Float32, 2, c.comms[r], c.streams[r])
+		}},
+		{"all-to-all", []int{0, 1}, []int{2}, func(r int) ncclapi.Result {
+			return c.api.AlltoAll(src[r], dst[r], small, ncclapi.Float32, c.comms[r], c.streams[r])
+		}},
+	} {
+		ended, before := make(chan int, 3), make([]int, 3)
+		for _, rank := range x.early {
+			before[rank] = known(x.late[0], rank)
+			go func() { c.good(x.call(rank)); ended <- rank }()
+		}
+		require.Eventually(t, func() bool { // they are inside
+			return !slices.ContainsFunc(x.early, func(rank int) bool { return known(x.late[0], rank) == before[rank] })
+		}, time.Minute, time.Millisecond, x.name)
+		for _, late := range x.late {
+			select {
+			case rank := <-ended:
+				require.Fail(t, "did not block", "%s of rank %d before rank %d came", x.name, rank, late)
+			default:
+			}
+			c.good(x.call(late))
+		}
+		for range x.early {
+			<-ended
+		}
+		for _, rank := range append(x.early, x.late...) { // connected: no call blocks any more
+			c.good(x.call(rank))
+		}
+	}
+	c.good(c.api.Broadcast(src[0], dst[0], small, ncclapi.Float32, 0, c.comms[0], c.streams[0])) // the ring exists
+	c.good(c.api.Broadcast(src[1], dst[1], small, ncclapi.Float32, 0, c.comms[1], c.streams[1]))
+	c.good(c.api.Broadcast(src[2], dst[2], small, ncclapi.Float32, 0, c.comms[2], c.streams[2]))
+	for rank := range 3 {
+		c.Sync(rank, c.streams[rank])
 	}
 }

@@ -6,25 +6,12 @@ import (
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
-// capture records the work of a group if its streams are being captured. done is
-// false if no stream is being captured and there is no error. As in NCCL, all
-// streams of a group must be in the same capture or in none. The machine is locked.
-func (l *lib) capture(works []*work) (done bool, r ncclapi.Result) {
+// capture records the work of a group if its streams are being captured, and reports whether
+// they are. The machine is locked.
+func capture(works []*work) bool {
 	x := works[0].s.Capture()
-	for _, w := range works {
-		switch {
-		case w.s.Capture() != x:
-			return true, l.refuse(ncclapi.InvalidUsage,
-				"%s: all streams of a group must be captured into the same graph, or none", w.name)
-		case w.s.Invalidated():
-			return true, l.refuse(ncclapi.UnhandledCUDAError, "%s: the capture of %v was invalidated", w.name, w.s)
-		}
-	}
-	if r := l.linkUp(works); r != ncclapi.Success {
-		return true, r
-	}
 	if x == nil {
-		return false, ncclapi.Success
+		return false
 	}
 	for _, list := range inLaunches(works) {
 		name, uses, captured := list[0].name, [2]cudadrv.DevicePtr{}, true
@@ -40,7 +27,7 @@ func (l *lib) capture(works []*work) (done bool, r ncclapi.Result) {
 		}
 		x.AddLaunch(name, uses, graphWork(list), on)
 	}
-	return true, ncclapi.Success
+	return true
 }
 
 // A graphWork is the work of one launch in a graph.
@@ -74,28 +61,6 @@ func (w *work) nodeOfOneRank() (name string, uses [2]cudadrv.DevicePtr, captured
 		return "kernel of " + w.name, uses, true
 	}
 	return "memcpy of " + w.name, [2]cudadrv.DevicePtr{w.recv, w.send}, true
-}
-
-// linkUp simulates the connection setup of NCCL before the first collective and
-// the first transfer of a communicator. NCCL then allocates and maps memory. The
-// calling thread's capture mode, or a global capture on any thread, may forbid
-// that. The machine is locked.
-func (l *lib) linkUp(works []*work) ncclapi.Result {
-	for _, w := range works {
-		linked := &w.c.linked[0]
-		if w.transfer() {
-			linked = &w.c.linked[1]
-		}
-		if *linked || w.c.n == 1 {
-			continue
-		}
-		if r := l.m.PermitsUnsafe(); r != cudadrv.Success {
-			return l.refuse(ncclapi.InternalError, "%s: failed to connect with the other ranks: %v", w.name, r)
-		}
-		l.m.InvalidateGlobalCaptures()
-		*linked = true
-	}
-	return ncclapi.Success
 }
 
 // mayManage invalidates the captures that forbid the calling thread to allocate,

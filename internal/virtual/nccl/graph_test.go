@@ -91,7 +91,7 @@ func TestFirstOperationInACapture(t *testing.T) {
 		{cudadrv.CaptureRelaxed, cudadrv.CaptureGlobal, ncclapi.Success, cudadrv.Success},
 		{cudadrv.CaptureGlobal, cudadrv.CaptureRelaxed, ncclapi.Success, cudadrv.ErrorStreamCaptureInvalidated},
 	} {
-		c := newClan(t, machine.Config{Devices: 2})
+		c := newUnconnectedClan(t, machine.Config{Devices: 2}, Config{})
 		ps := []cudadrv.DevicePtr{c.Alloc(0, 4), c.Alloc(1, 4)}
 		fork, join := c.Event(0), c.Event(1)
 		c.Do(0, func() cudadrv.Result { return c.Drv.StreamBeginCapture(c.streams[0], x.mode) })

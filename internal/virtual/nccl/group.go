@@ -184,6 +184,25 @@ func (l *lib) issue(works []*work) ncclapi.Result {
 	}
 	l.m.Lock()
 	defer l.m.Unlock()
+	if r := l.mayIssue(works); r != ncclapi.Success {
+		return r
+	}
+	if r := l.connectFor(works); r != ncclapi.Success {
+		return r
+	}
+	for _, w := range works {
+		if !w.s.Capturing() {
+			w.s.AwaitRoom()
+		}
+	}
+	if !capture(works) {
+		enqueueWork(works)
+	}
+	return ncclapi.Success
+}
+
+// stillUsable checks that no stream was destroyed and no communicator has failed. The machine is locked.
+func (l *lib) stillUsable(works []*work) ncclapi.Result {
 	for _, w := range works {
 		if w.s.Destroyed() {
 			return l.refuse(ncclapi.UnhandledCUDAError, "%s: the stream was destroyed before the group ended", w.name)
@@ -192,14 +211,24 @@ func (l *lib) issue(works []*work) ncclapi.Result {
 			return f.Result
 		}
 	}
-	for _, w := range works {
-		if !w.s.Capturing() {
-			w.s.AwaitRoom()
-		}
-	}
-	if done, r := l.capture(works); done {
+	return ncclapi.Success
+}
+
+// mayIssue checks the streams and the communicators of a group. As in NCCL, all streams must be
+// in the same capture or in none. The machine is locked.
+func (l *lib) mayIssue(works []*work) ncclapi.Result {
+	if r := l.stillUsable(works); r != ncclapi.Success {
 		return r
 	}
-	enqueueWork(works)
+	x := works[0].s.Capture()
+	for _, w := range works {
+		switch {
+		case w.s.Capture() != x:
+			return l.refuse(ncclapi.InvalidUsage,
+				"%s: all streams of a group must be captured into the same graph, or none", w.name)
+		case w.s.Invalidated():
+			return l.refuse(ncclapi.UnhandledCUDAError, "%s: the capture of %v was invalidated", w.name, w.s)
+		}
+	}
 	return ncclapi.Success
 }

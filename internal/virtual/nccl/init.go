@@ -2,9 +2,13 @@ package nccl
 
 import (
 	"fmt"
+	"math"
 	"slices"
+	"strings"
+	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
@@ -73,6 +77,7 @@ func (l *lib) checkInit(f ncclapi.Func, out *ncclapi.Comm, nranks, rank int32, c
 func (l *lib) checkConfig(f ncclapi.Func, cfg *ncclapi.Config) ncclapi.Result {
 	switch {
 	case cfg == nil:
+		return ncclapi.Success
 	case cfg.Magic != ncclapi.ConfigMagic:
 		return l.refuse(ncclapi.InvalidArgument, "%s: the configuration is not initialised", f.Name())
 	case cfg.Size != ncclapi.NewConfig(l.cfg.Version).Size || cfg.Version > uint32(l.cfg.Version):
@@ -82,8 +87,65 @@ func (l *lib) checkConfig(f ncclapi.Func, cfg *ncclapi.Config) ncclapi.Result {
 	case cfg.Blocking == 0:
 		return l.refuse(ncclapi.InvalidUsage, "%s: virtual devices support only blocking communicators", f.Name())
 	}
+	if bad := badConfig(cfg, l.cfg.Version); bad != "" {
+		return l.refuse(ncclapi.InvalidArgument, "%s: %s", f.Name(), bad)
+	}
+	if cfg.NetName == nil {
+		return ncclapi.Success
+	}
+	if net := dl.GoString(uintptr(unsafe.Pointer(cfg.NetName))); !slices.ContainsFunc(networks, func(known string) bool { return strings.EqualFold(net, known) }) {
+		return l.refuse(ncclapi.InvalidUsage, "%s: no network has the name %q: want one of %v", f.Name(), net, networks)
+	}
 	return ncclapi.Success
 }
+
+// networks are the networks that NCCL has without a plugin.
+var networks = []string{"IB", "Socket"}
+
+// badConfig returns the value of a configuration that NCCL refuses, or "" (parseCommConfig of NCCL
+// 2.28). A maximum that is not defined is less than every minimum.
+func badConfig(c *ncclapi.Config, version int32) string {
+	policy := int32(2)
+	if version >= sinceRevoke {
+		policy = policies
+	}
+	for _, f := range []struct {
+		name     string
+		value    int32
+		from, to int32
+	}{
+		{"blocking", c.Blocking, 0, 1},
+		{"cgaClusterSize", c.CGAClusterSize, 0, math.MaxInt32},
+		{"minCTAs", c.MinCTAs, 1, math.MaxInt32},
+		{"maxCTAs", c.MaxCTAs, 1, math.MaxInt32},
+		{"splitShare", c.SplitShare, 0, 1},
+		{"collnetEnable", c.CollnetEnable, 0, 1},
+		{"CTAPolicy", c.CTAPolicy, 0, policy},
+		{"shrinkShare", c.ShrinkShare, 0, 1},
+		{"nvlsCTAs", c.NVLSCTAs, 1, math.MaxInt32},
+		{"nChannelsPerNetPeer", c.NChannelsPerNetPeer, 1, mostCTAs},
+		{"nvlinkCentricSched", c.NVLinkCentricSched, 0, 1},
+		{"graphUsageMode", c.GraphUsageMode, 0, 2},
+	} {
+		switch {
+		case inRange(f.value, f.from, f.to):
+		case f.to == math.MaxInt32:
+			return fmt.Sprintf("%s is %d: want %d or more", f.name, f.value, f.from)
+		default:
+			return fmt.Sprintf("%s is %d: want %d to %d", f.name, f.value, f.from, f.to)
+		}
+	}
+	switch {
+	case c.MinCTAs <= c.MaxCTAs:
+		return ""
+	case c.MaxCTAs == ncclapi.Undefined:
+		return fmt.Sprintf("minCTAs is %d without maxCTAs: want both", c.MinCTAs)
+	}
+	return fmt.Sprintf("minCTAs is %d and maxCTAs %d", c.MinCTAs, c.MaxCTAs)
+}
+
+// sinceRevoke is the first version after 2.28.3, whose CTA policies are flags.
+const sinceRevoke = 22807
 
 // failGroup fails the thread's open group, if there is one.
 func (l *lib) failGroup(r ncclapi.Result) ncclapi.Result {

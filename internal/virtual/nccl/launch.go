@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"fmt"
+	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -22,6 +23,8 @@ type work struct {
 	event      cudadrv.Event  // to record when the launch begins; 0 is none
 	hang       bool           // injected by the fault plan
 	late       ncclapi.Result // injected asynchronous error of the communicator
+	wrong      bool           // the fault plan makes it deliver a wrong byte
+	slow       time.Duration  // the fault plan makes it begin later
 	dst        []byte         // set when it runs
 }
 
@@ -96,6 +99,9 @@ func (l *launch) enqueue() {
 	l.c.last = l.done
 	l.c.mu.Lock()
 	l.c.running++
+	for _, w := range l.collectives {
+		l.c.intend(w.sig)
+	}
 	l.c.mu.Unlock()
 	l.recordEvents(s)
 	s.EnqueueAlways(works[0].name, l.run)
@@ -121,7 +127,7 @@ func (l *launch) run(o *machine.Op) {
 		o.After(c.before)
 		c.before = o.Now()
 	}
-	c.clique.seen = c.clique.seen.JoinStamp(o.Now())
+	c.clique.began[c.rank] = c.clique.began[c.rank].JoinStamp(o.Now())
 	m.Unlock()
 	if lost {
 		c.failDevice("its device was lost before the operation ran")
@@ -131,13 +137,38 @@ func (l *launch) run(o *machine.Op) {
 		l.abandon(o)
 		return
 	}
-	// All operations before the ranks' call of this operation precede all later
-	// operations of this stream.
 	m.Lock()
-	if c.n > 1 {
-		o.AfterAll(c.clique.seen)
+	defer m.Unlock()
+	for rank, began := range c.clique.began {
+		if l.needs(rank) {
+			o.AfterAll(began)
+		}
 	}
-	m.Unlock()
+}
+
+// needs reports whether the launch cannot complete on this rank before another rank has reached it.
+// Then what precedes it there also precedes what follows it here. A rank that only provides data does
+// not wait: neither the root of a broadcast or scatter, nor the other ranks of a reduction to a root or of a
+// gather, nor a sender. NCCL buffers their data if it is small, and discards empty collectives.
+func (l *launch) needs(rank int) bool {
+	for _, w := range l.transfers {
+		if w.sig.Kind == kindRecv && int(w.sig.Root) == rank {
+			return true
+		}
+	}
+	for _, w := range l.collectives {
+		root := int(w.sig.Root)
+		switch {
+		case w.sig.Count == 0 || l.c.n == 1:
+		case w.sig.Kind == kindBroadcast || w.sig.Kind == kindScatter:
+			if rank == root {
+				return true
+			}
+		case !w.sig.Kind.rooted() || root == l.c.rank:
+			return true
+		}
+	}
+	return false
 }
 
 func (l *launch) finish() {
@@ -153,11 +184,25 @@ func (l *launch) perform(o *machine.Op) error {
 		if err := l.c.collective(o, w); err != nil {
 			return err
 		}
+		w.spoil()
 	}
 	if len(l.transfers) == 0 {
 		return nil
 	}
-	return l.c.pointToPoint(o, l.transfers)
+	if err := l.c.pointToPoint(o, l.transfers); err != nil {
+		return err
+	}
+	for _, w := range l.transfers {
+		w.spoil()
+	}
+	return nil
+}
+
+// spoil delivers a wrong byte if the fault plan asks for it.
+func (w *work) spoil() {
+	if w.wrong && w.sig.Kind != kindSend {
+		machine.Spoil(w.dst)
+	}
 }
 
 // abandon handles a stopped communicator: it makes the outputs invalid, so that
@@ -231,6 +276,13 @@ func (c *comm) buffers(o *machine.Op, w *work) (src, dst []byte, err error) {
 
 // faulty injects the planned faults of a running work.
 func (c *comm) faulty(w *work) error {
+	if w.slow > 0 {
+		select {
+		case <-time.After(w.slow):
+		case <-c.stop:
+			return errStopped
+		}
+	}
 	if w.late != ncclapi.Success {
 		c.fail(&failure{w.late, fmt.Sprintf("the fault plan failed %s of rank %d when it ran", w.name, c.rank)})
 	} else if !w.hang {
@@ -289,6 +341,11 @@ func (c *comm) reduction(o *machine.Op, w *work, src, dst []byte) error {
 		factor = reciprocal(t, c.n)
 		op = ncclapi.Sum
 	}
+	if factor != nil && c.n == 1 {
+		n := oneRankBytes(len(dst), int(t.Size()))
+		scale(t, dst[:n], src[:n], factor)
+		return nil
+	}
 	if factor != nil {
 		to := dst
 		if w.sig.Kind != kindAllReduce {
@@ -319,4 +376,16 @@ func (c *comm) reduce(w *work, f combiner, src, dst []byte) error {
 		return c.chainReduce(int(w.sig.Root), f, src, dst)
 	}
 	return c.ringAllReduce(f, src, dst)
+}
+
+// oneRankBytes returns how many bytes NCCL's kernel for a single rank multiplies. The kernel divides the
+// elements among up to 32 blocks and rounds the parts down, and up to whole packs of 16 bytes, so that it may omit the
+// last elements (oneRankReduce of NCCL 2.28).
+func oneRankBytes(n, size int) int {
+	blocks := min(32, (n+16<<10-1)/(16<<10))
+	if blocks == 0 {
+		return 0
+	}
+	part := n / size / blocks * size
+	return min(n, blocks*((part+15)&^15))
 }

@@ -30,7 +30,6 @@ type lib struct {
 	mu        sync.Mutex
 	comms     map[ncclapi.Comm]*comm
 	lastText  string
-	lastSum   ncclapi.RedOp
 	lastRegID ncclapi.RegID
 }
 
@@ -42,7 +41,7 @@ func New(m *machine.Machine, cfg Config) ncclapi.API {
 	l := &lib{
 		m: m, cfg: cfg, cliques: map[token]*clique{}, comms: map[ncclapi.Comm]*comm{},
 		groups:  groups{threads: map[int]*group{}},
-		lastSum: ncclapi.Avg, process: randomToken().String(),
+		process: randomToken().String(),
 	}
 	m.AddReports(l.openGroups)
 	return l

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -32,7 +33,23 @@ func newClan(t *testing.T, cfg machine.Config) *clan {
 // newClanOf is newClan with a version of NCCL.
 func newClanOf(t *testing.T, cfg machine.Config, version int32) *clan {
 	t.Helper()
-	c := &clan{rig: newRigWith(t, cfg, Config{Version: version}), comms: make([]ncclapi.Comm, cfg.Devices)}
+	c := newUnconnectedClan(t, cfg, Config{Version: version})
+	c.m.Lock()
+	defer c.m.Unlock()
+	for _, h := range c.comms {
+		x := c.lib.find(h)
+		for peer := range x.n {
+			x.connected[connection{connectSend, peer}], x.connected[connection{connectRecv, peer}] = true, true
+		}
+		x.connected[connection{Kind: connectRing}], x.connected[connection{Kind: connectTree}] = true, true
+	}
+	return c
+}
+
+// newUnconnectedClan is newClanOf whose first operations block until the ranks have connected.
+func newUnconnectedClan(t *testing.T, cfg machine.Config, of Config) *clan {
+	t.Helper()
+	c := &clan{rig: newRigWith(t, cfg, of), comms: make([]ncclapi.Comm, cfg.Devices)}
 	c.api = c.lib
 	c.good(c.api.CommInitAll(c.comms, nil))
 	for d := range cfg.Devices {
@@ -285,8 +302,11 @@ func TestShrinkAfterLoss(t *testing.T) {
 	wg.Wait()
 	for _, rank := range []int{0, 2} {
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], buf[rank], []int32{int32(rank), 5})
-		c.good(c.api.AllReduce(buf[rank], buf[rank], 2, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+		wg.Go(func() {
+			c.good(c.api.AllReduce(buf[rank], buf[rank], 2, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+		})
 	}
+	wg.Wait()
 	for _, rank := range []int{0, 2} {
 		require.Equal(t, []int32{2, 10}, virtualtest.Download[int32](c.Rig, rank, c.streams[rank], buf[rank], 2))
 	}
@@ -314,4 +334,19 @@ func TestFaultedCollective(t *testing.T) {
 		require.Equal(t, want, c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
 	}
 	c.Sync(0, c.streams[0])
+}
+
+// Faults deliver a wrong byte, and delay a collective.
+func TestWrongAndSlowCollectives(t *testing.T) {
+	c := newClan(t, machine.Config{Devices: 1, Faults: "wrong@ncclAllReduce#2, slow@ncclAllReduce#3=50ms"})
+	p, q := c.Alloc(0, 16), c.Alloc(0, 16)
+	want := []int32{1, 2, 3, 4}
+	virtualtest.Upload(c.Rig, 0, c.streams[0], p, want)
+	for n := 1; n <= 3; n++ {
+		begun := time.Now()
+		c.good(c.api.AllReduce(p, q, 4, ncclapi.Int32, ncclapi.Sum, c.comms[0], c.streams[0]))
+		got := virtualtest.Download[int32](c.Rig, 0, c.streams[0], q, 4)
+		require.Equal(t, n != 2, slices.Equal(want, got), "all-reduce %d", n)
+		require.True(t, n < 3 || time.Since(begun) >= 50*time.Millisecond, "it was not delayed")
+	}
 }

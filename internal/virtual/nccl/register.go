@@ -69,14 +69,26 @@ func (l *lib) RedOpCreatePreMulSum(scalar unsafe.Pointer, t ncclapi.DType, resid
 	default:
 		return 0, l.refuse(ncclapi.InvalidArgument, "%s: %d is not a valid residence of a scalar", f.Name(), residence)
 	}
-	l.mu.Lock()
-	l.lastSum++
-	op := l.lastSum
-	l.mu.Unlock()
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	op := c.newRedop()
 	c.redops[op] = s
 	return op, ncclapi.Success
+}
+
+// newRedop returns the number of a new reduction. As in NCCL, it is the lowest index that is free,
+// mixed with bits of the communicator, so that the number of a reduction of another communicator is
+// refused. c.mu is held.
+func (c *comm) newRedop() ncclapi.RedOp {
+	for i := ncclapi.Avg + 1; ; i++ {
+		op := i ^ c.redopBits
+		if op <= ncclapi.Avg { // the number of a built-in reduction
+			op = i
+		}
+		if _, taken := c.redops[op]; !taken {
+			return op
+		}
+	}
 }
 
 func (l *lib) RedOpDestroy(op ncclapi.RedOp, h ncclapi.Comm) ncclapi.Result {
@@ -151,9 +163,12 @@ func (l *lib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes uint
 	if r != ncclapi.Success {
 		return r
 	}
+	if bad, r := l.checkWindow(p); r != ncclapi.Success {
+		return l.refuse(r, "%s at rank %d: %s", f.Name(), c.rank, bad)
+	}
 	c.mu.Lock()
 	c.opened++
-	win := window{number: c.opened, p: p, bytes: bytes}
+	win := window{number: c.opened, p: p, bytes: bytes, symmetric: flags&ncclapi.WindowCollSymmetric != 0}
 	meeting := fmt.Sprintf("window %d", c.opened)
 	c.mu.Unlock()
 	note := "a window"
@@ -170,6 +185,26 @@ func (l *lib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes uint
 		c.windows[*out] = win
 		return ncclapi.Success
 	})
+}
+
+// windowAlignment is NCCL_WIN_REQUIRED_ALIGNMENT.
+const windowAlignment = 4096
+
+// checkWindow returns the error in the memory of a window. NCCL maps the allocation that contains the
+// window in the other ranks, which memory of cuMemAlloc does not allow.
+func (l *lib) checkWindow(p cudadrv.DevicePtr) (bad string, r ncclapi.Result) {
+	l.m.Lock()
+	defer l.m.Unlock()
+	b, _ := l.m.Find(p)
+	switch {
+	case b == nil:
+		return fmt.Sprintf("%#x is not a device address", uint64(p)), ncclapi.InvalidArgument
+	case b.Offset(p)%windowAlignment != 0:
+		return fmt.Sprintf("Window address must be suitably aligned: %#x is at byte %d of %v: want a multiple of %d", uint64(p), b.Offset(p), b, windowAlignment), ncclapi.InvalidArgument
+	case !b.Public() && !b.Reserved():
+		return fmt.Sprintf("%#x lies in %v, which is not memory of ncclMemAlloc or of cuMemCreate", uint64(p), b), ncclapi.UnhandledCUDAError
+	}
+	return "", ncclapi.Success
 }
 
 func (l *lib) CommWindowDeregister(h ncclapi.Comm, w ncclapi.Window) ncclapi.Result {

@@ -10,6 +10,8 @@ type window struct {
 	number uint64 // the same on all ranks
 	p      cudadrv.DevicePtr
 	bytes  uintptr
+
+	symmetric bool
 }
 
 // sinceGINOnly is the first version with WindowGINOnly.
@@ -146,4 +148,39 @@ func (c *comm) window(is func(h ncclapi.Window, w window) bool) (window, bool) {
 		}
 	}
 	return window{}, false
+}
+
+// symmetric describes an operand that other ranks access in a symmetric window: the window, and the
+// operand's offset in it. c.mu is held.
+func (c *comm) symmetric(p cudadrv.DevicePtr, n uint64) (at place, ok bool) {
+	for _, w := range c.windows {
+		if w.symmetric && n > 0 && w.contains(p, n) {
+			return place{w.number, uint64(p - w.p)}, true
+		}
+	}
+	return place{}, false
+}
+
+// setPlaces sets the places of the operands, which must be the same on all ranks, if the operation
+// may use NCCL's symmetric kernels: if both operands lie in symmetric windows.
+func (w *work) setPlaces() {
+	c := w.c
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if len(c.windows) == 0 {
+		return
+	}
+	send, ok := c.symmetric(w.send, w.sendBytes)
+	recv, both := c.symmetric(w.recv, w.recvBytes)
+	if !ok || !both {
+		return
+	}
+	switch w.sig.Kind {
+	case kindAllReduce:
+		w.sig.Send, w.sig.Recv = send, recv
+	case kindAllGather: // the source may be the rank's part of the destination
+		w.sig.Recv = recv
+	case kindReduceScatter:
+		w.sig.Send = send
+	}
 }

@@ -70,10 +70,12 @@ type verdict struct {
 
 // A notice informs a neighbour about an event.
 type notice struct {
-	Kind   string
-	Rank   int   // rank that left
-	Links  []int // the ranks that it has sent data to
-	Joined bool  // the sender knows that all ranks are connected
+	Kind        string
+	Rank        int          // rank that left or connects
+	Links       []int        // the ranks that it has sent data to
+	Connections []connection // that it issues,
+	Intent      *intent      // and the collective that needs them, or nil
+	Joined      bool         // the sender knows that all ranks are connected
 	failure
 }
 
@@ -82,6 +84,7 @@ const (
 	noticeConnected = "connected" // the sender and the ranks before it are connected
 	noticeJoined    = "joined"    // all ranks are connected
 	noticeBye       = "bye"
+	noticeConnects  = "connects"
 	noticeFailure   = "failure"
 )
 

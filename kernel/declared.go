@@ -16,6 +16,7 @@ type declared struct {
 	types   []memory.DType // of the number, or of the elements at the pointer; nil if unknown
 	name    string         // "" if it has none
 	input   bool           // a pointer to const: the kernel does not write through it
+	align   int            // of the address, for a pointer to a vector such as float4; 0 if any
 }
 
 // declarations returns the parameters of each kernel of a source. It omits kernels that it
@@ -23,7 +24,7 @@ type declared struct {
 // expression on the whole source: they took most of the time of loading a module.
 func declarations(cuda string) map[string][]declared {
 	cuda = withoutComments(cuda)
-	all, macros := map[string][]declared{}, defined(cuda)
+	all, macros, names := map[string][]declared{}, defined(cuda), aliases(cuda)
 	for at := 0; ; {
 		i := strings.Index(cuda[at:], global)
 		if i < 0 {
@@ -43,7 +44,7 @@ func declarations(cuda string) map[string][]declared {
 			all[name] = nil
 			continue
 		}
-		all[name] = parameters(list)
+		all[name] = names.parameters(list)
 	}
 }
 
@@ -114,7 +115,7 @@ func parenthesised(code string) (inside, rest string, ok bool) {
 
 // parameters parses a parameter list. It returns nil if a parameter may represent several,
 // such as a template with two arguments or an unknown single word.
-func parameters(list string) []declared {
+func (a typeNames) parameters(list string) []declared {
 	if strings.TrimSpace(list) == "" || strings.TrimSpace(list) == "void" {
 		return []declared{}
 	}
@@ -123,7 +124,7 @@ func parameters(list string) []declared {
 	}
 	var ps []declared
 	for _, text := range strings.Split(list, ",") {
-		p := parameterOf(strings.TrimSpace(text))
+		p := a.parameterOf(strings.TrimSpace(text))
 		if !p.pointer && p.types == nil && !strings.Contains(p.text, " ") {
 			return nil
 		}
@@ -135,7 +136,7 @@ func parameters(list string) []declared {
 // qualifiers do not change the type of a parameter.
 var qualifiers = []string{"const", "volatile", "restrict", "__restrict__", "__restrict", "__grid_constant__", "std", "cuda"}
 
-func parameterOf(text string) declared {
+func (a typeNames) parameterOf(text string) declared {
 	p := declared{text: strings.Join(strings.Fields(text), " "), name: nameIn(text), input: pointerToConst(text)}
 	depth := strings.Count(text, "*") + strings.Count(text, "[")
 	if depth > 1 || strings.Contains(text, "&") {
@@ -152,8 +153,69 @@ func parameterOf(text string) declared {
 			return p // the length of an array is among the words
 		}
 	}
+	if len(names) == 1 && a[names[0]] != nil {
+		names = a[names[0]]
+	}
 	p.types = typesOf(names, p.pointer)
+	if p.pointer && len(names) == 1 {
+		if n, size, ok := vectorOf(names[0]); ok && n != 3 {
+			p.align = min(n*size, 16)
+		}
+	}
 	return p
+}
+
+// typeNames are the words of the types that a source gives other names, by these names.
+type typeNames map[string][]string
+
+// aliases reads typedef and using declarations of types without pointers. A name that is declared
+// twice with different types, as by the branches of an #ifdef, is missing.
+func aliases(cuda string) typeNames {
+	var all typeNames
+	add := func(name, of string) {
+		types := words.FindAllString(of, -1)
+		if name == "" || len(types) == 0 || strings.ContainsAny(of, "*&<>(){}[]") {
+			return
+		}
+		types = slices.DeleteFunc(types, func(w string) bool { return slices.Contains(qualifiers, w) })
+		if all == nil {
+			all = typeNames{}
+		}
+		if old, twice := all[name]; twice && !slices.Equal(old, types) {
+			types = nil
+		}
+		if of := all[strings.Join(types, " ")]; of != nil {
+			types = of // of a name of a name
+		}
+		all[name] = types
+	}
+	for rest := cuda; ; {
+		before, after, found := strings.Cut(rest, "typedef")
+		if !found {
+			break
+		}
+		rest = after
+		if text, _, ok := strings.Cut(after, ";"); ok && !endsInWord(before) && !startsWithWord(after) {
+			text = strings.TrimSpace(text)
+			at := len(text)
+			for at > 0 && isWordByte(text[at-1]) {
+				at--
+			}
+			add(text[at:], text[:at])
+		}
+	}
+	for rest := cuda; ; {
+		before, after, found := strings.Cut(rest, "using")
+		if !found {
+			return all
+		}
+		rest = after
+		if text, _, ok := strings.Cut(after, ";"); ok && !endsInWord(before) && !startsWithWord(after) {
+			if name, of, ok := strings.Cut(text, "="); ok {
+				add(strings.TrimSpace(name), of)
+			}
+		}
+	}
 }
 
 // nameIn returns the name in the declaration of a parameter, or "".

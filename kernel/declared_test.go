@@ -40,10 +40,10 @@ extern "C" __global__ void twice(double* x) {}
 	}
 	require.Equal(t, []declared{}, all["none"])
 	require.Equal(t, []declared{
-		{"float* y", true, []memory.DType{memory.Float32}, "y", false},
-		{"const double *__restrict__ x", true, []memory.DType{memory.Float64}, "x", true},
-		{"float a", false, []memory.DType{memory.Float32}, "a", false},
-		{"unsigned long long n", false, bytes8, "n", false},
+		{"float* y", true, []memory.DType{memory.Float32}, "y", false, 0},
+		{"const double *__restrict__ x", true, []memory.DType{memory.Float64}, "x", true, 0},
+		{"float a", false, []memory.DType{memory.Float32}, "a", false, 0},
+		{"unsigned long long n", false, bytes8, "n", false, 0},
 	}, all["plain"])
 	var types [][]memory.DType
 	var names []string

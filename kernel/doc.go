@@ -22,7 +22,10 @@
 // NVRTC compiles the source for the device's compute capability, so neither a CUDA toolkit
 // nor a prepared binary is needed. Binaries are cached on disk for other processes. A
 // kernel's Go function does the work of the whole grid in one call; it is needed only for
-// programs that also run without a GPU. [Verify] tests that it agrees with the source.
+// programs that also run without a GPU. [Verify] tests that it agrees with the source. In tests
+// virtual devices compare some launches of each kernel with the source by themselves, if g++ is
+// installed and can compile it. CHORUS_VIRTUAL_KERNELS=go switches that off, for example for a
+// kernel whose results depend on the order of its threads.
 //
 // A [Def] with Params, and [Kernel.Launch] with a list of arguments, are for parameters that
 // fields cannot express: structs, pinned memory, and pointers that vary in type.

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -184,8 +185,10 @@ func (e *Elementwise) build(v variant, common memory.DType) (*Kernel, error) {
 		}
 		def.Go = stand
 	}
-	m, err := Compile(v.dev, &Source{Name: e.sig.name + ".cu", CUDA: e.source(&v, common),
-		Options: []string{"--device-as-default-execution-space"}, Kernels: []Def{def}})
+	src := &Source{Name: e.sig.name + ".cu", CUDA: e.source(&v, common),
+		Options: []string{"--device-as-default-execution-space"}, Kernels: []Def{def}}
+	kern.GoOnly(src)
+	m, err := Compile(v.dev, src)
 	if err != nil {
 		return nil, err
 	}

@@ -10,7 +10,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -202,9 +201,4 @@ func (t *typed) standIn(ps []declared) func(*Call) {
 		inputs[i] = p.input
 	}
 	return func(c *Call) { t.call(c, inputs) }
-}
-
-// lengths returns the additional parameters of a stand-in: the bytes of each argument.
-func (t *typed) lengths() []machine.Param {
-	return slices.Repeat([]machine.Param{machine.Int64Param}, len(t.fields))
 }

@@ -35,7 +35,7 @@ type Kernel struct {
 	h      cudadrv.Function
 	params []Param
 	source []declared // the type that the source declares for each parameter; nil if unknown
-	typed  bool       // the function that replaces it gets the number of elements of each argument
+	typed  bool       // the function that replaces it gets the number of bytes of each argument
 	attrs  Attributes
 
 	mu     sync.Mutex    // guards raising shared
@@ -65,7 +65,8 @@ var frames = sync.Pool{New: func() any {
 
 // Launch enqueues the kernel on s (cuLaunchKernel) and returns at once; the arguments have
 // been copied by then. Launch validates the number and types of the arguments, that
-// pointers are on the stream's device, and that the device has room for the grid's blocks.
+// pointers are on the stream's device, and that the device has room for the grid's blocks. Pointers
+// to vectors, such as float4, must be aligned to them.
 // A kernel may use more than 48 KiB of dynamic shared memory without further preparation.
 // A grid without blocks launches nothing.
 func (k *Kernel) Launch(s *stream.Stream, g Grid, args ...Arg) error {
@@ -147,6 +148,9 @@ func (k *Kernel) check(s *stream.Stream, args []Arg) error {
 			return fmt.Errorf("kernel: launch %s: argument %d is %s: want %s", k.name, i, withArticle(a.kind), withArticle(k.params[i]))
 		case k.source != nil && !k.source[i].takes(a.elem):
 			return fmt.Errorf("kernel: launch %s: argument %d is memory of %s, but the source declares %q", k.name, i, a.elem, k.source[i].text)
+		case k.source != nil && k.source[i].align > 0 && a.bits%uint64(k.source[i].align) != 0:
+			return fmt.Errorf("kernel: launch %s: argument %d is at %#x, but the source declares %q: want a multiple of %d bytes",
+				k.name, i, a.bits, k.source[i].text, k.source[i].align)
 		case kern.DeviceOf(a) != nil && kern.DeviceOf(a) != k.module.dev:
 			return fmt.Errorf("kernel: launch %s on %s: argument %d is memory of %s", k.name, k.module.dev, i, kern.DeviceOf(a))
 		}

@@ -107,10 +107,10 @@ func TestSharedMemoryIsAllowedOnce(t *testing.T) {
 	s, k := compiled(t, devs[0], &reach)
 	x := zeros(t, s, 1)
 	for _, bytes := range []uint32{60 << 10, 100 << 10, 64 << 10} {
-		require.NoError(t, k.Launch(s, flat(1, 1, bytes), kernel.Ptr(x), kernel.Scalar[uint32](1)))
+		require.NoError(t, k.Launch(s, flat(1, 1, bytes), kernel.Ptr(x), kernel.Scalar[uint32](2)))
 	}
 	_, l := compiled(t, devs[0], &reach)
-	require.ErrorIs(t, l.Launch(s, flat(1, 1, 60<<10), kernel.Ptr(x), kernel.Scalar[uint32](1)), device.ErrorInvalidValue)
+	require.ErrorIs(t, l.Launch(s, flat(1, 1, 60<<10), kernel.Ptr(x), kernel.Scalar[uint32](2)), device.ErrorInvalidValue)
 }
 
 func TestLaunchChecksGrid(t *testing.T) {

@@ -43,12 +43,21 @@ type Module struct {
 	limits  limits
 	kernels map[string]*Kernel
 	typed   []*typed // the functions that launch kernels of the module
+	shadow  *shadow  // nil unless launches on virtual devices are compared
 }
 
 // Compile compiles the source for dev and loads it. The first compilation takes some
 // tenths of a second on CUDA. The binary is then cached in the directory
 // CHORUS_KERNEL_CACHE until the source, a header, the options or the compiler change. An
 // error in the source is a *CompileError with the compiler's messages.
+//
+// The driver may wait for all work of dev when it loads code. So compile sources at the start:
+// Compile hangs if the device's work waits for something that the program does only afterwards, such
+// as the collective of another rank.
+//
+// On virtual devices Compile checks the source like NVRTC, if that is installed; otherwise it
+// checks what it can read without a compiler: names, parameters, options and limits. In tests
+// virtual devices also run the source on the host (CHORUS_VIRTUAL_KERNELS).
 func Compile(dev *device.Device, src *Source) (*Module, error) {
 	m, err := open(dev, src)
 	if err == nil {
@@ -76,12 +85,23 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 	if err := src.check(said); err != nil {
 		return nil, err
 	}
-	image, err := compile(dev, src, said)
-	if err != nil {
+	defs := definitions(src.CUDA)
+	if err := src.checkNames(defs); err != nil {
 		return nil, err
 	}
 	m := &Module{dev: dev, kernels: map[string]*Kernel{}}
+	if gpu.DeviceOf(dev).System().Machine != nil {
+		var err error
+		if m.shadow, err = openShadow(src, said); err != nil {
+			return nil, err
+		}
+	}
+	image, err := m.compile(src, said, defs)
+	if err != nil {
+		return nil, errors.Join(err, m.shadow.close())
+	}
 	if m.limits, err = limitsOf(dev); err != nil {
+		_ = m.shadow.close()
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
 	// Relaxed, because a captured function may be the first user of the kernel.
@@ -90,6 +110,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 		return r
 	})
 	if err != nil {
+		_ = m.shadow.close()
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
 	for _, d := range src.Kernels {
@@ -114,7 +135,7 @@ func (m *Module) bind(src *Source) {
 // find finds a kernel in the loaded binary.
 func (m *Module) find(d *Def, source []declared, accesses string) (*Kernel, error) {
 	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
-	k.typed = d.typed != nil && gpu.DeviceOf(m.dev).System().Machine != nil
+	k.typed = d.typed != nil && gpu.DeviceOf(m.dev).System().Machine != nil || m.shadow.covers(d)
 	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 		return r
@@ -171,7 +192,9 @@ func (m *Module) Kernel(name string) (*Kernel, error) {
 	return k, nil
 }
 
-// Close unloads the module. Launches must have completed. It is idempotent.
+// Close unloads the module. Launches must have completed. The driver waits for all work of the
+// device: do not call Close while a collective waits for a rank that is not enqueued yet. It is
+// idempotent.
 func (m *Module) Close() error {
 	if m == nil || !m.owner.Close() {
 		return nil
@@ -183,13 +206,15 @@ func (m *Module) Close() error {
 }
 
 func (m *Module) unload() error {
-	return gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
+	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
+	return errors.Join(err, m.shadow.close())
 }
 
 // compile makes the image that the device's driver loads.
-func compile(dev *device.Device, src *Source, said map[string][]declared) ([]byte, error) {
-	if m := gpu.DeviceOf(dev).System().Machine; m != nil {
-		return standIns(m.Machine, src, said)
+func (m *Module) compile(src *Source, said map[string][]declared, defs map[string]definition) ([]byte, error) {
+	dev := m.dev
+	if gpu.DeviceOf(dev).System().Machine != nil {
+		return m.standIns(src, said, defs)
 	}
 	if image, err := embedded(dev, src); image != nil || err != nil {
 		return image, err
@@ -202,19 +227,38 @@ func compile(dev *device.Device, src *Source, said map[string][]declared) ([]byt
 }
 
 // standIns makes the image of Go functions that virtual devices load.
-func standIns(m *machine.Machine, src *Source, said map[string][]declared) ([]byte, error) {
+func (m *Module) standIns(src *Source, said map[string][]declared, defs map[string]definition) ([]byte, error) {
+	limits, err := limitsOfVirtual(m.dev, src, defs)
+	if err != nil {
+		return nil, err
+	}
 	var ks []machine.Kernel
 	for _, d := range src.Kernels {
 		fn, params := d.Go, d.stood()
 		if d.typed != nil {
-			fn, params = d.typed.standIn(said[d.Name]), append(params, d.typed.lengths()...)
+			fn = d.typed.standIn(said[d.Name])
+		}
+		if d.typed != nil || m.shadow.covers(&d) {
+			params = append(params, slices.Repeat([]machine.Param{machine.Int64Param}, len(params))...)
 		}
 		if fn == nil {
 			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
 		}
-		ks = append(ks, machine.Kernel{Name: d.Name, Params: params, Func: func(k *machine.KernelCall) { fn(&Call{call: kern.NewCallRef(k)}) }})
+		def := defs[d.Name]
+		ks = append(ks, machine.Kernel{Name: d.Name, Params: params, Limits: limits[d.Name], Func: func(k *machine.KernelCall) {
+			if _, _, shared := k.Shape(); def.dynamic && shared == 0 {
+				panic(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress,
+					Text: fmt.Sprintf("kernel %s declares dynamic shared memory (extern __shared__), and the launch has none: set Grid.SharedBytes", d.Name)})
+			}
+			run := func() { fn(&Call{call: kern.NewCallRef(k)}) }
+			if m.shadow.covers(&d) {
+				m.shadow.run(&d, k, run)
+				return
+			}
+			run()
+		}})
 	}
-	return m.ModuleImage(ks), nil
+	return gpu.DeviceOf(m.dev).System().Machine.ModuleImage(ks), nil
 }
 
 // stood returns the parameters in the types of package virtual.

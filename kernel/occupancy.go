@@ -9,7 +9,8 @@ import (
 )
 
 // Attributes are the properties of a compiled kernel (cuFuncGetAttribute). On virtual
-// devices the registers and sizes are 0.
+// devices they are those that the source declares: __launch_bounds__, static shared memory and very
+// large local arrays. If NVRTC is installed, they are those of the source compiled for an H200.
 type Attributes struct {
 	MaxThreads            int // of a block
 	Registers             int // of a thread

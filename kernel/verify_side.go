@@ -54,7 +54,9 @@ func (v *verification) openDevice(dev *device.Device, src *Source, name string) 
 		return nil, err
 	}
 	v.closers = append(v.closers, s.Close)
-	m, err := Compile(dev, src)
+	alone := *src
+	kern.GoOnly(&alone) // Verify compares it itself
+	m, err := Compile(dev, &alone)
 	if err != nil {
 		return nil, err
 	}

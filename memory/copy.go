@@ -108,7 +108,8 @@ func (x Slice[T]) CopyToPinned(s *stream.Stream, dst *Pinned[T]) error {
 // (cuMemcpyPeerAsync); a copy through the host cannot be captured into a graph. The
 // first copy between two devices tests the direct path, which takes the host some
 // milliseconds; see device.Device.PeerWorks. Work on the other device must be ordered
-// with s by an event.
+// with s by an event. dst and src must not overlap, unless they are the same elements: the engines
+// of a GPU copy parts in any order.
 func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	const op = "memory: copy"
 	if err := gpu.CheckStream(op, s, nil); err != nil {
@@ -125,6 +126,10 @@ func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	}
 	if src.n == 0 {
 		return nil
+	}
+	if a, b, n := dst.raw(), src.raw(), cudadrv.DevicePtr(src.Bytes()); a != b && a < b+n && b < a+n {
+		return fmt.Errorf("%s of %d elements: the destination overlaps the source, %d elements away: the result would be undefined; copy by way of other memory",
+			op, src.n, (max(a, b)-min(a, b))/cudadrv.DevicePtr(sizeOf[T]()))
 	}
 	if s.Device() != src.Device() && s.Device() != dst.Device() {
 		return fmt.Errorf("%s from %s to %s: %s is of neither device", op, src.Device(), dst.Device(), s)

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"math/bits"
 	"sync"
+	"time"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
@@ -26,6 +27,8 @@ type host struct {
 	free    map[uintptr][]*hostBlock // by size; the last one is reused first
 	pending []*hostLease             // closed leases that wait for their marks
 	polling bool                     // a goroutine polls pending
+	doomed  []*hostBlock             // to return to the system when the devices are idle
+	reaping bool                     // a goroutine returns them
 	stats   hostCounts
 
 	slab hostSlab
@@ -104,7 +107,7 @@ func (h *host) make(dev *device.Device, size uintptr, opts *alloc.Settings) (*ho
 	b, err := h.timed(dev, size, opts)
 	if errors.Is(err, device.ErrorOutOfMemory) {
 		h.endPassed()
-		if err := h.empty(); err != nil {
+		if err := h.discardAll(append(h.unused(), h.takeDoomed()...)); err != nil {
 			return nil, err
 		}
 		b, err = h.timed(dev, size, opts)
@@ -148,13 +151,14 @@ func (h *host) giveBack(b *hostBlock) {
 	}
 	h.mu.Unlock()
 	if !keep {
-		_ = h.discard(b) // if the device is lost, that was already reported
+		_ = h.release([]*hostBlock{b}) // if the device is lost, that was already reported
 	}
 }
 
-// empty frees the cached blocks, except for parts of the slab.
-func (h *host) empty() error {
+// unused removes the cached blocks, except for parts of the slab, and returns them.
+func (h *host) unused() []*hostBlock {
 	h.mu.Lock()
+	defer h.mu.Unlock()
 	var list []*hostBlock
 	for size, blocks := range h.free {
 		var stay []*hostBlock
@@ -167,7 +171,10 @@ func (h *host) empty() error {
 		}
 		h.free[size] = stay
 	}
-	h.mu.Unlock()
+	return list
+}
+
+func (h *host) discardAll(list []*hostBlock) error {
 	var errs []error
 	for _, b := range list {
 		errs = append(errs, h.discard(b))
@@ -175,11 +182,76 @@ func (h *host) empty() error {
 	return errors.Join(errs...)
 }
 
+// release returns blocks that are not in use to the system. The driver waits for all work of all
+// devices when it frees pinned memory, and a program may still have to enqueue what that work
+// waits for. So blocks are freed while the devices are idle, now or later by a goroutine.
+func (h *host) release(list []*hostBlock) error {
+	if len(list) == 0 {
+		return nil
+	}
+	sys := gpu.DeviceOf(list[0].dev).System()
+	for range quietTries { // streams end a little after their last operation
+		if gpu.InCallback() {
+			break // which must not call the driver
+		}
+		if sys.Quiet() {
+			return h.discardAll(list)
+		}
+		time.Sleep(quietPause)
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	h.doomed = append(h.doomed, list...)
+	if !h.reaping && !h.closed {
+		h.reaping = true
+		go h.reap(sys)
+	}
+	return nil
+}
+
+const (
+	quietTries  = 20
+	quietPause  = 100 * time.Microsecond
+	longestReap = 100 * time.Millisecond // between two tries of reap
+)
+
+// reap frees the doomed blocks when the devices are idle.
+func (h *host) reap(sys *gpu.System) {
+	for pause := time.Millisecond; ; pause = min(2*pause, longestReap) {
+		time.Sleep(pause)
+		if !sys.Quiet() {
+			h.mu.Lock()
+			done := h.closed
+			h.mu.Unlock()
+			if done {
+				return
+			}
+			continue
+		}
+		_ = h.discardAll(h.takeDoomed()) // if the device is lost, that was already reported
+		h.mu.Lock()
+		if len(h.doomed) == 0 {
+			h.reaping = false
+			h.mu.Unlock()
+			return
+		}
+		h.mu.Unlock()
+	}
+}
+
+func (h *host) takeDoomed() []*hostBlock {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	list := h.doomed
+	h.doomed = nil
+	return list
+}
+
 // Close frees the cached blocks when the System is closed. The remaining blocks are
 // freed with the contexts.
 func (h *host) Close() error {
 	h.endPassed()
-	err := errors.Join(h.empty(), h.marks.close())
+	err := errors.Join(h.discardAll(append(h.unused(), h.takeDoomed()...)), h.marks.close())
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.closed = true
@@ -191,14 +263,16 @@ func (h *host) Close() error {
 
 // EmptyHostCache returns the unused pinned memory of dev's System to the operating
 // system (torch._C._host_emptyCache). It does not wait for streams: memory that they
-// may still use stays. Any goroutine may call it.
+// may still use stays. The driver waits for all devices when it frees pinned memory. If a stream
+// of a device is busy, EmptyHostCache returns at once, and a goroutine frees the memory as soon as
+// all streams are idle. Any goroutine may call it.
 func EmptyHostCache(dev *device.Device) error {
 	if dev == nil {
 		return fmt.Errorf("memory: empty host cache: no device given")
 	}
 	h := hostOf(dev)
 	h.endPassed()
-	if err := h.empty(); err != nil {
+	if err := h.release(h.unused()); err != nil {
 		return fmt.Errorf("memory: empty host cache: %w", err)
 	}
 	return nil

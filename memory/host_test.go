@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"runtime"
 	"testing"
@@ -97,7 +98,7 @@ func TestHostOptions(t *testing.T) {
 				require.Zero(t, c.ActiveBytes.Current)
 				require.Zero(t, c.ActiveRequests.Current)
 				require.Equal(t, made, c.HostAllocTime.Count)
-				require.NoError(t, h.empty())
+				require.NoError(t, h.discardAll(h.unused()))
 				if opts, _ := h.settings(); opts.PinnedReserve == 0 {
 					require.Zero(t, h.counts().AllocatedBytes.Current)
 				} else {
@@ -266,7 +267,7 @@ func TestHostStatsAddUp(t *testing.T) {
 				owned(sizes[l], -1)
 			}
 		case k == 18 && rnd.IntN(20) == 0:
-			require.NoError(t, h.empty())
+			require.NoError(t, h.discardAll(h.unused()))
 			for n, c := range cached {
 				for range c {
 					owned(n, -1)
@@ -389,4 +390,80 @@ func TestHostWaitsForCalls(t *testing.T) {
 	l.done()
 	h.drain(t, s)
 	require.Zero(t, h.counts().ActiveRequests.Current)
+}
+
+// Pinned memory is returned to the system when the devices are idle, because the driver waits for
+// them: a program may still have to enqueue what their work waits for.
+func TestFreesOfPinnedMemoryDoNotWait(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for name, closes := range map[string]func(h *host, l *hostLease) error{
+			"empty cache": func(h *host, l *hostLease) error { l.close(); return h.release(h.unused()) },
+			"large":       func(_ *host, l *hostLease) error { l.close(); return nil },
+		} {
+			options := ""
+			if name == "large" {
+				options = "pinned_max_cached_size_mb:1"
+			}
+			h := newHostWith(t, options)
+			s, err := stream.New(devs[1], nil)
+			require.NoError(t, err)
+			_, l, err := h.take(devs[0], 2<<20)
+			require.NoError(t, err)
+			gate := make(chan struct{})
+			require.NoError(t, s.Callback(func() { <-gate }))
+			require.NoError(t, closes(h, l)) // would wait for the callback
+			require.EqualValues(t, 1, h.counts().Allocations.Current, name)
+			close(gate)
+			require.NoError(t, s.Sync(testgpu.Context(t)))
+			require.Eventually(t, func() bool { return h.counts().Allocations.Current == 0 }, time.Minute, time.Millisecond)
+			require.NoError(t, s.Close())
+		}
+	})
+}
+
+// Close of a pinned slice waits for all devices, but not forever.
+func TestUnpinWhileADeviceIsBusy(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		defer func(d time.Duration) { unpinLimit = d }(unpinLimit)
+		s, err := stream.New(devs[1], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		h, err := PinSlice(devs[0], make([]float32, 1<<20))
+		require.NoError(t, err)
+		gate := make(chan struct{})
+		require.NoError(t, s.Callback(func() { <-gate }))
+		unpinLimit = 50 * time.Millisecond
+		require.ErrorContains(t, h.Close(), "has been busy for 50ms: enqueue what its work waits for")
+		require.NotNil(t, h.Data())
+		unpinLimit = time.Minute
+		done := make(chan error, 1)
+		go func() { done <- h.Close() }()
+		select {
+		case err := <-done:
+			t.Fatalf("returned %v while the device was busy", err)
+		case <-time.After(20 * time.Millisecond):
+		}
+		close(gate)
+		require.NoError(t, <-done)
+	})
+}
+
+// The engines of GPUs copy in any order.
+func TestOverlappingCopy(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		x, err := Make[float32](s, 100)
+		require.NoError(t, err)
+		defer x.Close()
+		require.NoError(t, x.Zero(s))
+		require.NoError(t, Copy(s, x, x))
+		require.NoError(t, Copy(s, x.Slice(0, 50), x.Slice(50, 100)))
+		for _, by := range []int{1, 49} {
+			require.ErrorContains(t, Copy(s, x.Slice(by, by+50), x.Slice(0, 50)), fmt.Sprintf("overlaps the source, %d elements away", by))
+			require.ErrorContains(t, Copy(s, x.Slice(0, 50), x.Slice(by, by+50)), "overlaps the source")
+		}
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+	})
 }

@@ -24,7 +24,8 @@ type Pinned[T Element] struct {
 
 // MakePinned allocates n elements of pinned memory, which all devices of dev's System
 // can use (torch.Tensor.pin_memory). The contents are undefined. Closed memory is
-// reused; new memory takes the driver long (cuMemHostAlloc). The options pinned_* of
+// reused; new memory takes the driver long (cuMemHostAlloc). If the system has no more memory,
+// MakePinned returns unused pinned memory to it first, which waits for all devices. The options pinned_* of
 // CHORUS_ALLOC_CONF control how it is allocated. Any goroutine may call MakePinned,
 // also while streams are captured.
 func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"time"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
@@ -29,8 +30,10 @@ type registration struct {
 // whole or in part, or if the slice is empty.
 //
 // Until Close the caller must not free the memory; the garbage collector keeps it.
-// Close waits until the streams that used the memory have passed, and then unlocks it
-// (_pin_memory_utils.unpin_memory). While a stream that used it is captured, or a graph
+// Close waits until all streams of all devices have done the work that is enqueued by now, because
+// the driver does when it unlocks memory, and then unlocks it (_pin_memory_utils.unpin_memory). If
+// that takes more than a minute, as when a collective waits for a rank that is not enqueued yet,
+// Close returns an error and the memory stays locked. While a stream that used it is captured, or a graph
 // holds it, Close returns an error and the memory stays locked.
 func PinSlice[T Element](dev *device.Device, s []T) (*Pinned[T], error) {
 	if dev == nil {
@@ -91,8 +94,15 @@ func (r *registration) unlock(op string, users []*stream.Stream) error {
 			return err
 		}
 	}
+	// The driver waits for all devices, too, but would keep other calls from the devices meanwhile.
+	if err := gpu.DeviceOf(r.dev).System().Settle(unpinLimit); err != nil {
+		return err
+	}
 	return unregister(r.dev, r.p)
 }
+
+// unpinLimit is the longest time that Close of memory of PinSlice waits for the devices. Tests change it.
+var unpinLimit = time.Minute
 
 // endLease ends the lease and returns its users. left is false if another call has ended
 // the lease before, or if err says why it must continue.

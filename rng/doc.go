@@ -47,7 +47,9 @@
 // each launch draws the same numbers. Other goroutines change a generator immediately.
 //
 // The first fill with a distribution and an element type loads its kernel, which takes
-// some tenths of a second on CUDA if it must be compiled. The kernel stays loaded.
+// some tenths of a second on CUDA if it must be compiled. The kernel stays loaded. The driver may
+// wait for all work of the device when it loads a kernel. If a collective waits for a rank that is
+// not enqueued yet, such a fill hangs, so fill a short slice before.
 //
 // Concurrency: generators are safe for concurrent use. A fill reserves its part of the
 // sequence when it is called. Concurrent fills therefore never share numbers, and fills

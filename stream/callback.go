@@ -28,8 +28,8 @@ func (e *CallbackError) Unwrap() error {
 // operations that are enqueued later wait until fn has returned (cuLaunchHostFunc). It
 // returns at once. If the device fails first, fn is not called.
 //
-// fn runs on a thread of the driver, and callbacks of other streams may wait for it, so it
-// should be short. It must not use a device, nor wait for work on one, nor call
+// One thread of the driver runs the callbacks of all streams of a device, one after the other. So fn
+// should be short, and must not wait for another callback. It must not use a device, nor wait for work on one, nor call
 // runtime.Goexit as testing.T.FailNow does. It may close memory, and allocate memory that
 // is cached; an allocation that needs the driver fails. Data that fn has written is
 // visible after Sync. A panic in fn ends only fn; the next Sync or Query of s after it

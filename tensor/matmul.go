@@ -76,6 +76,10 @@ type MatMulConfig struct {
 // epilogue. BiasGrad may be the sum of rounded elements. Integers and products of mixed types
 // are not supported.
 //
+// cuBLASLt loads a kernel at its first use, and the driver may wait for all work of the device
+// then. If a collective waits for a rank that is not enqueued yet, such a product hangs, so compute
+// a product of the same types and shapes before.
+//
 // MatMul does not copy operands. In a, b, c and Add one of the last two strides is 1, and the
 // other one is not smaller than the matrix's side. So they may be views, transposed views and
 // slices of rows and columns. b and a may repeat, with strides of 0 between matrices of a

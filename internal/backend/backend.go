@@ -4,7 +4,6 @@ package backend
 
 import (
 	"cmp"
-	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -92,9 +91,18 @@ func openVirtual(c *Config) (*System, error) {
 	if err != nil {
 		return nil, err
 	}
+	hang, err := env.VirtualHang.Duration()
+	if err != nil {
+		return nil, err
+	}
+	queues, err := env.MaxConnections.Int()
+	if err != nil {
+		return nil, err
+	}
 	m, err := virtual.New(&virtual.Config{
 		Config: machine.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, PCIe: c.PCIe,
-			Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1"},
+			Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1",
+			Hang: hang, Queues: min(max(queues, 1), 32)},
 		NCCL: nccl.Config{Version: version, Network: network},
 	})
 	if err != nil {
@@ -267,12 +275,9 @@ func (s *System) NVML() (nvml.API, error) {
 	return nvml.Open()
 }
 
-// NVRTC opens NVRTC at its first use. Virtual devices do not have a compiler:
-// package kernel passes the stand-ins of kernels to Machine.
+// NVRTC opens NVRTC at its first use. It is the same for virtual devices, which check with it
+// what a GPU would refuse; package kernel passes the stand-ins of kernels to Machine.
 func (s *System) NVRTC() (nvrtcapi.API, error) {
-	if s.Machine != nil {
-		return nil, fmt.Errorf("backend: NVRTC on virtual devices: %w", errors.ErrUnsupported)
-	}
 	return library[nvrtcapi.API](nvrtcapi.Open)
 }
 

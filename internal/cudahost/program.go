@@ -3,6 +3,7 @@ package cudahost
 import (
 	"bytes"
 	"context"
+	"crypto/sha256"
 	_ "embed"
 	"encoding/binary"
 	"errors"
@@ -65,7 +66,8 @@ func Compile(ctx context.Context, cuda string, options, kernels []string) (*Prog
 	for _, k := range kernels {
 		list += "KERNEL(" + k + ")"
 	}
-	flags := append(hostFlags(options), "-w", list)
+	// A misaligned access stops the program, as on a GPU.
+	flags := append(hostFlags(options), "-w", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", list)
 	p := &Program{folder: folder}
 	if p.path, err = Build(ctx, folder, shim+block+"#line 1 \"source\"\n"+cuda+main, flags...); err != nil {
 		return nil, errors.Join(err, p.Close())
@@ -89,6 +91,43 @@ func hostFlags(options []string) (flags []string) {
 	return flags
 }
 
+// Version identifies what Compile adds to a source.
+func Version() string { return fmt.Sprintf("%x", sha256.Sum256([]byte(shim+block+main))) }
+
+// Image returns the compiled program, for Load.
+func (p *Program) Image() ([]byte, error) { return os.ReadFile(p.path) }
+
+// Load returns the program of an image that Compile made on this machine.
+func Load(image []byte) (*Program, error) {
+	folder, err := os.MkdirTemp("", "chorus-host-")
+	if err != nil {
+		return nil, err
+	}
+	p := &Program{folder: folder, path: filepath.Join(folder, "host")}
+	if err := os.WriteFile(p.path, image, 0o700); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	return p, nil
+}
+
+// IsSyntaxError reports whether the compiler of the host found only mistakes that every C++ compiler
+// finds, and not names of CUDA that it does not know.
+func IsSyntaxError(err error) bool {
+	found := false
+	for _, line := range strings.Split(err.Error(), "\n") {
+		if !strings.Contains(line, "error: ") {
+			continue
+		}
+		if !strings.HasPrefix(line, "source:") || !syntax.MatchString(line) {
+			return false
+		}
+		found = true
+	}
+	return found
+}
+
+var syntax = regexp.MustCompile(`error: (expected [^ ]*[;)}(\]][^ ]*|expected ['‘][^ ]* (before|at end)|stray |unterminated |missing terminating|expected .*(at end of input|before .* token))`)
+
 // Close removes the program.
 func (p *Program) Close() error { return os.RemoveAll(p.folder) }
 
@@ -98,6 +137,9 @@ type Arg struct {
 	Memory []byte // Run overwrites it
 	Before int    // bytes of Memory before the address that the kernel gets
 	Null   bool   // a null pointer
+	// Owner is the number, from 1, of an earlier pointer among the pointers, if the argument is a
+	// pointer to its memory. Before then counts from the start of that memory.
+	Owner int
 }
 
 // Run runs a kernel. threads has at most 1024 threads. The kernel is killed when ctx ends.
@@ -112,9 +154,10 @@ func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uin
 	size := 0
 	for _, a := range args {
 		in.Write(a.Value)
-		if a.Memory != nil || a.Null {
+		if a.Memory != nil || a.Null || a.Owner > 0 {
 			in.Write(binary.LittleEndian.AppendUint64(nil, uint64(len(a.Memory))))
 			in.Write(binary.LittleEndian.AppendUint64(nil, uint64(a.Before)))
+			in.Write(binary.LittleEndian.AppendUint64(nil, uint64(a.Owner)))
 			in.Write(a.Memory)
 			size += len(a.Memory)
 		}

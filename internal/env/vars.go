@@ -17,6 +17,10 @@ var (
 		"IP address that virtual ranks listen on. Default: Unix sockets or, in a job on several hosts, the local address of the route to the coordinator."}
 	VirtualNCCL = &Var{"CHORUS_VIRTUAL_NCCL", "text", "2.28.3",
 		"Version of the virtual NCCL, 2.23.4 or newer. It has the functions of that version."}
+	VirtualKernels = &Var{"CHORUS_VIRTUAL_KERNELS", "text", "auto",
+		"How virtual devices run kernels. `go`: only the Go function. `both`: they also run some launches of each kernel from its CUDA source, compiled by g++ for the host, which finds grids that are too small, illegal addresses, traps, and results that differ. `auto`: `both` in tests if g++ is installed, otherwise `go`. Sources that need more of CUDA than g++ can compile are not compared."}
+	VirtualHang = &Var{"CHORUS_VIRTUAL_HANG", "duration", "1m",
+		"How long virtual devices wait without any progress until they report a deadlock that would hang a GPU. It may be a call that waits for a device whose work waits for something else. It may also be callbacks that wait for each other, or a kernel that is behind others in a hardware queue."}
 	P2P = &Var{"CHORUS_P2P", "text", "auto",
 		"Direct copies between GPUs. `auto`: test each pair of GPUs at its first copy, and stage copies through host memory if the test fails. `off`: always stage. `force`: skip the test. NCCL has its own variable NCCL_P2P_DISABLE."}
 	RequireGPU = &Var{"CHORUS_REQUIRE_GPU", "number", "0",
@@ -43,6 +47,8 @@ var (
 		"Path of libcufile.so to use instead of searching for it."}
 	VisibleDevices = &Var{"CUDA_VISIBLE_DEVICES", "text", "",
 		"GPUs that the process sees, in order: comma-separated ordinals, or UUIDs (`GPU-…`, `MIG-…`) or their unique prefixes. The driver reads it when it starts; device.Count and `chorus run` interpret it like the driver. It does not affect virtual devices."}
+	MaxConnections = &Var{"CUDA_DEVICE_MAX_CONNECTIONS", "number", "8",
+		"Number of hardware queues that the streams of a device share, 1 to 32. The driver reads it, and virtual devices do the same."}
 	LaunchBlocking = &Var{"CUDA_LAUNCH_BLOCKING", "number", "0",
 		"`1` makes the driver wait for each kernel, and virtual devices for each kernel, copy and fill, so that the failing call returns its error. NCCL with several GPUs in one process can then deadlock."}
 	Sanitizer = &Var{"CHORUS_SANITIZER", "number", "0",
@@ -57,6 +63,6 @@ var (
 
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
-	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
+	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, VirtualHang, VirtualKernels, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
+		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -56,7 +57,7 @@ type unexpected struct{ error }
 func wrong(format string, args ...any) error { return unexpected{fmt.Errorf(format, args...)} }
 
 // programs are all tables.
-var programs = slices.Concat(ncclPrograms)
+var programs = slices.Concat(ncclPrograms, kernelPrograms, waitPrograms, memoryPrograms)
 
 // virtualLimit is the time after which a program on virtual devices hangs.
 const virtualLimit = 20 * time.Second
@@ -117,7 +118,7 @@ func start(t *testing.T, p *program, backend string, limit time.Duration) (outco
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, os.Args[0], "-test.v=false")
-	cmd.Env = append(os.Environ(), caseVariable+"="+p.name, backendVariable+"="+backend)
+	cmd.Env = append(os.Environ(), caseVariable+"="+p.name, backendVariable+"="+backend, env.VirtualHang.Name+"=1s")
 	var out bytes.Buffer
 	cmd.Stdout = &out
 	err := cmd.Run()

@@ -32,6 +32,7 @@ type Device struct {
 	timing  atomic.Pointer[timing]         // nil until a timeline is recorded
 	kernels sync.Map                       // names, by cudadrv.Function
 	exposed sync.Map                       // streams that other libraries may use, by cudadrv.Stream
+	streams liveStreams
 }
 
 // A DeviceRef refers to a Device. The public type embeds it.

@@ -10,11 +10,15 @@ func (d *Device) NewStream(priority int32) (s cudadrv.Stream, err error) {
 		s, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, priority)
 		return r
 	})
+	if err == nil {
+		d.streams.add(s)
+	}
 	return s, err
 }
 
 // DestroyStream destroys a stream. Operations that are enqueued on it still run.
 func (d *Device) DestroyStream(s cudadrv.Stream) error {
+	d.streams.remove(s)
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamDestroy(s) })
 }
 

@@ -12,6 +12,7 @@ import (
 type SourceOption struct {
 	archive  *ptx.Archive
 	resident bool
+	goOnly   bool
 	accesses map[string]string
 }
 
@@ -32,6 +33,13 @@ func MakeResident(x HasSourceOption) { x.source().resident = true }
 
 // IsResident reports whether MakeResident was called.
 func IsResident(x HasSourceOption) bool { return x.source().resident }
+
+// GoOnly lets virtual devices run only the Go functions of the source in tests, too: it is generated,
+// and compared with its Go functions elsewhere.
+func GoOnly(x HasSourceOption) { x.source().goOnly = true }
+
+// IsGoOnly reports whether GoOnly was called.
+func IsGoOnly(x HasSourceOption) bool { return x.source().goOnly }
 
 // Declare tells the sanitizer how the kernels of a source that its parser does not understand
 // use the memory at each pointer: for each parameter r for reading, w for writing, or - for

@@ -7,8 +7,9 @@ type Result int32
 
 // The results that Chorus tells apart.
 const (
-	Success          Result = 0
-	ErrorCompilation Result = 6
+	Success            Result = 0
+	ErrorInvalidOption Result = 5
+	ErrorCompilation   Result = 6
 )
 
 // names has the C names in the order of nvrtc.h, from 0.

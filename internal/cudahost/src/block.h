@@ -3,11 +3,27 @@
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 #include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
+
+#define __align__(n) alignas(n)
+#define __maxnreg__(n)
+#define __cluster_dims__(...)
+#define __trap abort
+#define clock clock_of_cuda // C's function counts something else
+#define VECTOR2(T, name, align) struct alignas(align) name##2 { T x, y; }; \
+	static inline name##2 make_##name##2(T x, T y) { return {x, y}; }
+#define VECTOR4(T, name, align) struct alignas(align) name##4 { T x, y, z, w; }; \
+	static inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
+VECTOR2(char, char, 2) VECTOR2(unsigned char, uchar, 2) VECTOR2(short, short, 4) VECTOR2(unsigned short, ushort, 4)
+VECTOR2(int, int, 8) VECTOR2(unsigned, uint, 8) VECTOR2(float, float, 8) VECTOR2(double, double, 16)
+VECTOR2(long long, longlong, 16) VECTOR2(unsigned long long, ulonglong, 16)
+VECTOR4(char, char, 4) VECTOR4(unsigned char, uchar, 4) VECTOR4(short, short, 8) VECTOR4(unsigned short, ushort, 8)
+VECTOR4(int, int, 16) VECTOR4(unsigned, uint, 16) VECTOR4(float, float, 16)
 
 #define __shared__ static __attribute__((section("shared")))
 extern char __start_shared[], __stop_shared[];

@@ -6,18 +6,35 @@ template <class X> static X number() {
 	return x;
 }
 
+// guarded returns memory between addresses that fault: what a kernel accesses far outside of its
+// arguments. It begins at a multiple of 256.
+static char* guarded(size_t size) {
+	const size_t page = 4096, guard = 1 << 30, inside = (size + 255) / 256 * 256, mapped = (inside + page - 1) / page * page;
+	char* all = (char*)mmap(nullptr, mapped + 2 * guard, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+	if (all == MAP_FAILED || mprotect(all + guard, mapped, PROT_READ | PROT_WRITE) != 0) return (char*)aligned_alloc(256, inside + 256);
+	return all + guard + mapped - inside;
+}
+
 template <class P> struct Arg { // a number or a struct
 	P x = number<P>();
 	P get() { return x; }
 	void put() {}
 };
-template <class E> struct Arg<E*> { // a null pointer has no memory
-	unsigned long long size = number<unsigned long long>(), before = number<unsigned long long>();
-	char* bytes = (char*)aligned_alloc(256, (size + 255) / 256 * 256 + 256);
+static std::vector<char*> memories; // of the pointers so far; nullptr for a null pointer
+
+template <class E> struct Arg<E*> {
+	unsigned long long size = number<unsigned long long>(), before = number<unsigned long long>(), owner = number<unsigned long long>();
+	char* bytes = nullptr;
 	Arg() {
-		if (fread(bytes, 1, size, stdin) != size) exit(2);
+		if (size > 0) {
+			bytes = guarded(size);
+			if (fread(bytes, 1, size, stdin) != size) exit(2);
+		} else if (owner > 0) { // in the memory of another pointer
+			bytes = memories.at(owner - 1);
+		}
+		memories.push_back(bytes);
 	}
-	E* get() { return size == 0 ? nullptr : (E*)(bytes + before); }
+	E* get() { return bytes == nullptr ? nullptr : (E*)(bytes + before); }
 	void put() { fwrite(bytes, 1, size, stdout); }
 };
 

@@ -13,6 +13,7 @@ type lib struct {
 	m       *machine.Machine
 	mu      sync.Mutex
 	handles map[cublasapi.Handle]*handle
+	loaded  map[loaded]bool // kernels that were used; guarded by the machine's lock
 }
 
 type handle struct {
@@ -22,9 +23,17 @@ type handle struct {
 	mode      cublasapi.PointerMode
 }
 
+// A loaded is what products with one kernel have in common.
+type loaded struct {
+	dev            *machine.Device
+	name           string
+	a, b, c        cublasapi.DType
+	transA, transB cublasapi.Op
+}
+
 // New returns the cuBLAS of a machine.
 func New(m *machine.Machine) cublasapi.API {
-	return &lib{m: m, handles: map[cublasapi.Handle]*handle{}}
+	return &lib{m: m, handles: map[cublasapi.Handle]*handle{}, loaded: map[loaded]bool{}}
 }
 
 // begin consults the fault plan, unbinds the thread's context and looks up the

@@ -83,6 +83,13 @@ func (l *lib) gemm(name string, h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k
 	}
 	l.m.Lock()
 	defer l.m.Unlock()
+	// Kernels are loaded at their first use, and loading waits for the device.
+	if key := (loaded{handle.dev, name, a.Type, b.Type, c.Type, ta, tb}); !l.loaded[key] {
+		if l.m.Drain("the first product of its kind", handle.dev) != cudadrv.Success {
+			return cublasapi.ExecutionFailed
+		}
+		l.loaded[key] = true
+	}
 	s, res := l.m.Stream(handle.dev, handle.stream)
 	if res != cudadrv.Success || s.Invalidated() {
 		return cublasapi.ExecutionFailed

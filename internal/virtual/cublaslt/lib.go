@@ -22,12 +22,21 @@ type lib struct {
 	descs       map[cublasltapi.MatmulDesc]*desc
 	layouts     map[cublasltapi.MatrixLayout]*layout
 	preferences map[cublasltapi.Preference]*preference
+	loaded      map[loaded]bool // kernels that were used; guarded by the machine's lock
+}
+
+// A loaded is what products with one kernel have in common.
+type loaded struct {
+	dev            *machine.Device
+	algo           algo
+	a, b, o        cublasapi.DType
+	transA, transB int32
 }
 
 // New returns the cuBLASLt of a machine.
 func New(m *machine.Machine) cublasltapi.API {
 	return &lib{m: m, handles: map[cublasltapi.Handle]*machine.Device{}, descs: map[cublasltapi.MatmulDesc]*desc{},
-		layouts: map[cublasltapi.MatrixLayout]*layout{}, preferences: map[cublasltapi.Preference]*preference{}}
+		layouts: map[cublasltapi.MatrixLayout]*layout{}, preferences: map[cublasltapi.Preference]*preference{}, loaded: map[loaded]bool{}}
 }
 
 // A desc is a cublasLtMatmulDesc_t. The fields have the widths of the attributes.

@@ -50,6 +50,13 @@ func (l *lib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cubla
 	}
 	l.m.Lock()
 	defer l.m.Unlock()
+	// Kernels are loaded at their first use, and loading waits for the device.
+	if key := (loaded{dev, g.algo, s.a.t, s.b.t, s.o.t, s.d.transA, s.d.transB}); !l.loaded[key] {
+		if l.m.Drain("the first product of its kind", dev) != cudadrv.Success {
+			return cublasapi.ExecutionFailed
+		}
+		l.loaded[key] = true
+	}
 	st, res := l.m.Stream(dev, stream)
 	if res != cudadrv.Success || st.Device() != dev || st.Invalidated() {
 		return cublasapi.ExecutionFailed

@@ -40,6 +40,8 @@ type node struct {
 	// is instantiated.
 	uses  [2]cudadrv.DevicePtr
 	bytes uint64 // that it moves, if it is a copy or a fill
+	// cooperative is an attribute of a kernel that an update cannot change.
+	cooperative bool
 }
 
 // A Launch is an operation on several streams that a library records in a graph. m.mu is

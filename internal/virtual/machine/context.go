@@ -72,6 +72,8 @@ type call struct {
 	// uses has the device memory that a copy or a fill of the call names.
 	uses  [2]cudadrv.DevicePtr
 	bytes uint64 // that the copy or the fill moves
+	// cooperative is set for a cooperative launch of a kernel.
+	cooperative bool
 }
 
 func (c *call) end() { c.m.mu.Unlock() }
@@ -195,8 +197,8 @@ func (d driver) DevicePrimaryCtxGetState(ord cudadrv.Device) (flags uint32, acti
 	return 0, active, cudadrv.Success
 }
 
-// reset destroys all objects of a context after its last release, and clears a
-// sticky error. m.mu is held.
+// reset destroys all objects of a context after its last release. A lost device stays lost:
+// CUDA returns the sticky error until the process ends. m.mu is held.
 func (d *Device) reset() {
 	d.resetGraphs()
 	for h, s := range d.m.streams {
@@ -207,6 +209,7 @@ func (d *Device) reset() {
 		}
 	}
 	d.legacy = nil
+	d.queues = map[int32][]hardwareQueue{}
 	for h, e := range d.m.events {
 		if e.dev == d {
 			e.unshare()
@@ -229,9 +232,6 @@ func (d *Device) reset() {
 	d.resetPools()
 	d.peers = [maxDevices]bool{}
 	d.profiling = false
-	if d.status != cudadrv.Success {
-		d.status, d.why, d.lost = cudadrv.Success, "", make(chan struct{})
-	}
 }
 
 func (d driver) CtxSetCurrent(ctx cudadrv.Context) cudadrv.Result {

@@ -143,8 +143,24 @@ func (d driver) MemcpyDtoDAsync(dst, src cudadrv.DevicePtr, bytes uintptr, h cud
 		return r
 	}
 	defer c.end()
+	if c.overlap(dst, src, bytes) {
+		return cudadrv.ErrorInvalidValue
+	}
 	c.copyDevice(s, dst, src, bytes)
 	return cudadrv.Success
+}
+
+// overlap reports a copy whose two sides share some bytes, but not all: CUDA does not define its
+// result. m.mu is held.
+func (c *call) overlap(dst, src cudadrv.DevicePtr, bytes uintptr) bool {
+	n := cudadrv.DevicePtr(bytes)
+	return dst != src && dst < src+n && src < dst+n && c.reportOverlap(dst, src, bytes)
+}
+
+func (c *call) reportOverlap(dst, src cudadrv.DevicePtr, bytes uintptr) bool {
+	c.m.Report(fmt.Sprintf("virtual device %d: %s: the %d bytes at %#x and at %#x overlap, and the result is undefined on GPUs (seed %#x)",
+		c.dev.ordinal, c.name, bytes, uint64(src), uint64(dst), c.m.seed))
+	return true
 }
 
 func (d driver) MemcpyPeerAsync(dst cudadrv.DevicePtr, dstCtx cudadrv.Context, src cudadrv.DevicePtr, srcCtx cudadrv.Context, bytes uintptr, h cudadrv.Stream) cudadrv.Result {
@@ -161,6 +177,9 @@ func (d driver) MemcpyPeerAsync(dst cudadrv.DevicePtr, dstCtx cudadrv.Context, s
 		return cudadrv.ErrorInvalidContext
 	}
 	if bytes > 0 && (!d.m.Belongs(dst, to) || !d.m.Belongs(src, from)) {
+		return cudadrv.ErrorInvalidValue
+	}
+	if c.overlap(dst, src, bytes) {
 		return cudadrv.ErrorInvalidValue
 	}
 	c.copyDevice(s, dst, src, bytes)
@@ -200,6 +219,9 @@ func (d driver) Memcpy2DAsync(x cudadrv.Memcpy2D, h cudadrv.Stream) cudadrv.Resu
 	if min(x.DstPitch, x.SrcPitch) < x.WidthInBytes || max(x.DstPitch, x.SrcPitch) > cudadrv.MaxPitch {
 		return cudadrv.ErrorInvalidValue
 	}
+	if c.overlap2D(&x) {
+		return cudadrv.ErrorInvalidValue
+	}
 	zero := c.zero && c.m.crosses(x.Dst, x.Src)
 	c.use(x.WidthInBytes*x.Height, x.Dst, x.Src)
 	c.enqueue(s, func(o *Op) {
@@ -208,6 +230,26 @@ func (d driver) Memcpy2DAsync(x cudadrv.Memcpy2D, h cudadrv.Stream) cudadrv.Resu
 		}
 	})
 	return cudadrv.Success
+}
+
+// overlap2D is overlap for the rows of a copy, which are in ascending order on both sides. m.mu is held.
+func (c *call) overlap2D(x *cudadrv.Memcpy2D) bool {
+	if x.Dst == x.Src && x.DstPitch == x.SrcPitch || x.WidthInBytes == 0 {
+		return false
+	}
+	width := cudadrv.DevicePtr(x.WidthInBytes)
+	for i, j := uintptr(0), uintptr(0); i < x.Height && j < x.Height; {
+		dst, src := x.Dst+cudadrv.DevicePtr(i*x.DstPitch), x.Src+cudadrv.DevicePtr(j*x.SrcPitch)
+		switch {
+		case dst+width <= src:
+			i++
+		case src+width <= dst:
+			j++
+		default:
+			return c.reportOverlap(dst, src, x.WidthInBytes)
+		}
+	}
+	return false
 }
 
 // crosses reports whether the addresses belong to different devices. m.mu is held.

@@ -14,6 +14,9 @@
 //   - memory can be unmapped and closed only after the host has waited for its uses;
 //   - if two operations touch the same bytes without an order between their streams,
 //     and one of the two writes, the race is reported and the device is lost;
+//   - calls wait for a device where CUDA's driver does, host functions of a device run on one
+//     thread, and streams share hardware queues; a wait that cannot end loses the device;
+//   - a lost device stays lost;
 //   - a stream holds 1024 operations; further launches wait for space, and meanwhile
 //     all other calls for that device block.
 //
@@ -33,6 +36,7 @@
 //   - [Machine.Lock] locks the machine, and [Machine.Stream] looks up the stream;
 //   - [Stream.EnqueueCall] or [Stream.EnqueueAlways] appends an operation. To record a
 //     launch in a graph, the library implements [Launch] and calls [Capture.AddLaunch];
+//   - [Machine.Drain] waits for a device, as the library's own allocations and kernels do;
 //   - when the operation runs, [Op.Touch] returns the bytes at an address. It fails if the
 //     device must not use the bytes, or on a race;
 //   - [Op.Fail] loses the device, and [Machine.Report] reports a mistake.

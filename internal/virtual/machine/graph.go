@@ -238,7 +238,7 @@ func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
 			return cudadrv.GraphUpdateTopologyChanged
 		case n.kind() != p.kind():
 			return cudadrv.GraphUpdateNodeTypeChanged
-		case n.kind() == "kernel" && n.priority != p.priority:
+		case n.kind() == "kernel" && (n.priority != p.priority || n.cooperative != p.cooperative):
 			return cudadrv.GraphUpdateAttributesChanged
 		}
 	}

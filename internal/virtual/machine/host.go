@@ -1,17 +1,26 @@
 package machine
 
 import (
+	"fmt"
 	"runtime"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// runHost calls a host function on a dedicated thread.
-func (t *threads) runHost(f dl.Closure) {
+// runHost calls a host function on a dedicated thread, after those of the context's other streams
+// that came before.
+func (o *Op) runHost(f dl.Closure) {
+	dev := o.s.dev
+	if !dev.m.watch(dev, dev.hostThread, func() string {
+		return fmt.Sprintf("a host function of %v waits for a host function of another stream: all those of a device run on one thread, so they must not wait for each other", o.s)
+	}) {
+		return
+	}
+	defer func() { dev.hostThread <- struct{}{} }()
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
-	defer t.hosts.Enter()()
+	defer dev.m.threads.hosts.Enter()()
 	f.Call()
 }
 
@@ -24,7 +33,7 @@ func (d driver) LaunchHostFunc(h cudadrv.Stream, f dl.Closure) cudadrv.Result {
 	if f == 0 {
 		return cudadrv.ErrorInvalidValue
 	}
-	c.enqueue(s, func(*Op) { d.m.threads.runHost(f) })
+	c.enqueue(s, func(o *Op) { o.runHost(f) })
 	return cudadrv.Success
 }
 

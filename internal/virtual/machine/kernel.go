@@ -79,6 +79,33 @@ type Kernel struct {
 	Name   string
 	Params []Param
 	Func   func(*KernelCall)
+	Limits Limits
+}
+
+// Limits are the known properties of a compiled kernel.
+type Limits struct {
+	MaxThreads  int // of a block; 0 means the device's limit
+	Registers   int // of a thread; 0 means that they limit nothing
+	SharedBytes int // static, of a block
+	LocalBytes  int // of a thread
+	ConstBytes  int // of the module
+}
+
+// maxThreads is the largest block that the kernel can be launched with.
+func (l *Limits) maxThreads() int {
+	most := maxThreadsPerBlock
+	if l.MaxThreads > 0 {
+		most = min(most, l.MaxThreads)
+	}
+	if l.Registers > 0 {
+		most = min(most, warpSize*(registersPerSM/registersOfWarp(l.Registers)/warpsTogether*warpsTogether))
+	}
+	return most
+}
+
+// registersOfWarp returns the registers that a warp takes: registers are allocated in units of 256.
+func registersOfWarp(ofThread int) int {
+	return (ofThread*warpSize + registerUnit - 1) / registerUnit * registerUnit
 }
 
 // images holds the kernels of all images.
@@ -124,6 +151,8 @@ type function struct {
 	shared int32 // limit of the dynamic shared memory of a launch in bytes
 }
 
+// ModuleLoadData waits for the device, because loading code may need memory and a synchronization
+// (CUDA guide, Lazy Loading).
 func (d driver) ModuleLoadData(image []byte) (cudadrv.Module, cudadrv.Result) {
 	c, r := d.begin("cuModuleLoadData")
 	if r != cudadrv.Success {
@@ -134,11 +163,15 @@ func (d driver) ModuleLoadData(image []byte) (cudadrv.Module, cudadrv.Result) {
 	if !ok {
 		return 0, cudadrv.ErrorInvalidImage
 	}
+	if r := d.m.Drain(c.name, c.dev); r != cudadrv.Success {
+		return 0, r
+	}
 	h := cudadrv.Module(d.m.Handle())
 	d.m.modules[h] = &module{dev: c.dev, kernels: kernels}
 	return h, cudadrv.Success
 }
 
+// ModuleUnload waits for the device, whose kernels may be the module's.
 func (d driver) ModuleUnload(h cudadrv.Module) cudadrv.Result {
 	c, r := d.beginEnding("cuModuleUnload")
 	if r != cudadrv.Success {
@@ -149,6 +182,7 @@ func (d driver) ModuleUnload(h cudadrv.Module) cudadrv.Result {
 	if mod == nil || mod.dev != c.dev {
 		return cudadrv.ErrorInvalidHandle
 	}
+	d.m.Drain(c.name, c.dev)
 	delete(d.m.modules, h)
 	for fh, f := range d.m.functions {
 		if f.module == h {
@@ -173,7 +207,8 @@ func (d driver) ModuleGetFunction(h cudadrv.Module, name string) (cudadrv.Functi
 		return 0, cudadrv.ErrorNotFound
 	}
 	fh := cudadrv.Function(d.m.Handle())
-	d.m.functions[fh] = &function{dev: c.dev, module: h, kernel: mod.kernels[i], shared: maxSharedPerBlock}
+	d.m.functions[fh] = &function{dev: c.dev, module: h, kernel: mod.kernels[i],
+		shared: max(0, maxSharedPerBlock-int32(mod.kernels[i].Limits.SharedBytes))}
 	return fh, cudadrv.Success
 }
 
@@ -185,6 +220,8 @@ type KernelCall struct {
 	shared      uint32 // bytes
 	params      []uint64
 	structs     map[int][]byte
+	trace       *[]Use
+	full        bool // a cooperative grid that needs all multiprocessors
 	op          *Op
 }
 
@@ -200,6 +237,9 @@ func (k *KernelCall) run(o *Op) {
 			o.Fail(&Trouble{cudadrv.ErrorLaunchFailed, fmt.Sprintf("%s on %v panicked: %v", o.Name, o.s, why)})
 		}
 	}()
+	if k.full && !o.awaitMultiprocessors() {
+		return
+	}
 	call.kernel.Func(&call)
 }
 
@@ -242,8 +282,42 @@ func (k *KernelCall) Write(p cudadrv.DevicePtr, bytes uintptr) []byte {
 	return k.touch(p, bytes, true)
 }
 
+// A Use is memory that a kernel used.
+type Use struct {
+	Ptr   cudadrv.DevicePtr
+	Bytes uintptr
+	Write bool
+}
+
+// Trace makes later calls of Read and Write append what they return to uses.
+func (k *KernelCall) Trace(uses *[]Use) { k.trace = uses }
+
+// Peek returns a copy of device memory without recording a use: other streams may be writing it.
+// It returns false if the device must not use the memory.
+func (k *KernelCall) Peek(p cudadrv.DevicePtr, bytes uintptr) ([]byte, bool) {
+	m := k.op.s.dev.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	b, t := k.op.resolve(p, uint64(bytes), false)
+	if t != nil {
+		return nil, false
+	}
+	copied := make([]byte, bytes)
+	copyUnordered(copied, k.op.hold(b, uint64(p)-b.addr, uint64(bytes)))
+	return copied, true
+}
+
+// copyUnordered copies bytes that another goroutine may be writing; the caller ignores those. The race
+// detector must not report them.
+//
+//go:norace
+func copyUnordered(to, from []byte) { copy(to, from) }
+
 func (k *KernelCall) touch(p cudadrv.DevicePtr, bytes uintptr, write bool) []byte {
 	m := k.op.s.dev.m
+	if k.trace != nil {
+		*k.trace = append(*k.trace, Use{p, bytes, write})
+	}
 	m.mu.Lock()
 	data, t := k.op.Touch(p, uint64(bytes), write)
 	m.mu.Unlock()

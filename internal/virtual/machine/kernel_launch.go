@@ -18,6 +18,10 @@ const (
 	maxSharedPerSM     = 233472
 	reservedShared     = 1024 // for the system, in each block
 	warpSize           = 32
+	maxLocalBytes      = 512 << 10 // of a thread
+	registersPerSM     = 65536
+	registerUnit       = 256 // registers of a warp are a multiple of it
+	warpsTogether      = 4   // that get registers: one of each scheduler
 )
 
 func (d driver) LaunchKernel(f cudadrv.Function, grid, block [3]uint32, sharedBytes uint32, s cudadrv.Stream, params unsafe.Pointer) cudadrv.Result {
@@ -42,16 +46,21 @@ func (d driver) launch(name string, fh cudadrv.Function, grid, block [3]uint32, 
 		return cudadrv.ErrorInvalidValue
 	}
 	threads := int(block[0] * block[1] * block[2])
+	if threads > f.kernel.Limits.maxThreads() || f.kernel.Limits.LocalBytes > maxLocalBytes {
+		return cudadrv.ErrorInvalidValue
+	}
 	blocks := uint64(grid[0]) * uint64(grid[1]) * uint64(grid[2])
-	if together && blocks > uint64(d.m.cfg.SMs)*uint64(residentBlocks(threads, uintptr(sharedBytes))) {
+	resident := uint64(f.residentBlocks(threads, uintptr(sharedBytes)))
+	if together && blocks > uint64(d.m.cfg.SMs)*resident {
 		if s.capture != nil {
 			s.capture.invalid = true
 		}
 		return cudadrv.ErrorCooperativeLaunchTooLarge
 	}
-	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block, shared: sharedBytes}
+	k := &KernelCall{kernel: &f.kernel, grid: grid, block: block, shared: sharedBytes,
+		full: together && blocks > uint64(d.m.cfg.SMs-1)*resident}
 	k.params, k.structs = readParams(f.kernel.Params, params)
-	c.name = "kernel " + f.kernel.Name
+	c.name, c.cooperative = "kernel "+f.kernel.Name, together
 	c.check = func() cudadrv.Result {
 		if d.m.functions[fh] == nil {
 			return cudadrv.ErrorInvalidHandle
@@ -102,11 +111,16 @@ func readParams(types []Param, array unsafe.Pointer) (values []uint64, structs m
 	return values, structs
 }
 
-// residentBlocks returns the number of blocks that fit on a multiprocessor. A
-// stand-in does not use registers, so they do not limit it.
-func residentBlocks(threads int, shared uintptr) int {
-	threads = (threads + warpSize - 1) / warpSize * warpSize
-	return min(maxBlocksPerSM, maxThreadsPerSM/threads, int(maxSharedPerSM/(shared+reservedShared)))
+// residentBlocks returns the number of blocks that fit on a multiprocessor.
+func (f *function) residentBlocks(threads int, shared uintptr) int {
+	warps := (threads + warpSize - 1) / warpSize
+	shared += uintptr(f.kernel.Limits.SharedBytes) + reservedShared
+	blocks := min(maxBlocksPerSM, maxThreadsPerSM/(warps*warpSize), int(maxSharedPerSM/shared))
+	if n := f.kernel.Limits.Registers; n > 0 {
+		fit := registersPerSM / registersOfWarp(n) / warpsTogether * warpsTogether
+		blocks = min(blocks, fit/warps)
+	}
+	return blocks
 }
 
 func (d driver) beginFunction(name string, fh cudadrv.Function) (call, *function, cudadrv.Result) {
@@ -130,11 +144,17 @@ func (d driver) FuncGetAttribute(a cudadrv.FuncAttribute, fh cudadrv.Function) (
 	defer c.end()
 	switch a {
 	case cudadrv.FuncMaxThreadsPerBlock:
-		return maxThreadsPerBlock, cudadrv.Success
+		return int32(f.kernel.Limits.maxThreads()), cudadrv.Success
 	case cudadrv.FuncMaxDynamicSharedBytes:
 		return f.shared, cudadrv.Success
-	case cudadrv.FuncSharedBytes, cudadrv.FuncConstBytes, cudadrv.FuncLocalBytes, cudadrv.FuncRegisters:
-		return 0, cudadrv.Success // not applicable to a stand-in
+	case cudadrv.FuncSharedBytes:
+		return int32(f.kernel.Limits.SharedBytes), cudadrv.Success
+	case cudadrv.FuncConstBytes:
+		return int32(f.kernel.Limits.ConstBytes), cudadrv.Success
+	case cudadrv.FuncLocalBytes:
+		return int32(f.kernel.Limits.LocalBytes), cudadrv.Success
+	case cudadrv.FuncRegisters:
+		return int32(f.kernel.Limits.Registers), cudadrv.Success
 	}
 	return 0, cudadrv.ErrorInvalidValue
 }
@@ -145,7 +165,7 @@ func (d driver) FuncSetAttribute(fh cudadrv.Function, a cudadrv.FuncAttribute, v
 		return r
 	}
 	defer c.end()
-	if a != cudadrv.FuncMaxDynamicSharedBytes || value < 0 || value > maxSharedOptin {
+	if a != cudadrv.FuncMaxDynamicSharedBytes || value < 0 || int(value)+f.kernel.Limits.SharedBytes > maxSharedOptin {
 		return cudadrv.ErrorInvalidValue
 	}
 	f.shared = value
@@ -161,10 +181,10 @@ func (d driver) OccupancyMaxActiveBlocksPerMultiprocessor(fh cudadrv.Function, b
 	if blockSize < 1 {
 		return 0, cudadrv.ErrorInvalidValue
 	}
-	if blockSize > maxThreadsPerBlock || sharedBytes > uintptr(f.shared) {
+	if int(blockSize) > f.kernel.Limits.maxThreads() || sharedBytes > uintptr(f.shared) {
 		return 0, cudadrv.Success // no block fits
 	}
-	return int32(residentBlocks(int(blockSize), sharedBytes)), cudadrv.Success
+	return int32(f.residentBlocks(int(blockSize), sharedBytes)), cudadrv.Success
 }
 
 func (d driver) OccupancyMaxPotentialBlockSize(fh cudadrv.Function, sharedBytes uintptr, limit int32) (minGrid, block int32, r cudadrv.Result) {
@@ -176,15 +196,15 @@ func (d driver) OccupancyMaxPotentialBlockSize(fh cudadrv.Function, sharedBytes 
 	if limit < 0 || sharedBytes > uintptr(f.shared) {
 		return 0, 0, cudadrv.ErrorInvalidValue
 	}
-	most := int32(maxThreadsPerBlock)
+	most := int32(f.kernel.Limits.maxThreads())
 	if limit > 0 {
 		most = min(most, limit)
 	}
 	best := 0
 	for size := most; size > 0; size = (size - 1) / warpSize * warpSize {
-		if threads := int(size) * residentBlocks(int(size), sharedBytes); threads > best {
+		if threads := int(size) * f.residentBlocks(int(size), sharedBytes); threads > best {
 			best, block = threads, size
 		}
 	}
-	return int32(d.m.cfg.SMs * residentBlocks(int(block), sharedBytes)), block, cudadrv.Success
+	return int32(d.m.cfg.SMs * f.residentBlocks(int(block), sharedBytes)), block, cudadrv.Success
 }

@@ -57,12 +57,21 @@ const (
 	awaitLongest = time.Millisecond
 )
 
+// blocked records what the kernel waits for.
+func (k *KernelCall) blocked(on string) {
+	m := k.op.s.dev.m
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	k.op.Block(on)
+}
+
 // Await polls ready and returns true once ready does. It returns false if the
 // device is lost.
 func (k *KernelCall) Await(ready func() bool) bool {
 	lost := k.op.s.dev.lost
 	pause := awaitFirst
-	for n := 0; !ready(); n++ {
+	n := 0
+	for ; !ready(); n++ {
 		select {
 		case <-lost:
 			return false
@@ -72,8 +81,14 @@ func (k *KernelCall) Await(ready func() bool) bool {
 			runtime.Gosched()
 			continue
 		}
+		if n == awaitYields {
+			k.blocked("memory that another kernel writes")
+		}
 		time.Sleep(pause)
 		pause = min(2*pause, awaitLongest)
+	}
+	if n > awaitYields {
+		k.blocked("")
 	}
 	return true
 }

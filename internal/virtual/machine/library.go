@@ -113,7 +113,7 @@ func (s *Stream) EnqueueCall(name string, hang bool, run func(*Op)) {
 // EnqueueAlways appends an operation that runs on a lost device, too, because something
 // waits for its end. The machine is locked.
 func (s *Stream) EnqueueAlways(name string, run func(*Op)) {
-	s.push(&Op{Name: name, always: true, run: run, ticket: s.ticket(name, 0)})
+	s.push(&Op{Name: name, always: true, run: run, ticket: s.ticket(name, 0), blocked: waitsIn(name)})
 }
 
 // Event returns the device and the flags of an event; the device is nil if h is not an event.

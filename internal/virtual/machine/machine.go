@@ -7,6 +7,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
@@ -26,6 +27,12 @@ type Config struct {
 	Blocking bool     // the host waits for each kernel, copy and fill, as with CUDA_LAUNCH_BLOCKING
 	Host     string   // host name for the UUIDs; "" is the identity of this host
 	PCIe     [][2]int // pairs of devices connected by PCIe; all others are connected by NVLink
+	// Queues is the number of hardware queues of each device that its streams share
+	// (CUDA_DEVICE_MAX_CONNECTIONS); 8.
+	Queues int
+	// Hang is how long a wait may last without progress of any device until it is reported as a
+	// deadlock; one minute.
+	Hang time.Duration
 }
 
 // A Machine is a set of virtual devices. It does not need to be closed: all its
@@ -44,6 +51,8 @@ type Machine struct {
 	initialized  bool
 	devices      []*Device
 	streams      map[cudadrv.Stream]*Stream
+	working      map[*Stream]struct{} // streams with a goroutine, also those of graphs
+	progress     uint64               // number of operations that have ended, without marks and waits
 	events       map[cudadrv.Event]*event
 	modules      map[cudadrv.Module]*module
 	functions    map[cudadrv.Function]*function
@@ -69,6 +78,7 @@ type Machine struct {
 func New(cfg *Config) (*Machine, error) {
 	m := &Machine{
 		streams:      map[cudadrv.Stream]*Stream{},
+		working:      map[*Stream]struct{}{},
 		events:       map[cudadrv.Event]*event{},
 		modules:      map[cudadrv.Module]*module{},
 		functions:    map[cudadrv.Function]*function{},
@@ -102,6 +112,15 @@ func (m *Machine) configure() error {
 	}
 	if m.cfg.SMs <= 0 {
 		m.cfg.SMs = 132
+	}
+	if m.cfg.Queues == 0 {
+		m.cfg.Queues = 8
+	}
+	if m.cfg.Queues < 1 || m.cfg.Queues > maxQueues {
+		return fmt.Errorf("virtual: %d hardware queues: want 1 to %d", m.cfg.Queues, maxQueues)
+	}
+	if m.cfg.Hang <= 0 {
+		m.cfg.Hang = time.Minute
 	}
 	if m.cfg.Memory == 0 {
 		m.cfg.Memory = 8 << 30
@@ -191,6 +210,16 @@ type Device struct {
 	ended     []*Mark // final marks of destroyed streams
 	profiling bool    // between cuProfilerStart and cuProfilerStop
 
+	// collectives is the number of running collectives. Their kernels occupy multiprocessors, so
+	// that a cooperative grid that needs all of them waits for collectivesEnd.
+	collectives    int
+	collectivesEnd chan struct{} // closed when there are none; nil if nothing waits
+
+	queues map[int32][]hardwareQueue // by priority; see hardwareQueue
+	// hostThread is empty while a host function runs: CUDA runs all host functions of a context
+	// on one thread.
+	hostThread chan struct{}
+
 	arena arena
 	peers [maxDevices]bool // devices whose cuMemAlloc memory this device may use
 
@@ -204,7 +233,9 @@ func newDevice(m *Machine, ordinal int32, host string) *Device {
 	d := &Device{
 		m: m, ordinal: ordinal, uuid: cudadrv.UUID(sum[:16]), context: cudadrv.Context(m.Handle()),
 		arena: newArena(ordinal), lost: make(chan struct{}),
+		queues: map[int32][]hardwareQueue{}, hostThread: make(chan struct{}, 1),
 	}
+	d.hostThread <- struct{}{}
 	d.pool = d.newPool()
 	return d
 }

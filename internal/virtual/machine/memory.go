@@ -158,7 +158,8 @@ func compareAddr(b *Block, addr uint64) int {
 	return 0
 }
 
-// MemFreeHost does not wait. A copy that still uses the memory fails.
+// MemFreeHost waits for all devices, because each of them can use the memory. A copy that is
+// enqueued meanwhile fails.
 func (d driver) MemFreeHost(p unsafe.Pointer) cudadrv.Result {
 	c, r := d.beginEnding("cuMemFreeHost")
 	if r != cudadrv.Success {
@@ -176,12 +177,18 @@ func (m *Machine) unpin(name string, p unsafe.Pointer, registered bool) cudadrv.
 	}
 	b := m.pinned[i]
 	m.checkUnregistered(b)
+	healthy := m.retained()
+	healthy = slices.DeleteFunc(healthy, func(d *Device) bool { return d.status != cudadrv.Success })
+	r := m.Drain(name, healthy...)
+	if i = slices.Index(m.pinned, b); i < 0 {
+		return cudadrv.ErrorInvalidValue // another call has freed it
+	}
 	m.pinned = slices.Delete(m.pinned, i, i+1)
 	if !registered {
 		b.poison()
 	}
 	b.retire(name)
-	return cudadrv.Success
+	return r
 }
 
 // MemHostRegister page-locks memory of the caller.
@@ -201,11 +208,14 @@ func (d driver) MemHostRegister(p unsafe.Pointer, bytes uintptr, flags uint32) c
 		}
 		return cudadrv.ErrorHostMemoryAlreadyRegistered
 	}
+	if !writable(addr, n) {
+		return cudadrv.ErrorInvalidValue // CUDA pins pages for writing
+	}
 	d.m.pin(&Block{addr: addr, size: n, data: unsafe.Slice((*byte)(p), n), registered: true})
 	return cudadrv.Success
 }
 
-// MemHostUnregister does not wait, like MemFreeHost.
+// MemHostUnregister waits like MemFreeHost.
 func (d driver) MemHostUnregister(p unsafe.Pointer) cudadrv.Result {
 	c, r := d.beginEnding("cuMemHostUnregister")
 	if r != cudadrv.Success {

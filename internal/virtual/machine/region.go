@@ -1,6 +1,7 @@
 package machine
 
 import (
+	"bufio"
 	"fmt"
 	"os"
 	"runtime"
@@ -41,6 +42,32 @@ func newRegion(n uintptr) (*region, error) {
 	r := &region{base: p, size: n}
 	runtime.AddCleanup(r, func(r region) { _ = unix.MunmapPtr(r.base, r.size) }, *r)
 	return r, nil
+}
+
+// writable reports whether all pages of [addr, addr+n) are mapped and writable. It returns true
+// if the system does not say.
+func writable(addr, n uint64) bool {
+	f, err := os.Open("/proc/self/maps")
+	if err != nil {
+		return true
+	}
+	defer f.Close()
+	end := addr + n
+	for lines := bufio.NewScanner(f); addr < end && lines.Scan(); {
+		var lo, hi uint64
+		var mode string
+		if _, err := fmt.Sscanf(lines.Text(), "%x-%x %s", &lo, &hi, &mode); err != nil {
+			return true
+		}
+		if hi <= addr {
+			continue
+		}
+		if lo > addr || len(mode) < 2 || mode[:2] != "rw" {
+			return false
+		}
+		addr = hi
+	}
+	return addr >= end
 }
 
 func pageCeil(n uintptr) uintptr {

@@ -28,11 +28,13 @@ type Stream struct {
 	destroyed bool
 	now       race.Stamp
 	rng       *rand.Rand
-	priority  int32    // recorded only: virtual streams run with equal priority
-	released  bool     // its slot was released
-	capture   *Capture // the capture of the stream, or nil
-	tail      []int    // predecessors of the next node
-	lane      bool     // of an executable graph
+	priority  int32          // recorded only: virtual streams run with equal priority
+	released  bool           // its slot was released
+	capture   *Capture       // the capture of the stream, or nil
+	tail      []int          // predecessors of the next node
+	lane      bool           // of an executable graph
+	hardware  *hardwareQueue // nil for lanes
+	running   *Op            // nil between operations
 
 	launcher     cudadrv.Stream // of a lane: the stream that has launched the running operations; 0 is none
 	lastLauncher cudadrv.Stream // and the operations that were enqueued last
@@ -50,6 +52,11 @@ type Op struct {
 	always bool
 	wrong  bool             // the fault plan makes it deliver a wrong byte
 	ticket *timeline.Ticket // nil unless the timeline records the operation
+	// blocked says what the operation waits for while it cannot proceed on its own; "" while it
+	// works. m.mu guards it.
+	blocked string
+	queued  bool          // it is in the stream's hardware queue
+	turn    chan struct{} // closed when it is the first of the hardware queue; nil if nothing waits
 }
 
 func (s *Stream) String() string { return race.NameOf(s.reported()) }
@@ -67,14 +74,16 @@ func (s *Stream) Enqueue(name string, run func(*Op)) { s.enqueueBytes(name, 0, r
 
 // enqueueBytes is Enqueue for an operation that moves bytes.
 func (s *Stream) enqueueBytes(name string, bytes uint64, run func(*Op)) {
-	s.push(&Op{Name: name, run: run, ticket: s.ticket(name, bytes)})
+	s.push(&Op{Name: name, run: run, ticket: s.ticket(name, bytes), blocked: waitsIn(name)})
 }
 
 func (s *Stream) push(o *Op) {
 	o.s, o.host = s, s.dev.m.host
 	s.queue = append(s.queue, o)
+	s.hardware.push(o)
 	if !s.working {
 		s.working = true
+		s.dev.m.working[s] = struct{}{}
 		go s.work()
 	}
 }
@@ -98,7 +107,7 @@ func (c *call) enqueue(s *Stream, run func(*Op)) {
 // append enqueues the operation, or records it if the stream is being captured.
 func (c *call) append(s *Stream, run func(*Op)) {
 	if s.capture != nil {
-		s.capture.add(&node{name: c.name, run: run, check: c.check, uses: c.uses, bytes: c.bytes}, s)
+		s.capture.add(&node{name: c.name, run: run, check: c.check, uses: c.uses, bytes: c.bytes, cooperative: c.cooperative}, s)
 		return
 	}
 	s.AwaitRoom()
@@ -115,10 +124,12 @@ func (s *Stream) work() {
 		if s.queue = s.queue[1:]; len(s.queue) == LaunchDepth-1 {
 			m.room.Broadcast()
 		}
-		s.marked = false
+		s.marked, s.running = false, o
+		o.awaitTurn()
 		s.now.Seen = s.now.Seen.Join(o.host)
 		s.now.Epoch++
 		lost := s.dev.status != cudadrv.Success
+		o.occupy(+1)
 		m.mu.Unlock()
 		s.dawdle()
 		if !lost || o.always {
@@ -128,9 +139,15 @@ func (s *Stream) work() {
 			o.ticket.Cancel()
 		}
 		m.mu.Lock()
+		s.running = nil
+		o.occupy(-1)
+		if o.counts() {
+			m.progress++
+		}
 	}
 	s.queue = nil
 	s.working = false
+	delete(m.working, s)
 	s.release()
 }
 
@@ -164,7 +181,7 @@ func (s *Stream) release() {
 // Wait makes the stream wait for a mark. m.mu is held.
 func (s *Stream) Wait(name string, k *Mark) {
 	lost := s.dev.lost
-	s.push(&Op{Name: name, always: true, run: func(o *Op) {
+	s.push(&Op{Name: name, always: true, blocked: "an event that is not reached", run: func(o *Op) {
 		select {
 		case <-k.done:
 		case <-lost:
@@ -195,7 +212,7 @@ func (m *Machine) Stream(dev *Device, h cudadrv.Stream) (*Stream, cudadrv.Result
 func (d *Device) legacyStream() *Stream {
 	if d.legacy == nil {
 		h := cudadrv.Stream(d.m.Handle()) // a key among the streams, and a seed
-		d.legacy = &Stream{dev: d, now: d.m.slots.Take(), rng: rand.New(rand.NewPCG(d.m.seed, uint64(h)))}
+		d.legacy = &Stream{dev: d, now: d.m.slots.Take(), rng: rand.New(rand.NewPCG(d.m.seed, uint64(h))), hardware: d.queueFor(leastPriority)}
 		d.m.streams[h] = d.legacy
 	}
 	return d.legacy
@@ -230,10 +247,11 @@ func (d driver) StreamCreateWithPriority(flags uint32, priority int32) (cudadrv.
 		return 0, cudadrv.ErrorInvalidValue
 	}
 	h := cudadrv.Stream(d.m.Handle())
+	priority = min(max(priority, greatestPriority), leastPriority)
 	d.m.streams[h] = &Stream{
 		dev: c.dev, handle: h, now: d.m.slots.Take(),
 		rng:      rand.New(rand.NewPCG(d.m.seed, uint64(h))),
-		priority: min(max(priority, greatestPriority), leastPriority),
+		priority: priority, hardware: c.dev.queueFor(priority),
 	}
 	return h, cudadrv.Success
 }
@@ -257,6 +275,7 @@ func (d driver) StreamDestroy(h cudadrv.Stream) cudadrv.Result {
 	s.dev.ended = append(s.dev.unseen(), s.Mark())
 	delete(d.m.streams, h)
 	s.destroyed = true
+	s.hardware.streams--
 	s.release()
 	return cudadrv.Success
 }

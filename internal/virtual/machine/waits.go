@@ -1,0 +1,258 @@
+package machine
+
+import (
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+)
+
+// This file has waits that CUDA hardly documents, so that programs deadlock: calls that wait for all
+// work of a device, the thread of host functions, and hardware queues.
+
+const maxQueues = 32
+
+// A hardwareQueue orders the kernels of the streams that share it: a kernel starts only when all
+// kernels that were enqueued before it have started, also those of other streams. A device has
+// CUDA_DEVICE_MAX_CONNECTIONS of them for each priority. Launches of graphs have their own. m.mu
+// guards it.
+type hardwareQueue struct {
+	streams int   // that exist
+	waiting []*Op // kernels that have not started
+}
+
+// queueFor returns the hardware queue with the fewest streams, so that streams share one only if
+// there are more streams than queues. m.mu is held.
+func (d *Device) queueFor(priority int32) *hardwareQueue {
+	if d.queues[priority] == nil {
+		d.queues[priority] = make([]hardwareQueue, d.m.cfg.Queues)
+	}
+	list := d.queues[priority]
+	best := &list[0]
+	for i := range list {
+		if list[i].streams < best.streams {
+			best = &list[i]
+		}
+	}
+	best.streams++
+	return best
+}
+
+// kernels are the beginnings of the names of operations that run on multiprocessors.
+var kernels = []string{"kernel ", "nccl", "cublas", "cuMemset"}
+
+func isKernel(name string) bool {
+	return slices.ContainsFunc(kernels, func(prefix string) bool { return strings.HasPrefix(name, prefix) })
+}
+
+// waitsIn says what operations with the name wait for all the time, or "".
+func waitsIn(name string) string {
+	switch {
+	case strings.HasPrefix(name, "nccl"):
+		return "the other ranks"
+	case name == "cuLaunchHostFunc":
+		return "its host function"
+	}
+	return ""
+}
+
+// push adds a kernel. m.mu is held.
+func (q *hardwareQueue) push(o *Op) {
+	if q != nil && isKernel(o.Name) {
+		o.queued = true
+		q.waiting = append(q.waiting, o)
+	}
+}
+
+// awaitTurn waits until the operation may start, and starts it. m.mu is held, except during the wait.
+func (o *Op) awaitTurn() {
+	if !o.queued {
+		return
+	}
+	q, m := o.s.hardware, o.s.dev.m
+	if first := q.waiting[0]; first != o {
+		o.turn = make(chan struct{})
+		before := o.blocked
+		o.blocked = fmt.Sprintf("its hardware queue, where %s on %v was enqueued before", first.Name, first.s)
+		m.mu.Unlock()
+		m.watch(o.s.dev, o.turn, func() string {
+			return fmt.Sprintf("%s on %v waits for %s; %d streams share a hardware queue: use fewer streams, or set CUDA_DEVICE_MAX_CONNECTIONS (at most %d)",
+				o.Name, o.s, o.blocked, q.streams, maxQueues)
+		})
+		m.mu.Lock()
+		o.blocked = before
+	}
+	i := slices.Index(q.waiting, o) // not the first one on a lost device
+	q.waiting = slices.Delete(q.waiting, i, i+1)
+	if i == 0 && len(q.waiting) > 0 && q.waiting[0].turn != nil {
+		close(q.waiting[0].turn)
+		q.waiting[0].turn = nil
+	}
+}
+
+// occupy counts a collective that starts or ends. m.mu is held.
+func (o *Op) occupy(delta int) {
+	dev := o.s.dev
+	if !strings.HasPrefix(o.Name, "nccl") {
+		return
+	}
+	if dev.collectives += delta; dev.collectives == 0 && dev.collectivesEnd != nil {
+		close(dev.collectivesEnd)
+		dev.collectivesEnd = nil
+	}
+}
+
+// collectiveStarts reports whether a collective is enqueued on a stream of which no operation waits
+// for something: it starts without any further call. m.mu is held.
+func (d *Device) collectiveStarts() bool {
+	for s := range d.m.working {
+		if s.dev == d && (s.running == nil || s.running.blocked == "") &&
+			slices.ContainsFunc(s.queue, func(o *Op) bool { return strings.HasPrefix(o.Name, "nccl") }) {
+			return true
+		}
+	}
+	return false
+}
+
+// awaitMultiprocessors waits until no collective occupies multiprocessors of the device.
+func (o *Op) awaitMultiprocessors() bool {
+	dev, m := o.s.dev, o.s.dev.m
+	for {
+		m.mu.Lock()
+		switch {
+		case dev.collectives == 0 && !dev.collectiveStarts():
+			o.blocked = ""
+			m.mu.Unlock()
+			return true
+		case dev.collectives == 0:
+			m.mu.Unlock()
+			runtime.Gosched()
+			continue
+		}
+		if dev.collectivesEnd == nil {
+			dev.collectivesEnd = make(chan struct{})
+		}
+		end := dev.collectivesEnd
+		o.blocked = "multiprocessors that a collective occupies"
+		m.mu.Unlock()
+		if !m.watch(dev, end, func() string {
+			return fmt.Sprintf("%s on %v is a cooperative grid that fills the device, and a collective occupies multiprocessors: use fewer blocks", o.Name, o.s)
+		}) {
+			return false
+		}
+	}
+}
+
+// watch waits for done, and returns false if the device is lost before. It loses the device if no device makes
+// progress for Config.Hang, because all operations wait for something. what then describes the
+// wait, with m.mu held. m.mu is not held at the call.
+func (m *Machine) watch(dev *Device, done <-chan struct{}, what func() string) bool {
+	select { // usually without a timer
+	case <-done:
+		return true
+	default:
+	}
+	timer := time.NewTicker(m.cfg.Hang)
+	defer timer.Stop()
+	m.mu.Lock()
+	seen := m.progress
+	m.mu.Unlock()
+	for {
+		select {
+		case <-done:
+			return true
+		case <-dev.lost:
+			return false
+		case <-timer.C:
+		}
+		m.mu.Lock()
+		if m.progress == seen && m.allBlocked() && dev.status == cudadrv.Success {
+			text := fmt.Sprintf("%s. Nothing has progressed for %v, and a GPU would hang: %s", what(), m.cfg.Hang, m.pending())
+			m.Report(fmt.Sprintf("virtual device %d: %s (seed %#x)", dev.ordinal, text, m.seed))
+			dev.lose(cudadrv.ErrorLaunchTimeout, text)
+		}
+		seen = m.progress
+		m.mu.Unlock()
+	}
+}
+
+// allBlocked reports whether every running operation waits for something. m.mu is held.
+func (m *Machine) allBlocked() bool {
+	for s := range m.working {
+		if s.running == nil || s.running.blocked == "" {
+			return false
+		}
+	}
+	return true
+}
+
+// pending describes the running operations that others wait for. m.mu is held.
+func (m *Machine) pending() string {
+	var list []string
+	for s := range m.working {
+		if o := s.running; o != nil && o.counts() {
+			list = append(list, fmt.Sprintf("%s on %v of device %d waits for %s", o.Name, s, s.dev.ordinal, o.blocked))
+		}
+	}
+	slices.Sort(list)
+	if more := len(list) - 4; more > 0 {
+		list = append(list[:4], fmt.Sprintf("and %d more", more))
+	}
+	return strings.Join(list, "; ")
+}
+
+// Block records what the running operation waits for, which it cannot do on its own; "" ends the
+// wait. A wait that lasts for Config.Hang is a deadlock. The machine is locked.
+func (o *Op) Block(on string) { o.blocked = on }
+
+// counts reports whether the operation is progress of a device: not a mark or a wait.
+func (o *Op) counts() bool { return o.queued || !o.always }
+
+// Drain waits for all work of the devices, as CUDA does in calls that free memory or load code. It
+// returns the error of the first lost device. CUDA does not document these waits, so they do not
+// order the host after the work. The machine is locked, except during the wait.
+func (m *Machine) Drain(name string, devs ...*Device) cudadrv.Result {
+	var result cudadrv.Result
+	for _, dev := range devs {
+		if dev.status == cudadrv.Success && dev.busy() {
+			marks := dev.marks()
+			m.mu.Unlock()
+			for _, k := range marks {
+				m.watch(dev, k.done, func() string {
+					return fmt.Sprintf("%s waits for all work of device %d, as in CUDA", name, dev.ordinal)
+				})
+			}
+			m.mu.Lock()
+		}
+		if result == cudadrv.Success {
+			result = dev.status
+		}
+	}
+	return result
+}
+
+// busy reports whether a stream of the device has work. m.mu is held.
+func (d *Device) busy() bool {
+	if slices.ContainsFunc(d.ended, func(k *Mark) bool { return !k.seenBy(d.m.host) }) {
+		return true
+	}
+	for _, s := range d.m.streams {
+		if s.dev == d && !s.Idle() {
+			return true
+		}
+	}
+	return false
+}
+
+// retained returns the devices whose contexts exist. m.mu is held.
+func (m *Machine) retained() (list []*Device) {
+	for _, dev := range m.devices {
+		if dev.retained > 0 {
+			list = append(list, dev)
+		}
+	}
+	return list
+}

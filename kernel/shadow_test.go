@@ -116,7 +116,7 @@ func TestSyntaxErrors(t *testing.T) {
 		t.Skip("needs g++: ", err)
 	}
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		for _, body := range []string{"x[i] += 1", "x[i += 1;", "if (i < n { }", "x[i] = (1 + ;"} {
+		for _, body := range []string{"x[i] += 1", "if (i < n { }"} {
 			_, err := kernel.Compile(devs[0], increment(body, 1, 1))
 			var e *kernel.CompileError
 			require.ErrorAs(t, err, &e, body)

@@ -216,6 +216,8 @@ var memoryKinds = map[string]*kind{
 				return errs(kArgument)
 			case x.len() == 0:
 				return fine
+			case reads(y).conflicts(writes(x)) && x.lo != y.lo:
+				return errs(kArgument)
 			case reads(y).conflicts(writes(x)): // CUDA does not define it
 				m.conflict = &conflict{s: s, slot: -1}
 				return fine

@@ -38,6 +38,9 @@ func (s *System) Quiet() bool {
 	if AnyCapture() {
 		return false
 	}
+	if s.Machine != nil {
+		return s.Machine.Quiet()
+	}
 	for _, d := range s.devs {
 		if !d.quiet() {
 			return false
@@ -69,17 +72,38 @@ func (s *System) Settle(limit time.Duration) error {
 		return nil
 	}
 	deadline := time.Now().Add(limit)
-	for _, d := range s.devs {
-		if err := d.settle(deadline); err != nil {
-			return fmt.Errorf("%w for %v: enqueue what its work waits for, and try again", err, limit)
+	busy := ""
+	if s.Machine != nil {
+		pending := s.Machine.Pending()
+		busy = pollUntil(deadline, pending)
+	} else {
+		for _, d := range s.devs {
+			if busy = d.settle(deadline); busy != "" {
+				break
+			}
 		}
+	}
+	if busy != "" {
+		return fmt.Errorf("%s has been busy for %v: enqueue what its work waits for, and try again", busy, limit)
 	}
 	return nil
 }
 
-func (d *Device) settle(deadline time.Time) error {
+// pollUntil calls pending until it returns "" or the deadline has passed, and returns its last result.
+func pollUntil(deadline time.Time, pending func() string) (last string) {
+	for pause := 10 * time.Microsecond; ; pause = min(2*pause, time.Millisecond) {
+		if last = pending(); last == "" || time.Now().After(deadline) {
+			return last
+		}
+		time.Sleep(pause)
+	}
+}
+
+// settle waits for the streams of one device. It returns the name of a stream that is busy at the
+// deadline, or "".
+func (d *Device) settle(deadline time.Time) string {
 	if d.ctx.Load() == 0 || d.Err() != nil {
-		return nil
+		return ""
 	}
 	type mark struct {
 		s cudadrv.Stream
@@ -106,21 +130,15 @@ func (d *Device) settle(deadline time.Time) error {
 			pool.Give(d, k.e)
 		}
 	}()
-	for pause := 10 * time.Microsecond; ; pause = min(2*pause, time.Millisecond) {
+	return pollUntil(deadline, func() string {
 		for len(marks) > 0 {
 			k := marks[len(marks)-1]
 			if done, err := d.ReadyRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventQuery(k.e) }); err == nil && !done {
-				break
+				return fmt.Sprintf("stream %#x on %s", uintptr(k.s), d)
 			}
 			pool.Give(d, k.e)
 			marks = marks[:len(marks)-1]
 		}
-		if len(marks) == 0 {
-			return nil
-		}
-		if time.Now().After(deadline) {
-			return fmt.Errorf("stream %#x on %s has been busy", uintptr(marks[len(marks)-1].s), d)
-		}
-		time.Sleep(pause)
-	}
+		return ""
+	})
 }

@@ -57,14 +57,19 @@ func (d *Device) unseen() []*Mark {
 	return slices.DeleteFunc(d.ended, func(k *Mark) bool { return k.seenBy(d.m.host) })
 }
 
-// seenBy reports whether the host has waited for the mark.
-func (k *Mark) seenBy(host race.Clock) bool {
+// reached reports whether the stream has reached the mark.
+func (k *Mark) reached() bool {
 	select {
 	case <-k.done:
-		return host.At(k.at.Slot) >= k.at.Epoch
+		return true
 	default:
 		return false
 	}
+}
+
+// seenBy reports whether the host has waited for the mark.
+func (k *Mark) seenBy(host race.Clock) bool {
+	return k.reached() && host.At(k.at.Slot) >= k.at.Epoch
 }
 
 // Await blocks until the streams of a device reach the marks or the device is

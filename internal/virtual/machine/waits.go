@@ -234,9 +234,47 @@ func (m *Machine) Drain(name string, devs ...*Device) cudadrv.Result {
 	return result
 }
 
+// Quiet reports whether all devices are idle. Unlike a query of the driver it does not order the host
+// after their work, so that Chorus's own waits hide no race of a program.
+func (m *Machine) Quiet() bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return !slices.ContainsFunc(m.devices, func(d *Device) bool { return d.status == cudadrv.Success && d.busy() })
+}
+
+// Pending returns a function that reports a stream that has not done the work which is enqueued now,
+// or "" if there is none. Like Quiet it orders nothing.
+func (m *Machine) Pending() func() string {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	type mark struct {
+		*Mark
+		name string
+	}
+	var marks []mark
+	for _, s := range m.streams {
+		if s.dev.status == cudadrv.Success {
+			marks = append(marks, mark{s.Mark(), fmt.Sprintf("%v on virtual:%d", s, s.dev.ordinal)})
+		}
+	}
+	for _, d := range m.devices {
+		for _, k := range d.ended {
+			marks = append(marks, mark{k, fmt.Sprintf("a closed stream on virtual:%d", d.ordinal)})
+		}
+	}
+	return func() string {
+		for _, k := range marks {
+			if !k.reached() {
+				return k.name
+			}
+		}
+		return ""
+	}
+}
+
 // busy reports whether a stream of the device has work. m.mu is held.
 func (d *Device) busy() bool {
-	if slices.ContainsFunc(d.ended, func(k *Mark) bool { return !k.seenBy(d.m.host) }) {
+	if slices.ContainsFunc(d.ended, func(k *Mark) bool { return !k.reached() }) {
 		return true
 	}
 	for _, s := range d.m.streams {

@@ -192,8 +192,9 @@ func (g *Group) Close() error {
 }
 
 // Shutdown waits until all operations have completed and leaves the group together with
-// the other ranks, which must call it too; a group of Init then leaves the job. If ctx ends
-// first, or the group is broken, it closes the group and returns the cause.
+// the other ranks, which must call it too; a group of Init then leaves the job. It returns nil only if the operations of
+// all ranks have completed. If ctx ends first, the group is broken, or another rank closes it, Shutdown closes the group and
+// returns the cause.
 func (g *Group) Shutdown(ctx context.Context) error {
 	if g == nil || g.owner.Closed() {
 		return nil
@@ -208,6 +209,12 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	if err != nil {
 		_ = g.Close()
 		return err
+	}
+	if g.reporter != nil {
+		if err := g.reporter.awaitOthers(ctx, g.Rank(), g.size); err != nil {
+			_ = g.Close()
+			return fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, err)
+		}
 	}
 	g.closing.CompareAndSwap(nil, &closing{"shut the group down", time.Now()})
 	// From here on, a peer whose process ends has left and was not lost.

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -120,6 +121,7 @@ type reporter struct {
 	stop   context.CancelFunc
 	nan    chan error // the NaN that another process reports; nil without checks
 
+	leaving    sync.Once  // writes how the rank leaves
 	diagnosing sync.Mutex // held while diagnose runs
 	diagnosis  error      // the result of diagnose, or nil
 	dumps      dumps
@@ -206,6 +208,7 @@ func (w *reporter) finish(c *nccl.Communicator, end string) {
 	x := reportOf(c)
 	x.End = end
 	_ = w.write(ctx, c.Rank(), x) // a rank that misses it has an older report
+	_ = w.leave(ctx, c.Rank(), cmp.Or(end, "has failed"))
 }
 
 // endOf returns the reported end for a failure of this rank. A failure that another rank

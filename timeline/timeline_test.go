@@ -143,16 +143,18 @@ func TestCollectivesHaveNumbers(t *testing.T) {
 		require.NoError(t, err)
 		xs, err := comm.MakeFrom(g, make([]float32, 32))
 		require.NoError(t, err)
+		ys, err := comm.MakeFrom(g, make([]float32, 32))
+		require.NoError(t, err)
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
 		require.NoError(t, g.Wait(testgpu.Context(t)))
 		list := recorded(t, func() {
 			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
 			require.NoError(t, g.Batch(func(b *comm.Batch) error {
-				return errors.Join(comm.AllReduce(b, comm.Sum, xs...), comm.BroadcastFrom(b, 0, xs...))
+				return errors.Join(comm.AllReduce(b, comm.Sum, xs...), comm.BroadcastFrom(b, 0, ys...))
 			}))
 			require.NoError(t, g.Wait(testgpu.Context(t)))
 		})
-		require.NoError(t, errors.Join(xs.Close(), g.Close()))
+		require.NoError(t, errors.Join(xs.Close(), ys.Close(), g.Close()))
 		members := find(list, records.Member)
 		require.Len(t, members, 2)
 		for dev := range devs {

@@ -1,0 +1,66 @@
+package comm_test
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
+)
+
+// Shutdown returns when all ranks have shut the group down, and not before.
+func TestShutdownWaitsForTheOthers(t *testing.T) {
+	for _, late := range []int{0, 1} {
+		gs, errs := groups.Join(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+		require.NoError(t, errors.Join(errs...))
+		ended := make(chan error, 3)
+		for i, g := range gs {
+			if i != late {
+				go func() { ended <- g.Shutdown(testgpu.Context(t)) }()
+			}
+		}
+		select {
+		case err := <-ended:
+			require.Fail(t, "did not wait", "%v", err)
+		case <-time.After(100 * time.Millisecond): // a correct Shutdown passes however long this is
+		}
+		require.NoError(t, gs[late].Shutdown(testgpu.Context(t)))
+		require.NoError(t, errors.Join(<-ended, <-ended))
+	}
+}
+
+// A rank that closes the group, or has failed, fails the Shutdown of the others.
+func TestShutdownOfAGroupThatAnotherRankCloses(t *testing.T) {
+	for _, closes := range []int{0, 1} {
+		gs, errs := groups.Join(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+		require.NoError(t, errors.Join(errs...))
+		ended := make(chan error, 3)
+		for i, g := range gs {
+			if i != closes {
+				go func() { ended <- g.Shutdown(testgpu.Context(t)) }()
+			}
+		}
+		require.NoError(t, gs[closes].Close())
+		for range 2 {
+			require.Error(t, <-ended)
+		}
+	}
+}
+
+// A rank that never comes ends the Shutdown of the others with their context.
+func TestShutdownEndsWithContext(t *testing.T) {
+	gs, errs := groups.Join(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	require.NoError(t, errors.Join(errs...))
+	enough := errors.New("enough")
+	for _, g := range []*comm.Group{gs[1], gs[0]} {
+		ctx, cancel := context.WithTimeoutCause(t.Context(), 20*time.Millisecond, enough)
+		require.Error(t, g.Shutdown(ctx))
+		cancel()
+	}
+}

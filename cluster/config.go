@@ -57,7 +57,9 @@ type Config struct {
 	// Job is the name of the job, the same on all hosts. A job on one host may
 	// omit it and then gets a generated name.
 	Job string
-	// Nodes is the number of hosts in the job, or the greatest number; 0 means 1.
+	// Nodes is the number of hosts in the job, or the greatest number. 0 means 1, unless another
+	// launcher has started several processes, such as srun or mpirun: then Start fails, because each
+	// of them would be a job of its own.
 	Nodes int
 	// MinNodes is the number of hosts with which the job starts, and goes on after a loss,
 	// if no more come; 0 means Nodes. If the program calls Run, later hosts join at the end
@@ -120,6 +122,11 @@ func (cfg *Config) complete() (Config, keys, error) {
 	var c Config
 	if cfg != nil {
 		c = *cfg
+	}
+	if c.Nodes == 0 {
+		if err := checkOneJob(os.LookupEnv); err != nil {
+			return c, keys{}, err
+		}
 	}
 	c.Nodes, c.LocalSize, c.MaxRestarts = max(c.Nodes, 1), max(c.LocalSize, 1), max(c.MaxRestarts, 0)
 	if c.MinNodes == 0 {

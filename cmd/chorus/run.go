@@ -45,7 +45,9 @@ a growing time.
 For several hosts, use the same --job, --nnodes, --seeds and secret on every host. The
 seeds are the hosts that may coordinate the job at the start; the smallest reachable seed
 coordinates.
-One seed is enough. Without these flags, chorus reads torchrun's variables PET_NNODES,
+One seed is enough. If another launcher starts chorus on several hosts, such as srun or mpirun,
+--nnodes is needed: without it, each of them would run a job of its own, so chorus
+refuses that. --nnodes 1 permits it. Without these flags, chorus reads torchrun's variables PET_NNODES,
 PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MAX_RESTARTS, PET_MASTER_ADDR and PET_MASTER_PORT, which
 Kubeflow sets.
 
@@ -100,7 +102,7 @@ func newRunCommand() *cobra.Command {
 			}
 			exits := &monitor.Exits{}
 			cfg.Exited = exits.Add
-			source := monitor.NewSource(cfg.Cluster.Job, cfg.Cluster.MinNodes)
+			source := monitor.NewSource(cfg.Cluster.Job, max(cfg.Cluster.MinNodes, 1))
 			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), source, exits); err != nil {
 				return err
 			}
@@ -141,6 +143,9 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 		return nil, err
 	}
 	least, most, _ := f.nodes()
+	if !cmd.Flags().Changed("nnodes") {
+		least, most = 0, 0 // one host, unless another launcher has started several of us
+	}
 	procs, err := f.procs()
 	if err != nil {
 		return nil, err

@@ -297,7 +297,7 @@ func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
 	}
 	cfg.Serve = deref(cfg.Rank, -1) == 0
 	if local {
-		cfg.Addr = net.JoinHostPort("127.0.0.1", port)
+		cfg.Addr = net.JoinHostPort(loopback(), port)
 		return cfg
 	}
 	cfg.Addr = net.JoinHostPort(master, port)
@@ -505,7 +505,7 @@ func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
 	}
 	h := fnv.New32a()
 	h.Write([]byte(cfg.Job))
-	addr, port, err := r.seed("127.0.0.1", 61440+int(h.Sum32()%4096))
+	addr, port, err := r.seed(loopback(), 61440+int(h.Sum32()%4096))
 	if err != nil {
 		return err
 	}

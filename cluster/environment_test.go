@@ -287,3 +287,23 @@ wait
 		require.Contains(t, outs[i].String(), "attached 1 of 2")
 	}
 }
+
+func TestSplitAddr(t *testing.T) {
+	for in, want := range map[string][2]string{
+		"n1": {"n1", "7"}, "n1:8": {"n1", "8"}, "10.0.0.1": {"10.0.0.1", "7"}, "10.0.0.1:8": {"10.0.0.1", "8"}, " n1 ": {"n1", "7"},
+		"2001:db8::1": {"2001:db8::1", "7"}, "[2001:db8::1]": {"2001:db8::1", "7"}, "[2001:db8::1]:8": {"2001:db8::1", "8"},
+		"fe80::77%lo": {"fe80::77%lo", "7"}, "[fe80::77%lo]": {"fe80::77%lo", "7"}, "[fe80::77%lo]:8": {"fe80::77%lo", "8"}, "[::]": {"::", "7"}, "::": {"::", "7"},
+	} {
+		h, p, err := splitAddr(in, "7")
+		require.NoError(t, err, in)
+		require.Equal(t, want, [2]string{h, p}, in)
+	}
+	for _, in := range []string{"[2001:db8::1", "2001:db8::1]", "2001:db8:1:8", "[::x]:8", "[n1]:8:9"} {
+		_, _, err := splitAddr(in, "7")
+		require.EqualError(t, err, "want an IPv6 address as in [2001:db8::1]:7", in)
+	}
+	for _, in := range []string{"", " "} {
+		_, _, err := splitAddr(in, "7")
+		require.EqualError(t, err, "empty address", in)
+	}
+}

@@ -183,7 +183,7 @@ func isLoopback(addr string) bool {
 	if err != nil {
 		return false
 	}
-	ip := net.ParseIP(h)
+	ip := parseIP(h)
 	return h == "localhost" || ip != nil && ip.IsLoopback()
 }
 

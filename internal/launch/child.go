@@ -60,7 +60,7 @@ func startChild(c *child, ended chan<- *child) error {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		c.start = time.Now()
-		err := c.cmd.Start()
+		err := startAwaited(c.cmd)
 		if err == nil {
 			c.pid, c.running = c.cmd.Process.Pid, true
 		}
@@ -68,8 +68,7 @@ func startChild(c *child, ended chan<- *child) error {
 		if err != nil {
 			return
 		}
-		// ProcessState holds the same information as the error.
-		_ = c.cmd.Wait()
+		waitAwaited(c.cmd)
 		ended <- c
 	}()
 	return <-started

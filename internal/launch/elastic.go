@@ -56,7 +56,7 @@ func (j *job) startAgain(o cluster.Order) {
 	c.shown.Store(-1)
 	c.env = []string{fmt.Sprintf("%s=%d", env.RestartCount.Name, o.Count), fmt.Sprintf("TORCHELASTIC_RESTART_COUNT=%d", o.Count)}
 	if err := j.start(c); err != nil {
-		j.say(fmt.Sprintf("cannot start worker %d of this host again: %v", o.Local, err))
+		j.say(fmt.Sprintf("cannot start worker %d of this host again: %v", o.Local, j.limits.explain(err)))
 		return
 	}
 	j.children[o.Local] = c

@@ -21,18 +21,18 @@ const (
 	verdictWait = time.Second
 	// drainWait limits the reading from pipes after all workers were killed.
 	drainWait = 2 * time.Second
-	// zombieEvery is the time between two collections of exited adopted processes, and between two
-	// readings of the counter of out-of-memory kills.
-	zombieEvery = 10 * time.Second
+	// oomEvery is the time between two readings of the counter of out-of-memory kills.
+	oomEvery = 10 * time.Second
 )
 
 // A job is a running Run.
 type job struct {
-	cfg   Config
-	agent *cluster.Agent
-	out   *output
-	guard *guardian // or nil
-	ooms  oomWatch
+	cfg    Config
+	agent  *cluster.Agent
+	out    *output
+	guard  *guardian // or nil
+	ooms   oomWatch
+	limits pidLimit
 
 	path     string // of the program
 	restarts int    // how often all workers were started again
@@ -71,11 +71,17 @@ func Run(ctx context.Context, cfg *Config) int {
 	if c.Devices.Note != "" {
 		j.say(c.Devices.Note)
 	}
+	if err := j.limits.check(c.Procs); err != nil {
+		j.say(err.Error())
+		j.excuse(ctx, err)
+		return ExitUnavailable
+	}
 	becomeReaper()
 	guard := j.startGuardian()
 	code, err = j.meet(ctx)
 	j.guard = <-guard
 	defer j.guard.dismiss()
+	defer reap()()
 	if err != nil {
 		j.say(err.Error())
 		return code
@@ -126,7 +132,9 @@ func (j *job) run(path string) int {
 		j.say(err.Error())
 		return ExitFailed
 	}
+	j.sayMu.Lock()
 	j.out = out
+	j.sayMu.Unlock()
 	defer j.out.dir.Close()
 	for {
 		code, err := j.attempt()
@@ -167,6 +175,9 @@ func (j *job) attempt() (code int, err error) {
 func (j *job) say(text string) {
 	j.sayMu.Lock()
 	defer j.sayMu.Unlock()
+	if j.out != nil {
+		j.out.err.endLine()
+	}
 	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", plain.Lines(strings.TrimPrefix(text, "cluster: ")))
 }
 
@@ -226,7 +237,7 @@ func (j *job) spawn() (int, error) {
 	for local := range j.cfg.Procs {
 		c := j.newChild(local)
 		if err := j.start(c); err != nil {
-			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(j.path, err))
+			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, j.limits.explain(whyNot(j.path, err)))
 		}
 		j.children = append(j.children, c)
 	}
@@ -271,8 +282,8 @@ func (j *job) start(c *child) error {
 func (j *job) supervise() int {
 	j.grace = stoppedTimer()
 	defer j.grace.Stop()
-	zombies := time.NewTicker(zombieEvery)
-	defer zombies.Stop()
+	ooms := time.NewTicker(oomEvery)
+	defer ooms.Stop()
 	dead, killed := j.agent.Context().Done(), j.agent.Killed()
 	j.late = stoppedTimer()
 	defer j.late.Stop()
@@ -300,8 +311,7 @@ func (j *job) supervise() int {
 		case <-killed:
 			killed = nil
 			j.kill()
-		case <-zombies.C:
-			collectZombies(j.pids())
+		case <-ooms.C:
 			j.ooms.update()
 		}
 		if dead == nil && j.onlyLost() {
@@ -350,6 +360,9 @@ func (j *job) childEnded(c *child) {
 	// was first. If this call fails, the coordinator is lost, and the context
 	// reports that.
 	c.why = c.reason(&j.ooms)
+	if c.code() != 0 && !c.stopped && !c.killed {
+		c.why += j.limits.blame()
+	}
 	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.why, Asked: c.stopped})
 	if c.code() != 0 && !c.stopped {
 		j.undecided++
@@ -416,15 +429,6 @@ func (j *job) each(sig syscall.Signal) {
 	for _, c := range j.children {
 		c.signal(sig)
 	}
-}
-
-// pids returns the processes that this process started and waits for.
-func (j *job) pids() map[int]bool {
-	m := map[int]bool{j.guard.pid(): true}
-	for _, c := range j.children {
-		m[c.pid] = true
-	}
-	return m
 }
 
 // awaitOthers is called after the workers of this host have exited. It waits
@@ -495,7 +499,7 @@ func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
 
 // cleanUp kills all remaining processes and copies the remaining output.
 func (j *job) cleanUp() {
-	killLeftovers(j.pids())
+	killLeftovers()
 	drained := make(chan struct{})
 	go func() { j.out.wg.Wait(); close(drained) }()
 	if !j.over() {

@@ -289,6 +289,10 @@ func TestUnit(t *testing.T) {
 		by[o.Name] = o.Value
 	}
 	require.Equal(t, "64 77 126 127", by["RestartPreventExitStatus"])
+	require.Equal(t, "143", by["SuccessExitStatus"], "128 + SIGTERM: systemctl stop is no failure")
+	text, err := os.ReadFile(f.Name())
+	require.NoError(t, err)
+	require.Contains(t, string(text), "#   install -d -m 0700 "+filepath.Dir("/etc/chorus/secret")+"\n", "the folder of the secret")
 	args := strings.Fields(by["ExecStart"])
 	require.Equal(t, "/usr/local/bin/chorus", args[0])
 	b, port := newBench(t), freePort(t)

@@ -21,7 +21,7 @@ func exchangeBy(r Rendezvous, prefix string) fabric.Exchange {
 			if err := r.Set(ctx, fmt.Sprint(at, r.Rank()), mine); err != nil {
 				return nil, err
 			}
-			return together(ctx, r, at)
+			return published(ctx, r, at)
 		}
 		all, err := gather(ctx, r, at)
 		if err != nil {
@@ -92,7 +92,7 @@ const (
 	maxTogether = 32 << 20
 )
 
-// publish sets the values of all ranks for together.
+// publish sets the values of all ranks for published.
 func publish(ctx context.Context, r Rendezvous, prefix string, all [][]byte) error {
 	var b []byte
 	for _, value := range all {
@@ -112,8 +112,8 @@ func publish(ctx context.Context, r Rendezvous, prefix string, all [][]byte) err
 	return nil
 }
 
-// together waits for the values that rank 0 publishes.
-func together(ctx context.Context, r Rendezvous, prefix string) ([][]byte, error) {
+// published waits for the values that rank 0 publishes.
+func published(ctx context.Context, r Rendezvous, prefix string) ([][]byte, error) {
 	var b []byte
 	size := -1
 	for i := 0; size < 0 || len(b) < size; i++ {

@@ -86,6 +86,7 @@ type runFlags struct {
 	joinTimeout time.Duration
 	grace       time.Duration
 	noPrefix    bool
+	logFormat   string
 }
 
 func newRunCommand() *cobra.Command {
@@ -95,15 +96,18 @@ func newRunCommand() *cobra.Command {
 		Short:   "Start one process for each device and supervise them",
 		Long:    runLong,
 		Example: runExample,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			cfg, err := f.config(cmd, args)
+			if f.logFormat == "json" {
+				defer func() { err = f.logError(err) }()
+			}
 			if err != nil {
 				return err
 			}
 			exits := &monitor.Exits{}
-			cfg.Exited = exits.Add
+			cfg.Exited, cfg.Restarted = exits.Add, exits.AddRestart
 			source := monitor.NewSource(cfg.Cluster.Job, max(cfg.Cluster.MinNodes, 1))
-			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), source, exits); err != nil {
+			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), source, exits, func(level, text string) { cfg.Log(level, nil, text) }); err != nil {
 				return err
 			}
 			return start(cmd, cfg)
@@ -111,6 +115,17 @@ func newRunCommand() *cobra.Command {
 	}
 	f.add(cmd)
 	return cmd
+}
+
+// logError writes an error of this command as JSON, and returns its exit code.
+func (f *runFlags) logError(err error) error {
+	if _, told := err.(exitCode); err == nil || told {
+		return err
+	}
+	cfg := &launch.Config{JSON: true, Stderr: os.Stderr}
+	cfg.Cluster.Job = orEnv(f.job, env.Job)
+	cfg.Log("ERROR", nil, err.Error())
+	return exitCode(codeOf(err))
 }
 
 func (f *runFlags) add(cmd *cobra.Command) {
@@ -131,6 +146,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "time to wait for all hosts and processes, such as 30s ("+env.JoinTimeout.Name+", default "+env.JoinTimeout.Default+")")
 	fs.DurationVar(&f.grace, "grace", 0, "time from a failure until the others are asked to stop, and again until they are killed, such as 5s ("+env.Grace.Name+", default "+env.Grace.Default+")")
 	fs.BoolVar(&f.raw, "raw", false, "output byte for byte, without quoting control characters")
+	fs.StringVar(&f.logFormat, "log-format", "text", "format of chorus's own lines: text, or json with time, level, msg, job, host and rank")
 	fs.BoolVar(&f.noPrefix, "no-prefix", false, "output without the rank at the start of each line")
 }
 
@@ -150,7 +166,7 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 	if err != nil {
 		return nil, err
 	}
-	cfg := &launch.Config{Program: args, Procs: procs, NoPrefix: f.noPrefix, Raw: f.raw,
+	cfg := &launch.Config{Program: args, Procs: procs, NoPrefix: f.noPrefix, Raw: f.raw, JSON: f.logFormat == "json",
 		LogDir: orEnv(f.logDir, env.LogDir), Stdout: os.Stdout, Stderr: os.Stderr}
 	if cfg.Grace = f.grace; cfg.Grace == 0 {
 		if cfg.Grace, err = env.Grace.Duration(); err != nil {

@@ -210,10 +210,11 @@ func (o *output) copy(s *stream, r io.Reader) {
 	}
 	timed, _ := r.(interface{ SetReadDeadline(time.Time) error })
 	buf, n := make([]byte, maxLine), 0 // buf[:n] is the beginning of a line
+	held := false                      // it is the beginning of a sequence, too
 	for {
 		if timed != nil {
 			var limit time.Time // none
-			if n > 0 {
+			if n > 0 && !held {
 				limit = time.Now().Add(flushAfter)
 			}
 			if timed.SetReadDeadline(limit) != nil {
@@ -222,7 +223,7 @@ func (o *output) copy(s *stream, r io.Reader) {
 		}
 		k, err := r.Read(buf[n : maxLine-s.width])
 		o.keep(s, buf[n:n+k])
-		n += k
+		n, held = n+k, held && k == 0
 		lines := 1 + bytes.LastIndexAny(buf[:n], "\r\n")
 		o.emit(s, buf[:lines], false)
 		n = copy(buf, buf[lines:n])
@@ -236,6 +237,7 @@ func (o *output) copy(s *stream, r io.Reader) {
 			whole := cut(buf[:n])
 			o.emit(s, buf[:whole], full && !o.raw)
 			n = copy(buf, buf[whole:n])
+			held = n > 0
 		}
 	}
 }
@@ -310,7 +312,7 @@ func (o *output) format(s *stream, data []byte, open, last bool) (text []byte, o
 			text, open = append(text, '\n'), false
 		}
 		s.width += len(piece)
-		if end != 0 {
+		if end != 0 || o.raw { // raw output is not split
 			s.width = 0
 		}
 		s.printed = end != '\n' && (s.printed || len(piece) > 0)

@@ -101,8 +101,8 @@ func (l *pidLimit) check(procs int) error {
 	return nil
 }
 
-// blame returns a remark for the failure of a worker if a limit has been reached since check.
-func (l *pidLimit) blame() string {
+// remark returns a remark for the failure of a worker if a limit has been reached since check.
+func (l *pidLimit) remark() string {
 	if dir, most, _, ok := l.tightest(); ok && l.reached() > l.hits {
 		return fmt.Sprintf(" (the limit of %d processes and threads of the control group %s, pids.max, was reached; %s)", most, dir, pidCure)
 	}

@@ -34,12 +34,12 @@ func TestPidLimit(t *testing.T) {
 			require.NoError(t, l.check(4))
 			require.EqualError(t, l.check(5), "5 workers need at least 22 further processes and threads, but the control group /"+pod+
 				" has a limit of 40 (pids.max), and only 20 are left; "+pidCure)
-			require.Empty(t, l.blame())
+			require.Empty(t, l.remark())
 			err := l.explain(fmt.Errorf("fork: %w", syscall.EAGAIN))
 			require.ErrorContains(t, err, "the control group /"+pod+" has 40 (pids.max), the user has ")
 			require.ErrorIs(t, l.explain(os.ErrNotExist), os.ErrNotExist)
 			write(pod+"/pids.events", "max 4\n")
-			require.Contains(t, l.blame(), " (the limit of 40 processes and threads of the control group /"+pod)
+			require.Contains(t, l.remark(), " (the limit of 40 processes and threads of the control group /"+pod)
 		})
 	}
 }

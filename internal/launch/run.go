@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/internal/plain"
 )
 
 const (
@@ -59,12 +58,12 @@ func Run(ctx context.Context, cfg *Config) int {
 	j := &job{cfg: c, ooms: oomWatch{path: vmstat}}
 	if err != nil {
 		j.cfg = *cfg
-		j.say(err.Error())
+		j.fail(err.Error())
 		return ExitUsage
 	}
 	path, code, err := program(c.Program[0])
 	if err != nil {
-		j.say(err.Error())
+		j.fail(err.Error())
 		j.excuse(ctx, err)
 		return code
 	}
@@ -72,7 +71,7 @@ func Run(ctx context.Context, cfg *Config) int {
 		j.say(c.Devices.Note)
 	}
 	if err := j.limits.check(c.Procs); err != nil {
-		j.say(err.Error())
+		j.fail(err.Error())
 		j.excuse(ctx, err)
 		return ExitUnavailable
 	}
@@ -83,7 +82,7 @@ func Run(ctx context.Context, cfg *Config) int {
 	defer j.guard.dismiss()
 	defer reap()()
 	if err != nil {
-		j.say(err.Error())
+		j.fail(err.Error())
 		return code
 	}
 	defer j.agent.Close()
@@ -117,7 +116,7 @@ func (j *job) startGuardian() <-chan *guardian {
 	go func() {
 		g, err := startGuardian()
 		if err != nil {
-			j.say(fmt.Sprintf("cannot start the guardian, so kill -9 of this launcher may leave processes running: %v", err))
+			j.warn(fmt.Sprintf("cannot start the guardian, so kill -9 of this launcher may leave processes running: %v", err))
 		}
 		started <- g
 	}()
@@ -127,19 +126,19 @@ func (j *job) startGuardian() <-chan *guardian {
 // run runs the workers of a job that all hosts have joined, and returns the exit code.
 func (j *job) run(path string) int {
 	j.path = path
-	out, err := newOutput(&j.cfg, j.agent.Job(), j.say)
+	out, err := newOutput(&j.cfg, j.agent.Job(), j.warn)
 	if err != nil {
-		j.say(err.Error())
+		j.fail(err.Error())
 		return ExitFailed
 	}
 	j.sayMu.Lock()
-	j.out = out
+	j.out, j.cfg.Cluster.Job, j.cfg.Cluster.Host = out, j.agent.Job(), j.agent.Host()
 	j.sayMu.Unlock()
 	defer j.out.dir.Close()
 	for {
 		code, err := j.attempt()
 		if err != nil {
-			j.say(err.Error())
+			j.fail(err.Error())
 			return code
 		}
 		if !j.restarting() {
@@ -167,18 +166,29 @@ func (j *job) attempt() (code int, err error) {
 	for ; j.running > 0; j.running-- {
 		(<-j.ended).finish()
 	}
+	j.countAll()
 	j.cleanUp()
 	return code, err
 }
 
 // say writes one line of the launcher itself.
-func (j *job) say(text string) {
+func (j *job) say(text string) { j.log("INFO", nil, text) }
+
+func (j *job) warn(text string) { j.log("WARN", nil, text) }
+func (j *job) fail(text string) { j.log("ERROR", nil, text) }
+
+// log writes one line of a level, about a worker unless about is nil.
+func (j *job) log(level string, about *child, text string) {
 	j.sayMu.Lock()
 	defer j.sayMu.Unlock()
 	if j.out != nil {
 		j.out.err.endLine()
 	}
-	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", plain.Lines(strings.TrimPrefix(text, "cluster: ")))
+	var rank *int
+	if about != nil {
+		rank = &about.rank
+	}
+	j.cfg.Log(level, rank, strings.TrimPrefix(text, "cluster: "))
 }
 
 // meet waits for the other hosts. A signal aborts the wait.
@@ -274,6 +284,9 @@ func (j *job) start(c *child) error {
 	}
 	j.guard.started(c.pid)
 	j.running++
+	if c.again > 0 && j.cfg.Restarted != nil {
+		j.cfg.Restarted()
+	}
 	return nil
 }
 
@@ -349,9 +362,6 @@ func (j *job) over() bool { return j.stopping || j.agent.Context().Err() != nil 
 
 func (j *job) childEnded(c *child) {
 	c.finish()
-	if j.cfg.Exited != nil {
-		j.cfg.Exited(c.exit())
-	}
 	j.running--
 	if errors.Is(syscall.Kill(-c.pid, 0), syscall.ESRCH) {
 		j.guard.ended(c.pid)
@@ -361,11 +371,29 @@ func (j *job) childEnded(c *child) {
 	// reports that.
 	c.why = c.reason(&j.ooms)
 	if c.code() != 0 && !c.stopped && !c.killed {
-		c.why += j.limits.blame()
+		c.why += j.limits.remark()
 	}
 	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.why, Asked: c.stopped})
 	if c.code() != 0 && !c.stopped {
 		j.undecided++
+		return // see countAll
+	}
+	j.count(c, true)
+}
+
+// count reports the exit of a worker to Config.Exited, once.
+func (j *job) count(c *child, first bool) {
+	if j.cfg.Exited != nil && c.state != nil && !c.counted {
+		c.counted = true
+		j.cfg.Exited(c.exit(first))
+	}
+}
+
+// countAll counts the failures that were undecided while the coordinator had not named the first one.
+func (j *job) countAll() {
+	lost, stop := j.causes()
+	for _, c := range j.children {
+		j.count(c, lost == nil && stop == nil || lost != nil && j.childOf(lost) == c)
 	}
 }
 

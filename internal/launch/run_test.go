@@ -499,7 +499,13 @@ func TestCut(t *testing.T) {
 // TestLongLine splits a line of letters of three bytes, at whole letters.
 func TestLongLine(t *testing.T) {
 	t.Parallel()
-	code, text := launchAll(t, shell(1, `yes 日本語 | head -n 30000 | tr -d '\n'`))
+	const script = `yes 日本語 | head -n 30000 | tr -d '\n'`
+	raw := shell(1, script)
+	raw.Raw = true
+	code, text := launchAll(t, raw)
+	require.Zero(t, code)
+	require.Equal(t, "[rank 0] "+strings.Repeat("日本語", 30000)+"\n", text)
+	code, text = launchAll(t, shell(1, script))
 	require.Zero(t, code)
 	require.NotContains(t, text, `\x`)
 	require.Equal(t, 30000, strings.Count(strings.ReplaceAll(text, "\n[rank 0] ", ""), "日本語"))

@@ -117,7 +117,7 @@ func (a *Agent) self(l *link) host {
 	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
 		Nodes: a.cfg.Nodes, MinNodes: a.cfg.MinNodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, Control: a.port.at, Seed: a.seed, MasterPort: a.reserve.port, Unfit: a.cfg.Unfit}
 	h.MasterAddr = addrIP(l.c.LocalAddr())
-	if ip := net.ParseIP(h.MasterAddr); a.byOwnName && ip.IsLoopback() {
+	if ip := parseIP(h.MasterAddr); a.byOwnName && ip.IsLoopback() {
 		h.MasterAddr = cmp.Or(addrText(ownAddress()), h.MasterAddr)
 	}
 	if ip, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {

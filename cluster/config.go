@@ -3,10 +3,13 @@ package cluster
 import (
 	"cmp"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
+	"net/netip"
 	"os"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
@@ -57,7 +60,9 @@ type Config struct {
 	// Job is the name of the job, the same on all hosts. A job on one host may
 	// omit it and then gets a generated name.
 	Job string
-	// Nodes is the number of hosts in the job, or the greatest number; 0 means 1.
+	// Nodes is the number of hosts in the job, or the greatest number. 0 means 1, unless another
+	// launcher has started several processes, such as srun or mpirun: then Start fails, because each
+	// of them would be a job of its own.
 	Nodes int
 	// MinNodes is the number of hosts with which the job starts, and goes on after a loss,
 	// if no more come; 0 means Nodes. If the program calls Run, later hosts join at the end
@@ -120,6 +125,11 @@ func (cfg *Config) complete() (Config, keys, error) {
 	var c Config
 	if cfg != nil {
 		c = *cfg
+	}
+	if c.Nodes == 0 {
+		if err := checkOneJob(os.LookupEnv); err != nil {
+			return c, keys{}, err
+		}
 	}
 	c.Nodes, c.LocalSize, c.MaxRestarts = max(c.Nodes, 1), max(c.LocalSize, 1), max(c.MaxRestarts, 0)
 	if c.MinNodes == 0 {
@@ -203,21 +213,44 @@ func hostName() string {
 	return h
 }
 
-// splitAddr splits host:port or host; IPv6 addresses may have brackets.
+// splitAddr splits host:port or host. An IPv6 address has brackets if a port follows, and may have them
+// otherwise.
 func splitAddr(s, defaultPort string) (hostPart, port string, err error) {
 	s = strings.TrimSpace(s)
 	if s == "" {
 		return "", "", errors.New("empty address")
 	}
-	if net.ParseIP(s) != nil {
-		return s, defaultPort, nil
+	inner := strings.TrimSuffix(strings.TrimPrefix(s, "["), "]")
+	if parseIP(inner) != nil && (inner == s || len(inner) == len(s)-2) {
+		return inner, defaultPort, nil
 	}
 	if !strings.Contains(s, ":") {
 		return s, defaultPort, nil
 	}
 	h, p, err := net.SplitHostPort(s)
-	if err != nil {
-		return "", "", err
+	if err == nil && strings.Contains(h, ":") && parseIP(h) == nil {
+		err = errors.New("not an IPv6 address")
 	}
-	return h, p, nil
+	if err != nil && (strings.Count(s, ":") > 1 || strings.Contains(s, "[")) {
+		err = fmt.Errorf("want an IPv6 address as in [2001:db8::1]:%s", cmp.Or(defaultPort, "0"))
+	}
+	return h, p, err
 }
+
+// parseIP is like net.ParseIP, but also accepts an IPv6 address with a zone, such as fe80::1%eth0, and
+// returns it without the zone.
+func parseIP(s string) net.IP {
+	a, err := netip.ParseAddr(s)
+	if err != nil {
+		return nil
+	}
+	return a.AsSlice()
+}
+
+// loopback returns the address at which processes of this host meet: IPv6's if the host has no IPv4.
+var loopback = sync.OnceValue(func() string {
+	if four := net.IPv4(127, 0, 0, 1); !isLocal(four) && isLocal(net.IPv6loopback) {
+		return net.IPv6loopback.String()
+	}
+	return "127.0.0.1"
+})

@@ -182,7 +182,7 @@ func checkBind(bind string) error {
 	if err != nil {
 		return badConfig("bind to %q: %v", bind, err)
 	}
-	ip := net.ParseIP(h)
+	ip := parseIP(h)
 	if ip == nil {
 		return badConfig("bind to %q: want an IP address, or IP:port", bind)
 	}
@@ -195,7 +195,7 @@ func checkBind(bind string) error {
 // prepareAlone prepares a job on one host, whose coordinator is in this process.
 func (e *election) prepareAlone() error {
 	a := e.agent
-	at := "127.0.0.1:0"
+	at := net.JoinHostPort(loopback(), "0")
 	if a.cfg.Bind != "" {
 		h, p, err := splitAddr(a.cfg.Bind, "0")
 		if err != nil {
@@ -222,7 +222,7 @@ func reachable(addr net.Addr) string {
 	if !ok || !t.IP.IsUnspecified() {
 		return addr.String()
 	}
-	return net.JoinHostPort("127.0.0.1", strconv.Itoa(t.Port))
+	return net.JoinHostPort(loopback(), strconv.Itoa(t.Port))
 }
 
 // listenAsSeed opens the seed port of this host, if it is a seed. It compares
@@ -262,15 +262,19 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 		return net.JoinHostPort("", port), true // see ownname.go
 	}
 	for _, ip := range ips {
+		text := ip.String()
+		if len(ips) == 1 && parseIP(h) != nil {
+			text = h // with its zone
+		}
 		switch {
-		case e.agent.cfg.Advertise != "" && net.ParseIP(advIP).Equal(ip) && advPort == port:
-			return net.JoinHostPort(cmp.Or(bindIP, ip.String()), cmp.Or(bindPort, port)), true
-		case e.agent.cfg.Bind == "" || net.ParseIP(bindIP).IsUnspecified():
+		case e.agent.cfg.Advertise != "" && parseIP(advIP).Equal(ip) && advPort == port:
+			return net.JoinHostPort(cmp.Or(bindIP, text), cmp.Or(bindPort, port)), true
+		case e.agent.cfg.Bind == "" || parseIP(bindIP).IsUnspecified():
 			if !isLocal(ip) || e.agent.cfg.Bind != "" && bindPort != port {
 				continue
 			}
-			return net.JoinHostPort(cmp.Or(bindIP, ip.String()), port), true
-		case net.ParseIP(bindIP).Equal(ip) && bindPort == port:
+			return net.JoinHostPort(cmp.Or(bindIP, text), port), true
+		case parseIP(bindIP).Equal(ip) && bindPort == port:
 			return net.JoinHostPort(bindIP, port), true
 		}
 	}
@@ -280,7 +284,7 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 // resolve returns the addresses of a name, or nil if the name does not resolve
 // yet, as happens for half a minute after the start of a pod.
 func resolve(ctx context.Context, name string) []net.IP {
-	if ip := net.ParseIP(name); ip != nil {
+	if ip := parseIP(name); ip != nil {
 		return []net.IP{ip}
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialAttempt)

@@ -1,9 +1,12 @@
 package cluster
 
 import (
+	"bytes"
+	"cmp"
 	"fmt"
 	"hash/fnv"
 	"net"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
@@ -14,22 +17,37 @@ import (
 // A launcher is a program that starts processes: how to detect it and read its variables.
 type launcher struct {
 	name   string
+	title  string // in messages
 	found  func(*reader) bool
+	sizes  []string // the first one that is set is the number of processes that it has started
 	config func(*reader) (*JoinConfig, error)
 }
 
-// launchers in order of precedence. An inner launcher, such as `chorus run` under
-// Slurm, takes precedence over the outer one.
+// launchers from the inside out: mpirun in an allocation of Slurm runs inside of srun or of a batch
+// script, whose variables its processes inherit.
 var launchers = []launcher{
-	{"chorus", (*reader).hasChorus, (*reader).chorus},
-	{"torchrun", (*reader).hasTorchrun, (*reader).torchrun},
-	{"slurm", (*reader).hasSlurm, (*reader).slurm},
-	{"openmpi", (*reader).hasOpenMPI, (*reader).openMPI},
-	{"pmi", (*reader).hasPMI, (*reader).pmi},
-	{"kubernetes", (*reader).hasKubernetes, (*reader).kubernetes},
+	{"chorus", "`chorus run`", (*reader).hasChorus, []string{env.WorldSize.Name}, (*reader).chorus},
+	{"torchrun", "torchrun", (*reader).hasTorchrun, []string{"WORLD_SIZE"}, (*reader).torchrun},
+	{"openmpi", "Open MPI", (*reader).hasOpenMPI, []string{"OMPI_COMM_WORLD_SIZE"}, (*reader).openMPI},
+	{"pmi", "MPI (PMI)", (*reader).hasPMI, []string{"PMI_SIZE"}, (*reader).pmi},
+	{"slurm", "Slurm", (*reader).hasSlurm, []string{"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, (*reader).slurm},
+	{"kubernetes", "Kubernetes", (*reader).hasKubernetes, []string{env.WorldSize.Name}, (*reader).kubernetes},
 }
 
-// detect derives this process's place in a world from an environment.
+// unsupported lists variables of launchers that Chorus cannot read. A value above alone means that the
+// launcher has started several processes.
+var unsupported = []struct {
+	title, name string
+	alone       int
+}{
+	{"Flux", "FLUX_JOB_SIZE", 1},
+	{"MVAPICH", "MV2_COMM_WORLD_SIZE", 1},
+	{"a launcher with PMIx", "PMIX_RANK", 0}, // PMIx has no variable for the size
+}
+
+// detect derives this process's place in a world from an environment. Launchers can be nested, such as
+// mpirun in an allocation of Slurm. The innermost one that has started several processes decides: the
+// variables of one that has started a single process only describe that process.
 func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 	r := &reader{lookup: lookup}
 	choice := r.text(env.Launcher.Name, env.Launcher.Default)
@@ -37,22 +55,30 @@ func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 		return &JoinConfig{source: env.Launcher.Name + "=none: a world of one process"}, nil
 	}
 	known := []string{"auto", "none"}
-	for _, l := range launchers {
+	var alone *launcher // the innermost of those that have started one process
+	for i := range launchers {
+		l := &launchers[i]
 		known = append(known, l.name)
 		if choice != l.name && (choice != "auto" || !l.found(r)) {
 			continue
 		}
-		cfg, err := l.config(r)
-		if r.err != nil { // the first error
-			err = r.err
+		if choice == "auto" && l.name != "chorus" && r.started(l) == 1 {
+			alone = cmp.Or(alone, l)
+			continue
 		}
-		if err != nil {
-			return nil, err
-		}
-		return r.finish(cfg)
+		return r.configOf(l)
 	}
 	if !slices.Contains(known, choice) {
 		return nil, r.problem("want one of "+strings.Join(known, ", "), env.Launcher.Name)
+	}
+	for _, u := range unsupported {
+		if n := deref(r.optional(u.name, 0), 0); n > u.alone {
+			return nil, r.problem(u.title+" started several processes, and Chorus cannot read their places from its variables: start them by `chorus run`, or set "+
+				env.Launcher.Name+"=none for a world of one process in each", u.name)
+		}
+	}
+	if alone != nil {
+		return r.configOf(alone)
 	}
 	if err := r.halfSet(); err != nil {
 		return nil, err
@@ -62,6 +88,42 @@ func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 		source = "JOB_COMPLETION_INDEX is set, but neither " + env.WorldSize.Name + " nor " + env.Seeds.Name + ": a world of one process"
 	}
 	return &JoinConfig{source: source}, nil
+}
+
+// configOf reads the variables of a launcher.
+func (r *reader) configOf(l *launcher) (*JoinConfig, error) {
+	cfg, err := l.config(r)
+	if err = cmp.Or(r.err, err); err != nil { // the first error
+		return nil, err
+	}
+	return r.finish(cfg)
+}
+
+// started returns the number of processes that a launcher has started, or 0 if its variables do not
+// contain it.
+func (r *reader) started(l *launcher) int {
+	n, err := strconv.Atoi(strings.TrimSpace(r.text(r.firstSet(l.sizes...), "")))
+	if err != nil {
+		return 0 // config describes the problem
+	}
+	return n
+}
+
+// checkOneJob returns an error if a launcher has started this process beside others, although it would be
+// the only host of its job. Each of them would then run a job of its own, and nobody would notice.
+func checkOneJob(lookup func(string) (string, bool)) error {
+	r := &reader{lookup: lookup}
+	if r.text(env.Launcher.Name, env.Launcher.Default) == "none" {
+		return nil
+	}
+	for i := range launchers {
+		l := &launchers[i]
+		if n := r.started(l); l.found(r) && n > 1 {
+			return r.problem(fmt.Sprintf("%s started %d processes, and each would run a job of its own: give all of them the same --nnodes, --seeds and --job, or --nnodes 1 if you want separate jobs", l.title, n),
+				r.firstSet(l.sizes...))
+		}
+	}
+	return nil
 }
 
 // incompletePairs lists variables that a launcher always sets together. If only some are
@@ -75,6 +137,7 @@ var incompletePairs = []struct {
 	{"`chorus run`", []string{env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name, env.Node.Name}, []string{env.Rank.Name}},
 	{"torchrun", []string{"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}, []string{"RANK", "WORLD_SIZE"}},
 	{"Open MPI", []string{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"}, []string{"OMPI_COMM_WORLD_SIZE"}},
+	{"MPI (PMI)", []string{"PMI_RANK", "PMI_SIZE"}, []string{"PMI_RANK", "PMI_SIZE"}},
 	{"Slurm", []string{"SLURM_PROCID"}, []string{"SLURM_JOB_ID"}},
 }
 
@@ -234,7 +297,7 @@ func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
 	}
 	cfg.Serve = deref(cfg.Rank, -1) == 0
 	if local {
-		cfg.Addr = net.JoinHostPort("127.0.0.1", port)
+		cfg.Addr = net.JoinHostPort(loopback(), port)
 		return cfg
 	}
 	cfg.Addr = net.JoinHostPort(master, port)
@@ -301,9 +364,6 @@ func (r *reader) hasSlurm() bool {
 func (r *reader) slurm() (*JoinConfig, error) {
 	sizeVar := r.firstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 	cfg := r.place("SLURM_PROCID", sizeVar, "SLURM_LOCALID", "")
-	hint := "two launchers started this process; choose with " + env.Launcher.Name
-	r.agree("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", hint)
-	r.agree(sizeVar, "OMPI_COMM_WORLD_SIZE", hint)
 	cfg.Node = r.optional("SLURM_NODEID", 0)
 	cfg.Job = "slurm-" + r.text("SLURM_JOB_ID", "") + "." + r.text("SLURM_STEP_ID", "0")
 	hosts, err := parseNodeList(r.text("SLURM_STEP_NODELIST", ""))
@@ -361,20 +421,63 @@ func (r *reader) openMPI() (*JoinConfig, error) {
 	return r.found(cfg, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), nil
 }
 
-// hasPMI reports MPICH, Hydra, Intel MPI or PALS. They provide no address, so a
-// program under them is a member of a world only if seeds are set.
+// hasPMI reports MPICH, Intel MPI or PALS. Slurm sets PMI_RANK and PMI_SIZE, too (srun --mpi=pmi2), for
+// the processes that its own variables describe; those also contain an address. MPICH and Intel MPI
+// inside of Slurm set MPI_LOCALNRANKS.
 func (r *reader) hasPMI() bool {
-	return r.isSet("PMI_RANK") && r.isSet("PMI_SIZE") && r.isSet(env.Seeds.Name)
+	if !r.isSet("PMI_RANK") || !r.isSet("PMI_SIZE") {
+		return false
+	}
+	return !r.hasSlurm() || r.isSet("MPI_LOCALNRANKS") || r.text("PMI_RANK", "") != r.text("SLURM_PROCID", "") ||
+		r.text("PMI_SIZE", "") != r.text(r.firstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "")
 }
 
 func (r *reader) pmi() (*JoinConfig, error) {
 	localRank, localSize := r.firstSet("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), r.firstSet("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 	cfg := r.place("PMI_RANK", "PMI_SIZE", localRank, localSize)
 	cfg.Job = "pmi"
+	if r.err == nil && cfg.oneHost() && cfg.Size > 1 {
+		if cfg.Job = r.pmiJob(); cfg.Job == "" {
+			return nil, r.problem("the launcher gives the job no name, so that it could meet another job of this host: set "+env.Job.Name+" to a name that no other job has", "PMI_SIZE", env.Job.Name)
+		}
+	}
 	if err := r.hostedBySeed(cfg, "PMI_SIZE"); err != nil {
 		return nil, err
 	}
 	return r.found(cfg, "MPI (PMI)", "PMI_RANK", "PMI_SIZE", localRank), nil
+}
+
+// pmiJob returns a name for a job on this host that no other running job has, or "". PMI's variables
+// contain none, but Hydra, the launcher of MPICH and Intel MPI, has one proxy for a job on each host,
+// and all processes descend from it.
+func (r *reader) pmiJob() string {
+	if pid := ancestor("hydra"); pid > 0 {
+		return fmt.Sprintf("pmi-%d", pid)
+	}
+	return r.text(env.Job.Name, "")
+}
+
+// ancestor returns the nearest ancestor of this process whose program's name has a prefix, or 0.
+func ancestor(prefix string) int {
+	for pid := os.Getppid(); pid > 1; {
+		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		// pid (name) state parent ...: the name may contain parentheses.
+		first, last := bytes.IndexByte(text, '('), bytes.LastIndexByte(text, ')')
+		if err != nil || first < 0 || last < first {
+			return 0
+		}
+		if bytes.HasPrefix(text[first+1:], []byte(prefix)) {
+			return pid
+		}
+		rest := bytes.Fields(text[last+1:])
+		if len(rest) < 2 {
+			return 0
+		}
+		if pid, err = strconv.Atoi(string(rest[1])); err != nil {
+			return 0
+		}
+	}
+	return 0
 }
 
 func (r *reader) hasKubernetes() bool {
@@ -402,7 +505,7 @@ func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
 	}
 	h := fnv.New32a()
 	h.Write([]byte(cfg.Job))
-	addr, port, err := r.seed("127.0.0.1", 61440+int(h.Sum32()%4096))
+	addr, port, err := r.seed(loopback(), 61440+int(h.Sum32()%4096))
 	if err != nil {
 		return err
 	}

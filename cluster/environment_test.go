@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
 	"syscall"
@@ -55,9 +56,6 @@ func TestDetect(t *testing.T) {
 		{"none in spite of half", "CHORUS_LAUNCHER=none RANK=0", place{-1, 0, -1, 0}, "", false, "CHORUS_LAUNCHER=none: a world of one process"},
 		{"open mpi", "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 CHORUS_SEEDS=n0:7000",
 			place{1, 4, 1, 2}, "n0:7000", false, "Open MPI: OMPI_COMM_WORLD_RANK=1, OMPI_COMM_WORLD_SIZE=4, OMPI_COMM_WORLD_LOCAL_RANK=1; coordinator at n0:7000"},
-		{"open mpi under slurm", "SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4",
-			place{1, 4, -1, 0}, "127.0.0.1:61441", false, "Slurm: SLURM_PROCID=1, SLURM_NTASKS=4; coordinator at 127.0.0.1:61441"},
-		{"pmi without a seed", "PMI_RANK=1 PMI_SIZE=4", place{-1, 0, -1, 0}, "", false, "no launcher's variables are set: a world of one process"},
 		{"pmi", "PMI_RANK=0 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2 CHORUS_SEEDS=n0,n1",
 			place{0, 4, 0, 2}, "n0:29477", true, "MPI (PMI): PMI_RANK=0, PMI_SIZE=4, MPI_LOCALRANKID=0; coordinator at n0:29477"},
 		{"kubernetes", "JOB_COMPLETION_INDEX=2 CHORUS_WORLD_SIZE=4 CHORUS_SEEDS=j-0.svc:9", place{2, 4, -1, 0}, "j-0.svc:9", false, "Kubernetes: JOB_COMPLETION_INDEX=2, CHORUS_WORLD_SIZE=4; coordinator at j-0.svc:9"},
@@ -86,12 +84,11 @@ func TestDetectContradictions(t *testing.T) {
 		"RANK=1 WORLD_SIZE=2 LOCAL_WORLD_SIZE=8":              `LOCAL_WORLD_SIZE="8" and WORLD_SIZE="2": a host cannot have more`,
 		"CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_ADDR=a:1 RANK=0 CHORUS_TOKEN=" + testToken: `CHORUS_RANK="1" and RANK="0": two launchers`,
 		"CHORUS_RANK=1": `CHORUS_WORLD_SIZE (unset): `,
-		"CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_ADDR=a:1 CHORUS_TOKEN=zz":                                                `CHORUS_TOKEN: want 64 hexadecimal digits`,
-		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=4": `SLURM_PROCID="1" and OMPI_COMM_WORLD_RANK="0": two launchers`,
-		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a[":                                              `SLURM_STEP_NODELIST="a[": node list "a[" has an unclosed bracket`,
-		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a,b SLURM_TASKS_PER_NODE=4":                      `SLURM_TASKS_PER_NODE="4" and SLURM_STEP_NODELIST="a,b": the first lists 1 hosts, the second 2`,
-		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2":                                       `CHORUS_SEEDS (unset): the launcher provides no address`,
-		"JOB_COMPLETION_INDEX=2 CHORUS_SEEDS=a:1":                                                                          `CHORUS_WORLD_SIZE (unset): want a whole number`,
+		"CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_ADDR=a:1 CHORUS_TOKEN=zz":                           `CHORUS_TOKEN: want 64 hexadecimal digits`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a[":                         `SLURM_STEP_NODELIST="a[": node list "a[" has an unclosed bracket`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=1 SLURM_NTASKS=4 SLURM_STEP_NODELIST=a,b SLURM_TASKS_PER_NODE=4": `SLURM_TASKS_PER_NODE="4" and SLURM_STEP_NODELIST="a,b": the first lists 1 hosts, the second 2`,
+		"OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_SIZE=2":                  `CHORUS_SEEDS (unset): the launcher provides no address`,
+		"JOB_COMPLETION_INDEX=2 CHORUS_SEEDS=a:1":                                                     `CHORUS_WORLD_SIZE (unset): want a whole number`,
 		"WORLD_SIZE=2":                              `WORLD_SIZE="2" and RANK (unset): only some of torchrun's variables are set`,
 		"RANK=0":                                    `RANK="0" and WORLD_SIZE (unset): only some of torchrun's`,
 		"LOCAL_RANK=0":                              `LOCAL_RANK="0" and RANK (unset) and WORLD_SIZE (unset): only some of torchrun's`,
@@ -101,6 +98,12 @@ func TestDetectContradictions(t *testing.T) {
 		"SLURM_PROCID=0":                            `SLURM_PROCID="0" and SLURM_JOB_ID (unset): only some of Slurm's`,
 		"SLURM_JOB_ID=7 SLURM_PROCID=1":             `SLURM_PROCID="1" and SLURM_STEP_NODELIST (unset): only some of Slurm's`,
 		"OMPI_COMM_WORLD_RANK=1":                    `OMPI_COMM_WORLD_RANK="1" and OMPI_COMM_WORLD_SIZE (unset): only some of Open MPI's`,
+		"PMI_RANK=1":                                `PMI_RANK="1" and PMI_SIZE (unset): only some of MPI (PMI)'s`,
+		"PMI_RANK=1 PMI_SIZE=4":                     `PMI_SIZE="4" and CHORUS_SEEDS (unset): the launcher provides no address`,
+		"PMI_RANK=1 PMI_SIZE=2 PMI_LOCAL_SIZE=2":    `PMI_SIZE="2" and CHORUS_JOB (unset): the launcher gives the job no name`,
+		"FLUX_JOB_SIZE=2":                           `FLUX_JOB_SIZE="2": Flux started several processes`,
+		"MV2_COMM_WORLD_SIZE=2":                     `MV2_COMM_WORLD_SIZE="2": MVAPICH started several`,
+		"PMIX_RANK=1 RANK=0 WORLD_SIZE=1":           `PMIX_RANK="1": a launcher with PMIx started several`,
 		"CHORUS_LAUNCHER=mpich":                     `CHORUS_LAUNCHER="mpich": want one of auto, none, chorus`,
 		"CHORUS_LAUNCHER=slurm RANK=0 WORLD_SIZE=1": `SLURM_PROCID (unset)`,
 	} {
@@ -178,4 +181,129 @@ func TestDetectSecret(t *testing.T) {
 	require.NoError(t, err)
 	_, err = Join(t.Context(), c)
 	require.ErrorContains(t, err, "no secret for the coordinator at 10.0.0.1:5: set CHORUS_SECRET_FILE")
+}
+
+// environments are what the launchers set for the second process of a world of two and for the only
+// process of a world, as recorded from Open MPI 4.1, MPICH 4.0 and Slurm 22.05 (srun, and srun --mpi=pmi2).
+// The variables that Chorus does not read are omitted.
+var environments = []struct{ name, two, one string }{
+	{"chorus", "CHORUS_LAUNCHER=chorus CHORUS_RANK=1 CHORUS_WORLD_SIZE=2 CHORUS_LOCAL_RANK=1 CHORUS_LOCAL_SIZE=2 CHORUS_NODE=0 CHORUS_NODES=1 CHORUS_ADDR=127.0.0.1:5 CHORUS_TOKEN=" + testToken + " RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=6",
+		"CHORUS_LAUNCHER=chorus CHORUS_RANK=0 CHORUS_WORLD_SIZE=1 CHORUS_LOCAL_RANK=0 CHORUS_LOCAL_SIZE=1 CHORUS_NODE=0 CHORUS_NODES=1 CHORUS_ADDR=127.0.0.1:5 CHORUS_TOKEN=" + testToken + " RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=6"},
+	{"torchrun", "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 GROUP_RANK=0 MASTER_ADDR=n1 MASTER_PORT=7 TORCHELASTIC_RUN_ID=none",
+		"RANK=0 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 GROUP_RANK=0 MASTER_ADDR=n1 MASTER_PORT=7 TORCHELASTIC_RUN_ID=none"},
+	{"openmpi", "OMPI_COMM_WORLD_RANK=1 OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 OMPI_COMM_WORLD_NODE_RANK=1 PMIX_NAMESPACE=552861697 PMIX_RANK=1",
+		"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 OMPI_COMM_WORLD_LOCAL_RANK=0 OMPI_COMM_WORLD_LOCAL_SIZE=1 OMPI_COMM_WORLD_NODE_RANK=0 PMIX_NAMESPACE=552861698 PMIX_RANK=0"},
+	{"pmi", "PMI_RANK=1 PMI_SIZE=2 PMI_FD=8 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2 HYDI_CONTROL_FD=7 CHORUS_JOB=mine",
+		"PMI_RANK=0 PMI_SIZE=1 PMI_FD=6 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 HYDI_CONTROL_FD=7"},
+	{"slurm", "SLURM_JOB_ID=2 SLURM_STEP_ID=0 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_NODEID=1 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=n[1-2] SLURM_STEP_TASKS_PER_NODE=1(x2) SLURM_TASKS_PER_NODE=1(x2) SLURMD_NODENAME=n2",
+		"SLURM_JOB_ID=1 SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_NTASKS=1 SLURM_STEP_NUM_TASKS=1 SLURM_STEP_NODELIST=n1 SLURM_STEP_TASKS_PER_NODE=1 SLURM_TASKS_PER_NODE=1 SLURMD_NODENAME=n1"},
+	{"kubernetes", "JOB_COMPLETION_INDEX=1 CHORUS_WORLD_SIZE=2 CHORUS_SEEDS=j-0.j:9", "JOB_COMPLETION_INDEX=0 CHORUS_WORLD_SIZE=1"},
+}
+
+// pmiOfSlurm are the variables that srun --mpi=pmi2 adds to its own.
+const pmiOfSlurm = " PMI_RANK=1 PMI_SIZE=2 PMI_FD=11 PMI_JOBID=2.0 SLURM_MPI_TYPE=pmi2"
+
+// TestNestedLaunchers has each launcher inside of each other one. Two launchers whose variables have
+// different names leave no trace of their order, so the order of launchers decides.
+func TestNestedLaunchers(t *testing.T) {
+	for outer := len(environments) - 1; outer > 0; outer-- {
+		for inner := range outer {
+			in, out := environments[inner], environments[outer]
+			for _, tc := range []struct {
+				vars, want string
+				size       int
+			}{
+				{out.two + " " + in.two, in.name, 2},
+				{out.one + " " + in.two, in.name, 2},
+				{out.one + " " + in.one, in.name, 1},
+				{out.two + " " + in.one, out.name, 2},
+			} {
+				want, size := tc.want, tc.size
+				switch {
+				case in.name == "chorus":
+					want, size = "chorus", map[bool]int{true: 2, false: 1}[strings.Contains(tc.vars, "CHORUS_RANK=1")] // it sets CHORUS_LAUNCHER
+				case out.name == "kubernetes" && strings.Contains(tc.vars, "CHORUS_SEEDS=") && want == in.name && in.name != "torchrun" && in.name != "slurm":
+					continue // MPI would use this seed; nobody sets one for both
+				}
+				cfg, err := detect(environ(tc.vars))
+				require.NoError(t, err, tc.vars)
+				require.True(t, strings.HasPrefix(cfg.source, map[string]string{"chorus": "chorus run: ", "torchrun": "torchrun: ", "openmpi": "Open MPI: ",
+					"pmi": "MPI (PMI): ", "slurm": "Slurm: ", "kubernetes": "Kubernetes: "}[want]), "%s in %s: %s", in.name, out.name, cfg.source)
+				require.Equal(t, size, cfg.Size, tc.vars)
+			}
+		}
+	}
+	slurm := environments[4]
+	cfg, err := detect(environ(slurm.two + pmiOfSlurm))
+	require.NoError(t, err)
+	require.Equal(t, "n1:61442", cfg.Addr, "Slurm's variables contain an address, PMI's do not")
+	// The proxies of MPICH are a step of Slurm with a task for each host.
+	cfg, err = detect(environ(slurm.two + " PMI_RANK=3 PMI_SIZE=4 MPI_LOCALNRANKS=2 MPI_LOCALRANKID=1 CHORUS_SEEDS=n1:8"))
+	require.NoError(t, err)
+	require.Equal(t, []int{3, 4, 1}, []int{*cfg.Rank, cfg.Size, *cfg.LocalRank})
+}
+
+// TestOneJob is `chorus run` without --nnodes under each launcher.
+func TestOneJob(t *testing.T) {
+	for _, e := range environments {
+		vars := strings.ReplaceAll(e.two, "CHORUS_LAUNCHER=chorus", "")
+		require.ErrorContains(t, checkOneJob(environ(vars)), "started 2 processes, and each would run a job of its own", e.name)
+		require.NoError(t, checkOneJob(environ(vars+" CHORUS_LAUNCHER=none")), e.name)
+		require.NoError(t, checkOneJob(environ(e.one)), e.name)
+	}
+	require.NoError(t, checkOneJob(environ("SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_NTASKS=7")), "the script of sbatch")
+	for name, value := range map[string]string{"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"} {
+		t.Setenv(name, value)
+	}
+	_, err := Start(t.Context(), &Config{Timing: quick})
+	require.ErrorContains(t, err, "Slurm started 2 processes")
+	a, err := Start(t.Context(), &Config{Nodes: 1, Timing: quick})
+	require.NoError(t, err)
+	require.NoError(t, a.Close())
+}
+
+// TestTwoJobsOfMPICH starts two jobs at the same time, each with the variables of Hydra and below a proxy
+// of its own. Their names and ports differ, so each has a world of its own.
+func TestTwoJobsOfMPICH(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	proxy := filepath.Join(t.TempDir(), "hydra_pmi_proxy")
+	require.NoError(t, os.WriteFile(proxy, []byte(`#!/bin/sh
+for rank in 0 1; do
+	PMI_RANK=$rank PMI_SIZE=2 MPI_LOCALRANKID=$rank MPI_LOCALNRANKS=2 sh -c '"$0" worker shutdown; echo "left $?"' "$1" &
+done
+wait
+`), 0o755))
+	var outs [2]strings.Builder
+	var cmds [2]*exec.Cmd
+	for i := range cmds {
+		cmds[i] = exec.Command(proxy, self)
+		cmds[i].Stdout, cmds[i].Stderr = &outs[i], &outs[i]
+		require.NoError(t, cmds[i].Start())
+	}
+	for i := range cmds {
+		require.NoError(t, cmds[i].Wait())
+		require.Equal(t, 2, strings.Count(outs[i].String(), "left 0"), outs[i].String())
+		require.Contains(t, outs[i].String(), "attached 1 of 2")
+	}
+}
+
+func TestSplitAddr(t *testing.T) {
+	for in, want := range map[string][2]string{
+		"n1": {"n1", "7"}, "n1:8": {"n1", "8"}, "10.0.0.1": {"10.0.0.1", "7"}, "10.0.0.1:8": {"10.0.0.1", "8"}, " n1 ": {"n1", "7"},
+		"2001:db8::1": {"2001:db8::1", "7"}, "[2001:db8::1]": {"2001:db8::1", "7"}, "[2001:db8::1]:8": {"2001:db8::1", "8"},
+		"fe80::77%lo": {"fe80::77%lo", "7"}, "[fe80::77%lo]": {"fe80::77%lo", "7"}, "[fe80::77%lo]:8": {"fe80::77%lo", "8"}, "[::]": {"::", "7"}, "::": {"::", "7"},
+	} {
+		h, p, err := splitAddr(in, "7")
+		require.NoError(t, err, in)
+		require.Equal(t, want, [2]string{h, p}, in)
+	}
+	for _, in := range []string{"[2001:db8::1", "2001:db8::1]", "2001:db8:1:8", "[::x]:8", "[n1]:8:9"} {
+		_, _, err := splitAddr(in, "7")
+		require.EqualError(t, err, "want an IPv6 address as in [2001:db8::1]:7", in)
+	}
+	for _, in := range []string{"", " "} {
+		_, _, err := splitAddr(in, "7")
+		require.EqualError(t, err, "empty address", in)
+	}
 }

@@ -168,11 +168,11 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 // ownIP returns the address for gossip: the address to listen on, or the local
 // address of the route to the first seed.
 func ownIP(cfg *Config, seeds []string, mine string) (string, error) {
-	if ip, _, err := splitAddr(cfg.Bind, ""); err == nil && !net.ParseIP(ip).IsUnspecified() {
+	if ip, _, err := splitAddr(cfg.Bind, ""); err == nil && !parseIP(ip).IsUnspecified() {
 		return ip, nil
 	}
 	h, _, _ := net.SplitHostPort(mine)
-	if ip := net.ParseIP(h); ip != nil {
+	if ip := parseIP(h); ip != nil {
 		return h, nil
 	}
 	// A connected UDP socket sends nothing, but it has the local address of the route.

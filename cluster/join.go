@@ -28,8 +28,10 @@ type JoinConfig struct {
 	// number of processes there. If they are nil and 0, the coordinator counts.
 	LocalRank *int
 	LocalSize int
-	// Node is the index of this host and Host its name. Nil lets the coordinator
-	// number the hosts; "" means the system's host name.
+	// Node is the index of this host and Host its name, in messages and in the order of ranks. Nil lets
+	// the coordinator number the hosts; "" means CHORUS_HOST or the system's host name. The UUIDs of
+	// virtual devices do not depend on Host: set CHORUS_HOST if processes of one machine are to have the
+	// virtual devices of several hosts.
 	Node *int
 	Host string
 	Name string // breaks ties between processes if the coordinator assigns ranks
@@ -70,9 +72,11 @@ const (
 )
 
 // Attach joins this process to the job that started it. It reads the variables of,
-// in this order, `chorus run`, torchrun, Slurm, Open MPI, other MPI launchers (with
-// CHORUS_SEEDS) and a Kubernetes indexed Job; Session.Source returns the result.
-// Without such variables the world is this process alone.
+// in this order, `chorus run`, torchrun, Open MPI, MPICH and Intel MPI, Slurm and a
+// Kubernetes indexed Job; Session.Source returns the result. If several of them are set,
+// because one launcher has started another one, the first that has started more than one process
+// decides. MPI's launchers need CHORUS_SEEDS for several hosts. Without such variables the world
+// is this process alone.
 //
 // Attach returns when all processes of the world have attached. It fails with
 //   - a *JoinTimeoutError that lists the missing processes, after CHORUS_JOIN_TIMEOUT,
@@ -183,7 +187,7 @@ func isLoopback(addr string) bool {
 	if err != nil {
 		return false
 	}
-	ip := net.ParseIP(h)
+	ip := parseIP(h)
 	return h == "localhost" || ip != nil && ip.IsLoopback()
 }
 

@@ -110,6 +110,13 @@ func workerMain(what string) int {
 	case "close":
 		s.Close()
 		return 0
+	case "shutdown":
+		fmt.Println("attached", s.Rank(), "of", s.Size())
+		if err := s.Shutdown(context.Background()); err != nil {
+			fmt.Println("shut down:", err)
+			return 47
+		}
+		return 0
 	case "count":
 		return countMain(s)
 	}

@@ -115,10 +115,12 @@ func agentMain(host, seed string) int {
 			fmt.Println(v)
 		}
 	}
-	for deadline := time.Now().Add(90 * time.Second); os.Getenv(waitVar) != "blind" && len(a.gossip.ml.Members()) < nodes && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(90 * time.Second); a.gossip != nil && os.Getenv(waitVar) != "blind" && len(a.gossip.ml.Members()) < nodes && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
-	fmt.Println("gossip sees", len(a.gossip.ml.Members()))
+	if a.gossip != nil {
+		fmt.Println("gossip sees", len(a.gossip.ml.Members()))
+	}
 	if os.Getenv(waitVar) != "" {
 		for _, v := range a.WorkerEnv(0) {
 			name, value, _ := strings.Cut(v, "=")
@@ -259,4 +261,29 @@ func TestWithoutUDP(t *testing.T) {
 	for _, p := range ps[:2] {
 		require.Regexp(t, `host n2,? .?pid \d+\) lost: silent for `, p.await(t, "cause:"))
 	}
+}
+
+// TestIPv6Only is a job of two hosts without IPv4, with each form of the seed's address.
+func TestIPv6Only(t *testing.T) {
+	l := newLAN(t, 2)
+	for i := range 2 {
+		l.Do("ip -n %s addr flush dev eth0", l.NS(i))
+		l.Do("ip -n %s addr del 127.0.0.1/8 dev lo", l.NS(i))
+		l.Do("ip -n %s addr add fd00::%d/64 dev eth0 nodad", l.NS(i), i+1)
+		l.Do("ip -n %s addr add fe80::%d/64 dev eth0 nodad", l.NS(i), i+1)
+	}
+	for _, tc := range []struct{ seed, addr string }{{"fd00::1", "fd00::1"}, {"[fd00::1]:7100", "fd00::1"}, {"fe80::1%eth0", "fe80::1%eth0"}} {
+		vars := []string{nodesVar + "=2", waitVar + "=blind"} // gossip knows no zones
+		a, b := l.start(0, vars, "agent", "a", tc.seed), l.start(1, vars, "agent", "b", tc.seed)
+		for _, p := range []*process{a, b} {
+			p.await(t, "MASTER_ADDR="+tc.addr)
+		}
+		for _, p := range []*process{a, b} {
+			require.NoError(t, p.cmd.Process.Kill())
+			p.exit()
+		}
+	}
+	// A job on one host.
+	p := l.start(0, []string{nodesVar + "=1", waitVar + "=alone"}, "agent", "a", "x")
+	p.await(t, "waiting")
 }

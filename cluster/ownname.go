@@ -14,7 +14,7 @@ import (
 func isOwnName(name string) bool {
 	own, _, _ := strings.Cut(hostName(), ".")
 	short, _, _ := strings.Cut(name, ".")
-	return short == own && short != "localhost" && net.ParseIP(name) == nil
+	return short == own && short != "localhost" && parseIP(name) == nil
 }
 
 // onlyLoopback reports whether all addresses are the loopback's, and there are some.
@@ -58,7 +58,7 @@ func ownAddress() net.IP {
 func checkSeeds(ctx context.Context, seeds []string) error {
 	for _, s := range seeds {
 		h, _, _ := net.SplitHostPort(s)
-		if net.ParseIP(h) == nil && !isOwnName(h) && onlyLoopback(resolve(ctx, h)) {
+		if parseIP(h) == nil && !isOwnName(h) && onlyLoopback(resolve(ctx, h)) {
 			return badConfig("seed %s: on this host the name means the loopback, which other hosts cannot reach: use a name or an address of the host, "+
 				"or 127.0.0.1 if all launchers of the job run on this machine", h)
 		}

@@ -2,6 +2,7 @@ package comm
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"time"
@@ -9,24 +10,139 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 )
 
-// exchangeBy returns the exchange of this process's rank over a Rendezvous.
+// exchangeBy returns the exchange of this process's rank over a Rendezvous. Rank 0 gathers the values and
+// publishes them together, so that the number of calls grows linearly with the number of ranks.
 func exchangeBy(r Rendezvous, prefix string) fabric.Exchange {
 	round := 0
 	return func(ctx context.Context, mine []byte) ([][]byte, error) {
-		key := func(rank int) string { return fmt.Sprintf("%s%d/%d", prefix, round, rank) }
-		if err := r.Set(ctx, key(r.Rank()), mine); err != nil {
+		at := fmt.Sprint(prefix, round, "/")
+		round++
+		if r.Rank() != 0 {
+			if err := r.Set(ctx, fmt.Sprint(at, r.Rank()), mine); err != nil {
+				return nil, err
+			}
+			return published(ctx, r, at)
+		}
+		all, err := gather(ctx, r, at)
+		if err != nil {
 			return nil, err
 		}
-		all := make([][]byte, r.Size())
-		for i := range all {
-			var err error
-			if all[i], err = r.Get(ctx, key(i)); err != nil {
-				return nil, fmt.Errorf("wait for rank %d: %w", i, err)
-			}
-		}
-		round++
-		return all, nil
+		all[0] = mine
+		return all, publish(ctx, r, at, all)
 	}
+}
+
+// gatherer is a Rendezvous that gets several values by one call, as cluster.Session and cluster.World do.
+type gatherer interface {
+	GetAll(ctx context.Context, keys ...string) ([][]byte, error)
+}
+
+// maxGathered is the number of values that one call gets.
+const maxGathered = 128
+
+// gather waits for the values of all ranks but 0, whose keys are their numbers after a prefix. Only rank 0
+// calls it.
+func gather(ctx context.Context, r Rendezvous, prefix string) ([][]byte, error) {
+	all := make([][]byte, 1, r.Size())
+	several, _ := r.(gatherer)
+	for len(all) < r.Size() {
+		var keys []string
+		for rank := len(all); rank < min(r.Size(), len(all)+maxGathered); rank++ {
+			keys = append(keys, fmt.Sprint(prefix, rank))
+		}
+		if several != nil {
+			values, err := several.GetAll(ctx, keys...)
+			if err == nil {
+				all = append(all, values...)
+				continue
+			}
+			if ctx.Err() != nil || r.Context().Err() != nil {
+				return nil, fmt.Errorf("wait for rank %d: %w", missing(r, keys, len(all)), err)
+			}
+			several = nil // the values may be too large for one call
+		}
+		for _, key := range keys {
+			value, err := r.Get(ctx, key)
+			if err != nil {
+				return nil, fmt.Errorf("wait for rank %d: %w", len(all), err)
+			}
+			all = append(all, value)
+		}
+	}
+	return all, nil
+}
+
+// missing returns the first rank whose key has no value, where the first key belongs to rank first. It
+// returns first if that cannot be found out any more.
+func missing(r Rendezvous, keys []string, first int) int {
+	ctx, cancel := context.WithTimeout(context.Background(), alarmReadTime/10)
+	defer cancel()
+	for i, key := range keys {
+		if _, err := r.Get(ctx, key); err != nil {
+			return first + i
+		}
+	}
+	return first
+}
+
+const (
+	// maxPart is the number of bytes of one part of the published values, less than the limit of a value in
+	// a cluster.Store, and maxTogether limits their sum.
+	maxPart     = 512 << 10
+	maxTogether = 32 << 20
+)
+
+// publish sets the values of all ranks for published.
+func publish(ctx context.Context, r Rendezvous, prefix string, all [][]byte) error {
+	var b []byte
+	for _, value := range all {
+		b = append(binary.AppendUvarint(b, uint64(len(value))), value...)
+	}
+	if len(b) > maxTogether {
+		return fmt.Errorf("the ranks exchange %d bytes: want at most %d", len(b), maxTogether)
+	}
+	b = append(binary.BigEndian.AppendUint32(nil, uint32(len(b))), b...)
+	for i := 0; len(b) > 0; i++ {
+		part := b[:min(len(b), maxPart)]
+		if err := r.Set(ctx, fmt.Sprint(prefix, "all/", i), part); err != nil {
+			return err
+		}
+		b = b[len(part):]
+	}
+	return nil
+}
+
+// published waits for the values that rank 0 publishes.
+func published(ctx context.Context, r Rendezvous, prefix string) ([][]byte, error) {
+	var b []byte
+	size := -1
+	for i := 0; size < 0 || len(b) < size; i++ {
+		part, err := r.Get(ctx, fmt.Sprint(prefix, "all/", i))
+		if err != nil {
+			return nil, fmt.Errorf("wait for rank 0: %w", err)
+		}
+		if i == 0 {
+			if len(part) < 4 || binary.BigEndian.Uint32(part) > maxTogether {
+				return nil, fmt.Errorf("rank 0 publishes values of an unknown length: %w", ErrMismatch)
+			}
+			size, part = int(binary.BigEndian.Uint32(part)), part[4:]
+		}
+		if b = append(b, part...); len(part) == 0 && len(b) < size {
+			break
+		}
+	}
+	all := make([][]byte, 0, r.Size())
+	for len(b) > 0 {
+		n, head := binary.Uvarint(b)
+		if head <= 0 || n > uint64(len(b)-head) || len(all) == r.Size() {
+			break
+		}
+		all, b = append(all, b[head:head+int(n)]), b[head+int(n):]
+	}
+	if len(b) > 0 || len(all) != r.Size() {
+		return nil, fmt.Errorf("rank 0 publishes the values of %d of %d ranks: %w", len(all), r.Size(), ErrMismatch)
+	}
+	return all, nil
 }
 
 // withAlarm runs fn, which waits for the other ranks of a Rendezvous, possibly inside a
@@ -80,10 +196,14 @@ func raiseAlarm(parent context.Context, r Rendezvous, prefix string, cause error
 		// If another rank has also failed and raised the alarm, its text is equally good.
 		_ = r.Set(ctx, prefix+"alarm", fmt.Appendf(nil, "rank %d cannot: %v", r.Rank(), cause))
 	}
-	_ = r.Set(ctx, fmt.Sprint(prefix, "read/", r.Rank()), []byte("read")) // report the cause, not this error
-	for i := 0; i < r.Size() && parent.Err() == nil; i++ {
-		if _, err := r.Get(ctx, fmt.Sprint(prefix, "read/", i)); err != nil {
-			return
-		}
+	wait, stop := context.WithCancel(ctx)
+	defer stop()
+	defer context.AfterFunc(parent, stop)()
+	if r.Rank() != 0 {
+		_ = r.Set(ctx, fmt.Sprint(prefix, "read/", r.Rank()), []byte("read")) // report the cause, not this error
+		_, _ = r.Get(wait, prefix+"read/all")
+		return
 	}
+	_, _ = gather(wait, r, prefix+"read/")
+	_ = r.Set(ctx, prefix+"read/all", []byte("read"))
 }

@@ -100,3 +100,6 @@ func ServiceAddress(g *Group) string { return serviceAddress(g.members[0].comm) 
 
 // Analyst reports whether a rank compares the dumps of all ranks.
 var Analyst = analyst
+
+// ExchangeBy is the exchange of Join.
+var ExchangeBy = exchangeBy

@@ -114,7 +114,7 @@ func (j *joining) run(ctx context.Context) (err error) {
 
 // A rankInfo describes a rank to rank 0.
 type rankInfo struct {
-	Host     string // hostname
+	Host     string // its name in the job, or the system's
 	Machine  string // identifies the host
 	PID      int
 	Device   string
@@ -142,6 +142,9 @@ func (j *joining) agree(ctx context.Context) (v admission, err error) {
 	if err != nil {
 		return v, err
 	}
+	if named, ok := j.r.(interface{ Host() string }); ok { // such as a cluster.Session
+		mine.Host = named.Host()
+	}
 	if me := j.r.Rank(); me != 0 {
 		if err := put(ctx, j.r, fmt.Sprint(j.prefix, me), mine); err != nil {
 			return v, err
@@ -151,10 +154,14 @@ func (j *joining) agree(ctx context.Context) (v admission, err error) {
 		}
 		return v, v.check(j.r.Size())
 	}
-	infos := make([]rankInfo, j.r.Size())
+	all, err := gather(ctx, j.r, j.prefix)
+	if err != nil {
+		return v, err
+	}
+	infos := make([]rankInfo, len(all))
 	infos[0] = mine
 	for i := 1; i < len(infos); i++ {
-		if err := get(ctx, j.r, fmt.Sprint(j.prefix, i), &infos[i]); err != nil {
+		if err := decode(fmt.Sprint(j.prefix, i), all[i], &infos[i]); err != nil {
 			return v, fmt.Errorf("wait for rank %d: %w", i, err)
 		}
 	}
@@ -294,6 +301,10 @@ func get(ctx context.Context, r Rendezvous, key string, v any) error {
 	if err != nil {
 		return err
 	}
+	return decode(key, b, v)
+}
+
+func decode(key string, b []byte, v any) error {
 	if err := json.Unmarshal(b, v); err != nil {
 		return fmt.Errorf("%s: %w", key, err)
 	}

@@ -2,6 +2,7 @@ package gds
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"os"
 	"sync"
@@ -33,6 +34,10 @@ func (f *File) directReady() bool {
 	return !f.refuses(Direct)
 }
 
+// keptDescriptors is the number of file descriptors that direct reads, which are not necessary, leave to
+// NCCL's connections and to the program.
+const keptDescriptors = 64
+
 func (f *File) openDirect() error {
 	flags, err := unix.FcntlInt(uintptr(f.fd), unix.F_GETFL, 0)
 	if err != nil {
@@ -41,8 +46,16 @@ func (f *File) openDirect() error {
 	flags = flags&unix.O_ACCMODE | unix.O_DIRECT | unix.O_CLOEXEC
 	// Through the descriptor, because the path may now name another file.
 	fd, err := unix.Open(fmt.Sprintf("/proc/self/fd/%d", f.fd), flags, 0)
-	if err != nil {
+	var limit unix.Rlimit
+	switch {
+	case errors.Is(err, unix.EMFILE):
+		return fmt.Errorf("open it once more with O_DIRECT: %w; %s", err, advice(err))
+	case err != nil:
 		return fmt.Errorf("the file system does not open it with O_DIRECT: %w", err)
+	case unix.Getrlimit(unix.RLIMIT_NOFILE, &limit) == nil && uint64(fd)+keptDescriptors >= limit.Cur:
+		// The kernel returns the lowest free number.
+		_ = unix.Close(fd)
+		return fmt.Errorf("open it once more with O_DIRECT: the last %d file descriptors are left for other uses; %s", keptDescriptors, advice(unix.EMFILE))
 	}
 	d := &f.direct
 	d.fd, d.open, d.align = fd, true, usualAlign

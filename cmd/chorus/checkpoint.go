@@ -57,12 +57,12 @@ func encode(out io.Writer, v any) error {
 	return e.Encode(v)
 }
 
-// sizeOf parses a number of bytes with an optional unit: kB, MB, GB or TB, of powers of 1000, or
+// sizeOf parses a number of bytes with an optional unit: kB or KB, MB, GB or TB, of powers of 1000, or
 // KiB, MiB, GiB, TiB, of powers of 1024.
 func sizeOf(text string) (int64, error) {
 	digits := strings.TrimRight(text, "kKMGTiB")
 	n, err := strconv.ParseInt(digits, 10, 64)
-	unit, ok := map[string]int64{"": 1, "B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[text[len(digits):]]
+	unit, ok := map[string]int64{"": 1, "B": 1, "kB": 1e3, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}[text[len(digits):]]
 	if err != nil || !ok || n < 1 || n > (1<<62)/unit {
 		return 0, fmt.Errorf("%q: want a size such as 5GB or 512MiB", text)
 	}

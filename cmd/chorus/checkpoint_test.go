@@ -52,7 +52,7 @@ func TestCheckpointCommands(t *testing.T) {
 	report, _, code := chorusCommand(t, nil, "checkpoint", "verify", cut)
 	require.Equal(t, 1, code)
 	require.Contains(t, report, "cut.safetensors: damaged: ")
-	checkpointCommand(t, "export", step, filepath.Join(folder, "out", "model.safetensors"), "--max-file-size", "10kB")
+	checkpointCommand(t, "export", step, filepath.Join(folder, "out", "model.safetensors"), "--max-file-size", "10KB")
 	require.Contains(t, checkpointCommand(t, "diff", filepath.Join(folder, "out", "model.safetensors.index.json"), from), "no difference")
 	require.Contains(t, checkpointCommand(t, "reshard", step, step, "--max-file-size", "1GiB"), "in 1 files")
 	require.Contains(t, checkpointCommand(t, "ls", torchFixtures+"distributed"), "columns")

@@ -1,9 +1,11 @@
 package main
 
 import (
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strconv"
@@ -115,5 +117,24 @@ func TestLoadMistakes(t *testing.T) {
 		require.Equal(t, tc.code, code, "%v: %s", tc.args, errs)
 		require.Contains(t, errs, tc.says)
 		require.Empty(t, out)
+	}
+}
+
+// TestLoadWithFewDescriptors loads more files than there are descriptors for reading each of them in two ways.
+func TestLoadWithFewDescriptors(t *testing.T) {
+	dir := t.TempDir()
+	for i := range 200 {
+		header := fmt.Sprintf(`{"t%d":{"dtype":"U8","shape":[8],"data_offsets":[0,8]}}`, i)
+		b := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header+"12345678"...)
+		require.NoError(t, os.WriteFile(filepath.Join(dir, fmt.Sprintf("%03d.safetensors", i)), b, 0o600))
+	}
+	for limit, works := range map[string]bool{"256": true, "215": false, "150": false} {
+		cmd := exec.Command("sh", "-c", `ulimit -n `+limit+`; exec "$0" load "$1"/*.safetensors -g 2`, self(t), dir)
+		cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", "CHORUS_VIRTUAL_DEVICES=2")
+		out, err := cmd.CombinedOutput()
+		require.Equal(t, works, err == nil, "%s", out)
+		if !works {
+			require.Contains(t, string(out), "ulimit -n")
+		}
 	}
 }

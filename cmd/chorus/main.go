@@ -48,6 +48,11 @@ func run(args []string) int {
 		return int(code)
 	}
 	fmt.Fprintf(os.Stderr, "chorus: %s\n", plain.Lines(err.Error()))
+	return codeOf(err)
+}
+
+// codeOf returns the exit code for an error that is not an exitCode.
+func codeOf(err error) int {
 	var usage *launch.UsageError
 	if errors.As(err, &usage) {
 		return launch.ExitUsage

@@ -45,7 +45,9 @@ a growing time.
 For several hosts, use the same --job, --nnodes, --seeds and secret on every host. The
 seeds are the hosts that may coordinate the job at the start; the smallest reachable seed
 coordinates.
-One seed is enough. Without these flags, chorus reads torchrun's variables PET_NNODES,
+One seed is enough. If another launcher starts chorus on several hosts, such as srun or mpirun,
+--nnodes is needed: without it, each of them would run a job of its own, so chorus
+refuses that. --nnodes 1 permits it. Without these flags, chorus reads torchrun's variables PET_NNODES,
 PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MAX_RESTARTS, PET_MASTER_ADDR and PET_MASTER_PORT, which
 Kubeflow sets.
 
@@ -84,6 +86,7 @@ type runFlags struct {
 	joinTimeout time.Duration
 	grace       time.Duration
 	noPrefix    bool
+	logFormat   string
 }
 
 func newRunCommand() *cobra.Command {
@@ -93,15 +96,18 @@ func newRunCommand() *cobra.Command {
 		Short:   "Start one process for each device and supervise them",
 		Long:    runLong,
 		Example: runExample,
-		RunE: func(cmd *cobra.Command, args []string) error {
+		RunE: func(cmd *cobra.Command, args []string) (err error) {
 			cfg, err := f.config(cmd, args)
+			if f.logFormat == "json" {
+				defer func() { err = f.logError(err) }()
+			}
 			if err != nil {
 				return err
 			}
 			exits := &monitor.Exits{}
-			cfg.Exited = exits.Add
-			source := monitor.NewSource(cfg.Cluster.Job, cfg.Cluster.MinNodes)
-			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), source, exits); err != nil {
+			cfg.Exited, cfg.Restarted = exits.Add, exits.AddRestart
+			source := monitor.NewSource(cfg.Cluster.Job, max(cfg.Cluster.MinNodes, 1))
+			if cfg.Joined, err = monitored(cmd.Context(), orEnv(f.metrics, env.Metrics), source, exits, func(level, text string) { cfg.Log(level, nil, text) }); err != nil {
 				return err
 			}
 			return start(cmd, cfg)
@@ -109,6 +115,17 @@ func newRunCommand() *cobra.Command {
 	}
 	f.add(cmd)
 	return cmd
+}
+
+// logError writes an error of this command as JSON, and returns its exit code.
+func (f *runFlags) logError(err error) error {
+	if _, told := err.(exitCode); err == nil || told {
+		return err
+	}
+	cfg := &launch.Config{JSON: true, Stderr: os.Stderr}
+	cfg.Cluster.Job = orEnv(f.job, env.Job)
+	cfg.Log("ERROR", nil, err.Error())
+	return exitCode(codeOf(err))
 }
 
 func (f *runFlags) add(cmd *cobra.Command) {
@@ -129,6 +146,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "time to wait for all hosts and processes, such as 30s ("+env.JoinTimeout.Name+", default "+env.JoinTimeout.Default+")")
 	fs.DurationVar(&f.grace, "grace", 0, "time from a failure until the others are asked to stop, and again until they are killed, such as 5s ("+env.Grace.Name+", default "+env.Grace.Default+")")
 	fs.BoolVar(&f.raw, "raw", false, "output byte for byte, without quoting control characters")
+	fs.StringVar(&f.logFormat, "log-format", "text", "format of chorus's own lines: text, or json with time, level, msg, job, host and rank")
 	fs.BoolVar(&f.noPrefix, "no-prefix", false, "output without the rank at the start of each line")
 }
 
@@ -141,11 +159,14 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 		return nil, err
 	}
 	least, most, _ := f.nodes()
+	if !cmd.Flags().Changed("nnodes") {
+		least, most = 0, 0 // one host, unless another launcher has started several of us
+	}
 	procs, err := f.procs()
 	if err != nil {
 		return nil, err
 	}
-	cfg := &launch.Config{Program: args, Procs: procs, NoPrefix: f.noPrefix, Raw: f.raw,
+	cfg := &launch.Config{Program: args, Procs: procs, NoPrefix: f.noPrefix, Raw: f.raw, JSON: f.logFormat == "json",
 		LogDir: orEnv(f.logDir, env.LogDir), Stdout: os.Stdout, Stderr: os.Stderr}
 	if cfg.Grace = f.grace; cfg.Grace == 0 {
 		if cfg.Grace, err = env.Grace.Duration(); err != nil {

@@ -53,6 +53,9 @@ func (f *runFlags) check() error {
 	if _, err := f.procs(); err != nil {
 		return err
 	}
+	if f.logFormat != "text" && f.logFormat != "json" {
+		return &launch.UsageError{Reason: fmt.Sprintf("--log-format %s: want text or json", f.logFormat)}
+	}
 	if f.maxRestarts < 0 {
 		return &launch.UsageError{Reason: fmt.Sprintf("--max-restarts %d: want 0 or more", f.maxRestarts)}
 	}

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"os"
+	"os/exec"
 	"testing"
 
 	"github.com/spf13/cobra"
@@ -49,5 +51,19 @@ func TestPET(t *testing.T) {
 		_, err := flagsOf(t, map[string]string{name: value})
 		require.IsType(t, &launch.UsageError{}, err)
 		require.ErrorContains(t, err, name+`="`+value+`": `)
+	}
+}
+
+// TestMistakesAsJSON has a mistake in a flag, with and without --log-format json.
+func TestMistakesAsJSON(t *testing.T) {
+	for format, want := range map[string]string{
+		"json": `{"time":"[^"]+","level":"ERROR","msg":"--nnodes 0: want a number of at least 1, or a range such as 2:4","job":"j","host":"h"}`,
+		"text": "chorus: --nnodes 0: want ", "xml": "chorus: --log-format xml: want text or json",
+	} {
+		cmd := exec.Command(self(t), "run", "--log-format", format, "--job", "j", "--nnodes", map[bool]string{true: "0", false: "1"}[format != "xml"], "--", "true")
+		cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", "CHORUS_HOST=h")
+		out, _ := cmd.CombinedOutput() // the code is looked at
+		require.Regexp(t, "^"+want, string(out))
+		require.Equal(t, launch.ExitUsage, cmd.ProcessState.ExitCode())
 	}
 }

@@ -161,8 +161,9 @@ func TestTrainJobRuns(t *testing.T) {
 // The scripts of Slurm run with a srun that starts the tasks of both nodes on this host.
 func TestSlurmScriptsRun(t *testing.T) {
 	b := newBench(t)
-	b.script(t, "scontrol", `[ "$*" = "show hostnames node[1-2]" ]; echo 127.0.0.1:$TEST_PORT; echo node2`+"\n")
+	b.script(t, "scontrol", `[ "$*" = "show hostnames node[1-2]" ]; echo 127.0.0.1; echo node2`+"\n")
 	b.script(t, "srun", `
+echo "$*" > $HOME/srun-args
 while [[ "$1" == --* ]]; do shift; done
 pids=()
 for ((rank = 0; rank < 2 * TEST_TASKS; rank++)); do
@@ -179,17 +180,66 @@ for p in "${pids[@]}"; do wait "$p"; done
 			out := b.hosts(t, 1, func(ctx context.Context, _ int) *exec.Cmd {
 				path, err := filepath.Abs(filepath.Join("..", "slurm", file))
 				require.NoError(t, err)
-				c := b.command(ctx, []string{"CHORUS_SECRET_FILE=" + b.secret, "SLURM_JOB_ID=71", "SLURM_NNODES=2", "SLURM_CPUS_PER_TASK=8",
-					"SLURM_JOB_NODELIST=node[1-2]", "TEST_PORT=" + itoa(port), "TEST_TASKS=" + itoa(tasks), "CHORUS_SEEDS=127.0.0.1:" + itoa(port)}, "bash", path, b.program)
+				c := b.command(ctx, []string{"CHORUS_SECRET_FILE=" + b.secret, "SLURM_JOB_ID=71", "SLURM_NNODES=2", "SLURM_CPUS_PER_TASK=8", "SLURM_RESTART_COUNT=3",
+					"SLURM_JOB_NODELIST=node[1-2]", "TEST_TASKS=" + itoa(tasks), "CHORUS_SEEDS=127.0.0.1:" + itoa(port)}, "bash", path, b.program)
 				c.Dir = b.dir
 				return c
 			})
 			ranks(t, out, 4)
+			if file == "train.sbatch" {
+				args, err := os.ReadFile(filepath.Join(b.dir, "srun-args"))
+				require.NoError(t, err)
+				require.Contains(t, string(args), "--seeds 127.0.0.1:29622 ", "the port of job 71")
+				require.FileExists(t, filepath.Join(b.dir, "logs", "attempt-3", "slurm-71", "rank-3.out"))
+			}
 		})
 	}
 }
 
-// The script for Open MPI runs with a mpirun that starts all ranks on this host.
+// Slurm's warning leaves the time that chorus run gives to the program, and some more for itself.
+func TestSlurmGrace(t *testing.T) {
+	text, err := os.ReadFile(filepath.Join("..", "slurm", "train.sbatch"))
+	require.NoError(t, err)
+	warning := regexp.MustCompile(`(?m)^#SBATCH --signal=TERM@(\d+)$`).FindSubmatch(text)
+	grace := regexp.MustCompile(`--grace (\S+)`).FindSubmatch(text[bytes.LastIndex(text, []byte("exec srun")):])
+	require.NotNil(t, warning)
+	require.NotNil(t, grace)
+	before, err := time.ParseDuration(string(warning[1]) + "s")
+	require.NoError(t, err)
+	until, err := time.ParseDuration(string(grace[1]))
+	require.NoError(t, err)
+	require.GreaterOrEqual(t, until, before/2, "the program gets most of the time")
+	require.GreaterOrEqual(t, before-until, 20*time.Second, "chorus run ends before the limit")
+}
+
+// The real mpirun of each implementation that is installed starts the ranks, without a seed and without
+// a secret. Two jobs of an implementation run at the same time.
+func TestMPIRuns(t *testing.T) {
+	for _, mpi := range []struct {
+		name string
+		args []string
+	}{{"mpirun.openmpi", []string{"--oversubscribe"}}, {"mpirun.mpich", nil}} {
+		t.Run(mpi.name, func(t *testing.T) {
+			path, err := exec.LookPath(mpi.name)
+			if err != nil {
+				t.Skip(err)
+			}
+			b := newBench(t)
+			env := []string{"OMPI_ALLOW_RUN_AS_ROOT=1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"}
+			b.hosts(t, 2, func(ctx context.Context, host int) *exec.Cmd {
+				check := `out=$("$@"); echo "$out"; [ $(echo "$out" | grep -c "of 2 is hop") = 2 ]`
+				return b.command(ctx, env, "bash", append([]string{"-c", check, "check", path, "-np", "2"}, append(mpi.args, b.program)...)...)
+			})
+			c := b.command(t.Context(), env, path, append(slices.Clone(mpi.args), "-np", "2", filepath.Join(b.dir, "chorus"), "run", "--nproc-per-node", "1", "--", b.program)...)
+			out, err := c.CombinedOutput()
+			require.Error(t, err)
+			require.Contains(t, string(out), "each would run a job of its own")
+		})
+	}
+}
+
+// The script for Open MPI runs with a mpirun that starts all ranks on this host, as in an allocation of
+// Slurm: the variables of the step that has started Open MPI's daemon on each host are there, too.
 func TestOpenMPIScriptRuns(t *testing.T) {
 	b, port := newBench(t), freePort(t)
 	b.script(t, "mpirun", `
@@ -197,6 +247,7 @@ func TestOpenMPIScriptRuns(t *testing.T) {
 while [ "$1" = -x ]; do case "$2" in *=*) export "$2";; esac; shift 2; done
 [ "$CHORUS_SEEDS" != node1:29477 ]
 for rank in 0 1 2 3; do
+	SLURM_JOB_ID=4 SLURM_STEP_ID=0 SLURM_PROCID=$((rank / 2)) SLURM_NODEID=$((rank / 2)) SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST="node[1-2]" SLURM_STEP_TASKS_PER_NODE="1(x2)" \
 	OMPI_COMM_WORLD_RANK=$rank OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=$((rank % 2)) OMPI_COMM_WORLD_LOCAL_SIZE=2 CHORUS_HOST=node$((rank / 2 + 1)) "$@" & pids+=($!)
 done
 for p in "${pids[@]}"; do wait "$p"; done
@@ -238,6 +289,10 @@ func TestUnit(t *testing.T) {
 		by[o.Name] = o.Value
 	}
 	require.Equal(t, "64 77 126 127", by["RestartPreventExitStatus"])
+	require.Equal(t, "143", by["SuccessExitStatus"], "128 + SIGTERM: systemctl stop is no failure")
+	text, err := os.ReadFile(f.Name())
+	require.NoError(t, err)
+	require.Contains(t, string(text), "#   install -d -m 0700 "+filepath.Dir("/etc/chorus/secret")+"\n", "the folder of the secret")
 	args := strings.Fields(by["ExecStart"])
 	require.Equal(t, "/usr/local/bin/chorus", args[0])
 	b, port := newBench(t), freePort(t)

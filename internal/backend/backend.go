@@ -42,6 +42,7 @@ type System struct {
 	Machine *virtual.Machine // nil on CUDA
 
 	Sanitizer *sanitizer.Sanitizer // nil unless CHORUS_SANITIZER is 1
+	Sensors   nvml.API             // instead of NVML or of the machine's; nil except in tests
 }
 
 // Config selects a System. Nil and zero fields take their values from the
@@ -269,6 +270,9 @@ func (s *System) plainCuFile() (cufileapi.API, error) {
 
 // NVML opens NVML at its first use.
 func (s *System) NVML() (nvml.API, error) {
+	if s.Sensors != nil {
+		return s.Sensors, nil
+	}
 	if s.Machine != nil {
 		return s.Machine.NVML(), nil
 	}

@@ -30,7 +30,7 @@ var (
 // Settings of `chorus run` and cluster.Attach.
 var (
 	Launcher = &Var{"CHORUS_LAUNCHER", "text", "auto",
-		"Launcher whose variables cluster.Attach reads: `chorus`, `torchrun`, `slurm`, `openmpi`, `pmi`, `kubernetes`, `none` (a world of one process), or `auto`: the first of these whose variables are set."}
+		"Launcher whose variables cluster.Attach reads: `chorus`, `torchrun`, `openmpi`, `pmi` (MPICH, Intel MPI), `slurm`, `kubernetes`, `none` (a world of one process), or `auto`: the first of these that has started several processes, or else one."}
 	Seeds = &Var{"CHORUS_SEEDS", "text", "",
 		"Comma-separated host:port addresses of the hosts that may coordinate the job at its start; the same list on every host. With MPI or Kubernetes, the address of the process with rank 0."}
 	Bind = &Var{"CHORUS_BIND", "text", "",

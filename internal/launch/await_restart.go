@@ -45,7 +45,7 @@ func (j *job) notRestarted(err error) int {
 		j.say("the launcher on host " + stop.Host + " " + stop.Reason + " during a restart")
 		return stop.ExitCode
 	}
-	j.say("cannot start the ranks again: " + err.Error())
+	j.fail("cannot start the ranks again: " + err.Error())
 	return meetCode(err)
 }
 

@@ -30,6 +30,7 @@ type child struct {
 	running     bool
 	stopped     bool // it was running when the launcher began to stop the job
 	killed      bool // by the launcher
+	counted     bool // by Config.Exited
 }
 
 // name returns the name of the worker at the start of a line.
@@ -60,7 +61,7 @@ func startChild(c *child, ended chan<- *child) error {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		c.start = time.Now()
-		err := c.cmd.Start()
+		err := startAwaited(c.cmd)
 		if err == nil {
 			c.pid, c.running = c.cmd.Process.Pid, true
 		}
@@ -68,8 +69,7 @@ func startChild(c *child, ended chan<- *child) error {
 		if err != nil {
 			return
 		}
-		// ProcessState holds the same information as the error.
-		_ = c.cmd.Wait()
+		waitAwaited(c.cmd)
 		ended <- c
 	}()
 	return <-started
@@ -108,17 +108,19 @@ func (c *child) failedAlone(lost *cluster.MemberLostError) bool {
 	return lost.Closed && c.state != nil && !c.stopped && !c.killed && c.code() != 0
 }
 
-// exit returns the reason for Config.Exited.
-func (c *child) exit() string {
+// exit returns the reason for Config.Exited. first reports that no other failure explains this one.
+func (c *child) exit(first bool) string {
 	switch {
+	case c.code() == 0:
+		return "ok"
+	case c.stopped || !first && !c.killed:
+		return "stopped"
 	case c.killed:
 		return "killed"
 	case c.code() >= exitSignalOffset && c.state.ExitCode() < 0:
 		return "signal"
-	case c.code() != 0:
-		return "code"
 	}
-	return "ok"
+	return "code"
 }
 
 // reason describes how the child exited. ooms explains a SIGKILL.

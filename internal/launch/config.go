@@ -3,15 +3,19 @@ package launch
 import (
 	"bufio"
 	"bytes"
+	"cmp"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"os"
 	"os/exec"
+	"strings"
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -41,6 +45,9 @@ type Config struct {
 	NoPrefix bool
 	// Raw copies lines byte for byte. Otherwise control characters are quoted.
 	Raw bool
+	// JSON writes the launcher's own lines as JSON objects, with the names of log/slog for time, level and
+	// text, and the job, the host and the rank.
+	JSON bool
 	// LogDir receives a copy of each rank's output in <LogDir>/<job>/rank-<n>.out
 	// and .err, and in rank-<n>.restart-<k>.out and .err after restart k; if it is
 	// empty, no copy is written.
@@ -51,9 +58,13 @@ type Config struct {
 	// Joined is called when all hosts have joined. Run calls its result before the agent is
 	// closed. Joined may be nil.
 	Joined func(*cluster.Agent) (leave func())
-	// Exited is called when a worker has ended, with one of the reasons "ok", "code" (another exit
-	// code than 0), "signal" and "killed" (by the launcher). It may be nil.
+	// Exited is called for each worker that has ended, with one of the reasons "ok", "code" (another exit
+	// code than 0), "signal", "killed" (by the launcher, because it did not answer or its host is
+	// excluded) and "stopped" (with the job, or after another worker had failed). A failure is counted
+	// when it is known whether it is the first one. It may be nil.
 	Exited func(reason string)
+	// Restarted is called for each worker that was started again. It may be nil.
+	Restarted func()
 	// Signals delivers the signals that the process receives.
 	Signals <-chan os.Signal
 }
@@ -101,6 +112,32 @@ func (cfg *Config) complete() (Config, error) {
 	c.Cluster.LocalSize = c.Procs
 	c.oneAtATime()
 	return c, nil
+}
+
+// Log writes one line of the launcher itself to cfg.Stderr. The level is "INFO", "WARN" or "ERROR". rank is the
+// rank that the line is about, or nil. The caller makes sure that lines do not mix.
+func (cfg *Config) Log(level string, rank *int, text string) {
+	text = plain.Lines(text)
+	if !cfg.JSON {
+		fmt.Fprintf(cfg.Stderr, "chorus: %s\n", text)
+		return
+	}
+	if warning, ok := strings.CutPrefix(text, "warning: "); ok {
+		level, text = "WARN", warning
+	}
+	host := cmp.Or(cfg.Cluster.Host, env.HostName.Value())
+	if host == "" {
+		host, _ = os.Hostname() // "" is the best that is known
+	}
+	line, _ := json.Marshal(struct { // it has only texts and numbers
+		Time  time.Time `json:"time"`
+		Level string    `json:"level"`
+		Text  string    `json:"msg"`
+		Job   string    `json:"job"`
+		Host  string    `json:"host"`
+		Rank  *int      `json:"rank,omitempty"`
+	}{time.Now(), level, text, cfg.Cluster.Job, host, rank})
+	_, _ = cfg.Stderr.Write(append(line, '\n')) // nobody else could learn of it
 }
 
 // program returns the path of the program's file.

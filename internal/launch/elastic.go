@@ -37,10 +37,12 @@ func (j *job) obey(o cluster.Order) {
 			c.signal(syscall.SIGKILL)
 		}
 	case o.Start:
+		j.count(j.children[o.Local], true)
 		j.undecided--
 		j.scheduled++
 		time.AfterFunc(o.After, func() { j.due <- o })
 	default:
+		j.count(j.children[o.Local], true)
 		j.undecided--
 	}
 }
@@ -56,7 +58,7 @@ func (j *job) startAgain(o cluster.Order) {
 	c.shown.Store(-1)
 	c.env = []string{fmt.Sprintf("%s=%d", env.RestartCount.Name, o.Count), fmt.Sprintf("TORCHELASTIC_RESTART_COUNT=%d", o.Count)}
 	if err := j.start(c); err != nil {
-		j.say(fmt.Sprintf("cannot start worker %d of this host again: %v", o.Local, err))
+		j.fail(fmt.Sprintf("cannot start worker %d of this host again: %v", o.Local, j.limits.explain(err)))
 		return
 	}
 	j.children[o.Local] = c

@@ -77,18 +77,11 @@ func startGuardian() (*guardian, error) {
 		Path: "/proc/self/exe", Args: []string{guardianName}, Env: []string{"GOMAXPROCS=1"}, Dir: "/", Stdin: r,
 		SysProcAttr: &syscall.SysProcAttr{Setsid: true}, // so that signals of the terminal or of the group do not kill it
 	}}
-	if err := g.cmd.Start(); err != nil {
+	if err := startAwaited(g.cmd); err != nil {
 		w.Close()
 		return nil, err
 	}
 	return g, nil
-}
-
-func (g *guardian) pid() int {
-	if g == nil {
-		return 0
-	}
-	return g.cmd.Process.Pid
 }
 
 // started reports a worker's process group to the guardian. ended reports that
@@ -108,6 +101,6 @@ func (g *guardian) dismiss() {
 		return
 	}
 	_ = g.cmd.Process.Kill() // an error means that it has already exited
-	_ = g.cmd.Wait()
+	waitAwaited(g.cmd)
 	g.pipe.Close()
 }

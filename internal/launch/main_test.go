@@ -45,6 +45,8 @@ type setup struct {
 	Grace    time.Duration
 	LogDir   string
 	Raw      bool
+	JSON     bool
+	Counts   bool // Exited and Restarted write a line
 	Nodes    int
 	MinNodes int
 	Restarts int
@@ -57,7 +59,7 @@ type setup struct {
 }
 
 func (s *setup) config() *Config {
-	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw,
+	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw, JSON: s.JSON,
 		Cluster: cluster.Config{Nodes: s.Nodes, MinNodes: s.MinNodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
 			Secret: s.Secret, Timing: s.Timing}}
 }
@@ -73,6 +75,10 @@ func launcher() int {
 	signals := make(chan os.Signal, 16)
 	signal.Notify(signals, syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP, syscall.SIGQUIT, syscall.SIGUSR1, syscall.SIGUSR2)
 	cfg.Stdout, cfg.Stderr, cfg.Signals = os.Stdout, os.Stderr, signals
+	if st.Counts {
+		cfg.Exited = func(reason string) { fmt.Println("counted exit:", reason) }
+		cfg.Restarted = func() { fmt.Println("counted restart") }
+	}
 	return Run(context.Background(), cfg)
 }
 

@@ -1,10 +1,11 @@
 package launch
 
 import (
-	"bufio"
+	"bytes"
 	"errors"
 	"fmt"
 	"io"
+	"iter"
 	"os"
 	"path/filepath"
 	"slices"
@@ -12,21 +13,27 @@ import (
 	"sync"
 	"sync/atomic"
 	"syscall"
+	"time"
+	"unicode/utf8"
 
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
 const (
-	maxLine    = 64 << 10 // longer lines are split
-	tailWidth  = 400      // bytes kept of each line of a worker's stderr
-	keptLines  = 500      // lines kept of a worker's stderr, to find the start of a panic
-	lastLines  = 10       // lines repeated in the summary
-	panicLines = 12       // lines of a panic repeated in the summary
+	maxLine    = 64 << 10              // longer lines are split
+	maxEscape  = 256                   // bytes of an escape sequence that is kept whole
+	flushAfter = 50 * time.Millisecond // for the rest of a line, before its beginning is written
+	tailWidth  = 400                   // bytes kept of each line of a worker's stderr
+	keptLines  = 500                   // lines kept of a worker's stderr, to find the start of a panic
+	lastLines  = 10                    // lines repeated in the summary
+	panicLines = 12                    // lines of a panic repeated in the summary
 )
 
-// An output writes the output of the workers in whole lines with the rank at the
-// start. If the reader of the output is slow, the workers block, as they would
+// An output writes the output of the workers with the rank at the start of each line. A carriage return
+// ends a line, so that progress appears at once, and a worker cannot overwrite the prefix. A line without
+// an end, such as a prompt, is written after flushAfter and goes on when the rest comes, unless another
+// worker has written meanwhile. If the reader of the output is slow, the workers block, as they would
 // without a launcher.
 type output struct {
 	prefix bool
@@ -48,20 +55,47 @@ type output struct {
 type sink struct {
 	w    io.Writer
 	fail func(error) // called with the error, except if the reader exited
-	mu   sync.Mutex  // held while a line is written, which blocks on a slow reader
+	mu   sync.Mutex  // held while output is written, which blocks on a slow reader
 	gone bool
+	open *stream // whose line has no end yet, or nil
 }
 
-func (s *sink) write(b []byte) {
+// write calls text and writes its result. text gets whether the line of the stream is open, and returns
+// whether it stays open.
+func (s *sink) write(from *stream, text func(open bool) ([]byte, bool)) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.gone {
-		return
+	b, open := text(s.open == from)
+	if s.open != nil && s.open != from && len(b) > 0 {
+		b = slices.Insert(b, 0, '\n')
+	}
+	if len(b) > 0 {
+		if s.open = nil; open {
+			s.open = from
+		}
+	}
+	err := s.put(b)
+	s.mu.Unlock()
+	if err != nil && !errors.Is(err, syscall.EPIPE) {
+		s.fail(err) // writes a message, perhaps to this sink
+	}
+}
+
+func (s *sink) put(b []byte) error {
+	if s.gone || len(b) == 0 {
+		return nil
 	}
 	_, err := s.w.Write(b)
 	s.gone = err != nil
-	if s.gone && !errors.Is(err, syscall.EPIPE) {
-		s.fail(err)
+	return err
+}
+
+// endLine ends an open line, before something else is written to the destination.
+func (s *sink) endLine() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.open != nil {
+		s.open = nil
+		_ = s.put([]byte{'\n'}) // the next write has the error, too
 	}
 }
 
@@ -93,6 +127,7 @@ func (t *turnWriter) Write(b []byte) (int, error) {
 // A tail is the end of a worker's stderr.
 type tail struct {
 	lines  []string
+	end    byte // of the last line: '\n', '\r' (the next text replaces it), or 0 (the next text continues it)
 	buried bool // another worker has written since
 }
 
@@ -135,6 +170,9 @@ type stream struct {
 	to     *sink
 	stderr bool
 	log    *os.File // or nil
+
+	width   int  // of the beginning of a line that is written
+	printed bool // something since the last '\n'
 }
 
 // pipe returns the write end of a pipe for the worker, and the read end, which is
@@ -164,49 +202,155 @@ func (o *output) pipe(c *child, stderr bool) (worker, mine *os.File, err error) 
 	return worker, mine, nil
 }
 
-// copy writes lines until the pipe closes, and terminates an incomplete last line.
+// copy writes what it reads until the pipe closes, and ends an incomplete last line.
 func (o *output) copy(s *stream, r io.Reader) {
 	<-s.from.known
 	if s.log != nil {
 		defer s.log.Close()
 	}
-	br := bufio.NewReaderSize(r, maxLine)
-	buf := make([]byte, 0, 4096)
+	timed, _ := r.(interface{ SetReadDeadline(time.Time) error })
+	buf, n := make([]byte, maxLine), 0 // buf[:n] is the beginning of a line
+	held := false                      // it is the beginning of a sequence, too
 	for {
-		line, err := br.ReadSlice('\n')
-		if len(line) > 0 {
-			o.keep(s, line)
-			buf = o.lines(buf[:0], s, line)
-			o.write(s, buf, line)
+		if timed != nil {
+			var limit time.Time // none
+			if n > 0 && !held {
+				limit = time.Now().Add(flushAfter)
+			}
+			if timed.SetReadDeadline(limit) != nil {
+				timed = nil
+			}
 		}
-		if err != nil && !errors.Is(err, bufio.ErrBufferFull) {
+		k, err := r.Read(buf[n : maxLine-s.width])
+		o.keep(s, buf[n:n+k])
+		n, held = n+k, held && k == 0
+		lines := 1 + bytes.LastIndexAny(buf[:n], "\r\n")
+		o.emit(s, buf[:lines], false)
+		n = copy(buf, buf[lines:n])
+		late := timed == nil || errors.Is(err, os.ErrDeadlineExceeded)
+		switch full := n+s.width >= maxLine; {
+		case err != nil && !late:
+			o.emit(s, buf[:n], false)
+			o.closeLine(s)
 			return
+		case late || full:
+			whole := cut(buf[:n])
+			o.emit(s, buf[:whole], full && !o.raw)
+			n = copy(buf, buf[whole:n])
+			held = n > 0
 		}
 	}
 }
 
-// lines appends the printed form of a line. A carriage return starts a new line,
-// so that a worker cannot overwrite the prefix. Other control characters are
-// quoted.
-func (o *output) lines(buf []byte, s *stream, line []byte) []byte {
+// cut returns the length of the longest part of b that does not end within a UTF-8 sequence or an escape
+// sequence of a terminal.
+func cut(b []byte) int {
+	for i := 1; i < utf8.UTFMax && i <= len(b); i++ {
+		if c := b[len(b)-i]; utf8.RuneStart(c) {
+			if c >= utf8.RuneSelf && !utf8.FullRune(b[len(b)-i:]) {
+				b = b[:len(b)-i]
+			}
+			break
+		}
+	}
+	if i := bytes.LastIndexByte(b, 0x1b); i >= 0 && len(b)-i < maxEscape && !wholeEscape(b[i+1:]) {
+		// An operating system command may end with ESC and a backslash.
+		if before := bytes.LastIndexByte(b[:i], 0x1b); i == len(b)-1 && before >= 0 && i-before < maxEscape && !wholeEscape(b[before+1:i]) {
+			return before
+		}
+		return i
+	}
+	return len(b)
+}
+
+// wholeEscape reports whether b, which follows an ESC, begins with the rest of an escape sequence.
+func wholeEscape(b []byte) bool {
+	if len(b) == 0 {
+		return false
+	}
+	switch b[0] {
+	case '[': // parameters, intermediate bytes and a final byte
+		return bytes.ContainsFunc(b[1:], func(r rune) bool { return r >= 0x40 && r <= 0x7e })
+	case ']', 'P', '_', '^': // a string until BEL or ESC and a backslash
+		return bytes.IndexByte(b, '\a') >= 0
+	case '(', ')', '#', '%', ' ':
+		return len(b) > 1
+	}
+	return true
+}
+
+// emit writes data: lines, and perhaps the beginning of one, which ends here if last is true.
+func (o *output) emit(s *stream, data []byte, last bool) {
+	if len(data) == 0 && !last {
+		return
+	}
+	o.wrote(s, data, last)
+	s.to.write(s, func(open bool) ([]byte, bool) { return o.format(s, data, open, last) })
+}
+
+// format returns the printed form of data. Control characters are quoted, unless the output is raw.
+func (o *output) format(s *stream, data []byte, open, last bool) (text []byte, opened bool) {
 	head := ""
 	if o.prefix {
 		head = "[" + s.from.name() + "] "
 	}
-	if o.raw {
-		buf = append(append(buf, head...), line...)
-		if line[len(line)-1] != '\n' {
-			buf = append(buf, '\n')
+	text = make([]byte, 0, len(data)+len(head)+16)
+	for piece, end := range pieces(data, last) {
+		if !open && (len(piece) > 0 || end == '\n' && !s.printed || o.raw && end == '\r') {
+			text, open = append(text, head...), true
 		}
-		return buf
+		switch {
+		case o.raw:
+			text = append(text, piece...)
+		default:
+			text = append(text, plain.Lines(string(piece))...)
+		}
+		switch {
+		case o.raw && end == '\r':
+			text = append(text, '\r')
+		case end != 0 && open:
+			text, open = append(text, '\n'), false
+		}
+		s.width += len(piece)
+		if end != 0 || o.raw { // raw output is not split
+			s.width = 0
+		}
+		s.printed = end != '\n' && (s.printed || len(piece) > 0)
 	}
-	text := strings.TrimRight(string(line), "\r\n")
-	for part := range strings.SplitSeq(text, "\r") {
-		if part != "" || text == "" {
-			buf = append(append(append(buf, head...), plain.Lines(part)...), '\n')
+	return text, open
+}
+
+// pieces yields the pieces of data and their ends: '\n', '\r', or 0 for the beginning of a line. If last
+// is true, it ends with '\r'.
+func pieces(data []byte, last bool) iter.Seq2[[]byte, byte] {
+	return func(yield func([]byte, byte) bool) {
+		for len(data) > 0 {
+			i := bytes.IndexAny(data, "\r\n")
+			if i < 0 {
+				break
+			}
+			if !yield(data[:i], data[i]) {
+				return
+			}
+			data = data[i+1:]
+		}
+		switch {
+		case last:
+			yield(data, '\r')
+		case len(data) > 0:
+			yield(data, 0)
 		}
 	}
-	return buf
+}
+
+// closeLine ends the line of a stream.
+func (o *output) closeLine(s *stream) {
+	s.to.write(s, func(open bool) ([]byte, bool) {
+		if open {
+			return []byte{'\n'}, false
+		}
+		return nil, false
+	})
 }
 
 // keep writes to the log file, byte for byte. It reports only the first failure.
@@ -221,13 +365,8 @@ func (o *output) keep(s *stream, line []byte) {
 	}
 }
 
-func (o *output) write(s *stream, text, line []byte) {
-	o.wrote(s, line)
-	s.to.write(text)
-}
-
-// wrote records a line before it is written.
-func (o *output) wrote(s *stream, line []byte) {
+// wrote records output before it is written.
+func (o *output) wrote(s *stream, data []byte, last bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if o.writer != s.from {
@@ -236,24 +375,36 @@ func (o *output) wrote(s *stream, line []byte) {
 		}
 		o.writer = s.from
 	}
-	if s.stderr {
-		t := o.tails[s.from]
-		if t == nil {
-			t = &tail{}
-			o.tails[s.from] = t
-		}
-		t.add(line)
+	if !s.stderr {
+		return
+	}
+	t := o.tails[s.from]
+	if t == nil {
+		t = &tail{}
+		o.tails[s.from] = t
+	}
+	for piece, end := range pieces(data, last) {
+		t.add(piece, end)
 	}
 }
 
-func (t *tail) add(line []byte) {
-	text := string(line[:min(len(line), tailWidth)])
-	text = plain.Text(strings.TrimRight(text, "\r\n"))
-	if len(t.lines) == keptLines {
-		t.lines = t.lines[1:]
+// add adds a piece of a line. Like a terminal, it keeps only the last of the pieces of progress that
+// carriage returns separate.
+func (t *tail) add(piece []byte, end byte) {
+	text := plain.Text(string(piece[:min(len(piece), tailWidth)]))
+	n := len(t.lines)
+	switch old := t.end; {
+	case n == 0 || old == '\n':
+		if n == keptLines {
+			t.lines = t.lines[1:]
+		}
+		t.lines = append(t.lines, text)
+	case old == '\r' && text != "":
+		t.lines[n-1] = text
+	case len(t.lines[n-1]) < tailWidth:
+		t.lines[n-1] += text
 	}
-	t.lines = append(t.lines, text)
-	t.buried = false
+	t.end, t.buried = end, false
 }
 
 // last returns the last lines of the tail, or the start of the last panic in it.

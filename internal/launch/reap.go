@@ -3,7 +3,10 @@ package launch
 import (
 	"bytes"
 	"os"
+	"os/exec"
+	"os/signal"
 	"strconv"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -11,6 +14,31 @@ import (
 // prSetChildSubreaper is PR_SET_CHILD_SUBREAPER of prctl(2): orphaned
 // descendants become children of this process instead of init's.
 const prSetChildSubreaper = 36
+
+// awaited are the processes that this process has started and that a goroutine waits for. All other
+// children are adopted: nobody else collects them.
+var awaited = struct {
+	sync.Mutex // held while a process starts, and while others are collected
+	pids       map[int]bool
+}{pids: map[int]bool{}}
+
+// startAwaited starts a process that the caller will wait for by waitAwaited.
+func startAwaited(cmd *exec.Cmd) error {
+	awaited.Lock()
+	defer awaited.Unlock()
+	err := cmd.Start()
+	if err == nil {
+		awaited.pids[cmd.Process.Pid] = true
+	}
+	return err
+}
+
+func waitAwaited(cmd *exec.Cmd) {
+	_ = cmd.Wait() // ProcessState holds the same information as the error
+	awaited.Lock()
+	defer awaited.Unlock()
+	delete(awaited.pids, cmd.Process.Pid)
+}
 
 func becomeReaper() {
 	// Every kernel that Go supports has this option.
@@ -20,9 +48,11 @@ func becomeReaper() {
 // killLeftovers kills the remaining processes of the workers, inside and outside
 // of their process groups. As the reaper, this process becomes the parent of each
 // one when its own parent exits.
-func killLeftovers(spare map[int]bool) {
+func killLeftovers() {
+	awaited.Lock()
+	defer awaited.Unlock()
 	for range 100 {
-		left := adopted(spare)
+		left := adopted(awaited.pids)
 		if len(left) == 0 {
 			return
 		}
@@ -48,10 +78,43 @@ func waitFor(pid int) {
 	}
 }
 
-// collectZombies collects adopted processes that have exited, except spare:
-// another goroutine waits for those, such as the workers.
-func collectZombies(spare map[int]bool) {
-	for _, p := range adopted(spare) {
+// reapDelay is the time in which the exits of several processes cost one look at all processes.
+const reapDelay = 100 * time.Millisecond
+
+// reap collects adopted processes that exit, until stop is called. Without it they would stay as
+// zombies, which count against the limits of the host, until this process exits. As PID 1 of a container
+// it adopts all orphans there.
+func reap() (stop func()) {
+	died, done := make(chan os.Signal, 1), make(chan struct{})
+	signal.Notify(died, syscall.SIGCHLD)
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			collectZombies()
+			select {
+			case <-died:
+			case <-done:
+				return
+			}
+			select {
+			case <-time.After(reapDelay):
+			case <-done:
+				return
+			}
+		}
+	})
+	return func() {
+		signal.Stop(died)
+		close(done)
+		wg.Wait()
+	}
+}
+
+// collectZombies collects adopted processes that have exited.
+func collectZombies() {
+	awaited.Lock()
+	defer awaited.Unlock()
+	for _, p := range adopted(awaited.pids) {
 		if p.zombie {
 			_, _ = syscall.Wait4(p.pid, nil, syscall.WNOHANG, nil)
 		}

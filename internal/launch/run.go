@@ -12,7 +12,6 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/internal/plain"
 )
 
 const (
@@ -21,18 +20,18 @@ const (
 	verdictWait = time.Second
 	// drainWait limits the reading from pipes after all workers were killed.
 	drainWait = 2 * time.Second
-	// zombieEvery is the time between two collections of exited adopted processes, and between two
-	// readings of the counter of out-of-memory kills.
-	zombieEvery = 10 * time.Second
+	// oomEvery is the time between two readings of the counter of out-of-memory kills.
+	oomEvery = 10 * time.Second
 )
 
 // A job is a running Run.
 type job struct {
-	cfg   Config
-	agent *cluster.Agent
-	out   *output
-	guard *guardian // or nil
-	ooms  oomWatch
+	cfg    Config
+	agent  *cluster.Agent
+	out    *output
+	guard  *guardian // or nil
+	ooms   oomWatch
+	limits pidLimit
 
 	path     string // of the program
 	restarts int    // how often all workers were started again
@@ -59,25 +58,31 @@ func Run(ctx context.Context, cfg *Config) int {
 	j := &job{cfg: c, ooms: oomWatch{path: vmstat}}
 	if err != nil {
 		j.cfg = *cfg
-		j.say(err.Error())
+		j.fail(err.Error())
 		return ExitUsage
 	}
 	path, code, err := program(c.Program[0])
 	if err != nil {
-		j.say(err.Error())
+		j.fail(err.Error())
 		j.excuse(ctx, err)
 		return code
 	}
 	if c.Devices.Note != "" {
 		j.say(c.Devices.Note)
 	}
+	if err := j.limits.check(c.Procs); err != nil {
+		j.fail(err.Error())
+		j.excuse(ctx, err)
+		return ExitUnavailable
+	}
 	becomeReaper()
 	guard := j.startGuardian()
 	code, err = j.meet(ctx)
 	j.guard = <-guard
 	defer j.guard.dismiss()
+	defer reap()()
 	if err != nil {
-		j.say(err.Error())
+		j.fail(err.Error())
 		return code
 	}
 	defer j.agent.Close()
@@ -111,7 +116,7 @@ func (j *job) startGuardian() <-chan *guardian {
 	go func() {
 		g, err := startGuardian()
 		if err != nil {
-			j.say(fmt.Sprintf("cannot start the guardian, so kill -9 of this launcher may leave processes running: %v", err))
+			j.warn(fmt.Sprintf("cannot start the guardian, so kill -9 of this launcher may leave processes running: %v", err))
 		}
 		started <- g
 	}()
@@ -121,17 +126,19 @@ func (j *job) startGuardian() <-chan *guardian {
 // run runs the workers of a job that all hosts have joined, and returns the exit code.
 func (j *job) run(path string) int {
 	j.path = path
-	out, err := newOutput(&j.cfg, j.agent.Job(), j.say)
+	out, err := newOutput(&j.cfg, j.agent.Job(), j.warn)
 	if err != nil {
-		j.say(err.Error())
+		j.fail(err.Error())
 		return ExitFailed
 	}
-	j.out = out
+	j.sayMu.Lock()
+	j.out, j.cfg.Cluster.Job, j.cfg.Cluster.Host = out, j.agent.Job(), j.agent.Host()
+	j.sayMu.Unlock()
 	defer j.out.dir.Close()
 	for {
 		code, err := j.attempt()
 		if err != nil {
-			j.say(err.Error())
+			j.fail(err.Error())
 			return code
 		}
 		if !j.restarting() {
@@ -159,15 +166,29 @@ func (j *job) attempt() (code int, err error) {
 	for ; j.running > 0; j.running-- {
 		(<-j.ended).finish()
 	}
+	j.countAll()
 	j.cleanUp()
 	return code, err
 }
 
 // say writes one line of the launcher itself.
-func (j *job) say(text string) {
+func (j *job) say(text string) { j.log("INFO", nil, text) }
+
+func (j *job) warn(text string) { j.log("WARN", nil, text) }
+func (j *job) fail(text string) { j.log("ERROR", nil, text) }
+
+// log writes one line of a level, about a worker unless about is nil.
+func (j *job) log(level string, about *child, text string) {
 	j.sayMu.Lock()
 	defer j.sayMu.Unlock()
-	fmt.Fprintf(j.cfg.Stderr, "chorus: %s\n", plain.Lines(strings.TrimPrefix(text, "cluster: ")))
+	if j.out != nil {
+		j.out.err.endLine()
+	}
+	var rank *int
+	if about != nil {
+		rank = &about.rank
+	}
+	j.cfg.Log(level, rank, strings.TrimPrefix(text, "cluster: "))
 }
 
 // meet waits for the other hosts. A signal aborts the wait.
@@ -226,7 +247,7 @@ func (j *job) spawn() (int, error) {
 	for local := range j.cfg.Procs {
 		c := j.newChild(local)
 		if err := j.start(c); err != nil {
-			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, whyNot(j.path, err))
+			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, j.limits.explain(whyNot(j.path, err)))
 		}
 		j.children = append(j.children, c)
 	}
@@ -263,6 +284,9 @@ func (j *job) start(c *child) error {
 	}
 	j.guard.started(c.pid)
 	j.running++
+	if c.again > 0 && j.cfg.Restarted != nil {
+		j.cfg.Restarted()
+	}
 	return nil
 }
 
@@ -271,8 +295,8 @@ func (j *job) start(c *child) error {
 func (j *job) supervise() int {
 	j.grace = stoppedTimer()
 	defer j.grace.Stop()
-	zombies := time.NewTicker(zombieEvery)
-	defer zombies.Stop()
+	ooms := time.NewTicker(oomEvery)
+	defer ooms.Stop()
 	dead, killed := j.agent.Context().Done(), j.agent.Killed()
 	j.late = stoppedTimer()
 	defer j.late.Stop()
@@ -300,8 +324,7 @@ func (j *job) supervise() int {
 		case <-killed:
 			killed = nil
 			j.kill()
-		case <-zombies.C:
-			collectZombies(j.pids())
+		case <-ooms.C:
 			j.ooms.update()
 		}
 		if dead == nil && j.onlyLost() {
@@ -339,9 +362,6 @@ func (j *job) over() bool { return j.stopping || j.agent.Context().Err() != nil 
 
 func (j *job) childEnded(c *child) {
 	c.finish()
-	if j.cfg.Exited != nil {
-		j.cfg.Exited(c.exit())
-	}
 	j.running--
 	if errors.Is(syscall.Kill(-c.pid, 0), syscall.ESRCH) {
 		j.guard.ended(c.pid)
@@ -350,9 +370,30 @@ func (j *job) childEnded(c *child) {
 	// was first. If this call fails, the coordinator is lost, and the context
 	// reports that.
 	c.why = c.reason(&j.ooms)
+	if c.code() != 0 && !c.stopped && !c.killed {
+		c.why += j.limits.remark()
+	}
 	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.why, Asked: c.stopped})
 	if c.code() != 0 && !c.stopped {
 		j.undecided++
+		return // see countAll
+	}
+	j.count(c, true)
+}
+
+// count reports the exit of a worker to Config.Exited, once.
+func (j *job) count(c *child, first bool) {
+	if j.cfg.Exited != nil && c.state != nil && !c.counted {
+		c.counted = true
+		j.cfg.Exited(c.exit(first))
+	}
+}
+
+// countAll counts the failures that were undecided while the coordinator had not named the first one.
+func (j *job) countAll() {
+	lost, stop := j.causes()
+	for _, c := range j.children {
+		j.count(c, lost == nil && stop == nil || lost != nil && j.childOf(lost) == c)
 	}
 }
 
@@ -416,15 +457,6 @@ func (j *job) each(sig syscall.Signal) {
 	for _, c := range j.children {
 		c.signal(sig)
 	}
-}
-
-// pids returns the processes that this process started and waits for.
-func (j *job) pids() map[int]bool {
-	m := map[int]bool{j.guard.pid(): true}
-	for _, c := range j.children {
-		m[c.pid] = true
-	}
-	return m
 }
 
 // awaitOthers is called after the workers of this host have exited. It waits
@@ -495,7 +527,7 @@ func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
 
 // cleanUp kills all remaining processes and copies the remaining output.
 func (j *job) cleanUp() {
-	killLeftovers(j.pids())
+	killLeftovers()
 	drained := make(chan struct{})
 	go func() { j.out.wg.Wait(); close(drained) }()
 	if !j.over() {

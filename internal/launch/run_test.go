@@ -3,6 +3,7 @@ package launch
 import (
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -110,17 +111,17 @@ func TestRunQuotesPanic(t *testing.T) {
 func TestTail(t *testing.T) {
 	var tl tail
 	for i := range keptLines {
-		tl.add(fmt.Appendf(nil, "%d\n", i))
+		tl.add(fmt.Append(nil, i), '\n')
 	}
 	require.Len(t, tl.last(), lastLines)
 	require.Equal(t, fmt.Sprint(keptLines-1), tl.last()[lastLines-1])
-	tl.add([]byte("fatal error: all goroutines are asleep - deadlock!\n"))
+	tl.add([]byte("fatal error: all goroutines are asleep - deadlock!"), '\n')
 	for range keptLines - 1 {
-		tl.add([]byte("x\n"))
+		tl.add([]byte("x"), '\n')
 	}
 	require.Len(t, tl.last(), panicLines)
 	require.Equal(t, "fatal error: all goroutines are asleep - deadlock!", tl.last()[0])
-	tl.add([]byte("x\n"))
+	tl.add([]byte("x"), '\n')
 	require.Equal(t, slices.Repeat([]string{"x"}, lastLines), tl.last())
 }
 
@@ -131,8 +132,8 @@ func TestOutputReaderGone(t *testing.T) {
 	c := &child{}
 	errs.fine = true
 	for range 3 {
-		o.write(&stream{from: c, to: o.out}, []byte("a\n"), []byte("a\n"))
-		o.write(&stream{from: c, to: o.err, stderr: true}, []byte("b\n"), []byte("b\n"))
+		o.emit(&stream{from: c, to: o.out}, []byte("a\n"), false)
+		o.emit(&stream{from: c, to: o.err, stderr: true}, []byte("b\n"), false)
 	}
 	require.Equal(t, []int{1, 3}, []int{out.calls, errs.calls})
 	require.Len(t, o.tails[c].lines, 3)
@@ -413,8 +414,117 @@ func TestForgedLines(t *testing.T) {
 	require.Equal(t, "[rank 0] "+strings.ReplaceAll(written, "\n", "\n[rank 0] ")+"\n", text)
 
 	var tl tail
-	tl.add([]byte("a\x1b[2J\r\n"))
-	require.Equal(t, []string{`a\x1b[2J`}, tl.last())
+	for piece, end := range pieces([]byte("a\x1b[2J\r\n10%\r20%\rwait"), false) {
+		tl.add(piece, end)
+	}
+	tl.add([]byte(" for it"), '\n')
+	require.Equal(t, []string{`a\x1b[2J`, "wait for it"}, tl.last(), "the last of the pieces of progress")
+}
+
+// TestOutputAtOnce reads progress, a prompt and half a letter while the worker waits for an answer.
+func TestOutputAtOnce(t *testing.T) {
+	for _, raw := range []bool{false, true} {
+		got, w := io.Pipe()
+		o := &output{prefix: true, raw: raw, out: &sink{w: w}}
+		read := func(want string) {
+			t.Helper()
+			b := make([]byte, len(want))
+			_, err := io.ReadFull(got, b) // blocks until it has come
+			require.NoError(t, err)
+			require.Equal(t, want, string(b))
+		}
+		var workers [2]*os.File
+		for rank := range workers {
+			c := &child{rankNow: func() int { return rank }, known: make(chan struct{})}
+			close(c.known)
+			var err error
+			workers[rank], _, err = o.pipe(c, false)
+			require.NoError(t, err)
+		}
+		say := func(rank int, text string) {
+			_, err := workers[rank].WriteString(text)
+			require.NoError(t, err)
+		}
+		say(0, "step 1\r")
+		end := map[bool]string{false: "\n", true: "\r"}[raw]
+		read("[rank 0] step 1" + end)
+		say(0, "step 2\r")
+		read(map[bool]string{false: "[rank 0] ", true: ""}[raw] + "step 2" + end)
+		say(0, "\nname? \xe6\x97")
+		read(map[bool]string{false: "", true: "\n"}[raw] + "[rank 0] name? ")
+		say(0, "\xa5!")
+		read("日!")
+		say(1, "hello\n")
+		read("\n[rank 1] hello\n")
+		say(0, "more \x1b[3")
+		read("[rank 0] more ")
+		say(0, "1mred\n")
+		read(map[bool]string{false: `\x1b[31mred`, true: "\x1b[31mred"}[raw] + "\n")
+		for _, f := range workers {
+			require.NoError(t, f.Close())
+		}
+		o.wg.Wait()
+	}
+}
+
+func TestCut(t *testing.T) {
+	for text, want := range map[string]string{
+		"":                                       "",
+		"abc":                                    "abc",
+		"é":                                      "é",
+		"a\xc3":                                  "a",
+		"a\xe6\x97":                              "a",
+		"a\xf0\x9f\x98":                          "a",
+		"a\x97\x97\x97\x97":                      "a\x97\x97\x97\x97", // not UTF-8
+		"a\xff":                                  "a\xff",
+		"a\x1b":                                  "a",
+		"a\x1b[":                                 "a",
+		"a\x1b[1;3":                              "a",
+		"a\x1b[1;31m":                            "a\x1b[1;31m",
+		"a\x1b[1;31mb":                           "a\x1b[1;31mb",
+		"a\x1b]0;title":                          "a",
+		"a\x1b]0;title\x1b":                      "a",
+		"a\x1b]0;title\x1b\\":                    "a\x1b]0;title\x1b\\",
+		"a\x1b]0;title\a":                        "a\x1b]0;title\a",
+		"a\x1bM":                                 "a\x1bM",
+		"a\x1b(":                                 "a",
+		"a\x1b[31mb\x1b[0":                       "a\x1b[31mb",
+		"a\x1b[31m\xe6":                          "a\x1b[31m",
+		"\x1b[" + strings.Repeat("1", maxEscape): "\x1b[" + strings.Repeat("1", maxEscape),
+	} {
+		require.Equal(t, want, text[:cut([]byte(text))], "%q", text)
+	}
+}
+
+// TestLongLine splits a line of letters of three bytes, at whole letters.
+func TestLongLine(t *testing.T) {
+	t.Parallel()
+	const script = `yes 日本語 | head -n 30000 | tr -d '\n'`
+	raw := shell(1, script)
+	raw.Raw = true
+	code, text := launchAll(t, raw)
+	require.Zero(t, code)
+	require.Equal(t, "[rank 0] "+strings.Repeat("日本語", 30000)+"\n", text)
+	code, text = launchAll(t, shell(1, script))
+	require.Zero(t, code)
+	require.NotContains(t, text, `\x`)
+	require.Equal(t, 30000, strings.Count(strings.ReplaceAll(text, "\n[rank 0] ", ""), "日本語"))
+}
+
+// TestZombies has a worker whose orphans end. Nobody but the launcher collects them.
+func TestZombies(t *testing.T) {
+	t.Parallel()
+	begin := time.Now()
+	code, text := launchAll(t, shell(1, `
+for round in 1 2 3; do
+	for i in 1 2 3 4 5; do sh -c 'sleep 0 & echo orphan $!' ; done
+	while grep -qs ") Z $PPID " /proc/[0-9]*/stat; do sleep 0.02; done
+done
+echo none left`))
+	require.Zero(t, code)
+	require.Contains(t, text, "none left")
+	require.Equal(t, 15, strings.Count(text, "orphan"))
+	require.Less(t, time.Since(begin), 15*time.Second)
 }
 
 // TestLogsFollowNoPlantedLinks gives the launcher a folder of logs in which another user

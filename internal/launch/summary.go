@@ -3,6 +3,7 @@ package launch
 import (
 	"fmt"
 	"os"
+	"strings"
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
@@ -27,19 +28,19 @@ func (j *job) reportCause(code int) int {
 	}
 	then := ""
 	if n := j.agent.Note(); n != nil { // a note always precedes the loss
-		j.say(fmt.Sprintf("%s %s, which ended the sessions of the others", n.Who(), n.Reason))
+		j.fail(fmt.Sprintf("%s %s, which ended the sessions of the others", n.Who(), n.Reason))
 		then = "then "
 	}
 	switch c := j.childOf(lost); {
 	case c != nil:
-		j.say(then + fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.endedWith(c)))
+		j.log("ERROR", c, then+fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.endedWith(c)))
 		j.quote(c)
 	case lost.ExitCode >= 0:
-		j.say(then + fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
+		j.fail(then + fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	case lost.Rank < 0 && lost.PID == os.Getpid() && lost.Host == j.agent.Host():
-		j.say(then + fmt.Sprintf("this launcher was %s%s", lost.Reason, j.endedWith(nil)))
+		j.fail(then + fmt.Sprintf("this launcher was %s%s", lost.Reason, j.endedWith(nil)))
 	default:
-		j.say(then + fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
+		j.fail(then + fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	}
 	return code
 }
@@ -128,8 +129,5 @@ func (j *job) quote(c *child) {
 	if len(lines) == 0 {
 		return
 	}
-	j.say(fmt.Sprintf("the last lines of rank %d's stderr were:", c.rank))
-	for _, l := range lines {
-		fmt.Fprintf(j.cfg.Stderr, "    %s\n", l)
-	}
+	j.log("ERROR", c, fmt.Sprintf("the last lines of rank %d's stderr were:\n    %s", c.rank, strings.Join(lines, "\n    ")))
 }

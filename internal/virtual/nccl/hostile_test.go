@@ -109,7 +109,7 @@ func TestStrangersOfACommunicator(t *testing.T) {
 	a := newAcceptor(ln, secret, func(c net.Conn, h *hello) {
 		c.Close()
 		came <- h.Use
-	})
+	}, nil)
 	defer a.close()
 	conns := make([]net.Conn, 0, mostGreeting+50)
 	for range cap(conns) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -50,6 +51,11 @@ func (c *comm) to(peer int) (*link, error) {
 		return k, nil
 	}
 	conn, err := greet(address, &hello{Token: c.token, Use: "data", Rank: c.rank})
+	if errors.Is(err, syscall.EMFILE) {
+		c.fail(&failure{ncclapi.SystemError, tooFewFiles(fmt.Sprintf("connect to rank %d", peer), err)})
+		<-c.stop
+		return nil, errStopped
+	}
 	if err != nil {
 		return nil, c.broken(peer)
 	}
@@ -62,6 +68,11 @@ func (c *comm) to(peer int) (*link, error) {
 	}
 	c.out[peer] = k
 	return k, nil
+}
+
+// tooFewFiles describes a failure for want of file descriptors.
+func tooFewFiles(what string, err error) string {
+	return fmt.Sprintf("cannot %s: %v: raise the process's limit of open files (ulimit -n)", what, err)
 }
 
 // from returns the link from a peer once the peer has created it.

@@ -178,7 +178,7 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 		case g.hasFailed():
 			timer.Reset(failedPatience)
 		}
-	})
+	}, nil)
 	go func() {
 		<-over
 		timer.Stop()

@@ -9,6 +9,7 @@ import (
 	"net"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -132,6 +133,7 @@ type acceptor struct {
 	ln     net.Listener
 	token  token
 	handle func(net.Conn, *hello)
+	failed func(error) // called when the process has no descriptor for a connection; may be nil
 
 	mu       sync.Mutex
 	closed   bool
@@ -139,8 +141,8 @@ type acceptor struct {
 	wg       sync.WaitGroup
 }
 
-func newAcceptor(ln net.Listener, t token, handle func(net.Conn, *hello)) *acceptor {
-	a := &acceptor{ln: ln, token: t, handle: handle}
+func newAcceptor(ln net.Listener, t token, handle func(net.Conn, *hello), failed func(error)) *acceptor {
+	a := &acceptor{ln: ln, token: t, handle: handle, failed: failed}
 	a.wg.Add(1)
 	go a.loop()
 	return a
@@ -153,6 +155,9 @@ func (a *acceptor) loop() {
 		if err != nil {
 			if a.isClosed() || errors.Is(err, net.ErrClosed) {
 				return
+			}
+			if errors.Is(err, syscall.EMFILE) && a.failed != nil {
+				a.failed(err)
 			}
 			time.Sleep(time.Millisecond) // probably out of file descriptors
 			continue

@@ -55,6 +55,7 @@ func (h *Host) seeds() (list []string) {
 		if host, _, err := net.SplitHostPort(s); err == nil {
 			s = host
 		}
+		s = strings.Trim(s, "[]") // an IPv6 address without a port
 		list = append(list, s)
 	}
 	return list

@@ -42,7 +42,7 @@ func (p *Plot) WriteSVG(w io.Writer) error { return p.chart().WriteSVG(w) }
 
 // WriteHTML writes an HTML page with the plot.
 func (p *Plot) WriteHTML(w io.Writer) error {
-	_, err := fmt.Fprintf(w, "<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><title>%s</title>\n<style>%sbody{margin:24px}</style></head>\n<body>\n%s</body>\n</html>\n",
+	_, err := fmt.Fprintf(w, "<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>%s</title>\n<style>%sbody{margin:24px;overflow-x:auto}</style></head>\n<body>\n%s</body>\n</html>\n",
 		html.EscapeString(p.Title), chart.Style, p.chart().SVG())
 	return err
 }

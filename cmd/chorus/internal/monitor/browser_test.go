@@ -26,15 +26,40 @@ func browser(t *testing.T) string {
 	return ""
 }
 
-// tellTale is added to the page. It sends what the browser shows to the test.
-const tellTale = `<script>setInterval(() => fetch("/shown", {method: "POST", body: document.documentElement.outerHTML}), 300)</script>`
+// tellTale is added to the page. It sends what the browser shows to the test, and which columns of the
+// table of ranks are within the window.
+const tellTale = `<script>setInterval(() => {
+  const inside = [...document.querySelectorAll("#ranks tr:first-child th")].filter(h => h.offsetWidth && h.getBoundingClientRect().right <= innerWidth).map(h => h.textContent);
+  fetch("/shown", {method: "POST", body: document.documentElement.outerHTML + "width " + innerWidth + " of " + document.documentElement.scrollWidth + " columns " + inside.join(",") + "."})
+}, 300)</script>`
+
+const key = "rank,host,state,behind"
+
+// TestPageOnAPhone loads the page in a window of 360 pixels. The columns that say which rank is behind are in
+// it, and the rank that is behind comes first.
+func TestPageOnAPhone(t *testing.T) {
+	dom := shownAt(t, exampleStatus(t), "/phone")
+	require.Contains(t, dom, "width 360 of 360 columns "+key+".")
+	_, ranks, _ := strings.Cut(dom, `<table id="ranks">`)
+	require.Regexp(t, `^<tbody><tr>.*?</tr><tr><td class="n">2</td>`, ranks)
+}
 
 // TestPageInABrowser loads the page in a browser, and reads what it shows of a job with a
 // hostile name.
 func TestPageInABrowser(t *testing.T) {
-	path := browser(t)
 	s := exampleStatus(t)
 	s.Job = "<img src=x onerror=alert(1)>"
+	dom := shownAt(t, s, "/")
+	requireShown(t, dom)
+	require.Contains(t, dom, "columns "+key+",group,issued,completed,in flight,age,bandwidth,process.")
+}
+
+// phone is a page with a window of 360 pixels, because the windows of a browser are wider.
+const phone = `<!doctype html><iframe src="/framed" width="360" height="780" style="border: 0"></iframe>`
+
+// shownAt returns what a browser shows of a job at a path, after two readings with rates.
+func shownAt(t *testing.T, s *cluster.Status, at string) string {
+	path := browser(t)
 	routes := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) { return s, nil }}, Labels{}).routes()
 	shown := make(chan string, 1000)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -43,7 +68,14 @@ func TestPageInABrowser(t *testing.T) {
 			shown <- string(b)
 			return
 		}
-		routes.ServeHTTP(w, r)
+		switch r.URL.Path {
+		case "/phone":
+			_, _ = io.WriteString(w, phone)
+		case "/framed": // the server forbids frames
+			_, _ = io.WriteString(w, string(page)+tellTale)
+		default:
+			routes.ServeHTTP(w, r)
+		}
 		if r.URL.Path == "/" {
 			_, _ = io.WriteString(w, tellTale)
 		}
@@ -52,18 +84,17 @@ func TestPageInABrowser(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, path, "--headless", "--no-sandbox", "--no-zygote", "--single-process", "--disable-gpu", "--disable-dev-shm-usage",
-		"--remote-debugging-port=0", "--user-data-dir="+t.TempDir(), server.URL+"/")
+		"--window-size=1300,900", "--hide-scrollbars", "--remote-debugging-port=0", "--user-data-dir="+t.TempDir(), server.URL+at)
 	require.NoError(t, cmd.Start())
 	defer func() { cancel(); _ = cmd.Wait() }() // it is killed
 	for {
 		select {
 		case dom := <-shown:
-			if strings.Contains(dom, `points="0,`) && strings.Contains(dom, " 1,") { // two readings with rates
-				requireShown(t, dom)
-				return
+			if strings.Contains(dom, `points="0,`) && strings.Contains(dom, " 1,") {
+				return dom
 			}
 		case <-ctx.Done():
-			require.Fail(t, "the browser does not show the page")
+			require.FailNow(t, "the browser does not show the page")
 		}
 	}
 }

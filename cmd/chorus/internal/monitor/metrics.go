@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"maps"
+	"slices"
 	"strconv"
 	"sync"
 
@@ -18,11 +19,19 @@ type Labels struct {
 	Exits   *Exits // of the host's processes; may be nil
 }
 
-// Exits counts the exits of processes by reason. The zero value has none.
+// Exits counts the exits of processes by reason, and their restarts. The zero value has none.
 type Exits struct {
-	mu   sync.Mutex
-	list map[string]int
+	mu       sync.Mutex
+	list     map[string]int
+	restarts int
 }
+
+// exitReasons are the reasons of launch.Config.Exited. A counter that appeared with its first increment
+// would hide this increment from Prometheus's increase().
+var exitReasons = []string{"ok", "code", "signal", "killed", "stopped"}
+
+// errorReasons are the reasons of status.Errors.
+var errorReasons = []string{"timeout", "peer_lost", "mismatch", "async", "refused"}
 
 // Add counts an exit.
 func (x *Exits) Add(reason string) {
@@ -34,13 +43,23 @@ func (x *Exits) Add(reason string) {
 	x.list[reason]++
 }
 
-func (x *Exits) counts() map[string]int {
-	if x == nil {
-		return nil
-	}
+// AddRestart counts a process that was started again.
+func (x *Exits) AddRestart() {
 	x.mu.Lock()
 	defer x.mu.Unlock()
-	return maps.Clone(x.list)
+	x.restarts++
+}
+
+// counts returns the number of exits for each reason, also those without any, and of restarts.
+func (x *Exits) counts() (exits map[string]int, restarts int) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	exits = map[string]int{}
+	for _, reason := range exitReasons {
+		exits[reason] = 0
+	}
+	maps.Copy(exits, x.list)
+	return exits, x.restarts
 }
 
 // A collector makes metrics of the job's state when a client scrapes them.
@@ -71,8 +90,13 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	for state, n := range count {
 		s.send(ranksDesc, float64(n), state)
 	}
-	for reason, n := range c.labels.Exits.counts() {
-		s.send(exitsDesc, float64(n), c.source.Host(), reason)
+	s.send(restartsDesc, float64(j.Restarts))
+	if x := c.labels.Exits; x != nil {
+		exits, restarts := x.counts()
+		for reason, n := range exits {
+			s.send(exitsDesc, float64(n), c.source.Host(), reason)
+		}
+		s.send(workerRestartsDesc, float64(restarts), c.source.Host())
 	}
 	for i := range j.Ranks {
 		if r := &j.Ranks[i]; r.Host == c.source.Host() {
@@ -115,6 +139,7 @@ var (
 	ofTotal  = append(ofGroup[:3:3], "op", "strategy", "size")
 	ofDevice = append(ofRank[:2:2], "device")
 	ofPool   = append(ofDevice[:3:3], "pool")
+	ofGPU    = append(ofDevice[:3:3], "uuid", "product", "pci")
 )
 
 var (
@@ -123,7 +148,7 @@ var (
 	ranksDesc = desc{"chorus_ranks", "Ranks of the job, of all hosts.", prometheus.GaugeValue, []string{"state"}}
 
 	heartbeatDesc = desc{"chorus_heartbeat_age_seconds", "Time since the last message of the rank to the coordinator.", prometheus.GaugeValue, ofRank}
-	deviceDesc    = desc{"chorus_device_info", "A device that the rank uses, always 1.", prometheus.GaugeValue, append(ofDevice[:3:3], "uuid", "product", "pci")}
+	deviceDesc    = desc{"chorus_device_info", "A device that the rank uses, always 1.", prometheus.GaugeValue, ofGPU}
 
 	operationsDesc = desc{"chorus_collective_operations_total", "Operations that were issued.", prometheus.CounterValue, ofTotal}
 	bytesDesc      = desc{"chorus_collective_bytes_total", "Bytes of the operations that were issued, each with its larger buffer.", prometheus.CounterValue, ofTotal}
@@ -136,7 +161,14 @@ var (
 
 	errorsDesc    = desc{"chorus_collective_errors_total", "Failures of collectives by reason: timeout, peer_lost, mismatch, async, refused.", prometheus.CounterValue, append(ofGroup[:3:3], "reason")}
 	durationsDesc = desc{"chorus_collective_duration_seconds", "Time that collectives took on their streams, while a timeline is recorded.", prometheus.UntypedValue, append(ofRank[:2:2], "op", "size")}
-	exitsDesc     = desc{"chorus_worker_exits_total", "Exits of the processes of this host by reason: ok, code, signal, killed by chorus run.", prometheus.CounterValue, []string{"host", "reason"}}
+	exitsDesc     = desc{"chorus_worker_exits_total", "Exits of the processes of this host by reason: ok, code (not 0), signal, killed by chorus run, or stopped with the job or after another process had failed.", prometheus.CounterValue, []string{"host", "reason"}}
+
+	restartsDesc       = desc{"chorus_restarts_total", "How often all processes of the job were started again.", prometheus.CounterValue, nil}
+	workerRestartsDesc = desc{"chorus_worker_restarts_total", "Processes of this host that were started again.", prometheus.CounterValue, []string{"host"}}
+
+	temperatureDesc = desc{"chorus_device_temperature_celsius", "Temperature of the device, from NVML.", prometheus.GaugeValue, ofGPU}
+	powerDesc       = desc{"chorus_device_power_watts", "Power draw of the device, from NVML.", prometheus.GaugeValue, ofGPU}
+	utilizationDesc = desc{"chorus_device_utilization_ratio", "Part of the last sample period, 0 to 1, in which the device executed a kernel, from NVML.", prometheus.GaugeValue, ofGPU}
 
 	allocatedDesc = desc{"chorus_memory_allocated_bytes", "Memory that the program has allocated, by pool: small, large, or other for allocators without pools.", prometheus.GaugeValue, ofPool}
 	reservedDesc  = desc{"chorus_memory_reserved_bytes", "Memory that the allocator has reserved from the driver.", prometheus.GaugeValue, ofPool}
@@ -157,6 +189,13 @@ func (s *sender) send(d desc, v float64, labels ...string) {
 	s.out <- prometheus.MustNewConstMetric(d.desc(), d.kind, v, append([]string{s.job}, labels...)...)
 }
 
+// sensor sends the value of a sensor in a larger unit, unless the device does not have the sensor.
+func (s *sender) sensor(d desc, v *int, unit float64, labels []string) {
+	if v != nil {
+		s.send(d, float64(*v)/unit, labels...)
+	}
+}
+
 func (s *sender) rank(r *Rank) {
 	labels := []string{strconv.Itoa(r.Rank), r.Host}
 	of := func(more ...string) []string { return append(labels[:2:2], more...) }
@@ -170,6 +209,11 @@ func (s *sender) rank(r *Rank) {
 			name = fmt.Sprintf("%s#%d", name, names[name]) // such as another group of the same size
 		}
 		s.group(&r.Groups[i], of(name))
+		for _, reason := range errorReasons {
+			if !slices.ContainsFunc(r.Errors, func(e status.Errors) bool { return e.Group == name && e.Reason == reason }) {
+				s.send(errorsDesc, 0, of(name, reason)...)
+			}
+		}
 	}
 	for _, e := range r.Errors {
 		s.send(errorsDesc, float64(e.Count), of(e.Group, e.Reason)...)
@@ -182,7 +226,11 @@ func (s *sender) rank(r *Rank) {
 		if d := &r.Devices[i]; !seen[d.Name] {
 			seen[d.Name] = true
 			s.device(d, of(d.Name))
-			s.send(deviceDesc, 1, of(d.Name, d.UUID, d.Product, d.PCI)...)
+			gpu := of(d.Name, d.UUID, d.Product, d.PCI)
+			s.send(deviceDesc, 1, gpu...)
+			s.sensor(temperatureDesc, d.Temperature, 1, gpu)
+			s.sensor(powerDesc, d.PowerDraw, 1000, gpu)
+			s.sensor(utilizationDesc, d.Utilization, 100, gpu)
 		}
 	}
 }

@@ -36,6 +36,7 @@ func serve(t *testing.T, ask func(context.Context) (*cluster.Status, error)) (ur
 	exits.Add("ok")
 	exits.Add("code")
 	exits.Add("ok")
+	exits.AddRestart()
 	s := NewServer(&Source{ask: ask, host: "n2"}, Labels{Version: "v1", Exits: exits})
 	s.Serve(ln, TrustedHosts("127.0.0.1:0"))
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
@@ -110,6 +111,11 @@ func TestMetrics(t *testing.T) {
 		p.Durations[0].Add(x)
 	}
 	s.Members[3] = member(t, 3, p)
+	p = status.Process{}
+	require.NoError(t, json.Unmarshal(s.Members[2].Report, &p))
+	p.Devices[0].Temperature, p.Devices[0].PowerDraw, p.Devices[0].Utilization = new(61), new(321_500), new(87)
+	s.Members[2] = member(t, 2, p)
+	s.Restarts = 2
 	url := serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })
 	code, _, text := get(t, url+"/metrics", "")
 	require.Equal(t, http.StatusOK, code, text)
@@ -130,6 +136,16 @@ func TestMetrics(t *testing.T) {
 	checkPools(t, families)
 	require.Equal(t, 3.0, value(t, families, "chorus_collective_issued_sequence", map[string]string{"rank": "3", "group": "ranks-2#2"}))
 	require.Equal(t, 2.0, value(t, families, "chorus_worker_exits_total", map[string]string{"host": "n2", "reason": "ok"}))
+	for _, reason := range []string{"signal", "killed", "stopped"} {
+		require.Zero(t, value(t, families, "chorus_worker_exits_total", map[string]string{"host": "n2", "reason": reason}), "before the first one")
+	}
+	require.Equal(t, 2.0, value(t, families, "chorus_restarts_total", nil))
+	require.Equal(t, 1.0, value(t, families, "chorus_worker_restarts_total", map[string]string{"host": "n2"}))
+	gpu := map[string]string{"rank": "2", "device": "virtual:0", "uuid": "GPU-1", "product": "virtual device", "pci": "0000:01:00.0"}
+	require.Equal(t, 61.0, value(t, families, "chorus_device_temperature_celsius", gpu))
+	require.Equal(t, 321.5, value(t, families, "chorus_device_power_watts", gpu))
+	require.Equal(t, 0.87, value(t, families, "chorus_device_utilization_ratio", gpu))
+	require.Zero(t, value(t, families, "chorus_collective_errors_total", map[string]string{"rank": "2", "group": "data", "reason": "timeout"}), "before the first one")
 	require.Equal(t, 4.0, value(t, families, "chorus_collective_errors_total", map[string]string{"rank": "3", "group": "data", "reason": "timeout"}))
 	h := families["chorus_collective_duration_seconds"].GetMetric()[0].GetHistogram()
 	require.EqualValues(t, 3, h.GetSampleCount())

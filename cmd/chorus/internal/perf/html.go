@@ -15,6 +15,8 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums }
 th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #e4e3df }
 .bad { color: #b00020; font-weight: bold }
 .good { color: #23703a }
+.wide { overflow-x: auto } /* on a phone: charts and tables keep their size */
+@media (max-width: 40rem) { body { margin: 10px } }
 @media (prefers-color-scheme: dark) {
   th, td { border-color: #3a3a38 }
   .bad { color: #ff8a80 }
@@ -25,12 +27,12 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #e4e3df 
 // WriteHTML writes a self-contained page with charts and all figures.
 func (r *Report) WriteHTML(w io.Writer) error {
 	p := &htmlPage{}
-	p.add("<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><title>chorus perf: %s</title>\n", r.title())
+	p.add("<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>chorus perf: %s</title>\n", r.title())
 	p.WriteString("<style>\n" + chart.Style + pageStyle + "</style></head>\n<body>\n<h1>chorus perf</h1>\n")
 	p.add("<p>%s, %s</p>\n", r.title(), r.Time.Format("2006-01-02 15:04 MST"))
 	p.verdict(r.Verdict)
 	for _, c := range r.charts() {
-		p.WriteString(c.SVG())
+		p.WriteString("<div class=\"wide\">" + c.SVG() + "</div>\n")
 	}
 	if r.Pairs != nil {
 		p.pairs(r.Pairs)
@@ -85,7 +87,7 @@ func (p *htmlPage) pairs(of *Pairs) {
 
 // matrix writes a table with a row and a column for each rank.
 func (p *htmlPage) matrix(format string, values [][]float64) {
-	p.WriteString("<table><tr><th></th>")
+	p.WriteString("<div class=\"wide\"><table><tr><th></th>")
 	for i := range values {
 		p.add("<th>%d</th>", i)
 	}
@@ -101,7 +103,7 @@ func (p *htmlPage) matrix(format string, values [][]float64) {
 		}
 		p.WriteString("</tr>\n")
 	}
-	p.WriteString("</table>\n")
+	p.WriteString("</table></div>\n")
 }
 
 func (p *htmlPage) figures(r *Report) {
@@ -114,14 +116,14 @@ func (p *htmlPage) figures(r *Report) {
 	} else {
 		p.WriteString("; wrong elements: 0.</p>\n")
 	}
-	p.WriteString("<table>\n")
+	p.WriteString("<div class=\"wide\"><table>\n")
 	p.cells("th", "operation", "size", "type", "redop", "root", "place", "time (us)", "algbw", "busbw", "p50 (us)", "p99 (us)", "wrong")
 	for _, row := range r.Rows {
 		for side, m := range row.Sides() {
 			p.figure(row, m, side == 1)
 		}
 	}
-	p.WriteString("</table>\n")
+	p.WriteString("</table></div>\n")
 }
 
 // figure writes the row of the table for one side of a row.

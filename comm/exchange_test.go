@@ -1,0 +1,146 @@
+package comm_test
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"sync"
+	"sync/atomic"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// A countingBoard counts the calls of all ranks.
+type countingBoard struct {
+	*testgpu.Board
+	calls *atomic.Int64
+}
+
+func (b countingBoard) Set(ctx context.Context, key string, value []byte) error {
+	b.calls.Add(1)
+	return b.Board.Set(ctx, key, value)
+}
+
+func (b countingBoard) Get(ctx context.Context, key string) ([]byte, error) {
+	b.calls.Add(1)
+	return b.Board.Get(ctx, key)
+}
+
+// A gatheringBoard gets several values by one call, as a store of package cluster does.
+type gatheringBoard struct{ countingBoard }
+
+func (b gatheringBoard) GetAll(ctx context.Context, keys ...string) (all [][]byte, err error) {
+	b.calls.Add(1)
+	for _, key := range keys {
+		value, err := b.Board.Get(ctx, key)
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, value)
+	}
+	return all, nil
+}
+
+// eachRank calls fn for all ranks of a board at the same time, and returns the number of calls.
+func eachRank(t *testing.T, ranks int, gathers bool, fn func(rank int, r comm.Rendezvous) error) int {
+	var calls atomic.Int64
+	var wg sync.WaitGroup
+	for rank, b := range testgpu.Boards(t.Context(), ranks) {
+		var r comm.Rendezvous = countingBoard{b, &calls}
+		if gathers {
+			r = gatheringBoard{countingBoard{b, &calls}}
+		}
+		wg.Go(func() {
+			if err := fn(rank, r); err != nil {
+				t.Errorf("rank %d: %v", rank, err)
+			}
+		})
+	}
+	wg.Wait()
+	return int(calls.Load())
+}
+
+// TestExchange exchanges values of all lengths, also together longer than one value of a store may be.
+func TestExchange(t *testing.T) {
+	for _, ranks := range []int{1, 2, 3, 200} {
+		values := make([][]byte, ranks)
+		for i := range values {
+			values[i] = bytes.Repeat([]byte{byte(i)}, []int{0, 1, 300, 12345}[i%4])
+		}
+		for _, gathers := range []bool{false, true} {
+			calls := eachRank(t, ranks, gathers, func(rank int, r comm.Rendezvous) error {
+				exchange := comm.ExchangeBy(r, "x/")
+				for round := range 2 {
+					all, err := exchange(testgpu.Context(t), values[rank])
+					if err != nil {
+						return err
+					}
+					for i := range values {
+						if !bytes.Equal(values[i], all[i]) {
+							return fmt.Errorf("round %d: the value of rank %d differs", round, i)
+						}
+					}
+				}
+				return nil
+			})
+			require.LessOrEqual(t, calls, 2*(4*ranks+2), "calls of %d ranks", ranks)
+		}
+	}
+}
+
+// TestExchangeOfWrongValues reads what a faulty rank 0 publishes.
+func TestExchangeOfWrongValues(t *testing.T) {
+	for name, value := range map[string]string{"empty": "", "long": "\xff\xff\xff\xff", "cut": "\x00\x00\x00\x03\x05ab", "few": "\x00\x00\x00\x01\x00", "many": "\x00\x00\x00\x03\x00\x00\x00"} {
+		bs := testgpu.Boards(t.Context(), 2)
+		require.NoError(t, bs[0].Set(t.Context(), "x/0/all/0", []byte(value)))
+		_, err := comm.ExchangeBy(bs[1], "x/")(t.Context(), []byte("1"))
+		require.ErrorIs(t, err, comm.ErrMismatch, name)
+	}
+}
+
+// TestCallsOfAJoin counts the calls of the store when processes join: each further rank adds as many.
+func TestCallsOfAJoin(t *testing.T) {
+	const most = 9
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: most})
+	for _, gathers := range []bool{false, true} {
+		count := func(ranks int) int {
+			return eachRank(t, ranks, gathers, func(rank int, r comm.Rendezvous) error {
+				g, err := comm.Join(testgpu.Context(t), r, devs[rank], nil)
+				if err != nil {
+					return err
+				}
+				return g.Close()
+			})
+		}
+		few, more, many := count(3), count(6), count(9)
+		require.InDelta(t, more-few, many-more, 1, "%d, %d and %d calls", few, more, many)
+		require.LessOrEqual(t, many, 10*9)
+	}
+}
+
+// A hostBoard has the name of a host, as sessions do.
+type hostBoard struct {
+	*testgpu.Board
+	host string
+}
+
+func (b hostBoard) Host() string { return b.host }
+
+// TestJoinNamesHosts has two ranks on one GPU. The error has the name of the host in the job.
+func TestJoinNamesHosts(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	errs := make([]error, 2)
+	var wg sync.WaitGroup
+	for i, b := range testgpu.Boards(t.Context(), 2) {
+		wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), hostBoard{b, "pod-a"}, devs[0], nil) })
+	}
+	wg.Wait()
+	for _, err := range errs {
+		require.ErrorContains(t, err, " of host pod-a: ")
+	}
+}

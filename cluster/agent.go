@@ -45,8 +45,8 @@ type Agent struct {
 	plans  chan *attempt // that follow the first
 	orders chan Order
 	mu     sync.Mutex
-	early  func() // news that came before the first attempt
-	memory        // for the next coordinator
+	early  func() error // news that came before the first attempt
+	memory              // for the next coordinator
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -393,7 +393,10 @@ func (a *Agent) event(k *client, m message) {
 			a.end(k, err)
 			return
 		}
-		a.news(m.epoch, n)
+		if err := a.news(m.epoch, n); err != nil {
+			a.end(k, err)
+			return
+		}
 		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
 	case kindNote:
 		var f fault

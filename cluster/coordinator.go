@@ -60,6 +60,7 @@ type coordinator struct {
 	late    []*peer // agents that came when the job was complete
 	attempt uint64  // number of the current PREPARE; 0 if none
 	lastTry uint64
+	term    uint64
 	epoch   uint64
 	plan    *plan    // nil while hosts may join
 	restart *restart // how all processes are started again; nil while they run
@@ -92,7 +93,7 @@ type coordinator struct {
 // newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
 func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
+		quit: make(chan struct{}), peers: map[string]*peer{}, term: firstTerm, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{})}
 	c.faults = newFaults()
 	for _, f := range prepare {

@@ -192,6 +192,9 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 	if r := checkNames(reg.Host, reg.Name, reg.Agent); r != nil {
 		return r
 	}
+	if reg.Seat > c.epoch {
+		return &refusal{Reason: epochsMustGrow(reg.Seat, reg.By, c.epoch, c.leads()).Error()}
+	}
 	if !reg.Elastic {
 		return &refusal{Reason: "the processes of this job call cluster.Run, and this one cluster.Attach or Join"}
 	}

@@ -103,7 +103,9 @@ func (e *election) adopt(o *outcome) error {
 	if err != nil {
 		return err
 	}
-	a.adopt(t)
+	if err := a.adopt(t); err != nil {
+		return err
+	}
 	if e.addr != e.mine {
 		a.resign()
 	}

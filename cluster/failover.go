@@ -19,6 +19,7 @@ import (
 
 // A memory is what an agent has to tell the next coordinator. Agent.mu guards it.
 type memory struct {
+	leadership
 	charter  *charter // nil unless the workers call Run and their first world is complete
 	running  map[int]bool
 	exits    map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch

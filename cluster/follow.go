@@ -88,7 +88,7 @@ func (r *runner) register(l *link, hello welcome) error {
 	reg := r.cfg.registration()
 	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
 	if r.now != nil {
-		reg.Seat, reg.Member = r.now.epoch, r.now.me
+		reg.Seat, reg.By, reg.Member = r.now.epoch, r.followed, r.now.me
 	}
 	m := note(kindRegister, reg)
 	m.id = registerWorker

@@ -26,7 +26,9 @@ type peer struct {
 	draining *fault // agent: its host leaves the job for this reason, such as "received SIGTERM"
 	request  uint64 // number of the last request to continue the stream
 	prepared bool   // agent: has accepted the current attempt
-	ready    bool   // agent: no worker of an earlier attempt is running
+	asked    uint64 // agent: number of the last proposal that it was sent, and answered that of the last one that it has
+	answered uint64
+	ready    bool // agent: no worker of an earlier attempt is running
 }
 
 // answers are the answers of a worker that calls Run to the coordinator, in one epoch.

@@ -35,8 +35,9 @@ type registration struct {
 	Elastic bool   `json:"elastic,omitempty"`
 	Agent   string `json:"agent,omitempty"`
 	Least   int    `json:"least,omitempty"`
-	// Seat is the last epoch that the process was a member of, with Rank, under an earlier coordinator.
+	// Seat is the last epoch that the process was a member of, with Rank, under an earlier coordinator, By.
 	Seat uint64 `json:"seat,omitempty"`
+	By   leader `json:"by,omitzero"`
 }
 
 // host is an agent's first message.
@@ -81,6 +82,7 @@ type welcome struct {
 
 // world is the committed list of all processes, in the order of ranks.
 type world struct {
+	By      leader      `json:"by,omitzero"` // the coordinator that begins the epoch
 	Members []Member    `json:"members"`
 	New     []int       `json:"new,omitempty"`  // ranks that were not in the epoch before
 	Left    []Departure `json:"left,omitempty"` // of the epoch before
@@ -111,6 +113,7 @@ type Order struct {
 
 // news tells agents of an epoch.
 type news struct {
+	By      leader   `json:"by,omitzero"`
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
 	Line    string   `json:"line,omitempty"`

@@ -150,9 +150,9 @@ func (c *coordinator) commitWorld() {
 		p := c.workers[member.arrival]
 		p.reg.Member, p.seat = member, c.epoch
 	}
-	ps, epoch := slices.Clone(c.workers), c.epoch
+	ps, epoch, by := slices.Clone(c.workers), c.epoch, c.leads()
 	start := func() {
-		m := note(kindWorld, &world{Members: ms})
+		m := note(kindWorld, &world{By: by, Members: ms})
 		m.epoch = epoch
 		for _, member := range ms {
 			m.id = uint64(member.Rank)
@@ -368,5 +368,8 @@ func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	case c.isElastic(): // another host may take its place
 		c.agents = remove(c.agents, p)
 		c.admitLate()
+		if c.elastic.phase == phasePropose && c.faults.stop == nil {
+			c.form()
+		}
 	}
 }

@@ -289,7 +289,7 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
 	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
-		a.prepared = false
+		a.asked = e.try
 		a.send(m)
 	}
 }
@@ -309,22 +309,20 @@ func (c *coordinator) agentPrepared(a *peer, try uint64) {
 	switch e := c.elastic; {
 	case e.start != nil:
 		a.prepared = true
-		first := c.electorates[0]
-		if !slices.ContainsFunc(c.agents, func(a *peer) bool { return a.owes(first) }) {
+		if !slices.ContainsFunc(c.agents, func(a *peer) bool {
+			return !a.prepared && a.state != peerGone && slices.Contains(c.electorates[0], a.host.UUID)
+		}) {
 			c.startFirst()
 		}
-	case e.phase == phasePropose && try == e.try:
-		a.prepared = true
+	case e.phase == phasePropose && try == e.try && a.asked == try:
+		a.answered = try
 		c.checkPrepared()
 	}
 }
 
-// owesAnswer reports whether an agent has not answered the proposal.
-func (c *coordinator) owesAnswer(a *peer) bool { return a.owes(c.elastic.voters) }
-
-// owes reports whether an agent belongs to an electorate and has not answered.
-func (p *peer) owes(e electorate) bool {
-	return !p.prepared && p.state == peerJoined && slices.Contains(e, p.host.UUID)
+// owesAnswer reports whether an agent has not answered the proposal, whatever its workers do.
+func (c *coordinator) owesAnswer(a *peer) bool {
+	return a.state != peerGone && a.asked == c.elastic.try && a.answered != a.asked
 }
 
 // loseUnprepared removes the hosts whose agents have not answered the proposal.

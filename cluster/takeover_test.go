@@ -12,11 +12,12 @@ import (
 )
 
 // register lets a process in the place of a host register, after it was a member of epoch seat.
-func (j *paperJob) register(host string, pid int, seat uint64) {
+func (j *paperJob) register(host string, pid int, seat uint64) *peer {
 	p := newPeer(newStream(&link{}, j.clock, time.Minute), host)
 	p.role, p.home = roleWorker, place{host, 0}
 	p.reg = registration{Member: Member{LocalSize: 1, Host: host, PID: pid}, Agent: host, Elastic: true, Seat: seat}
 	j.do(func() { j.registerNewcomer(p) })
+	return p
 }
 
 // takenOver returns a job in which host a has taken over from host x. All hosts have the proposal of epoch 3, in which process 103 of host c is new: the last

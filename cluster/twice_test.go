@@ -1,0 +1,130 @@
+package cluster
+
+import (
+	"io"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// These tests split a job into parts and let real coordinators without sockets decide on both sides. At most one part may
+// begin another epoch.
+
+// agentOn returns the agent of a host, which has heard all that the coordinator has sent to it so far.
+func (j *paperJob) agentOn(t *testing.T, u string) *Agent {
+	t.Helper()
+	a := &Agent{uuid: u, cfg: Config{Notify: func(string) {}, LocalSize: 1}, memory: newMemory(1)}
+	a.now.Store(&attempt{})
+	j.hear(t, a)
+	require.NotNil(t, a.charter)
+	return a
+}
+
+// mayTakeOver reports whether hosts that have lost a coordinator may choose another one among themselves.
+func mayTakeOver(as ...*Agent) bool {
+	here, ch := map[string]bool{}, *as[0].charter
+	var ended []string
+	for _, a := range as {
+		here[a.uuid] = true
+		ch.merge(a.charter)
+		ended = append(ended, a.ended...)
+	}
+	return allow(ch.electorates(), here, setOf(ended))
+}
+
+// A host whose worker has exited is connected. It must answer a proposal like all others: otherwise the coordinator could begin an
+// epoch by it, and the host, which does not know, another one with the rest.
+func TestHostWithoutWorkersMustAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t) // epoch 2 has the workers of a and b; a, b and c decide
+		defer j.end()
+		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
+		j.lose("b") // the network splits into a, and b and c; a notices the silence of b first
+		j.settle("a")
+		require.Equal(t, phasePropose, j.elastic.phase)
+		j.answer("a")
+		require.Equal(t, uint64(2), j.epoch, "c has not answered")
+		require.True(t, mayTakeOver(b, c))
+		j.do(func() { j.disconnected(j.hosts["c"], io.ErrNoProgress) })
+		j.settle("a")
+		j.answer("a")
+		require.Equal(t, uint64(2), j.epoch)
+		require.NotNil(t, j.faults.stop, "a is a minority")
+	})
+}
+
+// If c answers, the epoch begins, and c cannot go on with b.
+func TestHostWithoutWorkersAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t)
+		defer j.end()
+		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
+		j.lose("b")
+		j.settle("a")
+		j.hear(t, c)
+		j.answer("a", "c")
+		require.Equal(t, uint64(3), j.epoch)
+		require.False(t, mayTakeOver(b, c))
+	})
+}
+
+// A host without workers leaves while a proposal with it waits for its answer. The next proposal does not have it.
+func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t)
+		defer j.end()
+		j.lose("b")
+		j.settle("a")
+		j.answer("a")
+		require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
+		j.answer("a")
+		require.Equal(t, uint64(3), j.epoch)
+		require.Equal(t, []electorate{{"a"}}, j.electorates)
+	})
+}
+
+// Epochs that do not grow, and two coordinators in one term, are reported, and name both coordinators.
+func TestTwoCoordinatorsAreReported(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		one, other := leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
+		a := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a.now.Store(&attempt{})
+		n := news{By: one, Plan: plan{Hosts: []host{{UUID: "c"}}}, Voters: electorate{"c"}}
+		require.NoError(t, a.news(3, n))
+		n.By.Term++
+		err := a.news(2, n)
+		require.ErrorContains(t, err, "host a (pid 1) in term 2 has begun epoch 3, and host a (pid 1) in term 3 comes with epoch 2")
+		n.By = other
+		err = a.news(3, n)
+		require.ErrorContains(t, err, "host a (pid 1) in term 2 and host b (pid 2) in term 2")
+		n.By.Term--
+		require.ErrorContains(t, a.news(3, n), "host b (pid 2) in term 1 does not coordinate the job any more: host a (pid 1) in term 2 has replaced it")
+
+		r := &runner{cfg: &JoinConfig{Job: "twice", Timing: quick}, parent: t.Context(), end: make(chan error, 1), worlds: make(chan *World, 2)}
+		r.k = &client{clock: newRunClock(time.Second), ctx: t.Context()}
+		begin := func(epoch uint64, by leader) {
+			m := note(kindWorld, world{By: by, Members: []Member{{}}})
+			m.epoch = epoch
+			r.begin(m)
+		}
+		begin(5, one)
+		require.Empty(t, r.end)
+		begin(5, leader{Term: 3, Agent: "b", Name: "host b (pid 2)"})
+		require.ErrorContains(t, <-r.end, "host a (pid 1) in term 2 has begun epoch 5, and host b (pid 2) in term 3 comes with epoch 5")
+		require.Error(t, r.now.ctx.Err())
+		begin(6, other)
+		require.ErrorContains(t, <-r.end, "two coordinators lead the job in one term")
+		require.Len(t, r.worlds, 1)
+
+		j := newPaperJob("a", "b")
+		defer j.end()
+		p := j.register("b", 300, 9)
+		require.Equal(t, peerGone, p.state)
+		var f refusal
+		sent := p.take()
+		require.NoError(t, sent[len(sent)-1].record(&f))
+		require.Contains(t, f.Reason, "has begun epoch 9, and host a (pid 0) in term 0 comes with epoch 1")
+	})
+}

@@ -378,7 +378,9 @@ const leftReason = "left the job"
 func (c *coordinator) loseHost(a *peer, f fault) {
 	a.state = peerGone
 	c.agents = remove(c.agents, a)
-	defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+	if a.draining == nil {
+		defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+	}
 	a.send(note(kindRefuse, refusal{Reason: "the coordinator has lost this host: " + f.Reason})) // if it is only cut off, it learns so later
 	a.closeAfterQueue()
 	for at := range maps.Clone(c.elastic.absent) {

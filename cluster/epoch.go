@@ -71,14 +71,14 @@ func (cfg *coordConfig) leastHosts() int {
 	return cfg.least
 }
 
-// nextPlan returns the plan without lost hosts.
+// nextPlan returns the plan without hosts that are lost or leave.
 func (c *coordinator) nextPlan() *plan {
 	if c.plan == nil {
 		return nil
 	}
 	p := &plan{Restarts: c.plan.Restarts}
 	here := func(uuid string) bool {
-		return slices.ContainsFunc(c.agents, func(a *peer) bool { return a.host.UUID == uuid })
+		return slices.ContainsFunc(c.agents, func(a *peer) bool { return a.host.UUID == uuid && !a.leaves })
 	}
 	for _, h := range c.plan.Hosts {
 		if here(h.UUID) {
@@ -162,6 +162,11 @@ func (c *coordinator) commitEpoch() {
 	line := c.epochLine()
 	c.epoch++
 	c.world, c.engine = e.next, newEngine(len(e.next.Members))
+	for _, a := range slices.Clone(c.agents) {
+		if a.leaves { // it has agreed to go
+			c.dismiss(a)
+		}
+	}
 	if c.plan != nil {
 		c.plan = c.planOfEpoch()
 		c.electorates, e.inherited = []electorate{e.voters}, false

@@ -128,3 +128,88 @@ func TestTwoCoordinatorsAreReported(t *testing.T) {
 		require.Contains(t, f.Reason, "has begun epoch 9, and host a (pid 0) in term 0 comes with epoch 1")
 	})
 }
+
+// drained returns a job of five hosts of which d and e leave, and all functions have returned: the coordinator proposes an epoch
+// without them.
+func drained(t *testing.T) *paperJob {
+	j := newPaperJob("a", "b", "c", "d", "e")
+	for _, u := range []string{"d", "e"} {
+		require.NoError(t, j.handle(j.hosts[u], note(kindDrain, fault{Reason: "received SIGTERM", Code: 143})))
+	}
+	j.settle("c", "d", "e")
+	return j
+}
+
+// Hosts that leave must answer the proposal without them: until then they could choose another coordinator with others.
+func TestDrainedHostsMustAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := drained(t)
+		defer j.end()
+		c, d, e := j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
+		j.settle("a", "b") // after the network has split into a and b, and c, d and e
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Equal(t, electorate{"a", "b", "c"}, j.elastic.voters)
+		j.lose("c")
+		j.answer("a", "b")
+		require.Equal(t, uint64(1), j.epoch)
+		require.True(t, mayTakeOver(c, d, e))
+		j.lose("d")
+		j.lose("e")
+		j.answer("a", "b")
+		require.Equal(t, uint64(1), j.epoch)
+		require.NotNil(t, j.faults.stop, "a and b are a minority")
+	})
+}
+
+// When they have answered, they are told to stop, and count no longer. Their launchers may also end before they answer.
+func TestDrainedHostsAreDismissed(t *testing.T) {
+	for name, last := range map[string]func(*paperJob){
+		"answers": func(j *paperJob) { j.answer("e") },
+		"leaves":  func(j *paperJob) { j.do(func() { j.agentLeft(j.hosts["e"], false) }); j.answer("a", "b", "c", "d") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := drained(t)
+				defer j.end()
+				j.settle("a", "b")
+				require.Equal(t, kindDismiss, j.procs["d"].take()[2].kind)
+				j.hosts["d"].take()
+				j.answer("a", "b", "c", "d")
+				require.Equal(t, uint64(1), j.epoch)
+				require.Empty(t, j.ended)
+				last(j)
+				require.Equal(t, uint64(2), j.epoch)
+				require.Equal(t, []electorate{{"a", "b", "c"}}, j.electorates)
+				require.Len(t, j.agents, 3)
+				sent := j.hosts["d"].take()
+				var o Order
+				require.NoError(t, sent[len(sent)-1].record(&o))
+				require.Equal(t, Order{Stop: true}, o)
+				require.Len(t, j.world.Left, 2)
+				require.Empty(t, j.flappers)
+			})
+		})
+	}
+}
+
+// The coordinator and another host are drained. The coordinator leaves when the other host has agreed to an epoch without it.
+func TestHandoverAfterDrainedHosts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c")
+		defer j.end()
+		for _, u := range []string{"a", "b"} {
+			require.NoError(t, j.handle(j.hosts[u], note(kindDrain, fault{Reason: "received SIGTERM", Code: 143})))
+		}
+		j.settle("a", "b", "c")
+		require.False(t, j.handedOver)
+		require.Equal(t, electorate{"a", "c"}, j.elastic.voters)
+		j.answer("a", "b", "c")
+		require.Equal(t, uint64(2), j.epoch)
+		j.hosts["c"].take()
+		j.settle("a", "c")
+		require.True(t, j.handedOver)
+		var h handover
+		require.NoError(t, j.hosts["c"].take()[0].record(&h))
+		require.Equal(t, []string{"a"}, h.Ended)
+	})
+}

@@ -93,6 +93,7 @@ func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
 		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
 		self:  a.greeting(),
+		probe: a.probe,
 	}
 	if g := a.gossip; g != nil {
 		c.hint, c.path = g.hint, g.path

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -38,6 +39,8 @@ type coordConfig struct {
 	notify                    func(string)
 	hint                      func(have []Member) string // text from gossip about missing hosts; may be nil
 	path                      func(host host) string     // text from gossip about a lost host; may be nil
+	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
+	probe func(ctx context.Context, h host, ip string) finding
 }
 
 // A coordinator holds the authoritative state of one job: hosts, processes,
@@ -166,6 +169,7 @@ func (c *coordinator) serve(conn net.Conn) {
 	go p.writeLoop()
 	err = c.readLoop(p)
 	p.stopRenewing()
+	c.examine(p, err)
 	c.mu.Lock()
 	c.disconnected(p, err)
 	c.unlock()

@@ -387,7 +387,8 @@ func (a *Agent) event(k *client, m message) {
 			a.end(k, err)
 			return
 		}
-		a.end(k, &MemberLostError{Rank: -1, Host: a.cfg.Host, PID: os.Getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
+		k.cancel(&MemberLostError{Rank: -1, Host: a.cfg.Host, PID: os.Getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
+		k.closeConnection()
 	case kindNews:
 		var n news
 		if err := m.record(&n); err != nil {

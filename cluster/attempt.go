@@ -76,7 +76,7 @@ func (a *Agent) news(epoch uint64, n news) error {
 	if len(n.Voters) > 0 {
 		next := &charter{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members, Used: n.Used}
 		if a.charter != nil { // news may also come while an epoch is proposed
-			next.Next, next.Proposed = a.charter.Next, a.charter.Proposed
+			next.Proposed = a.charter.open(epoch)
 		}
 		a.charter = next
 	} else if a.charter != nil {

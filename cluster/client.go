@@ -48,11 +48,12 @@ type client struct {
 type loss int32
 
 const (
-	notLost     loss = iota
-	lostSilent       // nothing has arrived: it may coordinate others
-	lostEnded        // its process has ended
-	lostByIt         // it has lost this process
-	lostLeaving      // its host leaves the job, as asked
+	notLost      loss = iota
+	lostSilent        // nothing has arrived: it may coordinate others
+	lostEnded         // its process has ended
+	lostByIt          // it has lost this process
+	lostLeaving       // its host leaves the job, as asked
+	lostResigned      // it may not go on, and coordinates no more
 )
 
 // A target is a coordinator to connect to.
@@ -233,6 +234,9 @@ func (k *client) leftBehind(m message) {
 	}
 	k.final.Store(true)
 	k.loss.Store(int32(lostLeaving))
+	if h.Failed {
+		k.loss.Store(int32(lostResigned))
+	}
 	k.cancel(&MemberLostError{Rank: -1, Host: k.hello.Host, PID: k.hello.PID, Since: time.Now(), Reason: h.Reason, ExitCode: -1})
 	k.closeConnection()
 }

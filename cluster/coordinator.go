@@ -184,6 +184,9 @@ func (c *coordinator) welcome() welcome {
 	defer c.mu.Unlock()
 	w := c.cfg.self
 	w.Running = c.plan != nil || c.restart != nil
+	if w.Running {
+		w.Term = c.term
+	}
 	if s := c.succession; s != nil {
 		w.Elects, w.Epoch = true, s.charter.Epoch
 	}
@@ -273,7 +276,11 @@ func (c *coordinator) handle(p *peer, m message) error {
 		return c.register(p, m)
 	}
 	if m.kind == kindElsewhere && !p.worker {
-		c.jobElsewhere(p, m)
+		var other elsewhere
+		if err := m.record(&other); err != nil {
+			return err
+		}
+		c.jobElsewhere(p, other)
 		return nil
 	}
 	if m.kind == kindSilent && p.role != roleNone {

@@ -46,6 +46,7 @@ type elastic struct {
 	// is true until the next epoch begins.
 	absent    map[place]Member
 	inherited bool
+	takenOver time.Time
 }
 
 // A place identifies a worker of a launcher.
@@ -400,6 +401,9 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 			g.Rank, g.PID = p.reg.Rank, p.reg.PID
 			c.loseWorker(p, g)
 		}
+	}
+	if !c.isElastic() || c.faults.stop == nil && c.isMinority() { // also while functions have not returned
+		return
 	}
 	c.admitLate() // another host may take its place
 	if c.elastic.phase == phasePropose && c.faults.stop == nil {

@@ -121,13 +121,18 @@ func (c *coordinator) canHandOver(own *peer) bool {
 func (c *coordinator) handOver(h handover) {
 	c.handedOver, c.elastic.over = true, true
 	h.Ended = slices.Sorted(maps.Keys(c.ended))
+	c.sendHandover(h, slices.Concat(c.agents, c.workers, c.late, c.unregistered()))
+	c.agents, c.workers, c.late = nil, nil, nil
+}
+
+// sendHandover tells processes that this coordinator does nothing for them any more.
+func (c *coordinator) sendHandover(h handover, ps []*peer) {
 	m := note(kindHandover, h)
-	for _, p := range slices.Concat(c.agents, c.workers, c.late, c.unregistered()) {
+	for _, p := range ps {
 		p.state = peerGone
 		p.send(m)
 		p.closeAfterQueue()
 	}
-	c.agents, c.workers, c.late = nil, nil, nil
 }
 
 // unregistered returns the peers that have not registered.
@@ -190,9 +195,7 @@ func (c *coordinator) admitHost(a *peer) {
 	for local := range a.host.LocalSize {
 		c.elastic.expected[place{a.host.UUID, local}] = true
 	}
-	m := note(kindPlan, c.plan)
-	m.epoch = c.epoch
-	a.send(m)
+	a.send(c.planNote())
 	a.send(message{kind: kindComplete, epoch: c.epoch})
 	c.tellNews("")
 }

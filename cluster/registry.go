@@ -203,6 +203,9 @@ func (c *coordinator) registerAgent(p *peer) error {
 		c.registerVoter(p)
 		return nil
 	}
+	if ch := p.host.Charter; ch != nil && c.plan != nil {
+		c.checkTerm(leader{Term: ch.Term, Name: "another host"})
+	}
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
 		if r.First != nil || r.All {
@@ -276,9 +279,14 @@ func (c *coordinator) hostObjection(h host) *refusal {
 func (c *coordinator) propose() {
 	c.lastTry++
 	c.attempt = c.lastTry
+	if s := c.succession; s != nil {
+		c.term = max(c.term, s.charter.Term+1)
+	}
+	m := note(kindPrepare, c.leads())
+	m.id = c.attempt
 	for _, p := range c.agents {
 		p.prepared = false
-		p.send(message{kind: kindPrepare, epoch: firstEpoch, id: c.attempt})
+		p.send(m)
 	}
 }
 
@@ -320,9 +328,16 @@ func (c *coordinator) commitPlan(p *plan) {
 	c.beginAttempt(p)
 	c.plan = p
 	c.gone, c.planned = nil, time.Now()
+	c.tellAgents(c.planNote())
+}
+
+// planNote returns the message with the plan.
+func (c *coordinator) planNote() message {
+	p := *c.plan
+	p.By = c.leads()
 	m := note(kindPlan, p)
 	m.epoch = c.epoch
-	c.tellAgents(m)
+	return m
 }
 
 // agentDone records that a host's workers have exited. The job ends when all

@@ -1,7 +1,9 @@
 package cluster
 
 import (
+	"context"
 	"io"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -211,5 +213,176 @@ func TestHandoverAfterDrainedHosts(t *testing.T) {
 		var h handover
 		require.NoError(t, j.hosts["c"].take()[0].record(&h))
 		require.Equal(t, []string{"a"}, h.Ended)
+	})
+}
+
+// candidate lets hosts that have lost a coordinator choose the first of them. It has taken over, and proposes the next epoch
+// when its workers, whose PIDs are given, have registered.
+func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *paperJob {
+	t.Helper()
+	var uuids []string
+	for _, a := range as {
+		uuids = append(uuids, a.uuid)
+	}
+	k := newPaperJob(uuids...)
+	for _, h := range k.hosts {
+		h.take() // the messages of newPaperJob itself
+	}
+	ch := *as[0].charter
+	ch.Lost, ch.Reason = lost, "silent"
+	k.do(func() {
+		k.workers, k.elastic, k.plan, k.agents, k.electorates = nil, nil, nil, nil, nil
+		k.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{}}
+		for _, a := range as {
+			own := *a.charter
+			own.Lost, own.Ended, own.Term = lost, a.ended, a.promised.Term
+			if pids[a.uuid] > 0 {
+				own.Running = []int{0}
+			}
+			p := k.hosts[a.uuid]
+			p.stream = newStream(&link{}, k.clock, time.Minute)
+			p.state, p.role, p.host.Charter = peerNew, roleAgent, &own
+			require.NoError(t, k.registerAgent(p))
+		}
+	})
+	time.Sleep(time.Second) // the others have their time to come
+	synctest.Wait()
+	for _, a := range as {
+		for _, m := range k.hosts[a.uuid].take() {
+			if m.kind == kindPrepare && m.id == k.attempt {
+				var by leader
+				require.NoError(t, m.record(&by))
+				require.NoError(t, a.voteFor(by))
+			}
+		}
+	}
+	k.do(func() {
+		for _, p := range k.agents {
+			k.prepared(p, k.attempt)
+		}
+	})
+	require.NotNil(t, k.elastic, "they are not enough")
+	for u, pid := range pids {
+		k.register(u, pid, k.epoch)
+	}
+	time.Sleep(2 * settleTime)
+	synctest.Wait()
+	return k
+}
+
+// allAnswer lets all hosts and workers answer the proposal.
+func (j *paperJob) allAnswer() {
+	j.do(func() {
+		for _, a := range slices.Clone(j.agents) {
+			j.agentPrepared(a, j.elastic.try)
+		}
+		for _, p := range slices.Clone(j.elastic.peers) {
+			j.workerPrepared(p, j.elastic.try)
+		}
+	})
+}
+
+// comesBack lets a host that has lost another coordinator register with this one.
+func (j *paperJob) comesBack(t *testing.T, a *Agent, lost string) *peer {
+	t.Helper()
+	p := j.newHost(a.uuid)
+	p.stream = newStream(&link{}, j.clock, time.Minute)
+	p.state, p.host.Nodes, p.host.MinNodes = peerNew, j.cfg.agents, 1
+	ch := *a.charter
+	ch.Lost, ch.Term = lost, a.promised.Term
+	p.host.Charter = ch.excerpt(welcome{Running: true})
+	j.do(func() { require.NoError(t, j.registerAgent(p)) })
+	return p
+}
+
+// A coordinator that others have replaced wins no host back: the host that has answered the proposal of its successor does not
+// register with it, and tells it that it was replaced.
+func TestReplacedCoordinator(t *testing.T) {
+	for name, meets := range map[string]func(t *testing.T, j *paperJob, c *Agent){
+		"a host registers": func(t *testing.T, j *paperJob, c *Agent) { j.comesBack(t, c, "b") },
+		"a host tells it": func(t *testing.T, j *paperJob, c *Agent) {
+			p := newPeer(newStream(&link{}, j.clock, time.Minute), "c")
+			require.NoError(t, j.handle(p, note(kindElsewhere, elsewhere{By: c.promise()})))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := newPaperJob("a", "b", "c", "d", "e", "f")
+				defer j.end()
+				b, c, d, e := j.agentOn(t, "b"), j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
+				// The network splits into a and f, and the others. a has not noticed that yet.
+				k := candidate(t, "a", map[string]int{"b": 101, "c": 102, "d": 103, "e": 104}, b, c, d, e)
+				defer k.end()
+				require.Equal(t, phasePropose, k.elastic.phase)
+				require.Equal(t, uint64(1), k.term)
+				k.hear(t, c)
+				require.Equal(t, []electorate{{"a", "b", "c", "d", "e", "f"}, {"b", "c", "d", "e"}}, c.charter.electorates())
+				require.False(t, c.mayFollow(welcome{Running: true, Term: j.term}))
+				require.True(t, c.mayFollow(welcome{Running: true, Term: k.term}))
+				require.True(t, c.mayFollow(welcome{Elects: true}))
+				j.hosts["f"].take()
+				j.hosts["a"].take()
+				meets(t, j, c)
+				require.NotNil(t, j.faults.stop)
+				require.Contains(t, j.faults.stop.Reason, "in term 1 coordinates the job now")
+				require.True(t, j.handedOver)
+				require.Equal(t, []kind{kindFault}, kindsOf(j.hosts["a"].take()))
+				var h handover
+				sent := j.hosts["f"].take()
+				require.Equal(t, []kind{kindHandover}, kindsOf(sent))
+				require.NoError(t, sent[0].record(&h))
+				require.Equal(t, []any{true, []string{"a"}}, []any{h.Failed, h.Ended})
+				k.allAnswer()
+				require.Equal(t, uint64(2), k.epoch)
+			})
+		})
+	}
+}
+
+// A coordinator that loses its majority ends at once, although functions of its epoch still run.
+func TestMinorityEndsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c", "d")
+		defer j.end()
+		j.lose("b")
+		require.Nil(t, j.faults.stop)
+		require.Equal(t, phaseRevoke, j.elastic.phase)
+		j.lose("c")
+		require.Nil(t, j.faults.stop, "it is the first of two halves")
+		j.hosts["d"].take()
+		j.lose("d")
+		require.NotNil(t, j.faults.stop)
+		require.Contains(t, j.faults.stop.Reason, "this part of the network has 1 of the 4 hosts of epoch 1")
+	})
+}
+
+// Two hosts lose a coordinator that can still send to them. It is a minority and ends, and they choose another one.
+func TestHostsThatAMinorityHasLost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c", "d", "e")
+		defer j.end()
+		as := map[string]*Agent{}
+		for _, u := range []string{"b", "c", "d", "e"} {
+			as[u] = j.agentOn(t, u)
+		}
+		for _, u := range []string{"b", "c", "d"} {
+			j.lose(u)
+			sent := j.hosts[u].take()
+			require.Equal(t, kindRefuse, sent[len(sent)-1].kind)
+			k := &client{stream: newStream(nil, j.clock, time.Minute), hello: welcome{Agent: "a", LostAfter: time.Second}}
+			k.ctx, k.cancel = context.WithCancelCause(t.Context())
+			k.open, k.shut = context.WithCancel(t.Context())
+			k.events = as[u].event
+			as[u].k, as[u].life = k, t.Context()
+			k.dispatch(sent[len(sent)-1])
+			ch := as[u].mourn(k, as[u].now.Load(), context.Cause(k.ctx))
+			require.NotNil(t, ch, "it may choose another coordinator")
+			require.True(t, ch.isPossible())
+			require.Empty(t, ch.Ended, "the coordinator may live")
+			as[u].wg.Done()
+		}
+		sent := j.hosts["e"].take()
+		require.Equal(t, kindHandover, sent[len(sent)-1].kind, "it has not lost e, which may choose, too")
+		require.NotNil(t, j.faults.stop)
 	})
 }

@@ -1,6 +1,9 @@
 package cluster
 
-import "slices"
+import (
+	"slices"
+	"time"
+)
 
 // A ledger is what the next coordinator must know beside the epochs: the restarts so far, and whether the program has
 // ended. A coordinator acts on an entry only when all launchers that it reaches have it, so that the entry survives
@@ -61,7 +64,7 @@ func (c *coordinator) ledger() ledger {
 func (c *coordinator) inherit(l ledger) {
 	c.retries.total = l.Used
 	for _, r := range l.Restarts {
-		c.elastic.retries[place{r.Agent, r.Local}] = &retries{total: r.Total, inARow: r.InARow, counted: r.PID}
+		c.elastic.retries[place{r.Agent, r.Local}] = &retries{total: r.Total, inARow: r.InARow, counted: r.PID, started: time.Now()}
 	}
 }
 

@@ -60,7 +60,7 @@ func choosing(t *testing.T, lostAfter time.Duration) (*election, string) {
 // costs no time.
 func TestCandidatesSideBySide(t *testing.T) {
 	t.Parallel()
-	const lostAfter = 40 * time.Second // one host is waited for a twentieth of it
+	const lostAfter = 40 * time.Second // one host is waited for a part of it
 	for _, n := range []int{0, 1, 14, 40} {
 		e, next := choosing(t, lostAfter)
 		begun := time.Now()

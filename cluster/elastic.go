@@ -119,6 +119,7 @@ func (c *coordinator) arrived(p *peer) {
 	if e.retries[at] == nil {
 		e.retries[at] = &retries{}
 	}
+	e.retries[at].inherited = 0
 	e.retries[at].started = time.Now()
 	e.retries[at].joined = time.Now()
 }
@@ -317,7 +318,7 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 		r = &retries{}
 		e.retries[at] = r
 	}
-	counted := r.total > 0 && r.counted == x.PID // by an earlier coordinator, whose order did not arrive
+	counted := r.inherited != 0 && r.inherited == x.PID // by an earlier coordinator, whose order did not arrive
 	if (spared || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
 		if !spared && !counted {
 			r.failed()

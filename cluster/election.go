@@ -378,7 +378,7 @@ const (
 	// atOnce is the number of candidates that an agent dials at the same time.
 	atOnce = 16
 	// slowPart is the part of LostAfter in which a candidate answers if its host has not vanished.
-	slowPart = 20
+	slowPart = 24
 )
 
 // slowAfter returns the time in which a host answers that has not vanished.

@@ -64,7 +64,7 @@ func (c *coordinator) ledger() ledger {
 func (c *coordinator) inherit(l ledger) {
 	c.retries.total = l.Used
 	for _, r := range l.Restarts {
-		c.elastic.retries[place{r.Agent, r.Local}] = &retries{total: r.Total, inARow: r.InARow, counted: r.PID, started: time.Now()}
+		c.elastic.retries[place{r.Agent, r.Local}] = &retries{total: r.Total, inARow: r.InARow, counted: r.PID, inherited: r.PID, started: time.Now()}
 	}
 }
 

@@ -37,6 +37,9 @@ type Agent struct {
 	closing sync.Once
 	killed  chan struct{}
 	killing sync.Once
+	// concluded is closed when the program has ended and the coordinator is lost.
+	concluded  chan struct{}
+	concluding sync.Once
 	// byOwnName is true if this host is a seed whose name is the loopback here.
 	byOwnName bool
 	seed      bool
@@ -45,8 +48,8 @@ type Agent struct {
 	plans  chan *attempt // that follow the first
 	orders chan Order
 	mu     sync.Mutex
-	early  func() // news that came before the first attempt
-	memory        // for the next coordinator
+	early  func() error // news that came before the first attempt
+	memory              // for the next coordinator
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -66,7 +69,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
 	a.life, a.die = context.WithCancel(context.Background())
 	a.port = newPort(a)
 	if a.reserve, err = reservePort(); err != nil {
@@ -93,6 +96,7 @@ func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
 		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
 		self:  a.greeting(),
+		probe: a.probe,
 	}
 	if g := a.gossip; g != nil {
 		c.hint, c.path = g.hint, g.path
@@ -108,7 +112,7 @@ func (a *Agent) notify(text string) { a.cfg.Notify(fmt.Sprintf("job %s: %s", a.c
 
 // greeting is the first message of this host to processes that connect to it.
 func (a *Agent) greeting() welcome {
-	return welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1, Agent: a.uuid,
+	return welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1, Agent: a.uuid, Several: a.cfg.Nodes > 1,
 		Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter}
 }
 
@@ -288,6 +292,8 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 			return cmp.Or(context.Cause(a.Context()), context.Cause(k.ctx)) // a failure is reported before the end
 		case <-a.Context().Done():
 			return context.Cause(a.Context())
+		case <-a.concluded:
+			return context.Cause(a.Context())
 		case <-moved:
 			a.mu.Lock()
 			k, moved = a.k, a.moved
@@ -373,6 +379,8 @@ func (a *Agent) event(k *client, m message) {
 		a.order(k, o)
 	case kindPropose:
 		a.proposed(k, m)
+	case kindLedger:
+		a.keepLedger(k, m)
 	case kindHandover:
 		var h handover
 		if m.record(&h) == nil { // otherwise the client ends with the error
@@ -386,14 +394,18 @@ func (a *Agent) event(k *client, m message) {
 			a.end(k, err)
 			return
 		}
-		a.end(k, &MemberLostError{Rank: -1, Host: a.cfg.Host, PID: os.Getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
+		k.cancel(&MemberLostError{Rank: -1, Host: a.cfg.Host, PID: os.Getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
+		k.closeConnection()
 	case kindNews:
 		var n news
 		if err := m.record(&n); err != nil {
 			a.end(k, err)
 			return
 		}
-		a.news(m.epoch, n)
+		if err := a.news(m.epoch, n); err != nil {
+			a.end(k, err)
+			return
+		}
 		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
 	case kindNote:
 		var f fault

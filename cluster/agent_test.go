@@ -305,8 +305,8 @@ func TestAgentsDisagree(t *testing.T) {
 	})
 }
 
-// TestRefusalIsNotHidden asks a coordinator that refuses and one that would not.
-func TestRefusalIsNotHidden(t *testing.T) {
+// TestRefusalIsAHint asks a coordinator that refuses and one that does not.
+func TestRefusalIsAHint(t *testing.T) {
 	t.Parallel()
 	serve := func(secret string) (string, keys) {
 		ln, err := net.Listen("tcp", "127.0.0.1:0")
@@ -321,11 +321,13 @@ func TestRefusalIsNotHidden(t *testing.T) {
 	other, _ := serve("the secret of another job")
 	ours, ks := serve("the secret of this job")
 	e := &election{agent: &Agent{cfg: Config{Job: "j"}, keys: ks}}
-	require.True(t, isRefusal(e.firstAnswer(t.Context(), []string{other, ours}).err))
-	found := e.firstAnswer(t.Context(), []string{ours, other})
-	require.NoError(t, found.err)
-	require.Equal(t, ours, found.addr)
-	found.link.close()
+	require.True(t, isRefusal(e.firstAnswer(t.Context(), []string{other, other}).err))
+	for _, list := range [][]string{{ours, other}, {other, ours}} {
+		found := e.firstAnswer(t.Context(), list)
+		require.NoError(t, found.err)
+		require.Equal(t, ours, found.addr)
+		found.link.close()
+	}
 }
 
 // TestAgentShutdownOfFailedJob is told of the failure and then of the end.

@@ -21,6 +21,7 @@ type client struct {
 	clock  *runClock
 	to     target
 	addr   string // of the coordinator, in messages
+	ip     string // address of its host, or "" without a network
 	host   string // host of this process
 	hello  welcome
 	events func(*client, message) // called by the reader, in order, for each message that is not a reply
@@ -47,11 +48,12 @@ type client struct {
 type loss int32
 
 const (
-	notLost     loss = iota
-	lostSilent       // nothing has arrived: it may coordinate others
-	lostEnded        // its process has ended
-	lostByIt         // it has lost this process
-	lostLeaving      // its host leaves the job, as asked
+	notLost      loss = iota
+	lostSilent        // nothing has arrived: it may coordinate others
+	lostEnded         // its process has ended
+	lostByIt          // it has lost this process
+	lostLeaving       // its host leaves the job, as asked
+	lostResigned      // it may not go on, and coordinates no more
 )
 
 // A target is a coordinator to connect to.
@@ -101,7 +103,7 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 		hello, err = readWelcome(l)
 	}
 	if err == nil && hello.Refers {
-		err = &referral{hello.At, hello.Over}
+		err = &referral{hello.At, hello.Over, hello.Finished, addrIP(conn.RemoteAddr())}
 	}
 	if err == nil && !stop() { // ctx closes the connection
 		err = context.Cause(ctx)
@@ -115,8 +117,10 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 
 // A referral is the answer of a host that does not coordinate the job.
 type referral struct {
-	at   string // address of the coordinator, or "" if the host does not know it
-	over string // why the job has ended on the host, or ""
+	at       string // address of the coordinator, or "" if the host does not know it
+	over     string // why the job has ended on the host, or ""
+	finished bool   // the program has ended
+	ip       string // address of the host that has answered
 }
 
 func (r *referral) Error() string {
@@ -161,7 +165,7 @@ func readWelcome(l *link) (welcome, error) {
 // all events, in order.
 func newClient(l *link, to target, addr, host string, hello welcome, events func(*client, message)) *client {
 	clock := newRunClock(hello.step())
-	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, host: host, hello: hello, events: events,
+	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, ip: addrIP(l.c.RemoteAddr()), host: host, hello: hello, events: events,
 		replies: map[uint64]chan message{}, endedC: make(chan struct{}), redials: newRedials()}
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
 	k.open, k.shut = context.WithCancel(context.Background())
@@ -231,6 +235,9 @@ func (k *client) leftBehind(m message) {
 	}
 	k.final.Store(true)
 	k.loss.Store(int32(lostLeaving))
+	if h.Failed {
+		k.loss.Store(int32(lostResigned))
+	}
 	k.cancel(&MemberLostError{Rank: -1, Host: k.hello.Host, PID: k.hello.PID, Since: time.Now(), Reason: h.Reason, ExitCode: -1})
 	k.closeConnection()
 }
@@ -272,9 +279,10 @@ func (k *client) disconnected(err error) {
 
 // isSuspended reports whether the coordinator is this host's launcher and is
 // stopped, for example by Ctrl-Z. It will either continue or close the
-// connection.
+// connection. In a job on several hosts the other hosts do not wait for it: they go on without this host or fail, and
+// its processes must not run on beside them.
 func (k *client) isSuspended() bool {
-	if k.hello.Rank >= 0 || k.hello.Host != k.host {
+	if k.hello.Several || k.hello.Rank >= 0 || k.hello.Host != k.host {
 		return false
 	}
 	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", k.hello.PID))

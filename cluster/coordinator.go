@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -38,6 +39,8 @@ type coordConfig struct {
 	notify                    func(string)
 	hint                      func(have []Member) string // text from gossip about missing hosts; may be nil
 	path                      func(host host) string     // text from gossip about a lost host; may be nil
+	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
+	probe func(ctx context.Context, h host, ip string) finding
 }
 
 // A coordinator holds the authoritative state of one job: hosts, processes,
@@ -60,6 +63,8 @@ type coordinator struct {
 	late    []*peer // agents that came when the job was complete
 	attempt uint64  // number of the current PREPARE; 0 if none
 	lastTry uint64
+	run     string // of the job; see leader
+	term    uint64
 	epoch   uint64
 	plan    *plan    // nil while hosts may join
 	restart *restart // how all processes are started again; nil while they run
@@ -85,6 +90,9 @@ type coordinator struct {
 	lines       []string            // notifications to send after unlocking
 	said        lineFilter
 
+	entries   []entry // that wait for launchers
+	lastEntry uint64
+
 	inquiry     *inquiry // nil unless the coordinator waits for reports
 	lastInquiry uint64
 }
@@ -92,7 +100,7 @@ type coordinator struct {
 // newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
 func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
+		quit: make(chan struct{}), peers: map[string]*peer{}, run: newUUID(), term: firstTerm, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{})}
 	c.faults = newFaults()
 	for _, f := range prepare {
@@ -165,6 +173,7 @@ func (c *coordinator) serve(conn net.Conn) {
 	go p.writeLoop()
 	err = c.readLoop(p)
 	p.stopRenewing()
+	c.examine(p, err)
 	c.mu.Lock()
 	c.disconnected(p, err)
 	c.unlock()
@@ -179,6 +188,9 @@ func (c *coordinator) welcome() welcome {
 	defer c.mu.Unlock()
 	w := c.cfg.self
 	w.Running = c.plan != nil || c.restart != nil
+	if w.Running {
+		w.Term = c.term
+	}
 	if s := c.succession; s != nil {
 		w.Elects, w.Epoch = true, s.charter.Epoch
 	}
@@ -268,7 +280,11 @@ func (c *coordinator) handle(p *peer, m message) error {
 		return c.register(p, m)
 	}
 	if m.kind == kindElsewhere && !p.worker {
-		c.jobElsewhere(p, m)
+		var other elsewhere
+		if err := m.record(&other); err != nil {
+			return err
+		}
+		c.jobElsewhere(p, other)
 		return nil
 	}
 	if m.kind == kindSilent && p.role != roleNone {
@@ -296,6 +312,8 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 			return nil
 		}
 		c.prepared(p, m.id)
+	case kindRecorded:
+		c.recorded(p, m.id)
 	case kindExit:
 		var e Exit
 		if err := m.record(&e); err != nil {

@@ -13,15 +13,16 @@ import (
 // more. The coordinator proposes the next world to its members, and commits it when all
 // have it. Epochs therefore never overlap.
 type elastic struct {
-	phase phase
-	turn  uint64    // counts changes of phase
-	least int       // size that the world needs
-	begun time.Time // when the epoch ended
-	quiet time.Time // until then, further losses are expected
-	last  fault     // the last loss
-	why   string    // why a planned change happens
-	left  []Departure
-	over  bool // all functions have returned nil, or the job has failed
+	phase    phase
+	turn     uint64    // counts changes of phase
+	least    int       // size that the world needs
+	begun    time.Time // when the epoch ended
+	quiet    time.Time // until then, further losses are expected
+	last     fault     // the last loss
+	why      string    // why a planned change happens
+	left     []Departure
+	finished bool // all functions of the epoch have returned nil
+	over     bool // all functions have returned nil, or the job has failed
 	// members are the processes whose functions have all returned nil, by place.
 	members map[place]int
 	start   func() // sends the first world; nil afterwards
@@ -40,12 +41,15 @@ type elastic struct {
 	// spared are workers that were killed because their host is excluded: they are started again
 	// after that, and this does not count as a restart.
 	spared map[place]bool
+	// dying are the PIDs of members that launchers were told to kill, and whose exits are not reported yet.
+	dying map[place]int
 
 	// After the loss of a coordinator: absent are the members of its last epoch that have not
 	// registered with this one, and those with rank -1 that were only proposed as members. inherited
 	// is true until the next epoch begins.
 	absent    map[place]Member
 	inherited bool
+	takenOver time.Time
 }
 
 // A place identifies a worker of a launcher.
@@ -75,7 +79,7 @@ const (
 func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
 
 func newElastic() *elastic {
-	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, spared: map[place]bool{}, absent: map[place]Member{}}
+	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, spared: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
 }
 
 // beginElastic is called when the first world of processes that call Run is complete. start
@@ -115,6 +119,7 @@ func (c *coordinator) arrived(p *peer) {
 	if e.retries[at] == nil {
 		e.retries[at] = &retries{}
 	}
+	e.retries[at].inherited = 0
 	e.retries[at].started = time.Now()
 	e.retries[at].joined = time.Now()
 }
@@ -192,6 +197,9 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 	if r := checkNames(reg.Host, reg.Name, reg.Agent); r != nil {
 		return r
 	}
+	if reg.Seat > c.epoch {
+		return &refusal{Reason: epochsMustGrow(reg.Seat, reg.By, c.epoch, c.leads()).Error()}
+	}
 	if !reg.Elastic {
 		return &refusal{Reason: "the processes of this job call cluster.Run, and this one cluster.Attach or Join"}
 	}
@@ -258,6 +266,9 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 	if m, ok := c.elastic.absent[at]; ok && m.PID == x.PID {
 		c.giveUp(at, x.Reason)
 	}
+	if c.elastic.dying[at] == x.PID {
+		c.hasDied(at)
+	}
 	for _, p := range slices.Clone(c.workers) {
 		if p.home != at || p.reg.PID != x.PID {
 			continue
@@ -302,19 +313,25 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	order := Order{Local: x.Local}
 	spared := e.spared[at] && c.cfg.again.most > 0
 	delete(e.spared, at)
-	if (spared || c.retries.total < c.cfg.again.most) && a.draining == nil {
-		r := e.retries[at]
-		if r == nil {
-			r = &retries{}
-			e.retries[at] = r
-		}
-		if !spared {
+	r := e.retries[at]
+	if r == nil {
+		r = &retries{}
+		e.retries[at] = r
+	}
+	counted := r.inherited != 0 && r.inherited == x.PID // by an earlier coordinator, whose order did not arrive
+	if (spared || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
+		if !spared && !counted {
 			r.failed()
+			r.counted = x.PID
 			c.retries.total++
 		}
 		e.expected[at] = true
 		order.Start, order.Count = true, r.total
 		order.After = max(c.cfg.again.delay(r.inARow), c.excludedFor(a.host.Host))
+		if !spared { // so that no coordinator forgets it
+			c.record(func() { a.send(note(kindOrder, order)) })
+			return
+		}
 	}
 	a.send(note(kindOrder, order))
 }
@@ -358,12 +375,41 @@ func (c *coordinator) orderKill(p *peer) {
 	if a == nil || p.elastic.exit != nil {
 		return
 	}
+	if !p.elastic.failed && !p.elastic.returned && p.seat == c.epoch {
+		c.awaitKill(p.home, p.reg.PID)
+	}
 	kill := note(kindOrder, Order{Local: p.reg.LocalRank, PID: p.reg.PID, Kill: true})
 	if !p.elastic.failed {
 		a.send(kill)
 		return
 	}
 	time.AfterFunc(exitTime, func() { a.send(kill) })
+}
+
+// killTime limits how long the next epoch waits for the exit of a process that was killed, because its function had not returned.
+const killTime = 2 * time.Second
+
+// awaitKill lets the next epoch wait until a launcher has reported the exit of a process that it was told to kill.
+func (c *coordinator) awaitKill(at place, pid int) {
+	e := c.elastic
+	e.dying[at] = pid
+	time.AfterFunc(killTime, func() {
+		c.mu.Lock()
+		defer c.unlock()
+		if c.elastic == e && e.dying[at] == pid {
+			c.hasDied(at)
+		}
+	})
+}
+
+// hasDied ends awaitKill.
+func (c *coordinator) hasDied(at place) {
+	if e := c.elastic; e.dying[at] != 0 {
+		delete(e.dying, at)
+		if c.isElastic() && !c.closed {
+			c.checkReturned()
+		}
+	}
 }
 
 // exitTime is the time in which a process exits after its function has failed.
@@ -373,9 +419,12 @@ const leftReason = "left the job"
 
 // loseHost removes a host and its workers.
 func (c *coordinator) loseHost(a *peer, f fault) {
+	defer c.checkRecorded()
 	a.state = peerGone
 	c.agents = remove(c.agents, a)
-	defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+	if a.draining == nil {
+		defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+	}
 	a.send(note(kindRefuse, refusal{Reason: "the coordinator has lost this host: " + f.Reason})) // if it is only cut off, it learns so later
 	a.closeAfterQueue()
 	for at := range maps.Clone(c.elastic.absent) {
@@ -388,6 +437,11 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 			delete(c.elastic.expected, at)
 		}
 	}
+	for at := range maps.Clone(c.elastic.dying) { // the kernel of a host that is lost may still run it
+		if at.agent == a.host.UUID {
+			c.hasDied(at)
+		}
+	}
 	for _, p := range slices.Clone(c.workers) {
 		if p.reg.Agent == a.host.UUID {
 			g := f
@@ -395,6 +449,9 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 			g.Rank, g.PID = p.reg.Rank, p.reg.PID
 			c.loseWorker(p, g)
 		}
+	}
+	if !c.isElastic() || c.faults.stop == nil && c.isMinority() { // also while functions have not returned
+		return
 	}
 	c.admitLate() // another host may take its place
 	if c.elastic.phase == phasePropose && c.faults.stop == nil {
@@ -455,7 +512,7 @@ func (c *coordinator) checkReturned() {
 	if e.phase != phaseHold && (e.phase != phaseRevoke || time.Now().Before(e.quiet)) {
 		return
 	}
-	if len(e.absent) > 0 {
+	if len(e.absent) > 0 || len(e.dying) > 0 {
 		return
 	}
 	for _, p := range c.epochMembers() {
@@ -481,6 +538,12 @@ func (c *coordinator) checkFinished() {
 	for _, p := range c.epochMembers() {
 		e.members[p.home] = p.reg.PID
 	}
+	e.finished = true
+	c.record(c.finish)
+}
+
+// finish tells all that the program has ended, after all launchers have recorded it.
+func (c *coordinator) finish() {
 	for _, p := range c.workers {
 		p.send(message{kind: kindFinish, epoch: c.epoch})
 	}

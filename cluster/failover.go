@@ -19,6 +19,7 @@ import (
 
 // A memory is what an agent has to tell the next coordinator. Agent.mu guards it.
 type memory struct {
+	leadership
 	charter  *charter // nil unless the workers call Run and their first world is complete
 	running  map[int]bool
 	exits    map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch
@@ -28,8 +29,10 @@ type memory struct {
 	stops    *fault         // the job was asked to end here
 	kills    bool           // all workers were asked to be killed here
 	done     bool           // the workers of this host have exited
-	over     bool           // the job goes on without this host, or its program has ended
-	ended    []string       // hosts whose launchers are known to have ended
+	book     ledger
+	finished bool     // the program has ended
+	over     bool     // the job goes on without this host, or its program has ended
+	ended    []string // hosts whose launchers are known to have ended
 	choosing bool
 	moved    chan struct{} // closed when another coordinator has taken over
 }
@@ -72,7 +75,7 @@ func exitOf(exits []Exit, pid int) int {
 func (m *memory) ordered(o Order) {
 	switch {
 	case o.Stop, o.Finish:
-		m.over = true
+		m.over, m.finished = true, m.finished || o.Finish
 	case o.Kill:
 	default:
 		delete(m.owed, o.Local)
@@ -94,7 +97,7 @@ func (a *Agent) referral() welcome {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	w := a.greeting()
-	w.Refers = true
+	w.Refers, w.Finished = true, a.finished
 	if a.k != nil && !a.choosing && a.k.ctx.Err() == nil {
 		w.At = a.addr
 	}
@@ -110,14 +113,22 @@ func (a *Agent) referral() welcome {
 // proposed answers the proposal of an epoch.
 func (a *Agent) proposed(k *client, m message) {
 	var n news
-	if err := m.record(&n); err != nil {
+	err := m.record(&n)
+	if err == nil {
+		err = n.check()
+	}
+	if err != nil {
 		a.end(k, err)
 		return
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if err := a.follow(n.By); err != nil {
+		a.refuseLeader(k, err)
+		return
+	}
 	if a.charter != nil {
-		a.charter.propose(m.epoch, n.Voters)
+		a.charter.propose(proposal{m.epoch, n.Voters})
 		for _, uuid := range n.Ended {
 			if !slices.Contains(a.ended, uuid) {
 				a.ended = append(a.ended, uuid)
@@ -130,6 +141,42 @@ func (a *Agent) proposed(k *client, m message) {
 		}
 	}
 	_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
+}
+
+// voteFor promises to ignore coordinators of smaller terms.
+func (a *Agent) voteFor(by leader) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.vote(by)
+}
+
+// followPlan follows the coordinator that sends a plan.
+func (a *Agent) followPlan(p plan) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.follow(p.By)
+}
+
+// promise returns the coordinator of the greatest term that this host has followed or voted for.
+func (a *Agent) promise() leader {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.promised
+}
+
+// mayFollow reports whether this host may register with a coordinator after the loss of another one: a candidate, or
+// the leader of a term that is at least the greatest that this host knows.
+func (a *Agent) mayFollow(hello welcome) bool {
+	return hello.Elects || hello.Running && hello.Term >= a.promise().Term
+}
+
+// refuseLeader ends the connection to a coordinator that this host must not follow, and this host's part in the job if
+// it followed that coordinator.
+func (a *Agent) refuseLeader(k *client, err error) {
+	if t := a.now.Load(); t != nil && a.k == k {
+		t.cancel(err)
+	}
+	k.cancel(err)
 }
 
 // end ends the attempt and the connection.
@@ -145,13 +192,29 @@ func (a *Agent) orphaned(k *client, t *attempt) {
 	cause := context.Cause(k.ctx)
 	ch := a.mourn(k, t, cause)
 	if ch == nil {
+		if a.hasFinished(k) {
+			a.conclude()
+			return
+		}
 		t.cancel(cause)
 		return
 	}
 	defer a.wg.Done()
-	if err := a.choose(k, t, ch); err != nil {
+	if err := a.choose(k, t, ch); errors.Is(err, errFinished) || err != nil && ch.Ledger.Finished && a.life.Err() == nil {
+		a.conclude() // all functions have returned nil: nothing is left to do
+	} else if err != nil {
 		t.cancel(err)
 	}
+}
+
+// errFinished is the error of a choice of a coordinator that is not needed: another host knows that the program has ended.
+var errFinished = errors.New("the program has ended")
+
+// hasFinished reports whether the program has ended, so that the loss of the coordinator at the other end of k does not matter.
+func (a *Agent) hasFinished(k *client) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.finished && a.k == k && a.coord == nil && a.life.Err() == nil && loss(k.loss.Load()) != notLost
 }
 
 // mourn returns what this agent knows if the agents may choose another coordinator. It counts in a.wg.
@@ -160,15 +223,17 @@ func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
 	defer a.mu.Unlock()
 	how := loss(k.loss.Load())
 	lost, isLoss := errors.AsType[*MemberLostError](cause)
-	if !isLoss || how == notLost || how == lostByIt || a.charter == nil || a.over || a.coord != nil || a.life.Err() != nil || a.now.Load() != t || a.k != k {
+	if !isLoss || how == notLost || a.charter == nil || a.over || a.coord != nil || a.life.Err() != nil || a.now.Load() != t || a.k != k {
 		return nil
 	}
 	a.wg.Add(1)
 	a.choosing = true
-	if how == lostEnded || how == lostLeaving {
+	if how == lostEnded || how == lostLeaving || how == lostResigned {
 		a.ended = append(a.ended, k.hello.Agent)
 	}
 	ch := *a.charter
+	ch.Run, ch.Ledger = a.followed.Run, a.book
+	ch.Term, ch.lostAfter = a.promised.Term, k.hello.LostAfter
 	ch.Planned = how == lostLeaving
 	ch.Lost, ch.Reason, ch.Ended = k.hello.Agent, lost.Reason, slices.Clone(a.ended)
 	ch.Running, ch.Exits = slices.Sorted(maps.Keys(a.running)), maps.Clone(a.exits)
@@ -184,10 +249,13 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 	begun := time.Now()
 	cause := context.Cause(k.ctx)
 	a.cfg.Notify(fmt.Sprintf("job %s: %s; the hosts of epoch %d choose another coordinator", a.cfg.Job, ch.why(k, cause), ch.Epoch))
-	timing := Timing{LostAfter: k.hello.LostAfter}
-	ctx, cancel := context.WithTimeout(a.life, timing.successionTime())
+	limit := Timing{LostAfter: ch.lostAfter}.successionTime()
+	if loss(k.loss.Load()) == lostByIt { // if the coordinator goes on, no other hosts will come
+		limit -= ch.lostAfter
+	}
+	ctx, cancel := context.WithTimeout(a.life, limit)
 	defer cancel()
-	e := &election{agent: a, heir: ch, seeds: ch.addresses(), mine: a.port.at, patience: begun.Add(timing.LostAfter)}
+	e := &election{agent: a, heir: ch, seeds: ch.addresses(), mine: a.port.at, lostAt: k.addr, patience: begun.Add(ch.lostAfter)}
 	if !ch.isPossible() {
 		return a.alone(ch, cause, nil)
 	}
@@ -199,6 +267,9 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 		a.resign()
 		if a.life.Err() != nil {
 			return ErrClosed
+		}
+		if errors.Is(err, errFinished) {
+			return err
 		}
 		return a.alone(ch, cause, err)
 	}
@@ -303,9 +374,16 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 	if err != nil {
 		return // no seed, or one that has joined the job
 	}
-	if !hello.Running && !hello.Elects {
-		_ = l.write(frame{body: message{kind: kindElsewhere, epoch: firstEpoch, body: []byte(a.port.at)}.encode()}, handshakeTimeout) // the next attempt follows
+	if by := a.promise(); !hello.Running && !hello.Elects || hello.Running && hello.Term < by.Term {
+		a.tellElsewhere(l, a.port.at)
+		return
 	}
+	l.finish()
+}
+
+// tellElsewhere tells the coordinator at the other end of a link that another one leads the job, and closes the link.
+func (a *Agent) tellElsewhere(l *link, at string) {
+	_ = l.write(frame{body: note(kindElsewhere, elsewhere{At: at, By: a.promise()}).encode()}, handshakeTimeout) // the next attempt follows
 	l.finish()
 }
 

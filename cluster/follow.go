@@ -14,6 +14,9 @@ import (
 func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, over string) {
 	l, hello, err := dial(ctx, cfg.Job, cfg.agentAt, key)
 	if r, ok := errors.AsType[*referral](err); ok {
+		if r.finished {
+			return "", errFinished.Error()
+		}
 		return r.at, r.over
 	}
 	if err != nil {
@@ -32,7 +35,7 @@ func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, ove
 // isOrphan reports whether this process may go on with another coordinator.
 func (r *runner) isOrphan() bool {
 	how := loss(r.k.loss.Load())
-	return r.cfg.agentAt != "" && r.k.ctx.Err() != nil && r.parent.Err() == nil && (how == lostSilent || how == lostEnded || how == lostLeaving) && len(r.end) == 0
+	return r.cfg.agentAt != "" && r.k.ctx.Err() != nil && r.parent.Err() == nil && how != notLost && len(r.end) == 0
 }
 
 // followAgent registers with the coordinator that the launcher has chosen after the loss of the last one.
@@ -45,8 +48,11 @@ func (r *runner) followAgent() error {
 	}
 	ctx, cancel := context.WithTimeout(r.parent, Timing{LostAfter: lost.hello.LostAfter}.successionTime()+joinPatience*lost.hello.LostAfter)
 	defer cancel()
-	for delay := firstRetry; ; delay = min(2*delay, lastRetry/4) {
+	for delay := firstRetry; ; delay = min(2*delay, lastRetry/16) {
 		at, over := r.cfg.whereabouts(ctx, r.key)
+		if over == errFinished.Error() {
+			return errFinished
+		}
 		if over != "" {
 			return lostBecause(lost, over)
 		}
@@ -88,7 +94,7 @@ func (r *runner) register(l *link, hello welcome) error {
 	reg := r.cfg.registration()
 	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
 	if r.now != nil {
-		reg.Seat, reg.Member = r.now.epoch, r.now.me
+		reg.Seat, reg.By, reg.Member = r.now.epoch, r.followed, r.now.me
 	}
 	m := note(kindRegister, reg)
 	m.id = registerWorker

@@ -62,7 +62,9 @@ const (
 	kindInquiry                    // coordinator to workers: nothing; id is the inquiry
 	kindReport                     // worker: its report; id is the inquiry
 	kindHandover                   // coordinator: handover; its host leaves the job
-	kindElsewhere                  // agent, before registration, and coordinator to agents: address of the coordinator of the running job
+	kindElsewhere                  // agent, before registration, and coordinator to agents: elsewhere
+	kindLedger                     // coordinator to agents: news with the ledger; id is the number of the entry
+	kindRecorded                   // agent: nothing; it has the ledger with the entry id
 	kindLast                       // one more than the last
 )
 

@@ -32,7 +32,10 @@ type retries struct {
 	total   int // since the start
 	inARow  int // failures without a good run between them
 	started time.Time
-	joined  time.Time // of one process: zero if it has not joined since its last start
+	counted int // of one place: PID of the process whose exit was counted last
+	// inherited is counted of an earlier coordinator, until a process has come after it: its launcher may repeat the exit.
+	inherited int
+	joined    time.Time // of one process: zero if it has not joined since its last start
 }
 
 // failed counts a failure of processes that were started at r.started.

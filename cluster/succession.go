@@ -2,9 +2,11 @@ package cluster
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"slices"
+	"sync"
 	"time"
 )
 
@@ -17,13 +19,89 @@ type succession struct {
 	hosts   map[string]*charter // of the agents that have registered, by UUID
 	timer   *time.Timer         // runs when enough agents are present
 	due     bool                // the others have had their time
+	looked  bool                // this host has tried to reach all others
+	alive   map[string]bool     // hosts that have answered: they will notice the loss, too
 }
 
 // succeed makes a new coordinator continue the job of ch after the agents have agreed.
 func (c *coordinator) succeed(ch charter, begun time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.run = ch.Run
 	c.succession = &succession{charter: ch, begun: begun, hosts: map[string]*charter{}}
+	if c.cfg.probe != nil {
+		c.wg.Go(c.lookForVoters)
+	}
+}
+
+// missingVoters returns the hosts that may decide and have not registered, without those that have ended.
+func (s *succession) missingVoters(here map[string]bool) (out []host) {
+	not := setOf(s.charter.Ended)
+	maps.Copy(not, here)
+	not[s.charter.Lost] = true
+	for _, u := range s.charter.hosts() {
+		if i := s.charter.Plan.nodeOf(u); !not[u] && i >= 0 {
+			not[u] = true
+			out = append(out, s.charter.Plan.Hosts[i])
+		}
+	}
+	return out
+}
+
+// lookForVoters tries to reach the hosts that have not registered, until this coordinator has taken over. Those that answer have not
+// noticed the loss yet, and are waited for. Those that have vanished are not, and those that have ended count no longer.
+func (c *coordinator) lookForVoters() {
+	limit := slowAfter(c.cfg.self.LostAfter)
+	for {
+		c.mu.Lock()
+		s := c.succession
+		if s == nil || c.closed {
+			c.mu.Unlock()
+			return
+		}
+		missing := s.missingVoters(c.present())
+		// In a large job only the candidate that the others choose looks for hosts, unless no other comes.
+		if len(s.hosts) < 2 && len(missing) > atOnce && time.Since(s.begun) < c.cfg.self.LostAfter/2 {
+			missing = nil
+		}
+		c.mu.Unlock()
+		if missing != nil {
+			found := c.probeAll(missing, limit)
+			c.mu.Lock()
+			s.looked, s.alive = true, map[string]bool{}
+			for i, h := range missing {
+				switch found[i] {
+				case foundAlive:
+					s.alive[h.UUID] = true
+				case foundEnded:
+					s.charter.Ended = append(s.charter.Ended, h.UUID)
+				}
+			}
+			if c.succession == s {
+				c.trySucceed()
+			}
+			c.unlock()
+		}
+		if !c.pause(limit) {
+			return
+		}
+	}
+}
+
+// probeAll probes hosts side by side for at most limit.
+func (c *coordinator) probeAll(hs []host, limit time.Duration) []finding {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	found := make([]finding, len(hs))
+	var all sync.WaitGroup
+	for i, h := range hs {
+		ip := ""
+		if h.Control != "" {
+			all.Go(func() { found[i] = c.cfg.probe(ctx, h, ip) })
+		}
+	}
+	all.Wait()
+	return found
 }
 
 // registerVoter adds an agent that has lost its coordinator.
@@ -64,21 +142,54 @@ func (c *coordinator) present() map[string]bool {
 	return m
 }
 
-// jobElsewhere handles the message of a coordinator of this job that is running: this one must
-// not begin another job, and its agents join the other one.
-func (c *coordinator) jobElsewhere(p *peer, m message) {
+// jobElsewhere handles the message that another coordinator of this job leads: this one must not begin another
+// job, and its agents join the other one. If its job is running, a greater term has replaced it.
+func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
 	p.closeAfterQueue()
-	if c.plan != nil || c.succession != nil {
+	if c.plan != nil {
+		c.checkTerm(other.By)
+		return
+	}
+	if c.succession != nil {
 		return
 	}
 	c.elsewhere = time.Now()
 	c.withdraw()
-	c.tellAgents(m)
+	c.tellAgents(note(kindElsewhere, other))
 	time.AfterFunc(c.elsewhereTime(), func() { // the other job may have ended
 		c.mu.Lock()
 		defer c.unlock()
 		c.tryPropose()
 	})
+}
+
+// checkTerm ends this coordinator if another one of a greater term has replaced it.
+func (c *coordinator) checkTerm(by leader) {
+	if by.Term <= c.term || !c.isElastic() {
+		return
+	}
+	c.stepDown(fmt.Sprintf("%v coordinates the job now, and this host did not take part in its choice in term %d", by, c.term))
+}
+
+// stepDown ends this coordinator and its host's part in the job. The other hosts may choose another coordinator.
+func (c *coordinator) stepDown(reason string) {
+	e, self := c.elastic, c.cfg.self
+	f := e.last
+	if f.Reason == "" {
+		f = fault{Rank: -1, Host: self.Host, PID: self.PID, Code: -1, Reason: reason}
+	} else {
+		f.Reason += "; " + reason
+	}
+	own := func(p *peer) bool {
+		return p.role == roleAgent && c.coordinates(p) || p.role == roleWorker && p.reg.Agent == self.Agent
+	}
+	c.sendHandover(handover{Reason: f.Reason, Failed: true, Ended: append(slices.Sorted(maps.Keys(c.ended)), self.Agent)},
+		without(slices.Concat(c.agents, c.workers, c.late, c.unregistered()), own))
+	others := func(p *peer) bool { return !own(p) }
+	c.agents, c.workers, c.late = without(c.agents, others), without(c.workers, others), nil
+	e.over = true
+	c.fail(f, tellAll)
+	c.handedOver = true
 }
 
 // mustWait reports whether another coordinator runs the job.
@@ -104,7 +215,9 @@ func (c *coordinator) trySucceed() {
 	if c.attempt != 0 || c.closed || !allow(s.charter.electorates(), here, ended) {
 		return
 	}
-	others := without(s.charter.Voters, func(u string) bool { return here[u] || ended[u] || u == s.charter.Lost })
+	others := without(s.charter.Voters, func(u string) bool {
+		return here[u] || ended[u] || u == s.charter.Lost || s.looked && !s.alive[u]
+	})
 	if len(others) == 0 || s.due {
 		c.propose()
 		return
@@ -127,7 +240,7 @@ func (c *coordinator) takeOver() {
 	s := c.succession
 	ch := &s.charter
 	c.succession, c.attempt = nil, 0
-	c.epoch = max(ch.Epoch, ch.Next)
+	c.epoch = ch.last()
 	p := ch.Plan
 	for _, a := range c.agents { // hosts that came after the last epoch began
 		if p.nodeOf(a.host.UUID) < 0 {
@@ -137,17 +250,20 @@ func (c *coordinator) takeOver() {
 	c.plan, c.planned = &p, time.Now()
 	c.world, c.engine = &world{Members: ch.Members}, newEngine(len(ch.Members))
 	c.electorates, c.ended = ch.electorates(), setOf(ch.Ended)
-	c.retries.total = ch.Used
 	e := newElastic()
-	e.begun, e.inherited = s.begun, true
+	e.begun, e.inherited, e.takenOver = s.begun, true, time.Now()
 	took := "took over from a coordinator that was lost: " + ch.Reason
 	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it " + took}
 	e.why = fmt.Sprintf("host %s %s", c.cfg.self.Host, took)
 	c.elastic = e
-	m := note(kindPlan, c.plan)
-	m.epoch = c.epoch
-	c.tellAgents(m)
+	c.inherit(ch.Ledger)
+	c.tellAgents(c.planNote())
 	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
+	if ch.Ledger.Finished { // the last coordinator was lost while it said so
+		e.finished, e.over = true, true
+		c.finish()
+		return
+	}
 	c.awaitSurvivors(s)
 	c.say(fmt.Sprintf("host %s coordinates the job now", c.cfg.self.Host))
 }
@@ -182,12 +298,13 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 	c.inPhase(c.cfg.revokeBy, func() {
 		reason := fmt.Sprintf("its function did not return within %v after the loss of the coordinator", c.cfg.revokeBy)
 		for at, m := range maps.Clone(e.absent) {
-			c.giveUp(at, reason)
 			for _, a := range c.agents {
 				if a.host.UUID == at.agent {
+					c.awaitKill(at, m.PID)
 					a.send(note(kindOrder, Order{Local: at.local, PID: m.PID, Kill: true}))
 				}
 			}
+			c.giveUp(at, reason)
 		}
 	})
 	c.checkReturned()
@@ -267,13 +384,23 @@ func (c *coordinator) votes(a *peer) bool {
 }
 
 // isMinority reports whether the hosts that are left may not form another epoch, and then ends
-// the job in this part of the network.
+// the job in this part of the network. After a takeover, hosts that have not come yet have some time.
 func (c *coordinator) isMinority() bool {
-	here := c.present()
+	here, e := c.present(), c.elastic
 	if c.plan == nil || allow(c.electorates, here, c.ended) {
 		return false
 	}
-	c.endElastic(minority(c.electorates, here, c.ended, c.epoch))
+	if left := c.cfg.self.LostAfter - time.Since(e.takenOver); e.inherited && left > 0 {
+		time.AfterFunc(left, func() {
+			c.mu.Lock()
+			defer c.unlock()
+			if c.elastic == e && c.isElastic() && !c.closed && !c.isMinority() && e.phase == phaseWait {
+				c.form()
+			}
+		})
+		return true
+	}
+	c.stepDown(minority(c.electorates, here, c.ended, c.epoch))
 	return true
 }
 
@@ -286,10 +413,10 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	e := c.elastic
 	e.voters = c.voters(next)
 	e.proposed = append(e.proposed, e.voters)
-	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
+	m := note(kindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
 	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
-		a.prepared = false
+		a.asked = e.try
 		a.send(m)
 	}
 }
@@ -309,22 +436,20 @@ func (c *coordinator) agentPrepared(a *peer, try uint64) {
 	switch e := c.elastic; {
 	case e.start != nil:
 		a.prepared = true
-		first := c.electorates[0]
-		if !slices.ContainsFunc(c.agents, func(a *peer) bool { return a.owes(first) }) {
+		if !slices.ContainsFunc(c.agents, func(a *peer) bool {
+			return !a.prepared && a.state != peerGone && slices.Contains(c.electorates[0], a.host.UUID)
+		}) {
 			c.startFirst()
 		}
-	case e.phase == phasePropose && try == e.try:
-		a.prepared = true
+	case e.phase == phasePropose && try == e.try && a.asked == try:
+		a.answered = try
 		c.checkPrepared()
 	}
 }
 
-// owesAnswer reports whether an agent has not answered the proposal.
-func (c *coordinator) owesAnswer(a *peer) bool { return a.owes(c.elastic.voters) }
-
-// owes reports whether an agent belongs to an electorate and has not answered.
-func (p *peer) owes(e electorate) bool {
-	return !p.prepared && p.state == peerJoined && slices.Contains(e, p.host.UUID)
+// owesAnswer reports whether an agent has not answered the proposal, whatever its workers do.
+func (c *coordinator) owesAnswer(a *peer) bool {
+	return a.state != peerGone && a.asked == c.elastic.try && a.answered != a.asked
 }
 
 // loseUnprepared removes the hosts whose agents have not answered the proposal.

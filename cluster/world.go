@@ -39,7 +39,7 @@ func newWorld(parent context.Context, r *runner, m message) (*World, error) {
 		return nil, errors.New("the coordinator's list does not include this process")
 	}
 	w := &World{epoch: m.epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
-	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, key: r.k.to.key}
+	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, key: r.k.to.key, by: rec.By, number: m.epoch}
 	for i := range w.left {
 		w.left[i].Reason = plain.Text(w.left[i].Reason)
 	}

@@ -59,12 +59,13 @@ type target struct {
 	job, addr string
 	key       credential
 	connect   func(context.Context) (net.Conn, error) // nil means TCP to addr; a simulation has another network
+	sys       *system
 }
 
 // dial connects once to the target and reads its welcome.
 func (to target) dial(ctx context.Context) (*link, welcome, error) {
 	if to.connect == nil {
-		return dial(ctx, to.job, to.addr, to.key)
+		return to.sys.dialCoordinator(ctx, to.job, to.addr, to.key)
 	}
 	conn, err := to.connect(ctx)
 	if err != nil {
@@ -77,10 +78,9 @@ func (to target) dial(ctx context.Context) (*link, welcome, error) {
 // does not delay the attempts at other hosts.
 const dialAttempt = 2 * time.Second
 
-// dial connects once to the coordinator at addr and reads its welcome.
-func dial(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
-	d := net.Dialer{Timeout: dialAttempt}
-	conn, err := d.DialContext(ctx, networkOf(addr), addr)
+// dialCoordinator connects once to the coordinator at addr and reads its welcome.
+func (s *system) dialCoordinator(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
+	conn, err := s.dialContext(ctx, addr)
 	if err != nil {
 		return nil, welcome{}, dialError(addr, err)
 	}
@@ -161,6 +161,7 @@ func readWelcome(l *link) (welcome, error) {
 // all events, in order.
 func newClient(l *link, to target, addr, host string, hello welcome, events func(*client, message)) *client {
 	clock := newRunClock(hello.step())
+	clock.sys = to.sys
 	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, host: host, hello: hello, events: events,
 		replies: map[uint64]chan message{}, endedC: make(chan struct{}), redials: newRedials()}
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
@@ -277,11 +278,7 @@ func (k *client) isSuspended() bool {
 	if k.hello.Rank >= 0 || k.hello.Host != k.host {
 		return false
 	}
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", k.hello.PID))
-	if err != nil {
-		return false
-	}
-	return isStopped(b)
+	return k.to.sys.isSuspended(k.hello.PID)
 }
 
 // isStopped reads the state in the content of /proc/<pid>/stat. The process name is in

@@ -106,6 +106,8 @@ type Config struct {
 	// missing, and with news from gossip. It must not block. Nil means slog's
 	// default logger.
 	Notify func(line string)
+
+	sys *system
 }
 
 // insecure is the warning for users of Insecure.

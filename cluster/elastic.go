@@ -95,6 +95,7 @@ func (c *coordinator) beginElastic(start func()) {
 	for _, a := range c.agents {
 		a.prepared = false
 	}
+	c.cfg.sys.observe(c, true)
 	c.tellNews("")
 	c.admitLate()
 }
@@ -138,6 +139,7 @@ func (c *coordinator) setPhase(p phase) {
 func (c *coordinator) inPhase(d time.Duration, fn func()) {
 	e, turn := c.elastic, c.elastic.turn
 	time.AfterFunc(d, func() {
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		if c.elastic == e && e.turn == turn && !c.closed && !e.over {
@@ -363,7 +365,7 @@ func (c *coordinator) orderKill(p *peer) {
 		a.send(kill)
 		return
 	}
-	time.AfterFunc(exitTime, func() { a.send(kill) })
+	time.AfterFunc(exitTime, func() { c.cfg.sys.await(); a.send(kill) })
 }
 
 // exitTime is the time in which a process exits after its function has failed.

@@ -126,12 +126,12 @@ func (e *election) prepare(ctx context.Context) error {
 		}
 		e.seeds = append(e.seeds, net.JoinHostPort(h, p))
 	}
-	if err := checkBind(a.cfg.Bind); err != nil {
+	if err := a.cfg.sys.checkBind(a.cfg.Bind); err != nil {
 		return err
 	}
 	slices.SortFunc(e.seeds, naturalCompare)
 	e.seeds = slices.Compact(e.seeds)
-	if err := checkSeeds(ctx, e.seeds); err != nil {
+	if err := a.cfg.sys.checkSeeds(ctx, e.seeds); err != nil {
 		return err
 	}
 	ln, err := e.listenAsSeed(ctx)
@@ -160,7 +160,7 @@ func (a *Agent) openPort(seeds []string) error {
 	if err != nil {
 		return nil // no seed can be reached yet; this host cannot coordinate
 	}
-	ln, err := listen(net.JoinHostPort(ip, "0"))
+	ln, err := a.cfg.sys.listenAt(net.JoinHostPort(ip, "0"))
 	if err != nil {
 		return err
 	}
@@ -174,7 +174,7 @@ func (a *Agent) openPort(seeds []string) error {
 
 // checkBind validates the address to listen on, so that a mistake is reported
 // before any wait.
-func checkBind(bind string) error {
+func (s *system) checkBind(bind string) error {
 	if bind == "" {
 		return nil
 	}
@@ -186,7 +186,7 @@ func checkBind(bind string) error {
 	if ip == nil {
 		return badConfig("bind to %q: want an IP address, or IP:port", bind)
 	}
-	if !ip.IsUnspecified() && !isLocal(ip) {
+	if !ip.IsUnspecified() && !s.isLocal(ip) {
 		return badConfig("bind to %q: no interface of this host has that address", bind)
 	}
 	return nil
@@ -203,7 +203,7 @@ func (e *election) prepareAlone() error {
 		}
 		at = net.JoinHostPort(h, p)
 	}
-	ln, err := listen(at)
+	ln, err := a.cfg.sys.listenAt(at)
 	if err != nil && a.cfg.Bind != "" {
 		return badConfig("bind to %q: %v", a.cfg.Bind, errors.Unwrap(err))
 	}
@@ -235,9 +235,9 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 		if !ok {
 			continue
 		}
-		ln, err := listen(at)
+		ln, err := a.cfg.sys.listenAt(at)
 		if errors.Is(err, syscall.EADDRINUSE) {
-			to := target{job: a.cfg.Job, addr: s, key: a.keys.control}
+			to := target{job: a.cfg.Job, addr: s, key: a.keys.control, sys: a.cfg.sys}
 			if err := to.portTaken(ctx, err, "choose another in --seeds"); err != nil {
 				return nil, err
 			}
@@ -257,7 +257,7 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 	h, port, _ := net.SplitHostPort(seed)
 	bindIP, bindPort, _ := splitAddr(e.agent.cfg.Bind, port)
 	advIP, advPort, _ := splitAddr(e.agent.cfg.Advertise, port)
-	ips := resolve(ctx, h)
+	ips := e.agent.cfg.sys.resolve(ctx, h)
 	if e.agent.cfg.Bind == "" && isOwnName(h) && onlyLoopback(ips) {
 		return net.JoinHostPort("", port), true // see ownname.go
 	}
@@ -266,7 +266,7 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 		case e.agent.cfg.Advertise != "" && net.ParseIP(advIP).Equal(ip) && advPort == port:
 			return net.JoinHostPort(cmp.Or(bindIP, ip.String()), cmp.Or(bindPort, port)), true
 		case e.agent.cfg.Bind == "" || net.ParseIP(bindIP).IsUnspecified():
-			if !isLocal(ip) || e.agent.cfg.Bind != "" && bindPort != port {
+			if !e.agent.cfg.sys.isLocal(ip) || e.agent.cfg.Bind != "" && bindPort != port {
 				continue
 			}
 			return net.JoinHostPort(cmp.Or(bindIP, ip.String()), port), true
@@ -277,23 +277,8 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 	return "", false
 }
 
-// resolve returns the addresses of a name, or nil if the name does not resolve
-// yet, as happens for half a minute after the start of a pod.
-func resolve(ctx context.Context, name string) []net.IP {
-	if ip := net.ParseIP(name); ip != nil {
-		return []net.IP{ip}
-	}
-	ctx, cancel := context.WithTimeout(ctx, dialAttempt)
-	defer cancel()
-	ips, err := net.DefaultResolver.LookupIP(ctx, "ip", name)
-	if err != nil {
-		return nil
-	}
-	return ips
-}
-
-func isLocal(ip net.IP) bool {
-	addrs, err := net.InterfaceAddrs()
+func (s *system) isLocal(ip net.IP) bool {
+	addrs, err := s.interfaceAddrs()
 	if err != nil {
 		return false
 	}
@@ -348,7 +333,7 @@ func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
 		l, hello, err := e.dial(ctx, addr)
 		if r, refers := errors.AsType[*referral](err); refers && r.at != "" && e.heir == nil {
 			addr = r.at
-			l, hello, err = dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		}
 		if err == nil {
 			return try{link: l, hello: hello, addr: addr}
@@ -373,16 +358,16 @@ func (e *election) dial(ctx context.Context, addr string) (*link, welcome, error
 		defer cancel()
 		ctx = limited
 	}
-	return dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+	return e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 }
 
 // firstRunning connects to the first candidate whose job is running: this host joins it.
 func (e *election) firstRunning(ctx context.Context, candidates []string) try {
 	for _, addr := range candidates {
-		l, hello, err := dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		l, hello, err := e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
 			addr = r.at
-			l, hello, err = dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		}
 		if err != nil {
 			continue
@@ -428,7 +413,7 @@ func (e *election) introduce(t try) error {
 	}
 	m := note(kindRegister, self)
 	m.id = registerAgent
-	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control}
+	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control, sys: e.agent.cfg.sys}
 	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
 	return e.k.send(m)
 }

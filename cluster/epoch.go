@@ -38,6 +38,7 @@ func (c *coordinator) form() {
 		p.send(m)
 	}
 	c.proposeToAgents(e.hosts)
+	c.cfg.sys.observe(c, false)
 	c.inPhase(prepareBy, func() {
 		c.loseUnprepared()
 		c.killSilent(func(p *peer) bool { return p.elastic.prepared },
@@ -150,6 +151,7 @@ func (c *coordinator) commitEpoch() {
 		c.plan = c.planOfEpoch()
 		c.electorates, e.inherited = []electorate{e.voters}, false
 	}
+	c.cfg.sys.observe(c, true)
 	c.tellNews(line)
 	m := note(kindWorld, e.next)
 	m.epoch = c.epoch

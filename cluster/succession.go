@@ -75,6 +75,7 @@ func (c *coordinator) jobElsewhere(p *peer, m message) {
 	c.withdraw()
 	c.tellAgents(m)
 	time.AfterFunc(c.elsewhereTime(), func() { // the other job may have ended
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		c.tryPropose()
@@ -111,6 +112,7 @@ func (c *coordinator) trySucceed() {
 	}
 	if s.timer == nil {
 		s.timer = time.AfterFunc(c.cfg.self.LostAfter/2, func() {
+			c.cfg.sys.await()
 			c.mu.Lock()
 			defer c.unlock()
 			s.due = true

@@ -22,6 +22,7 @@ type simConfig struct {
 	pace      int // selects the paces of workers
 	latency   time.Duration
 	lostAfter time.Duration
+	calm      time.Duration // after the faults, before the last check; 0 means no check
 }
 
 func (c *simConfig) timing() Timing {
@@ -29,8 +30,8 @@ func (c *simConfig) timing() Timing {
 }
 
 func (c simConfig) String() string {
-	return fmt.Sprintf("job seed=%d hosts=%d late=%d least=%d local=%d seeds=%d restarts=%d pace=%d latency=%v lost-after=%v",
-		c.seed, c.hosts, c.late, c.least, c.local, c.seeds, c.restarts, c.pace, c.latency, c.lostAfter)
+	return fmt.Sprintf("job seed=%d hosts=%d late=%d least=%d local=%d seeds=%d restarts=%d pace=%d latency=%v lost-after=%v calm=%v",
+		c.seed, c.hosts, c.late, c.least, c.local, c.seeds, c.restarts, c.pace, c.latency, c.lostAfter, c.calm)
 }
 
 // A simFault is a fault that begins some time after the first epoch, or after an event: the n-th proposal or commit. In the
@@ -96,6 +97,8 @@ func parseSchedule(text string) (s simSchedule, err error) {
 					s.latency = d
 				case "lost-after":
 					s.lostAfter = d
+				case "calm":
+					s.calm = d
 				default:
 					field := map[string]*int{"hosts": &s.hosts, "late": &s.late, "least": &s.least, "local": &s.local, "seeds": &s.seeds, "restarts": &s.restarts, "pace": &s.pace}[name]
 					if field == nil {
@@ -163,6 +166,7 @@ func (j *simJob) current(h *simHost) *simHost {
 func (j *simJob) apply(f simFault, self *simHost) {
 	j.say("FAULT %v (* is %s)", f, self.name)
 	as, bs := j.set(f.a, self), j.set(f.b, self)
+	j.touch(f, as, bs)
 	paths := func(both bool, do func(p *simPath, from, to *simHost)) func() {
 		return func() {
 			for _, a := range as {
@@ -209,8 +213,20 @@ func (j *simJob) apply(f simFault, self *simHost) {
 		}
 	}
 	switch f.kind {
-	case "split":
-		j.during(f.d, paths(true, func(p *simPath, _, _ *simHost) { p.cut++ }), paths(true, func(p *simPath, _, _ *simHost) { p.cut-- }))
+	case "split": // one host after the other
+		for i, b := range bs {
+			cut := func(n int) func() {
+				return func() {
+					for _, a := range as {
+						if a != b {
+							j.path(a, b).cut += n
+							j.path(b, a).cut += n
+						}
+					}
+				}
+			}
+			time.AfterFunc(time.Duration(i)*f.x, func() { j.during(max(0, f.d-time.Duration(i)*f.x), cut(1), cut(-1)) })
+		}
 	case "cut":
 		j.during(f.d, paths(false, func(p *simPath, _, _ *simHost) { p.cut++ }), paths(false, func(p *simPath, _, _ *simHost) { p.cut-- }))
 	case "reject":
@@ -305,6 +321,25 @@ func (j *simJob) apply(f simFault, self *simHost) {
 				j.relaunch(h)
 			}
 		}
+	}
+}
+
+// touch records the hosts that a fault touches: of two sets, the smaller one.
+func (j *simJob) touch(f simFault, as, bs []*simHost) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	sets := [][]*simHost{as}
+	switch {
+	case f.kind == "heal" || f.kind == "join":
+		return
+	case len(bs) == 0:
+	case len(as) > len(bs):
+		sets = [][]*simHost{bs}
+	case len(as) == len(bs):
+		sets = [][]*simHost{as, bs}
+	}
+	for _, h := range slices.Concat(sets...) {
+		j.touched[h.name] = true
 	}
 }
 
@@ -410,8 +445,12 @@ func randomSchedule(seed uint64) simSchedule {
 	if r.IntN(6) == 0 {
 		s.late = 1
 	}
+	if r.IntN(4) == 0 { // two choices of a coordinator, and a function that does not return
+		s.calm = 2*(Timing{LostAfter: s.lostAfter}).successionTime() + s.timing().Revoke + simGrace + 2*time.Second
+	}
 	unit := s.lostAfter
 	all := "abcdefgh"[:s.hosts]
+	any := func() string { return string(all[r.IntN(len(all))]) }
 	one := func() string {
 		switch r.IntN(5) {
 		case 0, 1:
@@ -419,7 +458,7 @@ func randomSchedule(seed uint64) simSchedule {
 		case 2:
 			return "*"
 		}
-		return string(all[r.IntN(len(all))])
+		return any()
 	}
 	some := func() string {
 		if r.IntN(2) == 0 {
@@ -445,17 +484,22 @@ func randomSchedule(seed uint64) simSchedule {
 		}
 		return log(unit, 4*unit)
 	}
+	// Each job has a few kinds of faults only, so that a frequent kind does not hide the others.
+	kinds := []string{pickString(r, simKinds...), pickString(r, simKinds...), pickString(r, simKinds...)}[r.IntN(3):]
+	if r.IntN(4) > 0 {
+		kinds = append(kinds, "split")
+	}
 	last := time.Duration(0)
 	for range 1 + r.IntN(5) {
 		var f simFault
-		switch r.IntN(6) {
+		switch r.IntN(8) {
 		case 0, 1:
 			f.event, f.count = "commit", 2+r.IntN(3)
 			f.after = log(time.Microsecond, unit/10)
 		case 2:
 			f.event, f.count = "propose", 1+r.IntN(3)
 			f.after = log(time.Microsecond, unit/10)
-		case 3:
+		case 3, 4:
 			f.after = last + log(unit/1000, unit)
 			last = f.after
 		default:
@@ -464,52 +508,53 @@ func randomSchedule(seed uint64) simSchedule {
 		}
 		a := some()
 		rest := "^" + a
-		if r.IntN(3) == 0 {
+		if r.IntN(5) == 0 {
 			rest = one()
 		}
 		f.a, f.b = a, rest
-		switch r.IntN(20) {
-		case 0, 1, 2, 3:
-			f.kind, f.d = "split", length()
-		case 4:
-			f.kind, f.d = "cut", length()
+		swap := func() {
 			if r.IntN(2) == 0 {
 				f.a, f.b = f.b, f.a
 			}
-		case 5:
-			f.kind, f.d, f.x = "firewall", length(), time.Duration(r.IntN(3))
-		case 6:
-			f.kind, f.d = "reject", length()
-			if r.IntN(2) == 0 {
-				f.a, f.b = f.b, f.a
+		}
+		f.kind = kinds[r.IntN(len(kinds))]
+		switch f.kind {
+		case "split":
+			if f.d = length(); r.IntN(3) == 0 {
+				f.x = log(unit/100, unit/3)
 			}
-		case 7:
-			f.kind, f.x = "reset", time.Duration(r.IntN(3))
-		case 8:
-			f.kind, f.d, f.x = "delay", length(), log(time.Millisecond, unit)
-		case 9:
-			f.kind, f.d = "stall", length()
-		case 10:
-			f.kind, f.a, f.b = "heal", "", ""
-		case 11:
-			f.kind, f.b, f.d, f.x = "stop", "", length(), time.Duration(r.IntN(3))
-		case 12:
-			f.kind, f.b, f.d = pickString(r, "freeze", "freeze", "starve"), "", log(unit/4, 3*unit)
-		case 13, 14:
-			f.kind, f.a, f.b, f.x = "worker", one(), "", time.Duration(r.IntN(2))
-		case 15:
-			f.kind, f.b = pickString(r, "kill", "kill", "power"), ""
+		case "stall":
+			f.d = length()
+		case "cut", "reject":
+			f.d = length()
+			swap()
+		case "firewall":
+			f.d, f.x = length(), time.Duration(r.IntN(3))
+		case "reset":
+			f.x = time.Duration(r.IntN(3))
+		case "delay":
+			f.d, f.x = length(), log(time.Millisecond, unit)
+		case "heal":
+			f.a, f.b = "", ""
+		case "stop":
+			f.b, f.d, f.x = "", length(), time.Duration(r.IntN(3))
+		case "freeze", "starve":
+			f.b, f.d = "", log(unit/4, 3*unit)
+		case "worker":
+			f.a, f.b, f.x = any(), "", time.Duration(r.IntN(2))
+		case "kill", "power":
+			f.b = ""
 			if r.IntN(2) == 0 {
 				f.d = log(unit/100, 2*unit)
 			}
-		case 16:
-			f.kind, f.a, f.b, f.d, f.x = "replace", one(), "", log(unit/100, 2*unit), time.Duration(r.IntN(2))
-		case 17:
-			if f.kind, f.a, f.b = "join", string(rune('a'+s.hosts)), ""; s.late == 0 {
-				f.kind, f.a = "drain", some()
+		case "replace":
+			f.a, f.b, f.d, f.x = one(), "", log(unit/100, 2*unit), time.Duration(r.IntN(2))
+		case "join":
+			f.a, f.b = string(rune('a'+s.hosts)), ""
+		default: // drain
+			if f.b = ""; r.IntN(2) == 0 {
+				f.a = any()
 			}
-		default:
-			f.kind, f.b = "drain", ""
 		}
 		s.faults = append(s.faults, f)
 		if f.kind == "split" && r.IntN(4) == 0 { // the cut moves
@@ -517,11 +562,14 @@ func randomSchedule(seed uint64) simSchedule {
 			g.event, g.count, g.after = "commit", 2, log(time.Microsecond, 2*s.latency+time.Microsecond)
 			h := g
 			h.kind, h.a, h.b, h.d = "heal", "", "", 0
-			g.after, g.a, g.b, g.d = g.after+time.Microsecond, "*", string(all[r.IntN(len(all))]), 0
+			g.after, g.a, g.b, g.d = g.after+time.Microsecond, "*", any(), 0
 			s.faults = append(s.faults, h, g)
 		}
 	}
 	return s
 }
+
+// simKinds are the kinds of faults.
+var simKinds = []string{"split", "cut", "firewall", "reject", "reset", "delay", "stall", "heal", "stop", "freeze", "starve", "worker", "worker", "kill", "power", "replace", "drain", "drain", "join"}
 
 func pickString(r *rand.Rand, list ...string) string { return list[r.IntN(len(list))] }

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -32,11 +33,16 @@ type simJob struct {
 	events    []string
 	all       sync.WaitGroup
 	over      bool
+	excluded  bool            // a coordinator has excluded a host
+	touched   map[string]bool // hosts that a fault has touched
 }
 
 // A simTribe is the hosts that belong to one job, from its first epoch on. Hosts that start without knowing of a job may begin
 // another one.
-type simTribe struct{ commits []*simCommit }
+type simTribe struct {
+	commits  []*simCommit
+	restarts int
+}
 
 // A simCommit is an epoch that a coordinator has begun.
 type simCommit struct {
@@ -46,6 +52,7 @@ type simCommit struct {
 	members     []string
 	electorate  []string
 	at          time.Time
+	acked       map[string]int // the last values of the store that were set
 }
 
 func (c *simCommit) String() string {
@@ -54,7 +61,7 @@ func (c *simCommit) String() string {
 
 func newSimJob(cfg simConfig, faults []simFault) *simJob {
 	j := &simJob{simNet: newSimNet(cfg.seed, cfg.latency), cfg: cfg, launchers: map[string]*simLauncher{}, tribes: map[string]*simTribe{},
-		counts: map[string]int{}, triggers: faults, undo: map[int]func(){}, began: make(chan struct{}), violated: make(chan struct{}), begin: time.Now()}
+		counts: map[string]int{}, triggers: faults, undo: map[int]func(){}, touched: map[string]bool{}, began: make(chan struct{}), violated: make(chan struct{}), begin: time.Now()}
 	for i := range cfg.hosts + cfg.late {
 		j.addHost(string(rune('a' + i)))
 	}
@@ -99,7 +106,7 @@ func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
 		}
 		return
 	}
-	x := &simCommit{epoch: c.epoch, coordinator: p, at: time.Now(), tribe: j.tribes[c.cfg.self.Agent]}
+	x := &simCommit{epoch: c.epoch, coordinator: p, at: time.Now(), tribe: j.tribes[c.cfg.self.Agent], acked: map[string]int{}}
 	for _, m := range c.world.Members {
 		x.members = append(x.members, nameOf(m))
 	}
@@ -210,6 +217,11 @@ func (l *simLauncher) config() *Config {
 		Notify: func(line string) {
 			if !l.proc.isDead() {
 				l.job.say("%s: %s", l.proc.name, line)
+				if strings.Contains(line, " is excluded for ") {
+					l.job.mu.Lock()
+					l.job.excluded = true
+					l.job.mu.Unlock()
+				}
 			}
 		}}
 	for i := range cfg.seeds {
@@ -302,7 +314,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
 					w.proc.kill(false)
 				}
 			case o.Start:
-				l.job.restarted()
+				l.restarted()
 				l.undecided--
 				l.scheduled++
 				time.AfterFunc(o.After, func() { l.due <- o })
@@ -392,7 +404,7 @@ func (l *simLauncher) spawn(a *Agent, local int) {
 	case 5:
 		w.slow = time.Duration(draw>>40%3000) * time.Millisecond
 	default:
-		w.slow = j.cfg.lostAfter + time.Duration(draw>>40%4000)*j.cfg.lostAfter/1000
+		w.slow = j.cfg.lostAfter + time.Duration(draw>>40%3000)*j.cfg.lostAfter/1000
 	}
 	env := strings.Join(a.WorkerEnv(local), " ")
 	l.workers[local] = w
@@ -446,11 +458,14 @@ func (w *simWorker) terminate() { w.proc.kill(false) }
 func (w *simWorker) work(ctx context.Context, world *World) error {
 	w.begins(ctx, world)
 	defer w.returns()
-	for {
+	for n := 1; ; n++ {
 		w.proc.run()
 		if err := world.Step(); err != nil {
 			w.proc.sleep(w.slow)
 			return err
+		}
+		if n%4 == 1 {
+			w.store(ctx, world, n)
 		}
 		select {
 		case <-ctx.Done():
@@ -458,6 +473,35 @@ func (w *simWorker) work(ctx context.Context, world *World) error {
 			return context.Cause(ctx)
 		case <-time.After(w.step):
 		}
+	}
+}
+
+// store sets a key, and reads the key of another rank, which must have its last value.
+func (w *simWorker) store(ctx context.Context, world *World, n int) {
+	j, c := w.launcher.job, w.now
+	if c == nil || world.Size() == 1 {
+		return
+	}
+	mine, other := fmt.Sprint("rank ", world.Rank()), fmt.Sprint("rank ", (world.Rank()+1)%world.Size())
+	ended := ctx.Err() != nil
+	err := world.Set(ctx, mine, []byte(strconv.Itoa(n)))
+	j.mu.Lock()
+	if err == nil {
+		c.acked[mine] = n
+		if ended {
+			j.violate("%s#%d has set a key after the end of epoch %d", w.proc.name, w.proc.pid, c.epoch)
+		}
+	}
+	least := c.acked[other]
+	j.mu.Unlock()
+	if err != nil || least == 0 {
+		return
+	}
+	value, err := world.Get(ctx, other)
+	if got, _ := strconv.Atoi(string(value)); err == nil && got < least {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		j.violate("%s#%d reads %d in epoch %d, after %d was set", w.proc.name, w.proc.pid, got, c.epoch, least)
 	}
 }
 
@@ -571,11 +615,93 @@ func (j *simJob) live() (out []*simCommit) {
 	return out
 }
 
-// restarted counts the orders to start a worker again.
-func (j *simJob) restarted() {
+// restarted counts an order to start a worker again.
+func (l *simLauncher) restarted() {
+	j := l.job
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	j.counts["restart"]++
+	t := j.tribes[l.uuid]
+	if t == nil {
+		return
+	}
+	if t.restarts++; t.restarts > j.cfg.restarts && !j.excluded {
+		j.violate("%d restarts were ordered, and %d are allowed", t.restarts, j.cfg.restarts)
+	}
+}
+
+// checkEnd checks, a while after the last fault, that each launcher belongs to the job that is alive, or has ended. If
+// faults have touched only a minority of the hosts, the others must be in the job.
+func (j *simJob) checkEnd() {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	j.simNet.mu.Lock()
+	live := j.live()
+	j.simNet.mu.Unlock()
+	members := map[string]bool{}
+	var coordinator *coordinator
+	if len(live) == 1 {
+		for _, m := range live[0].members {
+			host, _, _ := strings.Cut(m, "/")
+			members[host] = true
+		}
+		for _, l := range j.launchers {
+			if l.proc == live[0].coordinator {
+				coordinator = l.agent.coord
+			}
+		}
+	}
+	var left []string
+	for i, h := range j.hosts[:j.cfg.hosts] {
+		if !j.touched[string(rune('a'+i))] {
+			left = append(left, h.name)
+		}
+	}
+	if len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least {
+		for _, name := range left {
+			if !members[name] {
+				j.violate("no fault has touched the majority %v of the hosts, and %s is not in the job: %v", left, name, live)
+			}
+		}
+	}
+	for _, l := range j.launchers {
+		if l.agent == nil || l.over || l.proc.isDead() || j.tribes[l.uuid] != j.first {
+			continue
+		}
+		if coordinator == nil {
+			if !j.waits() {
+				j.violate("%s has not ended, and no epoch is alive", l.proc.name)
+			}
+			continue
+		}
+		coordinator.mu.Lock()
+		known := slices.ContainsFunc(slices.Concat(coordinator.agents, coordinator.late), func(p *peer) bool { return p.host.UUID == l.uuid })
+		coordinator.mu.Unlock()
+		if !known {
+			j.violate("%s has not ended, and does not belong to %v", l.proc.name, live[0])
+		}
+	}
+}
+
+// waits reports whether a coordinator waits for processes.
+func (j *simJob) waits() bool {
+	for _, l := range j.launchers {
+		if l.agent == nil || l.proc.isDead() {
+			continue
+		}
+		l.agent.mu.Lock()
+		c := l.agent.coord
+		l.agent.mu.Unlock()
+		if c == nil {
+			continue
+		}
+		c.mu.Lock()
+		waits := c.isElastic() && c.elastic.phase == phaseWait
+		c.mu.Unlock()
+		if waits {
+			return true
+		}
+	}
+	return false
 }
 
 // stop ends all processes.

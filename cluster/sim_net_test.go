@@ -427,6 +427,7 @@ type simSegment struct {
 	at  time.Time
 	b   []byte
 	fin bool
+	rst bool
 }
 
 func (c *simConn) signal() {
@@ -524,7 +525,10 @@ func (c *simConn) arrive() {
 		from, to := c.proc.host, c.other.proc.host
 		rejected := from != to && n.path(from, to).reject > 0
 		gone := c.other.closed || c.other.reset || c.other.proc.dead
-		if !n.passes(from, to) || c.stalled > 0 || gone && !n.passes(to, from) {
+		if lost := !n.passes(from, to) || c.stalled > 0; lost && c.queue[0].rst {
+			c.queue = nil // it is not sent again
+			return
+		} else if lost || gone && !c.queue[0].rst && !n.passes(to, from) {
 			c.schedule(200 * time.Millisecond << min(c.tries, 6))
 			c.tries++
 			return
@@ -533,10 +537,15 @@ func (c *simConn) arrive() {
 		s := c.queue[0]
 		c.queue = c.queue[1:]
 		switch {
-		case rejected, gone && !s.fin:
+		case s.rst:
+			c.other.reset, c.other.queue = true, nil
+			c.other.signal()
+		case rejected:
 			c.queue, c.reset = nil, true
 			c.signal()
 			return
+		case gone && !s.fin:
+			c.other.refuse()
 		case gone:
 		case s.fin:
 			c.other.fin = true
@@ -559,24 +568,22 @@ func (c *simConn) shut() {
 	c.closed = true
 	delete(c.proc.conns, c)
 	if len(c.in) > 0 && !c.reset { // the kernel resets a connection with unread data
-		other := c.other
-		c.queue = nil
-		if c.net.passes(c.proc.host, other.proc.host) {
-			c.draw = mix(c.draw)
-			time.AfterFunc(c.net.delay(c.proc.host, other.proc.host, c.draw), func() {
-				c.net.mu.Lock()
-				defer c.net.mu.Unlock()
-				if c.net.passes(c.proc.host, other.proc.host) {
-					other.reset = true
-					other.signal()
-				}
-			})
-		}
+		c.refuse()
 	} else if !c.ended && !c.reset {
 		c.ended = true
 		c.push(simSegment{fin: true})
 	}
 	c.signal()
+}
+
+// refuse answers data that no process will read with a reset, which does not overtake segments on their way. Segments that
+// were lost are not sent again. The caller holds the lock.
+func (c *simConn) refuse() {
+	if c.tries > 0 {
+		c.queue = nil
+	}
+	c.ended = true
+	c.push(simSegment{rst: true})
 }
 
 // vanish ends the connection without a word. The caller holds the lock.

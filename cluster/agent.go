@@ -88,10 +88,10 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 // serve starts this host's coordinator on ln, after prepare, if it is not nil.
 func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 	c := coordConfig{
-		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify,
+		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify, sys: a.cfg.sys,
 		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
-		sys: a.cfg.sys, again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
-		self: a.greeting(),
+		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
+		self:  a.greeting(),
 	}
 	if g := a.gossip; g != nil {
 		c.hint, c.path = g.hint, g.path

@@ -161,9 +161,9 @@ func readWelcome(l *link) (welcome, error) {
 // all events, in order.
 func newClient(l *link, to target, addr, host string, hello welcome, events func(*client, message)) *client {
 	clock := newRunClock(hello.step())
-	clock.sys = to.sys
 	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, host: host, hello: hello, events: events,
 		replies: map[uint64]chan message{}, endedC: make(chan struct{}), redials: newRedials()}
+	k.clock.sys = to.sys
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
 	k.open, k.shut = context.WithCancel(context.Background())
 	k.strict.Store(math.MaxInt64)

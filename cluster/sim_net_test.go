@@ -45,7 +45,8 @@ type simHost struct {
 // A simPath is one direction between two hosts. The counters are of the faults that are active.
 type simPath struct {
 	cut    int // packets are lost
-	reject int // packets are answered with a reset
+	reject int // packets are lost, and the first one of a connection is answered: the host is unreachable
+	forge  int // packets are answered with a reset, as if no process of the host had the port
 	delay  time.Duration
 	factor float64 // of the latency
 }
@@ -119,7 +120,11 @@ func (n *simNet) passes(from, to *simHost) bool {
 	if to.down || to.frozen > 0 || from.down || from.frozen > 0 {
 		return false
 	}
-	return from == to || n.path(from, to).cut == 0
+	if from == to {
+		return true
+	}
+	p := n.path(from, to)
+	return p.cut == 0 && p.reject == 0
 }
 
 // start creates a process.
@@ -293,7 +298,7 @@ func (p *simProc) dial(ctx context.Context, _, addr string) (net.Conn, error) {
 		}
 		p.run()
 		if err != nil {
-			return nil, &net.OpError{Op: "dial", Net: "tcp", Err: os.NewSyscallError("connect", err)}
+			return nil, &net.OpError{Op: "dial", Net: "tcp", Addr: &net.TCPAddr{IP: net.ParseIP(to.ip), Port: number}, Err: os.NewSyscallError("connect", err)}
 		}
 		return c, nil
 	}
@@ -303,10 +308,13 @@ func (p *simProc) dial(ctx context.Context, _, addr string) (net.Conn, error) {
 func (n *simNet) connect(p *simProc, to *simHost, port int, draw uint64) (*simConn, error) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
-	if !n.passes(p.host, to) || !n.passes(to, p.host) {
+	if p.host != to && n.path(p.host, to).reject > 0 {
+		return nil, syscall.EHOSTUNREACH
+	}
+	if !n.passes(p.host, to) || !n.passes(to, p.host) || p.host != to && n.path(to, p.host).forge > 0 {
 		return nil, nil
 	}
-	if p.host != to && n.path(p.host, to).reject > 0 {
+	if p.host != to && n.path(p.host, to).forge > 0 {
 		return nil, syscall.ECONNREFUSED
 	}
 	l := to.listeners[port]
@@ -523,7 +531,7 @@ func (c *simConn) arrive() {
 	now := time.Now()
 	for len(c.queue) > 0 && !c.queue[0].at.After(now) {
 		from, to := c.proc.host, c.other.proc.host
-		rejected := from != to && n.path(from, to).reject > 0
+		rejected := from != to && n.path(from, to).forge > 0
 		gone := c.other.closed || c.other.reset || c.other.proc.dead
 		if lost := !n.passes(from, to) || c.stalled > 0; lost && c.queue[0].rst {
 			c.queue = nil // it is not sent again

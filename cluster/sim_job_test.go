@@ -295,6 +295,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
 			l.proc.run()
 			l.running--
 			asked := l.stopping || l.draining
+			l.job.say("%s: worker %d#%d has exited with code %d", l.proc.name, e.worker.local, e.worker.proc.pid, e.code)
 			_ = a.Report(e.worker.local, Exit{PID: e.worker.proc.pid, Code: e.code, Asked: asked}) // as in package launch
 			if e.code != 0 && !asked {
 				l.undecided++
@@ -304,6 +305,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
 			}
 		case o := <-a.Orders():
 			l.proc.run()
+			l.job.say("%s: order %+v", l.proc.name, o)
 			switch {
 			case o.Finish:
 				l.finished = true
@@ -478,7 +480,10 @@ func (w *simWorker) work(ctx context.Context, world *World) error {
 
 // store sets a key, and reads the key of another rank, which must have its last value.
 func (w *simWorker) store(ctx context.Context, world *World, n int) {
-	j, c := w.launcher.job, w.now
+	j := w.launcher.job
+	j.mu.Lock()
+	c := w.now
+	j.mu.Unlock()
 	if c == nil || world.Size() == 1 {
 		return
 	}
@@ -556,6 +561,9 @@ func (w *simWorker) returns() {
 	j := w.launcher.job
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	if w.now != nil && !w.proc.isDead() {
+		j.log("%s#%d returns from the function of epoch %d", w.proc.name, w.proc.pid, w.now.epoch)
+	}
 	w.now = nil
 }
 
@@ -646,7 +654,9 @@ func (j *simJob) checkEnd() {
 		}
 		for _, l := range j.launchers {
 			if l.proc == live[0].coordinator {
+				l.agent.mu.Lock()
 				coordinator = l.agent.coord
+				l.agent.mu.Unlock()
 			}
 		}
 	}

@@ -15,7 +15,7 @@ import (
 )
 
 var (
-	simTime   = flag.Duration("simulate", 5*time.Second, "time of TestSimulation")
+	simTime   = flag.Duration("simulate", 10*time.Second, "time of TestSimulation")
 	simSeed   = flag.Uint64("simseed", 0, "seed of the first job of TestSimulation; 0 means the time")
 	simReplay = flag.String("simreplay", "", "file with a schedule that TestSimulation replays, with all events")
 	simKeep   = flag.String("simkeep", "", "folder in which TestSimulation writes failing schedules, and goes on")

@@ -335,6 +335,8 @@ func (j *simJob) touch(f simFault, as, bs []*simHost) {
 	case f.kind == "heal" || f.kind == "join":
 		return
 	case len(bs) == 0:
+	case slices.ContainsFunc(as, func(h *simHost) bool { return slices.Contains(bs, h) }):
+		sets = [][]*simHost{as, bs}
 	case len(as) > len(bs):
 		sets = [][]*simHost{bs}
 	case len(as) == len(bs):

@@ -442,15 +442,13 @@ func randomSchedule(seed uint64) simSchedule {
 		return time.Duration(float64(least) * math.Pow(float64(most)/float64(least), r.Float64())).Round(time.Microsecond)
 	}
 	s := simSchedule{simConfig: simConfig{seed: seed % 1_000_000_007, hosts: pick(3, 3, 3, 4, 4, 5), least: 1, local: pick(1, 1, 1, 2), seeds: pick(1, 1, 2, 3), restarts: pick(0, 0, 1, 2),
-		pace: r.IntN(1 << 20), latency: log(50*time.Microsecond, 20*time.Millisecond), lostAfter: time.Duration(pick(1, 3)) * time.Second}}
+		pace: r.IntN(1 << 20), lostAfter: time.Duration(pick(1, 3)) * time.Second}}
+	s.latency = log(50*time.Microsecond, s.lostAfter/250)
 	if r.IntN(4) == 0 {
 		s.least = 2
 	}
 	if r.IntN(6) == 0 {
 		s.late = 1
-	}
-	if r.IntN(4) == 0 { // two choices of a coordinator, and a function that does not return
-		s.calm = 2*(Timing{LostAfter: s.lostAfter}).successionTime() + s.timing().Revoke + simGrace + 2*time.Second
 	}
 	unit := s.lostAfter
 	all := "abcdefgh"[:s.hosts]
@@ -569,6 +567,10 @@ func randomSchedule(seed uint64) simSchedule {
 			g.after, g.a, g.b, g.d = g.after+time.Microsecond, "*", any(), 0
 			s.faults = append(s.faults, h, g)
 		}
+	}
+	early := func(f simFault) bool { return f.event == "" && f.after < unit/5 }
+	if r.IntN(4) == 0 && !slices.ContainsFunc(s.faults, early) { // agents that do not know of the first epoch end
+		s.calm = 4*(Timing{LostAfter: unit}).successionTime() + 20*unit
 	}
 	return s
 }

@@ -53,6 +53,7 @@ type simCommit struct {
 	electorate  []string
 	at          time.Time
 	acked       map[string]int // the last values of the store that were set
+	steps       int            // the greatest number of steps of a member
 }
 
 func (c *simCommit) String() string {
@@ -86,6 +87,12 @@ func (j *simJob) violate(format string, args ...any) {
 		j.log("VIOLATION: %s", j.violation)
 		close(j.violated)
 	}
+}
+
+func (j *simJob) hasFailed() bool {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.violation != ""
 }
 
 // watched sees a proposal or a commit of a coordinator, which holds its lock.
@@ -398,7 +405,7 @@ func (l *simLauncher) spawn(a *Agent, local int) {
 	j := l.job
 	w := &simWorker{launcher: l, local: local, proc: l.host.start(fmt.Sprintf("worker %s/%d", l.host.name, local))}
 	draw := mix(j.cfg.seed ^ hashOf(w.proc.name) ^ uint64(j.cfg.pace))
-	w.step = 20*time.Millisecond + time.Duration(draw%1000)*time.Millisecond
+	w.step = 20 * time.Millisecond
 	switch draw >> 32 % 8 {
 	case 0, 1: // at once
 	case 2, 3, 4:
@@ -473,9 +480,26 @@ func (w *simWorker) work(ctx context.Context, world *World) error {
 		case <-ctx.Done():
 			w.proc.sleep(w.slow)
 			return context.Cause(ctx)
-		case <-time.After(w.step):
+		case <-time.After(w.pause(n)):
 		}
 	}
+}
+
+// pause returns the duration of a step. All members are as fast as the first one, as with collectives, and those that were
+// stopped follow soon.
+func (w *simWorker) pause(n int) time.Duration {
+	j := w.launcher.job
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	c := w.now
+	if c == nil {
+		return w.step
+	}
+	c.steps = max(c.steps, n)
+	if n < c.steps {
+		return time.Millisecond
+	}
+	return 20*time.Millisecond + time.Duration(mix(j.cfg.seed^hashOf(c.members[0]))%1000)*time.Millisecond
 }
 
 // store sets a key, and reads the key of another rank, which must have its last value.
@@ -637,59 +661,57 @@ func (l *simLauncher) restarted() {
 	}
 }
 
-// checkEnd checks, a while after the last fault, that each launcher belongs to the job that is alive, or has ended. If
-// faults have touched only a minority of the hosts, the others must be in the job.
-func (j *simJob) checkEnd() {
+// settles checks, after the last fault, that each launcher belongs to the job that is alive, or has ended, and returns what
+// is not so yet. If faults have touched only a minority of the hosts, the launchers of the others must be in the job.
+func (j *simJob) settles() string {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.simNet.mu.Lock()
 	live := j.live()
 	j.simNet.mu.Unlock()
-	members := map[string]bool{}
 	var coordinator *coordinator
 	if len(live) == 1 {
-		for _, m := range live[0].members {
-			host, _, _ := strings.Cut(m, "/")
-			members[host] = true
-		}
-		for _, l := range j.launchers {
-			if l.proc == live[0].coordinator {
-				l.agent.mu.Lock()
-				coordinator = l.agent.coord
-				l.agent.mu.Unlock()
-			}
-		}
+		coordinator = j.coordinatorOf(live[0].coordinator)
 	}
 	var left []string
-	for i, h := range j.hosts[:j.cfg.hosts] {
-		if !j.touched[string(rune('a'+i))] {
-			left = append(left, h.name)
+	for i := range j.cfg.hosts {
+		if name := string(rune('a' + i)); !j.touched[name] {
+			left = append(left, name)
 		}
 	}
-	if len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least {
-		for _, name := range left {
-			if !members[name] {
-				j.violate("no fault has touched the majority %v of the hosts, and %s is not in the job: %v", left, name, live)
-			}
-		}
-	}
-	for _, l := range j.launchers {
-		if l.agent == nil || l.over || l.proc.isDead() || j.tribes[l.uuid] != j.first {
-			continue
-		}
-		if coordinator == nil {
+	majority := len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least
+	for name, l := range j.launchers {
+		switch {
+		case l.agent == nil || j.tribes[l.uuid] != j.first:
+		case majority && slices.Contains(left, name) && (l.over || l.proc.isDead()):
+			return fmt.Sprintf("no fault has touched the majority %v of the hosts, and %s has ended: %v", left, l.proc.name, l.err)
+		case l.over || l.proc.isDead():
+		case coordinator == nil:
 			if !j.waits() {
-				j.violate("%s has not ended, and no epoch is alive", l.proc.name)
+				return fmt.Sprintf("%s has not ended, and no epoch is alive", l.proc.name)
 			}
-			continue
-		}
-		coordinator.mu.Lock()
-		known := slices.ContainsFunc(slices.Concat(coordinator.agents, coordinator.late), func(p *peer) bool { return p.host.UUID == l.uuid })
-		coordinator.mu.Unlock()
-		if !known {
-			j.violate("%s has not ended, and does not belong to %v", l.proc.name, live[0])
+		default:
+			coordinator.mu.Lock()
+			known := slices.ContainsFunc(slices.Concat(coordinator.agents, coordinator.late), func(p *peer) bool { return p.host.UUID == l.uuid })
+			coordinator.mu.Unlock()
+			if !known {
+				return fmt.Sprintf("%s has not ended, and does not belong to %v", l.proc.name, live[0])
+			}
 		}
 	}
+	return ""
+}
+
+// coordinatorOf returns the coordinator in the process of a launcher, or nil.
+func (j *simJob) coordinatorOf(p *simProc) *coordinator {
+	for _, l := range j.launchers {
+		if l.proc == p && l.agent != nil {
+			l.agent.mu.Lock()
+			defer l.agent.mu.Unlock()
+			return l.agent.coord
+		}
+	}
+	return nil
 }
 
 // waits reports whether a coordinator waits for processes.
@@ -698,9 +720,7 @@ func (j *simJob) waits() bool {
 		if l.agent == nil || l.proc.isDead() {
 			continue
 		}
-		l.agent.mu.Lock()
-		c := l.agent.coord
-		l.agent.mu.Unlock()
+		c := j.coordinatorOf(l.proc)
 		if c == nil {
 			continue
 		}

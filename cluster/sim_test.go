@@ -148,4 +148,3 @@ func TestSimulation(t *testing.T) {
 	}
 	t.Logf("seed %d: %d jobs with %d epochs and %v of virtual time in %v; %d failed", seed, jobs, commits, virtual, time.Since(begun), bad)
 }
-

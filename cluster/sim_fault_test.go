@@ -225,7 +225,12 @@ func (j *simJob) apply(f simFault, self *simHost) {
 					}
 				}
 			}
-			time.AfterFunc(time.Duration(i)*f.x, func() { j.during(max(0, f.d-time.Duration(i)*f.x), cut(1), cut(-1)) })
+			late := time.Duration(i) * f.x
+			if f.d == 0 {
+				time.AfterFunc(late, func() { j.during(0, cut(1), cut(-1)) })
+			} else if late < f.d { // all end at the same time
+				time.AfterFunc(late, func() { j.during(f.d-late, cut(1), cut(-1)) })
+			}
 		}
 	case "cut":
 		j.during(f.d, paths(false, func(p *simPath, _, _ *simHost) { p.cut++ }), paths(false, func(p *simPath, _, _ *simHost) { p.cut-- }))

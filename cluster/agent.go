@@ -44,8 +44,8 @@ type Agent struct {
 	plans  chan *attempt // that follow the first
 	orders chan Order
 	mu     sync.Mutex
-	early  func() // news that came before the first attempt
-	memory        // for the next coordinator
+	early  func() error // news that came before the first attempt
+	memory              // for the next coordinator
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -92,6 +92,7 @@ func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
 		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
 		self:  a.greeting(),
+		probe: a.probe,
 	}
 	if g := a.gossip; g != nil {
 		c.hint, c.path = g.hint, g.path
@@ -385,14 +386,18 @@ func (a *Agent) event(k *client, m message) {
 			a.end(k, err)
 			return
 		}
-		a.end(k, &MemberLostError{Rank: -1, Host: a.cfg.Host, PID: a.cfg.sys.getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
+		k.cancel(&MemberLostError{Rank: -1, Host: a.cfg.Host, PID: a.cfg.sys.getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
+		k.closeConnection()
 	case kindNews:
 		var n news
 		if err := m.record(&n); err != nil {
 			a.end(k, err)
 			return
 		}
-		a.news(m.epoch, n)
+		if err := a.news(m.epoch, n); err != nil {
+			a.end(k, err)
+			return
+		}
 		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
 	case kindNote:
 		var f fault

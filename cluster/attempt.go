@@ -48,17 +48,23 @@ func (p *placement) rank(local int) int {
 }
 
 // news receives an epoch of workers that call Run.
-func (a *Agent) news(epoch uint64, n news) {
+func (a *Agent) news(epoch uint64, n news) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	t := a.now.Load()
 	if t == nil {
-		a.early = func() { a.news(epoch, n) }
-		return
+		a.early = func() error { return a.news(epoch, n) }
+		return nil
+	}
+	if a.charter != nil && epoch < a.charter.Epoch {
+		return epochsMustGrow(a.charter.Epoch, a.followed, epoch, n.By)
+	}
+	if err := a.follow(n.By); err != nil {
+		return err
 	}
 	at := &placement{epoch: epoch, plan: n.Plan, node: n.Plan.nodeOf(a.uuid), ranks: map[int]int{}}
 	if at.node < 0 {
-		return // this host leaves the job
+		return nil // this host leaves the job
 	}
 	for _, m := range n.Members {
 		if m.Node == at.node {
@@ -70,7 +76,7 @@ func (a *Agent) news(epoch uint64, n news) {
 	if len(n.Voters) > 0 {
 		next := &charter{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members, Used: n.Used}
 		if a.charter != nil { // news may also come while an epoch is proposed
-			next.Next, next.Proposed = a.charter.Next, a.charter.Proposed
+			next.Proposed = a.charter.open(epoch)
 		}
 		a.charter = next
 	} else if a.charter != nil {
@@ -79,17 +85,19 @@ func (a *Agent) news(epoch uint64, n news) {
 	if n.Line != "" {
 		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))
 	}
+	return nil
 }
 
 // adopt begins the first attempt.
-func (a *Agent) adopt(t *attempt) {
+func (a *Agent) adopt(t *attempt) error {
 	a.mu.Lock()
 	a.now.Store(t)
 	early := a.early
 	a.mu.Unlock()
 	if early != nil {
-		early()
+		return early()
 	}
+	return nil
 }
 
 // order receives a command of the coordinator.

@@ -21,6 +21,7 @@ type client struct {
 	clock  *runClock
 	to     target
 	addr   string // of the coordinator, in messages
+	ip     string // address of its host, or "" without a network
 	host   string // host of this process
 	hello  welcome
 	events func(*client, message) // called by the reader, in order, for each message that is not a reply
@@ -47,11 +48,12 @@ type client struct {
 type loss int32
 
 const (
-	notLost     loss = iota
-	lostSilent       // nothing has arrived: it may coordinate others
-	lostEnded        // its process has ended
-	lostByIt         // it has lost this process
-	lostLeaving      // its host leaves the job, as asked
+	notLost      loss = iota
+	lostSilent        // nothing has arrived: it may coordinate others
+	lostEnded         // its process has ended
+	lostByIt          // it has lost this process
+	lostLeaving       // its host leaves the job, as asked
+	lostResigned      // it may not go on, and coordinates no more
 )
 
 // A target is a coordinator to connect to.
@@ -101,7 +103,7 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 		hello, err = readWelcome(l)
 	}
 	if err == nil && hello.Refers {
-		err = &referral{hello.At, hello.Over}
+		err = &referral{hello.At, hello.Over, addrIP(conn.RemoteAddr())}
 	}
 	if err == nil && !stop() { // ctx closes the connection
 		err = context.Cause(ctx)
@@ -117,6 +119,7 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 type referral struct {
 	at   string // address of the coordinator, or "" if the host does not know it
 	over string // why the job has ended on the host, or ""
+	ip   string // address of the host that has answered
 }
 
 func (r *referral) Error() string {
@@ -161,7 +164,7 @@ func readWelcome(l *link) (welcome, error) {
 // all events, in order.
 func newClient(l *link, to target, addr, host string, hello welcome, events func(*client, message)) *client {
 	clock := newRunClock(hello.step())
-	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, host: host, hello: hello, events: events,
+	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, ip: addrIP(l.c.RemoteAddr()), host: host, hello: hello, events: events,
 		replies: map[uint64]chan message{}, endedC: make(chan struct{}), redials: newRedials()}
 	k.clock.sys = to.sys
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
@@ -232,6 +235,9 @@ func (k *client) leftBehind(m message) {
 	}
 	k.final.Store(true)
 	k.loss.Store(int32(lostLeaving))
+	if h.Failed {
+		k.loss.Store(int32(lostResigned))
+	}
 	k.cancel(&MemberLostError{Rank: -1, Host: k.hello.Host, PID: k.hello.PID, Since: time.Now(), Reason: h.Reason, ExitCode: -1})
 	k.closeConnection()
 }

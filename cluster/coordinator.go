@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"cmp"
+	"context"
 	"errors"
 	"fmt"
 	"net"
@@ -39,6 +40,8 @@ type coordConfig struct {
 	notify                    func(string)
 	hint                      func(have []Member) string // text from gossip about missing hosts; may be nil
 	path                      func(host host) string     // text from gossip about a lost host; may be nil
+	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
+	probe func(ctx context.Context, h host, ip string) finding
 }
 
 // A coordinator holds the authoritative state of one job: hosts, processes,
@@ -61,6 +64,7 @@ type coordinator struct {
 	late    []*peer // agents that came when the job was complete
 	attempt uint64  // number of the current PREPARE; 0 if none
 	lastTry uint64
+	term    uint64
 	epoch   uint64
 	plan    *plan    // nil while hosts may join
 	restart *restart // how all processes are started again; nil while they run
@@ -93,7 +97,7 @@ type coordinator struct {
 // newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
 func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
+		quit: make(chan struct{}), peers: map[string]*peer{}, term: firstTerm, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{})}
 	c.clock.sys = cfg.sys
 	c.faults = newFaults()
@@ -157,6 +161,7 @@ func (c *coordinator) serve(conn net.Conn) {
 	go p.writeLoop()
 	err = c.readLoop(p)
 	p.stopRenewing()
+	c.examine(p, err)
 	c.mu.Lock()
 	c.disconnected(p, err)
 	c.unlock()
@@ -171,6 +176,9 @@ func (c *coordinator) welcome() welcome {
 	defer c.mu.Unlock()
 	w := c.cfg.self
 	w.Running = c.plan != nil || c.restart != nil
+	if w.Running {
+		w.Term = c.term
+	}
 	if s := c.succession; s != nil {
 		w.Elects, w.Epoch = true, s.charter.Epoch
 	}
@@ -260,7 +268,11 @@ func (c *coordinator) handle(p *peer, m message) error {
 		return c.register(p, m)
 	}
 	if m.kind == kindElsewhere && !p.worker {
-		c.jobElsewhere(p, m)
+		var other elsewhere
+		if err := m.record(&other); err != nil {
+			return err
+		}
+		c.jobElsewhere(p, other)
 		return nil
 	}
 	if m.kind == kindSilent && p.role != roleNone {

@@ -46,6 +46,7 @@ type elastic struct {
 	// is true until the next epoch begins.
 	absent    map[place]Member
 	inherited bool
+	takenOver time.Time
 }
 
 // A place identifies a worker of a launcher.
@@ -193,6 +194,9 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 	reg := p.reg
 	if r := checkNames(reg.Host, reg.Name, reg.Agent); r != nil {
 		return r
+	}
+	if reg.Seat > c.epoch {
+		return &refusal{Reason: epochsMustGrow(reg.Seat, reg.By, c.epoch, c.leads()).Error()}
 	}
 	if !reg.Elastic {
 		return &refusal{Reason: "the processes of this job call cluster.Run, and this one cluster.Attach or Join"}
@@ -377,7 +381,9 @@ const leftReason = "left the job"
 func (c *coordinator) loseHost(a *peer, f fault) {
 	a.state = peerGone
 	c.agents = remove(c.agents, a)
-	defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+	if a.draining == nil {
+		defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+	}
 	a.send(note(kindRefuse, refusal{Reason: "the coordinator has lost this host: " + f.Reason})) // if it is only cut off, it learns so later
 	a.closeAfterQueue()
 	for at := range maps.Clone(c.elastic.absent) {
@@ -397,6 +403,9 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 			g.Rank, g.PID = p.reg.Rank, p.reg.PID
 			c.loseWorker(p, g)
 		}
+	}
+	if !c.isElastic() || c.faults.stop == nil && c.isMinority() { // also while functions have not returned
+		return
 	}
 	c.admitLate() // another host may take its place
 	if c.elastic.phase == phasePropose && c.faults.stop == nil {

@@ -427,7 +427,7 @@ func TestHostsComeAndGo(t *testing.T) {
 	wb.calls.(remote).k.closeConnection()
 	w = rs[0].world(t, 3)
 	require.Equal(t, 1, w.Size())
-	require.Contains(t, w.Left()[0].Reason, "its host was lost: its launcher ended")
+	require.Contains(t, w.Left()[0].Reason, "its host was lost: its connection closed, and its launcher did not connect again")
 	rb.returned(t)
 	b.Close()
 

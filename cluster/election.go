@@ -14,7 +14,6 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/plain"
 )
 
 // searchInterval is the time between two searches of an agent that is not yet bound, for a
@@ -103,7 +102,9 @@ func (e *election) adopt(o *outcome) error {
 	if err != nil {
 		return err
 	}
-	a.adopt(t)
+	if err := a.adopt(t); err != nil {
+		return err
+	}
 	if e.addr != e.mine {
 		a.resign()
 	}
@@ -335,6 +336,10 @@ func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
 			addr = r.at
 			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		}
+		if err == nil && e.heir != nil && !e.agent.mayFollow(hello) {
+			e.agent.tellElsewhere(l, "")
+			continue
+		}
 		if err == nil {
 			return try{link: l, hello: hello, addr: addr}
 		}
@@ -409,6 +414,7 @@ func (e *election) introduce(t try) error {
 	e.addr = t.addr
 	self := e.agent.self(t.link)
 	if e.heir != nil {
+		e.heir.Term = e.agent.promise().Term
 		self.Charter = e.heir.excerpt(t.hello)
 	}
 	m := note(kindRegister, self)
@@ -422,10 +428,20 @@ func (e *election) introduce(t try) error {
 func (e *election) event(k *client, m message) {
 	switch m.kind {
 	case kindPrepare:
-		e.stay(k, m.id)
+		var by leader
+		if m.id != 0 {
+			if err := m.record(&by); err != nil {
+				k.cancel(err)
+				return
+			}
+		}
+		e.stay(k, m.id, by)
 	case kindPlan:
 		var p plan
 		err := m.record(&p)
+		if err == nil {
+			err = e.agent.followPlan(p)
+		}
 		k.beStrict(startTime * k.hello.LostAfter)
 		if e.agent.now.Load() != nil && (e.heir == nil || e.agent.client() == k) {
 			e.agent.planned(k, m.epoch, p, err)
@@ -433,9 +449,12 @@ func (e *election) event(k *client, m message) {
 		}
 		e.reply <- outcome{k: k, epoch: m.epoch, plan: p, err: err}
 	case kindElsewhere:
-		e.mu.Lock()
-		e.other = plain.Text(string(m.body))
-		e.mu.Unlock()
+		var other elsewhere
+		if m.record(&other) == nil { // it is a hint
+			e.mu.Lock()
+			e.other = other.At
+			e.mu.Unlock()
+		}
 	case kindRefuse:
 		if e.agent.client() == k {
 			e.agent.event(k, m)
@@ -454,7 +473,7 @@ func (e *election) event(k *client, m message) {
 
 // stay accepts a coordinator's proposal, unless this host is moving to a smaller
 // seed. Attempt 0 cancels the acceptance.
-func (e *election) stay(k *client, attempt uint64) {
+func (e *election) stay(k *client, attempt uint64, by leader) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	if e.moving == k {
@@ -463,6 +482,12 @@ func (e *election) stay(k *client, attempt uint64) {
 	if attempt == 0 {
 		e.bound = nil
 		return
+	}
+	if e.heir != nil {
+		if err := e.agent.voteFor(by); err != nil {
+			k.cancel(err) // this host registers again, with the term of its promise
+			return
+		}
 	}
 	e.bound = k
 	_ = k.send(message{kind: kindPrepared, epoch: firstEpoch, id: attempt}) // the reader handles a failure

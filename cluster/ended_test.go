@@ -56,7 +56,7 @@ func TestHostWithoutWorkersEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := endedHost(t)
 		defer j.end()
-		j.hosts["c"].touch()
+		j.hosts["c"].found = foundEnded
 		j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
 		require.Equal(t, phaseRun, j.elastic.phase)
 		j.requireGoesOn(t)
@@ -89,7 +89,7 @@ func TestHostWithoutWorkersFreesItsPlace(t *testing.T) {
 			require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
 		},
 		"is killed": func(_ *testing.T, j *paperJob) {
-			j.hosts["c"].touch()
+			j.hosts["c"].found = foundEnded
 			j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
 		},
 	} {

@@ -72,14 +72,14 @@ func (cfg *coordConfig) leastHosts() int {
 	return cfg.least
 }
 
-// nextPlan returns the plan without lost hosts.
+// nextPlan returns the plan without hosts that are lost or leave.
 func (c *coordinator) nextPlan() *plan {
 	if c.plan == nil {
 		return nil
 	}
 	p := &plan{Restarts: c.plan.Restarts}
 	here := func(uuid string) bool {
-		return slices.ContainsFunc(c.agents, func(a *peer) bool { return a.host.UUID == uuid })
+		return slices.ContainsFunc(c.agents, func(a *peer) bool { return a.host.UUID == uuid && !a.leaves })
 	}
 	for _, h := range c.plan.Hosts {
 		if here(h.UUID) {
@@ -105,7 +105,7 @@ func (c *coordinator) planOfEpoch() *plan {
 func (c *coordinator) nextWorld(ps []*peer, next *plan) *world {
 	left := slices.Clone(c.elastic.left)
 	slices.SortFunc(left, func(a, b Departure) int { return cmp.Compare(a.Rank, b.Rank) })
-	w := &world{Left: left}
+	w := &world{By: c.leads(), Left: left}
 	for rank, p := range ps {
 		m := p.reg.Member
 		if p.seat != c.epoch {
@@ -131,12 +131,28 @@ func (c *coordinator) workerPrepared(p *peer, try uint64) {
 	c.checkPrepared()
 }
 
-// checkPrepared commits the proposal if all its workers and all agents have it.
+// checkPrepared commits the proposal if all its workers and all agents have answered it. Only hosts that have
+// answered count: those that are merely connected could still choose another coordinator without knowing of the epoch.
 func (c *coordinator) checkPrepared() {
 	if slices.ContainsFunc(c.elastic.peers, func(q *peer) bool { return !q.elastic.prepared }) || slices.ContainsFunc(c.agents, c.owesAnswer) {
 		return
 	}
+	if c.plan != nil && !allow(c.electorates, c.answered(), c.ended) { // hosts that have come since are needed
+		c.form()
+		return
+	}
 	c.commitEpoch()
+}
+
+// answered returns the hosts that have answered the proposal, by UUID.
+func (c *coordinator) answered() map[string]bool {
+	m := map[string]bool{}
+	for _, a := range c.agents {
+		if a.state != peerGone && a.answered == c.elastic.try {
+			m[a.host.UUID] = true
+		}
+	}
+	return m
 }
 
 // commitEpoch begins the proposed epoch.
@@ -147,6 +163,11 @@ func (c *coordinator) commitEpoch() {
 	line := c.epochLine()
 	c.epoch++
 	c.world, c.engine = e.next, newEngine(len(e.next.Members))
+	for _, a := range slices.Clone(c.agents) {
+		if a.leaves { // it has agreed to go
+			c.dismiss(a)
+		}
+	}
 	if c.plan != nil {
 		c.plan = c.planOfEpoch()
 		c.electorates, e.inherited = []electorate{e.voters}, false
@@ -216,7 +237,7 @@ func (c *coordinator) tellNews(line string) {
 	if c.plan == nil {
 		return
 	}
-	n := news{Plan: *c.plan, Members: c.world.Members, Line: line, Used: c.retries.total}
+	n := news{By: c.leads(), Plan: *c.plan, Members: c.world.Members, Line: line, Used: c.retries.total}
 	if !c.elastic.inherited {
 		n.Voters = c.electorates[0]
 	}

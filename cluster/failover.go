@@ -19,6 +19,7 @@ import (
 
 // A memory is what an agent has to tell the next coordinator. Agent.mu guards it.
 type memory struct {
+	leadership
 	charter  *charter // nil unless the workers call Run and their first world is complete
 	running  map[int]bool
 	exits    map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch
@@ -116,8 +117,12 @@ func (a *Agent) proposed(k *client, m message) {
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
+	if err := a.follow(n.By); err != nil {
+		a.refuseLeader(k, err)
+		return
+	}
 	if a.charter != nil {
-		a.charter.propose(m.epoch, n.Voters)
+		a.charter.propose(proposal{m.epoch, n.Voters})
 		for _, uuid := range n.Ended {
 			if !slices.Contains(a.ended, uuid) {
 				a.ended = append(a.ended, uuid)
@@ -130,6 +135,42 @@ func (a *Agent) proposed(k *client, m message) {
 		}
 	}
 	_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
+}
+
+// voteFor promises to ignore coordinators of smaller terms.
+func (a *Agent) voteFor(by leader) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.vote(by)
+}
+
+// followPlan follows the coordinator that sends a plan.
+func (a *Agent) followPlan(p plan) error {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.follow(p.By)
+}
+
+// promise returns the coordinator of the greatest term that this host has followed or voted for.
+func (a *Agent) promise() leader {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.promised
+}
+
+// mayFollow reports whether this host may register with a coordinator after the loss of another one: a candidate, or
+// the leader of a term that is at least the greatest that this host knows.
+func (a *Agent) mayFollow(hello welcome) bool {
+	return hello.Elects || hello.Running && hello.Term >= a.promise().Term
+}
+
+// refuseLeader ends the connection to a coordinator that this host must not follow, and this host's part in the job if
+// it followed that coordinator.
+func (a *Agent) refuseLeader(k *client, err error) {
+	if t := a.now.Load(); t != nil && a.k == k {
+		t.cancel(err)
+	}
+	k.cancel(err)
 }
 
 // end ends the attempt and the connection.
@@ -160,15 +201,16 @@ func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
 	defer a.mu.Unlock()
 	how := loss(k.loss.Load())
 	lost, isLoss := errors.AsType[*MemberLostError](cause)
-	if !isLoss || how == notLost || how == lostByIt || a.charter == nil || a.over || a.coord != nil || a.life.Err() != nil || a.now.Load() != t || a.k != k {
+	if !isLoss || how == notLost || a.charter == nil || a.over || a.coord != nil || a.life.Err() != nil || a.now.Load() != t || a.k != k {
 		return nil
 	}
 	a.wg.Add(1)
 	a.choosing = true
-	if how == lostEnded || how == lostLeaving {
+	if how == lostEnded || how == lostLeaving || how == lostResigned {
 		a.ended = append(a.ended, k.hello.Agent)
 	}
 	ch := *a.charter
+	ch.Term = a.promised.Term
 	ch.Planned = how == lostLeaving
 	ch.Lost, ch.Reason, ch.Ended = k.hello.Agent, lost.Reason, slices.Clone(a.ended)
 	ch.Running, ch.Exits = slices.Sorted(maps.Keys(a.running)), maps.Clone(a.exits)
@@ -303,9 +345,16 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 	if err != nil {
 		return // no seed, or one that has joined the job
 	}
-	if !hello.Running && !hello.Elects {
-		_ = l.write(frame{body: message{kind: kindElsewhere, epoch: firstEpoch, body: []byte(a.port.at)}.encode()}, handshakeTimeout) // the next attempt follows
+	if by := a.promise(); !hello.Running && !hello.Elects || hello.Running && hello.Term < by.Term {
+		a.tellElsewhere(l, a.port.at)
+		return
 	}
+	l.finish()
+}
+
+// tellElsewhere tells the coordinator at the other end of a link that another one leads the job, and closes the link.
+func (a *Agent) tellElsewhere(l *link, at string) {
+	_ = l.write(frame{body: note(kindElsewhere, elsewhere{At: at, By: a.promise()}).encode()}, handshakeTimeout) // the next attempt follows
 	l.finish()
 }
 

@@ -158,12 +158,16 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 		c.voterLeft(p)
 		return
 	}
-	if isClosedByPeer(err) {
+	switch {
+	case p.found == foundEnded:
 		reason = "its launcher ended"
-		// An agent that has lost this coordinator was silent before it closes its connection.
-		if p.silent() < c.cfg.self.LostAfter/2 {
-			c.markEnded(p)
-		}
+		c.markEnded(p)
+	case p.found == foundAlive:
+		reason = "its connection closed, and its launcher did not connect again"
+	case isClosedByPeer(err) && c.isElastic():
+		reason = "its connection closed, and it does not answer"
+	case isClosedByPeer(err):
+		reason = "its launcher ended"
 	}
 	if c.cfg.path != nil {
 		if s := c.cfg.path(p.host); s != "" {

@@ -32,7 +32,7 @@ func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, ove
 // isOrphan reports whether this process may go on with another coordinator.
 func (r *runner) isOrphan() bool {
 	how := loss(r.k.loss.Load())
-	return r.cfg.agentAt != "" && r.k.ctx.Err() != nil && r.parent.Err() == nil && (how == lostSilent || how == lostEnded || how == lostLeaving) && len(r.end) == 0
+	return r.cfg.agentAt != "" && r.k.ctx.Err() != nil && r.parent.Err() == nil && how != notLost && len(r.end) == 0
 }
 
 // followAgent registers with the coordinator that the launcher has chosen after the loss of the last one.
@@ -88,7 +88,7 @@ func (r *runner) register(l *link, hello welcome) error {
 	reg := r.cfg.registration()
 	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
 	if r.now != nil {
-		reg.Seat, reg.Member = r.now.epoch, r.now.me
+		reg.Seat, reg.By, reg.Member = r.now.epoch, r.followed, r.now.me
 	}
 	m := note(kindRegister, reg)
 	m.id = registerWorker

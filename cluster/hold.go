@@ -103,28 +103,36 @@ func (c *coordinator) canHandOver(own *peer) bool {
 		c.stopped(own, *own.draining)
 		return false
 	}
-	here, ended := c.present(), setOf(slices.Collect(maps.Keys(c.ended)))
-	for _, a := range c.agents {
-		if a.draining != nil {
-			ended[a.host.UUID] = true
-			delete(here, a.host.UUID)
-		}
+	if slices.ContainsFunc(c.agents, func(a *peer) bool { return a.draining != nil && a != own }) {
+		return false // they must agree to an epoch without them
 	}
+	here, ended := c.present(), maps.Clone(c.ended)
+	if ended == nil {
+		ended = map[string]bool{}
+	}
+	ended[own.host.UUID] = true
+	delete(here, own.host.UUID)
 	// If a proposal has failed, the others cannot know whether its epoch has begun.
 	return allow(slices.Concat(c.electorates, c.elastic.proposed), here, ended)
 }
 
 // handOver tells all members that another host must coordinate. No epoch is running. This
 // coordinator does nothing after that.
-func (c *coordinator) handOver(reason string) {
+func (c *coordinator) handOver(h handover) {
 	c.handedOver, c.elastic.over = true, true
-	m := note(kindHandover, handover{Reason: reason, Ended: slices.Sorted(maps.Keys(c.ended))})
-	for _, p := range slices.Concat(c.agents, c.workers, c.late, c.unregistered()) {
+	h.Ended = slices.Sorted(maps.Keys(c.ended))
+	c.sendHandover(h, slices.Concat(c.agents, c.workers, c.late, c.unregistered()))
+	c.agents, c.workers, c.late = nil, nil, nil
+}
+
+// sendHandover tells processes that this coordinator does nothing for them any more.
+func (c *coordinator) sendHandover(h handover, ps []*peer) {
+	m := note(kindHandover, h)
+	for _, p := range ps {
 		p.state = peerGone
 		p.send(m)
 		p.closeAfterQueue()
 	}
-	c.agents, c.workers, c.late = nil, nil, nil
 }
 
 // unregistered returns the peers that have not registered.
@@ -133,33 +141,42 @@ func (c *coordinator) unregistered() []*peer {
 }
 
 // dismissDrained removes the workers of hosts that leave, after their functions have
-// returned. If this host leaves, another one coordinates from then on.
+// returned. Their launchers still decide on the epoch without them: until they have agreed to it, they could choose another
+// coordinator with others. If this host leaves, another one coordinates from then on.
 func (c *coordinator) dismissDrained() {
-	e, leaves := c.elastic, ""
-	for _, a := range c.agents {
+	for _, a := range slices.Clone(c.agents) {
 		if a.draining == nil || a.state == peerGone || c.coordinates(a) && !c.canHandOver(a) {
 			continue
 		}
+		c.dismissWorkers(a)
+		a.leaves = true
 		if c.coordinates(a) {
-			leaves = a.draining.Reason
+			c.markEnded(a)
+			c.dismiss(a)
+			c.handOver(handover{Reason: a.draining.Reason})
+			return
 		}
-		for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Agent != a.host.UUID }) {
-			p.state = peerGone
-			c.workers = remove(c.workers, p)
-			if p.seat == c.epoch {
-				e.left = append(e.left, Departure{Member: p.reg.Member, Planned: true, Reason: "its launcher " + a.draining.Reason})
-			}
-			p.send(message{kind: kindDismiss, epoch: c.epoch})
-			p.closeAfterQueue()
+	}
+}
+
+// dismissWorkers removes the workers of a host that leaves.
+func (c *coordinator) dismissWorkers(a *peer) {
+	for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Agent != a.host.UUID }) {
+		p.state = peerGone
+		c.workers = remove(c.workers, p)
+		if p.seat == c.epoch {
+			c.elastic.left = append(c.elastic.left, Departure{Member: p.reg.Member, Planned: true, Reason: "its launcher " + a.draining.Reason})
 		}
-		a.state = peerDone
-		c.markEnded(a)
-		a.send(note(kindOrder, Order{Stop: true}))
+		p.send(message{kind: kindDismiss, epoch: c.epoch})
+		p.closeAfterQueue()
 	}
-	c.agents = without(c.agents, func(a *peer) bool { return a.draining != nil && a.state == peerDone })
-	if leaves != "" {
-		c.handOver(leaves)
-	}
+}
+
+// dismiss removes the launcher of a host that leaves.
+func (c *coordinator) dismiss(a *peer) {
+	c.agents = remove(c.agents, a)
+	a.state = peerDone
+	a.send(note(kindOrder, Order{Stop: true}))
 }
 
 // admitHost adds a host to a running job, if it has a place for one.
@@ -178,9 +195,7 @@ func (c *coordinator) admitHost(a *peer) {
 	for local := range a.host.LocalSize {
 		c.elastic.expected[place{a.host.UUID, local}] = true
 	}
-	m := note(kindPlan, c.plan)
-	m.epoch = c.epoch
-	a.send(m)
+	a.send(c.planNote())
 	a.send(message{kind: kindComplete, epoch: c.epoch})
 	c.tellNews("")
 }

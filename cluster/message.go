@@ -62,7 +62,7 @@ const (
 	kindInquiry                    // coordinator to workers: nothing; id is the inquiry
 	kindReport                     // worker: its report; id is the inquiry
 	kindHandover                   // coordinator: handover; its host leaves the job
-	kindElsewhere                  // agent, before registration, and coordinator to agents: address of the coordinator of the running job
+	kindElsewhere                  // agent, before registration, and coordinator to agents: elsewhere
 	kindLast                       // one more than the last
 )
 

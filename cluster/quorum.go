@@ -42,12 +42,12 @@ func (e electorate) suffices(present, ended map[string]bool) bool {
 // A charter is what an agent knows of the epochs of its job, so that another coordinator can
 // go on after the loss of the first one.
 type charter struct {
-	Epoch  uint64     `json:"epoch"` // the last that has begun
+	Term   uint64     `json:"term,omitempty"` // the greatest that the agent has followed or voted for
+	Epoch  uint64     `json:"epoch"`          // the last that has begun
 	Voters electorate `json:"voters"`
-	// Next is the number of an epoch that was proposed and has perhaps begun on other hosts.
-	// Proposed has the electorates of its proposals: any of them may have begun.
-	Next     uint64       `json:"next,omitempty"`
-	Proposed []electorate `json:"proposed,omitempty"`
+	// Proposed are proposals of epochs that have perhaps begun on other hosts. Only the begin of an epoch that is at least
+	// as late removes one: a later proposal proves nothing about an earlier one.
+	Proposed []proposal `json:"proposed,omitempty"`
 	// Ended are hosts of the electorate whose launchers are known to have ended.
 	Ended   []string `json:"ended,omitempty"`
 	Lost    string   `json:"lost"` // UUID of the coordinator that was lost
@@ -64,34 +64,53 @@ type charter struct {
 	Fresh map[int]int `json:"fresh,omitempty"` // PIDs by local rank
 }
 
+// A proposal is an epoch that may have begun, with its hosts.
+type proposal struct {
+	Epoch  uint64     `json:"epoch"`
+	Voters electorate `json:"voters"`
+}
+
 // electorates returns the electorates that have to agree on the next epoch.
 func (c *charter) electorates() []electorate {
 	es := []electorate{c.Voters}
-	if c.Next > c.Epoch {
-		es = append(es, c.Proposed...)
+	for _, p := range c.Proposed {
+		if p.Epoch > c.Epoch {
+			es = append(es, p.Voters)
+		}
 	}
 	return es
+}
+
+// last returns the number of the last epoch that has perhaps begun.
+func (c *charter) last() uint64 {
+	last := c.Epoch
+	for _, p := range c.Proposed {
+		last = max(last, p.Epoch)
+	}
+	return last
 }
 
 // hosts returns the UUIDs of the hosts that may decide, in the order of succession, with duplicates.
 func (c *charter) hosts() []string { return slices.Concat(c.electorates()...) }
 
-// propose records the electorate of a proposal.
-func (c *charter) propose(next uint64, e electorate) {
-	if next > c.Next {
-		c.Next, c.Proposed = next, nil
+// propose records a proposal.
+func (c *charter) propose(p proposal) {
+	same := func(q proposal) bool { return q.Epoch == p.Epoch && slices.Equal(q.Voters, p.Voters) }
+	if p.Epoch > c.Epoch && len(p.Voters) > 0 && !slices.ContainsFunc(c.Proposed, same) {
+		c.Proposed = append(slices.Clone(c.Proposed), p)
 	}
-	same := func(x electorate) bool { return slices.Equal(x, e) }
-	if next == c.Next && len(e) > 0 && !slices.ContainsFunc(c.Proposed, same) {
-		c.Proposed = append(slices.Clone(c.Proposed), e)
-	}
+}
+
+// open returns the proposals that the begin of an epoch leaves open.
+func (c *charter) open(begun uint64) []proposal {
+	return without(c.Proposed, func(p proposal) bool { return p.Epoch <= begun })
 }
 
 // excerpt returns the part of the charter that a coordinator does not know. A coordinator that has taken over
 // needs only the epoch. A candidate needs the lists of all hosts only if its own are older.
 func (c *charter) excerpt(to welcome) *charter {
 	if to.Running {
-		return &charter{Epoch: c.Epoch, Lost: c.Lost}
+		return &charter{Term: c.Term, Epoch: c.Epoch, Lost: c.Lost}
 	}
 	n := *c
 	if to.Epoch >= c.Epoch {
@@ -104,10 +123,12 @@ func (c *charter) excerpt(to welcome) *charter {
 func (c *charter) merge(o *charter) {
 	if o.Epoch > c.Epoch {
 		c.Epoch, c.Voters, c.Plan, c.Members = o.Epoch, o.Voters, o.Plan, o.Members
+		c.Proposed = c.open(c.Epoch)
 	}
-	for _, e := range o.Proposed {
-		c.propose(o.Next, e)
+	for _, p := range o.Proposed {
+		c.propose(p)
 	}
+	c.Term = max(c.Term, o.Term)
 	c.Used = max(c.Used, o.Used)
 	c.Ended = append(c.Ended, o.Ended...)
 }

@@ -66,15 +66,15 @@ func TestElectorateIsExclusive(t *testing.T) {
 
 // An epoch that was proposed may have begun: both electorates must agree.
 func TestProposedEpochCounts(t *testing.T) {
-	c := charter{Epoch: 4, Voters: electorate(strings.Split("abcde", "")), Next: 5, Proposed: []electorate{strings.Split("abc", "")}}
+	c := charter{Epoch: 4, Voters: electorate(strings.Split("abcde", "")), Proposed: []proposal{{5, strings.Split("abc", "")}}}
 	require.False(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil), "a and b may be in epoch 5")
 	require.True(t, allow(c.electorates(), setOf(strings.Split("bcd", "")), nil))
 	require.Contains(t, minority(c.electorates(), setOf(strings.Split("cde", "")), nil, 4), "1 of the 3 hosts")
-	c.Next = 4 // it has begun
+	c.Epoch, c.Voters = 5, strings.Split("abcde", "") // it has begun
 	require.True(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil))
-	other := charter{Epoch: 5, Voters: electorate{"a", "b"}}
+	other := charter{Epoch: 6, Voters: electorate{"a", "b"}}
 	c.merge(&other)
-	require.Equal(t, uint64(5), c.Epoch)
+	require.Equal(t, uint64(6), c.Epoch)
 	require.Equal(t, electorate{"a", "b"}, c.Voters)
 }
 
@@ -83,12 +83,19 @@ func TestProposedEpochCounts(t *testing.T) {
 func TestAllProposalsCount(t *testing.T) {
 	hosts := func(s string) electorate { return strings.Split(s, "") }
 	c := charter{Epoch: 1, Voters: hosts("abcde")}
-	c.propose(2, hosts("abcde"))
-	c.merge(&charter{Epoch: 1, Next: 2, Proposed: []electorate{hosts("abe"), hosts("abcde")}})
+	c.propose(proposal{2, hosts("abcde")})
+	c.merge(&charter{Epoch: 1, Proposed: []proposal{{2, hosts("abe")}, {2, hosts("abcde")}}})
 	require.Equal(t, []electorate{hosts("abcde"), hosts("abcde"), hosts("abe")}, c.electorates())
 	require.False(t, allow(c.electorates(), setOf(hosts("cde")), nil), "a and b may be in the epoch of a, b and e")
-	c.propose(3, hosts("abc"))
-	require.Equal(t, []electorate{hosts("abcde"), hosts("abc")}, c.electorates())
+	c.propose(proposal{3, hosts("abc")}) // it says nothing about epoch 2
+	require.Equal(t, []electorate{hosts("abcde"), hosts("abcde"), hosts("abe"), hosts("abc")}, c.electorates())
+	require.Equal(t, uint64(3), c.last())
+	c.merge(&charter{Epoch: 2, Voters: hosts("abe")})
+	require.Equal(t, []electorate{hosts("abe"), hosts("abc")}, c.electorates())
+	c.propose(proposal{2, hosts("cd")})
+	c.merge(&charter{Epoch: 3, Voters: hosts("abc"), Proposed: []proposal{{2, hosts("abe")}}})
+	require.Equal(t, []electorate{hosts("abc")}, c.electorates())
+	require.Empty(t, c.Proposed)
 }
 
 // A proposal says which launchers have ended: if the coordinator is lost at once, the agents need not
@@ -110,7 +117,7 @@ func TestNewsKeepTheProposal(t *testing.T) {
 	a.now.Store(&attempt{})
 	n := news{Plan: plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}, {UUID: "c"}}}, Voters: electorate{"a", "b", "c"}}
 	a.news(1, n)
-	a.charter.propose(2, electorate{"a", "c"})
+	a.charter.propose(proposal{2, electorate{"a", "c"}})
 	a.news(1, n)
 	require.Equal(t, []electorate{{"a", "b", "c"}, {"a", "c"}}, a.charter.electorates())
 	a.news(2, n)
@@ -120,7 +127,7 @@ func TestNewsKeepTheProposal(t *testing.T) {
 // The charter of a large job fits in the registration of a launcher, whatever the coordinator knows.
 func TestCharterOfManyHosts(t *testing.T) {
 	const n = 4000 // less than half of what maxCharterFrame permits
-	c := &charter{Epoch: 7, Next: 8, Lost: newUUID(), Reason: "silent", Running: []int{0, 1, 2, 3, 4, 5, 6, 7}}
+	c := &charter{Epoch: 7, Lost: newUUID(), Reason: "silent", Running: []int{0, 1, 2, 3, 4, 5, 6, 7}}
 	for i := range n {
 		h := host{Host: fmt.Sprint("gpu-node-", i), PID: rand.IntN(1 << 22), UUID: newUUID(), NodeRank: i, Nodes: n, MinNodes: 1, LocalSize: 8,
 			MasterAddr: fmt.Sprintf("10.%d.%d.%d", rand.IntN(256), rand.IntN(256), rand.IntN(256)), MasterPort: 1024 + rand.IntN(1<<15), Control: "10.0.0.1:29478"}
@@ -129,7 +136,7 @@ func TestCharterOfManyHosts(t *testing.T) {
 			c.Members = append(c.Members, Member{Rank: 8*i + local, LocalRank: local, LocalSize: 8, Node: i, Host: h.Host, PID: rand.IntN(1 << 22)})
 		}
 	}
-	c.Proposed = []electorate{c.Voters}
+	c.Proposed = []proposal{{8, c.Voters}}
 	for name, tc := range map[string]struct {
 		to   welcome
 		most int
@@ -145,7 +152,7 @@ func TestCharterOfManyHosts(t *testing.T) {
 		require.NoError(t, m.record(&got))
 		require.Equal(t, c.Epoch, got.Charter.Epoch, name)
 		if tc.to.Elects {
-			require.Equal(t, []int{n, n}, []int{len(got.Charter.Proposed[0]), len(got.Charter.Plan.Hosts) + int(tc.to.Epoch-6)*n}, name)
+			require.Equal(t, []int{n, n}, []int{len(got.Charter.Proposed[0].Voters), len(got.Charter.Plan.Hosts) + int(tc.to.Epoch-6)*n}, name)
 		}
 	}
 }

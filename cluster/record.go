@@ -35,8 +35,9 @@ type registration struct {
 	Elastic bool   `json:"elastic,omitempty"`
 	Agent   string `json:"agent,omitempty"`
 	Least   int    `json:"least,omitempty"`
-	// Seat is the last epoch that the process was a member of, with Rank, under an earlier coordinator.
+	// Seat is the last epoch that the process was a member of, with Rank, under an earlier coordinator, By.
 	Seat uint64 `json:"seat,omitempty"`
+	By   leader `json:"by,omitzero"`
 }
 
 // host is an agent's first message.
@@ -73,6 +74,7 @@ type welcome struct {
 	// Elects is true if only agents may register, because the hosts choose a coordinator.
 	Elects bool   `json:"elects,omitempty"`
 	Epoch  uint64 `json:"epoch,omitempty"` // with Elects: the last that the coordinator knows
+	Term   uint64 `json:"term,omitempty"`  // of a coordinator whose job is running
 	// Refers is true if this host does not coordinate. At is the address of the coordinator, or "" if unknown.
 	Refers bool   `json:"refers,omitempty"`
 	At     string `json:"at,omitempty"`
@@ -81,15 +83,23 @@ type welcome struct {
 
 // world is the committed list of all processes, in the order of ranks.
 type world struct {
+	By      leader      `json:"by,omitzero"` // the coordinator that begins the epoch
 	Members []Member    `json:"members"`
 	New     []int       `json:"new,omitempty"`  // ranks that were not in the epoch before
 	Left    []Departure `json:"left,omitempty"` // of the epoch before
 }
 
+// An elsewhere tells a coordinator that another one leads the job, and agents where it is.
+type elsewhere struct {
+	At string `json:"at,omitempty"` // its address, or "" if it is not known
+	By leader `json:"by"`
+}
+
 // A handover tells all members that the coordinator's host leaves the job, and that another one must coordinate.
 type handover struct {
-	Reason string   `json:"reason"`          // completes "its launcher ..."
-	Ended  []string `json:"ended,omitempty"` // hosts whose launchers do not vote any more
+	Reason string   `json:"reason"`           // completes "its launcher ...", unless Failed is set
+	Failed bool     `json:"failed,omitempty"` // the coordinator may not go on: too few hosts are with it, or another one has replaced it
+	Ended  []string `json:"ended,omitempty"`  // hosts whose launchers do not vote any more
 }
 
 // An Order is a command of the coordinator to a launcher.
@@ -111,6 +121,7 @@ type Order struct {
 
 // news tells agents of an epoch.
 type news struct {
+	By      leader   `json:"by,omitzero"`
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
 	Line    string   `json:"line,omitempty"`
@@ -132,6 +143,7 @@ type fresh struct {
 
 // plan is the committed list of all hosts, in the order of node indices.
 type plan struct {
+	By       leader `json:"by,omitzero"` // the coordinator that sends it
 	Hosts    []host `json:"hosts"`
 	Restarts int    `json:"restarts,omitempty"` // how often the processes were started again
 	News     string `json:"news,omitempty"`     // for the user, if they are started again

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"os"
-	"syscall"
 	"time"
 )
 
@@ -67,8 +66,8 @@ func (k *client) watch() {
 	}
 }
 
-// reconnect returns another link after err ended the current one. If the coordinator's
-// port is closed or the coordinator does not know this process, it returns err.
+// reconnect returns another link after err ended the current one. If the coordinator's process has ended
+// or does not know this process, it returns err.
 func (k *client) reconnect(err error) (renewal, error) {
 	if k.ended.Load() || k.final.Load() || k.isDown() {
 		return renewal{}, err
@@ -111,16 +110,15 @@ func (k *client) reconnect(err error) (renewal, error) {
 func (k *client) redialOrGiveUp(broken error) {
 	err := k.redial()
 	refused, isRefused := errors.AsType[*RefusedError](err)
-	_, isAuth := errors.AsType[*AuthError](err)
 	_, refers := errors.AsType[*referral](err)
 	switch {
 	case isRefused:
 		k.loss.Store(int32(lostByIt))
 		broken = fmt.Errorf("%w; connected again: %s", broken, refused.Reason)
-	case errors.Is(err, syscall.ECONNREFUSED), errors.Is(err, errReplaced):
+	case provesEnd(err, k.to.addr, k.ip):
 		k.loss.Store(int32(lostEnded))
-	case isAuth, refers:
-	default:
+	case refers: // its process does not coordinate any more
+	default: // also if a stranger answers, who proves nothing
 		return
 	}
 	select {
@@ -128,8 +126,6 @@ func (k *client) redialOrGiveUp(broken error) {
 	default:
 	}
 }
-
-var errReplaced = errors.New("another process has the coordinator's port")
 
 // redial makes one attempt to continue the stream over a new link.
 func (k *client) redial() error {
@@ -144,12 +140,15 @@ func (k *client) redial() error {
 	ctx, cancel := context.WithTimeout(k.open, limit)
 	defer cancel()
 	l, hello, err := k.to.dial(ctx)
+	if r, refers := errors.AsType[*referral](err); refers && hello.Agent != k.hello.Agent {
+		return errReplaced{r.ip}
+	}
 	if err != nil {
 		return err
 	}
 	if hello.Agent != k.hello.Agent {
 		l.close()
-		return errReplaced
+		return errReplaced{addrIP(l.c.RemoteAddr())}
 	}
 	k.resuming <- struct{}{}
 	defer func() { <-k.resuming }()

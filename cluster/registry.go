@@ -150,9 +150,9 @@ func (c *coordinator) commitWorld() {
 		p := c.workers[member.arrival]
 		p.reg.Member, p.seat = member, c.epoch
 	}
-	ps, epoch := slices.Clone(c.workers), c.epoch
+	ps, epoch, by := slices.Clone(c.workers), c.epoch, c.leads()
 	start := func() {
-		m := note(kindWorld, &world{Members: ms})
+		m := note(kindWorld, &world{By: by, Members: ms})
 		m.epoch = epoch
 		for _, member := range ms {
 			m.id = uint64(member.Rank)
@@ -202,6 +202,9 @@ func (c *coordinator) registerAgent(p *peer) error {
 	if c.succession != nil && p.host.Charter != nil {
 		c.registerVoter(p)
 		return nil
+	}
+	if ch := p.host.Charter; ch != nil && c.plan != nil {
+		c.checkTerm(leader{Term: ch.Term, Name: "another host"})
 	}
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
@@ -276,9 +279,14 @@ func (c *coordinator) hostObjection(h host) *refusal {
 func (c *coordinator) propose() {
 	c.lastTry++
 	c.attempt = c.lastTry
+	if s := c.succession; s != nil {
+		c.term = max(c.term, s.charter.Term+1)
+	}
+	m := note(kindPrepare, c.leads())
+	m.id = c.attempt
 	for _, p := range c.agents {
 		p.prepared = false
-		p.send(message{kind: kindPrepare, epoch: firstEpoch, id: c.attempt})
+		p.send(m)
 	}
 }
 
@@ -320,9 +328,16 @@ func (c *coordinator) commitPlan(p *plan) {
 	c.beginAttempt(p)
 	c.plan = p
 	c.gone, c.planned = nil, time.Now()
+	c.tellAgents(c.planNote())
+}
+
+// planNote returns the message with the plan.
+func (c *coordinator) planNote() message {
+	p := *c.plan
+	p.By = c.leads()
 	m := note(kindPlan, p)
 	m.epoch = c.epoch
-	c.tellAgents(m)
+	return m
 }
 
 // agentDone records that a host's workers have exited. The job ends when all
@@ -368,5 +383,8 @@ func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	case c.isElastic(): // another host may take its place
 		c.agents = remove(c.agents, p)
 		c.admitLate()
+		if c.elastic.phase == phasePropose && c.faults.stop == nil {
+			c.form()
+		}
 	}
 }

@@ -103,6 +103,7 @@ type runner struct {
 	end    chan error // why no world follows
 
 	now *World // used by the reader goroutine of k, and between two
+	leadership
 }
 
 // run joins the job and runs its epochs. The time to join begins at start, and ctx ends when it is over.
@@ -290,7 +291,16 @@ func (r *runner) event(k *client, m message) {
 func (r *runner) begin(m message) {
 	r.k.beStrict(0)
 	w, err := newWorld(r.parent, r, m)
+	if err == nil && r.now != nil && w.epoch <= r.now.epoch {
+		err = epochsMustGrow(r.now.epoch, r.followed, w.epoch, w.by)
+	}
+	if err == nil {
+		err = r.follow(w.by)
+	}
 	if err != nil {
+		if r.now != nil {
+			r.now.cancel(err)
+		}
 		r.over(err)
 		return
 	}

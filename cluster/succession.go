@@ -64,22 +64,55 @@ func (c *coordinator) present() map[string]bool {
 	return m
 }
 
-// jobElsewhere handles the message of a coordinator of this job that is running: this one must
-// not begin another job, and its agents join the other one.
-func (c *coordinator) jobElsewhere(p *peer, m message) {
+// jobElsewhere handles the message that another coordinator of this job leads: this one must not begin another
+// job, and its agents join the other one. If its job is running, a greater term has replaced it.
+func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
 	p.closeAfterQueue()
-	if c.plan != nil || c.succession != nil {
+	if c.plan != nil {
+		c.checkTerm(other.By)
+		return
+	}
+	if c.succession != nil {
 		return
 	}
 	c.elsewhere = time.Now()
 	c.withdraw()
-	c.tellAgents(m)
+	c.tellAgents(note(kindElsewhere, other))
 	time.AfterFunc(c.elsewhereTime(), func() { // the other job may have ended
 		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		c.tryPropose()
 	})
+}
+
+// checkTerm ends this coordinator if another one of a greater term has replaced it.
+func (c *coordinator) checkTerm(by leader) {
+	if by.Term <= c.term || !c.isElastic() {
+		return
+	}
+	c.stepDown(fmt.Sprintf("%v coordinates the job now, and this host did not take part in its choice in term %d", by, c.term))
+}
+
+// stepDown ends this coordinator and its host's part in the job. The other hosts may choose another coordinator.
+func (c *coordinator) stepDown(reason string) {
+	e, self := c.elastic, c.cfg.self
+	f := e.last
+	if f.Reason == "" {
+		f = fault{Rank: -1, Host: self.Host, PID: self.PID, Code: -1, Reason: reason}
+	} else {
+		f.Reason += "; " + reason
+	}
+	own := func(p *peer) bool {
+		return p.role == roleAgent && c.coordinates(p) || p.role == roleWorker && p.reg.Agent == self.Agent
+	}
+	c.sendHandover(handover{Reason: f.Reason, Failed: true, Ended: append(slices.Sorted(maps.Keys(c.ended)), self.Agent)},
+		without(slices.Concat(c.agents, c.workers, c.late, c.unregistered()), own))
+	others := func(p *peer) bool { return !own(p) }
+	c.agents, c.workers, c.late = without(c.agents, others), without(c.workers, others), nil
+	e.over = true
+	c.fail(f, tellAll)
+	c.handedOver = true
 }
 
 // mustWait reports whether another coordinator runs the job.
@@ -129,7 +162,7 @@ func (c *coordinator) takeOver() {
 	s := c.succession
 	ch := &s.charter
 	c.succession, c.attempt = nil, 0
-	c.epoch = max(ch.Epoch, ch.Next)
+	c.epoch = ch.last()
 	p := ch.Plan
 	for _, a := range c.agents { // hosts that came after the last epoch began
 		if p.nodeOf(a.host.UUID) < 0 {
@@ -141,14 +174,12 @@ func (c *coordinator) takeOver() {
 	c.electorates, c.ended = ch.electorates(), setOf(ch.Ended)
 	c.retries.total = ch.Used
 	e := newElastic()
-	e.begun, e.inherited = s.begun, true
+	e.begun, e.inherited, e.takenOver = s.begun, true, time.Now()
 	took := "took over from a coordinator that was lost: " + ch.Reason
 	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it " + took}
 	e.why = fmt.Sprintf("host %s %s", c.cfg.self.Host, took)
 	c.elastic = e
-	m := note(kindPlan, c.plan)
-	m.epoch = c.epoch
-	c.tellAgents(m)
+	c.tellAgents(c.planNote())
 	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
 	c.awaitSurvivors(s)
 	c.say(fmt.Sprintf("host %s coordinates the job now", c.cfg.self.Host))
@@ -269,13 +300,24 @@ func (c *coordinator) votes(a *peer) bool {
 }
 
 // isMinority reports whether the hosts that are left may not form another epoch, and then ends
-// the job in this part of the network.
+// the job in this part of the network. After a takeover, hosts that have not come yet have some time.
 func (c *coordinator) isMinority() bool {
-	here := c.present()
+	here, e := c.present(), c.elastic
 	if c.plan == nil || allow(c.electorates, here, c.ended) {
 		return false
 	}
-	c.endElastic(minority(c.electorates, here, c.ended, c.epoch))
+	if left := c.cfg.self.LostAfter - time.Since(e.takenOver); e.inherited && left > 0 {
+		time.AfterFunc(left, func() {
+			c.cfg.sys.await()
+			c.mu.Lock()
+			defer c.unlock()
+			if c.elastic == e && c.isElastic() && !c.closed && !c.isMinority() && e.phase == phaseWait {
+				c.form()
+			}
+		})
+		return true
+	}
+	c.stepDown(minority(c.electorates, here, c.ended, c.epoch))
 	return true
 }
 
@@ -288,10 +330,10 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	e := c.elastic
 	e.voters = c.voters(next)
 	e.proposed = append(e.proposed, e.voters)
-	m := note(kindPropose, news{Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
+	m := note(kindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
 	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
-		a.prepared = false
+		a.asked = e.try
 		a.send(m)
 	}
 }
@@ -311,22 +353,20 @@ func (c *coordinator) agentPrepared(a *peer, try uint64) {
 	switch e := c.elastic; {
 	case e.start != nil:
 		a.prepared = true
-		first := c.electorates[0]
-		if !slices.ContainsFunc(c.agents, func(a *peer) bool { return a.owes(first) }) {
+		if !slices.ContainsFunc(c.agents, func(a *peer) bool {
+			return !a.prepared && a.state != peerGone && slices.Contains(c.electorates[0], a.host.UUID)
+		}) {
 			c.startFirst()
 		}
-	case e.phase == phasePropose && try == e.try:
-		a.prepared = true
+	case e.phase == phasePropose && try == e.try && a.asked == try:
+		a.answered = try
 		c.checkPrepared()
 	}
 }
 
-// owesAnswer reports whether an agent has not answered the proposal.
-func (c *coordinator) owesAnswer(a *peer) bool { return a.owes(c.elastic.voters) }
-
-// owes reports whether an agent belongs to an electorate and has not answered.
-func (p *peer) owes(e electorate) bool {
-	return !p.prepared && p.state == peerJoined && slices.Contains(e, p.host.UUID)
+// owesAnswer reports whether an agent has not answered the proposal, whatever its workers do.
+func (c *coordinator) owesAnswer(a *peer) bool {
+	return a.state != peerGone && a.asked == c.elastic.try && a.answered != a.asked
 }
 
 // loseUnprepared removes the hosts whose agents have not answered the proposal.

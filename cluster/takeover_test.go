@@ -12,11 +12,12 @@ import (
 )
 
 // register lets a process in the place of a host register, after it was a member of epoch seat.
-func (j *paperJob) register(host string, pid int, seat uint64) {
+func (j *paperJob) register(host string, pid int, seat uint64) *peer {
 	p := newPeer(newStream(&link{}, j.clock, time.Minute), host)
 	p.role, p.home = roleWorker, place{host, 0}
 	p.reg = registration{Member: Member{LocalSize: 1, Host: host, PID: pid}, Agent: host, Elastic: true, Seat: seat}
 	j.do(func() { j.registerNewcomer(p) })
+	return p
 }
 
 // takenOver returns a job in which host a has taken over from host x. All hosts have the proposal of epoch 3, in which process 103 of host c is new: the last
@@ -30,7 +31,7 @@ func takenOver(change func(*succession)) *paperJob {
 		for i := range p.Hosts {
 			ms = append(ms, Member{Rank: i, Node: i, PID: i, LocalSize: 1})
 		}
-		ch := charter{Epoch: 2, Next: 3, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
+		ch := charter{Epoch: 2, Proposed: []proposal{{3, electorate{"x", "a", "b", "c"}}}, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
 		j.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
 			"c": {Running: []int{0}, Exits: map[int][]Exit{0: {{PID: 3, Reason: "killed"}}}, Fresh: map[int]int{0: 103}}}}
 		change(j.succession)

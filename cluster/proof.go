@@ -1,0 +1,100 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"net"
+	"syscall"
+)
+
+// A finding is what an attempt to reach the port of a launcher shows about its process.
+type finding int
+
+const (
+	foundNothing finding = iota // silence, and answers of strangers, prove nothing
+	foundAlive                  // the launcher has answered
+	foundEnded                  // its port is closed, or another launcher of the job has it
+)
+
+// errReplaced is the error of a connection to another process of the job in the place of the expected one.
+type errReplaced struct{ ip string }
+
+func (errReplaced) Error() string { return "another process has the coordinator's port" }
+
+// provesEnd reports whether the error of an attempt to connect to addr proves that a process has ended that was at the address
+// ip: its kernel refuses connections, or another process of the job answers there. A name that leads to another
+// address by now, for example because a pod was replaced, proves nothing about the process. ip is "" if processes
+// communicate without a network.
+func provesEnd(err error, addr, ip string) bool {
+	var replaced errReplaced
+	switch {
+	case errors.As(err, &replaced):
+		return sameIP(replaced.ip, ip)
+	case !errors.Is(err, syscall.ECONNREFUSED):
+		return false
+	}
+	host, _, _ := net.SplitHostPort(addr)
+	if op, ok := errors.AsType[*net.OpError](err); ok {
+		if t, ok := op.Addr.(*net.TCPAddr); ok {
+			host = t.IP.String()
+		}
+	}
+	return ip == "" || sameIP(host, ip)
+}
+
+func sameIP(a, b string) bool {
+	x := net.ParseIP(a)
+	return a == b || x != nil && x.Equal(net.ParseIP(b))
+}
+
+// probe tries to reach the launcher of a host, which was last heard at the address ip.
+func (a *Agent) probe(ctx context.Context, h host, ip string) finding {
+	if at, _, _ := net.SplitHostPort(h.Control); net.ParseIP(at) != nil {
+		ip = at // it listens there
+	}
+	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, h.Control, a.keys.control)
+	if l != nil {
+		if hello.Agent != h.UUID {
+			err = errReplaced{addrIP(l.c.RemoteAddr())}
+		}
+		l.close()
+	} else if r, ok := errors.AsType[*referral](err); ok {
+		if err = nil; hello.Agent != h.UUID {
+			err = errReplaced{r.ip}
+		}
+	}
+	switch {
+	case err == nil:
+		return foundAlive
+	case provesEnd(err, h.Control, ip):
+		return foundEnded
+	}
+	return foundNothing
+}
+
+// examine looks for a proof that the launcher whose connection has ended with err has ended, too. The end of a
+// connection alone is none: a firewall, a proxy or a router that has restarted resets connections of processes that live.
+func (c *coordinator) examine(p *peer, err error) {
+	c.mu.Lock()
+	needed := c.cfg.probe != nil && p.role == roleAgent && c.isElastic() && c.counts(p) && !c.closed && !c.handedOver && isClosedByPeer(err) && p.host.Control != ""
+	c.mu.Unlock()
+	if !needed {
+		return
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), c.cfg.self.LostAfter/4)
+	defer cancel()
+	stop := make(chan struct{})
+	defer close(stop)
+	go func() {
+		select {
+		case <-c.quit:
+			cancel()
+		case <-stop:
+		}
+	}()
+	ip, _, _ := net.SplitHostPort(p.addr)
+	found := c.cfg.probe(ctx, p.host, ip)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p.found = found
+}

@@ -1,0 +1,135 @@
+package cluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"sync"
+	"syscall"
+	"testing"
+	"testing/synctest"
+
+	"github.com/stretchr/testify/require"
+)
+
+// Only the kernel of a host, or another process of the job at its address, proves that a process has ended.
+func TestProofOfAnEnd(t *testing.T) {
+	refused := func(ip string) error {
+		return fmt.Errorf("dial: %w", &net.OpError{Op: "dial", Addr: &net.TCPAddr{IP: net.ParseIP(ip), Port: 1}, Err: syscall.ECONNREFUSED})
+	}
+	for name, tc := range map[string]struct {
+		err      error
+		addr, ip string
+		proves   bool
+	}{
+		"its host refuses":                        {refused("10.0.0.1"), "10.0.0.1:1", "10.0.0.1", true},
+		"its name leads to it":                    {refused("10.0.0.1"), "n1:1", "10.0.0.1", true},
+		"its name leads to another host":          {refused("10.0.0.2"), "n1:1", "10.0.0.1", false},
+		"another process there":                   {errReplaced{"10.0.0.1"}, "10.0.0.1:1", "10.0.0.1", true},
+		"another process where its name leads":    {errReplaced{"10.0.0.2"}, "n1:1", "10.0.0.1", false},
+		"an address of IPv4 as one of IPv6":       {refused("::ffff:10.0.0.1"), "10.0.0.1:1", "10.0.0.1", true},
+		"a socket of this host":                   {syscall.ECONNREFUSED, "@job", "", true},
+		"reset":                                   {syscall.ECONNRESET, "10.0.0.1:1", "10.0.0.1", false},
+		"closed":                                  {io.EOF, "10.0.0.1:1", "10.0.0.1", false},
+		"silence":                                 {context.DeadlineExceeded, "10.0.0.1:1", "10.0.0.1", false},
+		"no way to the host":                      {syscall.EHOSTUNREACH, "10.0.0.1:1", "10.0.0.1", false},
+		"a stranger, who proves nothing":          {&AuthError{Reason: errOtherJob.Error()}, "10.0.0.1:1", "10.0.0.1", false},
+		"the same name, whose address is unknown": {syscall.ECONNREFUSED, "n1:1", "10.0.0.1", false},
+	} {
+		require.Equal(t, tc.proves, provesEnd(tc.err, tc.addr, tc.ip), name)
+	}
+}
+
+// A launcher that is connected is found alive, and ended when it has closed its port, which another launcher may take.
+func TestProbe(t *testing.T) {
+	cfgs := onLoopback(t, 3, 1)
+	for _, c := range cfgs {
+		c.NoGossip = true
+	}
+	as, errs := startAll(t, cfgs...)
+	require.NoError(t, errors.Join(errs...))
+	a, h := as[0], as[1].now.Load().place.Load().plan.Hosts[1]
+	require.Equal(t, as[1].uuid, h.UUID)
+	require.Equal(t, foundAlive, a.probe(t.Context(), h, ""))
+	own := a.now.Load().place.Load().plan.Hosts[0]
+	require.Equal(t, foundAlive, a.probe(t.Context(), own, ""), "it coordinates")
+	own.UUID = "another"
+	require.Equal(t, foundEnded, a.probe(t.Context(), own, ""), "another process is there")
+	h.UUID = "another"
+	require.Equal(t, foundEnded, a.probe(t.Context(), h, ""))
+	h.UUID = as[1].uuid
+	ip, port, _ := net.SplitHostPort(h.Control)
+	h.Control = net.JoinHostPort("localhost", port)
+	as[1].Close()
+	require.Equal(t, foundNothing, a.probe(t.Context(), h, "192.0.2.1"), "the name leads to another host")
+	h.Control = net.JoinHostPort(ip, port)
+	require.Equal(t, foundEnded, a.probe(t.Context(), h, "192.0.2.1"))
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.Equal(t, foundNothing, a.probe(ctx, h, ip))
+}
+
+// A connection that ends counts as the end of the launcher only if a probe proves it.
+func TestEndOfAConnectionIsNoProof(t *testing.T) {
+	for found, counts := range map[finding]bool{foundNothing: false, foundAlive: false, foundEnded: true} {
+		synctest.Test(t, func(t *testing.T) {
+			j := newPaperJob("a", "b", "c")
+			defer j.end()
+			j.quit = make(chan struct{})
+			asked := 0
+			j.cfg.probe = func(_ context.Context, h host, ip string) finding {
+				asked++
+				require.Equal(t, []string{"c", "10.0.0.3"}, []string{h.UUID, ip})
+				return found
+			}
+			c := j.hosts["c"]
+			c.addr = "10.0.0.3:41000"
+			j.examine(c, context.DeadlineExceeded) // silence proves nothing, and is not examined
+			j.examine(j.procs["c"], io.EOF)
+			require.Zero(t, asked)
+			for _, err := range []error{syscall.ECONNRESET, io.EOF} {
+				j.examine(c, err)
+			}
+			require.Equal(t, 2, asked)
+			j.do(func() { j.disconnected(c, io.EOF) })
+			require.Equal(t, counts, j.ended["c"])
+			j.lose("b")
+			j.settle("a")
+			j.answer("a")
+			require.Equal(t, counts, j.faults.stop == nil, "%v", j.faults.stop)
+			synctest.Wait()
+		})
+	}
+}
+
+// The connections of two hosts to the coordinator are reset, and then packets are dropped. Nothing has ended: the two
+// go on, and the coordinator does not.
+func TestResetAndSilence(t *testing.T) {
+	t.Parallel()
+	cfgs := elasticHosts(t, 1, 3, 0)
+	r := newRelay(t, cfgs[0].Bind)
+	for i, c := range cfgs {
+		c.NoGossip, c.Seeds = true, []string{cfgs[0].Bind}
+		if i > 0 {
+			c.Seeds = []string{r.addr()}
+		}
+	}
+	as, rs := elasticJob(t, RunConfig{}, cfgs...)
+	r.freeze()
+	r.reset()
+	for _, x := range rs[1:] {
+		require.Equal(t, 2, x.world(t, 2).Size())
+	}
+	require.ErrorContains(t, rs[0].returned(t), "this part of the network has 1 of the 3 hosts of epoch 1")
+	var all sync.WaitGroup
+	for _, x := range rs[1:] {
+		close(x.finish)
+		all.Go(func() { require.NoError(t, x.returned(t)) })
+	}
+	all.Wait()
+	for _, a := range as {
+		a.Close()
+	}
+}

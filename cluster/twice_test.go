@@ -1,0 +1,388 @@
+package cluster
+
+import (
+	"context"
+	"io"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// These tests split a job into parts and let real coordinators without sockets decide on both sides. At most one part may
+// begin another epoch.
+
+// agentOn returns the agent of a host, which has heard all that the coordinator has sent to it so far.
+func (j *paperJob) agentOn(t *testing.T, u string) *Agent {
+	t.Helper()
+	a := &Agent{uuid: u, cfg: Config{Notify: func(string) {}, LocalSize: 1}, memory: newMemory(1)}
+	a.now.Store(&attempt{})
+	j.hear(t, a)
+	require.NotNil(t, a.charter)
+	return a
+}
+
+// mayTakeOver reports whether hosts that have lost a coordinator may choose another one among themselves.
+func mayTakeOver(as ...*Agent) bool {
+	here, ch := map[string]bool{}, *as[0].charter
+	var ended []string
+	for _, a := range as {
+		here[a.uuid] = true
+		ch.merge(a.charter)
+		ended = append(ended, a.ended...)
+	}
+	return allow(ch.electorates(), here, setOf(ended))
+}
+
+// A host whose worker has exited is connected. It must answer a proposal like all others: otherwise the coordinator could begin an
+// epoch by it, and the host, which does not know, another one with the rest.
+func TestHostWithoutWorkersMustAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t) // epoch 2 has the workers of a and b; a, b and c decide
+		defer j.end()
+		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
+		j.lose("b") // the network splits into a, and b and c; a notices the silence of b first
+		j.settle("a")
+		require.Equal(t, phasePropose, j.elastic.phase)
+		j.answer("a")
+		require.Equal(t, uint64(2), j.epoch, "c has not answered")
+		require.True(t, mayTakeOver(b, c))
+		j.do(func() { j.disconnected(j.hosts["c"], io.ErrNoProgress) })
+		j.settle("a")
+		j.answer("a")
+		require.Equal(t, uint64(2), j.epoch)
+		require.NotNil(t, j.faults.stop, "a is a minority")
+	})
+}
+
+// If c answers, the epoch begins, and c cannot go on with b.
+func TestHostWithoutWorkersAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t)
+		defer j.end()
+		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
+		j.lose("b")
+		j.settle("a")
+		j.hear(t, c)
+		j.answer("a", "c")
+		require.Equal(t, uint64(3), j.epoch)
+		require.False(t, mayTakeOver(b, c))
+	})
+}
+
+// A host without workers leaves while a proposal with it waits for its answer. The next proposal does not have it.
+func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := endedHost(t)
+		defer j.end()
+		j.lose("b")
+		j.settle("a")
+		j.answer("a")
+		require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
+		j.answer("a")
+		require.Equal(t, uint64(3), j.epoch)
+		require.Equal(t, []electorate{{"a"}}, j.electorates)
+	})
+}
+
+// Epochs that do not grow, and two coordinators in one term, are reported, and name both coordinators.
+func TestTwoCoordinatorsAreReported(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		one, other := leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
+		a := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a.now.Store(&attempt{})
+		n := news{By: one, Plan: plan{Hosts: []host{{UUID: "c"}}}, Voters: electorate{"c"}}
+		require.NoError(t, a.news(3, n))
+		n.By.Term++
+		err := a.news(2, n)
+		require.ErrorContains(t, err, "host a (pid 1) in term 2 has begun epoch 3, and host a (pid 1) in term 3 comes with epoch 2")
+		n.By = other
+		err = a.news(3, n)
+		require.ErrorContains(t, err, "host a (pid 1) in term 2 and host b (pid 2) in term 2")
+		n.By.Term--
+		require.ErrorContains(t, a.news(3, n), "host b (pid 2) in term 1 does not coordinate the job any more: host a (pid 1) in term 2 has replaced it")
+
+		r := &runner{cfg: &JoinConfig{Job: "twice", Timing: quick}, parent: t.Context(), end: make(chan error, 1), worlds: make(chan *World, 2)}
+		r.k = &client{clock: newRunClock(time.Second), ctx: t.Context()}
+		begin := func(epoch uint64, by leader) {
+			m := note(kindWorld, world{By: by, Members: []Member{{}}})
+			m.epoch = epoch
+			r.begin(m)
+		}
+		begin(5, one)
+		require.Empty(t, r.end)
+		begin(5, leader{Term: 3, Agent: "b", Name: "host b (pid 2)"})
+		require.ErrorContains(t, <-r.end, "host a (pid 1) in term 2 has begun epoch 5, and host b (pid 2) in term 3 comes with epoch 5")
+		require.Error(t, r.now.ctx.Err())
+		begin(6, other)
+		require.ErrorContains(t, <-r.end, "two coordinators lead the job in one term")
+		require.Len(t, r.worlds, 1)
+
+		j := newPaperJob("a", "b")
+		defer j.end()
+		p := j.register("b", 300, 9)
+		require.Equal(t, peerGone, p.state)
+		var f refusal
+		sent := p.take()
+		require.NoError(t, sent[len(sent)-1].record(&f))
+		require.Contains(t, f.Reason, "has begun epoch 9, and host a (pid 0) in term 0 comes with epoch 1")
+	})
+}
+
+// drained returns a job of five hosts of which d and e leave, and all functions have returned: the coordinator proposes an epoch
+// without them.
+func drained(t *testing.T) *paperJob {
+	j := newPaperJob("a", "b", "c", "d", "e")
+	for _, u := range []string{"d", "e"} {
+		require.NoError(t, j.handle(j.hosts[u], note(kindDrain, fault{Reason: "received SIGTERM", Code: 143})))
+	}
+	j.settle("c", "d", "e")
+	return j
+}
+
+// Hosts that leave must answer the proposal without them: until then they could choose another coordinator with others.
+func TestDrainedHostsMustAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := drained(t)
+		defer j.end()
+		c, d, e := j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
+		j.settle("a", "b") // after the network has split into a and b, and c, d and e
+		require.Equal(t, phasePropose, j.elastic.phase)
+		require.Equal(t, electorate{"a", "b", "c"}, j.elastic.voters)
+		j.lose("c")
+		j.answer("a", "b")
+		require.Equal(t, uint64(1), j.epoch)
+		require.True(t, mayTakeOver(c, d, e))
+		j.lose("d")
+		j.lose("e")
+		j.answer("a", "b")
+		require.Equal(t, uint64(1), j.epoch)
+		require.NotNil(t, j.faults.stop, "a and b are a minority")
+	})
+}
+
+// When they have answered, they are told to stop, and count no longer. Their launchers may also end before they answer.
+func TestDrainedHostsAreDismissed(t *testing.T) {
+	for name, last := range map[string]func(*paperJob){
+		"answers": func(j *paperJob) { j.answer("e") },
+		"leaves":  func(j *paperJob) { j.do(func() { j.agentLeft(j.hosts["e"], false) }); j.answer("a", "b", "c", "d") },
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := drained(t)
+				defer j.end()
+				j.settle("a", "b")
+				require.Equal(t, kindDismiss, j.procs["d"].take()[2].kind)
+				j.hosts["d"].take()
+				j.answer("a", "b", "c", "d")
+				require.Equal(t, uint64(1), j.epoch)
+				require.Empty(t, j.ended)
+				last(j)
+				require.Equal(t, uint64(2), j.epoch)
+				require.Equal(t, []electorate{{"a", "b", "c"}}, j.electorates)
+				require.Len(t, j.agents, 3)
+				sent := j.hosts["d"].take()
+				var o Order
+				require.NoError(t, sent[len(sent)-1].record(&o))
+				require.Equal(t, Order{Stop: true}, o)
+				require.Len(t, j.world.Left, 2)
+				require.Empty(t, j.flappers)
+			})
+		})
+	}
+}
+
+// The coordinator and another host are drained. The coordinator leaves when the other host has agreed to an epoch without it.
+func TestHandoverAfterDrainedHosts(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c")
+		defer j.end()
+		for _, u := range []string{"a", "b"} {
+			require.NoError(t, j.handle(j.hosts[u], note(kindDrain, fault{Reason: "received SIGTERM", Code: 143})))
+		}
+		j.settle("a", "b", "c")
+		require.False(t, j.handedOver)
+		require.Equal(t, electorate{"a", "c"}, j.elastic.voters)
+		j.answer("a", "b", "c")
+		require.Equal(t, uint64(2), j.epoch)
+		j.hosts["c"].take()
+		j.settle("a", "c")
+		require.True(t, j.handedOver)
+		var h handover
+		require.NoError(t, j.hosts["c"].take()[0].record(&h))
+		require.Equal(t, []string{"a"}, h.Ended)
+	})
+}
+
+// candidate lets hosts that have lost a coordinator choose the first of them. It has taken over, and proposes the next epoch
+// when its workers, whose PIDs are given, have registered.
+func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *paperJob {
+	t.Helper()
+	var uuids []string
+	for _, a := range as {
+		uuids = append(uuids, a.uuid)
+	}
+	k := newPaperJob(uuids...)
+	for _, h := range k.hosts {
+		h.take() // the messages of newPaperJob itself
+	}
+	ch := *as[0].charter
+	ch.Lost, ch.Reason = lost, "silent"
+	k.do(func() {
+		k.workers, k.elastic, k.plan, k.agents, k.electorates = nil, nil, nil, nil, nil
+		k.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{}}
+		for _, a := range as {
+			own := *a.charter
+			own.Lost, own.Ended, own.Term = lost, a.ended, a.promised.Term
+			if pids[a.uuid] > 0 {
+				own.Running = []int{0}
+			}
+			p := k.hosts[a.uuid]
+			p.stream = newStream(&link{}, k.clock, time.Minute)
+			p.state, p.role, p.host.Charter = peerNew, roleAgent, &own
+			require.NoError(t, k.registerAgent(p))
+		}
+	})
+	time.Sleep(time.Second) // the others have their time to come
+	synctest.Wait()
+	for _, a := range as {
+		for _, m := range k.hosts[a.uuid].take() {
+			if m.kind == kindPrepare && m.id == k.attempt {
+				var by leader
+				require.NoError(t, m.record(&by))
+				require.NoError(t, a.voteFor(by))
+			}
+		}
+	}
+	k.do(func() {
+		for _, p := range k.agents {
+			k.prepared(p, k.attempt)
+		}
+	})
+	require.NotNil(t, k.elastic, "they are not enough")
+	for u, pid := range pids {
+		k.register(u, pid, k.epoch)
+	}
+	time.Sleep(2 * settleTime)
+	synctest.Wait()
+	return k
+}
+
+// allAnswer lets all hosts and workers answer the proposal.
+func (j *paperJob) allAnswer() {
+	j.do(func() {
+		for _, a := range slices.Clone(j.agents) {
+			j.agentPrepared(a, j.elastic.try)
+		}
+		for _, p := range slices.Clone(j.elastic.peers) {
+			j.workerPrepared(p, j.elastic.try)
+		}
+	})
+}
+
+// comesBack lets a host that has lost another coordinator register with this one.
+func (j *paperJob) comesBack(t *testing.T, a *Agent, lost string) *peer {
+	t.Helper()
+	p := j.newHost(a.uuid)
+	p.stream = newStream(&link{}, j.clock, time.Minute)
+	p.state, p.host.Nodes, p.host.MinNodes = peerNew, j.cfg.agents, 1
+	ch := *a.charter
+	ch.Lost, ch.Term = lost, a.promised.Term
+	p.host.Charter = ch.excerpt(welcome{Running: true})
+	j.do(func() { require.NoError(t, j.registerAgent(p)) })
+	return p
+}
+
+// A coordinator that others have replaced wins no host back: the host that has answered the proposal of its successor does not
+// register with it, and tells it that it was replaced.
+func TestReplacedCoordinator(t *testing.T) {
+	for name, meets := range map[string]func(t *testing.T, j *paperJob, c *Agent){
+		"a host registers": func(t *testing.T, j *paperJob, c *Agent) { j.comesBack(t, c, "b") },
+		"a host tells it": func(t *testing.T, j *paperJob, c *Agent) {
+			p := newPeer(newStream(&link{}, j.clock, time.Minute), "c")
+			require.NoError(t, j.handle(p, note(kindElsewhere, elsewhere{By: c.promise()})))
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := newPaperJob("a", "b", "c", "d", "e", "f")
+				defer j.end()
+				b, c, d, e := j.agentOn(t, "b"), j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
+				// The network splits into a and f, and the others. a has not noticed that yet.
+				k := candidate(t, "a", map[string]int{"b": 101, "c": 102, "d": 103, "e": 104}, b, c, d, e)
+				defer k.end()
+				require.Equal(t, phasePropose, k.elastic.phase)
+				require.Equal(t, uint64(1), k.term)
+				k.hear(t, c)
+				require.Equal(t, []electorate{{"a", "b", "c", "d", "e", "f"}, {"b", "c", "d", "e"}}, c.charter.electorates())
+				require.False(t, c.mayFollow(welcome{Running: true, Term: j.term}))
+				require.True(t, c.mayFollow(welcome{Running: true, Term: k.term}))
+				require.True(t, c.mayFollow(welcome{Elects: true}))
+				j.hosts["f"].take()
+				j.hosts["a"].take()
+				meets(t, j, c)
+				require.NotNil(t, j.faults.stop)
+				require.Contains(t, j.faults.stop.Reason, "in term 1 coordinates the job now")
+				require.True(t, j.handedOver)
+				require.Equal(t, []kind{kindFault}, kindsOf(j.hosts["a"].take()))
+				var h handover
+				sent := j.hosts["f"].take()
+				require.Equal(t, []kind{kindHandover}, kindsOf(sent))
+				require.NoError(t, sent[0].record(&h))
+				require.Equal(t, []any{true, []string{"a"}}, []any{h.Failed, h.Ended})
+				k.allAnswer()
+				require.Equal(t, uint64(2), k.epoch)
+			})
+		})
+	}
+}
+
+// A coordinator that loses its majority ends at once, although functions of its epoch still run.
+func TestMinorityEndsAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c", "d")
+		defer j.end()
+		j.lose("b")
+		require.Nil(t, j.faults.stop)
+		require.Equal(t, phaseRevoke, j.elastic.phase)
+		j.lose("c")
+		require.Nil(t, j.faults.stop, "it is the first of two halves")
+		j.hosts["d"].take()
+		j.lose("d")
+		require.NotNil(t, j.faults.stop)
+		require.Contains(t, j.faults.stop.Reason, "this part of the network has 1 of the 4 hosts of epoch 1")
+	})
+}
+
+// Two hosts lose a coordinator that can still send to them. It is a minority and ends, and they choose another one.
+func TestHostsThatAMinorityHasLost(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c", "d", "e")
+		defer j.end()
+		as := map[string]*Agent{}
+		for _, u := range []string{"b", "c", "d", "e"} {
+			as[u] = j.agentOn(t, u)
+		}
+		for _, u := range []string{"b", "c", "d"} {
+			j.lose(u)
+			sent := j.hosts[u].take()
+			require.Equal(t, kindRefuse, sent[len(sent)-1].kind)
+			k := &client{stream: newStream(nil, j.clock, time.Minute), hello: welcome{Agent: "a", LostAfter: time.Second}}
+			k.ctx, k.cancel = context.WithCancelCause(t.Context())
+			k.open, k.shut = context.WithCancel(t.Context())
+			k.events = as[u].event
+			as[u].k, as[u].life = k, t.Context()
+			k.dispatch(sent[len(sent)-1])
+			ch := as[u].mourn(k, as[u].now.Load(), context.Cause(k.ctx))
+			require.NotNil(t, ch, "it may choose another coordinator")
+			require.True(t, ch.isPossible())
+			require.Empty(t, ch.Ended, "the coordinator may live")
+			as[u].wg.Done()
+		}
+		sent := j.hosts["e"].take()
+		require.Equal(t, kindHandover, sent[len(sent)-1].kind, "it has not lost e, which may choose, too")
+		require.NotNil(t, j.faults.stop)
+	})
+}

@@ -366,10 +366,41 @@ func (c *coordinator) orderKill(p *peer) {
 	}
 	kill := note(kindOrder, Order{Local: p.reg.LocalRank, PID: p.reg.PID, Kill: true})
 	if !p.elastic.failed {
-		a.send(kill)
+		c.sendKill(a, kill)
 		return
 	}
 	time.AfterFunc(exitTime, func() { c.cfg.sys.await(); a.send(kill) })
+}
+
+// sendKill sends the order to kill a silent worker to its launcher when the launcher is heard. If the launcher is silent, too, its
+// host is perhaps cut off in one direction, and goes on with other hosts and this worker.
+func (c *coordinator) sendKill(a *peer, kill message) {
+	if c.isHeard(a) {
+		a.send(kill)
+		return
+	}
+	time.AfterFunc(c.cfg.self.LostAfter/8, func() {
+		c.cfg.sys.await()
+		c.mu.Lock()
+		defer c.unlock()
+		if a.state != peerGone && !c.closed && !c.handedOver {
+			c.sendKill(a, kill)
+		}
+	})
+}
+
+// isHeard reports whether no heartbeat of an agent is overdue.
+func (c *coordinator) isHeard(a *peer) bool { return a.silent() <= c.cfg.self.quietAfter() }
+
+// heard returns the agents that are heard, by UUID.
+func (c *coordinator) heard() map[string]bool {
+	m := c.present()
+	for _, a := range c.agents {
+		if !c.isHeard(a) {
+			delete(m, a.host.UUID)
+		}
+	}
+	return m
 }
 
 // exitTime is the time in which a process exits after its function has failed.

@@ -255,6 +255,10 @@ func (c *coordinator) checkHope() {
 	if c.cfg.agents > 0 && (c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents) && len(c.agents) < c.cfg.agents {
 		return // a host may come
 	}
+	if c.plan != nil && !allow(c.electorates, c.heard(), c.ended) { // this host is perhaps cut off, and the others can go on
+		c.inPhase(c.cfg.self.LostAfter/8, c.checkHope)
+		return
+	}
 	c.endElastic("")
 }
 

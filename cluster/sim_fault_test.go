@@ -194,10 +194,10 @@ func (j *simJob) apply(f simFault, self *simHost) {
 	resets := func(x time.Duration) func() { // x: 0 both ends, 1 those in a, 2 those in b
 		return between(func(c *simConn) {
 			if x != 2 {
-				c.break_()
+				c.resetHere()
 			}
 			if x != 1 {
-				c.other.break_()
+				c.other.resetHere()
 			}
 		})
 	}
@@ -352,8 +352,8 @@ func (j *simJob) touch(f simFault, as, bs []*simHost) {
 	}
 }
 
-// break_ ends a connection with a reset at this end only. The caller holds the lock.
-func (c *simConn) break_() {
+// resetHere ends a connection with a reset at this end only. The caller holds the lock.
+func (c *simConn) resetHere() {
 	if !c.closed {
 		c.reset, c.queue = true, nil
 		c.signal()
@@ -457,7 +457,7 @@ func randomSchedule(seed uint64) simSchedule {
 	}
 	unit := s.lostAfter
 	all := "abcdefgh"[:s.hosts]
-	any := func() string { return string(all[r.IntN(len(all))]) }
+	anyHost := func() string { return string(all[r.IntN(len(all))]) }
 	one := func() string {
 		switch r.IntN(5) {
 		case 0, 1:
@@ -465,7 +465,7 @@ func randomSchedule(seed uint64) simSchedule {
 		case 2:
 			return "*"
 		}
-		return any()
+		return anyHost()
 	}
 	some := func() string {
 		if r.IntN(2) == 0 {
@@ -548,7 +548,7 @@ func randomSchedule(seed uint64) simSchedule {
 		case "freeze", "starve":
 			f.b, f.d = "", log(unit/4, 3*unit)
 		case "worker":
-			f.a, f.b, f.x = any(), "", time.Duration(r.IntN(2))
+			f.a, f.b, f.x = anyHost(), "", time.Duration(r.IntN(2))
 		case "kill", "power":
 			f.b = ""
 			if r.IntN(2) == 0 {
@@ -560,7 +560,7 @@ func randomSchedule(seed uint64) simSchedule {
 			f.a, f.b = string(rune('a'+s.hosts)), ""
 		default: // drain
 			if f.b = ""; r.IntN(2) == 0 {
-				f.a = any()
+				f.a = anyHost()
 			}
 		}
 		s.faults = append(s.faults, f)
@@ -569,7 +569,7 @@ func randomSchedule(seed uint64) simSchedule {
 			g.event, g.count, g.after = "commit", 2, log(time.Microsecond, 2*s.latency+time.Microsecond)
 			h := g
 			h.kind, h.a, h.b, h.d = "heal", "", "", 0
-			g.after, g.a, g.b, g.d = g.after+time.Microsecond, "*", any(), 0
+			g.after, g.a, g.b, g.d = g.after+time.Microsecond, "*", anyHost(), 0
 			s.faults = append(s.faults, h, g)
 		}
 	}

@@ -20,9 +20,9 @@ type simJob struct {
 	mu        sync.Mutex // not held while other locks are taken, except that of the network
 	launchers map[string]*simLauncher
 	workers   []*simWorker
-	tribes    map[string]*simTribe // by the UUID of an agent
-	first     *simTribe            // of the first epoch
-	counts    map[string]int       // of proposals and commits of that tribe
+	lineages  map[string]*simLineage // by the UUID of an agent
+	first     *simLineage            // of the first epoch
+	counts    map[string]int         // of proposals and commits of that lineage
 	triggers  []simFault
 	undo      map[int]func() // ends faults that are active
 	lastUndo  int
@@ -37,16 +37,16 @@ type simJob struct {
 	touched   map[string]bool // hosts that a fault has touched
 }
 
-// A simTribe is the hosts that belong to one job, from its first epoch on. Hosts that start without knowing of a job may begin
+// A simLineage is the hosts that belong to one job, from its first epoch on. Hosts that start without knowing of a job may begin
 // another one.
-type simTribe struct {
+type simLineage struct {
 	commits  []*simCommit
 	restarts int
 }
 
 // A simCommit is an epoch that a coordinator has begun.
 type simCommit struct {
-	tribe       *simTribe
+	lineage     *simLineage
 	epoch       uint64
 	coordinator *simProc
 	members     []string
@@ -61,7 +61,7 @@ func (c *simCommit) String() string {
 }
 
 func newSimJob(cfg simConfig, faults []simFault) *simJob {
-	j := &simJob{simNet: newSimNet(cfg.seed, cfg.latency), cfg: cfg, launchers: map[string]*simLauncher{}, tribes: map[string]*simTribe{},
+	j := &simJob{simNet: newSimNet(cfg.seed, cfg.latency), cfg: cfg, launchers: map[string]*simLauncher{}, lineages: map[string]*simLineage{},
 		counts: map[string]int{}, triggers: faults, undo: map[int]func(){}, touched: map[string]bool{}, began: make(chan struct{}), violated: make(chan struct{}), begin: time.Now()}
 	for i := range cfg.hosts + cfg.late {
 		j.addHost(string(rune('a' + i)))
@@ -111,37 +111,37 @@ func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
 			ms = append(ms, nameOf(q.reg.Member))
 		}
 		j.log("%s proposes epoch %d of [%s] to the hosts [%s]", p.name, c.epoch+1, strings.Join(ms, " "), strings.Join(j.hostsOf(c.elastic.voters), " "))
-		if j.tribes[c.cfg.self.Agent] == j.first {
+		if j.lineages[c.cfg.self.Agent] == j.first {
 			j.trigger("propose", p.host)
 		}
 		return
 	}
-	x := &simCommit{epoch: c.epoch, coordinator: p, at: time.Now(), tribe: j.tribes[c.cfg.self.Agent], acked: map[string]int{}}
+	x := &simCommit{epoch: c.epoch, coordinator: p, at: time.Now(), lineage: j.lineages[c.cfg.self.Agent], acked: map[string]int{}}
 	for _, m := range c.world.Members {
 		x.members = append(x.members, nameOf(m))
 	}
 	voters := c.electorates[0]
 	x.electorate = j.hostsOf(voters)
-	if x.tribe == nil {
-		x.tribe = &simTribe{}
+	if x.lineage == nil {
+		x.lineage = &simLineage{}
 		if j.first == nil {
-			j.first = x.tribe
+			j.first = x.lineage
 			close(j.began)
 		}
 	}
 	j.log("%s begins %v", p.name, x)
 	for _, u := range voters {
-		if j.tribes[u] == nil {
-			j.tribes[u] = x.tribe
+		if j.lineages[u] == nil {
+			j.lineages[u] = x.lineage
 		}
 	}
-	if n := len(x.tribe.commits); n > 0 {
-		if last := x.tribe.commits[n-1]; last.epoch >= x.epoch {
+	if n := len(x.lineage.commits); n > 0 {
+		if last := x.lineage.commits[n-1]; last.epoch >= x.epoch {
 			j.violate("%v, after %v", x, last)
 		}
 	}
-	x.tribe.commits = append(x.tribe.commits, x)
-	if x.tribe == j.first {
+	x.lineage.commits = append(x.lineage.commits, x)
+	if x.lineage == j.first {
 		j.trigger("commit", p.host)
 	}
 }
@@ -550,12 +550,12 @@ func (w *simWorker) begins(ctx context.Context, world *World) {
 		names = append(names, nameOf(m))
 	}
 	j.log("%s#%d begins epoch %d", w.proc.name, w.proc.pid, epoch)
-	tribe := j.tribes[w.launcher.uuid]
-	if tribe == nil {
+	lineage := j.lineages[w.launcher.uuid]
+	if lineage == nil {
 		j.violate("%s is in epoch %d of no job", w.proc.name, epoch)
 		return
 	}
-	for _, c := range tribe.commits {
+	for _, c := range lineage.commits {
 		if c.epoch == epoch && slices.Equal(c.members, names) {
 			w.now = c
 		}
@@ -574,7 +574,7 @@ func (w *simWorker) begins(ctx context.Context, world *World) {
 		}
 	}
 	for _, v := range j.workers {
-		if v != w && v.now != nil && v.now.tribe == tribe && v.now.epoch < epoch && slices.Contains(names, v.name()) && !v.proc.isDead() {
+		if v != w && v.now != nil && v.now.lineage == lineage && v.now.epoch < epoch && slices.Contains(names, v.name()) && !v.proc.isDead() {
 			j.violate("%s#%d begins epoch %d while the function of epoch %d runs on %s", w.proc.name, w.proc.pid, epoch, v.now.epoch, v.proc.name)
 		}
 	}
@@ -619,7 +619,7 @@ func (j *simJob) watch(ctx context.Context) {
 			if !w.isWorking() {
 				continue
 			}
-			commits := w.now.tribe.commits
+			commits := w.now.lineage.commits
 			if last := commits[len(commits)-1]; last.epoch > w.now.epoch {
 				if w.stale += watchEvery; w.stale > j.cfg.lostAfter+2*time.Second {
 					j.violate("%s still works in epoch %d, %v after %v", w.proc.name, w.now.epoch, time.Since(last.at).Round(time.Millisecond), last)
@@ -655,7 +655,7 @@ func (l *simLauncher) restarted() {
 	j := l.job
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	t := j.tribes[l.uuid]
+	t := j.lineages[l.uuid]
 	if t == nil {
 		return
 	}
@@ -685,7 +685,7 @@ func (j *simJob) settles() string {
 	majority := len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least
 	for name, l := range j.launchers {
 		switch {
-		case l.agent == nil || j.tribes[l.uuid] != j.first:
+		case l.agent == nil || j.lineages[l.uuid] != j.first:
 		case majority && slices.Contains(left, name) && (l.over || l.proc.isDead()):
 			return fmt.Sprintf("no fault has touched the majority %v of the hosts, and %s has ended: %v", left, l.proc.name, l.err)
 		case l.over || l.proc.isDead():

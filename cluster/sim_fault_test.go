@@ -142,6 +142,8 @@ func parseFault(words []string) (f simFault, err error) {
 
 // sets returns the hosts of a set. The complement of a set is written with ^.
 func (j *simJob) set(s string, self *simHost) (out []*simHost) {
+	j.simNet.mu.Lock()
+	defer j.simNet.mu.Unlock()
 	s, not := strings.CutPrefix(s, "^")
 	for i, h := range j.hosts[:j.cfg.hosts+j.cfg.late] {
 		in := strings.Contains(s, string(rune('a'+i))) || strings.Contains(s, "*") && h.name == self.name

@@ -371,10 +371,11 @@ func (j *simJob) launcher(h *simHost) *simLauncher {
 	return nil
 }
 
-// relaunch starts a launcher with a new identity, unless the job is over.
+// relaunch starts a launcher with a new identity, unless the job is over or the host has a launcher.
 func (j *simJob) relaunch(h *simHost) {
 	j.mu.Lock()
-	over := j.over
+	l := j.launchers[h.name]
+	over := j.over || l != nil && l.host == h && !l.proc.isDead()
 	j.mu.Unlock()
 	if !over {
 		j.launch(h)

@@ -130,10 +130,8 @@ func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
 		}
 	}
 	j.log("%s begins %v", p.name, x)
-	for _, u := range voters {
-		if j.lineages[u] == nil {
-			j.lineages[u] = x.lineage
-		}
+	for _, u := range voters { // the last job that a host has joined, if its own one has ended
+		j.lineages[u] = x.lineage
 	}
 	if n := len(x.lineage.commits); n > 0 {
 		if last := x.lineage.commits[n-1]; last.epoch >= x.epoch {

@@ -333,7 +333,7 @@ func (j *simJob) apply(f simFault, self *simHost) {
 	}
 }
 
-// touch records the hosts that a fault touches: of two sets, the smaller one.
+// touch records the hosts that a fault touches: of two sets that are all hosts, the smaller one.
 func (j *simJob) touch(f simFault, as, bs []*simHost) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -342,7 +342,7 @@ func (j *simJob) touch(f simFault, as, bs []*simHost) {
 	case f.kind == "heal" || f.kind == "join":
 		return
 	case len(bs) == 0:
-	case slices.ContainsFunc(as, func(h *simHost) bool { return slices.Contains(bs, h) }):
+	case len(as)+len(bs) < j.cfg.hosts+j.cfg.late, slices.ContainsFunc(as, func(h *simHost) bool { return slices.Contains(bs, h) }):
 		sets = [][]*simHost{as, bs}
 	case len(as) > len(bs):
 		sets = [][]*simHost{bs}

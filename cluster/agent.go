@@ -5,7 +5,6 @@ import (
 	"context"
 	"fmt"
 	"net"
-	"os"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -92,7 +91,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 // serve starts this host's coordinator on ln, after prepare, if it is not nil.
 func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 	c := coordConfig{
-		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify,
+		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify, sys: a.cfg.sys,
 		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
 		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
 		self:  a.greeting(),
@@ -112,17 +111,17 @@ func (a *Agent) notify(text string) { a.cfg.Notify(fmt.Sprintf("job %s: %s", a.c
 
 // greeting is the first message of this host to processes that connect to it.
 func (a *Agent) greeting() welcome {
-	return welcome{Host: a.cfg.Host, PID: os.Getpid(), Rank: -1, Agent: a.uuid, Several: a.cfg.Nodes > 1,
+	return welcome{Host: a.cfg.Host, PID: a.cfg.sys.getpid(), Rank: -1, Agent: a.uuid, Several: a.cfg.Nodes > 1,
 		Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter}
 }
 
 // self describes this host to the coordinator at the other end of l.
 func (a *Agent) self(l *link) host {
-	h := host{Host: a.cfg.Host, PID: os.Getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
+	h := host{Host: a.cfg.Host, PID: a.cfg.sys.getpid(), UUID: a.uuid, NodeRank: deref(a.cfg.NodeRank, -1),
 		Nodes: a.cfg.Nodes, MinNodes: a.cfg.MinNodes, Restarts: a.cfg.MaxRestarts, LocalSize: a.cfg.LocalSize, Control: a.port.at, Seed: a.seed, MasterPort: a.reserve.port, Unfit: a.cfg.Unfit}
 	h.MasterAddr = addrIP(l.c.LocalAddr())
 	if ip := parseIP(h.MasterAddr); a.byOwnName && ip.IsLoopback() {
-		h.MasterAddr = cmp.Or(addrText(ownAddress()), h.MasterAddr)
+		h.MasterAddr = cmp.Or(addrText(a.cfg.sys.ownAddress()), h.MasterAddr)
 	}
 	if ip, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
 		h.MasterAddr = ip
@@ -394,7 +393,7 @@ func (a *Agent) event(k *client, m message) {
 			a.end(k, err)
 			return
 		}
-		k.cancel(&MemberLostError{Rank: -1, Host: a.cfg.Host, PID: os.Getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
+		k.cancel(&MemberLostError{Rank: -1, Host: a.cfg.Host, PID: a.cfg.sys.getpid(), Since: time.Now(), Reason: r.Reason, ExitCode: -1})
 		k.closeConnection()
 	case kindNews:
 		var n news

@@ -61,12 +61,13 @@ type target struct {
 	job, addr string
 	key       credential
 	connect   func(context.Context) (net.Conn, error) // nil means TCP to addr; a simulation has another network
+	sys       *system
 }
 
 // dial connects once to the target and reads its welcome.
 func (to target) dial(ctx context.Context) (*link, welcome, error) {
 	if to.connect == nil {
-		return dial(ctx, to.job, to.addr, to.key)
+		return to.sys.dialCoordinator(ctx, to.job, to.addr, to.key)
 	}
 	conn, err := to.connect(ctx)
 	if err != nil {
@@ -79,10 +80,9 @@ func (to target) dial(ctx context.Context) (*link, welcome, error) {
 // does not delay the attempts at other hosts.
 const dialAttempt = 2 * time.Second
 
-// dial connects once to the coordinator at addr and reads its welcome.
-func dial(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
-	d := net.Dialer{Timeout: dialAttempt}
-	conn, err := d.DialContext(ctx, networkOf(addr), addr)
+// dialCoordinator connects once to the coordinator at addr and reads its welcome.
+func (s *system) dialCoordinator(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
+	conn, err := s.dialContext(ctx, addr)
 	if err != nil {
 		return nil, welcome{}, dialError(addr, err)
 	}
@@ -167,6 +167,7 @@ func newClient(l *link, to target, addr, host string, hello welcome, events func
 	clock := newRunClock(hello.step())
 	k := &client{stream: newStream(l, clock, hello.LostAfter), clock: clock, to: to, addr: addr, ip: addrIP(l.c.RemoteAddr()), host: host, hello: hello, events: events,
 		replies: map[uint64]chan message{}, endedC: make(chan struct{}), redials: newRedials()}
+	k.clock.sys = to.sys
 	k.ctx, k.cancel = context.WithCancelCause(context.Background())
 	k.open, k.shut = context.WithCancel(context.Background())
 	k.strict.Store(math.MaxInt64)
@@ -285,11 +286,7 @@ func (k *client) isSuspended() bool {
 	if k.hello.Several || k.hello.Rank >= 0 || k.hello.Host != k.host {
 		return false
 	}
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", k.hello.PID))
-	if err != nil {
-		return false
-	}
-	return isStopped(b)
+	return k.to.sys.isSuspended(k.hello.PID)
 }
 
 // isStopped reads the state in the content of /proc/<pid>/stat. The process name is in

@@ -10,6 +10,7 @@ import (
 // processes counts only while this process could have heard them.
 type runClock struct {
 	step time.Duration // interval between ticks
+	sys  *system
 
 	mu    sync.Mutex
 	begin time.Time
@@ -22,6 +23,7 @@ func newRunClock(step time.Duration) *runClock { return &runClock{step: step, be
 
 // tick advances the clock. A tick that is late by more than half a step counts as one step.
 func (c *runClock) tick() {
+	c.sys.await()
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	now := time.Since(c.begin)

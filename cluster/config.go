@@ -111,6 +111,8 @@ type Config struct {
 	// missing, and with news from gossip. It must not block. Nil means slog's
 	// default logger.
 	Notify func(line string)
+
+	sys *system
 }
 
 // insecure is the warning for users of Insecure.
@@ -249,7 +251,7 @@ func parseIP(s string) net.IP {
 
 // loopback returns the address at which processes of this host meet: IPv6's if the host has no IPv4.
 var loopback = sync.OnceValue(func() string {
-	if four := net.IPv4(127, 0, 0, 1); !isLocal(four) && isLocal(net.IPv6loopback) {
+	if here, four := (*system)(nil), net.IPv4(127, 0, 0, 1); !here.isLocal(four) && here.isLocal(net.IPv6loopback) {
 		return net.IPv6loopback.String()
 	}
 	return "127.0.0.1"

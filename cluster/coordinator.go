@@ -30,6 +30,7 @@ type coordConfig struct {
 	agents int // hosts of the job; 0: workers join without launchers
 	size   int // world size if agents is 0
 	self   welcome
+	sys    *system
 	again  restartPolicy
 	// For epochs: the least number of hosts (0: all), and the limits for the arrival of
 	// processes, the return of functions and the end of a step.
@@ -102,6 +103,7 @@ func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinat
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[string]*peer{}, run: newUUID(), term: firstTerm, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{})}
+	c.clock.sys = cfg.sys
 	c.faults = newFaults()
 	for _, f := range prepare {
 		if f != nil {
@@ -112,16 +114,6 @@ func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinat
 	c.wg.Go(c.waitLoop)
 	c.wg.Go(c.watchSilence)
 	return c
-}
-
-// listen opens the coordinator's port. It adds the purpose of the port to the
-// kernel's error.
-func listen(addr string) (net.Listener, error) {
-	ln, err := net.Listen(networkOf(addr), addr)
-	if err != nil {
-		return nil, fmt.Errorf("cluster: listen on %s for the coordinator: %w", addr, err)
-	}
-	return ln, nil
 }
 
 func (c *coordinator) acceptLoop() {

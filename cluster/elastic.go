@@ -99,6 +99,7 @@ func (c *coordinator) beginElastic(start func()) {
 	for _, a := range c.agents {
 		a.prepared = false
 	}
+	c.cfg.sys.observe(c, true)
 	c.tellNews("")
 	c.admitLate()
 }
@@ -143,6 +144,7 @@ func (c *coordinator) setPhase(p phase) {
 func (c *coordinator) inPhase(d time.Duration, fn func()) {
 	e, turn := c.elastic, c.elastic.turn
 	time.AfterFunc(d, func() {
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		if c.elastic == e && e.turn == turn && !c.closed && !e.over {
@@ -380,10 +382,41 @@ func (c *coordinator) orderKill(p *peer) {
 	}
 	kill := note(kindOrder, Order{Local: p.reg.LocalRank, PID: p.reg.PID, Kill: true})
 	if !p.elastic.failed {
+		c.sendKill(a, kill)
+		return
+	}
+	time.AfterFunc(exitTime, func() { c.cfg.sys.await(); a.send(kill) })
+}
+
+// sendKill sends the order to kill a silent worker to its launcher when the launcher is heard. If the launcher is silent, too, its
+// host is perhaps cut off in one direction, and goes on with other hosts and this worker.
+func (c *coordinator) sendKill(a *peer, kill message) {
+	if c.isHeard(a) {
 		a.send(kill)
 		return
 	}
-	time.AfterFunc(exitTime, func() { a.send(kill) })
+	time.AfterFunc(c.cfg.self.LostAfter/8, func() {
+		c.cfg.sys.await()
+		c.mu.Lock()
+		defer c.unlock()
+		if a.state != peerGone && !c.closed && !c.handedOver {
+			c.sendKill(a, kill)
+		}
+	})
+}
+
+// isHeard reports whether no heartbeat of an agent is overdue.
+func (c *coordinator) isHeard(a *peer) bool { return a.silent() <= c.cfg.self.quietAfter() }
+
+// heard returns the agents that are heard, by UUID.
+func (c *coordinator) heard() map[string]bool {
+	m := c.present()
+	for _, a := range c.agents {
+		if !c.isHeard(a) {
+			delete(m, a.host.UUID)
+		}
+	}
+	return m
 }
 
 // killTime limits how long the next epoch waits for the exit of a process that was killed, because its function had not returned.

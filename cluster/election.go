@@ -133,12 +133,12 @@ func (e *election) prepare(ctx context.Context) error {
 		}
 		e.seeds = append(e.seeds, net.JoinHostPort(h, p))
 	}
-	if err := checkBind(a.cfg.Bind); err != nil {
+	if err := a.cfg.sys.checkBind(a.cfg.Bind); err != nil {
 		return err
 	}
 	slices.SortFunc(e.seeds, naturalCompare)
 	e.seeds = slices.Compact(e.seeds)
-	if err := checkSeeds(ctx, e.seeds); err != nil {
+	if err := a.cfg.sys.checkSeeds(ctx, e.seeds); err != nil {
 		return err
 	}
 	ln, err := e.listenAsSeed(ctx)
@@ -167,7 +167,7 @@ func (a *Agent) openPort(seeds []string) error {
 	if err != nil {
 		return nil // no seed can be reached yet; this host cannot coordinate
 	}
-	ln, err := listen(net.JoinHostPort(ip, "0"))
+	ln, err := a.cfg.sys.listenAt(net.JoinHostPort(ip, "0"))
 	if err != nil {
 		return err
 	}
@@ -181,7 +181,7 @@ func (a *Agent) openPort(seeds []string) error {
 
 // checkBind validates the address to listen on, so that a mistake is reported
 // before any wait.
-func checkBind(bind string) error {
+func (s *system) checkBind(bind string) error {
 	if bind == "" {
 		return nil
 	}
@@ -193,7 +193,7 @@ func checkBind(bind string) error {
 	if ip == nil {
 		return badConfig("bind to %q: want an IP address, or IP:port", bind)
 	}
-	if !ip.IsUnspecified() && !isLocal(ip) {
+	if !ip.IsUnspecified() && !s.isLocal(ip) {
 		return badConfig("bind to %q: no interface of this host has that address", bind)
 	}
 	return nil
@@ -210,7 +210,7 @@ func (e *election) prepareAlone() error {
 		}
 		at = net.JoinHostPort(h, p)
 	}
-	ln, err := listen(at)
+	ln, err := a.cfg.sys.listenAt(at)
 	if err != nil && a.cfg.Bind != "" {
 		return badConfig("bind to %q: %v", a.cfg.Bind, errors.Unwrap(err))
 	}
@@ -242,9 +242,9 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 		if !ok {
 			continue
 		}
-		ln, err := listen(at)
+		ln, err := a.cfg.sys.listenAt(at)
 		if errors.Is(err, syscall.EADDRINUSE) {
-			to := target{job: a.cfg.Job, addr: s, key: a.keys.control}
+			to := target{job: a.cfg.Job, addr: s, key: a.keys.control, sys: a.cfg.sys}
 			if err := to.portTaken(ctx, err, "choose another in --seeds"); err != nil {
 				return nil, err
 			}
@@ -264,7 +264,7 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 	h, port, _ := net.SplitHostPort(seed)
 	bindIP, bindPort, _ := splitAddr(e.agent.cfg.Bind, port)
 	advIP, advPort, _ := splitAddr(e.agent.cfg.Advertise, port)
-	ips := resolve(ctx, h)
+	ips := e.agent.cfg.sys.resolve(ctx, h)
 	if e.agent.cfg.Bind == "" && isOwnName(h) && onlyLoopback(ips) {
 		return net.JoinHostPort("", port), true // see ownname.go
 	}
@@ -277,7 +277,7 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 		case e.agent.cfg.Advertise != "" && parseIP(advIP).Equal(ip) && advPort == port:
 			return net.JoinHostPort(cmp.Or(bindIP, text), cmp.Or(bindPort, port)), true
 		case e.agent.cfg.Bind == "" || parseIP(bindIP).IsUnspecified():
-			if !isLocal(ip) || e.agent.cfg.Bind != "" && bindPort != port {
+			if !e.agent.cfg.sys.isLocal(ip) || e.agent.cfg.Bind != "" && bindPort != port {
 				continue
 			}
 			return net.JoinHostPort(cmp.Or(bindIP, text), port), true
@@ -288,23 +288,8 @@ func (e *election) isMine(ctx context.Context, seed string) (at string, ok bool)
 	return "", false
 }
 
-// resolve returns the addresses of a name, or nil if the name does not resolve
-// yet, as happens for half a minute after the start of a pod.
-func resolve(ctx context.Context, name string) []net.IP {
-	if ip := parseIP(name); ip != nil {
-		return []net.IP{ip}
-	}
-	ctx, cancel := context.WithTimeout(ctx, dialAttempt)
-	defer cancel()
-	ips, err := net.DefaultResolver.LookupIP(ctx, "ip", name)
-	if err != nil {
-		return nil
-	}
-	return ips
-}
-
-func isLocal(ip net.IP) bool {
-	addrs, err := net.InterfaceAddrs()
+func (s *system) isLocal(ip net.IP) bool {
+	addrs, err := s.interfaceAddrs()
 	if err != nil {
 		return false
 	}
@@ -363,10 +348,10 @@ func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
 	}
 	var t try
 	for _, addr := range candidates {
-		l, hello, err := dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		l, hello, err := e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
 			addr = r.at
-			l, hello, err = dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		}
 		if err == nil {
 			return try{link: l, hello: hello, addr: addr}
@@ -483,11 +468,11 @@ func firstError(ts []*try) (out try) {
 // replaced learns that.
 func (e *election) dialCandidate(ctx context.Context, addr string) try {
 	a := e.agent
-	l, hello, err := dial(ctx, a.cfg.Job, addr, a.keys.control)
+	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, addr, a.keys.control)
 	if r, refers := errors.AsType[*referral](err); refers && r.finished {
 		return try{err: errFinished}
 	} else if refers && r.at != "" && r.at != e.lostAt && r.at != addr {
-		if l, hello, err := dial(ctx, a.cfg.Job, r.at, a.keys.control); err == nil && hello.Running && a.mayFollow(hello) {
+		if l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, r.at, a.keys.control); err == nil && hello.Running && a.mayFollow(hello) {
 			return try{link: l, hello: hello, addr: r.at}
 		} else if err == nil {
 			l.close()
@@ -506,10 +491,10 @@ func (e *election) firstRunning(ctx context.Context, candidates []string) try {
 		return e.firstOf(ctx, candidates, true)
 	}
 	for _, addr := range candidates {
-		l, hello, err := dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		l, hello, err := e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
 			addr = r.at
-			l, hello, err = dial(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		}
 		if err != nil {
 			continue
@@ -562,7 +547,7 @@ func (e *election) introduce(t try) error {
 	}
 	m := note(kindRegister, self)
 	m.id = registerAgent
-	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control}
+	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control, sys: e.agent.cfg.sys}
 	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
 	if e.heir != nil { // a candidate may vanish, too, and others follow
 		e.k.beStrict(0)

@@ -38,6 +38,7 @@ func (c *coordinator) form() {
 		p.send(m)
 	}
 	c.proposeToAgents(e.hosts)
+	c.cfg.sys.observe(c, false)
 	c.inPhase(prepareBy, func() {
 		c.loseUnprepared()
 		c.killSilent(func(p *peer) bool { return p.elastic.prepared },
@@ -171,6 +172,7 @@ func (c *coordinator) commitEpoch() {
 		c.plan = c.planOfEpoch()
 		c.electorates, e.inherited = []electorate{e.voters}, false
 	}
+	c.cfg.sys.observe(c, true)
 	c.tellNews(line)
 	m := note(kindWorld, e.next)
 	m.epoch = c.epoch
@@ -252,6 +254,10 @@ func (c *coordinator) checkHope() {
 	}
 	if c.cfg.agents > 0 && (c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents) && len(c.agents) < c.cfg.agents {
 		return // a host may come
+	}
+	if c.plan != nil && !allow(c.electorates, c.heard(), c.ended) { // this host is perhaps cut off, and the others can go on
+		c.inPhase(c.cfg.self.LostAfter/8, c.checkHope)
+		return
 	}
 	c.endElastic("")
 }

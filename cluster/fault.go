@@ -250,6 +250,7 @@ func (c *coordinator) at(end time.Duration, fn func()) {
 			return
 		default:
 		}
+		c.cfg.sys.await()
 		if c.clock.now() < end {
 			c.at(end, fn)
 			return

@@ -84,6 +84,7 @@ func (c *coordinator) failedAfter(host string, run time.Duration, reason string)
 		c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: fmt.Sprintf("its host is excluded for %v", d)})
 	}
 	time.AfterFunc(d, func() {
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		if c.isElastic() && !c.closed {

@@ -12,7 +12,7 @@ import (
 // whereabouts asks the launcher of this process who coordinates the job. The address is "" if the
 // launcher does not know yet. If over is not "", it is why the job has ended on this host.
 func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, over string) {
-	l, hello, err := dial(ctx, cfg.Job, cfg.agentAt, key)
+	l, hello, err := cfg.sys.dialCoordinator(ctx, cfg.Job, cfg.agentAt, key)
 	if r, ok := errors.AsType[*referral](err); ok {
 		if r.finished {
 			return "", errFinished.Error()
@@ -57,7 +57,7 @@ func (r *runner) followAgent() error {
 			return lostBecause(lost, over)
 		}
 		if at != "" && at != lost.to.addr { // the launcher may notice the loss later
-			l, hello, err := dial(ctx, r.cfg.Job, at, r.key)
+			l, hello, err := r.cfg.sys.dialCoordinator(ctx, r.cfg.Job, at, r.key)
 			if err == nil && !hello.Elects && hello.Agent != lost.hello.Agent {
 				r.cfg.Addr, r.cfg.at = at, at
 				return r.register(l, hello)
@@ -86,7 +86,7 @@ func lostBecause(k *client, why string) error {
 // register tells a coordinator of this process.
 func (r *runner) register(l *link, hello welcome) error {
 	ready := make(chan struct{}) // r.k is set
-	r.k = newClient(l, target{job: r.cfg.Job, addr: r.cfg.at, key: r.key}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
+	r.k = newClient(l, target{job: r.cfg.Job, addr: r.cfg.at, key: r.key, sys: r.cfg.sys}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
 		<-ready
 		r.event(k, m)
 	})

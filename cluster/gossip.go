@@ -34,6 +34,7 @@ const (
 // addresses of coordinators, and the liveness of hosts as seen by others. Errors
 // are reported once and have no other effect.
 type gossip struct {
+	sys  *system
 	ml   *memberlist.Memberlist
 	tcp  *net.TCPListener
 	self gossipMeta
@@ -93,6 +94,7 @@ func decodeMeta(b []byte) (gossipMeta, error) {
 func startGossip(a *Agent, seeds []string, mine string) *gossip {
 	tag := jobTag(a.cfg.Job)
 	g := &gossip{
+		sys:   a.cfg.sys,
 		tag:   fmt.Sprintf("%x", tag),
 		self:  gossipMeta{Tag: fmt.Sprintf("%x", tag), UUID: a.uuid, Host: a.cfg.Host, Addr: mine},
 		quit:  make(chan struct{}),
@@ -134,7 +136,7 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	}
 	c := memberlist.DefaultLANConfig()
 	c.Name = a.cfg.Host + "/" + a.uuid
-	if own := ownAddress(); a.byOwnName && own != nil {
+	if own := a.cfg.sys.ownAddress(); a.byOwnName && own != nil {
 		ip, c.AdvertiseAddr = net.IPv4zero.String(), own.String()
 	}
 	c.BindAddr, c.BindPort, c.AdvertisePort = ip, 0, 0
@@ -215,7 +217,7 @@ func (g *gossip) unseen() string {
 	var out []string
 	for _, addr := range g.join {
 		h, p, _ := net.SplitHostPort(addr)
-		for _, ip := range resolve(context.Background(), h) {
+		for _, ip := range g.sys.resolve(context.Background(), h) {
 			if at := net.JoinHostPort(ip.String(), p); !alive[at] {
 				out = append(out, at)
 			}

@@ -57,7 +57,8 @@ type JoinConfig struct {
 	agent string      // UUID of the launcher; "" without one
 	// agentAt is the launcher's address in a job on several hosts: it knows the coordinator.
 	agentAt string
-	pid     int    // of this process; 0 means os.Getpid
+	pid     int // of this process; 0 means os.Getpid
+	sys     *system
 	epoch   uint64 // in which the launcher started this process; 0: unknown
 	at      string // address to dial: Addr, or a Unix socket of this user
 	source  string
@@ -197,11 +198,11 @@ func isLoopback(addr string) bool {
 func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*coordinator, error) {
 	at := cfg.Listen
 	if at == "" {
-		at = listenAddr(ctx, cfg.Addr)
+		at = cfg.sys.listenAddr(ctx, cfg.Addr)
 	}
-	ln, err := listen(at)
+	ln, err := cfg.sys.listenAt(at)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		return nil, target{job: cfg.Job, addr: cfg.at, key: key}.portTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
+		return nil, target{job: cfg.Job, addr: cfg.at, key: key, sys: cfg.sys}.portTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
 	}
 	if err != nil {
 		return nil, err
@@ -211,9 +212,9 @@ func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*coordinator,
 		cfg.at = cfg.Addr
 	}
 	return newCoordinator(ln, coordConfig{
-		job: cfg.Job, key: key, size: cfg.Size, notify: cfg.Notify,
+		job: cfg.Job, key: key, sys: cfg.sys, size: cfg.Size, notify: cfg.Notify,
 		joinBy: cfg.Timing.Join, revokeBy: cfg.Timing.Revoke, drainBy: cfg.Timing.Drain, keepOpen: cfg.keepOpen,
-		self: welcome{Host: cfg.Host, PID: os.Getpid(), Rank: deref(cfg.Rank, -1),
+		self: welcome{Host: cfg.Host, PID: cfg.sys.getpid(), Rank: deref(cfg.Rank, -1),
 			Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter},
 	}), nil
 }
@@ -278,7 +279,7 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordina
 		return nil, err
 	}
 	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
-	k := newClient(l, target{job: cfg.Job, addr: cfg.at, key: key}, cfg.Addr, cfg.Host, hello, j.event)
+	k := newClient(l, target{job: cfg.Job, addr: cfg.at, key: key, sys: cfg.sys}, cfg.Addr, cfg.Host, hello, j.event)
 	m := note(kindRegister, cfg.registration())
 	m.id = registerWorker
 	if err := k.send(m); err != nil {
@@ -299,7 +300,7 @@ func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.T
 	delay, lastLine := firstRetry, start
 	var why error // the last error other than a timeout, if there was one
 	for refused := 0; ; {
-		l, hello, err := dial(ctx, cfg.Job, cfg.at, key)
+		l, hello, err := cfg.sys.dialCoordinator(ctx, cfg.Job, cfg.at, key)
 		if err == nil && hello.Elects {
 			l.close()
 			err = &referral{}
@@ -450,7 +451,7 @@ func joinEnd(ctx context.Context, timeout *JoinTimeoutError) error {
 func (cfg *JoinConfig) registration() registration {
 	return registration{Size: cfg.Size, Epoch: cfg.epoch, Member: Member{
 		Rank: deref(cfg.Rank, -1), LocalRank: deref(cfg.LocalRank, -1), LocalSize: cfg.LocalSize,
-		Node: deref(cfg.Node, -1), Host: cfg.Host, PID: cmp.Or(cfg.pid, os.Getpid()), Name: cfg.Name,
+		Node: deref(cfg.Node, -1), Host: cfg.Host, PID: cmp.Or(cfg.pid, cfg.sys.getpid()), Name: cfg.Name,
 	}}
 }
 

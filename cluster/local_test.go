@@ -28,7 +28,7 @@ func strangerMain(deed, job, addr string) int {
 	}
 	switch deed {
 	case "join":
-		l, hello, err := dial(context.Background(), job, addr, keys.control)
+		l, hello, err := (*system)(nil).dialCoordinator(context.Background(), job, addr, keys.control)
 		if err != nil {
 			fmt.Println("kept out:", err)
 			return 0
@@ -36,7 +36,7 @@ func strangerMain(deed, job, addr string) int {
 		fmt.Println("inside of the job of", hello.Host)
 		l.close()
 	case "coordinate":
-		ln, err := listen(addr)
+		ln, err := (*system)(nil).listenAt(addr)
 		if err != nil {
 			fmt.Println(err)
 			return 1

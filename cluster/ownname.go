@@ -23,9 +23,9 @@ func onlyLoopback(ips []net.IP) bool {
 }
 
 // listenAddr returns the address to listen on if other hosts know this host as addr.
-func listenAddr(ctx context.Context, addr string) string {
+func (s *system) listenAddr(ctx context.Context, addr string) string {
 	h, port, err := net.SplitHostPort(addr)
-	if err == nil && isOwnName(h) && onlyLoopback(resolve(ctx, h)) {
+	if err == nil && isOwnName(h) && onlyLoopback(s.resolve(ctx, h)) {
 		return net.JoinHostPort("", port)
 	}
 	return addr
@@ -33,8 +33,8 @@ func listenAddr(ctx context.Context, addr string) string {
 
 // ownAddress returns an address of this host that other hosts may reach, or nil if it has none. It
 // prefers IPv4.
-func ownAddress() net.IP {
-	addrs, err := net.InterfaceAddrs()
+func (s *system) ownAddress() net.IP {
+	addrs, err := s.interfaceAddrs()
 	if err != nil {
 		return nil
 	}
@@ -55,10 +55,10 @@ func ownAddress() net.IP {
 }
 
 // checkSeeds refuses names such as localhost, which mean this host on every host.
-func checkSeeds(ctx context.Context, seeds []string) error {
-	for _, s := range seeds {
-		h, _, _ := net.SplitHostPort(s)
-		if parseIP(h) == nil && !isOwnName(h) && onlyLoopback(resolve(ctx, h)) {
+func (s *system) checkSeeds(ctx context.Context, seeds []string) error {
+	for _, seed := range seeds {
+		h, _, _ := net.SplitHostPort(seed)
+		if parseIP(h) == nil && !isOwnName(h) && onlyLoopback(s.resolve(ctx, h)) {
 			return badConfig("seed %s: on this host the name means the loopback, which other hosts cannot reach: use a name or an address of the host, "+
 				"or 127.0.0.1 if all launchers of the job run on this machine", h)
 		}

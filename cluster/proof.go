@@ -43,17 +43,17 @@ func provesEnd(err error, addr, ip string) bool {
 }
 
 func sameIP(a, b string) bool {
-	x := net.ParseIP(a)
-	return a == b || x != nil && x.Equal(net.ParseIP(b))
+	x := parseIP(a)
+	return a == b || x != nil && x.Equal(parseIP(b))
 }
 
 // probe tries to reach the launcher of a host, which was last heard at the address ip. If ip is "", a name in the host's address
 // proves nothing.
 func (a *Agent) probe(ctx context.Context, h host, ip string) finding {
-	if at, _, _ := net.SplitHostPort(h.Control); net.ParseIP(at) != nil {
+	if at, _, _ := net.SplitHostPort(h.Control); parseIP(at) != nil {
 		ip = at // it listens there
 	}
-	l, hello, err := dial(ctx, a.cfg.Job, h.Control, a.keys.control)
+	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, h.Control, a.keys.control)
 	if l != nil {
 		if hello.Agent != h.UUID {
 			err = errReplaced{addrIP(l.c.RemoteAddr())}

@@ -65,6 +65,7 @@ func (c *coordinator) planRestart(f *fault) {
 	c.retries.failed()
 	r := &restart{cause: *f, begun: time.Now()}
 	r.timer = time.AfterFunc(c.cfg.again.delay(c.retries.inARow), func() {
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		r.due = true
@@ -150,6 +151,7 @@ func (c *coordinator) lastCall() bool {
 		return true
 	}
 	time.AfterFunc(wait, func() {
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		c.tryPropose()

@@ -28,7 +28,7 @@ func TestTokenIsForWorkers(t *testing.T) {
 
 	// As if it were the launchers' key, it is none.
 	require.Eventually(t, func() bool {
-		_, _, err := dial(t.Context(), as[0].Job(), as[0].addr, credential{key: worker.key})
+		_, _, err := (*system)(nil).dialCoordinator(t.Context(), as[0].Job(), as[0].addr, credential{key: worker.key})
 		_, auth := errors.AsType[*AuthError](err)
 		return auth
 	}, time.Minute, time.Millisecond)

@@ -157,6 +157,7 @@ func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
 	c.withdraw()
 	c.tellAgents(note(kindElsewhere, other))
 	time.AfterFunc(c.elsewhereTime(), func() { // the other job may have ended
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		c.tryPropose()
@@ -224,6 +225,7 @@ func (c *coordinator) trySucceed() {
 	}
 	if s.timer == nil {
 		s.timer = time.AfterFunc(c.cfg.self.LostAfter/2, func() {
+			c.cfg.sys.await()
 			c.mu.Lock()
 			defer c.unlock()
 			s.due = true
@@ -392,6 +394,7 @@ func (c *coordinator) isMinority() bool {
 	}
 	if left := c.cfg.self.LostAfter - time.Since(e.takenOver); e.inherited && left > 0 {
 		time.AfterFunc(left, func() {
+			c.cfg.sys.await()
 			c.mu.Lock()
 			defer c.unlock()
 			if c.elastic == e && c.isElastic() && !c.closed && !c.isMinority() && e.phase == phaseWait {

@@ -1,0 +1,78 @@
+package cluster
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+)
+
+// simSchedules are schedules that have found faults, shrunk. The seed is that of the random job.
+var simSchedules = []struct{ name, text string }{
+	{"a connected host without workers counted although it had not answered", `
+job seed=5000945 hosts=4 late=0 least=1 local=1 seeds=1 restarts=0 pace=322703 latency=57µs lost-after=1s
++1.51s freeze a - 550.259ms 0s
++1.686839s split a ^a 1.046114s 0s
++650ms worker b - 0s 1ns`},
+	{"a connected host without workers counted, and packets were lost in one direction", `
+job seed=4005481 hosts=5 late=0 least=1 local=1 seeds=1 restarts=0 pace=734015 latency=1.305ms lost-after=1s
++2.241s worker d - 0s 1ns
++2.662s cut ab ^ab 0s 0s`},
+	{"several hosts were asked to leave", `
+job seed=4000110 hosts=5 late=0 least=1 local=1 seeds=1 restarts=0 pace=291584 latency=398µs lost-after=1s
++2.613s drain a - 0s 0s
++2.75s split e ^e 1.36571s 0s
++2.925588s drain c - 0s 0s
++2.926877s split bce ^bce 1.539479s 0s
+commit2+42µs heal - - 0s 0s
+commit3+12µs drain d - 0s 0s`},
+	{"a reset and silence proved an end", `
+job seed=5002528 hosts=3 late=0 least=1 local=1 seeds=1 restarts=0 pace=674608 latency=2.532ms lost-after=3s
++7.379s firewall a ^a 3.365695s 0s`},
+	{"a coordinator that others had replaced won a host back", `
+job seed=5001808 hosts=4 late=0 least=1 local=1 seeds=2 restarts=2 pace=864459 latency=3.991ms lost-after=1s
++1.782s split a ^a 2.603893s 0s
+commit2+6µs heal - - 0s 0s
+commit2+7µs split * c 0s 0s`},
+	{"a coordinator that did not hear the majority ordered their launchers to kill the workers", `
+job seed=8003426 hosts=3 late=0 least=1 local=2 seeds=1 restarts=0 pace=137797 latency=1.446ms lost-after=1s calm=44s
++1.599s reject bc a 2.7077s 0s`},
+	{"a coordinator that did not hear the majority ended the job", `
+job seed=8003122 hosts=3 late=0 least=2 local=1 seeds=2 restarts=0 pace=814154 latency=62µs lost-after=3s calm=1m40s
++1.426123s cut ^a a 0s 0s`},
+	{"a coordinator that others had replaced won a host back, and a third one coordinated", `
+job seed=7001390 hosts=5 late=1 least=1 local=1 seeds=1 restarts=0 pace=945015 latency=76µs lost-after=3s calm=0s
++564.104ms split abce a 11.414782s 0s
+commit2+2µs heal - - 0s 0s
+commit2+3µs split * c 0s 0s`},
+	{"a starved coordinator", `
+job seed=7001650 hosts=3 late=1 least=1 local=1 seeds=1 restarts=0 pace=818668 latency=525µs lost-after=3s calm=1m40s
++4.87s starve a - 6.795071s 0s
++4.261s starve * - 7.451915s 0s`},
+}
+
+func TestSimulatedSchedules(t *testing.T) {
+	for _, c := range simSchedules {
+		t.Run(c.name, func(t *testing.T) {
+			s, err := parseSchedule(c.text)
+			require.NoError(t, err)
+			if r, bad := fails(t, s, 2); bad {
+				require.FailNow(t, r.violation, strings.Join(r.events, "\n"))
+			}
+		})
+	}
+}
+
+// The text of a schedule replays it.
+func TestScheduleText(t *testing.T) {
+	for seed := range uint64(1000) {
+		s := randomSchedule(seed)
+		again, err := parseSchedule(s.String())
+		require.NoError(t, err)
+		require.Equal(t, s, again)
+	}
+	for _, bad := range []string{"job hosts=x", "job horses=3", "+1s split a", "soon split a b 0s 0s", "+1s split a b 0 x"} {
+		_, err := parseSchedule(bad)
+		require.Error(t, err, bad)
+	}
+}

@@ -242,6 +242,7 @@ func (c *coordinator) readLoop(p *peer) error {
 		if err != nil {
 			return err
 		}
+		m.fromWorker = p.worker
 		switch m.kind {
 		case kindBeat:
 			p.sendBeat()

@@ -134,6 +134,15 @@ func (c *coordinator) setPhase(p phase) {
 	c.elastic.turn++
 }
 
+// sinceEnd returns how long ago the last epoch ended, or 0 if it has not. No change of phase, and no process that
+// comes, goes or connects again resets it.
+func (e *elastic) sinceEnd() time.Duration {
+	if e.begun.IsZero() {
+		return 0
+	}
+	return time.Since(e.begun)
+}
+
 // inPhase calls fn in d, unless the phase has changed by then.
 func (c *coordinator) inPhase(d time.Duration, fn func()) {
 	e, turn := c.elastic, c.elastic.turn

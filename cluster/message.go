@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 
 	"github.com/gochorus/chorus/internal/plain"
 )
@@ -72,6 +73,8 @@ type message struct {
 	epoch uint64
 	id    uint64 // number of a call, or of an attempt
 	body  []byte
+	// fromWorker is true at the coordinator if a worker has sent the message.
+	fromWorker bool
 }
 
 const messageHeadBytes = 1 + 8 + 8
@@ -107,29 +110,57 @@ func decodeMessage(b []byte) (message, error) {
 	return m, nil
 }
 
-// note creates a message with a record as its body, or without a body if v is nil.
+// maxText limits each text in a record, such as the error of a process. Other processes choose many of them,
+// and one record has those of many processes.
+const maxText = 4 << 10
+
+// note creates a message with a record as its body, or without a body if v is nil. It clips texts that
+// are too long, and clips them further while all texts together make the message too long.
 func note(k kind, v any) message {
 	m := message{kind: k, epoch: firstEpoch}
-	if v != nil {
-		b, err := json.Marshal(v)
-		if err != nil { // cannot fail: records contain only text and numbers
-			panic("cluster: " + err.Error())
+	if v == nil {
+		return m
+	}
+	record := marshalRecord(v)
+	m.body = pack(record)
+	if len(record) <= maxText {
+		return m
+	}
+	isLong := plain.LongestText(v) > maxText
+	// Without any texts, the message may still be too long: then the stream that is to carry it ends.
+	for limit := maxText; (isLong || m.bytes() > maxMessageBytes) && limit > maxNameBytes; limit /= 4 {
+		short := reflect.New(reflect.TypeOf(v))
+		if err := json.Unmarshal(record, short.Interface()); err != nil {
+			panic("cluster: " + err.Error()) // cannot fail, as in marshalRecord
 		}
-		m.body = pack(b)
+		plain.ClipRecord(short.Interface(), limit)
+		m.body, isLong = pack(marshalRecord(short.Interface())), false
 	}
 	return m
 }
 
-// record decodes a record into v.
+func marshalRecord(v any) []byte {
+	b, err := json.Marshal(v)
+	if err != nil { // cannot fail: records contain only text and numbers
+		panic("cluster: " + err.Error())
+	}
+	return b
+}
+
+// record decodes a record into v. It escapes and clips its texts.
 func (m message) record(v any) error {
-	b, err := unpack(m.body)
+	most := maxRecord
+	if m.fromWorker {
+		most = maxWorkerRecord
+	}
+	b, err := unpack(m.body, most)
 	if err == nil {
 		err = json.Unmarshal(b, v)
 	}
 	if err != nil {
 		return fmt.Errorf("record of kind %d: %w", m.kind, err)
 	}
-	plain.Record(v)
+	plain.ShortRecord(v, maxText)
 	return nil
 }
 

@@ -49,13 +49,14 @@ type stream struct {
 	idle     bool // the writer has written the messages before next
 	bytes    int  // of out
 	received uint64
-	unsaid   int  // bytes received since the last frame that was written
-	beat     bool // send a heartbeat
-	resumed  bool // send kindResumed
-	closed   bool // no new messages; queued messages are still sent
-	hungUp   bool // received messages are ignored, too
-	over     bool // the reader has ended
-	detached bool // the link belongs to another stream
+	unsaid   int   // bytes received since the last frame that was written
+	beat     bool  // send a heartbeat
+	resumed  bool  // send kindResumed
+	closed   bool  // no new messages; queued messages are still sent
+	hungUp   bool  // received messages are ignored, too
+	over     bool  // the reader has ended
+	detached bool  // the link belongs to another stream
+	cause    error // why this end has closed the stream; nil if it was asked to
 }
 
 // A renewal is a link that replaces a failed one.
@@ -163,6 +164,9 @@ func (s *stream) replaceLink(err error) error {
 		return s.adopt(r)
 	default:
 	}
+	if cause := s.endCause(); cause != nil {
+		return cause
+	}
 	if s.renew == nil {
 		return err
 	}
@@ -171,6 +175,24 @@ func (s *stream) replaceLink(err error) error {
 		return err
 	}
 	return s.adopt(r)
+}
+
+// endCause returns why this end has closed the stream, or nil.
+func (s *stream) endCause() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.cause
+}
+
+// fail closes the stream, and the reader then reports the cause.
+func (s *stream) fail(cause error) {
+	s.closed, s.cause = true, cause
+	if s.link != nil {
+		s.link.close()
+		s.link = nil
+	}
+	s.changed.Broadcast()
+	s.wake()
 }
 
 // adopt makes the link of r the current one.
@@ -251,23 +273,21 @@ func (s *stream) receivedSoFar() uint64 {
 	return s.received
 }
 
-// send queues a message and does not block. If the queue is full, the stream ends. The caller must not change the body afterwards.
+// send queues a message and does not block. If the queue is full, or no frame can carry the message, the stream
+// ends: a message that is left out or repeated for ever would leave the other end waiting. The caller must not change
+// the body afterwards.
 func (s *stream) send(m message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
-		return
+	switch {
+	case s.closed:
+	case m.bytes() > maxMessageBytes:
+		s.fail(fmt.Errorf("a message of %d bytes for it: %w", m.bytes(), ErrTooLarge))
+	case len(s.out) > 0 && s.bytes+m.bytes() > maxUnackedBytes:
+		s.fail(fmt.Errorf("it has not acknowledged %d bytes of messages", s.bytes))
+	default:
+		s.append(m)
 	}
-	if len(s.out) > 0 && s.bytes+m.bytes() > maxUnackedBytes {
-		s.closed = true
-		if s.link != nil {
-			s.link.close() // the reader then reports the loss
-			s.link = nil
-		}
-		s.wake()
-		return
-	}
-	s.append(m)
 }
 
 func (s *stream) append(m message) {
@@ -409,7 +429,7 @@ func (s *stream) writeLoop() {
 			if l == nil {
 				break
 			}
-			if err := l.write(f, s.sendBy); err != nil {
+			if err := l.write(f, s.sendBy); err != nil { // never ErrTooLarge: send and sendWait refuse such messages
 				s.writeFailed(l)
 			}
 		}

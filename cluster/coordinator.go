@@ -8,6 +8,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -68,7 +69,8 @@ type coordinator struct {
 	workers []*peer // in the order of arrival
 	world   *world
 	engine  *engine
-	elastic *elastic // if the processes call Run and the first world is complete
+	stored  atomic.Int64 // bytes of the long values of all epochs that the stores or queued replies have
+	elastic *elastic     // if the processes call Run and the first world is complete
 	// succession is set while this coordinator wants to replace one that was lost.
 	succession  *succession
 	elsewhere   time.Time       // when another coordinator was last known to run the job
@@ -155,6 +157,9 @@ func (c *coordinator) serve(conn net.Conn) {
 		l.most = maxCharterFrame
 	}
 	p := newPeer(newStream(l, c.clock, c.cfg.self.LostAfter), peerAddr(conn))
+	if l.worker {
+		p.most = maxWorkerUnackedBytes
+	}
 	p.worker, p.renew = l.worker, func(err error) (renewal, error) { return c.awaitLink(p, err) }
 	hello.Stream = p.id
 	if !c.admit(p) || l.write(frame{body: note(kindWelcome, hello).encode()}, handshakeTimeout) != nil {
@@ -250,6 +255,10 @@ func (c *coordinator) readLoop(p *peer) error {
 			if err := c.resume(p, m); err != nil {
 				return err
 			}
+		case kindCall:
+			if err := c.call(p, m); err != nil {
+				return err
+			}
 		default:
 			if err := c.handle(p, m); err != nil {
 				return err
@@ -341,8 +350,6 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 		c.sendAttendance(p, m.id)
 	case kindReport:
 		c.reported(p, m)
-	case kindCall:
-		return c.call(p, m)
 	case kindCancel:
 		if c.world != nil {
 			c.engine.cancel(ticket{p.reg.Rank, m.id})
@@ -355,15 +362,21 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 	return nil
 }
 
-// call runs a store call of a member of the world.
+// call runs a store call of a member of the world. It decodes the call without the lock.
 func (c *coordinator) call(p *peer, m message) error {
 	req, err := decodeCall(m.body)
 	if err != nil {
 		return err
 	}
-	reply := func(r call) {
-		p.send(message{kind: kindReply, epoch: c.epoch, id: m.id, body: r.encode()})
+	c.mu.Lock()
+	defer c.unlock()
+	if c.handedOver {
+		return nil
 	}
+	if p.role != roleWorker {
+		return errors.New("a store call of a process that is no worker")
+	}
+	reply := func(r call) { p.send(r.message(kindReply, c.epoch, m.id)) }
 	switch {
 	case c.world == nil || p.state != peerJoined:
 		reply(call{op: statusBad})
@@ -374,6 +387,12 @@ func (c *coordinator) call(p *peer, m message) error {
 	}
 	c.engine.do(ticket{p.reg.Rank, m.id}, req, reply)
 	return nil
+}
+
+// newStore replaces the store for a world of size processes.
+func (c *coordinator) newStore(size int) {
+	c.engine.close()
+	c.engine = newEngine(size, &c.stored)
 }
 
 // refuse rejects a peer and notifies the user of this host.

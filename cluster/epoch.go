@@ -153,7 +153,8 @@ func (c *coordinator) commitEpoch() {
 	e.proposed = nil
 	line := c.epochLine()
 	c.epoch++
-	c.world, c.engine = e.next, newEngine(len(e.next.Members))
+	c.world = e.next
+	c.newStore(len(e.next.Members))
 	if c.plan != nil {
 		c.plan = c.planOfEpoch()
 		c.electorates, e.inherited = []electorate{e.voters}, false

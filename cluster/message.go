@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"bytes"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
@@ -73,13 +74,17 @@ type message struct {
 	epoch uint64
 	id    uint64 // number of a call, or of an attempt
 	body  []byte
+	parts [][]byte  // more of the body: memory that several messages share
+	holds []*buffer // of parts; released when the message is acknowledged or dropped
 	// fromWorker is true at the coordinator if a worker has sent the message.
 	fromWorker bool
 }
 
 const messageHeadBytes = 1 + 8 + 8
 
-func (m message) encode() []byte { return append(m.head(), m.body...) }
+func (m message) encode() []byte {
+	return bytes.Join(append([][]byte{m.head(), m.body}, m.parts...), nil)
+}
 
 // head returns the message without its body.
 func (m message) head() []byte {
@@ -89,7 +94,29 @@ func (m message) head() []byte {
 	return binary.BigEndian.AppendUint64(b, m.id)
 }
 
-func (m message) bytes() int { return messageHeadBytes + len(m.body) }
+// bytes returns the length of the encoded message.
+func (m message) bytes() int {
+	n := messageHeadBytes + len(m.body)
+	for _, p := range m.parts {
+		n += len(p)
+	}
+	return n
+}
+
+// cost returns the approximate memory of a queued message, without that of its parts, which the store is charged with.
+func (m message) cost() int { return messageBytes + len(m.body) + partBytes*len(m.parts) }
+
+const (
+	messageBytes = 256
+	partBytes    = 32
+)
+
+// release releases the shared memory.
+func (m message) release() {
+	for _, b := range m.holds {
+		b.release()
+	}
+}
 
 func decodeMessage(b []byte) (message, error) {
 	if len(b) < messageHeadBytes {
@@ -168,30 +195,63 @@ func (m message) record(v any) error {
 type call struct {
 	op     byte // an operation or, in a reply, a status
 	n      int64
-	fields [][]byte // nil and empty differ: nil means absent
+	fields [][]byte  // nil and empty differ: nil means absent
+	holds  []*buffer // of a reply: the memory of fields; empty, or with nil for short ones
 }
 
 // absentField is the encoded length of a nil field.
 const absentField = 1<<32 - 1
 
 func (c call) encode() []byte {
+	m := c.message(0, 0, 0)
+	return bytes.Join(append([][]byte{m.body}, m.parts...), nil)
+}
+
+// shareFrom is the length from which on messages share a value, instead of copying it.
+const shareFrom = 256
+
+// message returns a message with the call. It shares long values with the store.
+func (c call) message(k kind, epoch, id uint64) message {
 	size := 1 + 8 + 4
 	for _, f := range c.fields {
-		size += 4 + len(f)
+		if size += 4; len(f) < shareFrom {
+			size += len(f)
+		}
 	}
 	b := make([]byte, 0, size)
 	b = append(b, c.op)
 	b = binary.BigEndian.AppendUint64(b, uint64(c.n))
 	b = binary.BigEndian.AppendUint32(b, uint32(len(c.fields)))
-	for _, f := range c.fields {
+	m := message{kind: k, epoch: epoch, id: id}
+	from := 0 // what of b is not in m yet
+	cut := func() {
+		if m.body == nil {
+			m.body = b[:len(b):len(b)]
+		} else {
+			m.parts = append(m.parts, b[from:len(b):len(b)])
+		}
+		from = len(b)
+	}
+	for i, f := range c.fields {
 		if f == nil {
 			b = binary.BigEndian.AppendUint32(b, absentField)
 			continue
 		}
 		b = binary.BigEndian.AppendUint32(b, uint32(len(f)))
-		b = append(b, f...)
+		if len(f) < shareFrom {
+			b = append(b, f...)
+			continue
+		}
+		cut()
+		m.parts = append(m.parts, f)
+		if i < len(c.holds) && c.holds[i] != nil {
+			m.holds = append(m.holds, c.holds[i].retain())
+		}
 	}
-	return b
+	if from < len(b) {
+		cut()
+	}
+	return m
 }
 
 var errShortCall = errors.New("store call is truncated")

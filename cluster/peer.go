@@ -23,10 +23,11 @@ type peer struct {
 	home     place  // worker: the place in which it was started
 	seat     uint64 // worker: the last epoch that it was a member of; 0 if it is new
 	elastic  answers
-	draining *fault // agent: its host leaves the job for this reason, such as "received SIGTERM"
-	request  uint64 // number of the last request to continue the stream
-	prepared bool   // agent: has accepted the current attempt
-	ready    bool   // agent: no worker of an earlier attempt is running
+	draining *fault   // agent: its host leaves the job for this reason, such as "received SIGTERM"
+	asked    []uint64 // requests for the attendance that are not answered yet
+	request  uint64   // number of the last request to continue the stream
+	prepared bool     // agent: has accepted the current attempt
+	ready    bool     // agent: no worker of an earlier attempt is running
 }
 
 // answers are the answers of a worker that calls Run to the coordinator, in one epoch.

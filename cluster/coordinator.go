@@ -93,7 +93,7 @@ type coordinator struct {
 
 // newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
 func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
+	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[string]*peer{}, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{})}
 	c.faults = newFaults()
@@ -120,13 +120,16 @@ func listen(addr string) (net.Listener, error) {
 
 func (c *coordinator) acceptLoop() {
 	acceptAll(c.ln, func(reason string) { c.cfg.notify("job " + c.cfg.job + ": " + reason) }, func(conn net.Conn) {
-		if err := knownPeer(conn); err != nil { // rejected connections must not occupy the limiter
-			conn.Close()
-			c.notifyRefused(conn, err)
-			return
+		s, fromPort := conn.(*stranger)
+		if !fromPort {
+			if err := knownPeer(conn); err != nil { // rejected connections must not occupy the limiter
+				conn.Close()
+				c.notifyRefused(conn, err)
+				return
+			}
+			s = c.limiter.enter(conn)
 		}
-		c.limiter.enter(conn)
-		c.wg.Go(func() { c.serve(conn) })
+		c.wg.Go(func() { c.serve(s) })
 	})
 }
 
@@ -143,9 +146,9 @@ func (c *coordinator) pause(d time.Duration) bool {
 }
 
 // serve authenticates one connection and reads it until it ends.
-func (c *coordinator) serve(conn net.Conn) {
+func (c *coordinator) serve(conn *stranger) {
 	l, err := acceptHandshake(conn, c.cfg.job, c.cfg.key)
-	c.limiter.leave(conn)
+	conn.leave()
 	if err != nil {
 		conn.Close()
 		c.notifyRefused(conn, err)
@@ -493,7 +496,7 @@ func (c *coordinator) close() {
 	c.mu.Unlock()
 	close(c.quit)
 	c.ln.Close()
-	c.limiter.clear()
+	c.limiter.close()
 	c.wg.Wait()
 }
 

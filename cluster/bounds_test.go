@@ -150,3 +150,19 @@ func TestNewcomersDoNotExtendTheWait(t *testing.T) {
 	cancel()
 	require.Positive(t, <-flapped)
 }
+
+// One worker cannot end the job by a least size that no world has.
+func TestLeastSizeOfOneWorker(t *testing.T) {
+	of := func(least ...int) int {
+		var ps []*peer
+		for _, n := range least {
+			ps = append(ps, &peer{reg: registration{Least: n}})
+		}
+		return leastSize(ps)
+	}
+	require.Equal(t, 1, of())
+	require.Equal(t, 2, of(2, 1<<30))
+	require.Equal(t, 3, of(3, 3, 1<<30))
+	require.Equal(t, 3, of(3, -1, 3))
+	require.Equal(t, 1, of(0))
+}

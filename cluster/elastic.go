@@ -15,7 +15,6 @@ import (
 type elastic struct {
 	phase phase
 	turn  uint64    // counts changes of phase
-	least int       // size that the world needs
 	begun time.Time // when the epoch ended
 	quiet time.Time // until then, further losses are expected
 	last  fault     // the last loss
@@ -110,7 +109,6 @@ func (c *coordinator) startFirst() {
 // arrived records a worker that has registered.
 func (c *coordinator) arrived(p *peer) {
 	e, at := c.elastic, p.home
-	e.least = max(e.least, p.reg.Least)
 	delete(e.expected, at)
 	if e.retries[at] == nil {
 		e.retries[at] = &retries{}

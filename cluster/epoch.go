@@ -68,7 +68,21 @@ func (c *coordinator) isEnough(ps []*peer) bool {
 	for _, p := range ps {
 		hosts[p.reg.Agent] = true
 	}
-	return len(ps) >= max(c.elastic.least, 1) && len(hosts) >= c.cfg.leastHosts()
+	return len(ps) >= leastSize(ps) && len(hosts) >= c.cfg.leastHosts()
+}
+
+// leastSize returns the smallest world that workers can work with. All run one program, so the median is what most of them say:
+// a single one cannot end the job.
+func leastSize(ps []*peer) int {
+	var all []int
+	for _, p := range ps {
+		all = append(all, p.reg.Least)
+	}
+	slices.Sort(all)
+	if len(all) == 0 {
+		return 1
+	}
+	return max(all[(len(all)-1)/2], 1)
 }
 
 // leastHosts returns the number of hosts that the job needs.

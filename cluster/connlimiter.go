@@ -33,7 +33,7 @@ const (
 // A connLimiter limits the connections of one process that are not authenticated, at all of its ports together, from
 // accept to the end of the handshake. When there is no place, it closes the oldest connection of
 // the address that has most of them. Members need milliseconds, while the connections of a scanner or of an attacker stay, and
-// those of one address do not take the places of other addresses.
+// one address does not take the places of others.
 type connLimiter struct {
 	mu     sync.Mutex
 	inside [numStages][]*stranger // in the order in which they came to the stage
@@ -101,7 +101,7 @@ func (g *connLimiter) next(in stage) *stranger {
 	return oldest
 }
 
-// sourceOf returns what one attacker has many addresses of: an IPv4 address, or a network of IPv6.
+// sourceOf returns the IPv4 address of the other end, or its network of IPv6, which has many addresses.
 func sourceOf(c net.Conn) netip.Prefix {
 	t, ok := c.RemoteAddr().(*net.TCPAddr)
 	if !ok {

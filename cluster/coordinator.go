@@ -377,7 +377,7 @@ func (c *coordinator) call(p *peer, m message) error {
 		return nil
 	}
 	if p.role != roleWorker {
-		return errors.New("a store call of a process that is no worker")
+		return errors.New("a store call of a launcher")
 	}
 	reply := func(r call) { p.send(r.message(kindReply, c.epoch, m.id)) }
 	switch {

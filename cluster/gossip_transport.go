@@ -28,9 +28,9 @@ const (
 )
 
 // A gossipTransport is memberlist's network transport: a TCP and a UDP socket
-// with the same port. It drops packets that are not from a member before memberlist sees them: the kernel drops
-// those without the job's label, which a stranger can read in another packet, and receive those that the job's key does not
-// decrypt, that have come before, and that are too many.
+// with the same port. Packets from strangers do not reach memberlist. The kernel drops packets without the job's label,
+// which a stranger can read in another packet. Then receive drops packets that the job's key does not decrypt, that have come
+// before, or that are too many.
 type gossipTransport struct {
 	tcp     *net.TCPListener
 	udp     *net.UDPConn

@@ -103,7 +103,7 @@ func (m message) bytes() int {
 	return n
 }
 
-// cost returns the approximate memory of a queued message, without that of its parts, which the store is charged with.
+// cost returns the approximate memory of a queued message without its parts: the store is charged with them.
 func (m message) cost() int { return messageBytes + len(m.body) + partBytes*len(m.parts) }
 
 const (

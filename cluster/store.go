@@ -21,7 +21,7 @@ const (
 
 	// entryBytes is the approximate overhead of a key.
 	entryBytes = 192
-	// maxCallKeys limits the keys of a call, each of which costs the coordinator more time than bytes.
+	// maxCallKeys limits the keys of a call: each costs the coordinator more time than its bytes suggest.
 	maxCallKeys = maxWaitKeys
 )
 
@@ -72,7 +72,7 @@ type engine struct {
 	left     map[int]bool
 }
 
-// A value of a key. Its bytes are never overwritten, because queued replies share those of a long value with the store.
+// A value of a key. Its bytes are never overwritten, because queued replies share a long value with the store.
 type value struct {
 	b   []byte
 	buf *buffer // nil if the value is shorter than shareFrom

@@ -13,7 +13,7 @@ const (
 	// maxUnackedBytes limits the cost of the messages that the other end has not acknowledged. A peer
 	// that exceeds it is lost; a member waits.
 	maxUnackedBytes = MaxStoreBytes
-	// maxWorkerUnackedBytes is the limit for a worker at the coordinator: most of what it gets are replies, which are
+	// maxWorkerUnackedBytes is the limit for a worker at the coordinator: most of its messages are replies, which are
 	// short or share the memory of the store.
 	maxWorkerUnackedBytes = 8 << 20
 	// ackEvery is the number of received bytes after which an acknowledgement is sent

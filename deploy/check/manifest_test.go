@@ -112,8 +112,8 @@ func TestImage(t *testing.T) {
 	require.Contains(t, string(image), "sha256sum -c")
 }
 
-// TestUnit lets systemd rate the rights of the unit, without starting anything.
-func TestUnit(t *testing.T) {
+// TestRightsOfTheUnit lets systemd rate the rights of the unit, without starting anything.
+func TestRightsOfTheUnit(t *testing.T) {
 	if _, err := exec.LookPath("systemd-analyze"); err != nil {
 		t.Skip("no systemd-analyze")
 	}

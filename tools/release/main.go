@@ -5,7 +5,7 @@
 //	release -version v0.1.0 [-o dist]
 //
 // It runs in the root of the repository and needs no network if the modules are downloaded. The environment does not change
-// the bytes. SHA256SUMS is to be signed where the key is, and is what users verify:
+// the bytes. Users verify SHA256SUMS. Sign it on the machine that has the key:
 //
 //	minisign -Sm dist/SHA256SUMS
 //	cosign sign-blob --bundle dist/SHA256SUMS.bundle dist/SHA256SUMS

@@ -155,7 +155,7 @@ type sender struct {
 }
 
 // isNew reports whether no metric with the same labels was sent: a worker may report one thing twice, and a second metric would
-// make those of the whole host invalid.
+// make all metrics of the host invalid.
 func (s *sender) isNew(d desc, labels []string) bool {
 	key := fmt.Sprintf("%s %q", d.name, labels)
 	if s.seen == nil {

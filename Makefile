@@ -8,7 +8,7 @@ STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
 RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
-.PHONY: help build demo test newest newest-ci soak deploy check lint cross generate ptx bench fuzz gpu-bins release clean
+.PHONY: help build demo test vuln newest newest-ci soak deploy check lint cross generate ptx bench fuzz gpu-bins release clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -50,6 +50,16 @@ NEWEST = go1.27.3
 newest: ## vet the packages and run all tests with the newest Go, without the race detector
 	GOTOOLCHAIN=$(NEWEST) $(GO) vet ./...
 	GOTOOLCHAIN=$(NEWEST) CGO_ENABLED=0 $(GO) test $(FAST) $(BESIDE) -timeout 20m ./...
+
+GOVULNCHECK = golang.org/x/vuln/cmd/govulncheck@v1.1.4
+
+vuln: ## look for known vulnerabilities of the modules, if the database can be reached
+	@$(GO) run $(GOVULNCHECK) ./cmd/... > vuln.log 2>&1; code=$$?; \
+	case $$code in \
+	0) tail -n 1 vuln.log;; \
+	3) cat vuln.log; rm -f vuln.log; exit 3;; \
+	*) echo "known vulnerabilities are not looked for: $$(tail -n 1 vuln.log)";; \
+	esac; rm -f vuln.log
 
 # These packages use private names, the memory layout or the scheduler of Go's runtime.
 RUNTIME = ./internal/dl ./internal/flight ./internal/goroutine ./internal/handle ./internal/spinpool

@@ -7,6 +7,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/gochorus/chorus/internal/connlimit"
 )
 
 // acceptRetry is the time between two attempts to accept a connection if the system lacks
@@ -25,6 +27,10 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 		c, err := ln.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
+		}
+		if err == nil && connlimit.TakesReserve(c) {
+			c.Close()
+			err = syscall.EMFILE
 		}
 		if err == nil {
 			failing = time.Time{}

@@ -12,6 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 // An Agent is the member of one host in a job; it runs in the host's launcher. It
@@ -233,6 +234,7 @@ func (a *Agent) Report(local int, e Exit) error {
 	if e.Reason == "" {
 		e.Reason = describe(e.Code)
 	}
+	e.Reason = plain.Clip(e.Reason, maxText) // the next coordinator gets it, too
 	a.mu.Lock()
 	a.exited(e)
 	k := a.k
@@ -247,7 +249,7 @@ func (a *Agent) Report(local int, e Exit) error {
 // host a ...", for example "received SIGTERM". All launchers should exit with
 // code. If the coordinator is lost meanwhile, the next one learns it.
 func (a *Agent) Stop(reason string, code int) error {
-	f := fault{Reason: reason, Code: code}
+	f := fault{Reason: plain.Clip(reason, maxText), Code: code}
 	a.mu.Lock()
 	a.stops = &f
 	k := a.k

@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"sync/atomic"
 	"time"
+
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 // An attempt is an agent's part in the job from one start of all processes to the next.
@@ -144,7 +146,7 @@ func (a *Agent) CanDrain() bool {
 // coordinates, another one does so afterwards. The launcher gets an Order with Stop when its workers have left. If too few hosts would
 // remain, the job is stopped as by Stop.
 func (a *Agent) Drain(reason string, code int) error {
-	f := fault{Reason: reason, Code: code}
+	f := fault{Reason: plain.Clip(reason, maxText), Code: code}
 	a.mu.Lock()
 	a.drains = &f
 	a.mu.Unlock()

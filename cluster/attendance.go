@@ -25,10 +25,27 @@ func (c *coordinator) attendance() attendance {
 	return r
 }
 
+// sendAttendance answers a request for the attendance. The record of a large world is long, so it is encoded without
+// the lock, and once for all requests of a peer that have come meanwhile.
 func (c *coordinator) sendAttendance(p *peer, id uint64) {
-	m := note(kindAttendance, c.attendance())
-	m.id = id
-	p.send(m)
+	if len(p.inquiries) >= maxNamed {
+		return // it asks faster than it can be answered
+	}
+	p.inquiries = append(p.inquiries, id)
+	if len(p.inquiries) > 1 || c.closed {
+		return
+	}
+	r := c.attendance()
+	c.wg.Go(func() {
+		m := note(kindAttendance, r)
+		c.mu.Lock()
+		defer c.unlock()
+		for _, id := range p.inquiries {
+			m.id = id
+			p.send(m)
+		}
+		p.inquiries = nil
+	})
 }
 
 // size returns the world size, or 0 while the hosts are not known.

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"net"
+	"slices"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -13,67 +14,92 @@ import (
 // A silent is a connection that reports its end.
 type silent struct {
 	net.Conn
+	from string
 	open *atomic.Int64
 }
 
-func (s *silent) Close() error { s.open.Add(-1); return nil }
+func (s *silent) Close() error                { s.open.Add(-1); return nil }
+func (s *silent) SetDeadline(time.Time) error { return nil }
+func (s *silent) RemoteAddr() net.Addr        { return &net.TCPAddr{IP: net.ParseIP(s.from), Port: 7} }
 
-// TestLimitOfStrangers admits more connections than the limiter permits. The oldest one is
-// closed, but not before it had time for its handshake.
+// TestLimitOfStrangers admits more connections than the limiter permits. The oldest one of the address that has most of
+// them is closed, but not before this process had time to read its first message.
 func TestLimitOfStrangers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := newConnLimiter(maxStrangers)
+		g := newConnLimiter()
 		var open atomic.Int64
-		enter := func() *silent {
+		enter := func(from string) *stranger {
 			open.Add(1)
-			s := &silent{open: &open}
-			g.enter(s)
-			return s
+			return g.enter(&silent{from: from, open: &open})
 		}
 		begin := time.Now()
-		first := enter()
-		for range maxStrangers - 1 {
-			enter()
+		member := enter("10.0.0.2")
+		first := enter("10.0.0.1")
+		for range maxStrangers - 2 {
+			enter("10.0.0.1")
 		}
 		require.Zero(t, time.Since(begin), "there is room")
 		require.EqualValues(t, maxStrangers, open.Load())
 		for range 3 * maxStrangers {
-			enter()
+			enter("10.0.0.1")
 			require.EqualValues(t, maxStrangers, open.Load())
 		}
-		require.Equal(t, 3*minConnectionTime, time.Since(begin), "each had its minimum time")
-		g.leave(first) // it was closed before
-		require.Len(t, g.inside, maxStrangers)
+		require.LessOrEqual(t, time.Since(begin), 4*minConnectionTime)
+		require.GreaterOrEqual(t, time.Since(begin), 3*minConnectionTime)
+		require.False(t, first.advance(stageProof), "it was closed")
+		require.True(t, member.said(make([]byte, helloBytes)), "one of another address keeps its place")
+		require.Equal(t, []int{maxStrangers - 1, 1, 0}, placesOf(g))
+		first.leave() // as often as you like
+		member.leave()
+		require.Equal(t, []int{maxStrangers - 1, 0, 0}, placesOf(g))
 
-		last, done := enter(), make(chan time.Time)
-		begin = time.Now()
-		time.Sleep(minConnectionTime / 2)
-		go func() { enter(); done <- time.Now() }()
-		synctest.Wait()
-		g.leave(g.inside[0].c) // a handshake ends, and its place is free at once
-		require.Equal(t, minConnectionTime/2, (<-done).Sub(begin))
-		require.Contains(t, g.inside, stranger{last, begin})
-		g.clear()
-		require.Empty(t, g.inside)
+		again := enter("2001:db8::1")
+		require.False(t, again.said(make([]byte, helloBytes)), "a first message is valid once")
+		require.True(t, again.advance(stageGossip))
+		for i := range 3 * maxGossipStreams {
+			s := enter("2001:db8::" + string("0123456789abcdef"[i%16]))
+			require.True(t, s.advance(stageGossip))
+		}
+		require.False(t, again.advance(stageGossip))
+		require.Equal(t, maxGossipStreams, placesOf(g)[stageGossip])
+		g.close()
+		require.Equal(t, []int{0, 0, 0}, placesOf(g))
+		require.Zero(t, open.Load()-1, "the member is not the limiter's any more")
+		enter("10.0.0.3")
+		require.EqualValues(t, 1, open.Load(), "closed at once")
 	})
 }
 
-// A connection that has left while there was room does not cut the time of a later one.
-func TestLimiterForgetsWhoHasLeft(t *testing.T) {
+// A connection that leaves makes room at once.
+func TestRoomForStrangers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g := newConnLimiter(2)
+		g := newConnLimiter()
 		var open atomic.Int64
-		enter := func() *silent {
-			open.Add(1)
-			s := &silent{open: &open}
-			g.enter(s)
-			return s
+		var in []*stranger
+		for range maxStrangers {
+			in = append(in, g.enter(&silent{from: "10.0.0.1", open: &open}))
 		}
-		g.leave(enter())
-		begin := time.Now()
-		enter()
-		enter()
-		enter()
-		require.Equal(t, minConnectionTime, time.Since(begin))
+		begin, done := time.Now(), make(chan time.Time)
+		time.Sleep(minConnectionTime / 2)
+		go func() { g.enter(&silent{from: "10.0.0.1", open: &open}); done <- time.Now() }()
+		synctest.Wait()
+		in[7].leave() // a handshake ends
+		require.Equal(t, minConnectionTime/2, (<-done).Sub(begin))
+		require.True(t, in[0].advance(stageProof))
+		g.close()
 	})
+}
+
+func TestRecent(t *testing.T) {
+	r := recent[int]{most: 10}
+	var all []int
+	for i := range 100 {
+		require.True(t, r.isNew(i))
+		all = append(all, i)
+		for _, last := range all[max(0, len(all)-10):] {
+			require.False(t, r.isNew(last))
+		}
+		require.LessOrEqual(t, len(r.now)+len(r.before), 20)
+	}
+	require.True(t, r.isNew(slices.Min(all)), "it is forgotten")
 }

@@ -9,6 +9,7 @@ import (
 	"os"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 )
 
@@ -74,7 +75,8 @@ type coordinator struct {
 	workers []*peer // in the order of arrival
 	world   *world
 	engine  *engine
-	elastic *elastic // if the processes call Run and the first world is complete
+	stored  atomic.Int64 // bytes of the long values of all epochs that the stores or queued replies have
+	elastic *elastic     // if the processes call Run and the first world is complete
 	// succession is set while this coordinator wants to replace one that was lost.
 	succession  *succession
 	elsewhere   time.Time       // when another coordinator was last known to run the job
@@ -100,7 +102,7 @@ type coordinator struct {
 
 // newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
 func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
+	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
 		quit: make(chan struct{}), peers: map[string]*peer{}, run: newUUID(), term: firstTerm, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{})}
 	c.clock.sys = cfg.sys
@@ -118,13 +120,16 @@ func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinat
 
 func (c *coordinator) acceptLoop() {
 	acceptAll(c.ln, func(reason string) { c.cfg.notify("job " + c.cfg.job + ": " + reason) }, func(conn net.Conn) {
-		if err := knownPeer(conn); err != nil { // rejected connections must not occupy the limiter
-			conn.Close()
-			c.notifyRefused(conn, err)
-			return
+		s, fromPort := conn.(*stranger)
+		if !fromPort {
+			if err := knownPeer(conn); err != nil { // rejected connections must not occupy the limiter
+				conn.Close()
+				c.notifyRefused(conn, err)
+				return
+			}
+			s = c.limiter.enter(conn)
 		}
-		c.limiter.enter(conn)
-		c.wg.Go(func() { c.serve(conn) })
+		c.wg.Go(func() { c.serve(s) })
 	})
 }
 
@@ -141,9 +146,9 @@ func (c *coordinator) pause(d time.Duration) bool {
 }
 
 // serve authenticates one connection and reads it until it ends.
-func (c *coordinator) serve(conn net.Conn) {
+func (c *coordinator) serve(conn *stranger) {
 	l, err := acceptHandshake(conn, c.cfg.job, c.cfg.key)
-	c.limiter.leave(conn)
+	conn.leave()
 	if err != nil {
 		conn.Close()
 		c.notifyRefused(conn, err)
@@ -155,6 +160,9 @@ func (c *coordinator) serve(conn net.Conn) {
 		l.most = maxCharterFrame
 	}
 	p := newPeer(newStream(l, c.clock, c.cfg.self.LostAfter), peerAddr(conn))
+	if l.worker {
+		p.most = maxWorkerUnackedBytes
+	}
 	p.worker, p.renew = l.worker, func(err error) (renewal, error) { return c.awaitLink(p, err) }
 	hello.Stream = p.id
 	if !c.admit(p) || l.write(frame{body: note(kindWelcome, hello).encode()}, handshakeTimeout) != nil {
@@ -246,11 +254,16 @@ func (c *coordinator) readLoop(p *peer) error {
 		if err != nil {
 			return err
 		}
+		m.fromWorker = p.worker
 		switch m.kind {
 		case kindBeat:
 			p.sendBeat()
 		case kindResume:
 			if err := c.resume(p, m); err != nil {
+				return err
+			}
+		case kindCall:
+			if err := c.call(p, m); err != nil {
 				return err
 			}
 		default:
@@ -350,8 +363,6 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 		c.sendAttendance(p, m.id)
 	case kindReport:
 		c.reported(p, m)
-	case kindCall:
-		return c.call(p, m)
 	case kindCancel:
 		if c.world != nil {
 			c.engine.cancel(ticket{p.reg.Rank, m.id})
@@ -364,15 +375,21 @@ func (c *coordinator) handleWorker(p *peer, m message) error {
 	return nil
 }
 
-// call runs a store call of a member of the world.
+// call runs a store call of a member of the world. It decodes the call without the lock.
 func (c *coordinator) call(p *peer, m message) error {
 	req, err := decodeCall(m.body)
 	if err != nil {
 		return err
 	}
-	reply := func(r call) {
-		p.send(message{kind: kindReply, epoch: c.epoch, id: m.id, body: r.encode()})
+	c.mu.Lock()
+	defer c.unlock()
+	if c.handedOver {
+		return nil
 	}
+	if p.role != roleWorker {
+		return errors.New("a store call of a launcher")
+	}
+	reply := func(r call) { p.send(r.message(kindReply, c.epoch, m.id)) }
 	switch {
 	case c.world == nil || p.state != peerJoined:
 		reply(call{op: statusBad})
@@ -383,6 +400,12 @@ func (c *coordinator) call(p *peer, m message) error {
 	}
 	c.engine.do(ticket{p.reg.Rank, m.id}, req, reply)
 	return nil
+}
+
+// newStore replaces the store for a world of size processes.
+func (c *coordinator) newStore(size int) {
+	c.engine.close()
+	c.engine = newEngine(size, &c.stored)
 }
 
 // refuse rejects a peer and notifies the user of this host.
@@ -483,7 +506,7 @@ func (c *coordinator) close() {
 	c.mu.Unlock()
 	close(c.quit)
 	c.ln.Close()
-	c.limiter.clear()
+	c.limiter.close()
 	c.wg.Wait()
 }
 

@@ -15,7 +15,6 @@ import (
 type elastic struct {
 	phase    phase
 	turn     uint64    // counts changes of phase
-	least    int       // size that the world needs
 	begun    time.Time // when the epoch ended
 	quiet    time.Time // until then, further losses are expected
 	last     fault     // the last loss
@@ -115,7 +114,6 @@ func (c *coordinator) startFirst() {
 // arrived records a worker that has registered.
 func (c *coordinator) arrived(p *peer) {
 	e, at := c.elastic, p.home
-	e.least = max(e.least, p.reg.Least)
 	delete(e.expected, at)
 	if e.retries[at] == nil {
 		e.retries[at] = &retries{}
@@ -138,6 +136,15 @@ func (c *coordinator) setPhase(p phase) {
 	c.startFirst()
 	c.elastic.phase = p
 	c.elastic.turn++
+}
+
+// sinceEnd returns how long ago the last epoch ended, or 0 if it has not. No change of phase, and no process that
+// comes, goes or connects again resets it.
+func (e *elastic) sinceEnd() time.Duration {
+	if e.begun.IsZero() {
+		return 0
+	}
+	return time.Since(e.begun)
 }
 
 // inPhase calls fn in d, unless the phase has changed by then.

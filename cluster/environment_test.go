@@ -177,6 +177,12 @@ func TestDetectSecret(t *testing.T) {
 		_, err := detect(environ(base + "CHORUS_SECRET_FILE=" + file))
 		require.ErrorContains(t, err, want)
 	}
+	if os.Geteuid() == 0 {
+		others := write("others", "0123456789abcdef", 0o600)
+		require.NoError(t, os.Chown(others, 65534, 65534))
+		_, err := detect(environ(base + "CHORUS_SECRET_FILE=" + others))
+		require.ErrorContains(t, err, "belongs to user 65534, who knows the secret")
+	}
 	c, err = detect(environ(base))
 	require.NoError(t, err)
 	_, err = Join(t.Context(), c)

@@ -6,6 +6,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/gochorus/chorus/internal/plain"
 )
 
 // prepareBy is the time that the members of a proposed world have to answer.
@@ -23,8 +25,14 @@ func (c *coordinator) form() {
 		return
 	}
 	e.peers = c.nextMembers()
+	limit := min(c.cfg.joinBy, c.cfg.joinBy+c.cfg.revokeBy-e.sinceEnd())
+	if limit <= 0 { // newcomers that never answer, or that come and go, must not keep the others waiting
+		e.peers = without(e.peers, func(p *peer) bool { return p.seat != c.epoch })
+	}
 	if !c.isEnough(e.peers) {
-		c.inPhase(c.cfg.joinBy, func() { c.endElastic("not enough processes after " + c.cfg.joinBy.String()) })
+		c.inPhase(max(limit, 0), func() {
+			c.endElastic(fmt.Sprintf("not enough processes for %v", e.sinceEnd().Round(100*time.Millisecond)))
+		})
 		c.checkHope()
 		return
 	}
@@ -61,7 +69,21 @@ func (c *coordinator) isEnough(ps []*peer) bool {
 	for _, p := range ps {
 		hosts[p.reg.Agent] = true
 	}
-	return len(ps) >= max(c.elastic.least, 1) && len(hosts) >= c.cfg.leastHosts()
+	return len(ps) >= leastSize(ps) && len(hosts) >= c.cfg.leastHosts()
+}
+
+// leastSize returns the smallest world that workers can work with. All run one program, so the median is what most of them say:
+// a single one cannot end the job.
+func leastSize(ps []*peer) int {
+	var all []int
+	for _, p := range ps {
+		all = append(all, p.reg.Least)
+	}
+	slices.Sort(all)
+	if len(all) == 0 {
+		return 1
+	}
+	return max(all[(len(all)-1)/2], 1)
 }
 
 // leastHosts returns the number of hosts that the job needs.
@@ -162,7 +184,8 @@ func (c *coordinator) commitEpoch() {
 	e.proposed = nil
 	line := c.epochLine()
 	c.epoch++
-	c.world, c.engine = e.next, newEngine(len(e.next.Members))
+	c.world = e.next
+	c.newStore(len(e.next.Members))
 	for _, a := range slices.Clone(c.agents) {
 		if a.leaves { // it has agreed to go
 			c.dismiss(a)
@@ -206,14 +229,18 @@ func (c *coordinator) epochLine() string {
 	for _, m := range e.next.Members {
 		hosts[m.Node] = true
 	}
+	what := plain.Clip(strings.Join(parts, "; "), maxText/2) // the whole line is a text of a record
 	return fmt.Sprintf("epoch %d: %s on %s; %s; the job stood still for %v", c.epoch+1, quantity(len(e.next.Members), unitProcess),
-		quantity(len(hosts), unitHost), strings.Join(parts, "; "), time.Since(e.begun).Round(time.Millisecond))
+		quantity(len(hosts), unitHost), what, time.Since(e.begun).Round(time.Millisecond))
 }
 
 // departures describes the processes that have left, by host and reason.
 func departures(left []Departure) []string {
 	var parts []string
 	for len(left) > 0 {
+		if len(parts) == maxNamed {
+			return append(parts, fmt.Sprintf("%d more left", len(left)))
+		}
 		first := left[0]
 		together := func(d Departure) bool { return d.Host == first.Host && d.Reason == first.Reason }
 		who := memberList([]Member{first.Member})

@@ -3,6 +3,7 @@ package cluster
 import (
 	"io"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -24,7 +25,7 @@ func judged() (c *coordinator, agent *peer, worker func(rank int) *peer) {
 		c.workers = append(c.workers, p)
 	}
 	c.world = &world{Members: members(c.workers)}
-	c.engine = newEngine(3)
+	c.engine = newEngine(3, new(atomic.Int64))
 	return c, agent, func(rank int) *peer { return c.workers[rank] }
 }
 

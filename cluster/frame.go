@@ -24,13 +24,22 @@ const (
 	writePiece = 64 << 10
 )
 
+// smallFrame is the length up to which each link keeps a buffer for its frames. The others share buffers.
+const smallFrame = 4 << 10
+
+var largeFrames = sync.Pool{New: func() any {
+	b := make([]byte, 0, 4+maxFrameBytes)
+	return &b
+}}
+
 // A frame is the unit of a link. Messages of a stream have consecutive numbers from 1.
 // Frames with number 0 are about the link: they are not repeated on another link.
 type frame struct {
 	number uint64
-	ack    uint64 // number of the last message that the sender of this frame has received
-	head   []byte // of the message that is sent; messages to many processes share their bodies
-	body   []byte // a message, or the rest of it after head
+	ack    uint64   // number of the last message that the sender of this frame has received
+	head   []byte   // of the message that is sent; messages to many processes share their bodies
+	body   []byte   // a message, or the rest of it after head
+	parts  [][]byte // of the message that is sent, after body
 }
 
 // A link is an authenticated connection that carries encrypted frames: a length
@@ -53,21 +62,32 @@ type link struct {
 // write sends one frame. It fails if the other end accepts no bytes for d.
 func (l *link) write(f frame, d time.Duration) error {
 	n := len(f.head) + len(f.body)
+	for _, p := range f.parts {
+		n += len(p)
+	}
 	if n > maxMessageBytes {
 		return fmt.Errorf("message of %d bytes: %w", n, ErrTooLarge)
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	n += frameHeadBytes
-	b := binary.BigEndian.AppendUint32(l.buf[:0], uint32(n+l.seal.Overhead()))
+	buf := l.buf
+	if n > smallFrame { // one large message to each of many processes must not pin a large buffer for each
+		large := largeFrames.Get().(*[]byte)
+		defer largeFrames.Put(large)
+		buf = *large
+	}
+	b := binary.BigEndian.AppendUint32(buf[:0], uint32(n+l.seal.Overhead()))
 	b = binary.BigEndian.AppendUint64(b, f.number)
 	b = binary.BigEndian.AppendUint64(b, f.ack)
 	b = append(append(b, f.head...), f.body...)
+	for _, p := range f.parts {
+		b = append(b, p...)
+	}
 	b = l.seal.Seal(b[:4], frameNonce(l.sent), b[4:], b[:4])
 	l.sent++
-	l.buf = b[:0]
-	if cap(b) > 4<<10 {
-		l.buf = nil // one large message to each of many processes must not pin a large buffer for each
+	if n <= smallFrame {
+		l.buf = b[:0]
 	}
 	for piece := range slices.Chunk(b, writePiece) {
 		if err := l.c.SetWriteDeadline(time.Now().Add(d)); err != nil {

@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"net"
 	"strings"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -89,7 +90,7 @@ func FuzzCharter(f *testing.F) {
 func FuzzStore(f *testing.F) {
 	f.Add([]byte{1, 'a', 3, 'b', 6, 'a', 3, 'a', 7, 'x', 9, 'a'})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		e := newEngine(2)
+		e := newEngine(2, new(atomic.Int64))
 		for i := 0; i+1 < len(b); i += 2 {
 			at, key := ticket{int(b[i]) / 20 % 2, uint64(i)}, b[i+1:i+2]
 			c := call{op: b[i] % 20, n: int64(int8(b[i+1])), fields: [][]byte{key}}
@@ -110,10 +111,10 @@ func FuzzStore(f *testing.F) {
 			}
 			e.do(at, c, func(r call) { require.True(t, r.op != statusOK || c.op != opGetAll || len(r.fields) > 0) })
 		}
-		require.Equal(t, charged(e), e.bytes)
+		require.Equal(t, charged(e), e.total())
 		e.dropRank(0)
 		e.dropRank(1)
-		require.Equal(t, charged(e), e.bytes)
+		require.Equal(t, charged(e), e.total())
 	})
 }
 

@@ -158,7 +158,7 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	c.GossipInterval, c.PushPullInterval = 100*time.Millisecond, 10*time.Second
 	c.TCPTimeout, c.AwarenessMaxMultiplier = 3*time.Second, 4
 	c.DeadNodeReclaimTime = time.Second
-	t, err := newGossipTransport(ip, c.BindPort, c.Label, a.notify, a.port.take)
+	t, err := newGossipTransport(ip, c.BindPort, a.keys, a.port.limiter, a.notify, a.port.take)
 	if err != nil {
 		return nil, err
 	}

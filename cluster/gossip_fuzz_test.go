@@ -12,7 +12,8 @@ import (
 // FuzzGossip gives memberlist packets and streams of a stranger who has heard the label.
 func FuzzGossip(f *testing.F) {
 	const label = "0123456789abcdef"
-	to, err := newGossipTransport("127.0.0.1", 0, label, nil, nil)
+	ks := keys{label: label, gossip: make([]byte, keyBytes)}
+	to, err := newGossipTransport("127.0.0.1", 0, ks, newConnLimiter(), nil, nil)
 	require.NoError(f, err)
 	c := memberlist.DefaultLANConfig()
 	c.Label, c.SecretKey, c.Transport, c.LogOutput = label, make([]byte, keyBytes), to, io.Discard
@@ -20,7 +21,7 @@ func FuzzGossip(f *testing.F) {
 	list, err := memberlist.Create(c)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = list.Shutdown() })
-	from, err := newGossipTransport("127.0.0.1", 0, label, nil, nil)
+	from, err := newGossipTransport("127.0.0.1", 0, ks, newConnLimiter(), nil, nil)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = from.Shutdown() })
 

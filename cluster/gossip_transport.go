@@ -2,8 +2,11 @@ package cluster
 
 import (
 	"bytes"
+	"crypto/aes"
+	"crypto/cipher"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"strconv"
 	"sync"
@@ -25,14 +28,18 @@ const (
 )
 
 // A gossipTransport is memberlist's network transport: a TCP and a UDP socket
-// with the same port. It drops packets without the job's label, which only
-// members know.
+// with the same port. Packets from strangers do not reach memberlist. The kernel drops packets without the job's label,
+// which a stranger can read in another packet. Then receive drops packets that the job's key does not decrypt, that have come
+// before, or that are too many.
 type gossipTransport struct {
 	tcp     *net.TCPListener
 	udp     *net.UDPConn
 	label   []byte // with its header, as at the start of packets
+	aead    cipher.AEAD
+	seen    recent[packetNonce]
+	budget  packetBudget
 	limiter *connLimiter
-	control func(net.Conn) // takes the control connections of Chorus
+	control func(*stranger) // takes the control connections of Chorus; may be nil
 	packets chan *memberlist.Packet
 	streams chan net.Conn
 	quit    chan struct{}
@@ -40,15 +47,22 @@ type gossipTransport struct {
 	closing sync.Once
 }
 
-// newGossipTransport opens the sockets; port 0 means any port.
-func newGossipTransport(ip string, port int, label string, notify func(string), control func(net.Conn)) (*gossipTransport, error) {
+// newGossipTransport opens the sockets; port 0 means any port. Its connections take places of limiter.
+func newGossipTransport(ip string, port int, ks keys, limiter *connLimiter, notify func(string), control func(*stranger)) (*gossipTransport, error) {
 	addr := net.ParseIP(ip)
 	if addr == nil {
 		return nil, fmt.Errorf("%q is not an IP address", ip)
 	}
-	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(label))}, label...), limiter: newConnLimiter(maxGossipStreams), control: control,
-		packets: make(chan *memberlist.Packet), streams: make(chan net.Conn), quit: make(chan struct{})}
-	var err error
+	block, err := aes.NewCipher(ks.gossip)
+	if err != nil {
+		return nil, err
+	}
+	aead, err := cipher.NewGCM(block)
+	if err != nil {
+		return nil, err
+	}
+	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(ks.label))}, ks.label...), aead: aead, seen: recent[packetNonce]{most: 1 << 14},
+		limiter: limiter, control: control, packets: make(chan *memberlist.Packet), streams: make(chan net.Conn), quit: make(chan struct{})}
 	for range 10 { // a port that is free for TCP may be taken for UDP
 		if t.tcp, err = net.ListenTCP("tcp", &net.TCPAddr{IP: addr, Port: port}); err != nil {
 			return nil, err
@@ -75,45 +89,47 @@ func (t *gossipTransport) port() int { return t.tcp.Addr().(*net.TCPAddr).Port }
 
 // accept takes a connection.
 func (t *gossipTransport) accept(c net.Conn) {
-	t.limiter.enter(c)
-	t.wg.Go(func() { t.sort(c) })
+	s := t.limiter.enter(c)
+	t.wg.Go(func() { t.sort(s) })
 }
 
-// sort gives a connection to the control port or to memberlist, by its first byte.
-func (t *gossipTransport) sort(c net.Conn) {
-	leave := func() { t.limiter.leave(c) }
-	first := make([]byte, 1)
-	_ = c.SetReadDeadline(time.Now().Add(handshakeTimeout)) // the read fails if this does
-	n, err := c.Read(first)
-	if err != nil || n == 0 {
-		leave()
+// sort gives a connection to the control port or to memberlist, by its first bytes.
+func (t *gossipTransport) sort(c *stranger) {
+	first := make([]byte, len(t.label))
+	if _, err := io.ReadFull(c.Conn, first[:1]); err != nil {
 		c.Close()
 		return
 	}
-	_ = c.SetReadDeadline(time.Time{}) // as above
-	begun := &begunConn{Conn: c, first: first}
 	if first[0] == magic[0] && t.control != nil {
-		leave()
-		t.control(begun)
+		c.first = first[:1]
+		t.control(c)
 		return
 	}
-	s := &gossipStream{Conn: begun, left: maxGossipStream, leave: leave}
+	if first[0] != t.label[0] {
+		c.Close()
+		return
+	}
+	if _, err := io.ReadFull(c.Conn, first[1:]); err != nil || !bytes.Equal(first, t.label) || !c.advance(stageGossip) {
+		c.Close()
+		return
+	}
+	c.first = first
 	select {
-	case t.streams <- s:
+	case t.streams <- &gossipStream{Conn: c, left: maxGossipStream}: // memberlist sets its own deadline
 	case <-t.quit:
-		_ = s.Close()
+		c.Close()
 	}
 }
 
-// receive reads packets into one buffer, and allocates memory only for packets with the job's label.
+// receive reads packets into one buffer, and allocates memory only for packets from members.
 func (t *gossipTransport) receive() {
-	buf := make([]byte, maxPacket)
+	buf, plain := make([]byte, maxPacket), make([]byte, maxPacket)
 	for {
 		n, from, err := t.udp.ReadFromUDPAddrPort(buf)
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil || !bytes.HasPrefix(buf[:n], t.label) {
+		if err != nil || !t.isFromMember(buf[:n], plain) {
 			if err != nil && !t.pause(time.Millisecond) {
 				return
 			}
@@ -126,6 +142,44 @@ func (t *gossipTransport) receive() {
 			return
 		}
 	}
+}
+
+// A packetNonce is the part of a packet that no other packet has.
+type packetNonce [12]byte
+
+// isFromMember reports whether a packet has the label, was encrypted with the job's key, and has not come before.
+// memberlist's packets have a version, a nonce and the encrypted text after the label, which is authenticated, too. room
+// has space for the text.
+func (t *gossipTransport) isFromMember(packet, room []byte) bool {
+	rest, ok := bytes.CutPrefix(packet, t.label)
+	if !ok || len(rest) < 1+len(packetNonce{})+t.aead.Overhead() {
+		return false
+	}
+	nonce := packetNonce(rest[1:])
+	if _, err := t.aead.Open(room[:0], nonce[:], rest[1+len(nonce):], t.label[2:]); err != nil {
+		return false
+	}
+	return t.seen.isNew(nonce) && t.budget.allows(time.Now())
+}
+
+// packetsPerSecond limits the packets that memberlist decodes. A stranger can repeat old packets, when they are
+// forgotten; hosts of a large job send less than a tenth of it to each other.
+const packetsPerSecond = 2000
+
+// A packetBudget permits packetsPerSecond, and as many at once.
+type packetBudget struct {
+	left float64
+	at   time.Time
+}
+
+func (b *packetBudget) allows(now time.Time) bool {
+	b.left = min(b.left+now.Sub(b.at).Seconds()*packetsPerSecond, packetsPerSecond)
+	b.at = now
+	if b.left < 1 {
+		return false
+	}
+	b.left--
+	return true
 }
 
 // pause waits and reports whether the transport is still open.
@@ -178,7 +232,7 @@ func (t *gossipTransport) DialTimeout(addr string, timeout time.Duration) (net.C
 	if err != nil {
 		return nil, err
 	}
-	return &gossipStream{Conn: c, left: maxGossipStream, leave: func() {}}, nil
+	return &gossipStream{Conn: c, left: maxGossipStream}, nil
 }
 
 func (t *gossipTransport) Shutdown() error {
@@ -186,7 +240,7 @@ func (t *gossipTransport) Shutdown() error {
 		close(t.quit)
 		_ = t.tcp.Close()
 		_ = t.udp.Close()
-		t.limiter.clear()
+		t.limiter.closeWhere(func(s *stranger) bool { return portOf(s.LocalAddr().String()) == t.port() })
 	})
 	t.wg.Wait()
 	return nil
@@ -195,9 +249,7 @@ func (t *gossipTransport) Shutdown() error {
 // A gossipStream is a connection that fails after maxGossipStream bytes.
 type gossipStream struct {
 	net.Conn
-	left  int
-	leave func()
-	once  sync.Once
+	left int
 }
 
 func (s *gossipStream) Read(b []byte) (int, error) {
@@ -207,9 +259,4 @@ func (s *gossipStream) Read(b []byte) (int, error) {
 	n, err := s.Conn.Read(b[:min(len(b), s.left)])
 	s.left -= n
 	return n, err
-}
-
-func (s *gossipStream) Close() error {
-	s.once.Do(s.leave)
-	return s.Conn.Close()
 }

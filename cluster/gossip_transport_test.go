@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"bytes"
 	"crypto/rand"
 	"encoding/binary"
 	"io"
@@ -9,7 +10,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/hashicorp/memberlist"
 	"github.com/stretchr/testify/require"
 )
 
@@ -64,27 +64,34 @@ func heapNow() uint64 {
 
 // TestGossipTransport passes on packets with the label, and streams up to a limit.
 func TestGossipTransport(t *testing.T) {
-	label := "0123456789abcdef"
-	a, err := newGossipTransport("127.0.0.1", 0, label, nil, nil)
+	ks := keys{label: "0123456789abcdef", gossip: make([]byte, keyBytes)}
+	limiter := newConnLimiter()
+	a, err := newGossipTransport("127.0.0.1", 0, ks, limiter, nil, nil)
 	require.NoError(t, err)
 	defer a.Shutdown()
-	b, err := newGossipTransport("127.0.0.1", 0, label, nil, nil)
+	b, err := newGossipTransport("127.0.0.1", 0, ks, newConnLimiter(), nil, nil)
 	require.NoError(t, err)
 	defer b.Shutdown()
 	to := a.tcp.Addr().String()
 
 	noise := make([]byte, 1000)
 	rand.Read(noise)
-	good, err := memberlist.AddLabelHeaderToPacket([]byte("hello"), label)
+	good, next := sealPacket(a, ks.label, 1), sealPacket(a, ks.label, 2)
+	other := ks
+	other.gossip = append([]byte{1}, ks.gossip[1:]...)
+	o, err := newGossipTransport("127.0.0.1", 0, other, newConnLimiter(), nil, nil)
 	require.NoError(t, err)
-	other, err := memberlist.AddLabelHeaderToPacket([]byte("hello"), "0123456789abcdeF")
-	require.NoError(t, err)
-	for _, packet := range [][]byte{noise, other, nil, good[:5], good} {
+	defer o.Shutdown()
+	changed := bytes.Clone(good)
+	changed[len(changed)-1] ^= 1
+	for _, packet := range [][]byte{noise, sealPacket(a, "0123456789abcdeF", 1), nil, good[:5], changed, sealPacket(o, ks.label, 3),
+		append(bytes.Clone(a.label), noise...), good, good, next} {
 		_, err = b.WriteTo(packet, to)
 		require.NoError(t, err)
 	}
 	p := <-a.PacketCh()
 	require.Equal(t, good, p.Buf)
+	require.Equal(t, next, (<-a.PacketCh()).Buf, "a packet that is repeated counts once")
 	require.Equal(t, b.udp.LocalAddr().String(), p.From.String())
 	for _, bad := range []string{"", "127.0.0.1", "127.0.0.1:x", "localhost:1", "127.0.0.1:65536"} {
 		_, err = b.WriteTo(good, bad)
@@ -94,27 +101,58 @@ func TestGossipTransport(t *testing.T) {
 	c, err := b.DialTimeout(to, time.Minute)
 	require.NoError(t, err)
 	go func() {
-		_, _ = c.Write(make([]byte, maxGossipStream+1))
+		_, _ = c.Write(append(bytes.Clone(a.label), make([]byte, maxGossipStream)...))
 		c.Close()
 	}()
 	s := <-a.StreamCh()
 	n, err := io.Copy(io.Discard, s)
 	require.ErrorContains(t, err, "the stream has more than 524288 bytes")
 	require.EqualValues(t, maxGossipStream, n)
-	require.Len(t, a.limiter.inside, 1)
+	require.Equal(t, []int{0, 0, 1}, placesOf(limiter))
 	s.Close()
 	s.Close()
-	require.Empty(t, a.limiter.inside)
+	require.Equal(t, []int{0, 0, 0}, placesOf(limiter))
 
 	_, _, err = a.FinalAdvertiseAddr("nowhere", 1)
 	require.Error(t, err)
 	ip, port, err := a.FinalAdvertiseAddr("", 0)
 	require.NoError(t, err)
 	require.Equal(t, to, (&net.TCPAddr{IP: ip, Port: port}).String())
-	_, err = newGossipTransport("127.0.0.1", a.port(), label, nil, nil)
+	_, err = newGossipTransport("127.0.0.1", a.port(), ks, limiter, nil, nil)
 	require.Error(t, err)
-	_, err = newGossipTransport("host", 0, label, nil, nil)
+	_, err = newGossipTransport("host", 0, ks, limiter, nil, nil)
 	require.Error(t, err)
+}
+
+// sealPacket returns a packet of a member, as memberlist encodes it.
+func sealPacket(t *gossipTransport, label string, number byte) []byte {
+	nonce := packetNonce{number}
+	packet := append([]byte{labelHeader, byte(len(label))}, label...)
+	packet = append(append(packet, 1), nonce[:]...)
+	return t.aead.Seal(packet, nonce[:], []byte("hello"), []byte(label))
+}
+
+func placesOf(g *connLimiter) []int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	var n []int
+	for _, in := range g.inside {
+		n = append(n, len(in))
+	}
+	return n
+}
+
+// A stranger cannot make memberlist decode more than a limit, also with packets of members that were forgotten.
+func TestPacketBudget(t *testing.T) {
+	var b packetBudget
+	now := time.Now()
+	n := 0
+	for i := range 30_000 { // 10,000 in a second
+		if b.allows(now.Add(time.Duration(i) * 100 * time.Microsecond)) {
+			n++
+		}
+	}
+	require.InDelta(t, 4*packetsPerSecond, n, 3)
 }
 
 // The label tells nothing about the job to who does not have its secret.

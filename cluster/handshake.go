@@ -17,20 +17,22 @@ import (
 
 // The handshake. Neither side trusts any data before it is complete:
 //
-//	dialer    magic version tag nonce point            85 bytes
+//	dialer    magic version tag nonce point seal      101 bytes
 //	listener  magic version status nonce point proof  102 bytes
 //	dialer    proof                                    32 bytes
 //
-// A proof is an HMAC, with the job's control key, of all bytes exchanged before
+// The seal is a short HMAC of the bytes before it, so that the listener drops strangers before it computes anything
+// else for them. Who repeats a recorded first message gets no further. A proof is an HMAC, with the job's control key, of all bytes exchanged before
 // it. The frame keys are derived from the control key and an X25519 exchange, so
 // a secret that leaks later does not decrypt recorded traffic. All messages have
 // a fixed length, so no length from an unauthenticated peer is used.
 const (
-	protocolVersion = 6
+	protocolVersion = 7
 	nonceBytes      = 32
 	pointBytes      = 32
 	proofBytes      = sha256.Size
-	helloBytes      = 4 + 1 + tagBytes + nonceBytes + pointBytes
+	sealBytes       = 16
+	helloBytes      = 4 + 1 + tagBytes + nonceBytes + pointBytes + sealBytes
 	answerBytes     = 4 + 1 + 1 + nonceBytes + pointBytes + proofBytes
 
 	handshakeTimeout = 2 * time.Second
@@ -43,12 +45,14 @@ const (
 	statusWelcome = iota
 	statusOtherJob
 	statusOtherVersion
+	statusOtherSecret
 )
 
 var (
 	errNotChorus    = errors.New("the program at this address is not a Chorus coordinator")
 	errOtherJob     = errors.New("different job: use the same --job in all processes")
 	errOtherVersion = errors.New("different Chorus protocol version: use one version of Chorus in the whole job")
+	errReplayed     = errors.New("its first message was used before, or it lost its place to another connection")
 	errBadProof     = errors.New("different secret: the proof of the shared secret is wrong")
 )
 
@@ -67,6 +71,7 @@ func dialHandshake(c net.Conn, job string, by credential) (*link, error) {
 	}
 	tag := by.tag(job)
 	said := concat(magic[:], []byte{protocolVersion}, tag[:], nonce, priv.PublicKey().Bytes())
+	said = append(said, seal(key, said)...)
 	if _, err := c.Write(said); err != nil {
 		return nil, err
 	}
@@ -103,6 +108,8 @@ func checkAnswer(b []byte) error {
 		return errOtherVersion
 	case b[5] == statusOtherJob:
 		return errOtherJob
+	case b[5] == statusOtherSecret:
+		return errBadProof
 	case b[5] != statusWelcome:
 		return errNotChorus
 	}
@@ -110,13 +117,20 @@ func checkAnswer(b []byte) error {
 }
 
 // acceptHandshake authenticates c on the listening side. It does not reply to
-// strangers; a dialer of another job or version receives only that status.
+// strangers; a dialer of another job, version or secret receives only that status.
 func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
-	if s, ok := c.(simulatedConn); ok {
-		return s.handshake(job, by, false)
+	s, limited := c.(*stranger)
+	inner := c
+	if limited {
+		inner = s.Conn
 	}
-	if err := c.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
-		return nil, err
+	if sim, ok := inner.(simulatedConn); ok {
+		return sim.handshake(job, by, false)
+	}
+	if !limited { // the time of a stranger has begun when it was accepted
+		if err := c.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
+			return nil, err
+		}
 	}
 	hello, err := readHello(c)
 	if err != nil {
@@ -124,6 +138,9 @@ func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
 	}
 	if by, err = by.of(hello, job); err != nil {
 		return nil, reject(c, err)
+	}
+	if limited && !s.said(hello) {
+		return nil, errReplayed
 	}
 	priv, nonce, err := ephemeral()
 	if err != nil {
@@ -145,7 +162,7 @@ func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
 		return nil, errBadProof
 	}
 	point := hello[5+tagBytes+nonceBytes:][:pointBytes]
-	l, err := newLink(c, key, priv, point, append(said, theirs...), false)
+	l, err := newLink(rawConn(c), key, priv, point, append(said, theirs...), false)
 	if err == nil {
 		l.worker = by.worker
 	}
@@ -163,9 +180,19 @@ func readHello(c net.Conn) ([]byte, error) {
 	if !bytes.Equal(hello[:len(magic)], magic[:]) {
 		return nil, errNotChorus
 	}
-	_, err := io.ReadFull(c, hello[len(magic):])
+	// The rest depends on the version.
+	if _, err := io.ReadFull(c, hello[len(magic):][:1]); err != nil || hello[len(magic)] != protocolVersion {
+		return hello, err
+	}
+	_, err := io.ReadFull(c, hello[len(magic)+1:])
 	return hello, err
 }
+
+// nonceOf returns the nonce of a dialer's first message.
+func nonceOf(hello []byte) []byte { return hello[5+tagBytes:][:nonceBytes] }
+
+// seal returns the end of a dialer's first message.
+func seal(key, said []byte) []byte { return proof(key, "hello", said)[:sealBytes] }
 
 // of returns the credential that a dialer's first message names: this one, or the
 // credential of workers.
@@ -179,17 +206,22 @@ func (k credential) of(hello []byte, job string) (credential, error) {
 	}
 	switch [tagBytes]byte(hello[5:][:tagBytes]) {
 	case k.tag(job):
-		return k, nil
 	case worker.tag(job):
-		return worker, nil
+		k = worker
+	default:
+		return k, errOtherJob
 	}
-	return k, errOtherJob
+	said := hello[:helloBytes-sealBytes]
+	if !hmac.Equal(hello[helloBytes-sealBytes:], seal(k.key, said)) {
+		return k, errBadProof
+	}
+	return k, nil
 }
 
-// reject replies to a dialer of another version or job with a status and without a proof. It
+// reject replies to a dialer of another version, job or secret with a status and without a proof. It
 // returns the reason.
 func reject(c net.Conn, reason error) error {
-	status, ok := map[error]byte{errOtherVersion: statusOtherVersion, errOtherJob: statusOtherJob}[reason]
+	status, ok := map[error]byte{errOtherVersion: statusOtherVersion, errOtherJob: statusOtherJob, errBadProof: statusOtherSecret}[reason]
 	if !ok {
 		return reason
 	}

@@ -90,7 +90,7 @@ const (
 // A process attaches once. Without a launcher it may attach again after Close,
 // while the job has not ended.
 func Attach(ctx context.Context) (*Session, error) {
-	cfg, err := detect(os.LookupEnv)
+	cfg, err := detect(env.Lookup)
 	if err != nil {
 		return nil, err
 	}

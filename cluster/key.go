@@ -119,6 +119,9 @@ func readSecretFile(path string) ([]byte, error) {
 	if mode := st.Mode().Perm(); mode&0o077 != 0 && !isPodSecret(st) {
 		return nil, badConfig("secret file %s: mode %04o lets others use it: run chmod 600 %[1]s", path, mode)
 	}
+	if sys, ok := st.Sys().(*syscall.Stat_t); ok && sys.Uid != 0 && int(sys.Uid) != os.Geteuid() {
+		return nil, badConfig("secret file %s belongs to user %d, who knows the secret: want this user's or root's", path, sys.Uid)
+	}
 	b, err := io.ReadAll(io.LimitReader(f, maxSecretBytes+1))
 	if err != nil {
 		return nil, badConfig("secret file: %v", err)

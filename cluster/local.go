@@ -42,7 +42,7 @@ func knownPeer(c net.Conn) error {
 
 // peerAddr describes the origin of a connection in messages.
 func peerAddr(c net.Conn) string {
-	if _, ok := c.(*net.UnixConn); ok {
+	if _, ok := rawConn(c).(*net.UnixConn); ok {
 		return "a socket of this host"
 	}
 	return c.RemoteAddr().String()

@@ -8,6 +8,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"runtime"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -32,6 +33,16 @@ func TestMain(m *testing.M) {
 	}
 	if len(os.Args) > 3 && os.Args[1] == "attack" {
 		os.Exit(attackMain(os.Args[2], os.Args[3]))
+	}
+	if len(os.Args) > 4 && os.Args[1] == "flood" {
+		os.Exit(floodMain(os.Args[2], os.Args[3], os.Args[4]))
+	}
+	if len(os.Args) > 2 && os.Args[1] == "launcher" {
+		n, _ := strconv.Atoi(os.Args[2])
+		os.Exit(launcherMain(n))
+	}
+	if len(os.Args) > 1 && os.Args[1] == "good" {
+		os.Exit(goodMain())
 	}
 	if len(os.Args) > 4 && os.Args[1] == "stranger" {
 		os.Exit(strangerMain(os.Args[2], os.Args[3], os.Args[4]))

@@ -4,6 +4,7 @@ import (
 	"context"
 	"os"
 	"slices"
+	"sync/atomic"
 )
 
 // A membership is the place of this process in a world, with the world's store.
@@ -29,7 +30,7 @@ func soloMembership(parent context.Context, cfg *JoinConfig) (membership, contex
 	me := Member{LocalSize: 1, Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name}
 	m := membership{job: cfg.Job, me: me, members: []Member{me}, key: credential{key: randomBytes(keyBytes), worker: true}}
 	ctx, cancel := context.WithCancelCause(parent)
-	m.ctx, m.view = ctx, Store{calls: &solo{engine: newEngine(1), session: ctx}, timeout: cfg.Timing.Call}
+	m.ctx, m.view = ctx, Store{calls: &solo{engine: newEngine(1, new(atomic.Int64)), session: ctx}, timeout: cfg.Timing.Call}
 	return m, cancel
 }
 

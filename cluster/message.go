@@ -1,10 +1,12 @@
 package cluster
 
 import (
+	"bytes"
 	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 
 	"github.com/gochorus/chorus/internal/plain"
 )
@@ -74,11 +76,17 @@ type message struct {
 	epoch uint64
 	id    uint64 // number of a call, or of an attempt
 	body  []byte
+	parts [][]byte  // more of the body: memory that several messages share
+	holds []*buffer // of parts; released when the message is acknowledged or dropped
+	// fromWorker is true at the coordinator if a worker has sent the message.
+	fromWorker bool
 }
 
 const messageHeadBytes = 1 + 8 + 8
 
-func (m message) encode() []byte { return append(m.head(), m.body...) }
+func (m message) encode() []byte {
+	return bytes.Join(append([][]byte{m.head(), m.body}, m.parts...), nil)
+}
 
 // head returns the message without its body.
 func (m message) head() []byte {
@@ -88,7 +96,29 @@ func (m message) head() []byte {
 	return binary.BigEndian.AppendUint64(b, m.id)
 }
 
-func (m message) bytes() int { return messageHeadBytes + len(m.body) }
+// bytes returns the length of the encoded message.
+func (m message) bytes() int {
+	n := messageHeadBytes + len(m.body)
+	for _, p := range m.parts {
+		n += len(p)
+	}
+	return n
+}
+
+// cost returns the approximate memory of a queued message without its parts: the store is charged with them.
+func (m message) cost() int { return messageBytes + len(m.body) + partBytes*len(m.parts) }
+
+const (
+	messageBytes = 256
+	partBytes    = 32
+)
+
+// release releases the shared memory.
+func (m message) release() {
+	for _, b := range m.holds {
+		b.release()
+	}
+}
 
 func decodeMessage(b []byte) (message, error) {
 	if len(b) < messageHeadBytes {
@@ -109,29 +139,57 @@ func decodeMessage(b []byte) (message, error) {
 	return m, nil
 }
 
-// note creates a message with a record as its body, or without a body if v is nil.
+// maxText limits each text in a record, such as the error of a process. Other processes choose many of them,
+// and one record has those of many processes.
+const maxText = 4 << 10
+
+// note creates a message with a record as its body, or without a body if v is nil. It clips texts that
+// are too long, and clips them further while all texts together make the message too long.
 func note(k kind, v any) message {
 	m := message{kind: k, epoch: firstEpoch}
-	if v != nil {
-		b, err := json.Marshal(v)
-		if err != nil { // cannot fail: records contain only text and numbers
-			panic("cluster: " + err.Error())
+	if v == nil {
+		return m
+	}
+	record := marshalRecord(v)
+	m.body = pack(record)
+	if len(record) <= maxText {
+		return m
+	}
+	isLong := plain.LongestText(v) > maxText
+	// Without any texts, the message may still be too long: then the stream that is to carry it ends.
+	for limit := maxText; (isLong || m.bytes() > maxMessageBytes) && limit > maxNameBytes; limit /= 4 {
+		short := reflect.New(reflect.TypeOf(v))
+		if err := json.Unmarshal(record, short.Interface()); err != nil {
+			panic("cluster: " + err.Error()) // cannot fail, as in marshalRecord
 		}
-		m.body = pack(b)
+		plain.ClipRecord(short.Interface(), limit)
+		m.body, isLong = pack(marshalRecord(short.Interface())), false
 	}
 	return m
 }
 
-// record decodes a record into v.
+func marshalRecord(v any) []byte {
+	b, err := json.Marshal(v)
+	if err != nil { // cannot fail: records contain only text and numbers
+		panic("cluster: " + err.Error())
+	}
+	return b
+}
+
+// record decodes a record into v. It escapes and clips its texts.
 func (m message) record(v any) error {
-	b, err := unpack(m.body)
+	most := maxRecord
+	if m.fromWorker {
+		most = maxWorkerRecord
+	}
+	b, err := unpack(m.body, most)
 	if err == nil {
 		err = json.Unmarshal(b, v)
 	}
 	if err != nil {
 		return fmt.Errorf("record of kind %d: %w", m.kind, err)
 	}
-	plain.Record(v)
+	plain.ShortRecord(v, maxText)
 	return nil
 }
 
@@ -139,30 +197,63 @@ func (m message) record(v any) error {
 type call struct {
 	op     byte // an operation or, in a reply, a status
 	n      int64
-	fields [][]byte // nil and empty differ: nil means absent
+	fields [][]byte  // nil and empty differ: nil means absent
+	holds  []*buffer // of a reply: the memory of fields; empty, or with nil for short ones
 }
 
 // absentField is the encoded length of a nil field.
 const absentField = 1<<32 - 1
 
 func (c call) encode() []byte {
+	m := c.message(0, 0, 0)
+	return bytes.Join(append([][]byte{m.body}, m.parts...), nil)
+}
+
+// shareFrom is the length from which on messages share a value, instead of copying it.
+const shareFrom = 256
+
+// message returns a message with the call. It shares long values with the store.
+func (c call) message(k kind, epoch, id uint64) message {
 	size := 1 + 8 + 4
 	for _, f := range c.fields {
-		size += 4 + len(f)
+		if size += 4; len(f) < shareFrom {
+			size += len(f)
+		}
 	}
 	b := make([]byte, 0, size)
 	b = append(b, c.op)
 	b = binary.BigEndian.AppendUint64(b, uint64(c.n))
 	b = binary.BigEndian.AppendUint32(b, uint32(len(c.fields)))
-	for _, f := range c.fields {
+	m := message{kind: k, epoch: epoch, id: id}
+	from := 0 // what of b is not in m yet
+	cut := func() {
+		if m.body == nil {
+			m.body = b[:len(b):len(b)]
+		} else {
+			m.parts = append(m.parts, b[from:len(b):len(b)])
+		}
+		from = len(b)
+	}
+	for i, f := range c.fields {
 		if f == nil {
 			b = binary.BigEndian.AppendUint32(b, absentField)
 			continue
 		}
 		b = binary.BigEndian.AppendUint32(b, uint32(len(f)))
-		b = append(b, f...)
+		if len(f) < shareFrom {
+			b = append(b, f...)
+			continue
+		}
+		cut()
+		m.parts = append(m.parts, f)
+		if i < len(c.holds) && c.holds[i] != nil {
+			m.holds = append(m.holds, c.holds[i].retain())
+		}
 	}
-	return b
+	if from < len(b) {
+		cut()
+	}
+	return m
 }
 
 var errShortCall = errors.New("store call is truncated")

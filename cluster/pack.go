@@ -17,6 +17,8 @@ const (
 	maxRatio = 64
 	// maxRecord limits a record after that. Lists of 100,000 processes have 9 MB.
 	maxRecord = 16 << 20
+	// maxWorkerRecord limits the records of workers, which have no lists: the coordinator decodes them under its lock.
+	maxWorkerRecord = 64 << 10
 	// packed is the first byte of a compressed record. JSON never begins with it.
 	packed = 0
 )
@@ -47,12 +49,15 @@ func deflate(to *bytes.Buffer, b []byte) error {
 	return w.Close()
 }
 
-// unpack is the inverse of pack.
-func unpack(b []byte) ([]byte, error) {
+// unpack is the inverse of pack. It refuses records of more than most bytes.
+func unpack(b []byte, most int) ([]byte, error) {
 	if len(b) == 0 || b[0] != packed {
+		if len(b) > most {
+			return nil, fmt.Errorf("a record of %d bytes: want at most %d", len(b), most)
+		}
 		return b, nil
 	}
-	most := mostUnpacked(len(b))
+	most = min(most, mostUnpacked(len(b)))
 	record, err := io.ReadAll(io.LimitReader(flate.NewReader(bytes.NewReader(b[1:])), int64(most)+1))
 	if err != nil {
 		return nil, fmt.Errorf("decompress: %w", err)

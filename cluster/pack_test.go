@@ -34,7 +34,7 @@ func TestPack(t *testing.T) {
 		"short": []byte("{}"), "long": noise, "too regular": bytes.Repeat([]byte("x"), 1000*packFrom), "empty": nil,
 		"bytes": append([]byte("{"), bytes.Repeat([]byte{7, 7, 250}, packFrom)...),
 	} {
-		got, err := unpack(pack(b))
+		got, err := unpack(pack(b), maxRecord)
 		require.NoError(t, err, name)
 		require.Equal(t, b, got, name)
 	}
@@ -47,10 +47,10 @@ func TestPackedBomb(t *testing.T) {
 	b := bytes.NewBuffer([]byte{packed})
 	full := make([]byte, 100<<20)
 	require.NoError(t, deflate(b, full))
-	_, err := unpack(b.Bytes())
+	_, err := unpack(b.Bytes(), maxRecord)
 	require.ErrorContains(t, err, "has more than")
 	for _, bad := range [][]byte{{packed}, {packed, 7, 7, 7}, b.Bytes()[:10]} {
-		_, err := unpack(bad)
+		_, err := unpack(bad, maxRecord)
 		require.Error(t, err)
 	}
 }

@@ -26,11 +26,12 @@ type peer struct {
 	draining  *fault // agent: its host leaves the job for this reason, such as "received SIGTERM"
 	recording uint64 // agent: number of the last entry of the ledger that it was sent, and of the last that it has
 	recorded  uint64
-	leaves    bool    // agent: its workers were dismissed, and it leaves when the next epoch begins
-	found     finding // agent: about its process, after the end of its connection
-	request   uint64  // number of the last request to continue the stream
-	prepared  bool    // agent: has accepted the current attempt
-	asked     uint64  // agent: number of the last proposal that it was sent, and answered that of the last one that it has
+	leaves    bool     // agent: its workers were dismissed, and it leaves when the next epoch begins
+	found     finding  // agent: about its process, after the end of its connection
+	inquiries []uint64 // requests for the attendance that are not answered yet
+	request   uint64   // number of the last request to continue the stream
+	prepared  bool     // agent: has accepted the current attempt
+	asked     uint64   // agent: number of the last proposal that it was sent, and answered that of the last one that it has
 	answered  uint64
 	ready     bool // agent: no worker of an earlier attempt is running
 }

@@ -27,21 +27,22 @@ type port struct {
 // A tenant is the listener of a coordinator that uses a port.
 type tenant struct {
 	port  *port
-	conns chan net.Conn
+	conns chan *stranger
 	over  chan struct{}
 	once  sync.Once
 }
 
-func newPort(a *Agent) *port { return &port{agent: a, limiter: newConnLimiter(maxStrangers)} }
+func newPort(a *Agent) *port { return &port{agent: a, limiter: newConnLimiter()} }
 
 // open accepts the connections of ln.
 func (p *port) open(ln net.Listener, at string) {
 	p.ln, p.at, p.local = ln, at, reachable(ln.Addr())
-	p.wg.Go(func() { acceptAll(ln, p.agent.notify, p.take) })
+	p.wg.Go(func() { acceptAll(ln, p.agent.notify, func(c net.Conn) { p.take(p.limiter.enter(c)) }) })
 }
 
-// take hands a connection to the coordinator, or answers it.
-func (p *port) take(c net.Conn) {
+// take hands a connection to the coordinator, or answers it. The connection keeps its place in the limiter until its
+// handshake is over.
+func (p *port) take(c *stranger) {
 	p.mu.Lock()
 	t, closed := p.tenant, p.closed
 	if t == nil && !closed {
@@ -52,11 +53,10 @@ func (p *port) take(c net.Conn) {
 	case closed:
 		c.Close()
 	case t == nil:
-		p.limiter.enter(c)
 		go p.refer(c)
 	default:
 		select {
-		case t.conns <- c:
+		case t.conns <- c: // the coordinator accepts without waiting for anything
 		case <-t.over:
 			c.Close()
 		}
@@ -64,10 +64,9 @@ func (p *port) take(c net.Conn) {
 }
 
 // refer tells an authenticated process who coordinates the job.
-func (p *port) refer(c net.Conn) {
+func (p *port) refer(c *stranger) {
 	defer p.wg.Done()
 	defer c.Close()
-	defer p.limiter.leave(c)
 	l, err := acceptHandshake(c, p.agent.cfg.Job, p.agent.keys.control)
 	if err != nil {
 		p.notifyRefused(c, err)
@@ -94,7 +93,7 @@ func (p *port) notifyRefused(c net.Conn, why error) {
 func (p *port) let() net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.tenant = &tenant{port: p, conns: make(chan net.Conn), over: make(chan struct{})}
+	p.tenant = &tenant{port: p, conns: make(chan *stranger), over: make(chan struct{})}
 	return p.tenant
 }
 
@@ -105,7 +104,7 @@ func (p *port) close() {
 	if p.ln != nil {
 		p.ln.Close()
 	}
-	p.limiter.clear()
+	p.limiter.close()
 	p.wg.Wait()
 }
 
@@ -138,27 +137,4 @@ func (t *tenant) Close() error {
 		}
 	})
 	return nil
-}
-
-// A begunConn is a connection whose first byte was read.
-type begunConn struct {
-	net.Conn
-	first []byte
-}
-
-func (c *begunConn) Read(b []byte) (int, error) {
-	if len(c.first) > 0 && len(b) > 0 {
-		n := copy(b, c.first)
-		c.first = c.first[n:]
-		return n, nil
-	}
-	return c.Conn.Read(b)
-}
-
-// CloseWrite ends the writing, as for a TCP connection.
-func (c *begunConn) CloseWrite() error {
-	if w, ok := c.Conn.(interface{ CloseWrite() error }); ok {
-		return w.CloseWrite()
-	}
-	return c.Close()
 }

@@ -144,7 +144,7 @@ func (c *coordinator) commitWorld() {
 	}
 	ms = assignRanks(ms)
 	c.world = &world{Members: ms}
-	c.engine = newEngine(len(ms))
+	c.newStore(len(ms))
 	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
 	for _, member := range ms {
 		p := c.workers[member.arrival]

@@ -235,8 +235,8 @@ func TestBackpressure(t *testing.T) {
 	defer a.Close()
 	defer b.Close()
 	s := newStream(&link{c: a}, newRunClock(time.Second), time.Minute)
-	big := message{kind: kindCall, body: make([]byte, MaxValueBytes-messageHeadBytes)}
-	for range maxUnackedBytes / big.bytes() {
+	big := message{kind: kindCall, body: make([]byte, MaxValueBytes-messageBytes)}
+	for range maxUnackedBytes / big.cost() {
 		require.NoError(t, s.sendWait(big))
 	}
 	sent := make(chan error, 1)

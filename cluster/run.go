@@ -5,8 +5,9 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"time"
+
+	"github.com/gochorus/chorus/internal/env"
 )
 
 // RunConfig configures Run.
@@ -77,7 +78,7 @@ func (cfg *RunConfig) joinConfig() (*JoinConfig, error) {
 	j := cfg.Join
 	if j == nil {
 		var err error
-		if j, err = detect(os.LookupEnv); err != nil {
+		if j, err = detect(env.Lookup); err != nil {
 			return nil, err
 		}
 	}

@@ -109,7 +109,8 @@ type inquiry struct {
 	askers  []asker
 	waiting map[*peer]bool
 	reports map[*peer][]byte
-	most    int // bytes of a report
+	tooLong map[*peer]int // bytes of the reports that were not kept
+	most    int           // bytes of a report
 }
 
 // An asker is an agent, with the number of its request.
@@ -125,7 +126,7 @@ func (c *coordinator) inquire(p *peer, id uint64) {
 		return
 	}
 	c.lastInquiry++
-	q := &inquiry{id: c.lastInquiry, askers: []asker{{p, id}}, waiting: map[*peer]bool{}, reports: map[*peer][]byte{}}
+	q := &inquiry{id: c.lastInquiry, askers: []asker{{p, id}}, waiting: map[*peer]bool{}, reports: map[*peer][]byte{}, tooLong: map[*peer]int{}}
 	q.most = maxReports / max(len(c.workers), 1)
 	c.inquiry = q
 	for _, w := range c.workers {
@@ -152,7 +153,9 @@ func (c *coordinator) reported(p *peer, m message) {
 		return // too late
 	}
 	delete(q.waiting, p)
-	q.reports[p] = m.body
+	if q.reports[p] = m.body; len(m.body) > q.most {
+		q.reports[p], q.tooLong[p] = nil, len(m.body)
+	}
 	if len(q.waiting) == 0 {
 		c.answerInquiry(q)
 	}
@@ -221,8 +224,8 @@ func (c *coordinator) memberStatus(m Member, q *inquiry) MemberStatus {
 	switch r, ok := q.reports[p]; {
 	case !ok:
 		x.Missing = fmt.Sprintf("it did not answer within %v: it is stopped, busy or unreachable", answerTime)
-	case len(r) > q.most:
-		x.Missing = fmt.Sprintf("its report has %d bytes: a job of %d processes has room for %d", len(r), len(c.workers), q.most)
+	case q.tooLong[p] > 0:
+		x.Missing = fmt.Sprintf("its report has %d bytes: a job of %d processes has room for %d", q.tooLong[p], len(c.workers), q.most)
 	default:
 		x.Report = r
 	}

@@ -6,6 +6,7 @@ import (
 	"math"
 	"slices"
 	"strconv"
+	"sync/atomic"
 )
 
 // Limits of the store.
@@ -19,7 +20,9 @@ const (
 	fieldBytes   = 4 // the length of a key or value in a message
 
 	// entryBytes is the approximate overhead of a key.
-	entryBytes = 128
+	entryBytes = 192
+	// maxCallKeys limits the keys of a call: each costs the coordinator more time than its bytes suggest.
+	maxCallKeys = maxWaitKeys
 )
 
 // Operations of a call.
@@ -59,13 +62,73 @@ const (
 // block.
 type engine struct {
 	size     int // world size
-	values   map[string][]byte
-	bytes    int // of values and waiting calls
+	values   map[string]value
+	bytes    int           // of keys, short values and waiting calls
+	held     *atomic.Int64 // bytes of long values, also of those that only queued replies still have
 	waiting  map[ticket]*waiter
 	byKey    map[string]map[*waiter]bool
 	loads    map[int]load // by rank
 	barriers map[string]*barrier
 	left     map[int]bool
+}
+
+// A value of a key. Its bytes are never overwritten, because queued replies share a long value with the store.
+type value struct {
+	b   []byte
+	buf *buffer // nil if the value is shorter than shareFrom
+}
+
+// A buffer is the memory of a long value. It is charged to the store until neither the store nor a queued reply has it.
+type buffer struct {
+	size int64
+	refs atomic.Int32
+	held *atomic.Int64
+}
+
+func (b *buffer) retain() *buffer { b.refs.Add(1); return b }
+
+func (b *buffer) release() {
+	if b.refs.Add(-1) == 0 {
+		b.held.Add(-b.size)
+	}
+}
+
+// newValue returns a value with a copy of b and more in memory for room bytes.
+func (e *engine) newValue(b, more []byte, room int) value {
+	v := value{b: append(append(make([]byte, 0, room), b...), more...)}
+	if room >= shareFrom {
+		v.buf = &buffer{size: int64(room), held: e.held}
+		v.buf.refs.Store(1)
+		e.held.Add(v.buf.size)
+	}
+	return v
+}
+
+// freed returns how many bytes the store shrinks if v is removed.
+func (v value) freed() int {
+	switch {
+	case v.buf == nil:
+		return len(v.b)
+	case v.buf.refs.Load() == 1:
+		return int(v.buf.size)
+	}
+	return 0 // a queued reply has it
+}
+
+// total returns what the store is charged with.
+func (e *engine) total() int { return e.bytes + int(e.held.Load()) }
+
+// close releases all values. Queued replies keep theirs.
+func (e *engine) close() {
+	if e == nil {
+		return
+	}
+	for _, v := range e.values {
+		if v.buf != nil {
+			v.buf.release()
+		}
+	}
+	clear(e.values)
 }
 
 // A ticket identifies a call of a rank.
@@ -76,11 +139,12 @@ type ticket struct {
 
 type waiter struct {
 	ticket
-	op     byte
-	keys   []string // without duplicates
-	absent int      // number of keys without a value
-	bytes  int      // charged to the store
-	reply  func(call)
+	op      byte
+	keys    []string // without duplicates
+	absent  int      // number of keys without a value
+	barrier string   // its name, of opBarrier and opFinish
+	bytes   int      // charged to the store
+	reply   func(call)
 }
 
 type barrier struct{ come map[int]*waiter }
@@ -89,9 +153,10 @@ type barrier struct{ come map[int]*waiter }
 // a prefix.
 const finishBarrier = ""
 
-func newEngine(size int) *engine {
+// newEngine returns an empty store for a world of size processes, whose long values are charged to held.
+func newEngine(size int, held *atomic.Int64) *engine {
 	return &engine{
-		size: size, values: map[string][]byte{}, waiting: map[ticket]*waiter{},
+		size: size, held: held, values: map[string]value{}, waiting: map[ticket]*waiter{},
 		byKey: map[string]map[*waiter]bool{}, loads: map[int]load{}, barriers: map[string]*barrier{}, left: map[int]bool{},
 	}
 }
@@ -153,38 +218,64 @@ func checkCall(c call) byte {
 			return statusTooLarge
 		}
 	}
-	if total > maxCallBytes {
+	switch {
+	case total > maxCallBytes:
 		return statusTooLarge
+	case n < 0 && keysOf(c) > maxCallKeys:
+		return statusTooMany
 	}
 	return statusOK
 }
 
-// growth returns how many bytes the store grows if key gets a value of a length.
-func (e *engine) growth(key string, length int) int {
-	old, existed := e.values[key]
-	if !existed {
-		return len(key) + entryBytes + length
+// keysOf returns the number of keys of a call with any number of them.
+func keysOf(c call) int {
+	if c.op == opSetAll {
+		return len(c.fields) / 2
 	}
-	return length - len(old)
+	return len(c.fields)
 }
 
-func (e *engine) set(key string, value []byte) byte {
-	grow := e.growth(key, len(value))
-	if e.bytes+grow > MaxStoreBytes {
+// growth returns how many bytes the store grows if key gets a value in memory for room bytes.
+func (e *engine) growth(key string, room int) int {
+	old, existed := e.values[key]
+	if !existed {
+		return len(key) + entryBytes + room
+	}
+	return room - old.freed()
+}
+
+func (e *engine) set(key string, b []byte) byte {
+	if e.total()+e.growth(key, len(b)) > MaxStoreBytes {
 		return statusFull
 	}
-	if e.put(key, value) {
+	if e.put(key, e.newValue(b, nil, len(b))) {
 		e.wake(key)
 	}
 	return statusOK
 }
 
-// put stores a copy of a value, and reports whether the key is new.
-func (e *engine) put(key string, value []byte) bool {
-	e.bytes += e.growth(key, len(value))
-	_, existed := e.values[key]
-	e.values[key] = append([]byte{}, value...)
+// put sets a value, and reports whether the key is new.
+func (e *engine) put(key string, v value) bool {
+	old, existed := e.values[key]
+	if existed {
+		e.drop(old)
+	} else {
+		e.bytes += len(key) + entryBytes
+	}
+	if v.buf == nil {
+		e.bytes += len(v.b)
+	}
+	e.values[key] = v
 	return !existed
+}
+
+// drop takes a value out of the account.
+func (e *engine) drop(v value) {
+	if v.buf == nil {
+		e.bytes -= len(v.b)
+	} else {
+		v.buf.release()
+	}
 }
 
 // setAll sets all keys, or none if they do not fit. The last value of a key counts.
@@ -194,15 +285,15 @@ func (e *engine) setAll(fields [][]byte) byte {
 		last[string(fields[i])] = fields[i+1]
 	}
 	grow := 0
-	for key, value := range last {
-		grow += e.growth(key, len(value))
+	for key, b := range last {
+		grow += e.growth(key, len(b))
 	}
-	if e.bytes+grow > MaxStoreBytes {
+	if e.total()+grow > MaxStoreBytes {
 		return statusFull
 	}
 	var added []string
-	for key, value := range last {
-		if e.put(key, value) {
+	for key, b := range last {
+		if e.put(key, e.newValue(b, nil, len(b))) {
 			added = append(added, key)
 		}
 	}
@@ -212,13 +303,29 @@ func (e *engine) setAll(fields [][]byte) byte {
 	return statusOK
 }
 
-// append adds bytes to the end of a value; n of the reply is the length of the result.
+// append adds bytes to the end of a value; n of the reply is the length of the result. A long value has room for more,
+// so that many small additions do not copy it each time.
 func (e *engine) append(key string, more []byte) call {
-	value := slices.Concat(e.values[key], more)
-	if len(value) > MaxValueBytes {
+	old := e.values[key]
+	n := len(old.b) + len(more)
+	if n > MaxValueBytes {
 		return call{op: statusTooLarge}
 	}
-	return call{op: e.set(key, value), n: int64(len(value))}
+	if old.buf != nil && n <= cap(old.b) {
+		e.values[key] = value{append(old.b, more...), old.buf} // behind what queued replies have
+		return call{op: statusOK, n: int64(n)}
+	}
+	room := n
+	if twice := min(2*n, MaxValueBytes); n >= shareFrom && e.total()+e.growth(key, twice) <= MaxStoreBytes {
+		room = twice
+	}
+	if e.total()+e.growth(key, room) > MaxStoreBytes {
+		return call{op: statusFull}
+	}
+	if e.put(key, e.newValue(old.b, more, room)) {
+		e.wake(key)
+	}
+	return call{op: statusOK, n: int64(n)}
 }
 
 // has returns 1 if all keys have values.
@@ -236,7 +343,8 @@ func (e *engine) remove(key string) int64 {
 	if !ok {
 		return 0
 	}
-	e.bytes -= len(key) + len(v) + entryBytes
+	e.bytes -= len(key) + entryBytes
+	e.drop(v)
 	delete(e.values, key)
 	for w := range e.byKey[key] {
 		w.absent++
@@ -248,7 +356,7 @@ func (e *engine) add(key string, delta int64) call {
 	var n int64
 	if v, ok := e.values[key]; ok {
 		var err error
-		if n, err = strconv.ParseInt(string(v), 10, 64); err != nil {
+		if n, err = strconv.ParseInt(string(v.b), 10, 64); err != nil {
 			return call{op: statusNotNumber}
 		}
 	}
@@ -262,7 +370,7 @@ func (e *engine) add(key string, delta int64) call {
 // swap sets key to next if its value is old; n of the reply is 1 on success.
 func (e *engine) swap(key string, old, next []byte) call {
 	v, ok := e.values[key]
-	if ok != (old != nil) || !bytes.Equal(v, old) {
+	if ok != (old != nil) || !bytes.Equal(v.b, old) {
 		return call{op: statusOK}
 	}
 	if next == nil {
@@ -286,7 +394,7 @@ func (e *engine) arrive(t ticket, op byte, name string, reply func(call)) {
 		reply(call{op: statusBusy})
 		return
 	}
-	w := &waiter{ticket: t, op: op, bytes: len(name) + entryBytes, reply: reply}
+	w := &waiter{ticket: t, op: op, barrier: name, bytes: len(name) + entryBytes, reply: reply}
 	if status := e.addWaiter(w); status != statusOK {
 		if len(b.come) == 0 {
 			delete(e.barriers, name)
@@ -302,12 +410,17 @@ func (e *engine) arrive(t ticket, op byte, name string, reply func(call)) {
 // has left. For the barrier of Shutdown, ranks that left count as arrived.
 func (e *engine) wakeWaiters(name string) {
 	b := e.barriers[name]
-	missing := e.missing(b)
-	gone := slices.DeleteFunc(slices.Clone(missing), func(r int) bool { return !e.left[r] })
+	var gone []int // missing ranks that have left
+	for r := range e.left {
+		if b.come[r] == nil {
+			gone = append(gone, r)
+		}
+	}
 	reply := call{op: statusOK}
-	switch {
-	case len(missing) == 0, name == finishBarrier && len(gone) == len(missing):
+	switch missing := e.size - len(b.come); {
+	case missing == 0, name == finishBarrier && len(gone) == missing:
 	case len(gone) > 0 && name != finishBarrier:
+		slices.Sort(gone)
 		reply = call{op: statusLeft, fields: rankFields(gone)}
 	default:
 		return
@@ -341,15 +454,11 @@ func (e *engine) cancel(t ticket) {
 		return
 	}
 	e.exit(w)
-	for name, b := range e.barriers {
-		if b.come[t.rank] != w {
-			continue
-		}
-		w.reply(call{op: statusAbsent, fields: rankFields(e.missing(b))})
-		delete(b.come, t.rank)
-		if len(b.come) == 0 {
-			delete(e.barriers, name)
-		}
+	b := e.barriers[w.barrier]
+	w.reply(call{op: statusAbsent, fields: rankFields(e.missing(b))})
+	delete(b.come, t.rank)
+	if len(b.come) == 0 {
+		delete(e.barriers, w.barrier)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"strings"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -126,7 +127,7 @@ func TestStoreDeadlines(t *testing.T) {
 }
 
 func TestEngineForgets(t *testing.T) {
-	e := newEngine(2)
+	e := newEngine(2, new(atomic.Int64))
 	nothing := func(call) {}
 	e.do(ticket{0, 1}, call{op: opGet, fields: [][]byte{[]byte("k")}}, nothing)
 	e.do(ticket{1, 1}, call{op: opWait, fields: [][]byte{[]byte("k"), []byte("l")}}, nothing)
@@ -144,7 +145,7 @@ func TestEngineForgets(t *testing.T) {
 }
 
 func TestEngineBarrier(t *testing.T) {
-	e := newEngine(3)
+	e := newEngine(3, new(atomic.Int64))
 	got := map[int]call{}
 	come := func(rank int, op byte) {
 		c := call{op: op}
@@ -252,7 +253,7 @@ func TestStoreRefusesEmptyKeys(t *testing.T) {
 
 // A waiting GetAll sees all values of a SetAll, or none.
 func TestSetAllIsAtomic(t *testing.T) {
-	e := newEngine(1)
+	e := newEngine(1, new(atomic.Int64))
 	fields := func(s ...string) (f [][]byte) {
 		for _, x := range s {
 			f = append(f, []byte(x))
@@ -271,10 +272,10 @@ func TestSetAllIsAtomic(t *testing.T) {
 	for i := range MaxStoreBytes/MaxValueBytes - 1 {
 		e.set(fmt.Sprint("full", i), []byte(full))
 	}
-	before := e.bytes
+	before := e.total()
 	e.do(ticket{0, 1000}, call{op: opSetAll, fields: fields("x", full, "old0", "2")}, func(r call) { require.Equal(t, statusFull, r.op) })
-	require.Equal(t, before, e.bytes)
-	require.Equal(t, "1", string(e.values["old0"]))
+	require.Equal(t, before, e.total())
+	require.Equal(t, "1", string(e.values["old0"].b))
 }
 
 // The values of one call have a limit, which keeps its message small enough to send.

@@ -21,7 +21,7 @@ func (e *engine) addWaiter(w *waiter) byte {
 	case w.op == opFinish: // Shutdown has no limit
 	case l.calls >= maxWaits || l.keys+len(w.keys) > maxWaitKeys:
 		return statusTooMany
-	case e.bytes+w.bytes > MaxStoreBytes:
+	case e.total()+w.bytes > MaxStoreBytes:
 		return statusFull
 	}
 	e.bytes += w.bytes
@@ -78,14 +78,15 @@ func (e *engine) wait(t ticket, c call, reply func(call)) {
 }
 
 // answer replies to a call whose keys all have values. The values of opGetAll are in the order
-// of the first occurrence of each key.
+// of the first occurrence of each key. Replies to many calls share the memory of long values.
 func (e *engine) answer(w *waiter) {
 	r := call{op: statusOK}
 	if w.op != opWait {
 		total := 0
 		for _, k := range w.keys {
-			total += len(e.values[k]) + fieldBytes
-			r.fields = append(r.fields, e.values[k])
+			v := e.values[k]
+			total += len(v.b) + fieldBytes
+			r.fields, r.holds = append(r.fields, v.b), append(r.holds, v.buf)
 		}
 		if total > maxCallBytes {
 			r = call{op: statusTooLarge}

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"slices"
+	"sync/atomic"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -19,7 +20,7 @@ func waitFor(keys ...string) call {
 
 // TestWaitsAreCharged lets a rank wait for what would bloat or stop the coordinator.
 func TestWaitsAreCharged(t *testing.T) {
-	e := newEngine(2)
+	e := newEngine(2, new(atomic.Int64))
 	var status []byte
 	note := func(r call) { status = append(status, r.op) }
 
@@ -48,7 +49,7 @@ func TestWaitsAreCharged(t *testing.T) {
 	require.Empty(t, e.waiting)
 
 	// All ranks together are held by the store's limit, and one by its own.
-	e, status = newEngine(6), nil
+	e, status = newEngine(6, new(atomic.Int64)), nil
 	for r := range 6 {
 		for i := range 3 {
 			e.do(ticket{r, uint64(i)}, waitFor(many[i*maxWaitKeys/2:][:maxWaitKeys/2]...), note)
@@ -58,7 +59,7 @@ func TestWaitsAreCharged(t *testing.T) {
 	require.Equal(t, statusTooMany, status[0])
 	require.Equal(t, statusFull, status[len(status)-1])
 
-	e, status = newEngine(2), nil
+	e, status = newEngine(2, new(atomic.Int64)), nil
 	for i := range uint64(maxWaits + 1) {
 		op := call{op: opBarrier, fields: [][]byte{fmt.Append(nil, i)}}
 		if i%2 == 0 {
@@ -84,7 +85,7 @@ func TestWaitsAgainstModel(t *testing.T) {
 	t.Logf("seed %d", seed)
 	rng := rand.New(rand.NewPCG(seed, 0))
 	for range 200 {
-		e := newEngine(4)
+		e := newEngine(4, new(atomic.Int64))
 		open := map[ticket][]string{}
 		id := uint64(0)
 		key := func() string { return string(rune('a' + rng.IntN(6))) }
@@ -92,7 +93,7 @@ func TestWaitsAgainstModel(t *testing.T) {
 			k := key()
 			switch rng.IntN(4) {
 			case 0:
-				e.do(ticket{}, call{op: opSet, fields: [][]byte{[]byte(k), make([]byte, rng.IntN(9))}}, func(call) {})
+				e.do(ticket{}, call{op: opSet, fields: [][]byte{[]byte(k), make([]byte, rng.IntN(2*shareFrom))}}, func(call) {})
 			case 1:
 				e.do(ticket{}, call{op: opDelete, fields: [][]byte{[]byte(k)}}, func(call) {})
 			case 2:
@@ -116,10 +117,10 @@ func TestWaitsAgainstModel(t *testing.T) {
 			}
 			for at, keys := range open {
 				require.Contains(t, e.waiting, at)
-				require.True(t, slices.ContainsFunc(keys, func(k string) bool { return e.values[k] == nil }))
+				require.True(t, slices.ContainsFunc(keys, func(k string) bool { _, ok := e.values[k]; return !ok }))
 			}
 			require.Len(t, e.waiting, len(open))
-			require.Equal(t, charged(e), e.bytes)
+			require.Equal(t, charged(e), e.total())
 		}
 		for r := range 4 {
 			e.dropRank(r)
@@ -127,14 +128,17 @@ func TestWaitsAgainstModel(t *testing.T) {
 		require.Empty(t, e.waiting)
 		require.Empty(t, e.byKey)
 		require.Empty(t, e.loads)
-		require.Equal(t, charged(e), e.bytes)
+		require.Equal(t, charged(e), e.total())
 	}
 }
 
 func charged(e *engine) int {
 	n := 0
 	for k, v := range e.values {
-		n += len(k) + len(v) + entryBytes
+		n += len(k) + len(v.b) + entryBytes
+		if v.buf != nil {
+			n += int(v.buf.size) - len(v.b)
+		}
 	}
 	for _, w := range e.waiting {
 		n += w.bytes

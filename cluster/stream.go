@@ -10,9 +10,12 @@ import (
 )
 
 const (
-	// maxUnackedBytes limits the messages that the other end has not acknowledged. A peer
+	// maxUnackedBytes limits the cost of the messages that the other end has not acknowledged. A peer
 	// that exceeds it is lost; a member waits.
 	maxUnackedBytes = MaxStoreBytes
+	// maxWorkerUnackedBytes is the limit for a worker at the coordinator: most of its messages are replies, which are
+	// short or share the memory of the store.
+	maxWorkerUnackedBytes = 8 << 20
 	// ackEvery is the number of received bytes after which an acknowledgement is sent
 	// without waiting for the next message or heartbeat.
 	ackEvery = 256 << 10
@@ -26,6 +29,7 @@ const (
 type stream struct {
 	clock  *runClock
 	sendBy time.Duration // time limit of a write without progress
+	most   int           // limit of bytes
 	// renew waits for a link after err ended the current one, or returns why the stream ends.
 	renew func(err error) (renewal, error)
 
@@ -47,15 +51,16 @@ type stream struct {
 	acked    uint64
 	next     int  // index in out of the first message to write on link
 	idle     bool // the writer has written the messages before next
-	bytes    int  // of out
+	bytes    int  // cost of out
 	received uint64
-	unsaid   int  // bytes received since the last frame that was written
-	beat     bool // send a heartbeat
-	resumed  bool // send kindResumed
-	closed   bool // no new messages; queued messages are still sent
-	hungUp   bool // received messages are ignored, too
-	over     bool // the reader has ended
-	detached bool // the link belongs to another stream
+	unsaid   int   // bytes received since the last frame that was written
+	beat     bool  // send a heartbeat
+	resumed  bool  // send kindResumed
+	closed   bool  // no new messages; queued messages are still sent
+	hungUp   bool  // received messages are ignored, too
+	over     bool  // the reader has ended
+	detached bool  // the link belongs to another stream
+	cause    error // why this end has closed the stream; nil if it was asked to
 }
 
 // A renewal is a link that replaces a failed one.
@@ -66,7 +71,7 @@ type renewal struct {
 }
 
 func newStream(l *link, clock *runClock, sendBy time.Duration) *stream {
-	s := &stream{clock: clock, sendBy: sendBy, renewals: make(chan renewal, 1), expired: make(chan struct{}),
+	s := &stream{clock: clock, sendBy: sendBy, most: maxUnackedBytes, renewals: make(chan renewal, 1), expired: make(chan struct{}),
 		ready: make(chan struct{}, 1), done: make(chan struct{}), reading: l, link: l, links: 1}
 	s.changed = sync.NewCond(&s.mu)
 	s.touch()
@@ -147,7 +152,8 @@ func (s *stream) trim(acked uint64) {
 	}
 	n := int(acked - s.acked)
 	for _, m := range s.out[:n] {
-		s.bytes -= m.bytes()
+		s.bytes -= m.cost()
+		m.release()
 	}
 	clear(s.out[:n])
 	s.out, s.acked, s.next = s.out[n:], acked, max(0, s.next-n)
@@ -163,6 +169,9 @@ func (s *stream) replaceLink(err error) error {
 		return s.adopt(r)
 	default:
 	}
+	if cause := s.endCause(); cause != nil {
+		return cause
+	}
 	if s.renew == nil {
 		return err
 	}
@@ -171,6 +180,25 @@ func (s *stream) replaceLink(err error) error {
 		return err
 	}
 	return s.adopt(r)
+}
+
+// endCause returns why this end has closed the stream, or nil.
+func (s *stream) endCause() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.cause
+}
+
+// fail closes the stream, and the reader then reports the cause.
+func (s *stream) fail(cause error) {
+	s.closed, s.cause = true, cause
+	s.drop()
+	if s.link != nil {
+		s.link.close()
+		s.link = nil
+	}
+	s.changed.Broadcast()
+	s.wake()
 }
 
 // adopt makes the link of r the current one.
@@ -251,28 +279,37 @@ func (s *stream) receivedSoFar() uint64 {
 	return s.received
 }
 
-// send queues a message and does not block. If the queue is full, the stream ends. The caller must not change the body afterwards.
+// drop forgets the queued messages.
+func (s *stream) drop() {
+	for _, m := range s.out {
+		m.release()
+	}
+	s.acked += uint64(len(s.out)) // a late acknowledgement changes nothing
+	s.out, s.next, s.bytes = nil, 0, 0
+}
+
+// send queues a message and does not block. If the queue is full, or no frame can carry the message, the stream
+// ends: a message that is left out or repeated for ever would leave the other end waiting. The caller must not change
+// the body afterwards.
 func (s *stream) send(m message) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.closed {
+	switch {
+	case s.closed:
+	case m.bytes() > maxMessageBytes:
+		s.fail(fmt.Errorf("a message of %d bytes for it: %w", m.bytes(), ErrTooLarge))
+	case len(s.out) > 0 && s.bytes+m.cost() > s.most:
+		s.fail(fmt.Errorf("it has not acknowledged messages of %d bytes", s.bytes))
+	default:
+		s.append(m)
 		return
 	}
-	if len(s.out) > 0 && s.bytes+m.bytes() > maxUnackedBytes {
-		s.closed = true
-		if s.link != nil {
-			s.link.close() // the reader then reports the loss
-			s.link = nil
-		}
-		s.wake()
-		return
-	}
-	s.append(m)
+	m.release()
 }
 
 func (s *stream) append(m message) {
 	s.out = append(s.out, m)
-	s.bytes += m.bytes()
+	s.bytes += m.cost()
 	s.wake()
 }
 
@@ -285,7 +322,7 @@ func (s *stream) sendWait(m message) error {
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	for len(s.out) > 0 && s.bytes+m.bytes() > maxUnackedBytes && !s.closed {
+	for len(s.out) > 0 && s.bytes+m.cost() > s.most && !s.closed {
 		s.changed.Wait()
 	}
 	if s.closed {
@@ -346,7 +383,8 @@ func (s *stream) closeAfterQueue() {
 func (s *stream) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.closed, s.hungUp, s.out, s.next = true, true, nil, 0
+	s.closed, s.hungUp = true, true
+	s.drop()
 	if s.link != nil {
 		s.link.close()
 	}
@@ -365,6 +403,7 @@ func (s *stream) isClosed() bool {
 func (s *stream) closeLinks() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	s.drop()
 	if s.link != nil {
 		s.link.close()
 	}
@@ -409,7 +448,7 @@ func (s *stream) writeLoop() {
 			if l == nil {
 				break
 			}
-			if err := l.write(f, s.sendBy); err != nil {
+			if err := l.write(f, s.sendBy); err != nil { // never ErrTooLarge: send and sendWait refuse such messages
 				s.writeFailed(l)
 			}
 		}
@@ -441,7 +480,7 @@ func (s *stream) nextFrame() (l *link, f frame, last bool) {
 		f.body = message{kind: kindResumed, epoch: firstEpoch}.encode()
 	case s.next < len(s.out):
 		m := s.out[s.next]
-		f.number, f.head, f.body = s.acked+uint64(s.next)+1, m.head(), m.body
+		f.number, f.head, f.body, f.parts = s.acked+uint64(s.next)+1, m.head(), m.body, m.parts
 		s.next++
 	case s.closed:
 		return s.link, f, true

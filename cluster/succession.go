@@ -250,7 +250,8 @@ func (c *coordinator) takeOver() {
 		}
 	}
 	c.plan, c.planned = &p, time.Now()
-	c.world, c.engine = &world{Members: ch.Members}, newEngine(len(ch.Members))
+	c.world = &world{Members: ch.Members}
+	c.newStore(len(ch.Members))
 	c.electorates, c.ended = ch.electorates(), setOf(ch.Ended)
 	e := newElastic()
 	e.begun, e.inherited, e.takenOver = s.begun, true, time.Now()

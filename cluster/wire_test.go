@@ -6,6 +6,7 @@ import (
 	"io"
 	"net"
 	"os"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -156,7 +157,7 @@ func FuzzDecodeCall(f *testing.F) {
 			return
 		}
 		require.Equal(t, b, c.encode())
-		e := newEngine(2)
+		e := newEngine(2, new(atomic.Int64))
 		e.do(ticket{0, 1}, c, func(call) {})
 		e.cancel(ticket{0, 1})
 		require.Empty(t, e.waiting)

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"os"
 	"path/filepath"
 	"sync"
 	"syscall"
@@ -12,6 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/safefile"
@@ -54,7 +54,7 @@ func (c *cuFile) start() (cufileapi.API, error) {
 	if err != nil {
 		return nil, err
 	}
-	if _, set := os.LookupEnv("CUFILE_LOGFILE_PATH"); !set {
+	if _, set := env.Lookup("CUFILE_LOGFILE_PATH"); !set {
 		// cuFile would write its log into the working directory. A library without the
 		// parameter still does.
 		if folder, err := logFolder(); err == nil {
@@ -74,7 +74,7 @@ func (c *cuFile) start() (cufileapi.API, error) {
 // logFolder returns a directory of this user for cuFile's log. It opens the directory to
 // validate it: in the temporary directory another user could have planted a link.
 func logFolder() (string, error) {
-	cache, err := os.UserCacheDir()
+	cache, err := env.UserCacheDir()
 	if err != nil {
 		return "", err
 	}

@@ -40,7 +40,7 @@ func userStore() *store {
 	case "off":
 		return nil
 	case "":
-		cache, err := os.UserCacheDir()
+		cache, err := env.UserCacheDir()
 		if err != nil {
 			return nil // there is no home directory
 		}

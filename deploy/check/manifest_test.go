@@ -4,6 +4,7 @@ package check
 import (
 	"bytes"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -13,6 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 	batch "k8s.io/api/batch/v1"
 	core "k8s.io/api/core/v1"
+	networking "k8s.io/api/networking/v1"
 	jobset "sigs.k8s.io/jobset/api/jobset/v1alpha2"
 	"sigs.k8s.io/yaml"
 )
@@ -59,6 +61,10 @@ func checkJob(t *testing.T, job *batch.JobSpec, first string) {
 	require.Equal(t, core.RestartPolicyNever, pod.RestartPolicy)
 	require.Greater(t, *pod.TerminationGracePeriodSeconds, int64(2*10), "twice the default of --grace")
 	require.Len(t, pod.Containers, 1)
+	checkRights(t, pod.SecurityContext)
+	require.False(t, *pod.AutomountServiceAccountToken)
+	require.False(t, *pod.Containers[0].SecurityContext.AllowPrivilegeEscalation)
+	require.Equal(t, []core.Capability{"ALL"}, pod.Containers[0].SecurityContext.Capabilities.Drop)
 	c := pod.Containers[0]
 	require.Equal(t, first, after(t, c.Args, "--seeds"))
 	require.EqualValues(t, after(t, c.Args, "--nnodes"), itoa(*job.Completions))
@@ -72,6 +78,47 @@ func checkJob(t *testing.T, job *batch.JobSpec, first string) {
 			require.EqualValues(t, 0o400, *v.Secret.DefaultMode)
 		}
 	}
+}
+
+// checkRights checks that a pod does not run as root, and that its user can read the mounted secret.
+func checkRights(t *testing.T, s *core.PodSecurityContext) {
+	t.Helper()
+	require.True(t, *s.RunAsNonRoot)
+	require.NotZero(t, *s.RunAsUser)
+	require.Equal(t, *s.RunAsGroup, *s.FSGroup)
+	require.Equal(t, core.SeccompProfileTypeRuntimeDefault, s.SeccompProfile.Type)
+}
+
+// Only pods of the job reach its ports.
+func TestNetworkPolicy(t *testing.T) {
+	job, policy := decode[batch.Job](t, "job.yaml", 1), decode[networking.NetworkPolicy](t, "job.yaml", 2)
+	pods := map[string]string{batch.JobNameLabel: job.Name}
+	require.Equal(t, pods, policy.Spec.PodSelector.MatchLabels)
+	require.Equal(t, []networking.PolicyType{networking.PolicyTypeIngress}, policy.Spec.PolicyTypes)
+	require.Len(t, policy.Spec.Ingress, 1)
+	require.Equal(t, pods, policy.Spec.Ingress[0].From[0].PodSelector.MatchLabels)
+}
+
+// The file that the example of a secret makes is not sent to the builder of an image, whose user is not root.
+func TestImage(t *testing.T) {
+	ignored, err := os.ReadFile("../../.dockerignore")
+	require.NoError(t, err)
+	for _, name := range []string{"key", ".git", "**/*secret*"} {
+		require.Contains(t, strings.Split(string(ignored), "\n"), name)
+	}
+	image, err := os.ReadFile("../docker/Dockerfile")
+	require.NoError(t, err)
+	require.Regexp(t, `(?m)^USER [1-9]`, string(image))
+	require.Contains(t, string(image), "sha256sum -c")
+}
+
+// TestRightsOfTheUnit lets systemd rate the rights of the unit, without starting anything.
+func TestRightsOfTheUnit(t *testing.T) {
+	if _, err := exec.LookPath("systemd-analyze"); err != nil {
+		t.Skip("no systemd-analyze")
+	}
+	out, err := exec.Command("systemd-analyze", "security", "--offline=true", "--threshold=30", "../systemd/chorus.service").CombinedOutput()
+	require.NoError(t, err, "%s", out)
 }
 
 func TestTrainJob(t *testing.T) {

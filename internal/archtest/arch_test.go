@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/jsonfile", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/chart", "internal/pickle", "internal/spinpool"},
+	{"gds/safetensors", "internal/connlimit", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/jsonfile", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/chart", "internal/pickle", "internal/spinpool"},
 	{"internal/torchfile", "internal/ras", "cmd/chorus/internal/memplot", "internal/timeline"},
 	{"internal/ras/rastest"},
 	{"internal/analyze"},
@@ -68,7 +68,7 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"cluster"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
+	"golang.org/x/sys":                {"internal/connlimit", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
 	"github.com/klauspost/compress":   {"internal/ptx"},
 	"gonum.org/v1/gonum":              {"internal/virtual/cublas"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},

@@ -1,12 +1,15 @@
 package dl
 
 import (
+	"errors"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"runtime"
 	"slices"
 	"strings"
+
+	"github.com/gochorus/chorus/internal/env"
 )
 
 // Toolkit are the directories of an installed CUDA toolkit. A pattern may begin with an
@@ -45,7 +48,7 @@ type machine struct {
 }
 
 func host() *machine {
-	if secure() {
+	if env.IsUntrusted() {
 		return secureHost()
 	}
 	return &machine{getenv: os.Getenv, lookPath: exec.LookPath}
@@ -147,4 +150,13 @@ func braces(list []string) string {
 
 func escapeGlob(s string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(s)
+}
+
+// secureHost is the machine of a process that must not trust its environment.
+func secureHost() *machine {
+	return &machine{
+		getenv:   func(string) string { return "" },
+		lookPath: func(string) (string, error) { return "", errors.New("the process must not trust PATH") },
+		secure:   true,
+	}
 }

@@ -4,12 +4,16 @@
 package env
 
 import (
+	"errors"
 	"fmt"
 	"os"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // A Var is a declared environment variable. All are package variables of this package.
@@ -22,14 +26,44 @@ type Var struct {
 
 // Value returns the value from the environment, or the default.
 func (v *Var) Value() string {
-	if s, ok := os.LookupEnv(v.Name); ok {
+	if s, ok := Lookup(v.Name); ok {
 		return s
 	}
 	return v.Default
 }
 
 // IsSet reports whether the variable is set in the environment.
-func (v *Var) IsSet() bool { _, ok := os.LookupEnv(v.Name); return ok }
+func (v *Var) IsSet() bool { _, ok := Lookup(v.Name); return ok }
+
+// Lookup is os.LookupEnv, except that nothing is set in a process that must not trust its environment.
+func Lookup(name string) (string, bool) {
+	if IsUntrusted() {
+		return "", false
+	}
+	return os.LookupEnv(name)
+}
+
+// IsUntrusted reports whether this process has more rights than its starter, as a set-uid program. As in the system's
+// loader, the starter's environment then chooses no library, folder or file.
+var IsUntrusted = sync.OnceValue(func() bool {
+	vector, err := unix.Auxv()
+	return err != nil || isSecure(vector)
+})
+
+// UserCacheDir is os.UserCacheDir, which the environment chooses.
+func UserCacheDir() (string, error) {
+	if IsUntrusted() {
+		return "", errors.New("a program with more rights than its starter has no cache directory")
+	}
+	return os.UserCacheDir()
+}
+
+// atSecure is the key of AT_SECURE in the auxiliary vector of a process.
+const atSecure = 23
+
+func isSecure(vector [][2]uintptr) bool {
+	return slices.ContainsFunc(vector, func(pair [2]uintptr) bool { return pair[0] == atSecure && pair[1] != 0 })
+}
 
 // Int returns the value as a number.
 func (v *Var) Int() (int, error) {

@@ -47,6 +47,9 @@ func (j *job) obey(o cluster.Order) {
 	}
 }
 
+// exitNotStarted is the exit code of a worker that cannot be started, as in a shell.
+const exitNotStarted = 126
+
 // startAgain starts a worker in place of one that has exited.
 func (j *job) startAgain(o cluster.Order) {
 	j.scheduled--
@@ -58,7 +61,10 @@ func (j *job) startAgain(o cluster.Order) {
 	c.shown.Store(-1)
 	c.env = []string{fmt.Sprintf("%s=%d", env.RestartCount.Name, o.Count), fmt.Sprintf("TORCHELASTIC_RESTART_COUNT=%d", o.Count)}
 	if err := j.start(c); err != nil {
-		j.fail(fmt.Sprintf("cannot start worker %d of this host again: %v", o.Local, j.limits.explain(err)))
+		why := fmt.Sprintf("cannot be started again: %v", j.limits.explain(err))
+		j.say(fmt.Sprintf("worker %d of this host %s", o.Local, why))
+		j.undecided++ // the coordinator decides whether to try once more
+		_ = j.agent.Report(o.Local, cluster.Exit{Code: exitNotStarted, Reason: why})
 		return
 	}
 	j.children[o.Local] = c

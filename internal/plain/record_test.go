@@ -1,6 +1,7 @@
 package plain
 
 import (
+	"strings"
 	"testing"
 	"time"
 
@@ -28,4 +29,25 @@ func TestRecord(t *testing.T) {
 	Record(&list)
 	require.Equal(t, []string{good, "é"}, list)
 	Record((*record)(nil))
+}
+
+func TestClippedRecords(t *testing.T) {
+	long := strings.Repeat("é\xff", 1000)
+	for n := range 200 {
+		short := Clip(long, n)
+		require.LessOrEqual(t, len(short), n)
+		require.Equal(t, short, Clip(short, n))
+	}
+	require.Equal(t, strings.Repeat("é\xff", 21)+"... (2937 more bytes)", Clip(long, 100))
+	r := struct {
+		By   map[int][]*inner
+		Some map[string]string
+	}{map[int][]*inner{7: {{long}}}, map[string]string{"a": long, "b": "b\n"}}
+	require.Equal(t, 3000, LongestText(r))
+	ShortRecord(&r, 64)
+	require.Equal(t, `b\x0a`, r.Some["b"])
+	require.LessOrEqual(t, LongestText(&r), 64)
+	require.Contains(t, r.By[7][0].Text, `é\xffé`)
+	ClipRecord(&r, 50)
+	require.LessOrEqual(t, LongestText(&r), 50)
 }

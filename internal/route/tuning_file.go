@@ -33,7 +33,7 @@ func TuningFile() (string, error) {
 	if path := env.TuningFile.Value(); path != "" {
 		return path, nil
 	}
-	cache, err := os.UserCacheDir()
+	cache, err := env.UserCacheDir()
 	if err != nil {
 		return "", fmt.Errorf("comm: no place for the tuning: %w: set %s", err, env.TuningFile.Name)
 	}

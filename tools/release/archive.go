@@ -21,7 +21,7 @@ type entry struct {
 
 // writeArchive writes files into a folder of a tar archive. Only their bytes and when decide its bytes.
 func writeArchive(to, folder string, list []entry, when time.Time) (err error) {
-	f, err := os.Create(to)
+	f, err := create(to)
 	if err != nil {
 		return err
 	}

@@ -4,7 +4,11 @@
 //
 //	release -version v0.1.0 [-o dist]
 //
-// It runs in the root of the repository and needs no network if the modules are downloaded.
+// It runs in the root of the repository and needs no network if the modules are downloaded. The environment does not change
+// the bytes. Users verify SHA256SUMS. Sign it on the machine that has the key:
+//
+//	minisign -Sm dist/SHA256SUMS
+//	cosign sign-blob --bundle dist/SHA256SUMS.bundle dist/SHA256SUMS
 package main
 
 import (
@@ -159,12 +163,35 @@ func writeSums(dir string, names []string) error {
 		}
 		fmt.Fprintf(&b, "%x  %s\n", sha256.Sum256(data), name)
 	}
-	return os.WriteFile(filepath.Join(dir, "SHA256SUMS"), []byte(b.String()), 0o644)
+	f, err := create(filepath.Join(dir, "SHA256SUMS"))
+	if err != nil {
+		return err
+	}
+	_, err = f.WriteString(b.String())
+	return errors.Join(err, f.Close())
 }
 
-func run(environ []string, name string, args ...string) error {
+// kept are the variables of a build that cannot change its result: where Go finds and stores files.
+var kept = []string{"PATH", "HOME", "TMPDIR", "GOPATH", "GOMODCACHE", "GOCACHE", "GOPROXY", "GOSUMDB", "GOROOT"}
+
+// fixed are the variables that change a build, such as GOFLAGS with -overlay. GOENV turns off the file of `go env -w`.
+var fixed = []string{"GOENV=off", "GOFLAGS=", "GOEXPERIMENT=", "GOTOOLCHAIN=local", "GOWORK=off", "GO111MODULE=on",
+	"GOAMD64=v1", "GOARM64=v8.0", "GOFIPS140=off", "CGO_ENABLED=0", "LC_ALL=C", "TZ=UTC"}
+
+// environ returns the environment of a command, so that the same commit gives the same bytes on any machine.
+func environ(more []string) []string {
+	var env []string
+	for _, name := range kept {
+		if v, ok := os.LookupEnv(name); ok {
+			env = append(env, name+"="+v)
+		}
+	}
+	return slices.Concat(env, fixed, more)
+}
+
+func run(more []string, name string, args ...string) error {
 	c := exec.Command(name, args...)
-	c.Env = append(os.Environ(), environ...)
+	c.Env = environ(more)
 	c.Stderr = os.Stderr
 	if err := c.Run(); err != nil {
 		return fmt.Errorf("%s: %w", strings.Join(c.Args, " "), err)
@@ -173,7 +200,9 @@ func run(environ []string, name string, args ...string) error {
 }
 
 func output(name string, args ...string) (string, error) {
-	text, err := exec.Command(name, args...).Output()
+	c := exec.Command(name, args...)
+	c.Env = environ(nil)
+	text, err := c.Output()
 	if e, ok := errors.AsType[*exec.ExitError](err); ok {
 		err = fmt.Errorf("%w: %s", err, e.Stderr)
 	}
@@ -181,4 +210,12 @@ func output(name string, args ...string) (string, error) {
 		return "", fmt.Errorf("%s %s: %w", name, strings.Join(args, " "), err)
 	}
 	return string(text), nil
+}
+
+// create creates a file in place of another one. It does not follow a link.
+func create(path string) (*os.File, error) {
+	if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return nil, err
+	}
+	return os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o644)
 }

@@ -94,3 +94,34 @@ func TestBOM(t *testing.T) {
 		t.Errorf("serial number %s", b.Serial)
 	}
 }
+
+// TestEnviron: variables of the user do not change a build, and files do not follow links.
+func TestEnviron(t *testing.T) {
+	t.Setenv("GOFLAGS", "-overlay=evil.json")
+	t.Setenv("GOAMD64", "v4")
+	t.Setenv("GOEXPERIMENT", "x")
+	t.Setenv("CGO_CFLAGS", "-O9")
+	t.Setenv("GOMODCACHE", "/cache")
+	env := environ([]string{"GOARCH=arm64"})
+	for _, want := range []string{"GOFLAGS=", "GOAMD64=v1", "GOEXPERIMENT=", "GOENV=off", "GOMODCACHE=/cache", "GOARCH=arm64"} {
+		if !slices.Contains(env, want) {
+			t.Errorf("%s is missing in %q", want, env)
+		}
+	}
+	for _, v := range env {
+		if v == "CGO_CFLAGS=-O9" || v == "GOFLAGS=-overlay=evil.json" {
+			t.Errorf("%s is kept", v)
+		}
+	}
+	dir := t.TempDir()
+	target, link := filepath.Join(dir, "target"), filepath.Join(dir, "SHA256SUMS")
+	if err := os.Symlink(target, link); err != nil {
+		t.Fatal(err)
+	}
+	if err := writeSums(dir, nil); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Stat(target); !errors.Is(err, os.ErrNotExist) {
+		t.Errorf("the link was followed: %v", err)
+	}
+}

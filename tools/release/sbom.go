@@ -5,6 +5,7 @@ import (
 	"debug/buildinfo"
 	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"runtime/debug"
@@ -67,7 +68,12 @@ func writeSBOM(to, binary, version string, when time.Time) error {
 	if err != nil {
 		return err
 	}
-	return os.WriteFile(to, append(text, '\n'), 0o644)
+	f, err := create(to)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(append(text, '\n'))
+	return errors.Join(err, f.Close())
 }
 
 func newBOM(info *debug.BuildInfo, sum [32]byte, version string, when time.Time) *bom {

@@ -181,11 +181,27 @@ var (
 
 // A sender sends metrics with the label of a job.
 type sender struct {
-	out chan<- prometheus.Metric
-	job string
+	out  chan<- prometheus.Metric
+	job  string
+	seen map[string]bool
+}
+
+// isNew reports whether no metric with the same labels was sent: a worker may report one thing twice, and a second metric would
+// make all metrics of the host invalid.
+func (s *sender) isNew(d desc, labels []string) bool {
+	key := fmt.Sprintf("%s %q", d.name, labels)
+	if s.seen == nil {
+		s.seen = map[string]bool{}
+	}
+	was := s.seen[key]
+	s.seen[key] = true
+	return !was
 }
 
 func (s *sender) send(d desc, v float64, labels ...string) {
+	if !s.isNew(d, labels) {
+		return
+	}
 	s.out <- prometheus.MustNewConstMetric(d.desc(), d.kind, v, append([]string{s.job}, labels...)...)
 }
 
@@ -202,12 +218,13 @@ func (s *sender) rank(r *Rank) {
 	if r.State == "running" {
 		s.send(heartbeatDesc, r.SilentNanos.Seconds(), labels...)
 	}
-	names := map[string]int{}
+	names := map[string]bool{}
 	for i := range r.Groups {
 		name := r.Groups[i].label()
-		if names[name]++; names[name] > 1 {
-			name = fmt.Sprintf("%s#%d", name, names[name]) // such as another group of the same size
+		for n := 2; names[name]; n++ {
+			name = fmt.Sprintf("%s#%d", r.Groups[i].label(), n) // such as another group of the same size
 		}
+		names[name] = true
 		s.group(&r.Groups[i], of(name))
 		for _, reason := range errorReasons {
 			if !slices.ContainsFunc(r.Errors, func(e status.Errors) bool { return e.Group == name && e.Reason == reason }) {
@@ -237,6 +254,9 @@ func (s *sender) rank(r *Rank) {
 
 // histogram sends durations. The buckets of Prometheus count all smaller ones, too.
 func (s *sender) histogram(d *status.Durations, labels []string) {
+	if !s.isNew(durationsDesc, labels) {
+		return
+	}
 	buckets, count := map[float64]uint64{}, uint64(0)
 	for i, n := range d.Buckets {
 		if count += n; i < len(status.DurationBounds) {

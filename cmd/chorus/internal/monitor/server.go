@@ -16,6 +16,8 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/gochorus/chorus/internal/connlimit"
 )
 
 //go:embed page.html
@@ -25,7 +27,9 @@ const (
 	requestTime = 5 * time.Second  // to read a request
 	answerTime  = 10 * time.Second // to write an answer
 	maxHeader   = 16 << 10
-	maxAnswers  = 8 // at the same time
+	idleTime    = 5 * time.Second // until the next request of a connection
+	maxAnswers  = 8               // of an address at the same time
+	maxConns    = 64              // of an address
 )
 
 // statusPath is the path of the job's state as JSON.
@@ -35,24 +39,26 @@ const statusPath = "/status.json"
 type Server struct {
 	source *Source
 	labels Labels
-	slots  chan struct{}
 	open   []*http.Server
 }
 
 // NewServer returns a server that has no address yet.
 func NewServer(s *Source, l Labels) *Server {
-	return &Server{source: s, labels: l, slots: make(chan struct{}, maxAnswers)}
+	return &Server{source: s, labels: l}
 }
 
 // Serve answers on ln until Close. trusted decides whether the Host header of a request is
-// acceptable; nil accepts all of them.
+// acceptable; nil accepts all of them. Each address has its own limits, so that those who read metrics cannot keep the owner
+// from reading the status.
 func (s *Server) Serve(ln net.Listener, trusted func(host string) bool) {
 	h := &http.Server{
-		Handler: s.guarded(s.routes(), trusted), ReadTimeout: requestTime, WriteTimeout: answerTime, IdleTimeout: time.Minute,
-		MaxHeaderBytes: maxHeader, ErrorLog: log.New(io.Discard, "", 0), // strangers could fill a log
+		Handler: s.guarded(s.routes(), trusted), ReadTimeout: requestTime, WriteTimeout: answerTime, IdleTimeout: idleTime,
+		MaxHeaderBytes: maxHeader, ConnState: func(c net.Conn, state http.ConnState) { connlimit.SetActive(c, state == http.StateActive) },
+		ErrorLog: log.New(io.Discard, "", 0), // strangers could fill a log
 	}
 	s.open = append(s.open, h)
-	go func() { _ = h.Serve(ln) }() // Close ends it
+	limited := connlimit.New(ln, maxConns)
+	go func() { _ = h.Serve(limited) }() // Close ends it
 }
 
 // Close ends all connections.
@@ -68,7 +74,7 @@ func (s *Server) routes() http.Handler {
 	reg := prometheus.NewRegistry()
 	reg.MustRegister(&collector{s.source, s.labels})
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError}))
+	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{ErrorHandling: promhttp.ContinueOnError}))
 	mux.HandleFunc("GET "+statusPath, s.serveStatus)
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) {
 		w.Header().Set("Content-Type", "text/html; charset=utf-8")
@@ -92,6 +98,7 @@ func (s *Server) serveStatus(w http.ResponseWriter, r *http.Request) {
 // A page of another site can make a browser send requests to this address under the name of that
 // site (DNS rebinding); its Host header then has the name.
 func (s *Server) guarded(next http.Handler, trusted func(string) bool) http.Handler {
+	slots := make(chan struct{}, maxAnswers)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		w.Header().Set("X-Content-Type-Options", "nosniff")
 		w.Header().Set("Cache-Control", "no-store")
@@ -104,8 +111,8 @@ func (s *Server) guarded(next http.Handler, trusted func(string) bool) http.Hand
 			return
 		}
 		select {
-		case s.slots <- struct{}{}:
-			defer func() { <-s.slots }()
+		case slots <- struct{}{}:
+			defer func() { <-slots }()
 			next.ServeHTTP(w, r)
 		default:
 			http.Error(w, "too many requests at the same time", http.StatusTooManyRequests)

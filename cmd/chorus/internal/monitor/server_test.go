@@ -357,6 +357,9 @@ const userVar = "CHORUS_TEST_SOCKET"
 
 func TestMain(m *testing.M) {
 	if socket := os.Getenv(userVar); socket != "" {
+		if os.Getenv("CHORUS_TEST_DECOY") != "" {
+			os.Exit(listenMain(socket))
+		}
 		_, err := newClient(socket).Job(context.Background())
 		fmt.Println(err)
 		os.Exit(0)
@@ -386,4 +389,166 @@ func TestOtherUsers(t *testing.T) {
 	require.Contains(t, ask(1234), "status.json")
 	require.False(t, asked.Load())
 	require.Equal(t, "<nil>\n", ask(0))
+}
+
+// Any user can bind an abstract socket whose name has line ends. It is no socket of a job, and does not end the command.
+func TestNamesOfSockets(t *testing.T) {
+	a := prefix() + strings.Repeat("A", 26)
+	text := "Num       RefCount Protocol Flags    Type St Inode Path\n" +
+		"ffff9: 00000002 00000000 00010000 0001 01 21845 " + a + "\n" +
+		"ffff9: 00000002 00000000 00010000 0001 01 218 @x\n\n\nffff: 3\n" +
+		"ffff9: 00000003 00000000 00000000 0001 03 23456\n" +
+		"ffff9: 00000002 00000000 00010000 0001 01 21845 " + prefix() + "AAAA0\n" +
+		"ffff9: 00000002 00000000 00010000 0001 01 21845 x " + a + "\n" +
+		"ffff9: 00000002 00000000 00010000 0001 01 21845 " + a + " \n"
+	require.Equal(t, []string{a}, socketsIn(text))
+	require.Empty(t, socketsIn(""))
+
+	if c, err := net.Listen("unix", "@x\n\n"); err == nil {
+		defer c.Close()
+	}
+	ln, err := ListenLocal()
+	require.NoError(t, err)
+	defer ln.Close()
+	names, err := sockets()
+	require.NoError(t, err)
+	require.Contains(t, names, ln.Addr().String())
+}
+
+// listenMain listens at a socket, as a user who wants to be taken for a job.
+func listenMain(socket string) int {
+	ln, err := net.Listen("unix", socket)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	fmt.Println("listening")
+	for {
+		c, err := ln.Accept()
+		if err != nil {
+			return 0
+		}
+		defer c.Close()
+	}
+}
+
+// A socket of another user at a name of this user is no job.
+func TestDecoys(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("only root can start a process of another user")
+	}
+	socket := prefix() + strings.Repeat("D", 26)
+	cmd := exec.Command("/proc/self/exe")
+	cmd.Env = append(os.Environ(), userVar+"="+socket, "CHORUS_TEST_DECOY=yes")
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534, NoSetGroups: true}}
+	out, err := cmd.StdoutPipe()
+	require.NoError(t, err)
+	require.NoError(t, cmd.Start())
+	defer cmd.Wait()
+	defer cmd.Process.Kill()
+	_, err = io.ReadFull(out, make([]byte, len("listening")))
+	require.NoError(t, err)
+	_, _, err = find(t.Context(), []string{socket}, "")
+	_, none := errors.AsType[*NotFoundError](err)
+	require.True(t, none, "%v", err)
+}
+
+// Clients that read metrics do not keep the owner from reading the status, and take a limited number of descriptors.
+func TestListenersHaveTheirOwnLimits(t *testing.T) {
+	end, begun := make(chan struct{}), make(chan struct{}, 100)
+	s := exampleStatus(t)
+	var slow atomic.Bool
+	server := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) {
+		if slow.Load() {
+			begun <- struct{}{}
+			<-end
+		}
+		return s, nil
+	}, host: "n2"}, Labels{})
+	public, _, err := Listen(t.Context(), "127.0.0.1:0")
+	require.NoError(t, err)
+	local, err := ListenLocal()
+	require.NoError(t, err)
+	server.Serve(public, nil)
+	server.Serve(local, nil)
+	defer server.Close()
+
+	before := openFiles(t)
+	var conns []net.Conn
+	for range 4 * maxConns {
+		c, err := net.Dial("tcp", public.Addr().String())
+		require.NoError(t, err)
+		defer c.Close()
+		_, err = io.WriteString(c, "GET / HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+		require.NoError(t, err)
+		conns = append(conns, c)
+	}
+	for _, c := range conns[:3*maxConns] { // each was answered, or closed to make room
+		_ = c.SetReadDeadline(time.Now().Add(time.Minute))
+		_, _ = c.Read(make([]byte, 1))
+	}
+	require.Less(t, openFiles(t), before+len(conns)+maxConns+20, "both ends are in this process")
+
+	slow.Store(true)
+	var wg sync.WaitGroup
+	for range maxAnswers {
+		wg.Go(func() {
+			if resp, err := http.Get("http://" + public.Addr().String() + "/status.json"); err == nil {
+				resp.Body.Close()
+			}
+		})
+	}
+	<-begun
+	impatient := http.Client{Timeout: 200 * time.Millisecond} // it may come before the others
+	require.Eventually(t, func() bool {
+		resp, err := impatient.Get("http://" + public.Addr().String() + "/status.json")
+		if err != nil {
+			return false
+		}
+		resp.Body.Close()
+		return resp.StatusCode == http.StatusTooManyRequests
+	}, time.Minute, time.Millisecond)
+	answered := make(chan error, 1)
+	go func() {
+		_, err := newClient(local.Addr().String()).Job(t.Context())
+		answered <- err
+	}()
+	time.AfterFunc(50*time.Millisecond, func() { close(end) }) // the question to the job is one for all
+	require.NoError(t, <-answered)
+	wg.Wait()
+}
+
+func openFiles(t *testing.T) int {
+	names, err := os.ReadDir("/proc/self/fd")
+	require.NoError(t, err)
+	return len(names)
+}
+
+// One worker's report cannot make the metrics of its host invalid.
+func TestReportsWithEqualLabels(t *testing.T) {
+	s := exampleStatus(t)
+	for i := range s.Members {
+		if s.Members[i].Report == nil {
+			continue
+		}
+		var p status.Process
+		require.NoError(t, json.Unmarshal(s.Members[i].Report, &p))
+		if len(p.Groups) == 0 {
+			continue
+		}
+		for _, name := range []string{"a", "a", "a#2"} {
+			g := p.Groups[0]
+			g.Name = name
+			p.Groups = append(p.Groups, g)
+		}
+		p.Errors = append(p.Errors, status.Errors{Group: "a", Reason: "\x01", Count: 1}, status.Errors{Group: "a", Reason: `\x01`, Count: 2})
+		b, err := json.Marshal(p)
+		require.NoError(t, err)
+		s.Members[i].Report = b
+	}
+	code, _, body := get(t, serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })+"/metrics", "127.0.0.1")
+	require.Equal(t, http.StatusOK, code, body)
+	require.Contains(t, body, `group="a#2#2"`)
+	require.Contains(t, body, `reason="\\x01"`)
+	parse(t, body)
 }

@@ -1,7 +1,6 @@
 package monitor
 
 import (
-	"bufio"
 	"context"
 	"crypto/rand"
 	"encoding/json"
@@ -63,15 +62,32 @@ func sockets() ([]string, error) {
 		return nil, err
 	}
 	defer f.Close()
-	var list []string
-	lines := bufio.NewScanner(f)
-	for lines.Scan() {
-		fields := strings.Fields(lines.Text())
-		if name := fields[len(fields)-1]; strings.HasPrefix(name, prefix()) && !slices.Contains(list, name) {
+	text, err := io.ReadAll(f)
+	if err != nil {
+		return nil, err
+	}
+	return socketsIn(string(text)), nil
+}
+
+// socketsIn returns the names of the sockets in the text of /proc/net/unix. Other users choose names of abstract sockets, which
+// the kernel prints as they are, with line ends: any line may be theirs, and sameuser decides.
+func socketsIn(text string) (list []string) {
+	for line := range strings.SplitSeq(text, "\n") {
+		fields := strings.SplitN(line, " ", 8) // the first seven have no spaces beside them, except the inode
+		if len(fields) < 8 {
+			continue
+		}
+		name := strings.TrimLeft(fields[7], " ")
+		if random, ok := strings.CutPrefix(name, prefix()); ok && isRandomText(random) && !slices.Contains(list, name) {
 			list = append(list, name)
 		}
 	}
-	return list, lines.Err()
+	return list
+}
+
+// isRandomText reports whether s may be a result of rand.Text.
+func isRandomText(s string) bool {
+	return len(s) == 26 && strings.Trim(s, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567") == ""
 }
 
 // newClient returns a client for a socket. It refuses a socket of another user.
@@ -153,6 +169,7 @@ func find(ctx context.Context, names []string, name string) (*Client, *Job, erro
 		j, err := c.Job(ctx)
 		switch {
 		case errors.Is(err, syscall.ECONNREFUSED): // the job has ended
+		case isOthers(err): // another user listens at a name of this user
 		case err != nil:
 			if !hasEnded(socket) { // a job that ends during the question closes the connection
 				last = err
@@ -173,6 +190,11 @@ func find(ctx context.Context, names []string, name string) (*Client, *Job, erro
 		return nil, nil, fmt.Errorf("a job runs on this host and does not answer: %w", last)
 	}
 	return nil, nil, &NotFoundError{name}
+}
+
+func isOthers(err error) bool {
+	_, others := errors.AsType[*sameuser.Error](err)
+	return others
 }
 
 // Next reads the state again after a time that is long enough for rates.

@@ -50,6 +50,8 @@ type rawEntry struct {
 	OutputSizes [][]int64 `json:"output_sizes"`
 	OutputTypes []string  `json:"output_dtypes"`
 	State       string    `json:"state"`
+	Queued      bool      `json:"queued"`
+	Batch       uint64    `json:"batch_id"`
 	Transfer    bool      `json:"is_p2p"`
 	Captured    bool      `json:"captured"`
 	Uneven      bool      `json:"uneven"`
@@ -72,7 +74,10 @@ type entry struct {
 	root        int // -1 if there is none
 	peer        int // the other rank of a send or receive; -1 for a collective
 	sends       bool
-	uneven      bool // the ranks may have different sizes
+	uneven      bool   // the ranks may have different sizes
+	batch       uint64 // record of the first operation of its batch; 0 if not known
+	started     bool   // its stream is known to have reached it
+	queued      bool   // its stream is known not to have reached it
 	completed   bool
 	captured    bool
 	inCall      bool // the call that issues it has not returned
@@ -102,7 +107,7 @@ func (t texts) of(s string) string {
 func (r *rawEntry) entry(t texts) (entry, error) {
 	e := entry{
 		record: r.Record, seq: r.Collective, root: -1, peer: -1, reduction: t.of(r.Reduction), created: r.Created, captured: r.Captured,
-		uneven: r.Uneven, completed: r.State == "completed", group: r.Group,
+		uneven: r.Uneven, completed: r.State == "completed", started: r.State != "scheduled", queued: r.Queued, batch: r.Batch, group: r.Group,
 		in: elements(r.InputSizes), out: elements(r.OutputSizes), dtype: t.of(first(r.InputTypes, r.OutputTypes)),
 	}
 	if len(r.GroupName) > 0 {
@@ -196,8 +201,13 @@ func (e *entry) state() string {
 	case e.captured:
 		return "captured into a graph"
 	}
-	if e.inCall {
+	switch {
+	case e.inCall:
 		return "in a call of NCCL that has not returned"
+	case e.queued:
+		return "not reached by its stream"
+	case e.started:
+		return "started, and not known to have completed"
 	}
 	return "not known to have completed"
 }

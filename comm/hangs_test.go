@@ -178,4 +178,3 @@ func (h *hangCase) check(t *testing.T, devs []*device.Device) {
 		require.Contains(t, verdicts, want)
 	}
 }
-

@@ -125,4 +125,3 @@ func bufferedRank(t *testing.T, c *Communicator) *idleRank {
 	c.api = c.api.(*idleNCCL).API
 	return r
 }
-

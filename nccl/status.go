@@ -55,7 +55,7 @@ func observeAll() {
 	})
 }
 
-// observeWithin records the completions of communicators, as far as the driver answers within d.
+// observeWithin records the completions of communicators, if the driver answers within d.
 func observeWithin(d time.Duration, list []*member) {
 	poll.Within(d, func() error {
 		observe(list)

@@ -15,7 +15,7 @@ import (
 
 // Marks are events on the streams of a communicator, which show how far its operations have
 // progressed. Two events for each operation would add a quarter to its time. Marks are
-// therefore set only around an operation that comes some time after the last marks: the event
+// therefore set only around an operation that comes some time after the last marks. The event
 // before the operation shows whether its stream has reached it, and the event behind it whether
 // it has completed. If one of many operations between two marks hangs, the marks do not show
 // which one, nor whether other work between them does.

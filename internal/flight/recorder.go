@@ -296,8 +296,8 @@ func (r *Recorder) Complete(id uint64, on uintptr) {
 	}
 }
 
-// SetReached records what marks say about the starts of operations: a stream that has passed a mark
-// has reached the operation directly behind it, with the rest of its batch, and a stream that has
+// SetReached records what marks say about the starts of operations. A stream that has passed a mark
+// has reached the operation directly behind it, with the rest of its batch. A stream that has
 // not passed a mark has not reached any operation behind it.
 func (r *Recorder) SetReached(passed, ahead []Mark) {
 	t := Now()

@@ -65,6 +65,12 @@ func (j *Job) unreadable(r *Report) {
 			r.add(KindFile, fmt.Sprintf("The file %s cannot be read: %s.", f.Name, f.Error), nil, 0, nil)
 		}
 	}
+	for _, p := range j.twiceFiles[:min(len(j.twiceFiles), 1)] {
+		r.add(KindTwice, fmt.Sprintf("The files %s and %s are of the same rank: they are of two runs or of two jobs, so that no comparison is possible. Analyze the files of one run.", p[0], p[1]), nil, 0, nil)
+	}
+	if len(j.twiceFiles) > 0 {
+		j.twice = nil
+	}
 	for _, p := range j.twice[:min(len(j.twice), 1)] {
 		r.add(KindFile, fmt.Sprintf("The files are of two runs: %s and %s have the same rank. Remove the files of the earlier run.", p[0].name, p[1].name), nil, 0, nil)
 	}
@@ -98,11 +104,29 @@ func (j *Job) missing(r *Report) {
 	if len(list) == 0 || slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
 		return
 	}
+	defer func() { j.addEnds(r) }()
 	text := "No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here."
 	if j.live {
 		text = "No answer came from %s: the process has ended or hangs, or its host is not reachable."
 	}
 	r.add(KindMissing, fmt.Sprintf(text, joined(list)), nil, 0, list)
+}
+
+// addEnds adds to the finding of missing ranks how the groups ended for the first rank that says so.
+func (j *Job) addEnds(r *Report) {
+	var first *member
+	for _, g := range j.groups {
+		for _, m := range g.present() {
+			if m.end != "" && (first == nil || m.written < first.written) {
+				first = m
+			}
+		}
+	}
+	for i := range r.Findings {
+		if f := &r.Findings[i]; f.Kind == KindMissing && first != nil {
+			f.Text += fmt.Sprintf(" The file of %s says: %s.", first.name, strings.TrimSuffix(first.end, "."))
+		}
+	}
 }
 
 // endedText describes a rank whose file has no groups: it had closed them before it wrote the file.

@@ -3,6 +3,7 @@ package analyze
 import (
 	"bytes"
 	"cmp"
+	"compress/gzip"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -411,7 +412,7 @@ func TestAnalyzeBadFiles(t *testing.T) {
 		"odd transfer":      {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
 		"control":           {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
 		"classes":           {"\x80\x02cos\nsystem\n.", "pickle"},
-		"torch unranked":    {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not end in the rank"},
+		"torch unranked":    {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not have the rank as in nccl_trace_rank_0"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "trace")
@@ -460,4 +461,63 @@ func (r *endless) Read(b []byte) (int, error) {
 		b[i] = ' '
 	}
 	return len(b), nil
+}
+
+// The rank of a dump of PyTorch is behind "rank_" in its name, and two files of one rank are named.
+func TestAnalyzeNamesOfTorchFiles(t *testing.T) {
+	dump := func(dir, name, rank string) string {
+		text, err := os.ReadFile(filepath.Join("testdata/torch", "nccl_trace_rank_"+rank))
+		require.NoError(t, err)
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, text, 0o600))
+		return path
+	}
+	want := analyze(t, "testdata/torch/nccl_trace_rank_0", "testdata/torch/nccl_trace_rank_1")
+	for _, names := range [][2]string{{"nccl_trace_rank_0.1", "nccl_trace_rank_1.1"}, {"rank_0_attempt_1", "rank_1_attempt_1"}} {
+		dir := t.TempDir()
+		r := analyze(t, dump(dir, names[0], "0"), dump(dir, names[1], "1"))
+		require.Equal(t, want.Verdict, r.Verdict, names)
+	}
+	dir := t.TempDir()
+	dump(dir, "nccl_trace_rank_0", "0")
+	dump(dir, "nccl_trace_rank_0.copy", "0")
+	dump(dir, "nccl_trace_rank_1", "1")
+	r := analyze(t, dir)
+	require.Equal(t, KindTwice, r.Kind, r.Verdict)
+	require.Contains(t, r.Verdict, "nccl_trace_rank_0 and ")
+	require.Contains(t, r.Verdict, "nccl_trace_rank_0.copy are of the same rank")
+	other := t.TempDir()
+	dump(other, "nccl_trace_rank_7", "0")
+	require.Contains(t, analyze(t, other).Files[0].Error, "it is of another rank or of another job")
+}
+
+// A compressed dump is read.
+func TestAnalyzeGzip(t *testing.T) {
+	dir, packed := t.TempDir(), t.TempDir()
+	for rank := range 3 {
+		writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(rank != 1)})
+		name := fmt.Sprint("trace-", rank)
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		require.NoError(t, err)
+		var b bytes.Buffer
+		z := gzip.NewWriter(&b)
+		_, err = z.Write(text)
+		require.NoError(t, err)
+		require.NoError(t, z.Close())
+		require.NoError(t, os.WriteFile(filepath.Join(packed, name+".gz"), b.Bytes(), 0o600))
+	}
+	require.Equal(t, analyze(t, dir).Verdict, analyze(t, packed).Verdict)
+}
+
+// Sizes whose product does not fit are an error, not a small number.
+func TestAnalyzeSizesThatOverflow(t *testing.T) {
+	require.EqualValues(t, -1, elements([][]int64{{1 << 32, 1 << 32}}))
+	require.EqualValues(t, -1, elements([][]int64{{1 << 62}, {1 << 62}}))
+	require.EqualValues(t, -1, elements([][]int64{{-1}}))
+	require.EqualValues(t, 0, elements([][]int64{{0, 1 << 62, 1 << 62}}))
+	require.EqualValues(t, 14, elements([][]int64{{3, 4}, {2}}))
+	var r rawEntry
+	r.InputSizes = [][]int64{{1 << 32, 1 << 32}}
+	_, err := r.entry(texts{})
+	require.ErrorContains(t, err, "have more than 9223372036854775807 elements")
 }

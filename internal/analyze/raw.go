@@ -3,6 +3,7 @@ package analyze
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"strings"
 )
 
@@ -34,6 +35,7 @@ type rawGroup struct {
 	UUID       string `json:"uuid"`
 	Capacity   int    `json:"capacity"`
 	Shortened  bool   `json:"shortened"`
+	End        string `json:"end"`
 	Issued     uint64 `json:"issued"`
 	Accepted   uint64 `json:"accepted"`
 }
@@ -116,6 +118,9 @@ func (r *rawEntry) entry(t texts) (entry, error) {
 	if r.Root != nil {
 		e.root = *r.Root
 	}
+	if e.in < 0 || e.out < 0 {
+		return e, fmt.Errorf("record %d: the sizes %.80v and %.80v have more than %d elements, or a negative dimension", r.Record, r.InputSizes, r.OutputSizes, math.MaxInt64)
+	}
 	e.frame = t.of(r.caller())
 	name := strings.TrimPrefix(r.Name, "nccl:")
 	if r.Transfer {
@@ -162,11 +167,18 @@ func first(lists ...[]string) string {
 	return ""
 }
 
+// elements returns the number of elements, or -1 if it is negative or does not fit.
 func elements(sizes [][]int64) (sum int64) {
 	for _, dims := range sizes {
 		n := int64(1)
 		for _, d := range dims {
+			if d < 0 || n > 0 && d > math.MaxInt64/n {
+				return -1
+			}
 			n *= d
+		}
+		if sum > math.MaxInt64-n {
+			return -1
 		}
 		sum += n
 	}

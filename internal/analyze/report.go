@@ -12,6 +12,7 @@ import (
 
 // The kinds of findings, in the order in which they explain a hang.
 const (
+	KindTwice    = "twice"    // several files are of one rank, so that the ranks cannot be compared
 	KindMismatch = "mismatch" // ranks issued different operations under one number
 	KindOrder    = "order"    // ranks use groups in different orders
 	KindBehind   = "behind"   // a rank has not issued an operation that others wait for
@@ -25,7 +26,7 @@ const (
 	KindNone     = "none"
 )
 
-var kinds = []string{KindMismatch, KindOrder, KindBehind, KindMissing, KindTransfer, KindQueued, KindSlow, KindStuck, KindService, KindFile}
+var kinds = []string{KindTwice, KindMismatch, KindOrder, KindBehind, KindMissing, KindTransfer, KindQueued, KindSlow, KindStuck, KindService, KindFile}
 
 // A Finding is something that explains a hang, or weakens the analysis.
 type Finding struct {

@@ -128,7 +128,7 @@
 // host, or to any port without gossip. Newcomers find the job through a seed that is running. The
 // coordinator tells seeds that start again where the job is.
 //
-// Limits: SIGTERM to the coordinator's launcher stops the job. Hosts do not vote at the start: if
+// Limits: if the job is not elastic, SIGTERM to the coordinator's launcher stops it. Hosts do not vote at the start: if
 // they start while the network is cut between the seeds, and each part has MIN hosts, each part
 // runs a separate job. One seed excludes this. A seed that starts again while it cannot reach the
 // hosts of its old job begins another job if MIN hosts are with it.

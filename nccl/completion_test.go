@@ -98,7 +98,7 @@ func TestTimeoutIsNotCompleted(t *testing.T) {
 		var b bytes.Buffer
 		require.NoError(t, r.c.DumpTrace(&b))
 		require.Contains(t, b.String(), `"last_completed_collective":"1"`)
-		require.Contains(t, b.String(), `"state":"scheduled","end":"timed out","time_discovered_started_ns":null,"time_discovered_completed_ns":null`)
+		require.Contains(t, b.String(), `"batch_id":2,"end":"timed out"`)
 	})
 }
 

@@ -109,7 +109,7 @@ func (g *group) enqueueLocked() error {
 func (g *group) record() error {
 	t := flight.Now()
 	for i := range g.ops {
-		g.ops[i].Timeout = g.timeout
+		g.ops[i].Timeout, g.ops[i].Batched = g.timeout, true
 		if err := g.ops[i].record(t); err != nil {
 			for j := i - 1; j >= 0; j-- {
 				g.ops[j].unrecord()

@@ -67,6 +67,7 @@ func (g *group) finish(errs []error) (first error) {
 		}
 	}
 	if first == nil {
+		g.markBehind()
 		return nil
 	}
 	lost := (isFatal(first) || slices.ContainsFunc(errs, ranks.Partial)) && !g.comms[0].wasAborted()
@@ -79,6 +80,21 @@ func (g *group) finish(errs []error) (first error) {
 		g.failAll(first)
 	}
 	return first
+}
+
+// markBehind sets a mark behind the operations that have one before them.
+func (g *group) markBehind() {
+	for i := range g.ops {
+		if o := &g.ops[i]; o.Marked {
+			last := o
+			for k := i + 1; k < len(g.ops); k++ {
+				if x := &g.ops[k]; x.comm == o.comm && x.Stream == o.Stream {
+					last = x
+				}
+			}
+			o.comm.markBehind(last)
+		}
+	}
 }
 
 // implied reports whether the record of a later operation on the same stream implies that

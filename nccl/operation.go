@@ -209,6 +209,9 @@ func (o *operation) enqueue() error {
 		return o.undo(err)
 	}
 	c.rec.Accept(&o.Op)
+	if o.Marked {
+		c.markBehind(o)
+	}
 	return nil
 }
 
@@ -256,7 +259,7 @@ func (o *operation) errClosed() error {
 func (o *operation) record(t int64) error {
 	c := o.comm
 	if c.marks.Due(t) {
-		c.mark(t)
+		c.markBefore(o, t)
 	}
 	o.setSignature()
 	o.In, o.Out = o.src.len, o.dst.len
@@ -265,7 +268,7 @@ func (o *operation) record(t int64) error {
 		go c.runWatch()
 	}
 	if leaves {
-		c.mark(t)
+		c.markLatest(t)
 	}
 	if c.clique.board.Post(&o.Op) {
 		return nil
@@ -275,13 +278,48 @@ func (o *operation) record(t int64) error {
 	return err
 }
 
-// mark sets a mark after the operations that NCCL has accepted. It ignores errors, because
-// an error of the device occurs again in the operation.
-func (c *Communicator) mark(t int64) {
+// markLatest sets a mark after the operations that NCCL has accepted.
+func (c *Communicator) markLatest(t int64) {
 	c.marks.SetRequested(t)
 	if last, s, _, held := c.rec.Latest(); held {
-		gpu.Outside(func() { _ = c.marks.Set(s, last, c.rec.Clock()) })
+		gpu.Outside(func() { c.mark(s, flight.Mark{Record: last}) })
 		_ = gpu.StreamOf(s).Release()
+	}
+}
+
+// markBefore sets a mark before an operation that will be recorded next, and after the operations
+// that NCCL has accepted.
+func (c *Communicator) markBefore(o *operation, t int64) {
+	c.marks.SetRequested(t)
+	last, s, _, held := c.rec.Latest()
+	before := flight.Mark{Next: c.rec.NextRecord(), Direct: true}
+	o.Marked = gpu.Outside(func() {
+		switch {
+		case !held:
+		case s == o.Stream:
+			before.Record = last
+		default:
+			c.mark(s, flight.Mark{Record: last})
+		}
+		c.mark(o.Stream, before)
+	})
+	if held {
+		_ = gpu.StreamOf(s).Release()
+	}
+}
+
+// markBehind sets a mark directly behind an operation.
+func (c *Communicator) markBehind(o *operation) {
+	gpu.Outside(func() { c.mark(o.Stream, flight.Mark{Record: o.Record, Next: o.Record + 1}) })
+}
+
+// mark sets a mark on a stream. It ignores errors, because an error of the device occurs again in
+// the operation.
+func (c *Communicator) mark(s *stream.Stream, k flight.Mark) {
+	k.At = c.rec.Clock()
+	passed, _ := c.marks.Set(s, k)
+	if passed.Direct && c.failed.Load() == nil && c.abortedBy() == nil {
+		c.rec.SetStarted(passed)
 	}
 }
 

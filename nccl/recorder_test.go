@@ -1,7 +1,6 @@
 package nccl
 
 import (
-	"errors"
 	"testing"
 	"time"
 
@@ -14,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/stream"
 )
 
 // recorded has recorded n collectives, of which NCCL has taken all.
@@ -90,7 +90,8 @@ func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	last, s, _, held := rec.Latest()
 	require.True(t, held)
-	require.NoError(t, errors.Join(r.c.marks.Set(s, last, rec.Clock()), gpu.StreamOf(s).Release()))
+	require.NoError(t, setMark(r.c, s, flight.Mark{Record: last, At: rec.Clock()}))
+	require.NoError(t, gpu.StreamOf(s).Release())
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	require.NoError(t, r.c.watch.Inspect(), "all are young")
 	r.c.marks.Age(2 * time.Hour)
@@ -221,4 +222,9 @@ func TestEntryIsNew(t *testing.T) {
 		list := rec.Trace()
 		require.Equal(t, o.Record, list[len(list)-1].Record, "it is not refused")
 	}
+}
+
+func setMark(c *Communicator, s *stream.Stream, k flight.Mark) error {
+	_, err := c.marks.Set(s, k)
+	return err
 }

@@ -55,6 +55,14 @@ func observeAll() {
 	})
 }
 
+// observeWithin records the completions of communicators, if the driver answers within d.
+func observeWithin(d time.Duration, list []*member) {
+	poll.Within(d, func() error {
+		observe(list)
+		return nil
+	})
+}
+
 // observe records the completions of communicators.
 func observe(list []*member) {
 	for _, m := range list {
@@ -74,7 +82,7 @@ func groupOf(r *flight.Recorder) status.Group {
 		g.State = s.State.String()
 	}
 	if s.Oldest.Record > 0 {
-		g.Oldest = &status.Op{Text: s.Oldest.String(), Kind: s.Kind.Plain(), Collective: s.Oldest.Collective, AgeNanos: int64(s.Age)}
+		g.Oldest = &status.Op{Text: s.Oldest.String(), State: s.Oldest.State, Kind: s.Kind.Plain(), Collective: s.Oldest.Collective, AgeNanos: int64(s.Age)}
 	}
 	r.Totals(func(k flight.Kind, by flight.Service, size int, t flight.Total) {
 		g.Totals = append(g.Totals, status.Total{

@@ -26,12 +26,18 @@ type TimeoutError struct {
 
 func (e *TimeoutError) Error() string {
 	var b strings.Builder
-	what := "completed"
-	if e.InCall {
-		what = "returned from NCCL"
+	single := e.Last.Record == e.Operation.Record && !e.Lost
+	has, why := "is not known to have completed", ""
+	switch {
+	case e.InCall:
+		has = "has not returned from NCCL"
+	case single && e.Operation.Queued:
+		has, why = "has not completed", ": its stream has not reached it, because work that was enqueued on the stream before it still runs or waits"
+	case single && !e.Operation.Started.IsZero():
+		has = "has started and is not known to have completed"
 	}
-	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) has not %s after %v (the limit is %v)",
-		flight.Between(e.Operation, e.Last, e.Lost), e.Rank, e.Size, e.Device, what, e.Age.Round(time.Millisecond), e.Limit)
+	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) %s after %v (the limit is %v)%s",
+		flight.Between(e.Operation, e.Last, e.Lost), e.Rank, e.Size, e.Device, has, e.Age.Round(time.Millisecond), e.Limit, why)
 	if e.InCall && len(e.Others) > 0 {
 		b.WriteString(": " + strings.Join(e.Others, "; "))
 	}
@@ -92,12 +98,18 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 	if flight.Kinds[e.Kind].Peer {
 		for _, m := range others {
 			if m.Rank == e.Root {
+				observeWithin(observeTime, []*member{m})
 				last, _ := m.Final()
-				t.Others = append(t.Others, fmt.Sprintf("the last that rank %d (%s) has issued is %s", m.Rank, m.Device, last.Operation()))
+				text := fmt.Sprintf("the last that rank %d (%s) has issued is %s", m.Rank, m.Device, last.Operation())
+				if last.Operation().Queued {
+					text += ", which its stream has not reached"
+				}
+				t.Others = append(t.Others, text)
 			}
 		}
 		return t
 	}
+	observeWithin(observeTime, others)
 	for _, m := range others {
 		if issued, last := m.Issued(); issued < e.Collective {
 			t.Behind = append(t.Behind, m.Rank)
@@ -106,6 +118,8 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 				continue
 			}
 			t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) is behind: it has issued %d collectives, the last operation is %s", m.Rank, m.Device, issued, last.Operation()))
+		} else if theirs, found := m.Collective(e.Collective); found && theirs.Operation().Queued {
+			t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) has issued it, but its stream has not reached it: work that was enqueued on the stream before it still runs or waits", m.Rank, m.Device))
 		}
 	}
 	return t

@@ -148,7 +148,7 @@ func TestTraceIsLeftByAFailure(t *testing.T) {
 	require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
 	text, err := os.ReadFile(prefix + "0")
 	require.NoError(t, err)
-	require.Contains(t, string(text), `"state":"scheduled"`)
+	require.Contains(t, string(text), `"state":"started"`)
 	require.Contains(t, string(text), `"time_discovered_completed_ns":null`)
 	require.Len(t, ranks[0].c.Trace(), 1, "it is there after the end")
 	var b bytes.Buffer

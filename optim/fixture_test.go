@@ -192,7 +192,8 @@ func (rec *recording) playOptim(t *testing.T, dev *device.Device) {
 }
 
 // playClip repeats clip_grad_norm_. torch adds up in float32, and Chorus in float64, so the
-// norm may differ by two units in the last place, and gradients by those of the factor.
+// norm may differ by two units in the last place. The factor is max/(norm + 1e-6), so that it may differ
+// by four, and a gradient, whose product is rounded once more, by five.
 func (rec *recording) playClip(t *testing.T, dev *device.Device) {
 	grads := map[string][]array{}
 	for i, c := range rec.Clip {
@@ -218,7 +219,7 @@ func (rec *recording) playClip(t *testing.T, dev *device.Device) {
 			want := values(c.Total)[0]
 			require.InEpsilon(t, want, total[0], 3*0x1p-23, "the norm")
 			for k := range xs {
-				requireNear(t, s, c.After[k], xs[k], 4, fmt.Sprint("gradient ", k))
+				requireNear(t, s, c.After[k], xs[k], 5, fmt.Sprint("gradient ", k))
 			}
 		})
 	}

@@ -65,6 +65,12 @@ func (j *Job) unreadable(r *Report) {
 			r.add(KindFile, fmt.Sprintf("The file %s cannot be read: %s.", f.Name, f.Error), nil, 0, nil)
 		}
 	}
+	for _, p := range j.twiceFiles[:min(len(j.twiceFiles), 1)] {
+		r.add(KindTwice, fmt.Sprintf("The files %s and %s are of the same rank: they are of two runs or of two jobs, so that no comparison is possible. Analyze the files of one run.", p[0], p[1]), nil, 0, nil)
+	}
+	if len(j.twiceFiles) > 0 {
+		j.twice = nil
+	}
 	for _, p := range j.twice[:min(len(j.twice), 1)] {
 		r.add(KindFile, fmt.Sprintf("The files are of two runs: %s and %s have the same rank. Remove the files of the earlier run.", p[0].name, p[1].name), nil, 0, nil)
 	}
@@ -98,11 +104,29 @@ func (j *Job) missing(r *Report) {
 	if len(list) == 0 || slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
 		return
 	}
+	defer func() { j.addEnds(r) }()
 	text := "No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here."
 	if j.live {
 		text = "No answer came from %s: the process has ended or hangs, or its host is not reachable."
 	}
 	r.add(KindMissing, fmt.Sprintf(text, joined(list)), nil, 0, list)
+}
+
+// addEnds adds to the finding of missing ranks how the groups ended for the first rank that says so.
+func (j *Job) addEnds(r *Report) {
+	var first *member
+	for _, g := range j.groups {
+		for _, m := range g.present() {
+			if m.end != "" && (first == nil || m.written < first.written) {
+				first = m
+			}
+		}
+	}
+	for i := range r.Findings {
+		if f := &r.Findings[i]; f.Kind == KindMissing && first != nil {
+			f.Text += fmt.Sprintf(" The file of %s says: %s.", first.name, strings.TrimSuffix(first.end, "."))
+		}
+	}
 }
 
 // endedText describes a rank whose file has no groups: it had closed them before it wrote the file.
@@ -134,6 +158,7 @@ func (j *Job) hangs(r *Report) {
 				waits = append(waits, f.wait)
 			}
 		}
+		waits = append(waits, g.behindOthers()...)
 		s := g.stuck()
 		if s == nil {
 			continue
@@ -162,7 +187,9 @@ func (j *Job) hangs(r *Report) {
 		j.addSink(r, w)
 	}
 	for _, s := range complete {
-		r.addComplete(s)
+		if !slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMismatch && f.Group == s.group.name }) {
+			j.addComplete(r, s)
+		}
 	}
 	if len(r.Findings) > 0 {
 		return
@@ -179,12 +206,15 @@ func (r *Report) addCycle(c []*wait) {
 			text += "; "
 		}
 		text += w.text() + place(w.op)
+		if w.behind != nil {
+			text += fmt.Sprintf(", whose matching operation is queued behind its %s%s", w.behind.position(), place(w.behind))
+		}
 		list = append(list, w.from.rank())
 	}
 	if slices.ContainsFunc(c, func(w *wait) bool { return w.group != c[0].group }) {
 		text += ". The ranks use the groups in different orders: issue the operations of groups that share ranks in the same order on all ranks."
 	} else {
-		text += ". Change the order of the sends and receives, or put them into one batch."
+		text += ". Change the order of the sends and receives, or put those of a rank into one Batch (comm.SendRecv does)."
 	}
 	r.add(KindOrder, text, c[0].group, c[0].op.seq, list)
 }
@@ -241,24 +271,60 @@ func (j *Job) lastOf(n *node) (last *entry, of *group) {
 }
 
 // addComplete reports a collective that all ranks have issued.
-func (r *Report) addComplete(s *stuck) {
-	var slow []*member
+func (j *Job) addComplete(r *Report, s *stuck) {
+	var slow, queued []*member
+	started := true
 	for _, m := range s.issuers {
-		if e := m.pending(); e != nil && e.seq < s.seq {
+		e := m.pending()
+		if e != nil && e.seq < s.seq {
 			slow = append(slow, m)
 		}
+		if e != nil && e.queued && !m.waitsBehindItself(e) {
+			queued = append(queued, m)
+		}
+		started = started && e != nil && e.started
+	}
+	if len(queued) > 0 {
+		e := queued[0].pending()
+		r.add(KindQueued, fmt.Sprintf("All ranks have issued %s of %s, but the stream of %s has not reached it%s: work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream.%s Look at what the program enqueues before this operation.",
+			e.position(), s.group.name, names(queued), place(e), j.startedElsewhere(queued[0], s.group)), s.group, e.seq, ranks(queued))
+		return
 	}
 	if len(slow) == 0 && len(s.done) > 0 {
 		slow = slices.DeleteFunc(slices.Clone(s.issuers), func(m *member) bool { return slices.Contains(s.done, m) })
 	}
 	if len(slow) > 0 && len(slow) < len(s.issuers) {
 		e := slow[0].pending()
-		r.add(KindSlow, fmt.Sprintf("All ranks have issued %s of %s, and other ranks have completed it, but not %s. The rank is slow, or its GPU or link is broken: check its GPU (%s) and its host.",
-			e.position(), s.group.name, names(slow), devices(slow)), s.group, e.seq, ranks(slow))
+		why := "The rank may be slow, its stream may run other work, or its GPU or link may be broken"
+		if e.started {
+			why = "Its stream has reached it, so the rank is slow, or its GPU or link is broken, or other work occupies its GPU"
+		}
+		r.add(KindSlow, fmt.Sprintf("All ranks have issued %s of %s, and other ranks have completed it, but it is not known to have completed on %s. %s: check its GPU (%s) and its host.",
+			e.position(), s.group.name, names(slow), why, devices(slow)), s.group, e.seq, ranks(slow))
 		return
 	}
-	r.add(KindHardware, fmt.Sprintf("The program is not the cause: all %d ranks have issued %s of %s in the same way, and none is known to have completed it. Check the GPUs and the links between them: %s. chorus perf measures them.",
-		len(s.issuers), s.op.position(), s.group.name, devices(s.issuers)), s.group, s.seq, nil)
+	r.add(KindStuck, fmt.Sprintf("All %d ranks have issued %s of %s in the same way, and none is known to have completed it. %s: %s. chorus perf measures them.",
+		len(s.issuers), s.op.position(), s.group.name, stuckAdvice(started), devices(s.issuers)), s.group, s.seq, nil)
+}
+
+// stuckAdvice says what may be the cause if all ranks have issued an operation and none completes it.
+func stuckAdvice(started bool) string {
+	if started {
+		return "The streams of all ranks have reached it. Look for other work that occupies a GPU, and check the GPUs and the links between them"
+	}
+	return "It is not known whether the streams of all ranks have reached it. Look for other work on these streams, and check the GPUs and the links between them"
+}
+
+// startedElsewhere names a started operation of another group that the rank's stream may wait for.
+func (j *Job) startedElsewhere(m *member, g *group) string {
+	for _, other := range j.groups {
+		for _, x := range other.members {
+			if e := x.head(); other != g && x.node == m.node && e != nil && e.started {
+				return fmt.Sprintf(" Of %s, %s has started on this rank and is not known to have completed.", other.name, e.position())
+			}
+		}
+	}
+	return ""
 }
 
 // devices names the GPUs of ranks.

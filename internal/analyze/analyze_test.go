@@ -2,6 +2,8 @@ package analyze
 
 import (
 	"bytes"
+	"cmp"
+	"compress/gzip"
 	"encoding/json"
 	"fmt"
 	"os"
@@ -26,6 +28,8 @@ type op struct {
 	done  bool
 	peer  int // for send and recv
 	graph bool
+	state string // "started" or "queued"
+	batch uint64 // 0 means that the operation is alone
 }
 
 // The world of the synthetic jobs has three ranks. Groups that are not here have all of them.
@@ -67,8 +71,14 @@ func writeRank(t *testing.T, dir string, rank, base int, groups []string, ops []
 			if o.dtype != "" {
 				e["input_dtypes"] = []string{o.dtype}
 			}
-			if o.done {
+			e["batch_id"] = cmp.Or(o.batch, uint64(record))
+			switch {
+			case o.done:
 				e["state"] = "completed"
+			case o.state == "queued":
+				e["queued"] = true
+			case o.state != "":
+				e["state"] = o.state
 			}
 			switch o.name {
 			case "send":
@@ -115,6 +125,9 @@ func culprits(r *Report) (list []int) {
 func TestAnalyzeVerdicts(t *testing.T) {
 	world := []string{"world"}
 	with := func(change func(*op)) op { o := sum(false); change(&o); return o }
+	started := func(o op) op { o.state = "started"; return o }
+	queued := func(o op) op { o.state = "queued"; return o }
+	together := func(o op) op { o.batch = 1; return o }
 	send := func(peer, n int) op { return op{group: "world", name: "send", n: n, peer: peer} }
 	recv := func(peer, n int) op { return op{group: "world", name: "recv", n: n, peer: peer} }
 	for name, c := range map[string]struct {
@@ -158,14 +171,14 @@ func TestAnalyzeVerdicts(t *testing.T) {
 		"chain": {map[int][]op{0: {on("left", sum(false))}, 1: {on("right", sum(false))}, 2: {on("world", sum(true))}},
 			[]string{"left", "right", "world"}, KindBehind, []int{2}, []string{"has not issued collective 1", "of right", "of world, issued at"}},
 		"behind because of another group": {map[int][]op{0: {on("left", sum(false))}, 1: {on("left", sum(false))}, 2: {on("right", sum(false))}},
-			[]string{"left", "right"}, KindHardware, nil, []string{"all 2 ranks have issued collective 1", "of left"}},
+			[]string{"left", "right"}, KindStuck, nil, []string{"All 2 ranks have issued collective 1", "of left"}},
 		"captured": {map[int][]op{0: {with(func(o *op) { o.graph = true })}, 1: {with(func(o *op) { o.graph = true })}, 2: {}},
 			world, KindNone, nil, nil},
 		"slow": {map[int][]op{0: {sum(true), sum(false)}, 1: {sum(false), sum(false)}, 2: {sum(true), sum(false)}},
-			world, KindSlow, []int{1}, []string{"collective 1", "but not rank 1 (PID 101 on n1)", "GPU-1"}},
-		"slow at the end": {map[int][]op{0: {sum(true)}, 1: {sum(false)}, 2: {sum(true)}}, world, KindSlow, []int{1}, []string{"but not rank 1"}},
+			world, KindSlow, []int{1}, []string{"collective 1", "not known to have completed on rank 1 (PID 101 on n1)", "GPU-1"}},
+		"slow at the end": {map[int][]op{0: {sum(true)}, 1: {sum(false)}, 2: {sum(true)}}, world, KindSlow, []int{1}, []string{"completed on rank 1"}},
 		"hardware": {map[int][]op{0: {sum(true), sum(false)}, 1: {sum(true), sum(false)}, 2: {sum(true), sum(false)}},
-			world, KindHardware, nil, []string{"The program is not the cause: all 3 ranks have issued collective 2", "rank 2 (PID 102 on n2): cuda:0 GPU-2"}},
+			world, KindStuck, nil, []string{"All 3 ranks have issued collective 2", "It is not known whether the streams of all ranks have reached it", "rank 2 (PID 102 on n2): cuda:0 GPU-2"}},
 		"send without a receive": {map[int][]op{0: {send(1, 8)}, 1: {}, 2: {}},
 			world, KindTransfer, []int{1}, []string{"send(8 x Float) to rank 1", "has not issued the matching receive"}},
 		"receive without a send": {map[int][]op{0: {}, 1: {recv(0, 8)}, 2: {}},
@@ -174,8 +187,25 @@ func TestAnalyzeVerdicts(t *testing.T) {
 			world, KindTransfer, []int{0, 1}, []string{"sends send(8 x Float)", "receives recv(9 x Float)"}},
 		"receives in a cycle": {map[int][]op{0: {recv(1, 8)}, 1: {recv(0, 8)}, 2: {}},
 			world, KindOrder, []int{0, 1}, []string{"Change the order of the sends and receives"}},
-		"hardware of a transfer": {map[int][]op{0: {send(1, 8)}, 1: {recv(0, 8)}, 2: {}},
-			world, KindHardware, nil, []string{"the matching receive, and neither is known"}},
+		"started on all ranks": {map[int][]op{0: {started(sum(false))}, 1: {started(sum(false))}, 2: {started(sum(false))}},
+			world, KindStuck, nil, []string{"All 3 ranks have issued collective 1", "The streams of all ranks have reached it", "rank 2 (PID 102 on n2): cuda:0 GPU-2"}},
+		"not reached on one rank": {map[int][]op{0: {started(sum(false))}, 1: {queued(sum(false)), queued(sum(false))}, 2: {started(sum(false)), queued(sum(false))}},
+			world, KindQueued, []int{1}, []string{"All ranks have issued collective 1"}},
+		"not reached on one rank, all issued": {map[int][]op{0: {started(sum(false)), queued(sum(false))}, 1: {queued(sum(false)), queued(sum(false))}, 2: {started(sum(false)), queued(sum(false))}},
+			world, KindQueued, []int{1}, []string{"the stream of rank 1 (PID 101 on n1) has not reached it at main.train (main.go:10)"}},
+		"not reached because of another group": {map[int][]op{0: {started(on("left", sum(false)))}, 1: {started(on("right", sum(false))), queued(on("left", sum(false)))}, 2: {started(on("right", sum(false)))}},
+			[]string{"left", "right"}, KindQueued, []int{1}, []string{"Of right, collective 1 (all_reduce(8 x Float, sum)) has started on this rank"}},
+		"slow and started": {map[int][]op{0: {sum(true)}, 1: {started(sum(false))}, 2: {sum(true)}}, world, KindSlow, []int{1}, []string{"Its stream has reached it"}},
+		"sends before receives": {map[int][]op{0: {started(send(1, 8)), queued(recv(1, 8))}, 1: {started(send(0, 8)), queued(recv(0, 8))}, 2: {}},
+			world, KindOrder, []int{0, 1}, []string{"whose matching operation is queued behind its send(8 x Float) to rank 0", "into one Batch"}},
+		"sends before receives in a burst": {map[int][]op{0: {send(1, 8), recv(1, 8)}, 1: {send(0, 8), recv(0, 8)}, 2: {}},
+			world, KindStuck, nil, []string{"It is not known whether"}},
+		"sends and receives in batches": {map[int][]op{0: {started(together(send(1, 8))), started(together(recv(1, 8)))}, 1: {started(together(send(0, 8))), started(together(recv(0, 8)))}, 2: {}},
+			world, KindStuck, nil, []string{"the matching receive, and neither is known", "The streams of all ranks have reached it"}},
+		"receive that its stream has not reached": {map[int][]op{0: {started(send(1, 8))}, 1: {queued(recv(0, 8))}, 2: {}},
+			world, KindQueued, []int{1}, []string{"the stream of rank 1 (PID 101 on n1) has not reached recv(8 x Float) from rank 0"}},
+		"stuck transfer": {map[int][]op{0: {send(1, 8)}, 1: {recv(0, 8)}, 2: {}},
+			world, KindStuck, nil, []string{"the matching receive, and neither is known"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
@@ -194,6 +224,12 @@ func TestAnalyzeVerdicts(t *testing.T) {
 				require.Contains(t, r.Verdict, text)
 			}
 			require.ElementsMatch(t, c.culprits, culprits(r), r.Verdict)
+			text, err := json.Marshal(r)
+			require.NoError(t, err)
+			require.NotContains(t, string(text), "not the cause")
+			if r.Kind == KindMismatch {
+				require.NotContains(t, string(text), KindStuck, "the mismatch explains it")
+			}
 		})
 	}
 }
@@ -221,7 +257,7 @@ func TestAnalyzeTransfersOfFullRings(t *testing.T) {
 	for name, c := range map[string]struct {
 		recvs []op
 		kind  string
-	}{"paired": {[]op{recv}, KindHardware}, "alone": {nil, KindTransfer}} {
+	}{"paired": {[]op{recv}, KindStuck}, "alone": {nil, KindTransfer}} {
 		t.Run(name, func(t *testing.T) {
 			dir := t.TempDir()
 			writeRank(t, dir, 1, 5, []string{"left"}, append([]op{on("left", sum(true))}, c.recvs...))
@@ -376,7 +412,7 @@ func TestAnalyzeBadFiles(t *testing.T) {
 		"odd transfer":      {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
 		"control":           {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
 		"classes":           {"\x80\x02cos\nsystem\n.", "pickle"},
-		"torch unranked":    {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not end in the rank"},
+		"torch unranked":    {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not have the rank as in nccl_trace_rank_0"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "trace")
@@ -425,4 +461,63 @@ func (r *endless) Read(b []byte) (int, error) {
 		b[i] = ' '
 	}
 	return len(b), nil
+}
+
+// The rank of a dump of PyTorch is behind "rank_" in its name, and two files of one rank are named.
+func TestAnalyzeNamesOfTorchFiles(t *testing.T) {
+	dump := func(dir, name, rank string) string {
+		text, err := os.ReadFile(filepath.Join("testdata/torch", "nccl_trace_rank_"+rank))
+		require.NoError(t, err)
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, text, 0o600))
+		return path
+	}
+	want := analyze(t, "testdata/torch/nccl_trace_rank_0", "testdata/torch/nccl_trace_rank_1")
+	for _, names := range [][2]string{{"nccl_trace_rank_0.1", "nccl_trace_rank_1.1"}, {"rank_0_attempt_1", "rank_1_attempt_1"}} {
+		dir := t.TempDir()
+		r := analyze(t, dump(dir, names[0], "0"), dump(dir, names[1], "1"))
+		require.Equal(t, want.Verdict, r.Verdict, names)
+	}
+	dir := t.TempDir()
+	dump(dir, "nccl_trace_rank_0", "0")
+	dump(dir, "nccl_trace_rank_0.copy", "0")
+	dump(dir, "nccl_trace_rank_1", "1")
+	r := analyze(t, dir)
+	require.Equal(t, KindTwice, r.Kind, r.Verdict)
+	require.Contains(t, r.Verdict, "nccl_trace_rank_0 and ")
+	require.Contains(t, r.Verdict, "nccl_trace_rank_0.copy are of the same rank")
+	other := t.TempDir()
+	dump(other, "nccl_trace_rank_7", "0")
+	require.Contains(t, analyze(t, other).Files[0].Error, "it is of another rank or of another job")
+}
+
+// A compressed dump is read.
+func TestAnalyzeGzip(t *testing.T) {
+	dir, packed := t.TempDir(), t.TempDir()
+	for rank := range 3 {
+		writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(rank != 1)})
+		name := fmt.Sprint("trace-", rank)
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		require.NoError(t, err)
+		var b bytes.Buffer
+		z := gzip.NewWriter(&b)
+		_, err = z.Write(text)
+		require.NoError(t, err)
+		require.NoError(t, z.Close())
+		require.NoError(t, os.WriteFile(filepath.Join(packed, name+".gz"), b.Bytes(), 0o600))
+	}
+	require.Equal(t, analyze(t, dir).Verdict, analyze(t, packed).Verdict)
+}
+
+// Sizes whose product does not fit are an error, not a small number.
+func TestAnalyzeSizesThatOverflow(t *testing.T) {
+	require.EqualValues(t, -1, elements([][]int64{{1 << 32, 1 << 32}}))
+	require.EqualValues(t, -1, elements([][]int64{{1 << 62}, {1 << 62}}))
+	require.EqualValues(t, -1, elements([][]int64{{-1}}))
+	require.EqualValues(t, 0, elements([][]int64{{0, 1 << 62, 1 << 62}}))
+	require.EqualValues(t, 14, elements([][]int64{{3, 4}, {2}}))
+	var r rawEntry
+	r.InputSizes = [][]int64{{1 << 32, 1 << 32}}
+	_, err := r.entry(texts{})
+	require.ErrorContains(t, err, "have more than 9223372036854775807 elements")
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"maps"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strconv"
 	"strings"
@@ -17,16 +18,18 @@ import (
 
 // A Job has the recorded operations of all ranks.
 type Job struct {
-	files   []File
-	groups  []*group // in the order of the files
-	byKey   map[string]*group
-	nodes   map[string]*node
-	twice   [][2]*node // a rank that has files of two processes
-	entries int
-	live    bool           // the dumps are answers of ranks that run
-	asked   []int          // the ranks of the world that were asked for a dump, if live
-	ended   map[int]string // world ranks whose file has no groups, with their processes
-	answers []*ras.Answer  // of NCCL's RAS service
+	files  []File
+	groups []*group // in the order of the files
+	byKey  map[string]*group
+	nodes  map[string]*node
+	twice  [][2]*node // a rank that has files of two processes
+	// twiceFiles are files of PyTorch that have the same rank.
+	twiceFiles [][2]string
+	entries    int
+	live       bool           // the dumps are answers of ranks that run
+	asked      []int          // the ranks of the world that were asked for a dump, if live
+	ended      map[int]string // world ranks whose file has no groups, with their processes
+	answers    []*ras.Answer  // of NCCL's RAS service
 }
 
 // A node is one rank of the job in all its groups.
@@ -38,6 +41,7 @@ type node struct {
 	uuid   string
 	name   string // for people
 	seen   bool   // a file of it was read
+	end    string // how a group ended there, as its process noticed first
 }
 
 // A group is a communicator.
@@ -52,6 +56,7 @@ type group struct {
 type member struct {
 	*node
 	rank    int
+	file    string  // the name of the file
 	written int64   // when the dump was written; 0 if not known
 	list    []entry // in the order they were issued
 	colls   []entry // the collectives of list
@@ -106,13 +111,22 @@ const mostJobEntries = 8 << 20
 
 // worldOf returns the rank of a dump of PyTorch, which only the name of its file has.
 func worldOf(file string) (int, error) {
-	base := filepath.Base(file)
+	base := strings.TrimSuffix(filepath.Base(file), ".gz")
+	// A copy may have more numbers, as in nccl_trace_rank_0.1 or rank_0_attempt_1.
+	if m := afterRank.FindStringSubmatch(base); m != nil {
+		if rank, err := strconv.Atoi(m[1]); err == nil && rank < mostRanks {
+			return rank, nil
+		}
+	}
 	digits := base[len(strings.TrimRight(base, "0123456789")):]
-	if rank, err := strconv.Atoi(digits); err == nil && rank < mostRanks {
+	if rank, err := strconv.Atoi(digits); err == nil && rank < mostRanks && len(digits) < len(base) && !strings.ContainsAny(strings.TrimSuffix(base, digits), "0123456789") {
 		return rank, nil
 	}
-	return 0, errors.New("the dump is from PyTorch, and its file name does not end in the rank: keep the name that PyTorch gave it")
+	return 0, errors.New("the dump is from PyTorch, and its file name does not have the rank as in nccl_trace_rank_0: keep the name that PyTorch gave it")
 }
+
+// afterRank matches the rank in the name of a file.
+var afterRank = regexp.MustCompile(`rank_?([0-9]+)`)
 
 // divide returns the entries by group. wrapped reports that PyTorch's ring, which all groups
 // share, has overwritten operations.
@@ -134,11 +148,14 @@ func (j *Job) addGroup(d *dump, id string, c *rawConfig, world int, list []entry
 	if err != nil {
 		return err
 	}
-	m := &member{node: &node{world: world}, list: list, full: wrapped}
+	m := &member{node: &node{world: world}, file: plain.Text(d.file), list: list, full: wrapped}
 	g := &group{key: c.Name, name: cmp.Or(c.Desc, "group "+c.Name), size: len(ranks), world: ranks, members: map[int]*member{}}
 	if c.Rank == nil {
 		g.key = fmt.Sprint(c.Name, ranks)
 		if m.rank = slices.Index(ranks, world); m.rank < 0 {
+			if len(list) > 0 {
+				return fmt.Errorf("the file is of rank %d by its name and has operations of group %q, whose ranks are %.80s: it is of another rank or of another job", world, cmp.Or(c.Desc, c.Name), c.Ranks)
+			}
 			return nil // PyTorch knows the ranks of groups that it is not in
 		}
 		for i := range list {
@@ -171,7 +188,7 @@ func (d *dump) describe(id string, g *group, m *member) {
 		if strconv.FormatInt(s.Group, 10) != id {
 			continue
 		}
-		m.device, m.uuid = s.Device, s.UUID
+		m.device, m.uuid, m.end = s.Device, s.UUID, plain.Text(s.End)
 		m.unknown = s.Capacity == 0 && s.Issued > 0
 		m.full = m.full || s.Shortened
 		for i := range m.list {
@@ -218,7 +235,12 @@ func (j *Job) keep(g *group, m *member) {
 	} else {
 		g = known
 	}
-	if old := g.members[m.rank]; old == nil || old.written <= m.written {
+	old := g.members[m.rank]
+	if old != nil && (old.written == 0 || m.written == 0) { // of PyTorch, which writes one file for each rank
+		j.twice = append(j.twice, [2]*node{old.node, m.node})
+		j.twiceFiles = append(j.twiceFiles, [2]string{old.file, m.file})
+	}
+	if old == nil || old.written <= m.written {
 		g.members[m.rank] = m
 	}
 }

@@ -3,6 +3,7 @@ package analyze
 import (
 	"cmp"
 	"fmt"
+	"math"
 	"strings"
 )
 
@@ -34,6 +35,7 @@ type rawGroup struct {
 	UUID       string `json:"uuid"`
 	Capacity   int    `json:"capacity"`
 	Shortened  bool   `json:"shortened"`
+	End        string `json:"end"`
 	Issued     uint64 `json:"issued"`
 	Accepted   uint64 `json:"accepted"`
 }
@@ -50,6 +52,8 @@ type rawEntry struct {
 	OutputSizes [][]int64 `json:"output_sizes"`
 	OutputTypes []string  `json:"output_dtypes"`
 	State       string    `json:"state"`
+	Queued      bool      `json:"queued"`
+	Batch       uint64    `json:"batch_id"`
 	Transfer    bool      `json:"is_p2p"`
 	Captured    bool      `json:"captured"`
 	Uneven      bool      `json:"uneven"`
@@ -72,7 +76,10 @@ type entry struct {
 	root        int // -1 if there is none
 	peer        int // the other rank of a send or receive; -1 for a collective
 	sends       bool
-	uneven      bool // the ranks may have different sizes
+	uneven      bool   // the ranks may have different sizes
+	batch       uint64 // record of the first operation of its batch; 0 if not known
+	started     bool   // its stream is known to have reached it
+	queued      bool   // its stream is known not to have reached it
 	completed   bool
 	captured    bool
 	inCall      bool // the call that issues it has not returned
@@ -102,7 +109,7 @@ func (t texts) of(s string) string {
 func (r *rawEntry) entry(t texts) (entry, error) {
 	e := entry{
 		record: r.Record, seq: r.Collective, root: -1, peer: -1, reduction: t.of(r.Reduction), created: r.Created, captured: r.Captured,
-		uneven: r.Uneven, completed: r.State == "completed", group: r.Group,
+		uneven: r.Uneven, completed: r.State == "completed", started: r.State != "scheduled", queued: r.Queued, batch: r.Batch, group: r.Group,
 		in: elements(r.InputSizes), out: elements(r.OutputSizes), dtype: t.of(first(r.InputTypes, r.OutputTypes)),
 	}
 	if len(r.GroupName) > 0 {
@@ -110,6 +117,9 @@ func (r *rawEntry) entry(t texts) (entry, error) {
 	}
 	if r.Root != nil {
 		e.root = *r.Root
+	}
+	if e.in < 0 || e.out < 0 {
+		return e, fmt.Errorf("record %d: the sizes %.80v and %.80v have more than %d elements, or a negative dimension", r.Record, r.InputSizes, r.OutputSizes, math.MaxInt64)
 	}
 	e.frame = t.of(r.caller())
 	name := strings.TrimPrefix(r.Name, "nccl:")
@@ -157,11 +167,18 @@ func first(lists ...[]string) string {
 	return ""
 }
 
+// elements returns the number of elements, or -1 if it is negative or does not fit.
 func elements(sizes [][]int64) (sum int64) {
 	for _, dims := range sizes {
 		n := int64(1)
 		for _, d := range dims {
+			if d < 0 || n > 0 && d > math.MaxInt64/n {
+				return -1
+			}
 			n *= d
+		}
+		if sum > math.MaxInt64-n {
+			return -1
 		}
 		sum += n
 	}
@@ -196,8 +213,13 @@ func (e *entry) state() string {
 	case e.captured:
 		return "captured into a graph"
 	}
-	if e.inCall {
+	switch {
+	case e.inCall:
 		return "in a call of NCCL that has not returned"
+	case e.queued:
+		return "not reached by its stream"
+	case e.started:
+		return "started, and not known to have completed"
 	}
 	return "not known to have completed"
 }

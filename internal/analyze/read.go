@@ -2,6 +2,8 @@ package analyze
 
 import (
 	"bufio"
+	"bytes"
+	"compress/gzip"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -45,6 +47,13 @@ var isService = regexp.MustCompile(`^\s*\{\s*"nccl_version"`)
 func decode(r io.Reader) (*dump, error) {
 	b := bufio.NewReader(&limited{r, mostFileBytes})
 	d := &dump{texts: texts{}}
+	if begin, _ := b.Peek(2); bytes.Equal(begin, []byte{0x1f, 0x8b}) {
+		z, err := gzip.NewReader(b)
+		if err != nil {
+			return nil, err
+		}
+		b = bufio.NewReader(&limited{z, mostFileBytes})
+	}
 	begin, err := b.Peek(1)
 	switch {
 	case err == io.EOF:

@@ -12,19 +12,21 @@ import (
 
 // The kinds of findings, in the order in which they explain a hang.
 const (
+	KindTwice    = "twice"    // several files are of one rank, so that the ranks cannot be compared
 	KindMismatch = "mismatch" // ranks issued different operations under one number
 	KindOrder    = "order"    // ranks use groups in different orders
 	KindBehind   = "behind"   // a rank has not issued an operation that others wait for
 	KindMissing  = "missing"  // a rank has no file
 	KindTransfer = "transfer" // a send or receive has no partner
 	KindSlow     = "slow"     // a rank does not complete an operation that others have completed
-	KindHardware = "hardware" // all ranks have issued the operation, and none completes it
+	KindQueued   = "queued"   // all ranks have issued the operation, and earlier work keeps the stream of a rank from it
+	KindStuck    = "stuck"    // all ranks have issued the operation, and none is known to have completed it
 	KindService  = "ras"      // NCCL's RAS service reports it
 	KindFile     = "file"     // a file cannot be read
 	KindNone     = "none"
 )
 
-var kinds = []string{KindMismatch, KindOrder, KindBehind, KindMissing, KindTransfer, KindSlow, KindHardware, KindService, KindFile}
+var kinds = []string{KindTwice, KindMismatch, KindOrder, KindBehind, KindMissing, KindTransfer, KindQueued, KindSlow, KindStuck, KindService, KindFile}
 
 // A Finding is something that explains a hang, or weakens the analysis.
 type Finding struct {

@@ -98,7 +98,7 @@ func (g *group) unpaired(c *channel) (f transferFinding, found bool) {
 		return f, false
 	}
 	f.ranks = []*member{other}
-	f.wait = wait{who.node, other.node, g, e}
+	f.wait = wait{who.node, other.node, g, e, nil}
 	f.text = fmt.Sprintf("In %s, %s waits in %s%s, but %s has not issued the matching %s.", g.name, who.name, e.position(), place(e), other.name, side)
 	return f, true
 }
@@ -107,16 +107,55 @@ func running(list []*entry) []*entry {
 	return slices.DeleteFunc(slices.Clone(list), func(e *entry) bool { return e.completed })
 }
 
+// behindOthers returns the waits of started transfers for ranks that have issued the matching
+// transfer behind another operation that has not completed.
+func (g *group) behindOthers() (list []wait) {
+	for _, c := range g.channels() {
+		from, to := g.members[c.from], g.members[c.to]
+		s, r := firstOf(c.sends), firstOf(c.recvs)
+		if from == nil || to == nil || s == nil || r == nil {
+			continue
+		}
+		sendBehind, recvBehind := from.waitsBehindItself(s), to.waitsBehindItself(r)
+		switch {
+		case !sendBehind && recvBehind && s.started:
+			list = append(list, wait{from.node, to.node, g, s, to.head()})
+		case sendBehind && !recvBehind && r.started:
+			list = append(list, wait{to.node, from.node, g, r, from.head()})
+		}
+	}
+	return list
+}
+
+// firstOf returns the first transfer that is not known to have completed, or nil.
+func firstOf(list []*entry) *entry {
+	if i := slices.IndexFunc(list, func(e *entry) bool { return !e.completed }); i >= 0 {
+		return list[i]
+	}
+	return nil
+}
+
 // addPendingTransfer reports the first transfer that both sides have issued and none completed.
 func (r *Report) addPendingTransfer(g *group) {
 	for _, c := range g.channels() {
-		sends, recvs := running(c.sends), running(c.recvs)
 		from, to := g.members[c.from], g.members[c.to]
-		if len(sends) == 0 || len(recvs) == 0 || from == nil || to == nil {
+		s, v := firstOf(c.sends), firstOf(c.recvs)
+		if s == nil || v == nil || from == nil || to == nil {
 			continue
 		}
-		r.add(KindHardware, fmt.Sprintf("The program is not the cause: in %s, %s has issued %s and %s the matching receive, and neither is known to have completed. Check the GPUs and the link between them: %s.",
-			g.name, from.name, sends[0].position(), to.name, devices([]*member{from, to})), g, 0, nil)
+		behind := from.waitsBehindItself(s) || to.waitsBehindItself(v)
+		for _, side := range []struct {
+			m *member
+			e *entry
+		}{{from, s}, {to, v}} {
+			if side.e.queued && !behind {
+				r.add(KindQueued, fmt.Sprintf("In %s, %s has issued %s and %s the matching receive, but the stream of %s has not reached %s%s: work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream. Look at what the program enqueues before this operation.",
+					g.name, from.name, s.position(), to.name, side.m.name, side.e.position(), place(side.e)), g, 0, ranks([]*member{side.m}))
+				return
+			}
+		}
+		r.add(KindStuck, fmt.Sprintf("In %s, %s has issued %s and %s the matching receive, and neither is known to have completed. %s: %s.",
+			g.name, from.name, s.position(), to.name, stuckAdvice(s.started && v.started && !behind), devices([]*member{from, to})), g, 0, nil)
 		return
 	}
 }

@@ -11,6 +11,7 @@ type wait struct {
 	from, to *node
 	group    *group
 	op       *entry // of from
+	behind   *entry // the operation of to behind which the one that from waits for is queued, or nil
 }
 
 func (w *wait) text() string {
@@ -88,6 +89,30 @@ func (g *group) collective(seq uint64) *stuck {
 	return s
 }
 
+// head returns the first operation that is not known to have completed, or nil. The operations of a
+// communicator run in the order in which they were issued.
+func (m *member) head() *entry {
+	last := -1
+	for i := range m.list {
+		if e := &m.list[i]; e.completed && !e.captured {
+			last = i
+		}
+	}
+	return firstRunning(m.list[last+1:])
+}
+
+// waitsBehindItself reports whether an operation is queued behind another operation of the communicator.
+// PyTorch's dumps do not say which operations are of one batch.
+func (m *member) waitsBehindItself(e *entry) bool {
+	h := m.head()
+	return h != nil && h.batch != 0 && h.record != e.record && !h.inBatchWith(e)
+}
+
+// inBatchWith reports whether two operations of a member start together.
+func (e *entry) inBatchWith(o *entry) bool {
+	return e.record == o.record || e.batch != 0 && e.batch == o.batch
+}
+
 // completed returns the number of the last collective that is known to have completed.
 func (m *member) completed() (seq uint64) {
 	for i := range m.colls {
@@ -127,7 +152,7 @@ func (j *Job) waits(s *stuck) (list []wait) {
 				if ops := m.at(s.seq); len(ops) > 0 {
 					e = &ops[0]
 				}
-				list = append(list, wait{m.node, to, s.group, e})
+				list = append(list, wait{m.node, to, s.group, e, nil})
 			}
 		}
 	}

@@ -57,7 +57,9 @@ type dumpedEntry struct {
 	OutputSizes   [][]int   `json:"output_sizes"`
 	OutputDTypes  []string  `json:"output_dtypes"`
 	State         string    `json:"state"`
-	End           string    `json:"end,omitempty"` // how it ended if it is not known to have completed
+	Queued        bool      `json:"queued,omitempty"` // its stream has not reached it
+	Batch         uint64    `json:"batch_id"`         // record of the first operation of its batch
+	End           string    `json:"end,omitempty"`    // how it ended if it is not known to have completed
 	SeenStarted   *int64    `json:"time_discovered_started_ns"`
 	SeenCompleted *int64    `json:"time_discovered_completed_ns"`
 	Retired       bool      `json:"retired"`
@@ -101,13 +103,14 @@ func (d *dump) add(r *Recorder, most int) {
 	d.Library = r.Library
 	d.Config[id] = groupConfig{Name: r.Group, Desc: r.Name, Ranks: r.ranksText(), Rank: r.Rank, Size: r.Size}
 	issued, completed := r.Final()
+	started := r.started()
 	number := func(e Entry) string {
 		if e.ID == 0 {
 			return "-1"
 		}
 		return strconv.FormatUint(e.Collective, 10)
 	}
-	d.Status[id] = groupStatus{Enqueued: number(issued), Started: number(completed), Completed: number(completed)}
+	d.Status[id] = groupStatus{Enqueued: number(issued), Started: number(started), Completed: number(completed)}
 	trace := r.Trace()
 	list := shorten(trace, most)
 	d.Chorus.add(r, len(list) < len(trace))
@@ -152,7 +155,7 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 		Record: o.Record, Group: r.Number, GroupName: [2]string{r.Group, r.Name}, Rank: r.Rank,
 		Collective: o.Collective, Transfer: o.Transfer, Op: o.Record, Name: "nccl:" + Kinds[o.kind].Torch,
 		Created: o.Created.UnixNano(), InputSizes: sizes(o.In), InputDTypes: types, OutputSizes: sizes(o.Out), OutputDTypes: types,
-		State: o.state.torch(), Retired: o.state == Completed, TimeoutMillis: o.Timeout.Milliseconds(),
+		State: o.state.torch(), Queued: o.Queued, Batch: o.batch, Retired: o.state == Completed, TimeoutMillis: o.Timeout.Milliseconds(),
 		Transfers: Kinds[o.kind].Peer, Captured: o.Captured, Uneven: o.kind >= AllGatherV, Reduction: o.Reduction, Frames: o.Frames,
 	}
 	switch o.kind {
@@ -164,9 +167,16 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 	if o.Root >= 0 {
 		e.Root = &o.Root
 	}
+	if !o.Started.IsZero() {
+		at := o.Started.UnixNano()
+		e.SeenStarted = &at
+		if o.state != Completed {
+			e.State = "started"
+		}
+	}
 	if o.state == Completed {
 		at := o.Completed.UnixNano()
-		e.SeenStarted, e.SeenCompleted = &at, &at
+		e.SeenCompleted = &at
 	}
 	if o.state > Completed {
 		e.End = o.state.String()

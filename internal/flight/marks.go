@@ -13,10 +13,12 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Marks are events after operations, which show how far a communicator has progressed. An
-// event for each operation would add a quarter to its time. A mark is therefore set only
-// before an operation that comes some time after the last mark. If one of many operations
-// between two marks hangs, the marks do not show which one.
+// Marks are events on the streams of a communicator, which show how far its operations have
+// progressed. Two events for each operation would add a quarter to its time. Marks are
+// therefore set only around an operation that comes some time after the last marks. The event
+// before the operation shows whether its stream has reached it, and the event behind it whether
+// it has completed. If one of many operations between two marks hangs, the marks do not show
+// which one, nor whether other work between them does.
 type Marks struct {
 	dev    *device.Device
 	mu     sync.Mutex
@@ -27,17 +29,20 @@ type Marks struct {
 	last atomic.Int64 // time of the last request for a mark
 }
 
-// A Mark is a position after operations.
+// A Mark is a position on a stream.
 type Mark struct {
 	event  cudadrv.Event
+	used   bool
 	Stream uintptr
-	Record uint64 // the mark is after the stream's operations up to this one; 0 means unused
+	Record uint64 // the mark is after the stream's operations up to this one; 0 if it says nothing about them
+	Next   uint64 // the stream's operations from this one on are after the mark; 0 if that is not known
+	Direct bool   // operation Next follows the mark directly: a stream that has passed the mark has reached it
 	At     int64
 }
 
 const (
 	numMarks  = 32
-	markEvery = int64(time.Millisecond) // a mark takes a few thousandths of this time
+	markEvery = int64(2 * time.Millisecond) // two marks take a few thousandths of this time
 )
 
 // closeTimeout is how long Close waits for a call of the driver to return.
@@ -52,49 +57,44 @@ func (m *Marks) Due(t int64) bool { return t-m.last.Load() > markEvery }
 // SetRequested records the time of a request for a mark.
 func (m *Marks) SetRequested(t int64) { m.last.Store(t) }
 
-// Set sets a mark after the operations up to a record on their stream, at a time of the
-// recorder's clock. The stream must not be in a capture. The mark replaces the oldest one,
+// Set sets a mark on a stream, which must not be in a capture. The mark replaces the oldest one,
 // or the newest one if the stream has not passed the oldest: the oldest one then shows
-// which operation hangs.
-func (m *Marks) Set(s *stream.Stream, record uint64, at int64) error {
+// which operation hangs. Set returns the mark that it has replaced if its stream has passed it.
+func (m *Marks) Set(s *stream.Stream, mark Mark) (passed Mark, err error) {
 	if !m.mu.TryLock() {
-		return nil // this mark is optional
+		return passed, nil // this mark is optional
 	}
 	defer m.mu.Unlock()
 	if m.closed {
-		return nil
-	}
-	if m.oldestPending() {
-		m.next = (m.next + numMarks - 1) % numMarks
+		return passed, nil
 	}
 	k := &m.list[m.next]
+	if k.used {
+		if ok, err := m.passed(k); err == nil && !ok {
+			m.next = (m.next + numMarks - 1) % numMarks
+			k = &m.list[m.next]
+		} else if ok {
+			passed = *k
+		}
+	}
 	if k.event == 0 {
 		err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 			k.event, r = drv.EventCreate(cudadrv.EventDisableTiming)
 			return r
 		})
 		if err != nil {
-			return err
+			return passed, err
 		}
 	}
-	k.Record = 0
-	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(k.event, gpu.StreamOf(s).Raw()) })
+	k.used = false
+	err = gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(k.event, gpu.StreamOf(s).Raw()) })
 	if err != nil {
-		return err
+		return passed, err
 	}
-	k.Stream, k.Record, k.At = uintptr(gpu.StreamOf(s).Raw()), record, at
+	mark.event, mark.used, mark.Stream = k.event, true, uintptr(gpu.StreamOf(s).Raw())
+	*k = mark
 	m.next = (m.next + 1) % numMarks
-	return nil
-}
-
-// oldestPending reports whether the oldest mark is in use and its stream has not passed it.
-func (m *Marks) oldestPending() bool {
-	k := &m.list[m.next]
-	if k.Record == 0 {
-		return false
-	}
-	ok, err := m.passed(k)
-	return err == nil && !ok
+	return passed, nil
 }
 
 func (m *Marks) passed(k *Mark) (passed bool, err error) {
@@ -102,8 +102,8 @@ func (m *Marks) passed(k *Mark) (passed bool, err error) {
 }
 
 // Query queries the marks, the newest first. passed has the marks that their streams have
-// passed, ahead the others. If operations complete in order, a passed mark implies that
-// all earlier ones are passed.
+// passed, ahead the others. If operations complete in order, a passed mark behind operations
+// implies that all earlier ones are passed.
 func (m *Marks) Query(ordered bool) (passed, ahead []Mark, err error) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -112,7 +112,7 @@ func (m *Marks) Query(ordered bool) (passed, ahead []Mark, err error) {
 	}
 	for i := range numMarks {
 		k := &m.list[(m.next+numMarks-1-i)%numMarks]
-		if k.Record == 0 {
+		if !k.used {
 			continue
 		}
 		ok, err := m.passed(k)
@@ -123,7 +123,7 @@ func (m *Marks) Query(ordered bool) (passed, ahead []Mark, err error) {
 			ahead = append(ahead, *k)
 			continue
 		}
-		if passed = append(passed, *k); ordered {
+		if passed = append(passed, *k); ordered && k.Record > 0 {
 			break
 		}
 	}
@@ -135,7 +135,10 @@ func (m *Marks) Query(ordered bool) (passed, ahead []Mark, err error) {
 func (m *Marks) Newest() uint64 {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	return m.list[(m.next+numMarks-1)%numMarks].Record
+	if k := &m.list[(m.next+numMarks-1)%numMarks]; k.used {
+		return k.Record
+	}
+	return 0
 }
 
 // Close destroys the events, unless a call of the driver hangs.

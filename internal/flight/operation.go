@@ -97,6 +97,8 @@ type Op struct {
 	Request
 	Stream  *stream.Stream
 	Timeout time.Duration // 0 means the recorder's, a negative value none
+	Batched bool          // the operation is of a batch, whose operations are scheduled at the same time
+	Marked  bool          // a mark was set before it
 	In, Out int           // elements of the source and of the destination
 	Record  uint64        // set when it is scheduled: the number of the operation in the recorder,
 	Number  uint64        // and the number of the collective
@@ -115,7 +117,10 @@ type Operation struct {
 	Root       int          // or the peer of a send or a receive; -1 if there is none
 	Stream     uintptr      // the CUstream
 	// State is the progress that the host has observed:
-	//   - "scheduled": not known to have completed; a captured operation stays so
+	//   - "scheduled": issued, and it is not known whether its stream has reached it; a captured
+	//     operation stays so
+	//   - "queued": its stream has not reached it, because earlier work on the stream still runs
+	//   - "started": its stream has reached it, and it is not known to have completed
 	//   - "completed": completed with its result
 	//   - "timed out": it had not completed within its timeout
 	//   - "failed": the communicator failed before the operation was known to have completed
@@ -124,8 +129,12 @@ type Operation struct {
 	//
 	// The host checks the progress about once a second, so it observes a completion with
 	// some delay. An operation that has not completed when its communicator ends is never
-	// reported as completed later, although its stream continues.
+	// reported as completed later, although its stream continues. Started and Queued then still say
+	// whether its stream had reached it. Of operations that follow each other within 2 ms, the host
+	// knows this only for the first, and for those that wait behind an operation that it knows to run.
 	State     string
+	Started   time.Time     // when the host observed that the stream had reached it; zero if it has not
+	Queued    bool          // when the host observed the stream last, it had not reached it
 	Captured  bool          // into a graph: it did not run, and its launches are not recorded
 	Timeout   time.Duration // 0 means none
 	Created   time.Time     // when it was issued
@@ -134,6 +143,7 @@ type Operation struct {
 
 	kind  Kind
 	state State
+	batch uint64 // record of the first operation of its batch
 }
 
 // A Frame is one function of a call stack. Stacks begin with the innermost function.
@@ -181,7 +191,15 @@ func (e *Entry) Operation() Operation {
 	o := Operation{
 		Record: e.ID, Collective: e.Collective, Transfer: e.Transfer, Name: d.Name, DType: e.DType, Count: e.N, In: e.in, Out: e.out,
 		Root: -1, Stream: e.stream, State: e.state.String(), Captured: e.Captured, Timeout: e.timeout,
-		Created: Moment(e.Created), Completed: Moment(e.completed), kind: e.Kind, state: e.state,
+		Created: Moment(e.Created), Completed: Moment(e.completed), Started: Moment(e.started), Queued: e.queued,
+		kind: e.Kind, state: e.state, batch: e.batch,
+	}
+	switch {
+	case e.state != Scheduled:
+	case e.started != 0:
+		o.State = "started"
+	case e.queued:
+		o.State = "queued"
 	}
 	if d.Reduces {
 		o.Reduction = e.Reduction.text()

@@ -66,6 +66,22 @@ func (r *Recorder) Final() (issued, completed Entry) {
 	return issued, completed
 }
 
+// started returns the latest operation that is known to have started, or an Entry without an ID.
+func (r *Recorder) started() Entry {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0; id-- {
+		e := r.find(id)
+		if e == nil {
+			break
+		}
+		if !e.refused && (e.started != 0 || e.state == Completed) {
+			return *e
+		}
+	}
+	return Entry{}
+}
+
 // withFinalState returns the entry with its final state. mu is held.
 func (r *Recorder) withFinalState(e *Entry) Entry {
 	x := *e

@@ -1,6 +1,7 @@
 package flight
 
 import (
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -67,11 +68,14 @@ type Entry struct {
 	Transfer   uint64
 	Created    int64 // from Now
 	Begun      int64 // from the recorder's clock
+	started    int64 // when its stream was observed to have reached it; 0 means not known
 	completed  int64
+	batch      uint64 // record of the first operation of its batch
 	in, out    int
 	timeout    time.Duration // 0 means none
 	stream     uintptr
 	state      State
+	queued     bool // its stream had not reached it when the stream was observed last
 	refused    bool
 }
 
@@ -132,11 +136,15 @@ func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
 	}
 	o.Record, o.Number = r.last, r.collectives
 	e := r.at(r.last)
-	e.Request = o.Request
+	batch := r.last
+	if before := r.find(r.last - 1); o.Batched && before != nil && before.Created == t {
+		batch = before.batch
+	}
+	e.Request, e.batch = o.Request, batch
 	e.ID, e.Collective, e.Transfer = r.last, r.collectives, r.transfers
-	e.Created, e.Begun, e.completed = t, t-r.blindTime.Load(), 0
+	e.Created, e.Begun, e.started, e.completed = t, t-r.blindTime.Load(), 0, 0
 	e.in, e.out, e.stream = o.In, o.Out, uintptr(gpu.StreamOf(o.Stream).Raw())
-	e.state, e.refused = Scheduled, false
+	e.state, e.queued, e.refused = Scheduled, false, false
 	if !o.Captured {
 		r.totals.add(o)
 	}
@@ -262,7 +270,10 @@ func (r *Recorder) Complete(id uint64, on uintptr) {
 	ordered := r.ordered()
 	for k := r.first(id); k <= id; k++ {
 		if e := r.find(k); e != nil && e.runs() && e.state != Completed && (ordered || e.stream == on) {
-			e.state, e.completed = Completed, t
+			e.state, e.queued, e.completed = Completed, false, t
+			if e.started == 0 {
+				e.started = t
+			}
 		}
 	}
 	if e := r.find(id); ordered && e != nil {
@@ -283,6 +294,56 @@ func (r *Recorder) Complete(id uint64, on uintptr) {
 			r.lost = r.resolved
 		}
 	}
+}
+
+// SetReached records what marks say about the starts of operations. A stream that has passed a mark
+// has reached the operation directly behind it, with the rest of its batch. A stream that has
+// not passed a mark has not reached any operation behind it.
+func (r *Recorder) SetReached(passed, ahead []Mark) {
+	t := Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for i := range passed {
+		r.setStarted(&passed[i], t)
+	}
+	for id := r.first(r.last); id <= r.last; id++ {
+		e := r.find(id)
+		if e == nil || !e.runs() || e.state != Scheduled || e.started != 0 {
+			continue
+		}
+		e.queued = slices.ContainsFunc(ahead, func(k Mark) bool { return k.Next > 0 && k.Next <= id && k.Stream == e.stream })
+	}
+}
+
+// SetStarted is SetReached for a single mark that its stream has passed.
+func (r *Recorder) SetStarted(passed Mark) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.setStarted(&passed, Now())
+}
+
+// setStarted records that a stream has passed a mark. mu is held.
+func (r *Recorder) setStarted(k *Mark, t int64) {
+	first := r.find(k.Next)
+	if !k.Direct || first == nil {
+		return
+	}
+	for id := k.Next; id <= r.last; id++ {
+		e := r.find(id)
+		if e == nil || e.batch != first.batch {
+			return
+		}
+		if e.stream == k.Stream && e.started == 0 {
+			e.started, e.queued = t, false
+		}
+	}
+}
+
+// NextRecord returns the record that the next operation will have, while no other is issued.
+func (r *Recorder) NextRecord() uint64 {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.last + 1
 }
 
 // SetUnknown records that the completion of the operations up to a record can no longer be

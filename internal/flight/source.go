@@ -9,10 +9,11 @@ import (
 // A source says where a dump comes from. It is a separate object, which PyTorch's
 // tools ignore.
 //
-// The state of an entry is what the host has observed: "completed", or "scheduled". The recorder
-// records no event before an operation, so it never knows that an operation has started, and
-// "started" does not occur. An operation whose record is above Accepted is in a call of NCCL that has
-// not returned.
+// The state of an entry is what the host has observed: "scheduled", "started" or "completed". The recorder
+// does not record two events for each operation, so an operation that is "scheduled" may have started.
+// With "queued" it has not: its stream had not reached it when the host observed the stream. Entries with the same
+// batch were issued together. An operation whose record is above Accepted is in a call of NCCL that
+// has not returned.
 type source struct {
 	Format int           `json:"format"` // 1
 	Host   string        `json:"host"`

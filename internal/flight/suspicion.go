@@ -9,7 +9,7 @@ import (
 type Suspicion struct {
 	First, Last Entry
 	Lost        bool          // an earlier operation, which the ring has overwritten, may hang too
-	Marked      bool          // a mark proves that one of the operations has not completed
+	Marked      bool          // a mark proves that one of the operations, or other work between them, has not completed
 	Begun       int64         // when the latest was issued, by the recorder's clock
 	Timeout     time.Duration // 0 means none
 }
@@ -29,7 +29,11 @@ func (r *Recorder) Suspects(ahead []Mark) (x Suspicion, found bool) {
 	}
 	last := r.running
 	for _, k := range ahead {
-		if r.ordered() || k.Stream == e.stream {
+		if k.Next > 0 && k.Next <= e.ID && k.Stream == e.stream {
+			x.Marked = true // the stream has not reached the first one
+			continue
+		}
+		if k.Record > r.resolved && (r.ordered() || k.Stream == e.stream) {
 			last, x.Marked = k.Record, true
 			x.Begun = min(x.Begun, k.At) // in case the ring has overwritten the operations before the mark
 			break

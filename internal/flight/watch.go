@@ -106,10 +106,11 @@ func (w *Watch) Observe() (ahead []Mark, blind bool, err error) {
 		return nil, false, err
 	}
 	for _, k := range passed {
-		if w.owner.RecordPassed(k.Record, k.Stream) != nil {
+		if k.Record > 0 && w.owner.RecordPassed(k.Record, k.Stream) != nil {
 			return nil, false, nil // the end of the communicator is reported elsewhere
 		}
 	}
+	w.rec.SetReached(passed, ahead)
 	blind, err = w.follow()
 	return ahead, blind, err
 }
@@ -146,6 +147,7 @@ func (w *Watch) inspectUnanswered(since time.Duration) error {
 	}
 	if x, ok := w.rec.Suspects(nil); ok {
 		x.Narrow(w.rec, w.owner.Others())
+		x.First.started, x.First.queued = 0, false // as of the last answer
 		if x.setTimeout(w.rec); exceeded(since, x.Timeout) {
 			return w.owner.TimedOut(x, time.Duration(w.rec.Clock()-x.First.Begun))
 		}
@@ -189,7 +191,7 @@ func (w *Watch) follow() (blind bool, err error) {
 		case done:
 			_ = w.owner.RecordPassed(last, uintptr(gpu.StreamOf(s).Raw())) // if the communicator ends, nothing is recorded
 		case err == nil && w.marks.Newest() < last:
-			err = w.marks.Set(s, last, r.Clock())
+			_, err = w.marks.Set(s, Mark{Record: last, At: r.Clock()})
 		}
 	})
 	return blind, err

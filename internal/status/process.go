@@ -83,8 +83,9 @@ type Group struct {
 
 // An Op is an operation in flight.
 type Op struct {
-	Text       string `json:"text"` // such as "ncclAllReduce(1024 x float32, sum) as collective 7"
-	Kind       string `json:"kind"` // such as "all-reduce"
+	Text       string `json:"text"`            // such as "ncclAllReduce(1024 x float32, sum) as collective 7"
+	Kind       string `json:"kind"`            // such as "all-reduce"
+	State      string `json:"state,omitempty"` // "queued" or "started", or "scheduled" if that is not known
 	Collective uint64 `json:"collective"`
 	AgeNanos   int64  `json:"age_ns"`
 }

@@ -1,6 +1,7 @@
 package torchfile
 
 import (
+	"bytes"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -17,10 +18,10 @@ type File struct {
 }
 
 // startBytes is how many bytes of a file Is needs.
-const startBytes = 16
+const startBytes = 32
 
 // Is reports whether a file begins like a file of torch.save, of the zip format or of the one
-// before it. start is its first 16 bytes, or all if it has fewer.
+// before it. start is its first 32 bytes, or all if it has fewer.
 func Is(start []byte) bool { return isZip(start) || isLegacy(start) }
 
 // isZip excludes a safetensors file whose header has such a length: its JSON begins after it.
@@ -30,7 +31,17 @@ func isZip(start []byte) bool {
 
 // isLegacy reports whether the file begins with the pickle of torch's number for such files.
 func isLegacy(start []byte) bool {
-	return strings.HasPrefix(string(start), "\x80\x02\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19")
+	if bytes.HasPrefix(start, []byte("L119547037146038801333356L\n")) { // protocols 0 and 1
+		return true
+	}
+	if len(start) < 2 || start[0] != 0x80 {
+		return false
+	}
+	const frame = 9 // of protocols 4 and 5
+	if start = start[2:]; len(start) > frame && start[0] == 0x95 {
+		start = start[frame:]
+	}
+	return bytes.HasPrefix(start, []byte("\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"))
 }
 
 // Start reads the bytes that Is needs.
@@ -59,7 +70,7 @@ func read(r io.ReaderAt, size int64) (*File, error) {
 	case err != nil:
 		return nil, err
 	case isLegacy(start):
-		return nil, errors.New("it has the format before PyTorch 1.6: load it in Python and save it again")
+		return nil, errors.New("it has the format before PyTorch 1.6: convert it in Python: torch.save(torch.load(OLD), NEW)")
 	case !isZip(start):
 		return nil, errors.New("it does not begin like a zip archive")
 	}

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"encoding/json"
+	"fmt"
 	"os"
 	"path/filepath"
 	"runtime/metrics"
@@ -308,4 +309,19 @@ func FuzzPickle(f *testing.F) {
 			require.LessOrEqual(t, file.Tensors[i].Offset, int64(len(data)))
 		}
 	})
+}
+
+// Files of torch.save before PyTorch 1.6 get one message in all protocols of pickle, and a TorchScript archive gets its own.
+func TestFilesThatMustBeConverted(t *testing.T) {
+	for protocol := range 6 {
+		b, err := os.ReadFile(fmt.Sprintf("testdata/legacy/proto%d.pt", protocol))
+		require.NoError(t, err)
+		require.True(t, Is(b[:min(len(b), startBytes)]), protocol)
+		_, err = Read(bytes.NewReader(b), int64(len(b)))
+		require.ErrorContains(t, err, "the format before PyTorch 1.6", protocol)
+	}
+	b, err := os.ReadFile("testdata/legacy/script.pt")
+	require.NoError(t, err)
+	_, err = Read(bytes.NewReader(b), int64(len(b)))
+	require.ErrorContains(t, err, "it is a TorchScript program")
 }

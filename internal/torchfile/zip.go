@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"strings"
 )
 
 // Signatures and sizes of the records of a zip archive.
@@ -133,6 +134,8 @@ func (a *archive) addEntry(text []byte) (rest []byte, err error) {
 	switch {
 	case flags&1 != 0:
 		return nil, fmt.Errorf("entry %q is encrypted", e.name)
+	case strings.Contains(e.name, "/code/__torch__"):
+		return nil, errors.New("it is a TorchScript program: save the state_dict() of the model instead")
 	case method != 0 || packed != size:
 		return nil, fmt.Errorf("entry %q is compressed: torch.save does not compress", e.name)
 	case header > uint64(a.data) || size > uint64(a.data)-header:

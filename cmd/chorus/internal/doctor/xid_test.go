@@ -37,3 +37,28 @@ func TestKernelLine(t *testing.T) {
 		require.False(t, ok, text)
 	}
 }
+
+// The worst error of each GPU counts, not the last line, and the log says which errors are harmless.
+func TestXidSeverity(t *testing.T) {
+	const a, b = "NVRM: Xid (PCI:0000:06:00): ", "NVRM: Xid (PCI:0000:07:00): "
+	for name, c := range map[string]struct {
+		lines []string
+		want  Verdict
+		text  string
+	}{
+		"fatal SXid":              {[]string{"nvidia-nvswitch0: SXid (PCI:0000:c1:00.0): 20034, Fatal, Link 30 LTSSM Fault Up"}, Fail, "SXid 20034 of NVSwitch 0000:c1:00.0"},
+		"recovered":               {[]string{a + "154, GPU recovery action changed from 0x1 (GPU Reset Required) to 0x0 (None)"}, Pass, "no error"},
+		"reset required":          {[]string{a + "154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"}, Fail, "Xid 154"},
+		"nonfatal of NVLink":      {[]string{a + "145, RLW_REMAP Nonfatal", a + "149, NETIR_LINK_EVT Nonfatal"}, Warn, "Xid 149"},
+		"off the bus, then 154":   {[]string{a + "79, GPU has fallen off the bus.", a + "154, GPU recovery action changed from 0x0 (None) to 0x2 (Node Reboot Required)"}, Fail, "Xid 79"},
+		"two GPUs":                {[]string{a + "79, GPU has fallen off the bus.", b + "48, pid=1, DBE"}, Fail, "Xid 79 of GPU 0000:06:00, 1m0s ago; Xid 48 of GPU 0000:07:00"},
+		"nonfatal after fatal":    {[]string{a + "48, pid=1, DBE", a + "145, Nonfatal"}, Fail, "Xid 48"},
+		"nonfatal of another GPU": {[]string{b + "145, Nonfatal", a + "48, pid=1, DBE"}, Fail, "Xid 48 of GPU 0000:06:00, 1m0s ago; Xid 145 of GPU 0000:07:00"},
+	} {
+		try(t, xid, change{name, func(w *world) {
+			for _, l := range c.lines {
+				w.log = append(w.log, KernelLine{time.Minute, l})
+			}
+		}, c.want, c.text})
+	}
+}

@@ -3,6 +3,7 @@ package monitor
 import (
 	"fmt"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
@@ -165,20 +166,39 @@ func (j *Job) find() {
 	}
 }
 
+// mostNamed limits the ranks that a finding names.
+const mostNamed = 8
+
 // findSlow describes a collective that all ranks have issued and that does not complete.
 func (j *Job) findSlow(g Group) {
 	var first *Member
-	all := true
-	j.members(func(_ *Rank, m *Member) {
+	var queued []string
+	all, started := true, true
+	j.members(func(r *Rank, m *Member) {
 		if m.ID == g.ID {
+			if m.Oldest != nil && m.Oldest.State == "queued" {
+				queued = append(queued, fmt.Sprintf("rank %d (host %s, process %d)", r.Rank, r.Host, r.PID))
+			}
+			started = started && m.Oldest != nil && m.Oldest.State == "started"
 			all = all && m.Oldest != nil && m.Behind == 0 && time.Duration(m.Oldest.AgeNanos) >= minLag
 			first = m
 		}
 	})
-	if all && first != nil && first.Oldest.Collective == g.Completed+1 {
-		j.Findings = append(j.Findings, fmt.Sprintf("all ranks have issued %s in %s, and it does not complete since %s: a device or a link is slow, or work before it on the stream",
-			first.Oldest.Text, first.title(), seconds(time.Duration(first.Oldest.AgeNanos))))
+	if !all || first == nil || first.Oldest.Collective != g.Completed+1 {
+		return
 	}
+	why := "a device or a link is slow, or work before it on a stream"
+	switch {
+	case len(queued) > 0:
+		why = fmt.Sprintf("work that was enqueued before it still runs or waits on the stream of %s", strings.Join(queued[:min(len(queued), mostNamed)], ", "))
+		if more := len(queued) - mostNamed; more > 0 {
+			why += fmt.Sprintf(" and %d more", more)
+		}
+	case started:
+		why = "it has started on all ranks, so a device or a link is slow, or other work occupies a device"
+	}
+	j.Findings = append(j.Findings, fmt.Sprintf("all ranks have issued %s in %s, and it does not complete since %s: %s",
+		first.Oldest.Text, first.title(), seconds(time.Duration(first.Oldest.AgeNanos)), why))
 }
 
 // title names the group for people.

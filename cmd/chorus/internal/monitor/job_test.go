@@ -67,8 +67,22 @@ func TestFindings(t *testing.T) {
 	slow := exampleStatus(t)
 	slow.Members[2] = slow.Members[1]
 	slow.Members[2].Rank = 2
-	require.Equal(t, []string{"all ranks have issued ncclAllReduce(1 x float32, sum) as collective 8 in group data, and it does not complete since 7.0 s: a device or a link is slow, or work before it on the stream"},
+	require.Equal(t, []string{"all ranks have issued ncclAllReduce(1 x float32, sum) as collective 8 in group data, and it does not complete since 7.0 s: a device or a link is slow, or work before it on a stream"},
 		newJob(slow, time.Now()).Findings)
+
+	states := func(list ...string) string {
+		s := exampleStatus(t)
+		for rank, state := range list {
+			s.Members[rank] = member(t, rank, status.Process{Groups: []status.Group{{ID: "a1", Name: "data", Rank: rank, Size: 4, Issued: 8, Completed: 7,
+				Oldest: &status.Op{Text: "an operation", State: state, Collective: 8, AgeNanos: 7e9}}}})
+		}
+		findings := newJob(s, time.Now()).Findings
+		require.Len(t, findings, 1)
+		return findings[0]
+	}
+	require.Contains(t, states("started", "queued", "started", "started"), "7.0 s: work that was enqueued before it still runs or waits on the stream of rank 1 (host n1, process 101)")
+	require.Contains(t, states("started", "started", "started", "started"), "7.0 s: it has started on all ranks, so a device or a link is slow, or other work occupies a device")
+	require.Contains(t, states("started", "scheduled", "started", "started"), "or work before it on a stream")
 
 	silent := exampleStatus(t)
 	silent.Members[2].Report, silent.Members[2].Missing, silent.Members[2].Silent = nil, "it did not answer", 2*time.Second

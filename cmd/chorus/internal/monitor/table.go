@@ -18,7 +18,13 @@ func (j *Job) Print(out io.Writer, lines int) error {
 		fmt.Fprintln(&b, f)
 	}
 	if len(j.Findings) == 0 {
-		fmt.Fprintln(&b, "no rank is behind")
+		text := "no rank is behind"
+		j.members(func(_ *Rank, m *Member) {
+			if m.Behind > 0 {
+				text = fmt.Sprintf("no rank is behind for %s or more", seconds(minLag))
+			}
+		})
+		fmt.Fprintln(&b, text)
 	}
 	fmt.Fprintln(&b)
 	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)

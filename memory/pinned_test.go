@@ -121,12 +121,16 @@ func TestPinnedComesBack(t *testing.T) {
 		x := makeInts(t, a, n)
 		h := makePinned(t, devs[0], n)
 		was := at(h)
-		openA, openB := spin.Hold(t, a), spin.Hold(t, b)
+		// Callbacks of a device run one after the other, so a's must have begun before b's.
+		entered, gate := make(chan struct{}), make(chan struct{})
+		require.NoError(t, a.Callback(func() { close(entered); <-gate }))
+		<-entered
+		openB := spin.Hold(t, b)
 		require.NoError(t, x.CopyToPinned(a, h))
 		require.NoError(t, h.RecordStream(b))
 		require.NoError(t, h.Close())
 		require.NoError(t, makeAndClose(devs[0], n, func(p *int32) { require.NotSame(t, was, p) }))
-		openA()
+		close(gate)
 		require.NoError(t, a.Sync(testgpu.Context(t)))
 		first := makePinned(t, devs[0], n) // the one that was just closed
 		require.NotSame(t, was, at(first))

@@ -41,6 +41,7 @@ func (v *Saver) finish(job *saveJob, errs []error) {
 		if err == nil {
 			err = v.commit(job)
 		}
+		err = v.fenced(err)
 		if err != nil {
 			err = errors.Join(err, v.giveUp(job, err))
 		}
@@ -66,7 +67,7 @@ func (v *Saver) decline(job *saveJob, why error) error {
 	case v.root:
 		return v.giveUp(job, why)
 	}
-	err := v.fs.MkdirAll(job.temp)
+	err := job.makeTemp(v.fs)
 	for _, l := range v.locals {
 		if err == nil {
 			err = writeReport(v.fs, job.temp, l.rank, &rankReport{Error: why.Error()})
@@ -89,7 +90,7 @@ func (v *Saver) report(job *saveJob, errs []error) error {
 				continue // it removes all files now
 			}
 		}
-		err = errors.Join(err, v.fs.MkdirAll(job.temp), writeReport(v.fs, job.temp, l.rank, &r))
+		err = errors.Join(err, job.makeTemp(v.fs), writeReport(v.fs, job.temp, l.rank, &r))
 	}
 	return err
 }
@@ -188,7 +189,7 @@ func trade(fs fileSystem, temp, final string) error {
 // collect waits for the messages of all ranks, and puts them into a manifest.
 func (v *Saver) collect(job *saveJob) (*manifest, error) {
 	m := *v.plan
-	m.ID, m.Step, m.Values = job.id, job.step, make([]json.RawMessage, v.ranks)
+	m.Fence, m.ID, m.Step, m.Values = v.fence, job.id, job.step, make([]json.RawMessage, v.ranks)
 	m.Files, m.Tensors = slices.Clone(m.Files), slices.Clone(m.Tensors)
 	digests := map[string][]string{}
 	deadline := time.Now().Add(v.cfg.Timeout)
@@ -283,7 +284,7 @@ func (v *Saver) giveUp(job *saveJob, why error) error {
 	if len(v.locals) == v.ranks {
 		return err
 	}
-	note := v.fs.MkdirAll(job.temp)
+	note := job.makeTemp(v.fs)
 	if note == nil {
 		note = writeReport(v.fs, job.temp, 0, &rankReport{Error: why.Error()})
 	}
@@ -391,7 +392,7 @@ func (v *Saver) retain(newest int64) error {
 // there: without the checkpoint it would count as the step.
 func (v *Saver) removeStep(step int64) error {
 	final := filepath.Join(v.folder, stepName(step))
-	old := filepath.Join(v.folder, tempPrefix+stepName(step)+"-old-"+v.nonce)
+	old := filepath.Join(v.unfinished(), tempPrefix+stepName(step)+"-old-"+v.nonce)
 	for _, path := range []string{replacedName(final), final} {
 		if !exists(path) {
 			continue

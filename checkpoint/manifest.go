@@ -25,6 +25,7 @@ type manifest struct {
 	Version int               `json:"version"`
 	ID      string            `json:"id"` // of the save
 	Step    int64             `json:"step"`
+	Fence   *fence            `json:"fence,omitempty"` // of the job that saved it; nil without one, and in older checkpoints
 	Ranks   int               `json:"ranks"`
 	Block   int64             `json:"block"`  // bytes of a part that have a digest
 	Values  []json.RawMessage `json:"values"` // by rank; null if it gave none

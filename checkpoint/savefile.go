@@ -59,7 +59,7 @@ func (v *Saver) writeFile(job *saveJob, s *snapshotter) error {
 
 // create makes the file, with room for all its bytes, and writes the first ones.
 func (w *fileWriter) create(fs fileSystem) error {
-	if err := fs.MkdirAll(w.job.temp); err != nil {
+	if err := w.job.makeTemp(fs); err != nil {
 		return err
 	}
 	out, err := fs.Create(w.path)

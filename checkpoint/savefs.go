@@ -12,6 +12,7 @@ import (
 // A fileSystem is the calls of a save. Tests let them fail.
 type fileSystem interface {
 	MkdirAll(path string) error
+	Mkdir(path string) error
 	Create(path string) (savingFile, error)
 	ReadFile(path string) ([]byte, error)
 	Rename(from, to string) error
@@ -32,6 +33,8 @@ type savingFile interface {
 type systemFiles struct{}
 
 func (systemFiles) MkdirAll(path string) error { return os.MkdirAll(path, 0o777) }
+
+func (systemFiles) Mkdir(path string) error { return os.Mkdir(path, 0o777) }
 
 func (systemFiles) Create(path string) (savingFile, error) {
 	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)

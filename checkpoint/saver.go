@@ -52,6 +52,7 @@ type Saver struct {
 	ranks  int
 	root   bool // this process has rank 0
 	nonce  string
+	fence  *fence // nil without a job
 	saves  int
 	plan   *manifest
 	locals []*snapshotter
@@ -74,6 +75,7 @@ type saveJob struct {
 	step   int64
 	id     string // the same on all ranks
 	temp   string
+	fence  *fence
 	values []json.RawMessage
 	moved  atomic.Int64
 	total  int64
@@ -85,7 +87,9 @@ type saveJob struct {
 // of each local rank. The memory of the parts stays the same for all saves. The ranks exchange
 // descriptions of their parts here, and not in Save. Together the parts must be whole tensors.
 // If several ranks have the same part, the rank with the least work writes it. All processes
-// must see the folder, and no other job may save to it. Collective.
+// must see the folder, and no other job may save to it. In a job of package cluster, NewSaver ends the saves of earlier
+// epochs: processes that run on in one, because the job has gone on without them, cannot complete a save or
+// remove a checkpoint any more. Collective.
 func NewSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part, cfg *SaverConfig) (*Saver, error) {
 	return newSaver(ctx, g, folder, parts, cfg, systemFiles{})
 }
@@ -95,7 +99,7 @@ func newSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part,
 	if err != nil {
 		return nil, fmt.Errorf("checkpoint: new saver: %w", err)
 	}
-	v := &Saver{folder: folder, fs: fs, group: g, ranks: w.ranks, root: w.locals[0].rank == 0}
+	v := &Saver{folder: folder, fs: fs, group: g, ranks: w.ranks, root: w.locals[0].rank == 0, fence: fenceOf(g)}
 	if cfg != nil {
 		v.cfg = *cfg
 	}
@@ -188,6 +192,11 @@ func (v *Saver) prepare(w *peers, by [][]partInfo, parts [][]Part) (err error) {
 	if err := v.fs.MkdirAll(v.folder); err != nil {
 		return err
 	}
+	if v.fence != nil {
+		if err := v.fence.claim(v.fs, v.folder, strings.ToLower(rand.Text())); err != nil {
+			return err
+		}
+	}
 	return removeLeftovers(v.fs, v.folder)
 }
 
@@ -242,10 +251,10 @@ func (v *Saver) start(ctx context.Context, step int64, streams []*stream.Stream,
 	if closed {
 		return nil, nil, device.ErrClosed
 	}
-	job = &saveJob{step: step, done: make(chan struct{}), values: make([]json.RawMessage, len(v.locals))}
+	job = &saveJob{step: step, fence: v.fence, done: make(chan struct{}), values: make([]json.RawMessage, len(v.locals))}
 	v.saves++
 	job.id = fmt.Sprintf("%s-%d", v.nonce, v.saves)
-	job.temp = filepath.Join(v.folder, tempPrefix+stepName(step)+"-"+job.id)
+	job.temp = filepath.Join(v.unfinished(), tempPrefix+stepName(step)+"-"+job.id)
 	if err := v.fill(job, streams, values); err != nil {
 		return job, nil, err
 	}

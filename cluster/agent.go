@@ -36,6 +36,9 @@ type Agent struct {
 	closing sync.Once
 	killed  chan struct{}
 	killing sync.Once
+	// concluded is closed when the program has ended and the coordinator is lost.
+	concluded  chan struct{}
+	concluding sync.Once
 	// byOwnName is true if this host is a seed whose name is the loopback here.
 	byOwnName bool
 	seed      bool
@@ -65,7 +68,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
+	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
 	a.life, a.die = context.WithCancel(context.Background())
 	a.port = newPort(a)
 	if a.reserve, err = reservePort(); err != nil {
@@ -108,7 +111,7 @@ func (a *Agent) notify(text string) { a.cfg.Notify(fmt.Sprintf("job %s: %s", a.c
 
 // greeting is the first message of this host to processes that connect to it.
 func (a *Agent) greeting() welcome {
-	return welcome{Host: a.cfg.Host, PID: a.cfg.sys.getpid(), Rank: -1, Agent: a.uuid,
+	return welcome{Host: a.cfg.Host, PID: a.cfg.sys.getpid(), Rank: -1, Agent: a.uuid, Several: a.cfg.Nodes > 1,
 		Heartbeat: a.cfg.Timing.Heartbeat, LostAfter: a.cfg.Timing.LostAfter}
 }
 
@@ -288,6 +291,8 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 			return cmp.Or(context.Cause(a.Context()), context.Cause(k.ctx)) // a failure is reported before the end
 		case <-a.Context().Done():
 			return context.Cause(a.Context())
+		case <-a.concluded:
+			return context.Cause(a.Context())
 		case <-moved:
 			a.mu.Lock()
 			k, moved = a.k, a.moved
@@ -373,6 +378,8 @@ func (a *Agent) event(k *client, m message) {
 		a.order(k, o)
 	case kindPropose:
 		a.proposed(k, m)
+	case kindLedger:
+		a.keepLedger(k, m)
 	case kindHandover:
 		var h handover
 		if m.record(&h) == nil { // otherwise the client ends with the error

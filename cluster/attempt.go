@@ -59,6 +59,9 @@ func (a *Agent) news(epoch uint64, n news) error {
 	if a.charter != nil && epoch < a.charter.Epoch {
 		return epochsMustGrow(a.charter.Epoch, a.followed, epoch, n.By)
 	}
+	if err := n.check(); err != nil {
+		return fmt.Errorf("cluster: the coordinator's news of epoch %d: %w", epoch, err)
+	}
 	if err := a.follow(n.By); err != nil {
 		return err
 	}
@@ -73,8 +76,9 @@ func (a *Agent) news(epoch uint64, n news) error {
 		}
 	}
 	t.place.Store(at)
+	a.book.merge(n.Ledger)
 	if len(n.Voters) > 0 {
-		next := &charter{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members, Used: n.Used}
+		next := &charter{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members}
 		if a.charter != nil { // news may also come while an epoch is proposed
 			next.Proposed = a.charter.open(epoch)
 		}

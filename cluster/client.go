@@ -103,7 +103,7 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 		hello, err = readWelcome(l)
 	}
 	if err == nil && hello.Refers {
-		err = &referral{hello.At, hello.Over, addrIP(conn.RemoteAddr())}
+		err = &referral{hello.At, hello.Over, hello.Finished, addrIP(conn.RemoteAddr())}
 	}
 	if err == nil && !stop() { // ctx closes the connection
 		err = context.Cause(ctx)
@@ -117,9 +117,10 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 
 // A referral is the answer of a host that does not coordinate the job.
 type referral struct {
-	at   string // address of the coordinator, or "" if the host does not know it
-	over string // why the job has ended on the host, or ""
-	ip   string // address of the host that has answered
+	at       string // address of the coordinator, or "" if the host does not know it
+	over     string // why the job has ended on the host, or ""
+	finished bool   // the program has ended
+	ip       string // address of the host that has answered
 }
 
 func (r *referral) Error() string {
@@ -279,9 +280,10 @@ func (k *client) disconnected(err error) {
 
 // isSuspended reports whether the coordinator is this host's launcher and is
 // stopped, for example by Ctrl-Z. It will either continue or close the
-// connection.
+// connection. In a job on several hosts the other hosts do not wait for it: they go on without this host or fail, and
+// its processes must not run on beside them.
 func (k *client) isSuspended() bool {
-	if k.hello.Rank >= 0 || k.hello.Host != k.host {
+	if k.hello.Several || k.hello.Rank >= 0 || k.hello.Host != k.host {
 		return false
 	}
 	return k.to.sys.isSuspended(k.hello.PID)

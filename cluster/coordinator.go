@@ -64,6 +64,7 @@ type coordinator struct {
 	late    []*peer // agents that came when the job was complete
 	attempt uint64  // number of the current PREPARE; 0 if none
 	lastTry uint64
+	run     string // of the job; see leader
 	term    uint64
 	epoch   uint64
 	plan    *plan    // nil while hosts may join
@@ -90,6 +91,9 @@ type coordinator struct {
 	lines       []string            // notifications to send after unlocking
 	said        lineFilter
 
+	entries   []entry // that wait for launchers
+	lastEntry uint64
+
 	inquiry     *inquiry // nil unless the coordinator waits for reports
 	lastInquiry uint64
 }
@@ -97,7 +101,7 @@ type coordinator struct {
 // newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
 func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
 	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(maxStrangers), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[string]*peer{}, term: firstTerm, epoch: firstEpoch,
+		quit: make(chan struct{}), peers: map[string]*peer{}, run: newUUID(), term: firstTerm, epoch: firstEpoch,
 		told: map[int]bool{}, allTold: make(chan struct{})}
 	c.clock.sys = cfg.sys
 	c.faults = newFaults()
@@ -300,6 +304,8 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 			return nil
 		}
 		c.prepared(p, m.id)
+	case kindRecorded:
+		c.recorded(p, m.id)
 	case kindExit:
 		var e Exit
 		if err := m.record(&e); err != nil {

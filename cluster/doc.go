@@ -56,8 +56,9 @@
 //   - Processes join, or a host leaves. Then [World.Step] returns a [*ChangeError] on all
 //     ranks after the same number of steps, and no step is lost.
 //
-// The next epoch begins when the function has returned in all survivors: operations of two
-// epochs never overlap. Survivors keep the order of their ranks, and new ranks follow. Each
+// The next epoch begins when the function has returned in all survivors, so that their operations of two
+// epochs never overlap. A process that is cut off from the coordinator may run on in the old epoch until it notices the
+// silence, after about CHORUS_LOST_AFTER, and its function returns; see [World.Fence]. Survivors keep the order of their ranks, and new ranks follow. Each
 // epoch has an empty store. [World.New] and [World.Left] describe the change.
 //
 // Change the state only after Group.Wait has returned nil for the step: then the state of
@@ -67,7 +68,8 @@
 // The coordinator tells the launchers to start lost workers again, at most
 // Config.MaxRestarts times in the whole job, with a growing delay for each worker. Without
 // restarts the job goes on with the survivors, if at least Config.MinNodes hosts and
-// RunConfig.MinSize processes remain. A process that does not return in time is killed. With `chorus run --nnodes MIN:MAX`, hosts
+// RunConfig.MinSize processes remain. A process that does not return in time is killed, and the next epoch waits up to 2 s
+// for its exit. With `chorus run --nnodes MIN:MAX`, hosts
 // join while the job runs. SIGTERM to one launcher drains its host: all ranks finish the step, and the job
 // goes on without the host. If the launcher coordinates, another one does so from then on.
 //
@@ -84,11 +86,43 @@
 // lost epoch is lost: keep the state of the program in its memory. Epoch numbers only grow.
 //
 // A part of a split network goes on only if it has more than half of the hosts of the last
-// epoch, or half of them with the coordinator. The other part ends with a [*MemberLostError] that
+// epoch, or half of them with the coordinator. Only hosts that have answered count, also those whose
+// workers have exited. The other part ends with a [*MemberLostError] that
 // says so. Hosts whose launchers are known to have ended do not count: the kernel of such a host
-// closes its connections. Therefore a job with --nnodes 1:2 goes on when the launcher of either
-// host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
+// refuses connections to the launcher's port, or another launcher of the job has it. Therefore a job with --nnodes 1:2 goes on
+// when the launcher of either host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
 // power, the other host ends, because it cannot know whether the coordinator goes on.
+//
+// Each choice of a coordinator raises the term. Launchers follow only terms that are at least the greatest
+// that they know, and a coordinator that meets a greater one ends, so that at most one goes on.
+//
+// # When a job goes on
+//
+// This table is about elastic jobs on several hosts. "The others" are the hosts that are not affected. The step in
+// progress and the store of the epoch are lost with each change that is not planned.
+//
+//	fault                               assumption                       result
+//	worker exits, is killed or stops    restarts or MinSize permit it    the next epoch, without it or with its successor
+//	launcher is killed                  its kernel runs                  the others go on, also if it was one of two, or coordinated
+//	host vanishes, no coordinator       half of the hosts are left       the others go on after LOST_AFTER
+//	host of the coordinator vanishes    more than half are left          the others go on after LOST_AFTER and about 0.2 s
+//	coordinator and others vanish       more than half are left          as above, whichever they are
+//	host of the coordinator vanishes    two hosts                        the job ends
+//	network splits                      one part has more than half, or  that part goes on, the other ends and says why
+//	                                    half with the coordinator
+//	network splits into small parts     none has half                    the job ends
+//	packets are lost in one direction   as for a split                   the hosts that hear each other go on
+//	connections are reset               nobody refuses connections in    as for a split: resets and dropped packets
+//	                                    the name of a host that lives    prove nothing
+//	outage shorter than LOST_AFTER      less than 80 % of it             no effect
+//	launcher stops (SIGSTOP)            several hosts                    as for a host that vanishes; its workers end the epoch
+//	SIGTERM to launchers                MIN hosts are left               planned change: no step is lost
+//	coordinator is lost at the end      all launchers have heard of it   the job has succeeded
+//	restart is ordered, then the        one launcher that heard of it    the restart counts once
+//	coordinator is lost                 votes
+//
+// A firewall that refuses connections in both directions, in the name of hosts that live, breaks the
+// assumption: each side would count the other as ended. Let firewalls drop packets between the hosts of a job.
 //
 // The hosts need a path to each other: to the port of a seed, and to the gossip port of another
 // host, or to any port without gossip. Newcomers find the job through a seed that is running. The

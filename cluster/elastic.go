@@ -13,15 +13,16 @@ import (
 // more. The coordinator proposes the next world to its members, and commits it when all
 // have it. Epochs therefore never overlap.
 type elastic struct {
-	phase phase
-	turn  uint64    // counts changes of phase
-	least int       // size that the world needs
-	begun time.Time // when the epoch ended
-	quiet time.Time // until then, further losses are expected
-	last  fault     // the last loss
-	why   string    // why a planned change happens
-	left  []Departure
-	over  bool // all functions have returned nil, or the job has failed
+	phase    phase
+	turn     uint64    // counts changes of phase
+	least    int       // size that the world needs
+	begun    time.Time // when the epoch ended
+	quiet    time.Time // until then, further losses are expected
+	last     fault     // the last loss
+	why      string    // why a planned change happens
+	left     []Departure
+	finished bool // all functions of the epoch have returned nil
+	over     bool // all functions have returned nil, or the job has failed
 	// members are the processes whose functions have all returned nil, by place.
 	members map[place]int
 	start   func() // sends the first world; nil afterwards
@@ -40,6 +41,8 @@ type elastic struct {
 	// spared are workers that were killed because their host is excluded: they are started again
 	// after that, and this does not count as a restart.
 	spared map[place]bool
+	// dying are the PIDs of members that launchers were told to kill, and whose exits are not reported yet.
+	dying map[place]int
 
 	// After the loss of a coordinator: absent are the members of its last epoch that have not
 	// registered with this one, and those with rank -1 that were only proposed as members. inherited
@@ -76,7 +79,7 @@ const (
 func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
 
 func newElastic() *elastic {
-	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, spared: map[place]bool{}, absent: map[place]Member{}}
+	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, spared: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
 }
 
 // beginElastic is called when the first world of processes that call Run is complete. start
@@ -264,6 +267,9 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 	if m, ok := c.elastic.absent[at]; ok && m.PID == x.PID {
 		c.giveUp(at, x.Reason)
 	}
+	if c.elastic.dying[at] == x.PID {
+		c.hasDied(at)
+	}
 	for _, p := range slices.Clone(c.workers) {
 		if p.home != at || p.reg.PID != x.PID {
 			continue
@@ -308,19 +314,25 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	order := Order{Local: x.Local}
 	spared := e.spared[at] && c.cfg.again.most > 0
 	delete(e.spared, at)
-	if (spared || c.retries.total < c.cfg.again.most) && a.draining == nil {
-		r := e.retries[at]
-		if r == nil {
-			r = &retries{}
-			e.retries[at] = r
-		}
-		if !spared {
+	r := e.retries[at]
+	if r == nil {
+		r = &retries{}
+		e.retries[at] = r
+	}
+	counted := r.total > 0 && r.counted == x.PID // by an earlier coordinator, whose order did not arrive
+	if (spared || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
+		if !spared && !counted {
 			r.failed()
+			r.counted = x.PID
 			c.retries.total++
 		}
 		e.expected[at] = true
 		order.Start, order.Count = true, r.total
 		order.After = max(c.cfg.again.delay(r.inARow), c.excludedFor(a.host.Host))
+		if !spared { // so that no coordinator forgets it
+			c.record(func() { a.send(note(kindOrder, order)) })
+			return
+		}
 	}
 	a.send(note(kindOrder, order))
 }
@@ -364,6 +376,9 @@ func (c *coordinator) orderKill(p *peer) {
 	if a == nil || p.elastic.exit != nil {
 		return
 	}
+	if !p.elastic.failed && !p.elastic.returned && p.seat == c.epoch {
+		c.awaitKill(p.home, p.reg.PID)
+	}
 	kill := note(kindOrder, Order{Local: p.reg.LocalRank, PID: p.reg.PID, Kill: true})
 	if !p.elastic.failed {
 		c.sendKill(a, kill)
@@ -403,6 +418,33 @@ func (c *coordinator) heard() map[string]bool {
 	return m
 }
 
+// killTime limits how long the next epoch waits for the exit of a process that was killed, because its function had not returned.
+const killTime = 2 * time.Second
+
+// awaitKill lets the next epoch wait until a launcher has reported the exit of a process that it was told to kill.
+func (c *coordinator) awaitKill(at place, pid int) {
+	e := c.elastic
+	e.dying[at] = pid
+	time.AfterFunc(killTime, func() {
+		c.cfg.sys.await()
+		c.mu.Lock()
+		defer c.unlock()
+		if c.elastic == e && e.dying[at] == pid {
+			c.hasDied(at)
+		}
+	})
+}
+
+// hasDied ends awaitKill.
+func (c *coordinator) hasDied(at place) {
+	if e := c.elastic; e.dying[at] != 0 {
+		delete(e.dying, at)
+		if c.isElastic() && !c.closed {
+			c.checkReturned()
+		}
+	}
+}
+
 // exitTime is the time in which a process exits after its function has failed.
 const exitTime = 10 * time.Second
 
@@ -410,6 +452,7 @@ const leftReason = "left the job"
 
 // loseHost removes a host and its workers.
 func (c *coordinator) loseHost(a *peer, f fault) {
+	defer c.checkRecorded()
 	a.state = peerGone
 	c.agents = remove(c.agents, a)
 	if a.draining == nil {
@@ -425,6 +468,11 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 	for at := range c.elastic.expected {
 		if at.agent == a.host.UUID {
 			delete(c.elastic.expected, at)
+		}
+	}
+	for at := range maps.Clone(c.elastic.dying) { // the kernel of a host that is lost may still run it
+		if at.agent == a.host.UUID {
+			c.hasDied(at)
 		}
 	}
 	for _, p := range slices.Clone(c.workers) {
@@ -497,7 +545,7 @@ func (c *coordinator) checkReturned() {
 	if e.phase != phaseHold && (e.phase != phaseRevoke || time.Now().Before(e.quiet)) {
 		return
 	}
-	if len(e.absent) > 0 {
+	if len(e.absent) > 0 || len(e.dying) > 0 {
 		return
 	}
 	for _, p := range c.epochMembers() {
@@ -523,6 +571,12 @@ func (c *coordinator) checkFinished() {
 	for _, p := range c.epochMembers() {
 		e.members[p.home] = p.reg.PID
 	}
+	e.finished = true
+	c.record(c.finish)
+}
+
+// finish tells all that the program has ended, after all launchers have recorded it.
+func (c *coordinator) finish() {
 	for _, p := range c.workers {
 		p.send(message{kind: kindFinish, epoch: c.epoch})
 	}

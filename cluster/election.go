@@ -30,6 +30,7 @@ type election struct {
 	mine  string   // the seed address of this host, or ""
 	// After the loss of a coordinator:
 	heir     *charter
+	lostAt   string    // its address
 	patience time.Time // until then, an agent that has not noticed the loss is waited for
 
 	// The current registration.
@@ -85,7 +86,12 @@ func (e *election) elect(ctx context.Context, start time.Time) (*outcome, error)
 
 func (e *election) failed(err error) error {
 	e.agent.coord.decide(err)
-	if e.k != nil {
+	switch {
+	case e.k == nil:
+	case e.heir != nil: // the time for a choice is over: a candidate that does not answer is not waited for
+		e.k.hangUp()
+		e.k.wg.Wait()
+	default:
 		e.k.leave(err)
 	}
 	return err
@@ -319,55 +325,167 @@ type try struct {
 	err   error
 }
 
-// isRefusal reports whether a coordinator refused this host. Another seed, such
-// as this host itself, cannot replace that coordinator. A seed's port with
-// another program does not count as a refusal.
+// isRefusal reports whether a process at a candidate's address has refused this host. It has not proved who it is, so that this
+// is only a hint: any stranger at the port can say so.
 func isRefusal(err error) bool {
-	a, auth := errors.AsType[*AuthError](err)
-	return auth && a.Reason != errNotChorus.Error()
+	_, auth := errors.AsType[*AuthError](err)
+	return auth
 }
 
-// firstAnswer connects to the first candidate that answers or refuses.
+// refusals is how often all candidates must refuse this host in a row until it believes that it has another
+// secret, job or version.
+const refusals = 5
+
+// firstAnswer connects to the first candidate that answers. If none does, its error is an *AuthError only if all
+// have refused.
 func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
+	if e.heir != nil {
+		return e.firstOf(ctx, candidates, false)
+	}
 	var t try
 	for _, addr := range candidates {
-		l, hello, err := e.dial(ctx, addr)
-		if r, refers := errors.AsType[*referral](err); refers && r.at != "" && e.heir == nil {
+		l, hello, err := e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
 			addr = r.at
 			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
-		}
-		if err == nil && e.heir != nil && !e.agent.mayFollow(hello) {
-			e.agent.tellElsewhere(l, "")
-			continue
 		}
 		if err == nil {
 			return try{link: l, hello: hello, addr: addr}
 		}
-		if isRefusal(err) {
-			return try{err: err}
-		}
-		if _, refers := errors.AsType[*referral](err); refers && e.heir != nil && time.Now().Before(e.patience) {
-			return try{err: err}
-		}
-		if _, auth := errors.AsType[*AuthError](t.err); !auth {
+		if t.err == nil || isRefusal(t.err) {
 			t.err = err
 		}
 	}
 	return t
 }
 
-// dial connects to a candidate. After a loss, it does not wait long for a host that is probably lost, too.
-func (e *election) dial(ctx context.Context, addr string) (*link, welcome, error) {
-	if e.heir != nil {
-		limited, cancel := context.WithTimeout(ctx, e.agent.client().hello.LostAfter/4)
-		defer cancel()
-		ctx = limited
+const (
+	// atOnce is the number of candidates that an agent dials at the same time.
+	atOnce = 16
+	// slowPart is the part of LostAfter in which a candidate answers if its host has not vanished.
+	slowPart = 20
+)
+
+// slowAfter returns the time in which a host answers that has not vanished.
+func slowAfter(lostAfter time.Duration) time.Duration {
+	return max(lostAfter/slowPart, time.Millisecond)
+}
+
+// firstOf connects to candidates after the loss of a coordinator, side by side, because several hosts may have
+// vanished together. It returns the leader of a running job, or the first candidate that answers, without waiting long for
+// those before it. If running is true, it returns only a leader.
+func (e *election) firstOf(ctx context.Context, candidates []string, running bool) try {
+	type answer struct {
+		try
+		i int
 	}
-	return e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
+	ctx, cancel := context.WithTimeout(ctx, e.heir.lostAfter/4)
+	slow := slowAfter(e.heir.lostAfter)
+	answers, started := make(chan answer, len(candidates)), 0
+	got := make([]*try, len(candidates))
+	left := 0 // dials that have not answered
+	defer func() {
+		cancel()
+		for ; left > 0; left-- {
+			if a := <-answers; a.link != nil {
+				a.link.close()
+			}
+		}
+		for _, t := range got {
+			if t != nil && t.link != nil {
+				t.link.close()
+			}
+		}
+	}()
+	take := func(i int) try {
+		t := *got[i]
+		got[i] = nil
+		return t
+	}
+	ticks := time.NewTicker(slow)
+	defer ticks.Stop()
+	for late := 0; ; { // candidates before late have had their time to answer
+		if started == late { // none of those that were started is worth waiting for
+			for ; started < min(late+atOnce, len(candidates)); started++ {
+				i := started
+				left++
+				go func() { answers <- answer{e.dialCandidate(ctx, candidates[i]), i} }()
+			}
+		}
+		for i := range started {
+			if t := got[i]; t == nil && i >= late {
+				break // it may still answer
+			} else if t != nil && (t.err == nil || !running && e.isWaiting(t.err)) {
+				return take(i)
+			}
+		}
+		if left == 0 && started == len(candidates) {
+			return firstError(got)
+		}
+		select {
+		case a := <-answers:
+			left--
+			if running && a.err == nil && !a.hello.Running {
+				a.link.close()
+				a.try = try{err: errNotRunning}
+			}
+			got[a.i] = &a.try
+			if a.err == nil && a.hello.Running || errors.Is(a.err, errFinished) {
+				return take(a.i)
+			}
+		case <-ticks.C:
+			late = started
+		}
+	}
+}
+
+var errNotRunning = errors.New("the host is only a candidate")
+
+// isWaiting reports whether a host that answers has not noticed the loss yet, so that it will be a candidate soon.
+func (e *election) isWaiting(err error) bool {
+	r, refers := errors.AsType[*referral](err)
+	return refers && r.over == "" && time.Now().Before(e.patience)
+}
+
+// firstError returns the first error of candidates, preferably one that is no refusal.
+func firstError(ts []*try) (out try) {
+	if len(ts) == 0 {
+		out.err = errors.New("no host that is left can coordinate")
+	}
+	for _, t := range ts {
+		if t != nil && (out.err == nil || isRefusal(out.err)) {
+			out.err = t.err
+		}
+	}
+	return out
+}
+
+// dialCandidate connects to a candidate after the loss of a coordinator, or to the leader that it names. A leader that another one has
+// replaced learns that.
+func (e *election) dialCandidate(ctx context.Context, addr string) try {
+	a := e.agent
+	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, addr, a.keys.control)
+	if r, refers := errors.AsType[*referral](err); refers && r.finished {
+		return try{err: errFinished}
+	} else if refers && r.at != "" && r.at != e.lostAt && r.at != addr {
+		if l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, r.at, a.keys.control); err == nil && hello.Running && a.mayFollow(hello) {
+			return try{link: l, hello: hello, addr: r.at}
+		} else if err == nil {
+			l.close()
+		}
+	}
+	if err == nil && !a.mayFollow(hello) {
+		a.tellElsewhere(l, "")
+		return try{err: fmt.Errorf("the coordinator at %s was replaced", addr)}
+	}
+	return try{link: l, hello: hello, addr: addr, err: err}
 }
 
 // firstRunning connects to the first candidate whose job is running: this host joins it.
 func (e *election) firstRunning(ctx context.Context, candidates []string) try {
+	if e.heir != nil {
+		return e.firstOf(ctx, candidates, true)
+	}
 	for _, addr := range candidates {
 		l, hello, err := e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
@@ -388,13 +506,19 @@ func (e *election) firstRunning(ctx context.Context, candidates []string) try {
 // register connects to the smallest coordinator that answers.
 func (e *election) register(ctx context.Context, start time.Time) error {
 	cfg := &e.agent.cfg
-	delay, lastLine := firstRetry, start
-	for {
+	delay, slowest, lastLine := firstRetry, lastRetry, start
+	if e.heir != nil {
+		slowest = max(firstRetry, slowAfter(e.heir.lostAfter)/2)
+	}
+	for refused := 0; ; {
 		t := e.firstAnswer(ctx, e.candidates(""))
 		if t.err == nil {
 			return e.introduce(t)
 		}
-		if _, auth := errors.AsType[*AuthError](t.err); auth {
+		if refused++; !isRefusal(t.err) {
+			refused = 0
+		}
+		if refused == refusals && e.heir == nil || errors.Is(t.err, errFinished) {
 			return t.err
 		}
 		if time.Since(lastLine) >= waitLine {
@@ -405,7 +529,7 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 			return joinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start),
 				Addr: strings.Join(e.seeds, ", "), Unit: unitHost, Err: t.err})
 		}
-		delay = min(2*delay, lastRetry)
+		delay = min(2*delay, slowest)
 	}
 }
 
@@ -421,6 +545,9 @@ func (e *election) introduce(t try) error {
 	m.id = registerAgent
 	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control, sys: e.agent.cfg.sys}
 	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
+	if e.heir != nil { // a candidate may vanish, too, and others follow
+		e.k.beStrict(0)
+	}
 	return e.k.send(m)
 }
 
@@ -507,7 +634,11 @@ func (e *election) abandon(k *client) bool {
 // await returns the outcome of the registration, or nil if its coordinator
 // closed. While it waits, it moves to smaller seeds as they appear.
 func (e *election) await(ctx context.Context, start time.Time) (*outcome, error) {
-	again := time.NewTicker(searchInterval)
+	every := searchInterval
+	if e.heir != nil {
+		every = slowAfter(e.heir.lostAfter)
+	}
+	again := time.NewTicker(every)
 	defer again.Stop()
 	lines := time.NewTicker(waitLine)
 	defer lines.Stop()
@@ -558,6 +689,7 @@ type seedSearch struct {
 	cancel  context.CancelFunc
 	found   chan try
 	running bool
+	last    time.Time // when it looked for the coordinator of a running job
 }
 
 func newSeedSearch(ctx context.Context, e *election) *seedSearch {
@@ -573,10 +705,18 @@ func (s *seedSearch) start() {
 		return
 	}
 	others := slices.DeleteFunc(all[len(smaller):], func(addr string) bool { return addr == s.e.addr })
+	if time.Since(s.last) < searchInterval {
+		others = nil
+	} else {
+		s.last = time.Now()
+	}
+	if len(smaller)+len(others) == 0 {
+		return
+	}
 	s.running = true
 	go func() {
 		t := s.e.firstAnswer(s.ctx, smaller)
-		if t.link == nil && !isRefusal(t.err) {
+		if t.link == nil {
 			t = s.e.firstRunning(s.ctx, others)
 		}
 		s.found <- t
@@ -620,9 +760,6 @@ func (e *election) gone(ctx context.Context) error {
 }
 
 func (e *election) move(t try) error {
-	if isRefusal(t.err) && e.abandon(e.k) {
-		return t.err
-	}
 	if t.err != nil || t.link == nil {
 		return nil
 	}

@@ -237,7 +237,7 @@ func (c *coordinator) tellNews(line string) {
 	if c.plan == nil {
 		return
 	}
-	n := news{By: c.leads(), Plan: *c.plan, Members: c.world.Members, Line: line, Used: c.retries.total}
+	n := news{By: c.leads(), Plan: *c.plan, Members: c.world.Members, Line: line, Ledger: c.ledger()}
 	if !c.elastic.inherited {
 		n.Voters = c.electorates[0]
 	}

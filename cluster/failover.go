@@ -29,8 +29,10 @@ type memory struct {
 	stops    *fault         // the job was asked to end here
 	kills    bool           // all workers were asked to be killed here
 	done     bool           // the workers of this host have exited
-	over     bool           // the job goes on without this host, or its program has ended
-	ended    []string       // hosts whose launchers are known to have ended
+	book     ledger
+	finished bool     // the program has ended
+	over     bool     // the job goes on without this host, or its program has ended
+	ended    []string // hosts whose launchers are known to have ended
 	choosing bool
 	moved    chan struct{} // closed when another coordinator has taken over
 }
@@ -73,7 +75,7 @@ func exitOf(exits []Exit, pid int) int {
 func (m *memory) ordered(o Order) {
 	switch {
 	case o.Stop, o.Finish:
-		m.over = true
+		m.over, m.finished = true, m.finished || o.Finish
 	case o.Kill:
 	default:
 		delete(m.owed, o.Local)
@@ -95,7 +97,7 @@ func (a *Agent) referral() welcome {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	w := a.greeting()
-	w.Refers = true
+	w.Refers, w.Finished = true, a.finished
 	if a.k != nil && !a.choosing && a.k.ctx.Err() == nil {
 		w.At = a.addr
 	}
@@ -111,7 +113,11 @@ func (a *Agent) referral() welcome {
 // proposed answers the proposal of an epoch.
 func (a *Agent) proposed(k *client, m message) {
 	var n news
-	if err := m.record(&n); err != nil {
+	err := m.record(&n)
+	if err == nil {
+		err = n.check()
+	}
+	if err != nil {
 		a.end(k, err)
 		return
 	}
@@ -186,13 +192,29 @@ func (a *Agent) orphaned(k *client, t *attempt) {
 	cause := context.Cause(k.ctx)
 	ch := a.mourn(k, t, cause)
 	if ch == nil {
+		if a.hasFinished(k) {
+			a.conclude()
+			return
+		}
 		t.cancel(cause)
 		return
 	}
 	defer a.wg.Done()
-	if err := a.choose(k, t, ch); err != nil {
+	if err := a.choose(k, t, ch); errors.Is(err, errFinished) || err != nil && ch.Ledger.Finished && a.life.Err() == nil {
+		a.conclude() // all functions have returned nil: nothing is left to do
+	} else if err != nil {
 		t.cancel(err)
 	}
+}
+
+// errFinished is the error of a choice of a coordinator that is not needed: another host knows that the program has ended.
+var errFinished = errors.New("the program has ended")
+
+// hasFinished reports whether the program has ended, so that the loss of the coordinator at the other end of k does not matter.
+func (a *Agent) hasFinished(k *client) bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.finished && a.k == k && a.coord == nil && a.life.Err() == nil && loss(k.loss.Load()) != notLost
 }
 
 // mourn returns what this agent knows if the agents may choose another coordinator. It counts in a.wg.
@@ -210,7 +232,8 @@ func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
 		a.ended = append(a.ended, k.hello.Agent)
 	}
 	ch := *a.charter
-	ch.Term = a.promised.Term
+	ch.Run, ch.Ledger = a.followed.Run, a.book
+	ch.Term, ch.lostAfter = a.promised.Term, k.hello.LostAfter
 	ch.Planned = how == lostLeaving
 	ch.Lost, ch.Reason, ch.Ended = k.hello.Agent, lost.Reason, slices.Clone(a.ended)
 	ch.Running, ch.Exits = slices.Sorted(maps.Keys(a.running)), maps.Clone(a.exits)
@@ -226,10 +249,13 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 	begun := time.Now()
 	cause := context.Cause(k.ctx)
 	a.cfg.Notify(fmt.Sprintf("job %s: %s; the hosts of epoch %d choose another coordinator", a.cfg.Job, ch.why(k, cause), ch.Epoch))
-	timing := Timing{LostAfter: k.hello.LostAfter}
-	ctx, cancel := context.WithTimeout(a.life, timing.successionTime())
+	limit := Timing{LostAfter: ch.lostAfter}.successionTime()
+	if loss(k.loss.Load()) == lostByIt { // if the coordinator goes on, no other hosts will come
+		limit -= ch.lostAfter
+	}
+	ctx, cancel := context.WithTimeout(a.life, limit)
 	defer cancel()
-	e := &election{agent: a, heir: ch, seeds: ch.addresses(), mine: a.port.at, patience: begun.Add(timing.LostAfter)}
+	e := &election{agent: a, heir: ch, seeds: ch.addresses(), mine: a.port.at, lostAt: k.addr, patience: begun.Add(ch.lostAfter)}
 	if !ch.isPossible() {
 		return a.alone(ch, cause, nil)
 	}
@@ -241,6 +267,9 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 		a.resign()
 		if a.life.Err() != nil {
 			return ErrClosed
+		}
+		if errors.Is(err, errFinished) {
+			return err
 		}
 		return a.alone(ch, cause, err)
 	}

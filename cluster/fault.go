@@ -180,6 +180,7 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // hostLost fails the job because of a host. A pending loss of one of its workers
 // is a consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
+	defer c.checkRecorded()
 	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
 	if c.isElastic() {
 		c.loseHost(p, f)

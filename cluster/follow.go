@@ -14,6 +14,9 @@ import (
 func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, over string) {
 	l, hello, err := cfg.sys.dialCoordinator(ctx, cfg.Job, cfg.agentAt, key)
 	if r, ok := errors.AsType[*referral](err); ok {
+		if r.finished {
+			return "", errFinished.Error()
+		}
 		return r.at, r.over
 	}
 	if err != nil {
@@ -45,8 +48,11 @@ func (r *runner) followAgent() error {
 	}
 	ctx, cancel := context.WithTimeout(r.parent, Timing{LostAfter: lost.hello.LostAfter}.successionTime()+joinPatience*lost.hello.LostAfter)
 	defer cancel()
-	for delay := firstRetry; ; delay = min(2*delay, lastRetry/4) {
+	for delay := firstRetry; ; delay = min(2*delay, lastRetry/16) {
 		at, over := r.cfg.whereabouts(ctx, r.key)
+		if over == errFinished.Error() {
+			return errFinished
+		}
 		if over != "" {
 			return lostBecause(lost, over)
 		}

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"bytes"
+	"encoding/json"
 	"net"
 	"strings"
 	"testing"
@@ -50,6 +51,37 @@ func FuzzDetect(f *testing.F) {
 		}
 		require.True(t, c.Rank == nil || *c.Rank >= 0 && *c.Rank < max(c.Size, 1))
 		_, _ = c.complete()
+	})
+}
+
+// FuzzCharter reads what an agent tells a coordinator, and what a coordinator tells agents.
+func FuzzCharter(f *testing.F) {
+	f.Add([]byte(`{"run":"r","term":2,"epoch":3,"voters":["a","b"],"proposed":[{"epoch":4,"voters":["a"]}],"plan":{"hosts":[{"uuid":"a"},{"uuid":"b"}]},"members":[{"node":1}],"ledger":{"used":1,"restarts":[{"agent":"a","total":1}]}}`))
+	f.Add([]byte(`{"epoch":1,"voters":["a","a"],"members":[{"node":7}]}`))
+	f.Add([]byte(`{"by":{"term":3,"agent":"a"},"plan":{"hosts":[{"uuid":"a"}]},"members":[{"node":-1}],"voters":["b"]}`))
+	f.Fuzz(func(t *testing.T, b []byte) {
+		var c charter
+		if json.Unmarshal(b, &c) == nil && c.check() == nil {
+			for _, m := range c.Members {
+				require.GreaterOrEqual(t, m.Node, 0)
+				_ = c.hostOf(m)
+			}
+			o := c
+			c.merge(&o)
+			require.GreaterOrEqual(t, c.last(), c.Epoch)
+			require.LessOrEqual(t, len(c.electorates()), 1+len(o.Proposed))
+			_, _ = c.addresses(), c.isPossible()
+			require.Empty(t, c.open(c.last()))
+		}
+		var n news
+		if json.Unmarshal(b, &n) == nil && n.check() == nil {
+			a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+			a.now.Store(&attempt{})
+			if a.news(firstEpoch, n) == nil && a.charter != nil {
+				require.GreaterOrEqual(t, a.promise().Term, n.By.Term)
+			}
+			_ = a.news(firstEpoch, n)
+		}
 	})
 }
 

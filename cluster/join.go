@@ -295,7 +295,7 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordina
 func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.Time) (*link, welcome, error) {
 	delay, lastLine := firstRetry, start
 	var why error // the last error other than a timeout, if there was one
-	for {
+	for refused := 0; ; {
 		l, hello, err := cfg.sys.dialCoordinator(ctx, cfg.Job, cfg.at, key)
 		if err == nil && hello.Elects {
 			l.close()
@@ -309,7 +309,10 @@ func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.T
 				cfg.at, cfg.Addr = at, at
 			}
 		}
-		if _, final := errors.AsType[*AuthError](err); final {
+		if refused++; !isRefusal(err) {
+			refused = 0
+		}
+		if refused == refusals {
 			return nil, hello, err
 		}
 		if time.Since(lastLine) >= waitLine {
@@ -337,6 +340,7 @@ type joining struct {
 	job, addr string
 	done      chan error // nil when the world is complete
 
+	by      leader
 	epoch   uint64
 	rank    int
 	members []Member
@@ -374,7 +378,7 @@ func (j *joining) completeWorld(m message) error {
 	if m.id >= uint64(len(w.Members)) {
 		return fmt.Errorf("cluster: join job %q: rank %d in a list of %d", j.job, m.id, len(w.Members))
 	}
-	j.epoch, j.rank, j.members = m.epoch, int(m.id), w.Members
+	j.by, j.epoch, j.rank, j.members = w.By, m.epoch, int(m.id), w.Members
 	return nil
 }
 

@@ -11,6 +11,7 @@ const firstTerm = 1
 type leader struct {
 	Term  uint64 `json:"term,omitempty"`
 	Agent string `json:"agent,omitempty"` // UUID of its agent
+	Run   string `json:"run,omitempty"`   // the start of the job, which another start with the same name does not have
 	Name  string `json:"name,omitempty"`  // such as "host a (pid 12)"
 }
 
@@ -18,7 +19,7 @@ func (l leader) String() string { return fmt.Sprintf("%s in term %d", l.Name, l.
 
 // leads returns the identity of the coordinator for its messages.
 func (c *coordinator) leads() leader {
-	return leader{Term: c.term, Agent: c.cfg.self.Agent, Name: c.cfg.self.name()}
+	return leader{Term: c.term, Agent: c.cfg.self.Agent, Run: c.run, Name: c.cfg.self.name()}
 }
 
 // name names the process of a coordinator.
@@ -32,6 +33,9 @@ type leadership struct {
 
 // vote promises to ignore coordinators of smaller terms than by's, unless that would break an earlier promise.
 func (l *leadership) vote(by leader) error {
+	if f := l.followed; f.Run != "" && by.Run != f.Run {
+		return fmt.Errorf("%v is a candidate of another run of the job than that of %v", by, f)
+	}
 	if p := l.promised; by.Term < p.Term || by.Term == p.Term && by.Agent != p.Agent && p.Agent != "" {
 		return fmt.Errorf("%v asks for a promise that was given to %v", by, p)
 	}
@@ -42,6 +46,8 @@ func (l *leadership) vote(by leader) error {
 // follow checks that a coordinator leads the job. A term that another one has led, too, means that the job runs twice.
 func (l *leadership) follow(by leader) error {
 	switch p, f := l.promised, l.followed; {
+	case f.Run != "" && by.Run != f.Run:
+		return fmt.Errorf("cluster: %v leads another run of the job than %v", by, f)
 	case by.Term < p.Term:
 		return fmt.Errorf("cluster: %v does not coordinate the job any more: %v has replaced it", by, p)
 	case by.Term == f.Term && by.Agent != f.Agent && f.Agent != "":
@@ -54,4 +60,41 @@ func (l *leadership) follow(by leader) error {
 // epochsMustGrow returns the error of an epoch that does not come after the last one.
 func epochsMustGrow(last uint64, by leader, next uint64, from leader) error {
 	return fmt.Errorf("cluster: the job has two coordinators: %v has begun epoch %d, and %v comes with epoch %d: please report this", by, last, from, next)
+}
+
+// check refuses news that contradict themselves.
+func (n *news) check() error {
+	return checkMembership(n.Plan, n.Members, n.Voters, len(n.Plan.Hosts) > 0)
+}
+
+// check refuses charters that contradict themselves.
+func (c *charter) check() error {
+	if c.Epoch < firstEpoch {
+		return fmt.Errorf("epoch %d: epochs start with %d", c.Epoch, firstEpoch)
+	}
+	for _, p := range c.Proposed {
+		if err := checkMembership(plan{}, nil, p.Voters, false); err != nil || p.Epoch < firstEpoch || len(p.Voters) == 0 {
+			return fmt.Errorf("a proposal of epoch %d has %d hosts: %w", p.Epoch, len(p.Voters), err)
+		}
+	}
+	return checkMembership(c.Plan, c.Members, c.Voters, len(c.Plan.Hosts) > 0)
+}
+
+// checkMembership checks that members have hosts, and that each host decides once.
+func checkMembership(p plan, ms []Member, voters electorate, hasPlan bool) error {
+	for _, m := range ms {
+		if m.Node < 0 || m.Node >= len(p.Hosts) {
+			return fmt.Errorf("rank %d is on host number %d of %d", m.Rank, m.Node, len(p.Hosts))
+		}
+	}
+	seen := map[string]bool{}
+	for _, u := range voters {
+		if seen[u] {
+			return fmt.Errorf("host %q decides twice", u)
+		}
+		if seen[u] = true; hasPlan && p.nodeOf(u) < 0 {
+			return fmt.Errorf("host %q decides, and is not a host of the job", u)
+		}
+	}
+	return nil
 }

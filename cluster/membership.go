@@ -14,6 +14,8 @@ type membership struct {
 	members []Member
 	ctx     context.Context
 	key     credential
+	by      leader // the coordinator that began it
+	number  uint64 // of the epoch
 }
 
 // A caller runs store calls, either over the connection to the coordinator or, in
@@ -52,6 +54,14 @@ func (s *membership) Host() string { return s.me.Host }
 
 // Job returns the name of the job.
 func (s *membership) Job() string { return s.job }
+
+// Fence returns a token for data outside of the job, such as files. Each start of the job has another run. Within a run, a later epoch
+// has a greater number. Processes that were cut off may still be in an earlier epoch than the job: refuse
+// what they write if a later epoch has written. The term counts the coordinators of the job. In a world of one process,
+// run is "".
+func (s *membership) Fence() (run string, term, epoch uint64) {
+	return s.by.Run, s.by.Term, s.number
+}
 
 // Key returns 32 bytes that all processes of the job derive from its secret for one purpose, for
 // example for the encryption of their data. It is the same in all epochs. The keys of two

@@ -63,6 +63,8 @@ const (
 	kindReport                     // worker: its report; id is the inquiry
 	kindHandover                   // coordinator: handover; its host leaves the job
 	kindElsewhere                  // agent, before registration, and coordinator to agents: elsewhere
+	kindLedger                     // coordinator to agents: news with the ledger; id is the number of the entry
+	kindRecorded                   // agent: nothing; it has the ledger with the entry id
 	kindLast                       // one more than the last
 )
 

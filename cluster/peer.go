@@ -16,21 +16,23 @@ type peer struct {
 	ending sync.Once
 
 	// Guarded by coordinator.mu.
-	role     role
-	host     host         // if an agent
-	reg      registration // if a worker
-	state    peerState
-	home     place  // worker: the place in which it was started
-	seat     uint64 // worker: the last epoch that it was a member of; 0 if it is new
-	elastic  answers
-	draining *fault  // agent: its host leaves the job for this reason, such as "received SIGTERM"
-	leaves   bool    // agent: its workers were dismissed, and it leaves when the next epoch begins
-	found    finding // agent: about its process, after the end of its connection
-	request  uint64  // number of the last request to continue the stream
-	prepared bool    // agent: has accepted the current attempt
-	asked    uint64  // agent: number of the last proposal that it was sent, and answered that of the last one that it has
-	answered uint64
-	ready    bool // agent: no worker of an earlier attempt is running
+	role      role
+	host      host         // if an agent
+	reg       registration // if a worker
+	state     peerState
+	home      place  // worker: the place in which it was started
+	seat      uint64 // worker: the last epoch that it was a member of; 0 if it is new
+	elastic   answers
+	draining  *fault // agent: its host leaves the job for this reason, such as "received SIGTERM"
+	recording uint64 // agent: number of the last entry of the ledger that it was sent, and of the last that it has
+	recorded  uint64
+	leaves    bool    // agent: its workers were dismissed, and it leaves when the next epoch begins
+	found     finding // agent: about its process, after the end of its connection
+	request   uint64  // number of the last request to continue the stream
+	prepared  bool    // agent: has accepted the current attempt
+	asked     uint64  // agent: number of the last proposal that it was sent, and answered that of the last one that it has
+	answered  uint64
+	ready     bool // agent: no worker of an earlier attempt is running
 }
 
 // answers are the answers of a worker that calls Run to the coordinator, in one epoch.

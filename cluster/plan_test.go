@@ -95,7 +95,7 @@ func (j *paperJob) hear(t *testing.T, a *Agent) {
 	t.Helper()
 	for _, m := range j.hosts[a.uuid].take() {
 		switch m.kind {
-		case kindNews, kindPropose:
+		case kindNews, kindPropose, kindLedger:
 			a.event(&client{stream: newStream(nil, j.clock, time.Minute)}, m)
 		}
 	}

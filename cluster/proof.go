@@ -12,7 +12,7 @@ type finding int
 
 const (
 	foundNothing finding = iota // silence, and answers of strangers, prove nothing
-	foundAlive                  // the launcher has answered
+	foundAlive                  // the launcher has answered, and takes part in the job
 	foundEnded                  // its port is closed, or another launcher of the job has it
 )
 
@@ -47,7 +47,8 @@ func sameIP(a, b string) bool {
 	return a == b || x != nil && x.Equal(net.ParseIP(b))
 }
 
-// probe tries to reach the launcher of a host, which was last heard at the address ip.
+// probe tries to reach the launcher of a host, which was last heard at the address ip. If ip is "", a name in the host's address
+// proves nothing.
 func (a *Agent) probe(ctx context.Context, h host, ip string) finding {
 	if at, _, _ := net.SplitHostPort(h.Control); net.ParseIP(at) != nil {
 		ip = at // it listens there
@@ -59,14 +60,17 @@ func (a *Agent) probe(ctx context.Context, h host, ip string) finding {
 		}
 		l.close()
 	} else if r, ok := errors.AsType[*referral](err); ok {
-		if err = nil; hello.Agent != h.UUID {
+		switch err = nil; {
+		case hello.Agent != h.UUID:
 			err = errReplaced{r.ip}
+		case r.over != "":
+			return foundNothing
 		}
 	}
 	switch {
 	case err == nil:
 		return foundAlive
-	case provesEnd(err, h.Control, ip):
+	case ip != "" && provesEnd(err, h.Control, ip):
 		return foundEnded
 	}
 	return foundNothing

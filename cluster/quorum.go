@@ -3,6 +3,7 @@ package cluster
 import (
 	"fmt"
 	"slices"
+	"time"
 )
 
 // An electorate is the hosts of an epoch, which decide on the next one: the UUIDs of their
@@ -42,6 +43,7 @@ func (e electorate) suffices(present, ended map[string]bool) bool {
 // A charter is what an agent knows of the epochs of its job, so that another coordinator can
 // go on after the loss of the first one.
 type charter struct {
+	Run    string     `json:"run,omitempty"`
 	Term   uint64     `json:"term,omitempty"` // the greatest that the agent has followed or voted for
 	Epoch  uint64     `json:"epoch"`          // the last that has begun
 	Voters electorate `json:"voters"`
@@ -55,13 +57,15 @@ type charter struct {
 	Planned bool     `json:"planned,omitempty"` // it was not lost: its host has left the job
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
-	Used    int      `json:"used,omitempty"` // restarts so far
+	Ledger  ledger   `json:"ledger,omitzero"`
 
 	// Of the agent's host:
 	Running []int          `json:"running,omitempty"` // local ranks of the workers that have not exited
 	Exits   map[int][]Exit `json:"exited,omitempty"`  // by local rank; a running worker may have been started after them
 	// Fresh are the processes that were proposed as new members. The agent may have missed that the epoch has begun.
 	Fresh map[int]int `json:"fresh,omitempty"` // PIDs by local rank
+
+	lostAfter time.Duration // Timing.LostAfter of the coordinator that was lost
 }
 
 // A proposal is an epoch that may have begun, with its hosts.
@@ -110,7 +114,7 @@ func (c *charter) open(begun uint64) []proposal {
 // needs only the epoch. A candidate needs the lists of all hosts only if its own are older.
 func (c *charter) excerpt(to welcome) *charter {
 	if to.Running {
-		return &charter{Term: c.Term, Epoch: c.Epoch, Lost: c.Lost}
+		return &charter{Run: c.Run, Term: c.Term, Epoch: c.Epoch, Lost: c.Lost}
 	}
 	n := *c
 	if to.Epoch >= c.Epoch {
@@ -129,7 +133,7 @@ func (c *charter) merge(o *charter) {
 		c.propose(p)
 	}
 	c.Term = max(c.Term, o.Term)
-	c.Used = max(c.Used, o.Used)
+	c.Ledger.merge(o.Ledger)
 	c.Ended = append(c.Ended, o.Ended...)
 }
 

@@ -68,6 +68,7 @@ type welcome struct {
 	Rank      int           `json:"rank"` // rank of the coordinator's process; -1 for an agent
 	Heartbeat time.Duration `json:"heartbeat"`
 	LostAfter time.Duration `json:"lostAfter"`
+	Several   bool          `json:"several,omitempty"` // the job is on several hosts
 	Running   bool          `json:"running,omitempty"` // the hosts of its job have been complete
 	Stream    string        `json:"stream"`            // the receiver needs it to resume its stream
 	Agent     string        `json:"agent,omitempty"`   // UUID of the coordinator's agent
@@ -76,9 +77,10 @@ type welcome struct {
 	Epoch  uint64 `json:"epoch,omitempty"` // with Elects: the last that the coordinator knows
 	Term   uint64 `json:"term,omitempty"`  // of a coordinator whose job is running
 	// Refers is true if this host does not coordinate. At is the address of the coordinator, or "" if unknown.
-	Refers bool   `json:"refers,omitempty"`
-	At     string `json:"at,omitempty"`
-	Over   string `json:"over,omitempty"` // with Refers: why the job has ended on this host
+	Refers   bool   `json:"refers,omitempty"`
+	At       string `json:"at,omitempty"`
+	Finished bool   `json:"finished,omitempty"` // with Refers: the program has ended
+	Over     string `json:"over,omitempty"`     // with Refers: why the job has ended on this host
 }
 
 // world is the committed list of all processes, in the order of ranks.
@@ -125,9 +127,9 @@ type news struct {
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
 	Line    string   `json:"line,omitempty"`
-	// Voters is set when an epoch begins, and Used is the number of restarts so far.
+	// Voters is set when an epoch begins.
 	Voters electorate `json:"voters,omitempty"`
-	Used   int        `json:"used,omitempty"`
+	Ledger ledger     `json:"ledger,omitzero"`
 	// In a proposal: Ended are hosts whose launchers are known to have ended, and Fresh are the
 	// members that were not in the epoch before.
 	Ended []string `json:"ended,omitempty"`

@@ -199,6 +199,16 @@ func (c *coordinator) gaveUp(p *peer) {
 
 // registerAgent adds a host, and proposes a plan if it is the last one.
 func (c *coordinator) registerAgent(p *peer) error {
+	if ch := p.host.Charter; ch != nil {
+		if err := ch.check(); err != nil {
+			c.refuse(p, refusal{Reason: fmt.Sprintf("the charter of host %s: %v", p.host.Host, err)})
+			return nil
+		}
+	}
+	if ch := p.host.Charter; ch != nil && ch.Run != c.run {
+		c.refuse(p, refusal{Reason: fmt.Sprintf("host %s comes from another run of the job", p.host.Host)})
+		return nil
+	}
 	if c.succession != nil && p.host.Charter != nil {
 		c.registerVoter(p)
 		return nil
@@ -363,6 +373,7 @@ func (c *coordinator) agentDone(p *peer) {
 func (c *coordinator) agentLeft(p *peer, gaveUp bool) {
 	state := p.state
 	p.state = peerGone
+	defer c.checkRecorded()
 	if slices.Contains(c.late, p) {
 		c.late = remove(c.late, p)
 		return

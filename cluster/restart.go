@@ -32,6 +32,7 @@ type retries struct {
 	total   int // since the start
 	inARow  int // failures without a good run between them
 	started time.Time
+	counted int       // of one place: PID of the process whose exit was counted last
 	joined  time.Time // of one process: zero if it has not joined since its last start
 }
 

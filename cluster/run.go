@@ -147,7 +147,9 @@ func (r *runner) next(ctx context.Context) (*World, error) {
 		if w != nil || err == nil || !r.isOrphan() {
 			return w, err
 		}
-		if err := r.followAgent(); err != nil {
+		if err := r.followAgent(); errors.Is(err, errFinished) {
+			return nil, nil
+		} else if err != nil {
 			return nil, err
 		}
 	}

@@ -25,7 +25,7 @@ type Session struct {
 func newSession(cfg *JoinConfig, k *client, coord *coordinator, j *joining) *Session {
 	s := &Session{source: cfg.source, k: k, coord: coord, cancel: k.cancel, membership: membership{
 		view: Store{calls: remote{k, j.epoch, k.ctx}, rank: j.rank, timeout: cfg.Timing.Call},
-		job:  cfg.Job, me: j.members[j.rank], members: j.members, ctx: k.ctx, key: k.to.key}}
+		job:  cfg.Job, me: j.members[j.rank], members: j.members, ctx: k.ctx, key: k.to.key, by: j.by, number: j.epoch}}
 	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// profileVar is "default" for the default time limits in elasticMain.
+// profileVar is "default" for the default time limits in elasticMain, and "fast" for short ones.
 const profileVar = "CLUSTER_TEST_PROFILE"
 
 // elasticMain is a launcher with one worker, which is in the same process. It ends after SIGUSR1
@@ -23,8 +23,11 @@ func elasticMain(host, seed string) int {
 	nodes, _ := strconv.Atoi(os.Getenv(nodesVar))
 	timing := quick
 	timing.LostAfter = 4 * time.Second
-	if os.Getenv(profileVar) == "default" {
+	switch os.Getenv(profileVar) {
+	case "default":
 		timing = Timing{}
+	case "fast":
+		timing = Timing{Heartbeat: 100 * time.Millisecond, LostAfter: time.Second}
 	}
 	a, err := Start(context.Background(), &Config{Job: "split", Nodes: nodes, MinNodes: 1, Host: host, Seeds: []string{seed}, Secret: testSecret, Timing: timing,
 		Notify: func(line string) { fmt.Println(line) }})
@@ -154,4 +157,55 @@ func TestOneWay(t *testing.T) {
 			}
 		})
 	}
+}
+
+// TestVanishedHosts cuts hosts off, the coordinator among them. The others go on within the time that the profile
+// promises, whichever hosts vanish.
+func TestVanishedHosts(t *testing.T) {
+	t.Parallel()
+	for name, test := range map[string]struct {
+		vanish  []int
+		profile string
+		limit   time.Duration
+	}{
+		"the coordinator":          {[]int{0}, "default", 3500 * time.Millisecond},
+		"and the next host":        {[]int{0, 1}, "default", 3500 * time.Millisecond},
+		"and another host":         {[]int{0, 3}, "fast", 1500 * time.Millisecond},
+		"and the next host, early": {[]int{0, 1}, "fast", 1500 * time.Millisecond},
+	} {
+		t.Run(name, func(t *testing.T) {
+			l := newLAN(t, 5)
+			ps := l.startElastic(test.profile)
+			gone := map[int]bool{}
+			cut := time.Now()
+			for _, i := range test.vanish {
+				l.Cut(i)
+				gone[i] = true
+			}
+			for i, p := range ps {
+				if !gone[i] {
+					require.Contains(t, p.await(t, "works in epoch"), fmt.Sprintf("works in epoch 2 of %d\n", len(ps)-len(gone)))
+				}
+			}
+			took := time.Since(cut)
+			t.Logf("the next epoch works after %v, and the goal is %v", took, test.limit)
+			require.Less(t, took, 2*test.limit, "twice the goal: this machine has other work, too")
+		})
+	}
+}
+
+// TestNobodyReachesTheCoordinator drops all packets to the coordinator, whose own packets arrive. The others are a majority, and go on.
+func TestNobodyReachesTheCoordinator(t *testing.T) {
+	t.Parallel()
+	l := newLAN(t, 3)
+	ps := l.startElastic("")
+	for i := 1; i < 3; i++ {
+		l.Do("ip -n %s route add blackhole %s/32", l.NS(i), l.IP(0))
+	}
+	for _, p := range ps[1:] {
+		require.Contains(t, p.await(t, "works in epoch"), "works in epoch 2 of 2\n")
+	}
+	code, text := ps[0].exit()
+	require.Equal(t, 42, code, text)
+	require.NotContains(t, text, "works in epoch")
 }

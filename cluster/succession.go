@@ -2,9 +2,11 @@ package cluster
 
 import (
 	"cmp"
+	"context"
 	"fmt"
 	"maps"
 	"slices"
+	"sync"
 	"time"
 )
 
@@ -17,13 +19,89 @@ type succession struct {
 	hosts   map[string]*charter // of the agents that have registered, by UUID
 	timer   *time.Timer         // runs when enough agents are present
 	due     bool                // the others have had their time
+	looked  bool                // this host has tried to reach all others
+	alive   map[string]bool     // hosts that have answered: they will notice the loss, too
 }
 
 // succeed makes a new coordinator continue the job of ch after the agents have agreed.
 func (c *coordinator) succeed(ch charter, begun time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	c.run = ch.Run
 	c.succession = &succession{charter: ch, begun: begun, hosts: map[string]*charter{}}
+	if c.cfg.probe != nil {
+		c.wg.Go(c.lookForVoters)
+	}
+}
+
+// missingVoters returns the hosts that may decide and have not registered, without those that have ended.
+func (s *succession) missingVoters(here map[string]bool) (out []host) {
+	not := setOf(s.charter.Ended)
+	maps.Copy(not, here)
+	not[s.charter.Lost] = true
+	for _, u := range s.charter.hosts() {
+		if i := s.charter.Plan.nodeOf(u); !not[u] && i >= 0 {
+			not[u] = true
+			out = append(out, s.charter.Plan.Hosts[i])
+		}
+	}
+	return out
+}
+
+// lookForVoters tries to reach the hosts that have not registered, until this coordinator has taken over. Those that answer have not
+// noticed the loss yet, and are waited for. Those that have vanished are not, and those that have ended count no longer.
+func (c *coordinator) lookForVoters() {
+	limit := slowAfter(c.cfg.self.LostAfter)
+	for {
+		c.mu.Lock()
+		s := c.succession
+		if s == nil || c.closed {
+			c.mu.Unlock()
+			return
+		}
+		missing := s.missingVoters(c.present())
+		// In a large job only the candidate that the others choose looks for hosts, unless no other comes.
+		if len(s.hosts) < 2 && len(missing) > atOnce && time.Since(s.begun) < c.cfg.self.LostAfter/2 {
+			missing = nil
+		}
+		c.mu.Unlock()
+		if missing != nil {
+			found := c.probeAll(missing, limit)
+			c.mu.Lock()
+			s.looked, s.alive = true, map[string]bool{}
+			for i, h := range missing {
+				switch found[i] {
+				case foundAlive:
+					s.alive[h.UUID] = true
+				case foundEnded:
+					s.charter.Ended = append(s.charter.Ended, h.UUID)
+				}
+			}
+			if c.succession == s {
+				c.trySucceed()
+			}
+			c.unlock()
+		}
+		if !c.pause(limit) {
+			return
+		}
+	}
+}
+
+// probeAll probes hosts side by side for at most limit.
+func (c *coordinator) probeAll(hs []host, limit time.Duration) []finding {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	found := make([]finding, len(hs))
+	var all sync.WaitGroup
+	for i, h := range hs {
+		ip := ""
+		if h.Control != "" {
+			all.Go(func() { found[i] = c.cfg.probe(ctx, h, ip) })
+		}
+	}
+	all.Wait()
+	return found
 }
 
 // registerVoter adds an agent that has lost its coordinator.
@@ -138,7 +216,9 @@ func (c *coordinator) trySucceed() {
 	if c.attempt != 0 || c.closed || !allow(s.charter.electorates(), here, ended) {
 		return
 	}
-	others := without(s.charter.Voters, func(u string) bool { return here[u] || ended[u] || u == s.charter.Lost })
+	others := without(s.charter.Voters, func(u string) bool {
+		return here[u] || ended[u] || u == s.charter.Lost || s.looked && !s.alive[u]
+	})
 	if len(others) == 0 || s.due {
 		c.propose()
 		return
@@ -172,15 +252,20 @@ func (c *coordinator) takeOver() {
 	c.plan, c.planned = &p, time.Now()
 	c.world, c.engine = &world{Members: ch.Members}, newEngine(len(ch.Members))
 	c.electorates, c.ended = ch.electorates(), setOf(ch.Ended)
-	c.retries.total = ch.Used
 	e := newElastic()
 	e.begun, e.inherited, e.takenOver = s.begun, true, time.Now()
 	took := "took over from a coordinator that was lost: " + ch.Reason
 	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it " + took}
 	e.why = fmt.Sprintf("host %s %s", c.cfg.self.Host, took)
 	c.elastic = e
+	c.inherit(ch.Ledger)
 	c.tellAgents(c.planNote())
 	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
+	if ch.Ledger.Finished { // the last coordinator was lost while it said so
+		e.finished, e.over = true, true
+		c.finish()
+		return
+	}
 	c.awaitSurvivors(s)
 	c.say(fmt.Sprintf("host %s coordinates the job now", c.cfg.self.Host))
 }
@@ -215,12 +300,13 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 	c.inPhase(c.cfg.revokeBy, func() {
 		reason := fmt.Sprintf("its function did not return within %v after the loss of the coordinator", c.cfg.revokeBy)
 		for at, m := range maps.Clone(e.absent) {
-			c.giveUp(at, reason)
 			for _, a := range c.agents {
 				if a.host.UUID == at.agent {
+					c.awaitKill(at, m.PID)
 					a.send(note(kindOrder, Order{Local: at.local, PID: m.PID, Kill: true}))
 				}
 			}
+			c.giveUp(at, reason)
 		}
 	})
 	c.checkReturned()

@@ -87,6 +87,38 @@ func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
 	})
 }
 
+// Charters and news of another run of the job, or that contradict themselves, are refused with the reason.
+func TestCharterThatIsRefused(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		hosts := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
+		for want, ch := range map[string]charter{
+			"another run of the job":   {Run: "other", Epoch: 1},
+			"host number 2 of 2":       {Epoch: 1, Plan: hosts, Members: []Member{{Node: 2}}},
+			`host "a" decides twice`:   {Epoch: 1, Voters: electorate{"a", "a"}},
+			"is not a host of the job": {Epoch: 1, Plan: hosts, Voters: electorate{"c"}},
+			"epochs start with 1":      {},
+			"a proposal of epoch 0":    {Epoch: 1, Proposed: []proposal{{0, electorate{"a"}}}},
+		} {
+			j := newPaperJob("a", "b")
+			p := j.newHost("c")
+			p.stream = newStream(&link{}, j.clock, time.Minute)
+			p.state, p.host.Charter = peerNew, &ch
+			j.do(func() { require.NoError(t, j.registerAgent(p)) })
+			require.Equal(t, peerGone, p.state, want)
+			var r refusal
+			require.NoError(t, p.take()[0].record(&r))
+			require.Contains(t, r.Reason, want)
+			j.end()
+		}
+		a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a.now.Store(&attempt{})
+		require.NoError(t, a.news(1, news{By: leader{Term: 1, Run: "one"}, Plan: hosts, Voters: electorate{"a", "b"}}))
+		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "two", Name: "host x"}, Plan: hosts}), "host x in term 2 leads another run of the job")
+		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "one"}, Plan: hosts, Members: []Member{{Node: 5}}}), "rank 0 is on host number 5 of 2")
+		require.Equal(t, uint64(1), a.charter.Epoch)
+	})
+}
+
 // Epochs that do not grow, and two coordinators in one term, are reported, and name both coordinators.
 func TestTwoCoordinatorsAreReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -235,7 +267,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 		k.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{}}
 		for _, a := range as {
 			own := *a.charter
-			own.Lost, own.Ended, own.Term = lost, a.ended, a.promised.Term
+			own.Lost, own.Ended, own.Term, own.Ledger = lost, a.ended, a.promised.Term, a.book
 			if pids[a.uuid] > 0 {
 				own.Running = []int{0}
 			}

@@ -15,7 +15,6 @@ import (
 // Methods are safe for concurrent use.
 type World struct {
 	membership
-	by     leader
 	epoch  uint64
 	new    []int
 	left   []Departure
@@ -39,8 +38,8 @@ func newWorld(parent context.Context, r *runner, m message) (*World, error) {
 	if m.id >= uint64(len(rec.Members)) {
 		return nil, errors.New("the coordinator's list does not include this process")
 	}
-	w := &World{by: rec.By, epoch: m.epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
-	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, key: r.k.to.key}
+	w := &World{epoch: m.epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
+	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, key: r.k.to.key, by: rec.By, number: m.epoch}
 	for i := range w.left {
 		w.left[i].Reason = plain.Text(w.left[i].Reason)
 	}

@@ -27,6 +27,13 @@ func (x inside) Fail(cause error) error { return x.g.fail(cause) }
 
 func (x inside) NewBatch() *route.Batch { return x.g.routers.NewBatch() }
 
+func (x inside) Rendezvous() any {
+	if x.g.reporter == nil {
+		return nil
+	}
+	return x.g.reporter.r
+}
+
 func (x inside) TunePlan(cfg route.PlanConfig) ([]route.Choice, error) { return x.g.plan(cfg) }
 
 func (x inside) UseWhole(ctx context.Context, strategy string) error {

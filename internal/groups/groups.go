@@ -31,6 +31,8 @@ type Inside interface {
 	// Fail breaks the group with a cause and returns the error of later calls. It aborts
 	// pending operations, so that no rank waits for this one.
 	Fail(cause error) error
+	// Rendezvous returns what the processes of the group have joined by, or nil in one process.
+	Rendezvous() any
 	// NewBatch returns a batch of nccl's operations that the backends of the group's strategy
 	// execute. comm's functions enqueue their operations in the same way. The caller adds
 	// operations of local ranks on the group's streams. It may use several batches

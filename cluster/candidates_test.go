@@ -117,9 +117,10 @@ func TestCandidateLooksForVoters(t *testing.T) {
 		took  time.Duration
 		term  uint64 // of the proposal; 0: none
 	}{
-		"vanished":          {map[string]finding{}, time.Second / slowPart, 2},
-		"not noticed":       {map[string]finding{"e": foundAlive}, time.Second / 2, 2},
-		"others have ended": {map[string]finding{"c": foundEnded, "d": foundEnded}, time.Second / slowPart, 2},
+		"vanished":    {map[string]finding{}, time.Second / slowPart, 2},
+		"not noticed": {map[string]finding{"e": foundAlive}, time.Second / 2, 2},
+		// c and d may have agreed to an epoch with e.
+		"others have ended": {map[string]finding{"c": foundEnded, "d": foundEnded}, time.Second / slowPart, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -144,7 +145,7 @@ func TestCandidateLooksForVoters(t *testing.T) {
 				begun := time.Now()
 				voters := []string{"b", "c", "d"}
 				if tc.found["c"] == foundEnded {
-					voters = voters[:1] // half of b and e, which are left
+					voters = voters[:1] // it would be half of b and e, if the others did not count
 				}
 				for _, u := range voters {
 					own := ch
@@ -159,8 +160,10 @@ func TestCandidateLooksForVoters(t *testing.T) {
 				time.Sleep(2*time.Second/slowPart + time.Since(begun) - tc.took)
 				synctest.Wait()
 				k.do(func() {
-					require.NotZero(t, k.attempt)
-					require.Equal(t, tc.term, k.term)
+					require.Equal(t, tc.term != 0, k.attempt != 0)
+					if tc.term != 0 {
+						require.Equal(t, tc.term, k.term)
+					}
 				})
 				close(k.quit)
 				k.wg.Wait()

@@ -434,6 +434,7 @@ func (c *coordinator) awaitKill(at place, pid int) {
 	e := c.elastic
 	e.dying[at] = pid
 	time.AfterFunc(killTime, func() {
+		c.cfg.sys.await()
 		c.mu.Lock()
 		defer c.unlock()
 		if c.elastic == e && e.dying[at] == pid {

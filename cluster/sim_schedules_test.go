@@ -49,6 +49,20 @@ commit2+3µs split * c 0s 0s`},
 job seed=7001650 hosts=3 late=1 least=1 local=1 seeds=1 restarts=0 pace=818668 latency=525µs lost-after=3s calm=1m40s
 +4.87s starve a - 6.795071s 0s
 +4.261s starve * - 7.451915s 0s`},
+	{"a candidate did not count a host that had agreed to another epoch and ended", `
+job seed=11000279 hosts=4 late=0 least=2 local=2 seeds=1 restarts=0 pace=1044431 latency=227µs lost-after=1s calm=0s
++48.079ms split ac ^ac 0s 28.936ms
+commit2+42µs split * c 0s 0s
++1.226s heal - - 0s 0s`},
+	{"a candidate did not count a host that had left with the agreement of the coordinator", `
+job seed=11000233 hosts=4 late=0 least=1 local=1 seeds=1 restarts=0 pace=797773 latency=1.655ms lost-after=1s calm=0s
++20.659ms split bc a 3.217365s 0s
++114ms drain d - 0s 0s`},
+	{"a candidate did not count a host that had ended as a minority", `
+job seed=11000108 hosts=4 late=0 least=1 local=1 seeds=1 restarts=1 pace=527625 latency=333µs lost-after=1s calm=0s
++1.059ms firewall d ^d 1.404281s 2ns
++113.314ms split c a 0s 129.364ms
+commit2+8.216ms split * ^* 1.312562s 247.356ms`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -49,7 +49,8 @@ func (s *succession) missingVoters(here map[string]bool) (out []host) {
 }
 
 // lookForVoters tries to reach the hosts that have not registered, until this coordinator has taken over. Those that answer have not
-// noticed the loss yet, and are waited for. Those that have vanished are not, and those that have ended count no longer.
+// noticed the loss yet, and are waited for. Those that have vanished or ended are not, but they count: one that has ended may
+// have agreed to an epoch of another coordinator before.
 func (c *coordinator) lookForVoters() {
 	limit := slowAfter(c.cfg.self.LostAfter)
 	for {
@@ -70,11 +71,8 @@ func (c *coordinator) lookForVoters() {
 			c.mu.Lock()
 			s.looked, s.alive = true, map[string]bool{}
 			for i, h := range missing {
-				switch found[i] {
-				case foundAlive:
+				if found[i] == foundAlive {
 					s.alive[h.UUID] = true
-				case foundEnded:
-					s.charter.Ended = append(s.charter.Ended, h.UUID)
 				}
 			}
 			if c.succession == s {

@@ -639,6 +639,7 @@ func (c *simConn) handshake(job string, by credential, dialer bool) (*link, erro
 	if dialer {
 		tag := by.tag(job)
 		hello := concat(magic[:], []byte{protocolVersion}, tag[:], make([]byte, nonceBytes+pointBytes))
+		hello = append(hello, seal(by.key, hello)...)
 		if _, err := c.Write(hello); err != nil {
 			return nil, err
 		}

@@ -42,6 +42,8 @@ type election struct {
 	bound  *client // we agreed to stay with it
 	moving *client // we are leaving it and refuse to stay
 	other  string  // address of the coordinator of the running job, if a coordinator has told it
+	// refused is a refusal that nobody proved, while another candidate answered: the reason if the join takes too long.
+	refused error
 }
 
 // An outcome ends a registration with a plan or an error.
@@ -323,10 +325,11 @@ func (e *election) candidates(limit string) []string {
 
 // A try is a connection that answered, or the last error.
 type try struct {
-	link  *link
-	hello welcome
-	addr  string
-	err   error
+	link    *link
+	hello   welcome
+	addr    string
+	err     error
+	refused error // of a candidate before this one
 }
 
 // isRefusal reports whether a process at a candidate's address has refused this host. It has not proved who it is, so that this
@@ -354,7 +357,10 @@ func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
 			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
 		}
 		if err == nil {
-			return try{link: l, hello: hello, addr: addr}
+			return try{link: l, hello: hello, addr: addr, refused: t.refused}
+		}
+		if isRefusal(err) {
+			t.refused = err
 		}
 		if t.err == nil || isRefusal(t.err) {
 			t.err = err
@@ -517,6 +523,10 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 	for refused := 0; ; {
 		t := e.firstAnswer(ctx, e.candidates(""))
 		if t.err == nil {
+			if t.refused != nil && e.refused == nil && e.heir == nil {
+				e.refused = t.refused
+				cfg.Notify(fmt.Sprintf("job %s: %v; this host goes on with %s, because the refusal proves nothing", cfg.Job, t.refused, t.addr))
+			}
 			return e.introduce(t)
 		}
 		if refused++; !isRefusal(t.err) {
@@ -784,7 +794,7 @@ func (e *election) timeout(ctx context.Context, start time.Time) error {
 			return said
 		}
 		t.fill(r)
-		t.Unit, t.Err = cmp.Or(t.Unit, unitHost), err
+		t.Unit, t.Err = cmp.Or(t.Unit, unitHost), cmp.Or(err, e.refused)
 	}
 	return joinEnd(ctx, t)
 }

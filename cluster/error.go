@@ -112,8 +112,12 @@ func (e *JoinTimeoutError) Error() string {
 		return fmt.Sprintf("%sno coordinator answered at %s for %v: %v; is rank 0, or the launcher on a seed host, running?",
 			head, e.Addr, e.Waited.Round(time.Millisecond), e.Err)
 	}
-	return fmt.Sprintf("%stimed out after %v: %s", head, e.Waited.Round(time.Millisecond),
+	text := fmt.Sprintf("%stimed out after %v: %s", head, e.Waited.Round(time.Millisecond),
 		attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone})
+	if refused, ok := errors.AsType[*AuthError](e.Err); ok {
+		text += fmt.Sprintf("; a process at %s refused this host: %s", refused.Addr, refused.Reason)
+	}
+	return text
 }
 
 func (e *JoinTimeoutError) fill(r attendance) {

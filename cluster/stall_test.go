@@ -86,7 +86,7 @@ func TestCloseWithoutReader(t *testing.T) {
 			l, _, err, err2 := linked(t, "job", "job", key, key)
 			require.NoError(t, errors.Join(err, err2))
 			k := newClient(l, target{}, "", "", welcome{Heartbeat: time.Second, LostAfter: time.Minute}, func(*client, message) {})
-			for body := make([]byte, maxUnackedBytes/64-messageHeadBytes); n > 0; n-- {
+			for body := make([]byte, maxUnackedBytes/64-message{}.cost()); n > 0; n-- {
 				require.NoError(t, k.send(message{kind: kindBeat, epoch: firstEpoch, body: body}))
 			}
 			begun := time.Now()

@@ -169,6 +169,12 @@ func (p *waitProgram) run(devices func(*waitProgram) []*device.Device) {
 		require.NotEqual(t, nothing, p.beside, err)
 		return
 	}
+	if p.strategy == comm.OwnKernels {
+		if err := p.loadKernels(ctx); err != nil {
+			require.NotEqual(t, nothing, p.beside, err)
+			return
+		}
+	}
 	for range 1 + p.rng.IntN(4) {
 		s, err := p.newStep()
 		p.steps = append(p.steps, s)
@@ -178,6 +184,20 @@ func (p *waitProgram) run(devices func(*waitProgram) []*device.Device) {
 		}
 	}
 	p.carryOut(ctx)
+}
+
+// loadKernels runs each kind of collective once: the first use of a Chorus kernel loads a module, which waits for the device, and
+// so for streams that stand still.
+func (p *waitProgram) loadKernels(ctx context.Context) error {
+	size := p.g.Size()
+	one, err := comm.Make[float32](p.g, 1)
+	require.NoError(p.t, err)
+	defer one.Close()
+	all, err := comm.Make[float32](p.g, size)
+	require.NoError(p.t, err)
+	defer all.Close()
+	return errors.Join(comm.AllReduce(p.g, comm.Sum, one...), comm.AllReduce(p.g, comm.Max, one...),
+		comm.AllGather(p.g, all, one), comm.ReduceScatter(p.g, comm.Sum, one, all), p.g.Wait(ctx))
 }
 
 func (p *waitProgram) close() {

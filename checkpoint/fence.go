@@ -19,7 +19,7 @@ import (
 //
 // Each epoch has a folder of its own for saves that are not complete. The first thing that a Saver does is to
 // rename the folders of earlier epochs. A save of an earlier epoch can then not give its folder a name, because
-// the rename of a path that does not exist fails: there is no comparison that another process could overtake, and no lock.
+// the rename of a path that does not exist fails. There is no comparison that another process could overtake, and no lock.
 type fence struct {
 	Job   string `json:"job"`
 	Run   string `json:"run"` // each start of the job has another one

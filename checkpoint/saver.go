@@ -88,8 +88,7 @@ type saveJob struct {
 // descriptions of their parts here, and not in Save. Together the parts must be whole tensors.
 // If several ranks have the same part, the rank with the least work writes it. All processes
 // must see the folder, and no other job may save to it. In a job of package cluster, NewSaver ends the saves of earlier
-// epochs: processes that run on in one, because the job has gone on without them, cannot complete a save or
-// remove a checkpoint any more. Collective.
+// epochs: a process that runs on in one cannot complete a save or remove a checkpoint any more. Collective.
 func NewSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part, cfg *SaverConfig) (*Saver, error) {
 	return newSaver(ctx, g, folder, parts, cfg, systemFiles{})
 }

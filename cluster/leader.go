@@ -51,7 +51,7 @@ func (l *leadership) follow(by leader) error {
 	case by.Term < p.Term:
 		return fmt.Errorf("cluster: %v does not coordinate the job any more: %v has replaced it", by, p)
 	case by.Term == f.Term && by.Agent != f.Agent && f.Agent != "":
-		return fmt.Errorf("cluster: two coordinators lead the job in one term: %v and %v: please report this", f, by)
+		return fmt.Errorf("cluster: two coordinators lead the job in one term: %v and %v: report this as a fault of Chorus", f, by)
 	}
 	l.promised, l.followed = by, by
 	return nil
@@ -59,7 +59,7 @@ func (l *leadership) follow(by leader) error {
 
 // epochsMustGrow returns the error of an epoch that does not come after the last one.
 func epochsMustGrow(last uint64, by leader, next uint64, from leader) error {
-	return fmt.Errorf("cluster: the job has two coordinators: %v has begun epoch %d, and %v comes with epoch %d: please report this", by, last, from, next)
+	return fmt.Errorf("cluster: the job has two coordinators: %v has begun epoch %d, and %v comes with epoch %d: report this as a fault of Chorus", by, last, from, next)
 }
 
 // check refuses news that contradict themselves.

@@ -347,9 +347,9 @@ func (h *shadow) compare(d *Def, call *machine.KernelCall, i int, before, want [
 // rawPart is the number of bytes that compareRaw looks at together.
 const rawPart = 64
 
-// compareRaw compares memory whose type the source does not say, for example T* in a template. The bytes of a number that is rounded
-// differently may all differ, and some of them may be as before, so it only finds parts that the source does not write at all
-// and the Go function changes in most of their bytes.
+// compareRaw compares memory whose type the source does not say, for example T* in a template. If a number is rounded differently,
+// all its bytes may differ, and some may be as before. So compareRaw only finds parts that the source does not write at all, while
+// the Go function changes most of their bytes.
 func (h *shadow) compareRaw(d *Def, call *machine.KernelCall, i, at int, before, got, want []byte) {
 	for from := 0; from+rawPart <= len(got); from += rawPart {
 		b, changed := before[from:from+rawPart], 0

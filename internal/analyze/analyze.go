@@ -286,7 +286,7 @@ func (j *Job) addComplete(r *Report, s *stuck) {
 	}
 	if len(queued) > 0 {
 		e := queued[0].pending()
-		r.add(KindQueued, fmt.Sprintf("All ranks have issued %s of %s, but the stream of %s has not reached it%s: work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream.%s Look at what the program enqueues before this operation.",
+		r.add(KindQueued, fmt.Sprintf("All ranks have issued %s of %s, but the stream of %s has not reached it%s. Work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream.%s Look at what the program enqueues before this operation.",
 			e.position(), s.group.name, names(queued), place(e), j.startedElsewhere(queued[0], s.group)), s.group, e.seq, ranks(queued))
 		return
 	}

@@ -149,7 +149,7 @@ func (r *Report) addPendingTransfer(g *group) {
 			e *entry
 		}{{from, s}, {to, v}} {
 			if side.e.queued && !behind {
-				r.add(KindQueued, fmt.Sprintf("In %s, %s has issued %s and %s the matching receive, but the stream of %s has not reached %s%s: work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream. Look at what the program enqueues before this operation.",
+				r.add(KindQueued, fmt.Sprintf("In %s, %s has issued %s and %s the matching receive, but the stream of %s has not reached %s%s. Work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream. Look at what the program enqueues before this operation.",
 					g.name, from.name, s.position(), to.name, side.m.name, side.e.position(), place(side.e)), g, 0, ranks([]*member{side.m}))
 				return
 			}

@@ -4,10 +4,11 @@ import (
 	"bufio"
 	"bytes"
 	"cmp"
-	"encoding/json"
+	"context"
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"os"
 	"os/exec"
 	"strings"
@@ -58,9 +59,9 @@ type Config struct {
 	// Joined is called when all hosts have joined. Run calls its result before the agent is
 	// closed. Joined may be nil.
 	Joined func(*cluster.Agent) (leave func())
-	// Exited is called for each worker that has ended, with one of the reasons "ok", "code" (another exit
-	// code than 0), "signal", "killed" (by the launcher, because it did not answer or its host is
-	// excluded) and "stopped" (with the job, or after another worker had failed). A failure is counted
+	// Exited is called for each worker that has ended. Its reason is "ok", "code" (another exit code than
+	// 0), "signal", "killed" or "stopped". A worker is killed by the launcher because it did not answer or its
+	// host is excluded, and stopped with the job or after another worker had failed. A failure is counted
 	// when it is known whether it is the first one. It may be nil.
 	Exited func(reason string)
 	// Restarted is called for each worker that was started again. It may be nil.
@@ -129,15 +130,13 @@ func (cfg *Config) Log(level string, rank *int, text string) {
 	if host == "" {
 		host, _ = os.Hostname() // "" is the best that is known
 	}
-	line, _ := json.Marshal(struct { // it has only texts and numbers
-		Time  time.Time `json:"time"`
-		Level string    `json:"level"`
-		Text  string    `json:"msg"`
-		Job   string    `json:"job"`
-		Host  string    `json:"host"`
-		Rank  *int      `json:"rank,omitempty"`
-	}{time.Now(), level, text, cfg.Cluster.Job, host, rank})
-	_, _ = cfg.Stderr.Write(append(line, '\n')) // nobody else could learn of it
+	attrs := []slog.Attr{slog.String("job", cfg.Cluster.Job), slog.String("host", host)}
+	if rank != nil {
+		attrs = append(attrs, slog.Int("rank", *rank))
+	}
+	var l slog.Level
+	_ = l.UnmarshalText([]byte(level)) // the level of the caller is one of slog's
+	slog.New(slog.NewJSONHandler(cfg.Stderr, nil)).LogAttrs(context.Background(), l, text, attrs...)
 }
 
 // program returns the path of the program's file.

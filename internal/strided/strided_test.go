@@ -30,6 +30,10 @@ func TestStridedCopiesUseOnlyTheirElements(t *testing.T) {
 				theirs = mine
 			}
 			from := allocate(t, other, memory.Float32, []int{64})
+			require.NoError(t, tensor.Copy(s, y, mine)) // the first copies load modules, which waits for held streams
+			require.NoError(t, s.Sync(testgpu.Context(t)))
+			require.NoError(t, tensor.Copy(other, theirs, from))
+			require.NoError(t, other.Sync(testgpu.Context(t)))
 			hold := spin.Hold(t, s)
 			require.NoError(t, tensor.Copy(s, y, mine))
 			require.NoError(t, tensor.Copy(other, theirs, from))

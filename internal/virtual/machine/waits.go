@@ -74,11 +74,12 @@ func (o *Op) awaitTurn() {
 	}
 	q, m := o.s.hardware, o.s.dev.m
 	if first := q.waiting[0]; first != o {
-		o.turn = make(chan struct{})
+		turn := make(chan struct{}) // o.turn may be nil again as soon as m.mu is free
+		o.turn = turn
 		before := o.blocked
 		o.blocked = fmt.Sprintf("its hardware queue, where %s on %v was enqueued before", first.Name, first.s)
 		m.mu.Unlock()
-		m.watch(o.s.dev, o.turn, func() string {
+		m.watch(o.s.dev, turn, func() string {
 			return fmt.Sprintf("%s on %v waits for %s; %d streams share a hardware queue: use fewer streams, or set CUDA_DEVICE_MAX_CONNECTIONS (at most %d)",
 				o.Name, o.s, o.blocked, q.streams, maxQueues)
 		})

@@ -86,7 +86,23 @@ func (e *election) elect(ctx context.Context, start time.Time) (*outcome, error)
 	}
 }
 
+// noteRefusal keeps the first refusal of a candidate while this host waits at another one, and reports whether err is that one.
+func (e *election) noteRefusal(err error) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if err == nil || e.refused != nil {
+		return false
+	}
+	e.refused = err
+	return true
+}
+
 func (e *election) failed(err error) error {
+	if t, ok := errors.AsType[*JoinTimeoutError](err); ok && t.Err == nil {
+		e.mu.Lock()
+		t.Err = e.refused
+		e.mu.Unlock()
+	}
 	e.agent.coord.decide(err)
 	switch {
 	case e.k == nil:
@@ -523,8 +539,7 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 	for refused := 0; ; {
 		t := e.firstAnswer(ctx, e.candidates(""))
 		if t.err == nil {
-			if t.refused != nil && e.refused == nil && e.heir == nil {
-				e.refused = t.refused
+			if e.heir == nil && e.noteRefusal(t.refused) {
 				cfg.Notify(fmt.Sprintf("job %s: %v; this host goes on with %s, because the refusal proves nothing", cfg.Job, t.refused, t.addr))
 			}
 			return e.introduce(t)
@@ -730,6 +745,9 @@ func (s *seedSearch) start() {
 	s.running = true
 	go func() {
 		t := s.e.firstAnswer(s.ctx, smaller)
+		if isRefusal(t.err) {
+			s.e.noteRefusal(t.err)
+		}
 		if t.link == nil {
 			t = s.e.firstRunning(s.ctx, others)
 		}
@@ -794,7 +812,7 @@ func (e *election) timeout(ctx context.Context, start time.Time) error {
 			return said
 		}
 		t.fill(r)
-		t.Unit, t.Err = cmp.Or(t.Unit, unitHost), cmp.Or(err, e.refused)
+		t.Unit, t.Err = cmp.Or(t.Unit, unitHost), err
 	}
 	return joinEnd(ctx, t)
 }

@@ -52,7 +52,7 @@ var hangCases = map[string]hangCase{
 		},
 		texts: []string{
 			"All ranks have issued collective 2 (all_reduce(1048576 x Float, sum))", "but the stream of rank 1 (", "has not reached it",
-			"work that was enqueued on the stream before it still runs or waits",
+			"ork that was enqueued on the stream before it still runs or waits",
 		},
 		queued: []int{1}, culprit: []int{1},
 	},

@@ -47,10 +47,14 @@ func TestLongErrorsOfWorkers(t *testing.T) {
 	require.ErrorIs(t, <-failed, boom)
 
 	ws[0], ws[1] = rs[1].world(t, 2), rs[2].world(t, 2)
-	for _, w := range ws { // two at once, as in one change
+	var bodies [2][]byte // made before the first is sent: a message of an epoch that has ended has no effect
+	for i := range bodies {
 		record, err := json.Marshal(fault{Reason: noiseText(1_900_000)})
 		require.NoError(t, err)
-		require.NoError(t, w.calls.(remote).k.send(message{kind: kindFailed, epoch: 2, body: pack(record)}))
+		bodies[i] = pack(record)
+	}
+	for i, w := range ws { // two at once, as in one change
+		require.NoError(t, w.calls.(remote).k.send(message{kind: kindFailed, epoch: 2, body: bodies[i]}))
 	}
 	w = rs[0].awaitSize(t, 1)
 	for _, d := range w.Left() {

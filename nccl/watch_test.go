@@ -437,6 +437,9 @@ func TestLateErrors(t *testing.T) {
 	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "async@ncclAllGather#2=ncclSystemError"}).Devices()
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: 8 * time.Second})
 	xs, _ := buffers(t, ranks, 4)
+	each(t, devs, func(i int) error { // connects the ranks, so that the gathers do not wait in their calls
+		return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum)
+	})
 	each(t, devs, func(i int) error {
 		return nccl.AllGather(ranks[i].c, ranks[i].s, xs[i], xs[i].Slice(2*i, 2*i+2))
 	})

@@ -28,7 +28,7 @@ type Recorder struct {
 
 	timeout   atomic.Int64 // nanoseconds; 0 means none
 	blindTime atomic.Int64 // total nanoseconds during which a capture prevented queries of the streams
-	lastQuery int64        // when the watchdog last queried, or tried to
+	lastQuery atomic.Int64 // when the watchdog last queried, or tried to
 
 	mu          sync.Mutex
 	world       []int // by rank; nil if not known
@@ -110,16 +110,16 @@ func (r *Recorder) SetWorld(ranks []int, size int) {
 func (r *Recorder) Clock() int64 { return Now() - r.blindTime.Load() }
 
 // StartWatch starts the queries of the watchdog.
-func (r *Recorder) StartWatch() { r.lastQuery = Now() }
+func (r *Recorder) StartWatch() { r.lastQuery.Store(Now()) }
 
 // RecordQuery records a query of the watchdog. blind says that the streams could not be queried,
 // so the time since the last query does not count.
 func (r *Recorder) RecordQuery(blind bool) {
 	t := Now()
 	if blind {
-		r.blindTime.Add(t - r.lastQuery)
+		r.blindTime.Add(t - r.lastQuery.Load())
 	}
-	r.lastQuery = t
+	r.lastQuery.Store(t)
 }
 
 // Schedule records an operation that is about to be issued to NCCL. watch reports whether

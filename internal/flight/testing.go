@@ -19,8 +19,7 @@ func (r *Recorder) Age(record uint64, by time.Duration) { r.find(record).Begun -
 // LastQuery returns the time of the last query, after moving it into the past by the given
 // duration.
 func (r *Recorder) LastQuery(by time.Duration) int64 {
-	r.lastQuery -= int64(by)
-	return r.lastQuery
+	return r.lastQuery.Add(-int64(by))
 }
 
 // Age makes the marks older.

@@ -449,7 +449,7 @@ func (c *simConn) Read(b []byte) (int, error) {
 	for {
 		c.proc.run()
 		c.net.mu.Lock()
-		n, err, next := c.take(b)
+		n, next, err := c.take(b)
 		c.net.mu.Unlock()
 		if n > 0 || err != nil {
 			return n, err
@@ -467,24 +467,24 @@ func (c *simConn) Read(b []byte) (int, error) {
 	}
 }
 
-func (c *simConn) take(b []byte) (int, error, time.Time) {
+func (c *simConn) take(b []byte) (n int, next time.Time, err error) {
 	switch {
 	case c.closed || c.proc.dead:
-		return 0, net.ErrClosed, time.Time{}
+		return 0, time.Time{}, net.ErrClosed
 	case !c.deadline.IsZero() && !time.Now().Before(c.deadline):
-		return 0, os.ErrDeadlineExceeded, time.Time{}
+		return 0, time.Time{}, os.ErrDeadlineExceeded
 	case len(c.in) > 0:
-		n := copy(b, c.in)
+		n = copy(b, c.in)
 		if c.in = c.in[n:]; len(c.in) == 0 {
 			c.in = nil
 		}
-		return n, nil, time.Time{}
+		return n, time.Time{}, nil
 	case c.reset:
-		return 0, syscall.ECONNRESET, time.Time{}
+		return 0, time.Time{}, syscall.ECONNRESET
 	case c.fin:
-		return 0, io.EOF, time.Time{}
+		return 0, time.Time{}, io.EOF
 	}
-	return 0, nil, c.deadline
+	return 0, c.deadline, nil
 }
 
 func (c *simConn) Write(b []byte) (int, error) {

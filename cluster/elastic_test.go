@@ -224,6 +224,59 @@ func TestRunAlone(t *testing.T) {
 	require.Equal(t, 1, calls)
 }
 
+// Step returns the end of an epoch only when all ranks have finished the last step: the one that is first must not
+// close its group while the others use it.
+func TestAllFinishTheLastStep(t *testing.T) {
+	t.Parallel()
+	cfgs := elasticHosts(t, 1, 2, 0)
+	cfgs[0].LocalSize = 2
+	as, errs := startAll(t, cfgs[0])
+	require.NoError(t, errors.Join(errs...))
+	left := make(chan struct{}) // the first rank has left epoch 1
+	ends := make(chan error, 2)
+	first := func(ctx context.Context, w *World) error {
+		for w.Epoch() == 1 {
+			if err := w.Step(); err != nil {
+				close(left)
+				return err
+			}
+		}
+		return nil
+	}
+	second := func(ctx context.Context, w *World) error {
+		for w.Epoch() == 1 {
+			if err := w.Step(); err != nil {
+				return err
+			}
+			<-w.news // the last step is agreed on
+			if last := func() bool { w.mu.Lock(); defer w.mu.Unlock(); return w.begun == w.until }(); !last {
+				continue
+			}
+			select {
+			case <-left:
+				ends <- errors.New("the other rank has left while this one is in the last step")
+			case <-time.After(200 * time.Millisecond): // nothing tells that the other one waits
+			}
+		}
+		return nil
+	}
+	for local, fn := range []func(context.Context, *World) error{first, second} {
+		j, err := detect(environ(strings.Join(as[0].WorkerEnv(local), " ")))
+		require.NoError(t, err)
+		j.Notify = func(string) {}
+		go func() { ends <- Run(t.Context(), &RunConfig{Join: j}, fn) }()
+	}
+	b, err := Start(t.Context(), cfgs[1])
+	require.NoError(t, err)
+	r := runWorker(t, b, 0, RunConfig{})
+	r.awaitSize(t, 3)
+	close(r.finish)
+	require.NoError(t, errors.Join(<-ends, <-ends, r.returned(t)))
+	for _, a := range []*Agent{as[0], b} {
+		a.Close()
+	}
+}
+
 // The survivors of a loss go on with the order of their ranks and a store of their own. The
 // lost worker is started again and gets the last rank, at the same step of all others.
 func TestEpochs(t *testing.T) {

@@ -84,24 +84,49 @@ func (w *World) addMissed(last *World) {
 
 // Step begins a step of the program. If a planned change of the world is due, it returns a
 // *ChangeError after the same number of steps on all ranks, and the function of Run must
-// return. Step does not communicate unless a change is due. All ranks must call Step equally
-// often. If the epoch has ended because of a loss, Step returns the cause.
+// return. Step does not communicate unless a change is due; then it returns when all ranks have called it, so
+// that no rank closes its group while another one still waits for an operation of the last step. All ranks must
+// call Step equally often. If the epoch has ended because of a loss, Step returns the cause.
 //
 // A program that does not call Step loses the step that it is in at each planned change,
 // which waits for CHORUS_DRAIN_TIMEOUT.
 func (w *World) Step() error {
+	if w.begins() {
+		return nil
+	}
+	if w.ctx.Err() == nil && w.leave() {
+		// Without an answer the other ranks are still in the last step, or have returned. CHORUS_DRAIN_TIMEOUT limits that.
+		_ = w.Barrier(w.ctx, lastStep)
+	}
+	if w.ctx.Err() != nil {
+		return context.Cause(w.ctx)
+	}
+	return &ChangeError{Epoch: int(w.epoch), Reason: "the world changes"}
+}
+
+// lastStep is the barrier behind the last step of an epoch.
+const lastStep = "chorus: last step of the epoch"
+
+// leave records that Step has seen the end of the epoch, and reports whether this is the first time.
+func (w *World) leave() bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	first := !w.leaves
+	w.leaves = true
+	return first
+}
+
+// begins reports whether another step of the epoch begins, which may have to wait for the last step's number.
+func (w *World) begins() bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	for {
 		switch {
-		case w.ctx.Err() != nil:
-			return context.Cause(w.ctx)
-		case w.agreed && w.begun >= w.until:
-			w.leaves = true
-			return &ChangeError{Epoch: int(w.epoch), Reason: "the world changes"}
+		case w.ctx.Err() != nil, w.agreed && w.begun >= w.until:
+			return false
 		case w.agreed || !w.held:
 			w.begun++
-			return nil
+			return true
 		}
 		news := w.news
 		w.mu.Unlock()

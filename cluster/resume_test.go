@@ -106,7 +106,7 @@ func TestResets(t *testing.T) {
 func TestOutage(t *testing.T) {
 	t.Parallel()
 	timing := quick
-	timing.LostAfter = 5 * time.Second // so that a busy machine leaves enough of it
+	timing.LostAfter = 10 * time.Second // a busy machine needs some of the last fifth
 	ss, r := joinOverRelay(t, 4, timing)
 	stop := make(chan struct{})
 	go func() {
@@ -114,7 +114,7 @@ func TestOutage(t *testing.T) {
 		r.freeze()
 		time.Sleep(timing.LostAfter * 8 / 10)
 		r.thaw()
-		time.Sleep(timing.LostAfter)
+		time.Sleep(timing.LostAfter / 2) // any loss would be seen now
 	}()
 	calls := count(t, ss, stop)
 	sum, err := ss[1].Add(t.Context(), "sum", 0)

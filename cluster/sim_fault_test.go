@@ -19,7 +19,7 @@ type simConfig struct {
 	local     int // workers of a host
 	seeds     int
 	restarts  int
-	pace      int // selects the paces of workers
+	pace      int // selects how long functions need to return after their epochs; -1: all return at once
 	latency   time.Duration
 	lostAfter time.Duration
 	calm      time.Duration // after the faults, before the last check; 0 means no check
@@ -146,7 +146,7 @@ func (j *simJob) set(s string, self *simHost) (out []*simHost) {
 	defer j.simNet.mu.Unlock()
 	s, not := strings.CutPrefix(s, "^")
 	for i, h := range j.hosts[:j.cfg.hosts+j.cfg.late] {
-		in := strings.Contains(s, string(rune('a'+i))) || strings.Contains(s, "*") && h.name == self.name
+		in := strings.Contains(s, simName(i)) || strings.Contains(s, "*") && h.name == self.name
 		if in != not {
 			out = append(out, j.current(h))
 		}
@@ -560,7 +560,7 @@ func randomSchedule(seed uint64) simSchedule {
 		case "replace":
 			f.a, f.b, f.d, f.x = one(), "", log(unit/100, 2*unit), time.Duration(r.IntN(2))
 		case "join":
-			f.a, f.b = string(rune('a'+s.hosts)), ""
+			f.a, f.b = simName(s.hosts), ""
 		default: // drain
 			if f.b = ""; r.IntN(2) == 0 {
 				f.a = anyHost()

@@ -60,11 +60,14 @@ func (c *simCommit) String() string {
 	return fmt.Sprintf("epoch %d of [%s], decided by %s on host %s for the hosts [%s]", c.epoch, strings.Join(c.members, " "), c.coordinator.name, c.coordinator.host.name, strings.Join(c.electorate, " "))
 }
 
+// simName returns the name of a host, one letter.
+func simName(i int) string { return "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"[i : i+1] }
+
 func newSimJob(cfg simConfig, faults []simFault) *simJob {
 	j := &simJob{simNet: newSimNet(cfg.seed, cfg.latency), cfg: cfg, launchers: map[string]*simLauncher{}, lineages: map[string]*simLineage{},
 		counts: map[string]int{}, triggers: faults, undo: map[int]func(){}, touched: map[string]bool{}, began: make(chan struct{}), violated: make(chan struct{}), begin: time.Now()}
 	for i := range cfg.hosts + cfg.late {
-		j.addHost(string(rune('a' + i)))
+		j.addHost(simName(i))
 	}
 	return j
 }
@@ -233,7 +236,7 @@ func (l *simLauncher) config() *Config {
 			}
 		}}
 	for i := range cfg.seeds {
-		c.Seeds = append(c.Seeds, "host-"+string(rune('a'+i)))
+		c.Seeds = append(c.Seeds, "host-"+simName(i))
 	}
 	return c
 }
@@ -407,11 +410,11 @@ func (l *simLauncher) spawn(a *Agent, local int) {
 	w := &simWorker{launcher: l, local: local, proc: l.host.start(fmt.Sprintf("worker %s/%d", l.host.name, local))}
 	draw := mix(j.cfg.seed ^ hashOf(w.proc.name) ^ uint64(j.cfg.pace))
 	w.step = 20 * time.Millisecond
-	switch draw >> 32 % 8 {
-	case 0, 1: // at once
-	case 2, 3, 4:
+	switch pace := draw >> 32 % 8; {
+	case j.cfg.pace < 0, pace < 2: // at once
+	case pace < 5:
 		w.slow = time.Duration(draw>>40%500) * time.Millisecond
-	case 5:
+	case pace == 5:
 		w.slow = time.Duration(draw>>40%3000) * time.Millisecond
 	default:
 		w.slow = j.cfg.lostAfter + time.Duration(draw>>40%3000)*j.cfg.lostAfter/1000
@@ -676,7 +679,7 @@ func (j *simJob) settles() string {
 	}
 	var left []string
 	for i := range j.cfg.hosts {
-		if name := string(rune('a' + i)); !j.touched[name] {
+		if name := simName(i); !j.touched[name] {
 			left = append(left, name)
 		}
 	}

@@ -26,6 +26,7 @@ type simResult struct {
 	violation string
 	events    []string
 	commits   int
+	begun     []time.Time // the epochs of the first job
 	virtual   time.Duration
 }
 
@@ -69,6 +70,9 @@ func simulate(t *testing.T, s simSchedule) (r simResult) {
 		r.violation, r.events = j.violation, slices.Clone(j.events)
 		if j.first != nil {
 			r.commits = len(j.first.commits)
+			for _, c := range j.first.commits {
+				r.begun = append(r.begun, c.at)
+			}
 		}
 		j.mu.Unlock()
 		cancel()
@@ -147,4 +151,26 @@ func TestSimulation(t *testing.T) {
 		require.NoError(t, os.WriteFile(fmt.Sprintf("%s/%d.log", *simKeep, seed+uint64(jobs)), []byte(r.violation+"\n"+s.String()+strings.Join(r.events, "\n")), 0o644))
 	}
 	t.Logf("seed %d: %d jobs with %d epochs and %v of virtual time in %v; %d failed", seed, jobs, commits, virtual, time.Since(begun), bad)
+}
+
+// Hosts vanish, the coordinator among them, with up to 14 of the next candidates. The other hosts go on within 3.5 s, or 1.5 s
+// with the limits of the fast profile, in virtual time, which no other work of this machine changes.
+func TestVanishedHostsCostLittleTime(t *testing.T) {
+	for _, limit := range []struct{ lostAfter, next time.Duration }{{3 * time.Second, 3500 * time.Millisecond}, {time.Second, 1500 * time.Millisecond}} {
+		for _, c := range []struct {
+			hosts  int
+			vanish string
+		}{{5, "a"}, {5, "ab"}, {5, "ad"}, {5, "de"}, {31, "aABCDEbcdefghij"}, {31, "abcdefghijklmno"}} {
+			t.Run(fmt.Sprintf("%v/%s of %d", limit.lostAfter, c.vanish, c.hosts), func(t *testing.T) {
+				s := simSchedule{simConfig: simConfig{seed: 1, hosts: c.hosts, least: 1, local: 1, seeds: 1, pace: -1, latency: 200 * time.Microsecond, lostAfter: limit.lostAfter},
+					faults: []simFault{{event: "commit", count: 1, after: 2100 * time.Millisecond, kind: "power", a: c.vanish}}}
+				r := simulate(t, s)
+				require.Empty(t, r.violation)
+				require.Greater(t, len(r.begun), 1, strings.Join(r.events, "\n"))
+				took := r.begun[1].Sub(r.begun[0]) - s.faults[0].after
+				t.Logf("the next epoch begins after %v", took)
+				require.Less(t, took, limit.next, strings.Join(r.events, "\n"))
+			})
+		}
+	}
 }

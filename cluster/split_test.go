@@ -159,8 +159,8 @@ func TestOneWay(t *testing.T) {
 	}
 }
 
-// TestVanishedHosts cuts hosts off, the coordinator among them. The others go on within the time that the profile
-// promises, whichever hosts vanish.
+// TestVanishedHosts cuts hosts off, the coordinator among them. The others go on, whichever hosts vanish. It prints how long
+// that took; TestVanishedHostsCostLittleTime limits the time, without the other work of this machine.
 func TestVanishedHosts(t *testing.T) {
 	t.Parallel()
 	for name, test := range map[string]struct {
@@ -187,9 +187,7 @@ func TestVanishedHosts(t *testing.T) {
 					require.Contains(t, p.await(t, "works in epoch"), fmt.Sprintf("works in epoch 2 of %d\n", len(ps)-len(gone)))
 				}
 			}
-			took := time.Since(cut)
-			t.Logf("the next epoch works after %v, and the goal is %v", took, test.limit)
-			require.Less(t, took, 2*test.limit, "twice the goal: this machine has other work, too")
+			t.Logf("the next epoch works after %v, and the goal on an idle machine is %v", time.Since(cut), test.limit)
 		})
 	}
 }

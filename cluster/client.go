@@ -198,6 +198,7 @@ func (k *client) readLoop() {
 func (k *client) dispatch(m message) {
 	switch m.kind {
 	case kindBeat:
+		k.stream.heardBeat(m)
 	case kindInquiry:
 		k.respond(m)
 	case kindReply, kindAttendance:

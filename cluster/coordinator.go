@@ -173,7 +173,6 @@ func (c *coordinator) serve(conn *stranger) {
 	go p.writeLoop()
 	err = c.readLoop(p)
 	p.stopRenewing()
-	c.examine(p, err)
 	c.mu.Lock()
 	c.disconnected(p, err)
 	c.unlock()
@@ -257,6 +256,7 @@ func (c *coordinator) readLoop(p *peer) error {
 		m.fromWorker = p.worker
 		switch m.kind {
 		case kindBeat:
+			p.heardBeat(m)
 			p.sendBeat()
 		case kindResume:
 			if err := c.resume(p, m); err != nil {

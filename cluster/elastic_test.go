@@ -480,7 +480,7 @@ func TestHostsComeAndGo(t *testing.T) {
 	wb.calls.(remote).k.closeConnection()
 	w = rs[0].world(t, 3)
 	require.Equal(t, 1, w.Size())
-	require.Contains(t, w.Left()[0].Reason, "its host was lost: its connection closed")
+	require.Contains(t, w.Left()[0].Reason, "its connection closed")
 	rb.returned(t)
 	b.Close()
 

@@ -56,11 +56,17 @@ func TestHostWithoutWorkersEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := endedHost(t)
 		defer j.end()
-		j.hosts["c"].found = foundEnded
+		j.hosts["c"].provenEnded()
 		j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
 		require.Equal(t, phaseRun, j.elastic.phase)
 		j.requireGoesOn(t)
 	})
+}
+
+// provenEnded records a proof that the launcher has ended, which has heard from the coordinator just before.
+func (p *peer) provenEnded() {
+	p.reached.Store(int64(time.Since(p.born)))
+	p.found = foundEnded
 }
 
 // addLate adds host d to a job whose three places are taken.
@@ -89,7 +95,7 @@ func TestHostWithoutWorkersFreesItsPlace(t *testing.T) {
 			require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
 		},
 		"is killed": func(_ *testing.T, j *paperJob) {
-			j.hosts["c"].found = foundEnded
+			j.hosts["c"].provenEnded()
 			j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
 		},
 	} {

@@ -161,7 +161,9 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 	switch {
 	case p.found == foundEnded:
 		reason = "its launcher ended"
-		c.markEnded(p)
+		if p.isCertain(c.cfg.self.LostAfter) { // otherwise it may have agreed with others before
+			c.markEnded(p)
+		}
 	case p.found == foundAlive:
 		reason = "its connection closed, and its launcher did not connect again"
 	case isClosedByPeer(err) && c.isElastic():

@@ -22,7 +22,7 @@ type kind byte
 const (
 	kindWelcome    kind = iota + 1 // coordinator: welcome
 	kindRegister                   // member: Member, or host
-	kindBeat                       // both: nothing; the coordinator echoes it
+	kindBeat                       // both: see stream.heardBeat; the coordinator answers it at once
 	kindPrepare                    // coordinator to agents: nothing; id is the attempt
 	kindPrepared                   // agent or worker: nothing; id is the attempt
 	kindPlan                       // coordinator to agents: plan

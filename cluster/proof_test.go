@@ -2,14 +2,17 @@ package cluster
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"net"
 	"sync"
 	"syscall"
 	"testing"
 	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -71,37 +74,71 @@ func TestProbe(t *testing.T) {
 	require.Equal(t, foundNothing, a.probe(ctx, h, ip))
 }
 
-// A connection that ends counts as the end of the launcher only if a probe proves it.
+// A connection that ends counts as the end of the launcher only if a probe proves it, soon after it has heard from the coordinator.
 func TestEndOfAConnectionIsNoProof(t *testing.T) {
 	for found, counts := range map[finding]bool{foundNothing: false, foundAlive: false, foundEnded: true} {
-		synctest.Test(t, func(t *testing.T) {
-			j := newPaperJob("a", "b", "c")
-			defer j.end()
-			j.quit = make(chan struct{})
-			asked := 0
-			j.cfg.probe = func(_ context.Context, h host, ip string) finding {
-				asked++
-				require.Equal(t, []string{"c", "10.0.0.3"}, []string{h.UUID, ip})
-				return found
-			}
-			c := j.hosts["c"]
-			c.addr = "10.0.0.3:41000"
-			j.examine(c, context.DeadlineExceeded) // silence proves nothing, and is not examined
-			j.examine(j.procs["c"], io.EOF)
-			require.Zero(t, asked)
-			for _, err := range []error{syscall.ECONNRESET, io.EOF} {
-				j.examine(c, err)
-			}
-			require.Equal(t, 2, asked)
-			j.do(func() { j.disconnected(c, io.EOF) })
-			require.Equal(t, counts, j.ended["c"])
-			j.lose("b")
-			j.settle("a")
-			j.answer("a")
-			require.Equal(t, counts, j.faults.stop == nil, "%v", j.faults.stop)
-			synctest.Wait()
-		})
+		for _, late := range []bool{false, true} {
+			synctest.Test(t, func(t *testing.T) {
+				j := newPaperJob("a", "b", "c")
+				defer j.end()
+				j.quit = make(chan struct{})
+				j.cfg.probe = func(_ context.Context, h host, ip string) finding {
+					require.Equal(t, []string{"c", "10.0.0.3"}, []string{h.UUID, ip})
+					return found
+				}
+				c := j.hosts["c"]
+				c.addr = "10.0.0.3:41000"
+				require.False(t, j.mustProve(c, context.DeadlineExceeded), "silence ends its part in the job")
+				require.False(t, j.mustProve(j.procs["c"], io.EOF), "a worker")
+				for _, err := range []error{syscall.ECONNRESET, io.EOF} {
+					require.True(t, j.mustProve(c, err))
+				}
+				if late {
+					time.Sleep(j.cfg.self.LostAfter)
+				}
+				require.Equal(t, found, j.examine(c))
+				j.do(func() { j.disconnected(c, io.EOF) })
+				require.Equal(t, counts && !late, j.ended["c"])
+				synctest.Wait()
+			})
+		}
 	}
+}
+
+// Each end of a stream knows until when the other one has heard it, also if packets are lost in one direction.
+func TestHeartbeatsShowWhoIsHeard(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a, b := newStream(nil, newRunClock(time.Second), time.Minute), newStream(nil, newRunClock(time.Second), time.Minute)
+		beat := func(from, to *stream) {
+			from.link = &link{}
+			from.sendBeat()
+			_, f, _ := from.nextFrame()
+			m, err := decodeMessage(f.body)
+			require.NoError(t, err)
+			require.Equal(t, kindBeat, m.kind)
+			if to != nil {
+				to.heardBeat(m)
+			}
+		}
+		const limit = 3 * time.Second
+		for range 10 {
+			time.Sleep(time.Second)
+			beat(a, b)
+			beat(b, a)
+		}
+		require.True(t, a.isCertain(time.Nanosecond), "b has answered at once")
+		require.True(t, b.isCertain(time.Second+time.Nanosecond), "a has heard the last answer")
+		require.False(t, b.isCertain(time.Second))
+		for range 3 {
+			time.Sleep(time.Second)
+			beat(a, nil)
+			beat(b, a)
+		}
+		require.False(t, a.isCertain(limit), "b has heard nothing since")
+		require.True(t, a.isCertain(limit+time.Nanosecond))
+		a.heardBeat(message{id: 1, body: binary.BigEndian.AppendUint64(nil, math.MaxUint64)}) // nonsense
+		require.False(t, a.isCertain(limit))
+	})
 }
 
 // The connections of two hosts to the coordinator are reset, and then packets are dropped. Nothing has ended: the two

@@ -116,7 +116,10 @@ func (k *client) redialOrGiveUp(broken error) {
 		k.loss.Store(int32(lostByIt))
 		broken = fmt.Errorf("%w; connected again: %s", broken, refused.Reason)
 	case provesEnd(err, k.to.addr, k.ip):
-		k.loss.Store(int32(lostEnded))
+		// After a longer silence it may have gone on with other hosts before it ended, and they may go on now.
+		if k.stream.isCertain(k.hello.LostAfter) {
+			k.loss.Store(int32(lostEnded))
+		}
 	case refers: // its process does not coordinate any more
 	default: // also if a stranger answers, who proves nothing
 		return

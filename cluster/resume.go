@@ -31,9 +31,13 @@ func (c *coordinator) awaitLink(p *peer, err error) (renewal, error) {
 		case <-c.quit:
 			return renewal{}, err
 		case <-time.After(end - p.clock.now()): // the clock stands still while this process is starved
-			if p.clock.now() >= end {
+			if p.clock.now() < end {
+				continue
+			}
+			if !c.mustProve(p, err) || c.examine(p) == foundEnded {
 				return renewal{}, err
 			}
+			end = p.clock.now() + slowAfter(c.cfg.self.LostAfter)
 		}
 	}
 }

@@ -198,6 +198,7 @@ type simLauncher struct {
 	undecided int
 	scheduled int
 	draining  bool
+	dismissed bool
 	finished  bool
 	stopping  bool
 }
@@ -300,8 +301,15 @@ func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
 			}
 		}
 	}
-	for l.running > 0 || !l.isOver(a) && !l.draining && !l.finished && (l.undecided > 0 || l.scheduled > 0) {
+	var stay <-chan time.Time
+	for stayed := false; l.running > 0 || !l.isOver(a) && !l.finished && (l.draining && !l.dismissed && !stayed || !l.draining && (l.undecided > 0 || l.scheduled > 0)); {
+		if l.running == 0 && l.draining && stay == nil {
+			stay = time.After(simGrace)
+		}
 		select {
+		case <-stay:
+			l.proc.run()
+			stayed = true
 		case e := <-l.ended:
 			l.proc.run()
 			l.running--
@@ -321,6 +329,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
 			case o.Finish:
 				l.finished = true
 			case o.Stop:
+				l.dismissed = true
 				late = time.After(simGrace)
 			case o.Kill:
 				if w := l.workers[o.Local]; w != nil && w.proc.pid == o.PID {
@@ -666,7 +675,8 @@ func (l *simLauncher) restarted() {
 }
 
 // settles checks, after the last fault, that each launcher belongs to the job that is alive, or has ended, and returns what
-// is not so yet. If faults have touched only a minority of the hosts, the launchers of the others must be in the job.
+// is not so yet. If faults have touched only a minority of the hosts, the launchers of the others must be in the job, or the job
+// has gone on with another majority: a host that pauses for almost the limit may be lost for some and not for others.
 func (j *simJob) settles() string {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -684,6 +694,9 @@ func (j *simJob) settles() string {
 		}
 	}
 	majority := len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least
+	if len(live) == 1 && len(live[0].electorate) > j.cfg.hosts/2 {
+		majority = false
+	}
 	for name, l := range j.launchers {
 		switch {
 		case l.agent == nil || j.lineages[l.uuid] != j.first:

@@ -63,6 +63,19 @@ job seed=11000108 hosts=4 late=0 least=1 local=1 seeds=1 restarts=1 pace=527625 
 +1.059ms firewall d ^d 1.404281s 2ns
 +113.314ms split c a 0s 129.364ms
 commit2+8.216ms split * ^* 1.312562s 247.356ms`},
+	{"a host that had ended did not count, although it had agreed on an epoch with a silent one", `
+job seed=3 hosts=4 late=0 least=1 local=1 seeds=1 restarts=0 pace=-1 latency=200µs lost-after=1s calm=0s
++1s split bd a 1.15s 0s
++1s split c bd 0s 0s
++1.9s freeze bd - 450ms 0s
++2.145s kill a - 0s 0s`},
+	{"a host that was frozen proved the end of a coordinator that had gone on without it, with a newcomer", `
+job seed=3 hosts=2 late=1 least=1 local=1 seeds=2 restarts=0 pace=-1 latency=200µs lost-after=1s calm=0s
++1s split a b 2.6s 0s
++1s split c b 0s 0s
++1.5s freeze b - 2.3s 0s
++2.2s join c - 0s 0s
++3.5s kill a - 0s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

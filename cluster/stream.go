@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"os"
@@ -34,6 +35,8 @@ type stream struct {
 	renew func(err error) (renewal, error)
 
 	heard    atomic.Int64  // time of clock when bytes arrived last
+	born     time.Time     // heartbeats carry the time since then
+	reached  atomic.Int64  // the greatest of these times that the other end has repeated
 	starved  atomic.Int64  // clock.starved() at that time
 	renewals chan renewal  // a link that replaces the current one
 	expired  chan struct{} // closed by expire
@@ -53,14 +56,15 @@ type stream struct {
 	idle     bool // the writer has written the messages before next
 	bytes    int  // cost of out
 	received uint64
-	unsaid   int   // bytes received since the last frame that was written
-	beat     bool  // send a heartbeat
-	resumed  bool  // send kindResumed
-	closed   bool  // no new messages; queued messages are still sent
-	hungUp   bool  // received messages are ignored, too
-	over     bool  // the reader has ended
-	detached bool  // the link belongs to another stream
-	cause    error // why this end has closed the stream; nil if it was asked to
+	unsaid   int    // bytes received since the last frame that was written
+	beat     bool   // send a heartbeat
+	beatSeen uint64 // time in the last heartbeat of the other end
+	resumed  bool   // send kindResumed
+	closed   bool   // no new messages; queued messages are still sent
+	hungUp   bool   // received messages are ignored, too
+	over     bool   // the reader has ended
+	detached bool   // the link belongs to another stream
+	cause    error  // why this end has closed the stream; nil if it was asked to
 }
 
 // A renewal is a link that replaces a failed one.
@@ -71,7 +75,7 @@ type renewal struct {
 }
 
 func newStream(l *link, clock *runClock, sendBy time.Duration) *stream {
-	s := &stream{clock: clock, sendBy: sendBy, most: maxUnackedBytes, renewals: make(chan renewal, 1), expired: make(chan struct{}),
+	s := &stream{clock: clock, born: time.Now(), sendBy: sendBy, most: maxUnackedBytes, renewals: make(chan renewal, 1), expired: make(chan struct{}),
 		ready: make(chan struct{}, 1), done: make(chan struct{}), reading: l, link: l, links: 1}
 	s.changed = sync.NewCond(&s.mu)
 	s.touch()
@@ -342,6 +346,25 @@ func (s *stream) sendBeat() {
 	}
 }
 
+// heardBeat records a heartbeat. It carries the time of its sender, and the last one that its sender has heard from this end.
+func (s *stream) heardBeat(m message) {
+	if len(m.body) != 8 {
+		return
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.beatSeen = m.id
+	if at := binary.BigEndian.Uint64(m.body); at <= uint64(time.Since(s.born)) {
+		s.reached.Store(max(s.reached.Load(), int64(at)))
+	}
+}
+
+// isCertain reports whether the other end cannot have lost this one for silence: it has heard something that was sent less than
+// limit ago. The time is that of the machine, which goes on while this process is stopped or starved.
+func (s *stream) isCertain(limit time.Duration) bool {
+	return time.Since(s.born)-time.Duration(s.reached.Load()) < limit
+}
+
 // writeLast writes a message about the link, before the stream is closed.
 func (s *stream) writeLast(m message, d time.Duration) {
 	s.mu.Lock()
@@ -486,7 +509,7 @@ func (s *stream) nextFrame() (l *link, f frame, last bool) {
 		return s.link, f, true
 	case s.beat:
 		s.beat = false
-		f.body = message{kind: kindBeat, epoch: firstEpoch}.encode()
+		f.body = message{kind: kindBeat, epoch: firstEpoch, id: uint64(time.Since(s.born)), body: binary.BigEndian.AppendUint64(nil, s.beatSeen)}.encode()
 	case s.unsaid >= ackEvery: // an empty frame acknowledges
 	default:
 		s.idle = true

@@ -16,6 +16,7 @@ type elastic struct {
 	scheduled int                // orders to start a worker that are not due
 	due       chan cluster.Order // orders to start a worker now
 	draining  bool               // this host leaves the job
+	dismissed bool               // the others have agreed to go on without it
 	finished  bool               // the program has ended on all hosts
 }
 
@@ -24,12 +25,17 @@ func (j *job) mayStart() bool {
 	return !j.over() && !j.draining && !j.finished && (j.undecided > 0 || j.scheduled > 0)
 }
 
+// mustStay reports whether the others still need this launcher although its workers have exited: it leaves the job, and answers
+// the proposal of the epoch without it, or hands over to another coordinator.
+func (j *job) mustStay() bool { return j.draining && !j.dismissed && !j.finished && !j.over() }
+
 // obey executes a command of the coordinator.
 func (j *job) obey(o cluster.Order) {
 	switch {
 	case o.Finish:
 		j.finished = true
 	case o.Stop: // the workers know
+		j.dismissed = true
 		j.late.Reset(j.cfg.Grace)
 	case o.Kill:
 		if c := j.children[o.Local]; c.pid == o.PID && c.running {

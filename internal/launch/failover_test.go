@@ -85,6 +85,28 @@ func TestElasticCoordinatorDrains(t *testing.T) {
 	require.Equal(t, pidsIn(t, text, "of 3 pid"), pidsIn(t, text, "of 1 pid"), "the process of the worker")
 }
 
+// The last worker of a host that leaves is killed. The launcher stays until another host coordinates: the job goes on there.
+func TestWorkerDiesWhileTheCoordinatorDrains(t *testing.T) {
+	t.Parallel()
+	_, ls := severalHosts(t, 2, 1, lostAfter, "elastic", "2", "1")
+	pid := pidsIn(t, ls[0].text(), "epoch 1 is rank 0 of 2 pid")[0]
+	other := pidsIn(t, ls[1].text(), "epoch 1 is rank 1 of 2 pid")[0]
+	for _, p := range []int{pid, other} { // so that they do not end the step
+		require.NoError(t, syscall.Kill(p, syscall.SIGSTOP))
+		requireStopped(t, p)
+	}
+	require.NoError(t, ls[0].cmd.Process.Signal(syscall.SIGTERM))
+	ls[0].until("this host leaves the job at the end of the step", 1)
+	require.NoError(t, syscall.Kill(pid, syscall.SIGKILL))
+	time.Sleep(2 * verdictWait) // the launcher could leave now
+	require.NoError(t, syscall.Kill(other, syscall.SIGCONT))
+	code, text := ls[1].wait()
+	require.Zero(t, code, text)
+	require.Contains(t, text, "epoch 2 is rank 0 of 1")
+	code, text = ls[0].wait()
+	require.Equal(t, 143, code, text)
+}
+
 // SIGINT to a launcher stops the job on all hosts, also if it comes while the hosts choose another coordinator and
 // the workers of the host exit before that ends.
 func TestElasticStopDuringTheChoice(t *testing.T) {

@@ -300,8 +300,14 @@ func (j *job) supervise() int {
 	dead, killed := j.agent.Context().Done(), j.agent.Killed()
 	j.late = stoppedTimer()
 	defer j.late.Stop()
-	for j.running > 0 || j.mayStart() {
+	var stay <-chan time.Time
+	for stayed := false; j.running > 0 || j.mayStart() || j.mustStay() && !stayed; {
+		if j.running == 0 && j.draining && stay == nil {
+			stay = time.After(j.cfg.Grace)
+		}
 		select {
+		case <-stay:
+			stayed = true
 		case c := <-j.ended:
 			j.childEnded(c)
 		case o := <-j.agent.Orders():

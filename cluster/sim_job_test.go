@@ -694,7 +694,7 @@ func (j *simJob) settles() string {
 		}
 	}
 	majority := len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least
-	if len(live) == 1 && len(live[0].electorate) > j.cfg.hosts/2 {
+	if len(live) == 1 && 2*len(live[0].electorate) >= j.cfg.hosts {
 		majority = false
 	}
 	for name, l := range j.launchers {

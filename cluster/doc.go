@@ -89,7 +89,8 @@
 // epoch, or half of them with the coordinator. Only hosts that have answered count, also those whose
 // workers have exited. The other part ends with a [*MemberLostError] that
 // says so. Hosts whose launchers are known to have ended do not count: the kernel of such a host
-// refuses connections to the launcher's port, or another launcher of the job has it. Therefore a job with --nnodes 1:2 goes on
+// refuses connections to the launcher's port, or another launcher of the job has it. This must be found within CHORUS_LOST_AFTER
+// of a time at which the launcher has heard from the finder. Therefore a job with --nnodes 1:2 goes on
 // when the launcher of either host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
 // power, the other host ends, because it cannot know whether the coordinator goes on.
 //
@@ -112,6 +113,7 @@
 //	                                    half with the coordinator
 //	network splits into small parts     none has half                    the job ends
 //	packets are lost in one direction   as for a split                   the hosts that hear each other go on
+//	virtual machine freezes             its clock goes on                as for a host that vanishes; it ends when it continues
 //	connections are reset               nobody refuses connections in    as for a split: resets and dropped packets
 //	                                    the name of a host that lives    prove nothing
 //	outage shorter than LOST_AFTER      less than 80 % of it             no effect

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"syscall"
+	"time"
 
 	"github.com/gochorus/chorus/internal/plain"
 )
@@ -46,8 +47,10 @@ func (r *runner) followAgent() error {
 	case <-r.worlds: // its coordinator is lost
 	default:
 	}
-	ctx, cancel := context.WithTimeout(r.parent, Timing{LostAfter: lost.hello.LostAfter}.successionTime()+joinPatience*lost.hello.LostAfter)
+	limit := lost.hello.LostAfter
+	ctx, cancel := context.WithTimeout(r.parent, Timing{LostAfter: limit}.successionTime()+joinPatience*limit)
 	defer cancel()
+	begun := time.Now()
 	for delay := firstRetry; ; delay = min(2*delay, lastRetry/16) {
 		at, over := r.cfg.whereabouts(ctx, r.key)
 		if over == errFinished.Error() {
@@ -56,15 +59,20 @@ func (r *runner) followAgent() error {
 		if over != "" {
 			return lostBecause(lost, over)
 		}
-		if at != "" && at != lost.to.addr { // the launcher may notice the loss later
+		same := at == lost.to.addr
+		if at != "" && !same {
 			l, hello, err := r.cfg.sys.dialCoordinator(ctx, r.cfg.Job, at, r.key)
-			if err == nil && !hello.Elects && hello.Agent != lost.hello.Agent {
+			same = err == nil && hello.Agent == lost.hello.Agent
+			if err == nil && !hello.Elects && !same {
 				r.cfg.Addr, r.cfg.at = at, at
 				return r.register(l, hello)
 			}
 			if err == nil {
 				l.close()
 			}
+		}
+		if same && time.Since(begun) > 2*limit { // the launcher would have noticed a loss by now
+			return lostBecause(lost, "this process has lost it, and the launcher of this host has not: the job goes on without this process")
 		}
 		if !sleep(ctx, delay) {
 			return context.Cause(lost.ctx)

@@ -84,7 +84,7 @@ func (w *World) addMissed(last *World) {
 
 // Step begins a step of the program. If a planned change of the world is due, it returns a
 // *ChangeError after the same number of steps on all ranks, and the function of Run must
-// return. Step does not communicate unless a change is due; then it returns when all ranks have called it, so
+// return. Step does not communicate unless a change is due. Then it returns when all ranks have called it, so
 // that no rank closes its group while another one still waits for an operation of the last step. All ranks must
 // call Step equally often. If the epoch has ended because of a loss, Step returns the cause.
 //

@@ -110,9 +110,9 @@ func (want parity) compare(t *testing.T, got parity) {
 
 const head = `# Captures
 
-The table has the result of each call in a function that package graph captures. The result
-depends on the place of the call and on the mode of the capture. It is "ok", or the kind of the
-call's error. If the call ended the capture, the error of the capture follows after "capture:".
+What happens if a function that package graph captures makes a call. The result depends on the place of the call and on
+the mode of the capture. It is "ok", or the kind of the call's error. If the call ended the capture, the error of the capture
+follows after "capture:". A call succeeds, on virtual devices and on CUDA, in the places and modes without a row.
 ` + "`TestCaptures`" + ` of package graph makes all calls and compares their results with this
 table; ` + "`-update`" + ` writes the table.
 
@@ -128,15 +128,22 @@ table; ` + "`-update`" + ` writes the table.
 | --- | --- | --- | --- | --- |
 `
 
-const tail = `
-## Differences
-`
+const (
+	succeed = "\n## Calls that succeed in all places and modes\n"
+	differ  = "\n## Differences\n"
+)
 
-// markdown returns the document. Modes with the same result share a row.
+var ok = cells{"ok", "ok"}
+
+// markdown returns the document. Modes with the same result share a row, and those that succeed have none.
 func (p parity) markdown() string {
-	var b strings.Builder
+	var b, good strings.Builder
 	b.WriteString(head)
 	for _, c := range calls() {
+		if !slices.ContainsFunc(c.programs(), func(of program) bool { return *p[of.String()] != ok }) {
+			fmt.Fprintf(&good, "- %s\n", c.name)
+			continue
+		}
 		for rest := c.programs(); len(rest) > 0; {
 			of := rest[0]
 			x := *p[of.String()]
@@ -151,11 +158,15 @@ func (p parity) markdown() string {
 			if len(names) == len(modes) {
 				names = []string{"all"}
 			}
+			if x == ok {
+				continue
+			}
 			fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", c.name, of.from.name, strings.Join(names, ", "), x.virtual, x.cuda)
 		}
 	}
+	b.WriteString(succeed + good.String())
 	if len(accepted) > 0 {
-		b.WriteString(tail)
+		b.WriteString(differ)
 		var keys []string
 		for key := range accepted {
 			keys = append(keys, key)
@@ -176,8 +187,11 @@ func readParity(t *testing.T) parity {
 		return parity{}
 	}
 	require.NoError(t, err)
-	p := parity{}
+	p, listed := parity{}, map[string]bool{}
 	for _, line := range strings.Split(string(data), "\n") {
+		if name, is := strings.CutPrefix(line, "- "); is {
+			listed[name] = true
+		}
 		f := strings.Split(strings.Trim(line, "| "), " | ")
 		if len(f) != 5 || f[0] == "call" || f[0] == "---" {
 			continue
@@ -186,6 +200,14 @@ func readParity(t *testing.T) parity {
 		for _, m := range modes {
 			if f[2] == "all" || slices.Contains(names, m.String()) {
 				p[fmt.Sprintf("%s, %s, %s", f[0], f[1], m)] = &cells{f[3], f[4]}
+			}
+		}
+		listed[f[0]] = true
+	}
+	for _, c := range calls() {
+		for _, of := range c.programs() {
+			if listed[c.name] && p[of.String()] == nil {
+				p[of.String()] = &cells{ok.virtual, ok.cuda}
 			}
 		}
 	}

@@ -228,6 +228,11 @@ func (m *Module) compile(src *Source, said map[string][]declared, defs map[strin
 
 // standIns makes the image of Go functions that virtual devices load.
 func (m *Module) standIns(src *Source, said map[string][]declared, defs map[string]definition) ([]byte, error) {
+	for _, d := range src.Kernels {
+		if d.Go == nil && (d.typed == nil || d.typed.call == nil) {
+			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
+		}
+	}
 	limits, err := limitsOfVirtual(m.dev, src, defs)
 	if err != nil {
 		return nil, err
@@ -240,9 +245,6 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 		}
 		if d.typed != nil || m.shadow.covers(&d) {
 			params = append(params, slices.Repeat([]machine.Param{machine.Int64Param}, len(params))...)
-		}
-		if fn == nil {
-			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
 		}
 		def := defs[d.Name]
 		ks = append(ks, machine.Kernel{Name: d.Name, Params: params, Limits: limits[d.Name], Func: func(k *machine.KernelCall) {

@@ -55,7 +55,7 @@ func TestLaunchesAreCompared(t *testing.T) {
 		"misaligned":      {body: "if (i == 0) ((float2*)(x + 1))->x += 1;", by: 1, goes: 100, grid: flat(4, 32, 0), want: "CUDA_ERROR_MISALIGNED_ADDRESS"},
 		"stuck barrier":   {body: "if (i < 3) __syncthreads(); else if (i < 5) __syncwarp();", by: 0, goes: 100, grid: flat(1, 8, 0), want: "wait for threads that do not come"},
 		"not for g++":     {body: "unsigned c = clock(); x[i] += c;", by: 1, goes: 100, grid: flat(4, 32, 0)},
-		"state":           {body: "__shared__ int s; x[i] = 7; } __device__ int counter; void f() {", by: 1, goes: 100, grid: flat(4, 32, 0)},
+		"state":           {body: "__shared__ int s; x[i] = 7; } __device__ int counter; __device__ void f() {", by: 1, goes: 100, grid: flat(4, 32, 0)},
 		"waits":           {body: "if (i == 0) while (*(volatile float*)x == 0) ;", by: 1, goes: 100, grid: flat(1, 32, 0)},
 		"too many":        {body: "", by: 1, goes: 100, grid: flat(2000, 32, 0)},
 		"reads elsewhere": {body: "if (i < n) x[i] += 1 + 0 * y[i % 2];", by: 1, goes: 100, grid: flat(4, 32, 0)},
@@ -141,6 +141,7 @@ func TestVirtualLimitsAreThoseOfCUDA(t *testing.T) {
 		"simple": `extern "C" __global__ void f(float* x) { x[threadIdx.x] += 1; }`,
 		"bounds": `extern "C" __global__ void __launch_bounds__(192) f(float* x) { x[threadIdx.x] += 1; }`,
 		"shared": `extern "C" __global__ void f(float* x) { __shared__ float s[10000]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); x[threadIdx.x] = s[threadIdx.x ^ 1]; }`,
+		"odd":    `extern "C" __global__ void f(float* x) { __shared__ char s[44670]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); x[threadIdx.x] = s[threadIdx.x ^ 1]; }`,
 		"local":  `extern "C" __global__ void f(float* x) { float v[1000]; for (int k = 0; k < 1000; k++) v[(k * 7 + threadIdx.x) % 1000] = x[k]; x[threadIdx.x] = v[(int)x[0]]; }`,
 		"const":  `__constant__ float table[100] = {1, 2, 3}; extern "C" __global__ void f(float* x) { x[threadIdx.x] += table[(int)x[threadIdx.x] % 100]; }`,
 		"registers": `extern "C" __global__ void f(float* x) { float v[100], s = 0;

@@ -135,7 +135,7 @@ func (m *Module) bind(src *Source) {
 // find finds a kernel in the loaded binary.
 func (m *Module) find(d *Def, source []declared, accesses string) (*Kernel, error) {
 	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
-	k.typed = d.typed != nil && gpu.DeviceOf(m.dev).System().Machine != nil || m.shadow.covers(d)
+	k.typed = gpu.DeviceOf(m.dev).System().Machine != nil && d.hasLengths()
 	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 		return r
@@ -243,7 +243,8 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 		if d.typed != nil {
 			fn = d.typed.standIn(said[d.Name])
 		}
-		if d.typed != nil || m.shadow.covers(&d) {
+		lengths := d.hasLengths()
+		if lengths {
 			params = append(params, slices.Repeat([]machine.Param{machine.Int64Param}, len(params))...)
 		}
 		def := defs[d.Name]
@@ -252,7 +253,13 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 				panic(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress,
 					Text: fmt.Sprintf("kernel %s declares dynamic shared memory (extern __shared__), and the launch has none: set Grid.SharedBytes", d.Name)})
 			}
-			run := func() { fn(&Call{call: kern.NewCallRef(k)}) }
+			run := func() {
+				c := &Call{call: kern.NewCallRef(k)}
+				if lengths && d.typed == nil && !kern.IsResident(src) {
+					c.spans = spansOf(&d, k, said[d.Name])
+				}
+				fn(c)
+			}
 			if m.shadow.covers(&d) {
 				m.shadow.run(&d, k, run)
 				return
@@ -261,6 +268,12 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 		}})
 	}
 	return gpu.DeviceOf(m.dev).System().Machine.ModuleImage(ks), nil
+}
+
+// hasLengths reports whether launches on virtual devices pass the number of bytes at each pointer, behind
+// the arguments.
+func (d *Def) hasLengths() bool {
+	return d.typed != nil || machine.ParamBytes(d.stood())+8*len(d.Params) <= machine.MaxParamBytes
 }
 
 // stood returns the parameters in the types of package virtual.

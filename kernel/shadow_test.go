@@ -95,6 +95,74 @@ func TestLaunchesAreCompared(t *testing.T) {
 	}
 }
 
+// A Go function may write only what the launch has passed, and its panics have a line.
+func TestWritesAreChecked(t *testing.T) {
+	t.Setenv(env.VirtualKernels.Name, "go")
+	for name, c := range map[string]struct {
+		fn   func(c *kernel.Call)
+		want []string // parts of the error
+	}{
+		"all":             {func(c *kernel.Call) { kernel.Update[float32](c, 0, 100)[99]++ }, nil},
+		"behind it":       {func(c *kernel.Call) { kernel.Update[float32](c, 0, 101)[100]++ }, []string{"asks for 404 bytes", "4 past the end of the argument", "shadow_test.go:"}},
+		"behind a part":   {func(c *kernel.Call) { kernel.UpdateAddress[float32](c, c.Address(0)+396, 2)[1]++ }, []string{"asks for 8 bytes", "4 past the end", "shadow_test.go:"}},
+		"in another":      {func(c *kernel.Call) { kernel.UpdateAddress[float32](c, c.Address(2), 10)[0]++ }, nil},
+		"const":           {func(c *kernel.Call) { kernel.Update[float32](c, 1, 1)[0]++ }, []string{"declares a pointer to const there", "shadow_test.go:"}},
+		"reads behind it": {func(c *kernel.Call) { kernel.Update[float32](c, 0, 1)[0] += kernel.Read[float32](c, 0, 101)[100] * 0 }, nil},
+		"panic": {func(c *kernel.Call) {
+			x := kernel.Update[float32](c, 0, 100)
+			x[c.Grid().Threads[0]+100] = 1
+		}, []string{"index out of range [132]", "shadow_test.go:"}},
+		"freed": {func(c *kernel.Call) { kernel.Update[float32](c, 2, 10); kernel.UpdateAddress[float32](c, 1<<40, 1) }, []string{"CUDA_ERROR_ILLEGAL_ADDRESS", "shadow_test.go:"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1}).Devices()
+			s, err := stream.New(devs[0], nil)
+			require.NoError(t, err)
+			m, err := kernel.Compile(devs[0], &kernel.Source{Name: "f.cu", CUDA: `extern "C" __global__ void f(float* x, const float* y, float* z) {}`,
+				Kernels: []kernel.Def{{Name: "f", Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.Pointer}, Go: c.fn}}})
+			require.NoError(t, err)
+			defer func() { _ = errors.Join(m.Close(), s.Close()) }() // the device may be lost
+			k, err := m.Kernel("f")
+			require.NoError(t, err)
+			x, err := memory.MakeFrom(s, make([]float32, 300))
+			require.NoError(t, err)
+			err = errors.Join(k.Launch(s, flat(1, 32, 0), kernel.Ptr(x.Slice(0, 100)), kernel.Ptr(x.Slice(200, 300)), kernel.Ptr(x.Slice(100, 200))), s.Sync(testgpu.Context(t)))
+			_ = x.Close()
+			if c.want == nil {
+				require.NoError(t, err)
+			}
+			for _, want := range c.want {
+				require.ErrorContains(t, err, want)
+			}
+		})
+	}
+}
+
+// A launch that is compared with its source finds writes to memory that the Go function has asked for to read.
+func TestWritesOfConstants(t *testing.T) {
+	if _, err := exec.LookPath("g++"); err != nil {
+		t.Skip("needs g++: ", err)
+	}
+	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1}).Devices()
+	s, err := stream.New(devs[0], nil)
+	require.NoError(t, err)
+	m, err := kernel.Compile(devs[0], &kernel.Source{Name: "f.cu", CUDA: `extern "C" __global__ void f(float* x, const float* y) { x[threadIdx.x] = y[threadIdx.x]; }`,
+		Kernels: []kernel.Def{{Name: "f", Params: []kernel.Param{kernel.Pointer, kernel.Pointer}, Go: func(c *kernel.Call) {
+			y := kernel.Read[float32](c, 1, 32)
+			copy(kernel.Update[float32](c, 0, 32), y)
+			y[3] = 7
+		}}}})
+	require.NoError(t, err)
+	defer func() { _ = errors.Join(m.Close(), s.Close()) }() // the device is lost
+	k, err := m.Kernel("f")
+	require.NoError(t, err)
+	x, err := memory.MakeFrom(s, make([]float32, 64))
+	require.NoError(t, err)
+	err = errors.Join(k.Launch(s, flat(1, 32, 0), kernel.Ptr(x.Slice(0, 32)), kernel.Ptr(x.Slice(32, 64))), s.Sync(testgpu.Context(t)))
+	_ = x.Close()
+	require.ErrorContains(t, err, "its Go function wrote byte 14 of argument 1")
+}
+
 // The variable selects how kernels run.
 func TestVirtualKernels(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})

@@ -61,7 +61,8 @@ const (
 	stepped
 )
 
-// NewScaler allocates a scaler's numbers on s.
+// NewScaler allocates a scaler's numbers on s. The first one on a device loads its kernels, and the driver may wait for
+// all work of the device then.
 func NewScaler(s *stream.Stream, cfg *ScalerConfig) (*Scaler, error) {
 	const op = "new scaler"
 	if s == nil {
@@ -78,6 +79,9 @@ func NewScaler(s *stream.Stream, cfg *ScalerConfig) (*Scaler, error) {
 	}
 	if err := c.check(op); err != nil {
 		return nil, err
+	}
+	if _, err := kernelsOf(s.Device()); err != nil {
+		return nil, refuse(op, "%w", err)
 	}
 	sc := &Scaler{cfg: c, s: s, served: make([]service, 0, maxOptimizers)}
 	handle.Init(sc, &sc.owner, handle.About{Kind: "gradient scaler", On: s.Device()})

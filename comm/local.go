@@ -13,7 +13,8 @@ import (
 
 // Local makes a group whose ranks are all in this process: rank i on devs[i]
 // (ncclCommInitAll). If devs is nil, it uses all devices of the default system. It returns
-// when the communicators are ready, or with the cause when ctx ends first.
+// when the communicators are ready, or with the cause when ctx ends first. The first group on a device loads NCCL's
+// kernels, for which the driver may wait for all work of the device.
 func Local(ctx context.Context, devs []*device.Device, cfg *Config) (*Group, error) {
 	if err := cfg.check("local"); err != nil {
 		return nil, err

@@ -13,7 +13,7 @@ import (
 // function.
 type Call struct {
 	call
-	spans []span // the memory that a Func's arguments refer to
+	spans []span // the memory that arguments refer to
 }
 
 type call = kern.CallRef
@@ -43,7 +43,8 @@ func Get[T memory.Element](c *Call, i int) (v T) {
 func Read[T memory.Element](c *Call, i, n int) []T { return ReadAddress[T](c, c.Address(i), n) }
 
 // Update returns n elements at the pointer that is argument i, which the function may read
-// and write.
+// and write. If the launch has passed a slice, the elements must be in it, and the source must not declare
+// a pointer to const.
 func Update[T memory.Element](c *Call, i, n int) []T { return UpdateAddress[T](c, c.Address(i), n) }
 
 // ReadAddress is Read at an address: of a struct, or behind an Address.
@@ -53,5 +54,6 @@ func ReadAddress[T memory.Element](c *Call, p uint64, n int) []T {
 
 // UpdateAddress is Update at an address.
 func UpdateAddress[T memory.Element](c *Call, p uint64, n int) []T {
+	c.checkWrite(p, n*int(unsafe.Sizeof(*new(T))))
 	return machine.WriteOf[T](kern.CallOf(c), cudadrv.DevicePtr(p), n)
 }

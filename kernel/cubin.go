@@ -28,17 +28,26 @@ func limitsOfVirtual(dev *device.Device, src *Source, defs map[string]definition
 		return declared, nil // of Chorus
 	}
 	c, err := newCompiler(dev, src)
-	if err != nil {
+	if errors.Is(err, errors.ErrUnsupported) {
 		sayOnce()
 		return declared, src.checkText()
 	}
+	if err != nil {
+		return nil, err
+	}
+	return c.limits(src, declared)
+}
+
+// limits compiles a source and reads the limits of its kernels. If the compiler is too old for the
+// architecture, they are those that the source declares.
+func (c *compiler) limits(src *Source, declared map[string]machine.Limits) (map[string]machine.Limits, error) {
 	image, err := c.binary(src)
 	if err != nil {
 		return nil, err
 	}
-	limits, err := cubinLimits(image)
+	limits, err := cubinLimits(image, c.arch)
 	if err != nil {
-		return declared, nil // PTX, of a compiler for newer devices
+		return declared, nil // PTX
 	}
 	for _, d := range src.Kernels {
 		if _, found := limits[d.Name]; !found {
@@ -68,8 +77,15 @@ const (
 	formatSized    = 4
 )
 
-// cubinLimits reads the limits of the kernels in a binary.
-func cubinLimits(image []byte) (map[string]machine.Limits, error) {
+// Since sm_90 the shared memory of a kernel that has any begins with 1 KiB for the system, which the
+// binary counts and the driver's attribute does not.
+const (
+	archReserves = 90
+	reserved     = 1 << 10
+)
+
+// cubinLimits reads the limits of the kernels in a binary for an architecture.
+func cubinLimits(image []byte, arch int) (map[string]machine.Limits, error) {
 	if len(image) < 64 {
 		return nil, errors.New("kernel: read a binary: it is too short")
 	}
@@ -103,7 +119,11 @@ func cubinLimits(image []byte) (map[string]machine.Limits, error) {
 	}
 	for _, s := range f.Sections {
 		if name, ok := strings.CutPrefix(s.Name, ".nv.shared."); ok {
-			set(name, func(l *machine.Limits) { l.SharedBytes = int(s.Size) })
+			size := int(s.Size)
+			if arch >= archReserves {
+				size = max(0, size-reserved)
+			}
+			set(name, func(l *machine.Limits) { l.SharedBytes = size })
 		}
 		name, ofKernel := strings.CutPrefix(s.Name, ".nv.info.")
 		if s.Name != ".nv.info" && !ofKernel {

@@ -9,7 +9,10 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -93,6 +96,46 @@ func Data[T memory.Element](c *Call, x memory.Slice[T]) []T {
 type span struct {
 	from, to uint64
 	input    bool
+}
+
+// spansOf returns the memory of a kernel's arguments whose sizes the launch knows. They are behind the arguments.
+func spansOf(d *Def, call *machine.KernelCall, ps []declared) (spans []span) {
+	for i, p := range d.Params {
+		if p != Pointer {
+			continue
+		}
+		from := call.Bits(i, machine.PtrParam)
+		if n := call.Bits(len(d.Params)+i, machine.Int64Param); n > 0 {
+			spans = append(spans, span{from, from + n, ps != nil && ps[i].input})
+		}
+	}
+	return spans
+}
+
+// checkWrite stops a kernel that writes past the end of an argument, where a GPU may have other
+// data of the same allocation, or memory that the source declares const.
+func (c *Call) checkWrite(from uint64, bytes int) {
+	to, past, input := from+uint64(bytes), uint64(0), false
+	for _, s := range c.spans {
+		switch {
+		case from < s.from || from >= s.to:
+		case to > s.to:
+			past = max(past, to-s.to)
+		case !s.input:
+			return
+		default:
+			input = true
+		}
+	}
+	switch {
+	case bytes == 0:
+	case input:
+		panic(&machine.Trouble{Status: cudadrv.ErrorLaunchFailed, Text: fmt.Sprintf("the Go function of %s asks for %d bytes at %#x to write, and the source declares a pointer to const there: use Read",
+			kern.CallOf(c).Name(), bytes, from)})
+	case past > 0:
+		panic(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress, Text: fmt.Sprintf("the Go function of %s asks for %d bytes at %#x to write, %d past the end of the argument",
+			kern.CallOf(c).Name(), bytes, from, past)})
+	}
 }
 
 // A typed is the part of a Func that does not depend on the type of its arguments.

@@ -232,9 +232,17 @@ func TestCompileErrors(t *testing.T) {
 		require.ErrorAs(t, err, &ce)
 		require.Contains(t, ce.Log, "bad.cu")
 	})
+	t.Run("misspelled", func(t *testing.T) {
+		testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+			for _, cuda := range []string{"", `extern "C" __global__ void scale(float* x) {}`} {
+				_, err := kernel.Compile(devs[0], &kernel.Source{Name: "x.cu", CUDA: cuda, Kernels: []kernel.Def{{Name: "scal_e", Go: func(*kernel.Call) {}}}})
+				require.ErrorContains(t, err, "kernel: compile x.cu: the source has no kernel scal_e")
+			}
+		})
+	})
 	t.Run("virtual", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-		_, err := kernel.Compile(devs[0], &kernel.Source{Name: "x.cu", Kernels: []kernel.Def{{Name: "x"}}})
+		_, err := kernel.Compile(devs[0], &kernel.Source{Name: "x.cu", CUDA: `extern "C" __global__ void x() {}`, Kernels: []kernel.Def{{Name: "x"}}})
 		require.ErrorContains(t, err, "no Go function to stand in")
 	})
 }

@@ -135,7 +135,7 @@ func (m *Module) bind(src *Source) {
 // find finds a kernel in the loaded binary.
 func (m *Module) find(d *Def, source []declared, accesses string) (*Kernel, error) {
 	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
-	k.typed = d.typed != nil && gpu.DeviceOf(m.dev).System().Machine != nil || m.shadow.covers(d)
+	k.typed = gpu.DeviceOf(m.dev).System().Machine != nil && d.hasLengths()
 	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 		return r
@@ -228,6 +228,11 @@ func (m *Module) compile(src *Source, said map[string][]declared, defs map[strin
 
 // standIns makes the image of Go functions that virtual devices load.
 func (m *Module) standIns(src *Source, said map[string][]declared, defs map[string]definition) ([]byte, error) {
+	for _, d := range src.Kernels {
+		if d.Go == nil && (d.typed == nil || d.typed.call == nil) {
+			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
+		}
+	}
 	limits, err := limitsOfVirtual(m.dev, src, defs)
 	if err != nil {
 		return nil, err
@@ -238,11 +243,9 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 		if d.typed != nil {
 			fn = d.typed.standIn(said[d.Name])
 		}
-		if d.typed != nil || m.shadow.covers(&d) {
+		lengths := d.hasLengths()
+		if lengths {
 			params = append(params, slices.Repeat([]machine.Param{machine.Int64Param}, len(params))...)
-		}
-		if fn == nil {
-			return nil, fmt.Errorf("kernel: %s in %s has no Go function to stand in on virtual devices", d.Name, src.Name)
 		}
 		def := defs[d.Name]
 		ks = append(ks, machine.Kernel{Name: d.Name, Params: params, Limits: limits[d.Name], Func: func(k *machine.KernelCall) {
@@ -250,7 +253,13 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 				panic(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress,
 					Text: fmt.Sprintf("kernel %s declares dynamic shared memory (extern __shared__), and the launch has none: set Grid.SharedBytes", d.Name)})
 			}
-			run := func() { fn(&Call{call: kern.NewCallRef(k)}) }
+			run := func() {
+				c := &Call{call: kern.NewCallRef(k)}
+				if lengths && d.typed == nil && !kern.IsResident(src) {
+					c.spans = spansOf(&d, k, said[d.Name])
+				}
+				fn(c)
+			}
 			if m.shadow.covers(&d) {
 				m.shadow.run(&d, k, run)
 				return
@@ -259,6 +268,12 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 		}})
 	}
 	return gpu.DeviceOf(m.dev).System().Machine.ModuleImage(ks), nil
+}
+
+// hasLengths reports whether launches on virtual devices pass the number of bytes at each pointer, behind
+// the arguments.
+func (d *Def) hasLengths() bool {
+	return d.typed != nil || machine.ParamBytes(d.stood())+8*len(d.Params) <= machine.MaxParamBytes
 }
 
 // stood returns the parameters in the types of package virtual.

@@ -143,8 +143,7 @@ func (h *shadow) close() error {
 // covers reports whether launches of a kernel can be compared: the lengths of its arguments are
 // additional parameters.
 func (h *shadow) covers(d *Def) bool {
-	return h != nil && !slices.ContainsFunc(d.Params, func(p Param) bool { _, ok := p.isStruct(); return ok }) &&
-		machine.ParamBytes(d.stood())+8*len(d.Params) <= machine.MaxParamBytes
+	return h != nil && !slices.ContainsFunc(d.Params, func(p Param) bool { _, ok := p.isStruct(); return ok }) && d.hasLengths()
 }
 
 // due reports whether a launch is to be compared.
@@ -195,8 +194,14 @@ func (h *shadow) run(d *Def, call *machine.KernelCall, fn func()) {
 	}
 	for _, u := range uses {
 		for i := range before {
-			if before[i] != nil && u.Write {
+			switch {
+			case before[i] == nil:
+			case u.Write:
 				h.compare(d, call, i, before[i], list[i].Memory[list[i].Before:], u)
+			case !slices.ContainsFunc(uses, func(w machine.Use) bool {
+				return w.Write && w.Ptr < u.Ptr+cudadrv.DevicePtr(u.Bytes) && u.Ptr < w.Ptr+cudadrv.DevicePtr(w.Bytes)
+			}):
+				h.unchanged(d, call, i, before[i], u)
 			}
 		}
 	}
@@ -278,6 +283,26 @@ func (h *shadow) arguments(d *Def, call *machine.KernelCall) (before [][]byte, l
 		before, list = append(before, data), append(list, arg)
 	}
 	return before, list, true
+}
+
+// unchanged stops a kernel whose Go function wrote memory of argument i that it had asked for to read.
+func (h *shadow) unchanged(d *Def, call *machine.KernelCall, i int, before []byte, u machine.Use) {
+	start := call.Ptr(i)
+	lo, hi := max(u.Ptr, start), min(u.Ptr+cudadrv.DevicePtr(u.Bytes), start+cudadrv.DevicePtr(len(before)))
+	if lo >= hi {
+		return
+	}
+	got, ok := call.Peek(lo, uintptr(hi-lo))
+	if !ok || slices.Equal(got, before[lo-start:hi-start]) {
+		return
+	}
+	at := lo - start
+	for k := range got {
+		if got[k] != before[int(at)+k] {
+			panic(&machine.Trouble{Status: cudadrv.ErrorLaunchFailed, Text: fmt.Sprintf(
+				"kernel %s: its Go function wrote byte %d of argument %d, which it had asked for with Read, or which the source declares const", d.Name, int(at)+k, i)})
+		}
+	}
 }
 
 // compare compares the part of argument i that the Go function wrote.

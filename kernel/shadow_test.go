@@ -55,7 +55,7 @@ func TestLaunchesAreCompared(t *testing.T) {
 		"misaligned":      {body: "if (i == 0) ((float2*)(x + 1))->x += 1;", by: 1, goes: 100, grid: flat(4, 32, 0), want: "CUDA_ERROR_MISALIGNED_ADDRESS"},
 		"stuck barrier":   {body: "if (i < 3) __syncthreads(); else if (i < 5) __syncwarp();", by: 0, goes: 100, grid: flat(1, 8, 0), want: "wait for threads that do not come"},
 		"not for g++":     {body: "unsigned c = clock(); x[i] += c;", by: 1, goes: 100, grid: flat(4, 32, 0)},
-		"state":           {body: "__shared__ int s; x[i] = 7; } __device__ int counter; void f() {", by: 1, goes: 100, grid: flat(4, 32, 0)},
+		"state":           {body: "__shared__ int s; x[i] = 7; } __device__ int counter; __device__ void f() {", by: 1, goes: 100, grid: flat(4, 32, 0)},
 		"waits":           {body: "if (i == 0) while (*(volatile float*)x == 0) ;", by: 1, goes: 100, grid: flat(1, 32, 0)},
 		"too many":        {body: "", by: 1, goes: 100, grid: flat(2000, 32, 0)},
 		"reads elsewhere": {body: "if (i < n) x[i] += 1 + 0 * y[i % 2];", by: 1, goes: 100, grid: flat(4, 32, 0)},
@@ -93,6 +93,74 @@ func TestLaunchesAreCompared(t *testing.T) {
 			require.ErrorContains(t, err, c.want)
 		})
 	}
+}
+
+// A Go function may write only what the launch has passed, and its panics have a line.
+func TestWritesAreChecked(t *testing.T) {
+	t.Setenv(env.VirtualKernels.Name, "go")
+	for name, c := range map[string]struct {
+		fn   func(c *kernel.Call)
+		want []string // parts of the error
+	}{
+		"all":             {func(c *kernel.Call) { kernel.Update[float32](c, 0, 100)[99]++ }, nil},
+		"behind it":       {func(c *kernel.Call) { kernel.Update[float32](c, 0, 101)[100]++ }, []string{"asks for 404 bytes", "4 past the end of the argument", "shadow_test.go:"}},
+		"behind a part":   {func(c *kernel.Call) { kernel.UpdateAddress[float32](c, c.Address(0)+396, 2)[1]++ }, []string{"asks for 8 bytes", "4 past the end", "shadow_test.go:"}},
+		"in another":      {func(c *kernel.Call) { kernel.UpdateAddress[float32](c, c.Address(2), 10)[0]++ }, nil},
+		"const":           {func(c *kernel.Call) { kernel.Update[float32](c, 1, 1)[0]++ }, []string{"declares a pointer to const there", "shadow_test.go:"}},
+		"reads behind it": {func(c *kernel.Call) { kernel.Update[float32](c, 0, 1)[0] += kernel.Read[float32](c, 0, 101)[100] * 0 }, nil},
+		"panic": {func(c *kernel.Call) {
+			x := kernel.Update[float32](c, 0, 100)
+			x[c.Grid().Threads[0]+100] = 1
+		}, []string{"index out of range [132]", "shadow_test.go:"}},
+		"freed": {func(c *kernel.Call) { kernel.Update[float32](c, 2, 10); kernel.UpdateAddress[float32](c, 1<<40, 1) }, []string{"CUDA_ERROR_ILLEGAL_ADDRESS", "shadow_test.go:"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1}).Devices()
+			s, err := stream.New(devs[0], nil)
+			require.NoError(t, err)
+			m, err := kernel.Compile(devs[0], &kernel.Source{Name: "f.cu", CUDA: `extern "C" __global__ void f(float* x, const float* y, float* z) {}`,
+				Kernels: []kernel.Def{{Name: "f", Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.Pointer}, Go: c.fn}}})
+			require.NoError(t, err)
+			defer func() { _ = errors.Join(m.Close(), s.Close()) }() // the device may be lost
+			k, err := m.Kernel("f")
+			require.NoError(t, err)
+			x, err := memory.MakeFrom(s, make([]float32, 300))
+			require.NoError(t, err)
+			err = errors.Join(k.Launch(s, flat(1, 32, 0), kernel.Ptr(x.Slice(0, 100)), kernel.Ptr(x.Slice(200, 300)), kernel.Ptr(x.Slice(100, 200))), s.Sync(testgpu.Context(t)))
+			_ = x.Close()
+			if c.want == nil {
+				require.NoError(t, err)
+			}
+			for _, want := range c.want {
+				require.ErrorContains(t, err, want)
+			}
+		})
+	}
+}
+
+// A launch that is compared with its source finds writes to memory that the Go function has asked for to read.
+func TestWritesOfConstants(t *testing.T) {
+	if _, err := exec.LookPath("g++"); err != nil {
+		t.Skip("needs g++: ", err)
+	}
+	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1}).Devices()
+	s, err := stream.New(devs[0], nil)
+	require.NoError(t, err)
+	m, err := kernel.Compile(devs[0], &kernel.Source{Name: "f.cu", CUDA: `extern "C" __global__ void f(float* x, const float* y) { x[threadIdx.x] = y[threadIdx.x]; }`,
+		Kernels: []kernel.Def{{Name: "f", Params: []kernel.Param{kernel.Pointer, kernel.Pointer}, Go: func(c *kernel.Call) {
+			y := kernel.Read[float32](c, 1, 32)
+			copy(kernel.Update[float32](c, 0, 32), y)
+			y[3] = 7
+		}}}})
+	require.NoError(t, err)
+	defer func() { _ = errors.Join(m.Close(), s.Close()) }() // the device is lost
+	k, err := m.Kernel("f")
+	require.NoError(t, err)
+	x, err := memory.MakeFrom(s, make([]float32, 64))
+	require.NoError(t, err)
+	err = errors.Join(k.Launch(s, flat(1, 32, 0), kernel.Ptr(x.Slice(0, 32)), kernel.Ptr(x.Slice(32, 64))), s.Sync(testgpu.Context(t)))
+	_ = x.Close()
+	require.ErrorContains(t, err, "its Go function wrote byte 14 of argument 1")
 }
 
 // The variable selects how kernels run.
@@ -141,6 +209,7 @@ func TestVirtualLimitsAreThoseOfCUDA(t *testing.T) {
 		"simple": `extern "C" __global__ void f(float* x) { x[threadIdx.x] += 1; }`,
 		"bounds": `extern "C" __global__ void __launch_bounds__(192) f(float* x) { x[threadIdx.x] += 1; }`,
 		"shared": `extern "C" __global__ void f(float* x) { __shared__ float s[10000]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); x[threadIdx.x] = s[threadIdx.x ^ 1]; }`,
+		"odd":    `extern "C" __global__ void f(float* x) { __shared__ char s[44670]; s[threadIdx.x] = x[threadIdx.x]; __syncthreads(); x[threadIdx.x] = s[threadIdx.x ^ 1]; }`,
 		"local":  `extern "C" __global__ void f(float* x) { float v[1000]; for (int k = 0; k < 1000; k++) v[(k * 7 + threadIdx.x) % 1000] = x[k]; x[threadIdx.x] = v[(int)x[0]]; }`,
 		"const":  `__constant__ float table[100] = {1, 2, 3}; extern "C" __global__ void f(float* x) { x[threadIdx.x] += table[(int)x[threadIdx.x] % 100]; }`,
 		"registers": `extern "C" __global__ void f(float* x) { float v[100], s = 0;

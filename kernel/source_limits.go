@@ -7,6 +7,7 @@ import (
 	"strconv"
 	"strings"
 
+	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
@@ -269,14 +270,22 @@ func (e *evaluation) factor() int64 {
 	return v
 }
 
-// checkNames returns an error for a kernel whose name the compiler mangles.
+// checkNames returns an error for a kernel that is not in the source, or whose name the compiler mangles.
 func (src *Source) checkNames(all map[string]definition) error {
 	for _, d := range src.Kernels {
+		if _, found := all[d.Name]; !found && !mayHave(src, d.Name) {
+			return fmt.Errorf("kernel: compile %s: the source has no kernel %s", src.Name, d.Name)
+		}
 		if all[d.Name].mangled {
 			return fmt.Errorf(`kernel: compile %s: %s is not extern "C", so that the compiler mangles its name: declare it extern "C" __global__`, src.Name, d.Name)
 		}
 	}
 	return nil
+}
+
+// mayHave reports whether a source has a name, or may get it from a header, a macro or stored PTX.
+func mayHave(src *Source, name string) bool {
+	return kern.Archive(src) != nil || slices.Contains(words.FindAllString(src.CUDA, -1), name) || strings.Contains(src.CUDA, "##") || includeLine.MatchString(src.CUDA) || len(src.Options) > 0
 }
 
 // checkText finds mistakes that NVRTC would find in the options and the names of headers. It is for

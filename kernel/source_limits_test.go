@@ -4,11 +4,15 @@ import (
 	"bytes"
 	"debug/elf"
 	"encoding/binary"
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
@@ -97,8 +101,9 @@ func TestCheckText(t *testing.T) {
 	require.ErrorContains(t, err, `cannot open source file "mine/none.h"`)
 }
 
-// A binary has the registers, the memory and the bounds of its kernels.
-func TestCubinLimits(t *testing.T) {
+// cubin makes a binary with the kernels f and g.
+func cubin(t *testing.T) []byte {
+	t.Helper()
 	info := func(format, attr byte, words ...uint32) []byte {
 		b := binary.LittleEndian.AppendUint16([]byte{format, attr}, uint16(4*len(words)))
 		for _, w := range words {
@@ -126,7 +131,7 @@ func TestCubinLimits(t *testing.T) {
 	sections[0] = elf.Section64{}
 	sections[1].Type, sections[1].Link, sections[1].Entsize = uint32(elf.SHT_SYMTAB), 2, 24
 	sections[2].Type = uint32(elf.SHT_STRTAB)
-	sections[6].Type, sections[6].Size = uint32(elf.SHT_NOBITS), 40000
+	sections[6].Type, sections[6].Size = uint32(elf.SHT_NOBITS), 41024
 	sections[len(names)] = elf.Section64{Name: uint32(shstr.Len()), Type: uint32(elf.SHT_STRTAB), Off: uint64(image.Len()), Size: uint64(shstr.Len()) + 10}
 	shstr.WriteString(".shstrtab\x00")
 	image.Write(shstr.Bytes())
@@ -137,16 +142,62 @@ func TestCubinLimits(t *testing.T) {
 		Ident: [elf.EI_NIDENT]byte{0x7f, 'E', 'L', 'F', byte(elf.ELFCLASS64), byte(elf.ELFDATA2LSB), byte(elf.EV_CURRENT), 0x33},
 		Type:  uint16(elf.ET_EXEC), Machine: 190, Version: 0x82, Shoff: at, Ehsize: 64, Shentsize: 64, Shnum: uint16(len(sections)), Shstrndx: uint16(len(names)),
 	}))
-	data := append(head.Bytes(), image.Bytes()[64:]...)
-	limits, err := cubinLimits(data)
-	require.NoError(t, err)
-	require.Equal(t, map[string]machine.Limits{
-		"f": {MaxThreads: 128, Registers: 168, LocalBytes: 400, SharedBytes: 40000, ConstBytes: 12},
-		"g": {Registers: 24, ConstBytes: 12},
-	}, limits)
-	for n := range len(data) { // a damaged file is an error, or has fewer limits
-		_, _ = cubinLimits(data[:n])
+	return append(head.Bytes(), image.Bytes()[64:]...)
+}
+
+// A binary has the registers, the memory and the bounds of its kernels.
+func TestCubinLimits(t *testing.T) {
+	data := cubin(t)
+	for arch, shared := range map[int]int{80: 41024, 90: 40000, 100: 40000} {
+		limits, err := cubinLimits(data, arch)
+		require.NoError(t, err)
+		require.Equal(t, map[string]machine.Limits{
+			"f": {MaxThreads: 128, Registers: 168, LocalBytes: 400, SharedBytes: shared, ConstBytes: 12},
+			"g": {Registers: 24, ConstBytes: 12},
+		}, limits, "sm_%d", arch)
 	}
-	_, err = cubinLimits([]byte("PTX"))
+	for n := range len(data) { // a damaged file is an error, or has fewer limits
+		_, _ = cubinLimits(data[:n], 90)
+	}
+	_, err := cubinLimits([]byte("PTX"), 90)
 	require.Error(t, err)
+}
+
+// With NVRTC a mistake that it finds is an error, and the binary has the limits. A compiler that is
+// too old for the device makes PTX, which has none.
+func TestCompiledLimits(t *testing.T) {
+	declared := map[string]machine.Limits{"f": {MaxThreads: 7}}
+	src := func(names ...string) *Source {
+		s := &Source{Name: "a.cu", CUDA: "code"}
+		for _, n := range names {
+			s.Kernels = append(s.Kernels, Def{Name: n})
+		}
+		return s
+	}
+	c, f := fakeCompiler(t.TempDir())
+	f.image = cubin(t)
+	limits, err := c.limits(src("f", "g"), declared)
+	require.NoError(t, err)
+	require.Equal(t, 168, limits["f"].Registers)
+	_, err = c.limits(src("f", "h"), declared)
+	require.ErrorContains(t, err, `kernel: find h in a.cu: the binary has no kernel of this name: declare it extern "C" __global__`)
+	f.log = "a.cu(1): error: what"
+	_, err = c.limits(&Source{Name: "b.cu"}, declared)
+	require.ErrorIs(t, err, nvrtcapi.ErrorCompilation)
+	f.log, c.arch = "", 89
+	limits, err = c.limits(src("f"), declared)
+	require.NoError(t, err)
+	require.Equal(t, declared, limits)
+}
+
+// Only a missing NVRTC makes virtual devices rely on declarations: another error is returned.
+func TestErrorBeforeCompilation(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuDeviceGetAttribute#2=CUDA_ERROR_INVALID_HANDLE"})[0]
+	_, err := limitsOfVirtual(dev, &Source{Name: "a.cu", CUDA: "code"}, nil)
+	if _, e := gpu.DeviceOf(dev).System().NVRTC(); e != nil {
+		require.ErrorIs(t, e, errors.ErrUnsupported)
+		require.NoError(t, err)
+		return
+	}
+	require.ErrorIs(t, err, device.ErrorInvalidHandle)
 }

@@ -24,6 +24,7 @@ type fakeNVRTC struct {
 	nvrtcapi.API
 	minor int32
 	log   string // makes a compilation fail
+	image []byte // the binary, instead of what names the inputs
 
 	mu       sync.Mutex
 	programs []string
@@ -62,6 +63,9 @@ func (f *fakeNVRTC) CompileProgram(p nvrtcapi.Program, options []string) nvrtcap
 func (f *fakeNVRTC) GetCUBIN(p nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
+	if f.image != nil {
+		return f.image, nvrtcapi.Success
+	}
 	return []byte(strings.Repeat(f.programs[p-1], 100)), nvrtcapi.Success
 }
 

@@ -111,7 +111,8 @@ func TestStructsAreChecked(t *testing.T) {
 		_, err := kernel.Compile(devs[0], &kernel.Source{Name: "bad.cu", Kernels: []kernel.Def{{Name: "a", Go: stand, Params: params}}})
 		require.ErrorContains(t, err, want)
 	}
-	m, err := kernel.Compile(devs[0], &kernel.Source{Name: "full.cu", Kernels: []kernel.Def{{Name: "a", Go: stand, Params: []kernel.Param{kernel.U8, kernel.Struct(4080)}}}})
+	m, err := kernel.Compile(devs[0], &kernel.Source{Name: "full.cu", CUDA: `struct __align__(16) Full { char bytes[4080]; };
+extern "C" __global__ void a(unsigned char x, Full f) {}`, Kernels: []kernel.Def{{Name: "a", Go: stand, Params: []kernel.Param{kernel.U8, kernel.Struct(4080)}}}})
 	require.NoError(t, err)
 	require.NoError(t, m.Close())
 }

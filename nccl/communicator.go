@@ -76,7 +76,8 @@ var made atomic.Int64
 // NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It returns when all
 // ranks have called it with the same id and size. If ctx ends first it returns the cause;
 // NCCL cannot cancel the attempt, so it continues in the background and its result is
-// aborted.
+// aborted. The first communicator on a device loads NCCL's kernels, and the driver may wait for all work of the
+// device then.
 func NewCommunicator(ctx context.Context, dev *device.Device, id UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
 	return NewScalable(ctx, dev, []UniqueID{id}, rank, size, cfg)
 }

@@ -23,5 +23,8 @@
 // The program keeps them open until the optimiser is closed. If they are used on several
 // streams, the program orders these streams.
 //
+// The first NewAdam, NewAdamW, NewSGD or NewGrads on a device loads the kernels, and the driver may wait for all work of
+// the device then. Call it before any collective that waits for a rank which is not enqueued yet.
+//
 // Concurrency: each optimiser and each Grads is used by one goroutine at a time.
 package optim

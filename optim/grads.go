@@ -65,6 +65,9 @@ func NewGrads(s *stream.Stream, gradients ...tensor.Tensor) (*Grads, error) {
 		g.table.add(row, x.Len(), chunk)
 		g.dtype = wider(g.dtype, x.DType())
 	}
+	if _, err := kernelsOf(g.dev); err != nil {
+		return nil, refuse(op, "%w", err)
+	}
 	handle.Init(g, &g.owner, handle.About{Kind: "gradients", On: g.dev})
 	if err := g.allocate(s); err != nil {
 		return nil, errors.Join(refuse(op, "%w", err), g.Close())

@@ -20,7 +20,8 @@ type kernels struct {
 
 var loaded kern.PerDevice[kernels]
 
-// kernelsOf returns the kernels of a device. The first call compiles and loads them.
+// kernelsOf returns the kernels of a device. The first call compiles and loads them, for which the driver may
+// wait for all work of the device, so optimisers and gradients call it when they are created.
 func kernelsOf(dev *device.Device) (*kernels, error) { return loaded.Of(dev, (*kernels).load) }
 
 // work is the parameters of the optimisers' kernels.

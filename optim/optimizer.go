@@ -86,6 +86,9 @@ func (o *Optimizer) open(s *stream.Stream, op string, groups []Group, with optio
 	if err != nil {
 		return nil, err
 	}
+	if _, err := kernelsOf(o.dev); err != nil {
+		return nil, refuse(op, "%w", err)
+	}
 	handle.Init(o, &o.owner, handle.About{Kind: "optimiser", On: o.dev})
 	if err := o.allocate(s, all); err != nil {
 		return nil, errors.Join(refuse(op, "%w", err), o.Close())

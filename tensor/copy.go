@@ -21,6 +21,9 @@ import (
 // does not wait; other host memory may change when Copy returns. Strided or converted host
 // memory is packed first.
 //
+// The first copy or sum by a kernel on a device loads the kernels, and the driver may wait for all work of the device
+// then. If a collective waits for a rank that is not enqueued yet, such a copy hangs, so copy a short tensor before.
+//
 // The elements of dst must not overlap, and dst must not share memory with src, unless
 // both are the same elements; then Copy does nothing.
 func Copy(s *stream.Stream, dst, src Tensor) error { return strided.Copy(s, *dst.at(), *src.at()) }
@@ -36,7 +39,7 @@ func CopyAll(s *stream.Stream, dst, src []Tensor) error { return strided.CopyAll
 // device of s. The sum has the type that torch promotes a and b to; the 16-bit floats
 // are added in float. It is rounded to the type of dst, which must not be of a lower category.
 // Bools are or-ed. 8-bit floats, which torch does not add, are added in
-// float and rounded. dst may be a or b.
+// float and rounded. dst may be a or b. The first sum may wait for the device, as in Copy.
 func Add(s *stream.Stream, dst, a, b Tensor) error {
 	return strided.Add(s, *dst.at(), *a.at(), *b.at())
 }

@@ -16,5 +16,6 @@
 //   - run, errors: executes a program, and names its errors
 //   - compare, explained: differences
 //   - shrink, print: shrinks a program, and prints it as Go
+//   - async, async_run: host-asynchronous programs of several ranks and goroutines
 //   - worker, differ: processes that run many programs, and the test
 package differ

@@ -1,7 +1,10 @@
 package forgive
 
 import (
+	"sync"
+
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -107,8 +110,22 @@ const live = `extern "C" __global__ void f(float* x) {
 
 const withoutNVRTC = "without NVRTC on the machine: the number of registers is the compiler's"
 
+var isNVRTC = sync.OnceValue(func() bool {
+	_, err := nvrtcapi.Open()
+	return err == nil
+})
+
 func kernelProgram(name string, gpu outcome, text string, l launched) program {
 	return program{name: "kernel-" + name, area: "kernels", devices: 1, gpu: gpu, text: text, run: l.run}
+}
+
+// withNVRTC returns a program whose mistake virtual devices find if NVRTC is installed.
+func withNVRTC(name, text string, l launched) program {
+	p := kernelProgram(name, fails, text, l)
+	if !isNVRTC() {
+		p.forgiven = withoutNVRTC
+	}
+	return p
 }
 
 func forgivenProgram(name string, gpu outcome, why string, l launched) program {
@@ -119,7 +136,7 @@ func forgivenProgram(name string, gpu outcome, why string, l launched) program {
 
 var kernelPrograms = []program{
 	kernelProgram("correct", succeeds, "", launched{cuda: plain}),
-	forgivenProgram("registers", fails, withoutNVRTC, launched{cuda: live, blocks: 1, threads: 1024}),
+	withNVRTC("registers", "1024 threads of a block: at most", launched{cuda: live, blocks: 1, threads: 1024}),
 	kernelProgram("launch-bounds", fails, "512 threads of a block: at most 128", launched{blocks: 2, threads: 512,
 		cuda: `extern "C" __global__ void __launch_bounds__(128) f(float* x) { int i = blockIdx.x * blockDim.x + threadIdx.x; x[i] += 1; }`}),
 	kernelProgram("static-plus-dynamic-shared", fails, "bytes of dynamic shared memory: a block has at most", launched{shared: 200000,
@@ -141,6 +158,7 @@ var kernelPrograms = []program{
 	kernelProgram("float4-cast-misaligned", fails, "misaligned", launched{offset: 1, blocks: 1, threads: 1, elements: 4,
 		cuda: `extern "C" __global__ void f(float* x) { float4* p = (float4*)x; float4 v = *p; v.x += 1; v.y += 1; v.z += 1; v.w += 1; *p = v; }`}),
 	kernelProgram("not-extern-c", fails, `not extern "C"`, launched{cuda: `__global__ void f(float* x) { x[blockIdx.x * blockDim.x + threadIdx.x] += 1; }`}),
+	kernelProgram("misspelled", fails, "the source has no kernel f", launched{cuda: `extern "C" __global__ void g(double* x) { x[blockIdx.x * blockDim.x + threadIdx.x] += 1; }`}),
 	kernelProgram("typedef-scalar", fails, `"real a" in the source`, launched{params: []kernel.Param{kernel.F32}, args: []kernel.Arg{kernel.Scalar[float32](1)},
 		cuda: `typedef double real; extern "C" __global__ void f(float* x, real a) { x[blockIdx.x * blockDim.x + threadIdx.x] += a; }`}),
 	{name: "kernel-occupancy-static-shared", area: "kernels", devices: 1, gpu: succeeds, run: func(r *run) error {

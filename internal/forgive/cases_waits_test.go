@@ -5,10 +5,12 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gochorus/chorus/amp"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/optim"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -50,6 +52,35 @@ var waitPrograms = slicesOf(
 		}
 		return product, errors.Join(product(), s.Sync(r.ctx))
 	}),
+	pending("first-strided-copy", hangs, "cuModuleLoadData waits for all work", func(r *run, s *stream.Stream) (func() error, error) {
+		return transposed(s)
+	}),
+	pending("second-strided-copy", succeeds, "", func(r *run, s *stream.Stream) (func() error, error) {
+		copied, err := transposed(s)
+		if err != nil {
+			return nil, err
+		}
+		return copied, errors.Join(copied(), s.Sync(r.ctx))
+	}),
+	pending("new-optimizer", hangs, "cuModuleLoadData waits for all work", func(r *run, s *stream.Stream) (func() error, error) {
+		p, err := parameter(s)
+		return func() error { _, err := optim.NewAdamW(s, []optim.Group{{Params: []optim.Param{p}}}, nil); return err }, err
+	}),
+	pending("first-step", succeeds, "", func(r *run, s *stream.Stream) (func() error, error) { // NewAdamW has loaded the kernels
+		p, err := parameter(s)
+		if err != nil {
+			return nil, err
+		}
+		opt, err := optim.NewAdamW(s, []optim.Group{{Params: []optim.Param{p}}}, nil)
+		return func() error { return opt.Step(s, nil) }, err
+	}),
+	pending("first-set-scale", succeeds, "", func(r *run, s *stream.Stream) (func() error, error) {
+		sc, err := amp.NewScaler(s, nil)
+		return func() error { return sc.SetScale(s, 2) }, err
+	}),
+	// The first communicator of a device loads NCCL's kernels. Beside a collective it is not the first.
+	withDevices(2, pending("new-communicators", hangs, "the first communicator, which loads NCCL's kernels, waits for all work", newCommunicators)[:1]),
+	pending("new-communicators", succeeds, "", newCommunicators)[1:],
 	[]program{
 		{name: "callback-waits-for-callback", area: "waits", devices: 1, gpu: hangs, text: "waits for a host function of another stream", run: func(r *run) error {
 			a, err := r.stream(0)
@@ -99,6 +130,42 @@ var waitPrograms = slicesOf(
 		}},
 	},
 )
+
+func newCommunicators(r *run, _ *stream.Stream) (func() error, error) {
+	return func() error { _, err := nccl.NewCommunicators(r.ctx, r.devs, nil); return err }, nil
+}
+
+func withDevices(n int, list []program) []program {
+	for i := range list {
+		list[i].devices = n
+	}
+	return list
+}
+
+// transposed returns a copy that a kernel does.
+func transposed(s *stream.Stream) (func() error, error) {
+	var ts [2]tensor.Tensor
+	for i := range ts {
+		x, err := floats(s, 64)
+		if err != nil {
+			return nil, err
+		}
+		if ts[i], err = tensor.Of(x, 8, 8); err != nil {
+			return nil, err
+		}
+	}
+	return func() error { return tensor.Copy(s, ts[0], ts[1].T()) }, nil
+}
+
+// parameter returns a parameter of an optimizer.
+func parameter(s *stream.Stream) (optim.Param, error) {
+	value, err := floats(s, 64)
+	if err != nil {
+		return optim.Param{}, err
+	}
+	grad, err := floats(s, 64)
+	return optim.Of(value, grad), err
+}
 
 func slicesOf(lists ...[]program) (all []program) {
 	for _, l := range lists {

@@ -4,7 +4,9 @@ import (
 	"bytes"
 	"encoding/binary"
 	"fmt"
+	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"unsafe"
 
@@ -232,9 +234,9 @@ func (k *KernelCall) run(o *Op) {
 		switch why := recover().(type) {
 		case nil:
 		case *Trouble:
-			o.Fail(why)
+			o.Fail(&Trouble{why.Status, why.Text + panicLine()})
 		default:
-			o.Fail(&Trouble{cudadrv.ErrorLaunchFailed, fmt.Sprintf("%s on %v panicked: %v", o.Name, o.s, why)})
+			o.Fail(&Trouble{cudadrv.ErrorLaunchFailed, fmt.Sprintf("%s on %v panicked: %v%s", o.Name, o.s, why, panicLine())})
 		}
 	}()
 	if k.full && !o.awaitMultiprocessors() {
@@ -242,6 +244,35 @@ func (k *KernelCall) run(o *Op) {
 	}
 	call.kernel.Func(&call)
 }
+
+// panicLine returns the file and the line of a kernel's Go function that has panicked or called what panicked, in a
+// deferred function. It returns "" if no function of a user is on the stack.
+func panicLine() string {
+	pcs := make([]uintptr, 64)
+	frames := runtime.CallersFrames(pcs[:runtime.Callers(2, pcs)])
+	for more, panicking := true, false; more; {
+		var f runtime.Frame
+		f, more = frames.Next()
+		switch {
+		case f.Function == "runtime.gopanic":
+			panicking = true
+		case !panicking || strings.HasPrefix(f.Function, "runtime."):
+		case strings.HasPrefix(f.Function, chorus+"/internal/virtual/machine.(*Stream).work"):
+			return ""
+		case !slices.ContainsFunc(ownPackages, func(p string) bool { return strings.HasPrefix(f.Function, chorus+p) }):
+			return fmt.Sprintf(" (%s:%d)", f.File, f.Line)
+		}
+	}
+	return ""
+}
+
+const chorus = "github.com/gochorus/chorus"
+
+// ownPackages are between a kernel's Go function and the machine.
+var ownPackages = []string{"/kernel.", "/internal/kern.", "/internal/virtual/machine."}
+
+// Name returns the name of the kernel.
+func (k *KernelCall) Name() string { return k.kernel.Name }
 
 // Shape returns the number of blocks and of threads of a block in x, y and z, and the bytes
 // of dynamic shared memory of a block.

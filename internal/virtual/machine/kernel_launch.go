@@ -17,6 +17,7 @@ const (
 	maxSharedOptin     = 232448 // maximum for FuncSetAttribute
 	maxSharedPerSM     = 233472
 	reservedShared     = 1024 // for the system, in each block
+	sharedUnit         = 128  // shared memory of a block is a multiple of it
 	warpSize           = 32
 	maxLocalBytes      = 512 << 10 // of a thread
 	registersPerSM     = 65536
@@ -114,7 +115,7 @@ func readParams(types []Param, array unsafe.Pointer) (values []uint64, structs m
 // residentBlocks returns the number of blocks that fit on a multiprocessor.
 func (f *function) residentBlocks(threads int, shared uintptr) int {
 	warps := (threads + warpSize - 1) / warpSize
-	shared += uintptr(f.kernel.Limits.SharedBytes) + reservedShared
+	shared = (shared + uintptr(f.kernel.Limits.SharedBytes) + reservedShared + sharedUnit - 1) / sharedUnit * sharedUnit
 	blocks := min(maxBlocksPerSM, maxThreadsPerSM/(warps*warpSize), int(maxSharedPerSM/shared))
 	if n := f.kernel.Limits.Registers; n > 0 {
 		fit := registersPerSM / registersOfWarp(n) / warpsTogether * warpsTogether

@@ -237,6 +237,8 @@ func TestKernelLimits(t *testing.T) {
 	r.OK(launch(static, 32, 9152))
 	require.Equal(t, cudadrv.ErrorInvalidValue, launch(static, 32, 9153))
 	require.EqualValues(t, 5, occupancy(static, 128)) // as on an H200
+	odd := r.function(0, Kernel{Name: "odd", Func: nothing, Limits: Limits{SharedBytes: maxSharedPerSM/5 - reservedShared}})
+	require.EqualValues(t, 4, occupancy(odd, 128), "with the rounding of each block, 5 do not fit")
 	set := func(n int32) cudadrv.Result {
 		return r.On(0, func() cudadrv.Result { return r.Drv.FuncSetAttribute(static, cudadrv.FuncMaxDynamicSharedBytes, n) })
 	}

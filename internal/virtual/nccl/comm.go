@@ -140,16 +140,24 @@ func (c *comm) welcome(conn net.Conn, h *hello) {
 			_ = conn.Close()
 			return
 		}
-		c.host(h.Join.Meeting).admit(conn, h.Join)
+		if g := c.host(h.Join.Meeting); g != nil {
+			g.admit(conn, h.Join)
+		} else {
+			_ = conn.Close()
+		}
 	default:
 		_ = conn.Close()
 	}
 }
 
 // host returns the meeting with the given name, hosted by this rank.
+// It returns nil if this rank is closing, because nobody would end the meeting any more.
 func (c *comm) host(name string) *meeting {
 	c.mu.Lock()
 	defer c.mu.Unlock()
+	if c.closing {
+		return nil
+	}
 	g := c.meetings[name]
 	if g == nil {
 		g = newMeeting()

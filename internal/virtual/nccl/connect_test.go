@@ -2,6 +2,8 @@ package nccl
 
 import (
 	"fmt"
+	"io"
+	"net"
 	"slices"
 	"sync"
 	"testing"
@@ -159,4 +161,20 @@ func TestFirstOperationsBlock(t *testing.T) {
 	for rank := range 3 {
 		c.Sync(rank, c.streams[rank])
 	}
+}
+
+// A rank that comes to a meeting while its host leaves is sent away, and does not wait for ever.
+func TestMeetingOfALeavingRank(t *testing.T) {
+	r := newRig(t, machine.Config{Devices: 2})
+	results, comms := r.initRanks(r.uniqueID(), [3]int{0, 0, 2}, [3]int{1, 1, 2})
+	require.Equal(t, make([]ncclapi.Result, 2), results)
+	c, res := r.lib.comm(ncclapi.FuncCommCount, comms[0])
+	require.Equal(t, ncclapi.Success, res)
+	require.Equal(t, ncclapi.Success, r.lib.CommAbort(comms[0]))
+	here, there := net.Pipe()
+	go c.welcome(there, &hello{Token: c.token, Use: "join", Rank: 1, Join: &joiner{Meeting: "split 1", Ranks: 2, Rank: 1}})
+	require.NoError(t, here.SetReadDeadline(time.Now().Add(10*time.Second)))
+	_, err := here.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
+	require.Equal(t, ncclapi.Success, r.lib.CommAbort(comms[1]))
 }

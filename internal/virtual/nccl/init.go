@@ -161,6 +161,9 @@ func (l *lib) make(f ncclapi.Func, out *ncclapi.Comm, dev *machine.Device, door 
 	if r := l.mayManage(f); r != ncclapi.Success {
 		return r
 	}
+	if r := l.loadKernels(dev); r != ncclapi.Success {
+		return l.refuse(r, "%s: device %d is lost", f.Name(), dev.Ordinal())
+	}
 	c, me, err := l.newComm(dev, t)
 	if err != nil {
 		return l.refuse(ncclapi.SystemError, "%s: %v", f.Name(), err)
@@ -185,6 +188,19 @@ func (l *lib) make(f ncclapi.Func, out *ncclapi.Comm, dev *machine.Device, door 
 		return l.refuse(ncclapi.RemoteError, "%s at rank %d: %v", f.Name(), v.Rank, err)
 	}
 	*out = l.adopt(c)
+	return ncclapi.Success
+}
+
+// loadKernels waits for the device at its first communicator, because loading kernels does.
+func (l *lib) loadKernels(dev *machine.Device) ncclapi.Result {
+	l.m.Lock()
+	defer l.m.Unlock()
+	if !l.loaded[dev] {
+		if l.m.Drain("the first communicator, which loads NCCL's kernels,", dev) != cudadrv.Success {
+			return ncclapi.UnhandledCUDAError
+		}
+		l.loaded[dev] = true
+	}
 	return ncclapi.Success
 }
 

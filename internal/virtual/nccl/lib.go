@@ -23,7 +23,8 @@ type Config struct {
 type lib struct {
 	m       *machine.Machine
 	cfg     Config
-	cliques map[token]*clique // guarded by the lock of the machine
+	cliques map[token]*clique        // guarded by the lock of the machine
+	loaded  map[*machine.Device]bool // devices that have NCCL's kernels; guarded by the lock of the machine
 	groups  groups
 	process string // see member
 
@@ -39,7 +40,7 @@ func New(m *machine.Machine, cfg Config) ncclapi.API {
 		cfg.Version = defaultVersion
 	}
 	l := &lib{
-		m: m, cfg: cfg, cliques: map[token]*clique{}, comms: map[ncclapi.Comm]*comm{},
+		m: m, cfg: cfg, cliques: map[token]*clique{}, loaded: map[*machine.Device]bool{}, comms: map[ncclapi.Comm]*comm{},
 		groups:  groups{threads: map[int]*group{}},
 		process: randomToken().String(),
 	}

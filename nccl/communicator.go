@@ -231,6 +231,15 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 	if err := gpu.CheckStream("nccl: wait", s, gpu.DeviceOf(c.dev)); err != nil {
 		return err
 	}
+	err := poll.Guard(ctx, func() error { return c.wait(ctx, s) })
+	if e, ok := err.(*poll.UnansweredError); ok {
+		return fmt.Errorf("nccl: wait on rank %d of %d (%s): %w", c.rank, c.size, c.dev, e)
+	}
+	return err
+}
+
+// wait is Wait without the checks.
+func (c *Communicator) wait(ctx context.Context, s *stream.Stream) error {
 	begun := time.Now()
 	last := c.point(s)
 	err := gpu.DeviceOf(c.dev).Until(ctx, "nccl.Communicator.Wait", func() (bool, error) {
@@ -404,7 +413,8 @@ func (c *Communicator) awaitClosed() {
 }
 
 // Close is Abort, but returns an *InUseError while a graph uses the communicator. A Batch
-// with operations of c can then no longer be enqueued.
+// with operations of c can then no longer be enqueued. If the driver or NCCL does not answer, Close
+// returns an error after at most twelve seconds.
 func (c *Communicator) Close() error {
 	if err := c.inUse("close"); err != nil {
 		return err
@@ -412,13 +422,23 @@ func (c *Communicator) Close() error {
 	if c == nil {
 		return nil
 	}
-	if c.failed.Load() != nil {
-		c.writeTraces()
+	limit := abortTimeout() + closeReserve
+	err, ended := poll.Within(limit, func() error {
+		if c.failed.Load() != nil {
+			c.writeTraces()
+		}
+		defer c.leaveClique()
+		defer c.traces.Do(func() {}) // waits for a trace that is being written, and none begins afterwards
+		return c.abortAs("closed the communicator")
+	})
+	if !ended {
+		return fmt.Errorf("nccl: close on rank %d of %d (%s): not ended after %v: the device still runs, or the driver or NCCL does not answer", c.rank, c.size, c.dev, limit)
 	}
-	defer c.leaveClique()
-	defer c.traces.Do(func() {}) // waits for a trace that is being written, and none begins afterwards
-	return c.abortAs("closed the communicator")
+	return err
 }
+
+// closeReserve is the time of Close beside that of the abort.
+const closeReserve = 2 * time.Second
 
 // Shutdown waits until all operations have completed and leaves the communicator together
 // with the other ranks, which must call it too (ncclCommFinalize, ncclCommDestroy). If ctx
@@ -431,7 +451,7 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	if err := c.inUse("shut down"); err != nil {
 		return err
 	}
-	if err := c.Err(); err != nil {
+	if err := poll.Guard(ctx, c.Err); err != nil {
 		_ = c.Close()
 		return err
 	}

@@ -40,6 +40,15 @@ func (x inside) WriteTraces() {
 	x.c.writeTraces()
 }
 
+func (x inside) RecordEnd(end string) { x.c.rec.SetEnd(end) }
+
+func (x inside) Noticed() error {
+	if f := x.c.failed.Load(); f != nil {
+		return f.cause()
+	}
+	return nil
+}
+
 func (x inside) Symmetric(k *ranks.Collective) bool {
 	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes())
 }

@@ -41,7 +41,7 @@ func newDiffCommand() *cobra.Command {
 		Example: "  chorus checkpoint diff runs/7/step-00001000 runs/8/step-00001000\n  chorus checkpoint diff model.safetensors pytorch_model.bin --json",
 		Args:    paths(2, 2, "two checkpoints"),
 		RunE: func(c *cobra.Command, args []string) error {
-			return interruptible(c, func(ctx context.Context, out io.Writer) error { return diff(ctx, out, args[0], args[1], asJSON) })
+			return interruptibleJSON(c, asJSON, func(ctx context.Context, out io.Writer) error { return diff(ctx, out, args[0], args[1], asJSON) })
 		},
 	}
 	c.Flags().BoolVar(&asJSON, "json", false, "differences in JSON")

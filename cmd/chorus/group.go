@@ -18,6 +18,33 @@ import (
 	"github.com/gochorus/chorus/internal/launch"
 )
 
+// interruptibleJSON is interruptible for a command whose output is one JSON value if asJSON is set: if
+// the command fails before it has written anything, the output is an object with the error.
+func interruptibleJSON(c *cobra.Command, asJSON bool, run func(ctx context.Context, out io.Writer) error) error {
+	return interruptible(c, func(ctx context.Context, out io.Writer) error {
+		counted := &countingWriter{out: out}
+		err := run(ctx, counted)
+		if err != nil && asJSON && counted.n == 0 {
+			err = errors.Join(err, encode(out, struct {
+				Error string `json:"error"`
+			}{err.Error()}))
+		}
+		return err
+	})
+}
+
+// A countingWriter counts the bytes that it passes on.
+type countingWriter struct {
+	out io.Writer
+	n   int
+}
+
+func (w *countingWriter) Write(b []byte) (int, error) {
+	n, err := w.out.Write(b)
+	w.n += n
+	return n, err
+}
+
 // interruptible calls run with a context that SIGINT and SIGTERM cancel. If run then fails, the
 // exit code is the one of a shell, such as 130 for SIGINT. A second signal ends the process.
 func interruptible(c *cobra.Command, run func(ctx context.Context, out io.Writer) error) error {

@@ -73,7 +73,7 @@ func newLoadCommand() *cobra.Command {
 			if err != nil {
 				return usageError(c, err)
 			}
-			return interruptible(c, l.run)
+			return interruptibleJSON(c, f.asJSON, l.run)
 		},
 	}
 	fs := c.Flags()

@@ -121,6 +121,33 @@ func (d *Device) DoRelaxed(call Call) error {
 	return d.do(inRelaxedMode(call), call)
 }
 
+// DoInTime is DoRelaxed for a rare call that may block. It fails if the call has not returned within
+// CHORUS_DRIVER_TIMEOUT; the call then goes on by itself.
+func (d *Device) DoInTime(call Call) error {
+	err, returned := poll.Within(d.sys.callTimeout, func() error { return d.DoRelaxed(call) })
+	if !returned {
+		return &HangError{Op: cudadrv.NameOf(call), On: d.name, Limit: d.sys.callTimeout}
+	}
+	return err
+}
+
+// A HangError reports a call of the driver that has not returned within CHORUS_DRIVER_TIMEOUT.
+type HangError struct {
+	Op, On string // On may be ""
+	Limit  time.Duration
+}
+
+func (e *HangError) Error() string {
+	text := e.Op
+	if e.On != "" {
+		text += " on " + e.On
+	}
+	return fmt.Sprintf("%s has not returned after %v (CHORUS_DRIVER_TIMEOUT): the driver hangs: end the process", text, e.Limit)
+}
+
+// Timeout reports true, as net.Error does.
+func (e *HangError) Timeout() bool { return true }
+
 func inRelaxedMode(call Call) Call {
 	return func(drv cudadrv.Driver) cudadrv.Result {
 		mode, r := drv.ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)

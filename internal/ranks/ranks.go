@@ -30,6 +30,10 @@ type Inside interface {
 	// WriteTraces writes the flight recorders of the process, once, if CHORUS_NCCL_TRACE_FILE
 	// asks for it. A failure of the communicator does so too.
 	WriteTraces()
+	// RecordEnd records in the flight recorder how the rank ended, unless that is recorded already.
+	RecordEnd(end string)
+	// Noticed returns the failure of the communicator as it was noticed, or nil. It does not wait.
+	Noticed() error
 	// Symmetric reports whether NCCL has a correct kernel for such a collective of memory
 	// in symmetric windows.
 	Symmetric(x *Collective) bool

@@ -29,6 +29,9 @@ func (r *Report) WriteHTML(w io.Writer) error {
 	p.WriteString("<style>\n" + chart.Style + pageStyle + "</style></head>\n<body>\n<h1>chorus perf</h1>\n")
 	p.add("<p>%s, %s</p>\n", r.title(), r.Time.Format("2006-01-02 15:04 MST"))
 	p.verdict(r.Verdict)
+	if r.Error != "" {
+		p.add("<p><strong>The measurement ended early: %s</strong></p>\n", r.Error)
+	}
 	for _, c := range r.charts() {
 		p.WriteString(c.SVG())
 	}

@@ -31,6 +31,8 @@ var (
 		"`yes` records the place of creation of each buffer, event, pinned buffer and work, which leak reports then show. Each record takes about one microsecond. Leak reports of other objects always show it."}
 	KernelCache = &Var{"CHORUS_KERNEL_CACHE", "text", "",
 		"Directory for compiled kernels; `off` disables the cache. Default: `chorus/kernels` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."}
+	DriverTimeout = &Var{"CHORUS_DRIVER_TIMEOUT", "duration", "2m",
+		"Limit of calls that may block in the driver and have no context: they open the devices, ask for properties, allocate device or pinned memory, load modules, or create and close streams. A call that exceeds it fails, and the process should end, because a driver that hangs rarely recovers. Calls that enqueue work have no limit of their own."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
 		"Path of libcuda.so to use instead of searching for it."}
 	LibNVML = &Var{"CHORUS_LIBNVML", "text", "",
@@ -64,5 +66,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, VirtualHang, VirtualKernels, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
+		DriverTimeout, LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
 }

@@ -276,6 +276,10 @@ func (j *Job) lastOf(n *node) (last *entry, of *group) {
 
 // addComplete reports a collective that all ranks have issued.
 func (j *Job) addComplete(r *Report, s *stuck) {
+	if first := s.group.failedFirst(); len(first) > 0 {
+		r.addFailed(s.group, s.op, s.seq, first)
+		return
+	}
 	var slow, queued []*member
 	started := true
 	for _, m := range s.issuers {
@@ -292,10 +296,6 @@ func (j *Job) addComplete(r *Report, s *stuck) {
 		e := queued[0].pending()
 		r.add(KindQueued, fmt.Sprintf("All ranks have issued %s of %s, but the stream of %s has not reached it%s. Work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream.%s Look at what the program enqueues before this operation.",
 			e.position(), s.group.name, names(queued), place(e), j.startedElsewhere(queued[0], s.group)), s.group, e.seq, ranks(queued))
-		return
-	}
-	if first := s.group.failedFirst(); len(first) > 0 {
-		r.addFailed(s.group, s.op, s.seq, first)
 		return
 	}
 	if len(slow) == 0 && len(s.done) > 0 {
@@ -324,7 +324,7 @@ func (r *Report) addFailed(g *group, op *entry, seq uint64, first []*member) {
 		upper(names(first)), g.name, op.position(), strings.TrimSuffix(first[0].end, ".")), g, seq, ranks(first))
 }
 
-// failedFirst returns the ranks that ended the group, if all other ranks say that they ended it because of another rank.
+// failedFirst returns the ranks that ended the group by themselves, if all other ranks say that another rank may be the cause.
 func (g *group) failedFirst() (first []*member) {
 	for _, m := range g.present() {
 		switch {

@@ -58,7 +58,7 @@ type member struct {
 	file    string  // the name of the file
 	written int64   // when the dump was written; 0 if not known
 	end     string  // how the group ended there, as its process noticed first
-	follows bool    // it ended because another rank had
+	follows bool    // the cause may be another rank
 	list    []entry // in the order they were issued
 	colls   []entry // the collectives of list
 	full    bool    // the dump does not have all operations

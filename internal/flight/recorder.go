@@ -48,7 +48,7 @@ type Recorder struct {
 	watched     bool           // a goroutine watches the operations
 	closed      bool           // the communicator has ended
 	end         string         // how it ended here, for dumps
-	endFollows  bool           // because another rank had ended
+	endFollows  bool           // the cause may be another rank
 	finalState  State          // of operations that are not known to have completed
 	timedOut    uint64         // the operation that caused the timeout, if known
 	shortest    time.Duration  // the shortest timeout of the operations that are watched; 0 means none
@@ -380,8 +380,8 @@ func (r *Recorder) SetFinalState(fate State) {
 // maxEnd limits the text of SetEnd in bytes.
 const maxEnd = 1024
 
-// SetEnd records how the communicator ended on this rank. follows says that it ended because another rank had. Only the first
-// call has an effect.
+// SetEnd records how the communicator ended on this rank. follows says that the cause may be another rank, which
+// has ended or which an operation waited for. Only the first call has an effect.
 func (r *Recorder) SetEnd(end string, follows bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

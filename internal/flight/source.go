@@ -43,7 +43,7 @@ type sourceGroup struct {
 	Issued     uint64 `json:"issued"`                // record of the last operation
 	Accepted   uint64 `json:"accepted"`              // record of the last operation that NCCL has accepted
 	End        string `json:"end,omitempty"`         // how it ended on this rank, as noticed first
-	EndFollows bool   `json:"end_follows,omitempty"` // it ended because another rank had
+	EndFollows bool   `json:"end_follows,omitempty"` // the cause may be another rank
 	Shortened  bool   `json:"shortened,omitempty"`   // the dump does not have all operations of the ring
 }
 

@@ -33,8 +33,8 @@ type Inside interface {
 	// WriteTraces writes the flight recorders of the process, once, if CHORUS_NCCL_TRACE_FILE
 	// asks for it. A failure of the communicator does so too.
 	WriteTraces()
-	// RecordEnd records in the flight recorder how the rank ended, unless that is recorded already. follows says that it
-	// ended because another rank had.
+	// RecordEnd records in the flight recorder how the rank ended, unless that is recorded already. follows says that
+	// the cause may be another rank.
 	RecordEnd(end string, follows bool)
 	// Noticed returns the failure of the communicator as it was noticed, or nil. It does not wait.
 	Noticed() error

@@ -54,7 +54,7 @@ var (
 	LaunchBlocking = &Var{"CUDA_LAUNCH_BLOCKING", "number", "0",
 		"`1` makes the driver wait for each kernel, and virtual devices for each kernel, copy and fill, so that the failing call returns its error. NCCL with several GPUs in one process can then deadlock."}
 	Sanitizer = &Var{"CHORUS_SANITIZER", "number", "0",
-		"`1` finds uses of device memory that no event orders, and uses of freed memory, also on CUDA, like TORCH_CUDA_SANITIZER. Reports name both calls with file and line; they are logged with log/slog, and `device.System.Reports` returns them. Each operation takes some microseconds longer."}
+		"`1` finds uses of device memory that no event orders, and uses of freed memory, also on CUDA, like TORCH_CUDA_SANITIZER. Reports name both calls with file and line; they are logged with log/slog, and `device.System.Reports` returns them. Each operation takes some microseconds longer. In a test binary of Go, the default for virtual devices is 1."}
 	Timeline = &Var{"CHORUS_TIMELINE", "path", "",
 		"Directory for a file of each process that records when its streams ran kernels, copies, collectives and graphs, what the host waited for, the events of the allocator and nvtx ranges. `chorus timeline` merges the files and summarizes them. Unset: off."}
 	NVMLCheck = &Var{"PYTORCH_NVML_BASED_CUDA_CHECK", "number", "1",

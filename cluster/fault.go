@@ -322,7 +322,7 @@ func (c *coordinator) absent(e Exit) fault {
 	if len(missing) == 0 {
 		return f
 	}
-	f.Reason = fmt.Sprintf("it never joined the job (missing %s), so rank %d gave up and %s", rankList(missing), e.Rank, e.Reason)
+	f.Reason = fmt.Sprintf("never joined the job (missing %s), so rank %d gave up and %s", rankList(missing), e.Rank, e.Reason)
 	f.Rank, f.PID = missing[0], 0
 	if c.plan != nil {
 		f.Host = c.plan.hostOf(missing[0])

@@ -5,12 +5,13 @@ import (
 	"errors"
 
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/poll"
 )
 
 // Barrier returns when all ranks have called it and all operations that were already
 // enqueued on the group's streams have completed (torch.distributed.barrier). It ends
 // early under the same conditions as Wait. Collective.
-func (g *Group) Barrier(ctx context.Context) (err error) {
+func (g *Group) Barrier(ctx context.Context) error {
 	if err := g.check("barrier"); err != nil {
 		return err
 	}
@@ -19,13 +20,15 @@ func (g *Group) Barrier(ctx context.Context) (err error) {
 			return err
 		}
 	}
-	xs, err := Make[uint8](g, 1)
-	if err != nil {
-		return err
-	}
-	defer func() { err = errors.Join(err, xs.Close()) }()
-	if err := AllReduce(g, Max, xs...); err != nil {
-		return err
-	}
-	return g.Wait(ctx)
+	return unanswered("comm: barrier", poll.Guard(ctx, func() (err error) {
+		xs, err := Make[uint8](g, 1)
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, xs.Close()) }()
+		if err := AllReduce(g, Max, xs...); err != nil {
+			return err
+		}
+		return g.wait(ctx)
+	}))
 }

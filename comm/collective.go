@@ -127,7 +127,7 @@ func (g *Group) breakIfRefused(err error) error {
 // operation.
 func (g *Group) causeOf(refusal error) error {
 	if refusal != nil {
-		if end := g.Err(); end != nil {
+		if end := g.err(); end != nil {
 			return end
 		}
 	}

@@ -107,7 +107,26 @@ func (g *Group) Streams() []*stream.Stream {
 
 // Err returns why the group accepts no more operations, or nil. If the group is broken,
 // the error matches ErrBroken; if this process has closed it, it matches device.ErrClosed.
+// Err returns within a moment: while the group still asks the other ranks for the cause of a failure, the
+// error has the failure as this rank has noticed it, and later errors have the cause.
 func (g *Group) Err() error {
+	err, returned := poll.Within(errTime, g.err)
+	if returned {
+		return err
+	}
+	for i := range g.members {
+		if noticed := ranks.Of(g.members[i].comm).Noticed(); noticed != nil {
+			return &brokenError{noticed}
+		}
+	}
+	return fmt.Errorf("comm: error on rank %d of %d: NCCL has not answered for %v", g.Rank(), g.size, errTime)
+}
+
+// errTime limits Err.
+const errTime = 100 * time.Millisecond
+
+// err is Err with the cause of a failure, which may take some seconds.
+func (g *Group) err() error {
 	if err := g.check("error"); err != nil {
 		return err
 	}
@@ -130,24 +149,40 @@ func (g *Group) Err() error {
 // cause and names the first local rank that has not completed; the operations continue to
 // run, and Close ends them. If a rank is alive but never issues the operation, Wait ends
 // at the operation's deadline (nccl.Config.Timeout). The error then names that rank and
-// its last operation; it is a *CulpritError if that rank is in another process.
+// its last operation; it is a *CulpritError if that rank is in another process. Wait also ends
+// with ctx if the driver or NCCL does not answer.
 func (g *Group) Wait(ctx context.Context) error {
 	if err := g.check("wait"); err != nil {
 		return err
 	}
+	for i := range g.members {
+		if err := gpu.StreamOf(g.members[i].stream).RefuseWait("comm: wait"); err != nil {
+			return err
+		}
+	}
+	return unanswered("comm: wait", poll.Guard(ctx, func() error { return g.wait(ctx) }))
+}
+
+// unanswered adds the operation to an error of poll.Guard.
+func unanswered(op string, err error) error {
+	if e, ok := err.(*poll.UnansweredError); ok {
+		return fmt.Errorf("%s: %w", op, e)
+	}
+	return err
+}
+
+// wait is Wait without the checks.
+func (g *Group) wait(ctx context.Context) error {
 	begun := time.Now()
 	for i := range g.members {
 		m := &g.members[i]
-		if err := gpu.StreamOf(m.stream).RefuseWait("comm: wait"); err != nil {
-			return err
-		}
 		end := ranks.Of(m.comm).Point(m.stream)
 		err := gpu.DeviceOf(m.stream.Device()).Until(ctx, "comm.Group.Wait", func() (bool, error) {
 			done, err := m.stream.Query()
 			if err != nil || done {
 				return done, err
 			}
-			return false, g.Err()
+			return false, g.err()
 		})
 		switch {
 		case err == nil:
@@ -160,7 +195,7 @@ func (g *Group) Wait(ctx context.Context) error {
 			return g.errIncomplete("wait", err)
 		}
 	}
-	if err := g.Err(); err != nil {
+	if err := g.err(); err != nil {
 		return g.errIncomplete("wait", err)
 	}
 	return nil
@@ -173,6 +208,12 @@ func (g *Group) Wait(ctx context.Context) error {
 // other ranks, use Shutdown. While a graph uses the group's collectives, the group stays
 // open and Close returns a *nccl.InUseError. Close also closes the session of Init. It is
 // idempotent.
+//
+// The work of a broken group that was enqueued may use its memory until the group's streams have passed it. To use the
+// memory again on another stream s, call s.WaitStream(g.Stream(i)) for each local rank before Close.
+//
+// If the driver or NCCL does not answer, Close returns an error after at most 20 s and
+// leaves the resources allocated.
 func (g *Group) Close() error {
 	if g == nil || g.owner.Closed() {
 		return nil
@@ -181,15 +222,28 @@ func (g *Group) Close() error {
 		return err
 	}
 	g.closing.CompareAndSwap(nil, &closing{"closed the group", time.Now()})
+	if g.closing.Load().how == "closed the group" {
+		g.recordEnd("this process closed the group", false)
+	}
 	if !g.owner.Close() {
 		return nil
 	}
-	if g.lost != nil && g.lost.Err() != nil {
-		g.writeTraces() // the function of watch may not have run yet
+	if g.lost != nil {
+		// The rank leaves without the others, perhaps because it has failed: their error may be a consequence.
+		g.writeTraces()
 	}
-	g.stopWatching("closed the group")
-	return errors.Join(concurrently(g.comms(), (*nccl.Communicator).Close), g.routers.Close(), g.closeStreams(), g.session.Close())
+	err, ended := poll.Within(closeTimeout, func() error {
+		g.stopWatching("closed the group")
+		return errors.Join(concurrently(g.comms(), (*nccl.Communicator).Close), g.routers.Close(), g.closeStreams(), g.session.Close())
+	})
+	if !ended {
+		return fmt.Errorf("comm: close on rank %d of %d: not ended after %v: a device still runs, or the driver or NCCL does not answer", g.Rank(), g.size, closeTimeout)
+	}
+	return err
 }
+
+// closeTimeout limits Close. The end of a communicator takes at most twelve seconds.
+const closeTimeout = 20 * time.Second
 
 // Shutdown waits until all operations have completed and leaves the group together with
 // the other ranks, which must call it too; a group of Init then leaves the job. It returns nil only if the operations of
@@ -202,7 +256,7 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	if err := g.inUse("shut down"); err != nil {
 		return err
 	}
-	err := g.Wait(ctx)
+	err := g.Wait(ctx) // which ends with ctx, also if the driver hangs
 	if err == nil && g.lost != nil && g.lost.Err() != nil {
 		err = g.fail(context.Cause(g.lost)) // the function of watch may not have run yet
 	}
@@ -232,11 +286,20 @@ func (g *Group) Shutdown(ctx context.Context) error {
 // fail breaks the group with its first cause and aborts pending operations, so that no
 // rank waits for a rank that failed.
 func (g *Group) fail(cause error) error {
+	g.recordEnd(cause.Error(), endOf(cause) == "")
 	g.writeTraces() // first, because the process may end soon
 	if g.setBroken(cause) {
 		_ = concurrently(g.comms(), (*nccl.Communicator).Abort)
 	}
 	return g.broken.Load()
+}
+
+// recordEnd records in the flight recorders how the group ended here, and whether it did because another rank had ended. Only the
+// first call counts.
+func (g *Group) recordEnd(end string, follows bool) {
+	for i := range g.members {
+		ranks.Of(g.members[i].comm).RecordEnd(end, follows)
+	}
 }
 
 // writeTraces writes the flight recorders, if the environment asks for it.
@@ -323,8 +386,11 @@ func (g *Group) idle() (bool, error) {
 }
 
 // lossReportTime is how long a group whose connection to a peer broke waits for the Rendezvous
-// to report the fate of the peer.
+// to report the fate of the peer, unless a peer has reported how it ended.
 const lossReportTime = 3 * time.Second
+
+// endedReportTime is how long the group then still waits for the Rendezvous.
+const endedReportTime = 100 * time.Millisecond
 
 // rootCause returns the Rendezvous's error about a lost rank, or a reported NaN, instead of NCCL's error that
 // a connection broke, if there is one. The broken connection is often noticed first, and a
@@ -335,11 +401,27 @@ func (g *Group) rootCause(err error) error {
 	}
 	wait := time.NewTimer(lossReportTime)
 	defer wait.Stop()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel()
+	ended := make(chan struct{})
+	go func() {
+		if _, ok := g.reporter.await(ctx, g.reporter.endedKey()); ok {
+			close(ended)
+		}
+	}()
 	select {
 	case <-g.lost.Done():
 		return context.Cause(g.lost)
 	case e := <-g.reporter.nan:
 		return e
+	case <-ended:
+		// The process may end, too: its exit says more.
+		select {
+		case <-g.lost.Done():
+			return context.Cause(g.lost)
+		case <-time.After(endedReportTime):
+			return err
+		}
 	case <-wait.C:
 		return err
 	}

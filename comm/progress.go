@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -73,15 +74,18 @@ type report struct {
 	End         string
 	First       uint64          // the number of the first collective in Services
 	Services    []ranks.Service // the backends of the last collectives
+	Signed      uint64          // the number of the first collective in Signatures
+	Signatures  []uint32        // of the last collectives
 }
 
-// reportedServices is the number of collectives whose backend is reported.
+// reportedServices is the number of collectives whose backend and signature are reported.
 const reportedServices = 64
 
 func reportOf(c *nccl.Communicator) report {
 	last := c.Progress().Issued
 	x := report{Collectives: last.Collective, Operation: last.String(), At: last.Created}
 	x.First, x.Services = ranks.Of(c).Services(reportedServices)
+	x.Signed, x.Signatures = ranks.Of(c).Signatures(reportedServices)
 	return x
 }
 
@@ -107,6 +111,18 @@ func (x *report) differentService(from uint64, other *report) string {
 		case mine != theirs:
 			return fmt.Sprintf("runs collective %d with %s and this rank with %s, for example because it was issued by package nccl or because the batches differ",
 				n, ranks.ServiceName(theirs), ranks.ServiceName(mine))
+		}
+	}
+}
+
+// differentCollective returns the first collective that this rank and another one issued differently, or 0.
+func (x *report) differentCollective(other *report) uint64 {
+	for n := max(x.Signed, other.Signed, 1); ; n++ {
+		if n-x.Signed >= uint64(len(x.Signatures)) || n-other.Signed >= uint64(len(other.Signatures)) {
+			return 0
+		}
+		if x.Signatures[n-x.Signed] != other.Signatures[n-other.Signed] {
+			return n
 		}
 	}
 }
@@ -182,11 +198,16 @@ func (w *reporter) start(c *nccl.Communicator, fail func(error) error) {
 	go func() {
 		tick := time.NewTicker(reportInterval)
 		defer tick.Stop()
+		var look comparison
 		for written := (report{Operation: "?"}); ; {
 			if now := reportOf(c); now.Operation != written.Operation || now.Collectives != written.Collectives {
+				look = comparison{}
 				if w.write(ctx, c.Rank(), now) == nil {
 					written = now
 				}
+			} else if err := look.compare(ctx, w, c, &now); err != nil {
+				_ = fail(err)
+				return
 			}
 			select {
 			case <-ctx.Done():
@@ -195,6 +216,43 @@ func (w *reporter) start(c *nccl.Communicator, fail func(error) error) {
 			}
 		}
 	}()
+}
+
+// A comparison looks for ranks that issued different operations, while a rank does not progress. Backends other than NCCL, and
+// NCCL itself on GPUs, do not notice a mismatch between processes: the ranks would wait until their deadline. Each rank reads only the
+// report of the next one, so that the reads grow with the number of ranks: if not all ranks agree, two neighbors differ.
+type comparison struct {
+	ticks, next int    // since the last progress
+	suspect     uint64 // the collective that differed at the last look: the report may be older than a refused operation
+}
+
+// compare is called at each tick without progress. It returns the error of a mismatch that two looks have found.
+func (x *comparison) compare(ctx context.Context, w *reporter, c *nccl.Communicator, mine *report) error {
+	if x.ticks++; x.ticks < x.next || c.Size() == 1 || mine.Collectives == c.Progress().Completed.Collective {
+		return nil
+	}
+	x.next = 2 * x.ticks
+	ctx, cancel := context.WithTimeout(ctx, exchangeTime)
+	defer cancel()
+	peer := (c.Rank() + 1) % c.Size()
+	theirs, err := w.read(ctx, peer)
+	if err != nil {
+		return nil // the rank has not reported yet, or the job ends
+	}
+	n := mine.differentCollective(&theirs)
+	if n == 0 || n != x.suspect {
+		if x.suspect = n; n != 0 {
+			x.next = x.ticks + 1
+		}
+		return nil
+	}
+	why := cmp.Or(mine.differentService(n, &theirs), differs)
+	what := "another operation"
+	if n == mine.Collectives {
+		what = mine.Operation
+	}
+	return w.culpritError([]RankProgress{theirs.progress(peer, why)}, fmt.Errorf("comm: the ranks do not issue the same operations as collective %d: rank %d of %d issued %s: %w",
+		n, c.Rank(), c.Size(), what, nccl.ErrorInvalidUsage))
 }
 
 // finish writes the last report, with how the rank ends.
@@ -209,7 +267,14 @@ func (w *reporter) finish(c *nccl.Communicator, end string) {
 	x.End = end
 	_ = w.write(ctx, c.Rank(), x) // a rank that misses it has an older report
 	_ = w.leave(ctx, c.Rank(), cmp.Or(end, "has failed"))
+	if end != "" {
+		_ = w.r.Set(ctx, w.endedKey(), []byte(strconv.Itoa(c.Rank())))
+	}
 }
+
+// endedKey is the key that a rank sets that ends the group and reports how, so that the other ranks need not wait for the
+// Rendezvous to report its fate.
+func (w *reporter) endedKey() string { return w.prefix + "ended" }
 
 // endOf returns the reported end for a failure of this rank. A failure that another rank
 // caused is not reported, because it would hide that rank.

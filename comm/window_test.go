@@ -50,6 +50,16 @@ func TestWindowsAreUsed(t *testing.T) {
 	} {
 		require.Equal(t, c.want, g.Choice(1, ranks.Collective{Kind: c.kind, DType: c.dtype, Op: flight.Reduction(c.op), Count: c.count}), "%+v", c)
 	}
+	// NCCL 2.28.0 to before 2.30.7 may read stale data in graphs.
+	captured := ranks.Collective{Kind: flight.AllReduce, DType: memory.Float32, Count: 1, Captured: true}
+	require.Equal(t, comm.NCCLOnly, g.Choice(1, captured))
+	for version, want := range map[string]comm.Strategy{"2.27.7": comm.Windows, "2.28.0": comm.NCCLOnly, "2.30.6": comm.NCCLOnly, "2.30.7": comm.Windows} {
+		other := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: version}), comm.Config{Strategy: comm.Windows})
+		require.Equal(t, want, other.Choice(0, captured), version)
+		captured.Captured = false
+		require.Equal(t, comm.Windows, other.Choice(0, captured), version)
+		captured.Captured = true
+	}
 	exact := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.28.7"}), comm.Config{Strategy: comm.Windows})
 	require.Equal(t, comm.Windows, exact.Choice(0, ranks.Collective{Kind: flight.AllGather, DType: memory.Int32, Count: 3}))
 	old := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.26.2"}), comm.Config{Strategy: comm.Windows})

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
@@ -96,7 +97,7 @@ func (w *Work) status(op string) (passed bool, err error) {
 		return passed, err
 	}
 	if !passed {
-		return false, cmp.Or(w.cannotComplete(), w.g.Err())
+		return false, cmp.Or(w.cannotComplete(), w.g.err())
 	}
 	for i := range w.tails {
 		if err := ranks.Of(w.g.members[i].comm).Completed(w.tails[i].point); err != nil {
@@ -132,7 +133,7 @@ func (w *Work) query(op string) (ended, passed bool, err error) {
 	}
 	for i := range w.tails {
 		if passed, err = w.tails[i].event.Query(); err != nil {
-			return false, false, fmt.Errorf("comm: %s: %w", w.name(), errors.Join(err, w.g.Err()))
+			return false, false, fmt.Errorf("comm: %s: %w", w.name(), errors.Join(err, w.g.err()))
 		}
 		if !passed {
 			return false, false, nil
@@ -150,16 +151,26 @@ func (w *Work) name() string { return fmt.Sprintf("work of rank %d of %d", w.g.R
 // ctx ends Wait returns the cause, and the Work stays open. Otherwise the result is kept: later
 // calls of Wait, Done and WaitOn return it again.
 func (w *Work) Wait(ctx context.Context) error {
+	for i := range w.g.members {
+		if err := gpu.StreamOf(w.g.members[i].stream).RefuseWait("comm: wait for work"); err != nil {
+			if ended, _, err := w.query("wait"); ended {
+				return w.close(err)
+			} else if err != nil && w.isClosed() {
+				return err
+			}
+			return err
+		}
+	}
+	return unanswered("comm: wait for "+w.name(), poll.Guard(ctx, func() error { return w.wait(ctx) }))
+}
+
+// wait is Wait without the checks.
+func (w *Work) wait(ctx context.Context) error {
 	switch ended, _, err := w.query("wait"); {
 	case ended:
 		return w.close(err)
 	case err != nil && w.isClosed():
 		return err
-	}
-	for i := range w.g.members {
-		if err := gpu.StreamOf(w.g.members[i].stream).RefuseWait("comm: wait for work"); err != nil {
-			return err
-		}
 	}
 	err := gpu.DeviceOf(w.g.members[0].stream.Device()).Until(ctx, "comm.Work.Wait", func() (bool, error) { return w.status("wait") })
 	if err != nil && ctx.Err() != nil && w.g.broken.Load() == nil && w.g.closing.Load() == nil {

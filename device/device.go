@@ -75,7 +75,7 @@ func (d *Device) Sync(ctx context.Context) error {
 // MemoryInfo returns the free and the total memory of the device in bytes, as
 // the driver sees them. It mirrors torch.cuda.mem_get_info.
 func (d *Device) MemoryInfo() (free, total uint64, err error) {
-	err = gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) cudadrv.Result {
+	err = gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		f, t, r := drv.MemGetInfo()
 		free, total = uint64(f), uint64(t)
 		return r

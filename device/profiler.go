@@ -11,12 +11,12 @@ import (
 // does nothing. It creates the device's context, enqueues nothing, and returns at once. To
 // exclude operations that are already enqueued, call Sync first.
 func (d *Device) StartProfiler() error {
-	return gpu.DeviceOf(d).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStart() })
+	return gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStart() })
 }
 
 // StopProfiler ends the collection that StartProfiler began; it mirrors
 // torch.cuda.profiler.stop. Call Sync first, or operations that are still running are not
 // collected.
 func (d *Device) StopProfiler() error {
-	return gpu.DeviceOf(d).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStop() })
+	return gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStop() })
 }

@@ -3,12 +3,14 @@ package device
 import (
 	"fmt"
 	"sync"
+	"time"
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -46,7 +48,31 @@ func Default() (*System, error) { return defaultSystem() }
 
 // NewSystem opens a set of devices. A device's context is created when it is first used.
 // Programs use Default; tests make their own virtual systems.
+//
+// NewSystem returns an error if the driver has not answered within CHORUS_DRIVER_TIMEOUT.
 func NewSystem(cfg *SystemConfig) (*System, error) {
+	limit, err := env.DriverTimeout.Duration()
+	if err == nil && limit <= 0 {
+		err = fmt.Errorf("%s is %v: want a positive duration", env.DriverTimeout.Name, limit)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("device: %w", err)
+	}
+	type result struct {
+		s   *System
+		err error
+	}
+	r, returned := poll.Within(limit, func() result {
+		s, err := newSystem(cfg, limit)
+		return result{s, err}
+	})
+	if !returned {
+		return nil, fmt.Errorf("device: open the devices: %w", &gpu.HangError{Op: "the driver's initialization", Limit: limit})
+	}
+	return r.s, r.err
+}
+
+func newSystem(cfg *SystemConfig, callTimeout time.Duration) (*System, error) {
 	var c SystemConfig
 	if cfg != nil {
 		c = *cfg
@@ -65,7 +91,7 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 		return nil, fmt.Errorf("device: %w", err)
 	}
 	s := &System{}
-	sys, ref := gpu.NewSystem(b, errorsOf{s})
+	sys, ref := gpu.NewSystem(b, errorsOf{s}, callTimeout)
 	s.systemRef = ref
 	n, r := b.Driver.DeviceGetCount()
 	if r != cudadrv.Success {

@@ -105,7 +105,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 		return nil, fmt.Errorf("kernel: load %s: %w", src.Name, err)
 	}
 	// Relaxed, because a captured function may be the first user of the kernel.
-	err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err = gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.h, r = drv.ModuleLoadData(image)
 		return r
 	})
@@ -136,7 +136,7 @@ func (m *Module) bind(src *Source) {
 func (m *Module) find(d *Def, source []declared, accesses string) (*Kernel, error) {
 	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
 	k.typed = gpu.DeviceOf(m.dev).System().Machine != nil && d.hasLengths()
-	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(m.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 		return r
 	})
@@ -206,7 +206,7 @@ func (m *Module) Close() error {
 }
 
 func (m *Module) unload() error {
-	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
+	err := gpu.DeviceOf(m.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m.h) })
 	return errors.Join(err, m.shadow.close())
 }
 

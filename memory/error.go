@@ -23,6 +23,7 @@ type OutOfMemoryError struct {
 	Total     uint64 // total memory of the device
 	Allocated uint64 // memory that the program has allocated
 	Private   uint64 // the part of Allocated that is in pools, such as the pools of graphs
+	PoolFree  uint64 // memory that pools have reserved and not allocated
 	Reserved  uint64 // memory that Chorus has reserved from the driver
 	Largest   uint64 // the largest free block of the stream
 	Fraction  float64
@@ -50,7 +51,13 @@ func (e *OutOfMemoryError) Error() string {
 		fmt.Fprintf(&b, ", %s of them in pools (graphs have some)", formatSize(e.Private))
 	}
 	fmt.Fprintf(&b, "; %s are reserved but not allocated, the largest block %s", formatSize(e.Reserved-min(e.Reserved, e.Allocated)), formatSize(e.Largest))
-	if e.Reserved > e.Allocated && e.Reserved-e.Allocated >= e.Requested {
+	switch o := options.Load(); {
+	case e.Reserved <= e.Allocated || e.Reserved-e.Allocated < e.Requested:
+	case e.Reserved-e.Allocated-min(e.PoolFree, e.Reserved-e.Allocated) < e.Requested:
+		fmt.Fprintf(&b, ": %s of the free memory are in pools: close a pool, or allocate from it", formatSize(e.PoolFree))
+	case o != nil && o.Expandable:
+		b.WriteString(": the free memory is in fragments")
+	default:
 		b.WriteString(": the free memory is in fragments: set CHORUS_ALLOC_CONF=expandable_segments:True")
 	}
 	e.writeUses(&b)
@@ -106,7 +113,7 @@ func (h *heap) explain(bytes int, err error) error {
 	}
 	e := outOfMemory(h.dev, uintptr(bytes), device.ErrorOutOfMemory).(*OutOfMemoryError)
 	if a, ok := errors.AsType[*alloc.NoMemoryError](err); ok {
-		e.Wanted, e.Allocated, e.Private, e.Reserved, e.Largest = a.Wanted, a.Allocated, a.Private, a.Reserved, a.Largest
+		e.Wanted, e.Allocated, e.Private, e.PoolFree, e.Reserved, e.Largest = a.Wanted, a.Allocated, a.Private, a.PoolFree, a.Reserved, a.Largest
 		e.Fraction = h.native.Fraction()
 	}
 	if u, err := Ledger(h.dev); err == nil {

@@ -35,7 +35,7 @@ func lockedMemory(dev *device.Device, size uintptr, opts *alloc.Settings) (*host
 		return mapped(dev, size, opts.PinnedThreads)
 	}
 	b := &hostBlock{dev: dev, bytes: size}
-	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		b.ptr, r = drv.MemHostAlloc(size, cudadrv.MemHostAllocPortable)
 		return r
 	})
@@ -43,7 +43,7 @@ func lockedMemory(dev *device.Device, size uintptr, opts *alloc.Settings) (*host
 		return nil, fmt.Errorf("memory: make %d pinned bytes: %w", size, err)
 	}
 	b.free = func() error {
-		return gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFreeHost(b.ptr) })
+		return gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFreeHost(b.ptr) })
 	}
 	return b, nil
 }

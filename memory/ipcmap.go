@@ -68,7 +68,7 @@ func (m *ipcMapped) close() error {
 	if m.pages {
 		return m.unmap(m.bytes)
 	}
-	return gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
+	return gpu.DeviceOf(m.key.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
 }
 
 // exit undoes enter. All operations that used the memory have completed.
@@ -83,14 +83,14 @@ func (x *ipc) exit(m *ipcMapped) error {
 }
 
 func (m *ipcMapped) openSegment() error {
-	err := gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(m.key.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.base, r = drv.IpcOpenMemHandle(m.key.segment, cudadrv.IpcMemLazyEnablePeerAccess)
 		return r
 	})
 	if err != nil {
 		return err
 	}
-	err = gpu.DeviceOf(m.key.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err = gpu.DeviceOf(m.key.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		_, m.bytes, r = drv.MemGetAddressRange(m.base)
 		return r
 	})
@@ -104,7 +104,7 @@ func (m *ipcMapped) openSegment() error {
 func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
 	dev := m.key.dev
 	m.bytes = uintptr(a.PageBytes) * uintptr(a.Pages)
-	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		m.base, r = drv.MemAddressReserve(m.bytes, 0, 0)
 		return r
 	})
@@ -113,7 +113,7 @@ func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
 	}
 	done, err := m.askPages(x, l, a)
 	if err == nil {
-		err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
+		err = gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 			return drv.MemSetAccess(m.base, m.bytes, cudadrv.MemAccessReadWrite, gpu.DeviceOf(dev).Handle())
 		})
 	}
@@ -149,17 +149,17 @@ func (m *ipcMapped) askPages(x *ipc, l *ipcLink, a *ipcAnswer) (done uintptr, er
 func (m *ipcMapped) mapPage(at, bytes uintptr, file int) error {
 	dev := m.key.dev
 	var h cudadrv.MemHandle
-	err := gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		h, r = drv.MemImportFromShareableHandle(int32(file), cudadrv.MemHandlePosixFD)
 		return r
 	})
 	if err != nil {
 		return err
 	}
-	err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result {
+	err = gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemMap(m.base+cudadrv.DevicePtr(at), bytes, 0, h)
 	})
-	return errors.Join(err, gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(h) }))
+	return errors.Join(err, gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(h) }))
 }
 
 // unmap unmaps the first bytes and frees the address range.
@@ -167,10 +167,10 @@ func (m *ipcMapped) unmap(bytes uintptr) error {
 	dev := m.key.dev
 	var err error
 	if bytes > 0 {
-		err = gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemUnmap(m.base, bytes) })
+		err = gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemUnmap(m.base, bytes) })
 	}
 	if err != nil {
 		return err
 	}
-	return gpu.DeviceOf(dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemAddressFree(m.base, m.bytes) })
+	return gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemAddressFree(m.base, m.bytes) })
 }

@@ -137,7 +137,7 @@ func (v *ipcServer) pages(p *ipcPeer, q *ipcRequest) (ipcAnswer, []int) {
 	var files []int
 	for _, h := range e.pages[q.From:min(q.From+ipcFiles, len(e.pages))] {
 		var fd int32
-		err := gpu.DeviceOf(e.buf.Device()).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		err := gpu.DeviceOf(e.buf.Device()).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 			fd, r = drv.MemExportToShareableHandle(h, cudadrv.MemHandlePosixFD)
 			return r
 		})

@@ -203,3 +203,19 @@ func TestLostDevice(t *testing.T) {
 		})
 	}
 }
+
+// Free memory of an open pool is not in fragments.
+func TestFreeMemoryOfAPoolIsTold(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		s := newStream(t, d)
+		limit(t, d, 100*mib)
+		p := newPool(t, nil)
+		require.NoError(t, makeIn(t, p, s, 60*mib).Close())
+		keep := makeIn(t, p, s, 12*mib) // a part of the same segment, which therefore stays
+		_, err := memory.Make[byte](s, 45*mib)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		require.ErrorContains(t, err, "48.00 MiB of the free memory are in pools: close a pool, or allocate from it")
+		require.NotContains(t, err.Error(), "expandable_segments")
+		require.NoError(t, keep.Close())
+	})
+}

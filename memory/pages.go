@@ -45,7 +45,7 @@ func newPages(h *heap, total uint64) (alloc.PageSource, error) {
 		return nil, err
 	}
 	var least uintptr
-	err = gpu.DeviceOf(d).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err = gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		least, r = drv.MemGetAllocationGranularity(p.prop, cudadrv.MemGranularityMinimum)
 		return r
 	})
@@ -62,7 +62,7 @@ func (p *pages) PageSize() uint64 { return p.size }
 func (p *pages) Reach() uint64    { return p.reach }
 
 func (p *pages) Reserve(bytes uint64) (addr uint64, err error) {
-	err = p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
+	err = gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		a, r := drv.MemAddressReserve(uintptr(bytes), uintptr(p.size), 0)
 		addr = uint64(a)
 		return r
@@ -71,13 +71,13 @@ func (p *pages) Reserve(bytes uint64) (addr uint64, err error) {
 }
 
 func (p *pages) Unreserve(addr, bytes uint64) error {
-	return p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
+	return gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemAddressFree(cudadrv.DevicePtr(addr), uintptr(bytes))
 	})
 }
 
 func (p *pages) Create() (page uint64, err error) {
-	err = p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
+	err = gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		m, r := drv.MemCreate(uintptr(p.size), p.prop)
 		page = uint64(m)
 		return r
@@ -86,11 +86,11 @@ func (p *pages) Create() (page uint64, err error) {
 }
 
 func (p *pages) Release(page uint64) error {
-	return p.h.do(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(cudadrv.MemHandle(page)) })
+	return gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(cudadrv.MemHandle(page)) })
 }
 
 func (p *pages) Map(addr, page uint64) error {
-	err := p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
+	err := gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemMap(cudadrv.DevicePtr(addr), uintptr(p.size), 0, cudadrv.MemHandle(page))
 	})
 	if err == nil {
@@ -100,7 +100,7 @@ func (p *pages) Map(addr, page uint64) error {
 }
 
 func (p *pages) Unmap(addr, bytes uint64) error {
-	err := p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
+	err := gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemUnmap(cudadrv.DevicePtr(addr), uintptr(bytes))
 	})
 	if err == nil {
@@ -129,7 +129,7 @@ func (p *pages) reopen(peer *gpu.Device) error {
 }
 
 func (p *pages) access(addr, bytes uint64, devices ...cudadrv.Device) error {
-	return p.h.do(func(drv cudadrv.Driver) cudadrv.Result {
+	return gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemSetAccess(cudadrv.DevicePtr(addr), uintptr(bytes), cudadrv.MemAccessReadWrite, devices...)
 	})
 }

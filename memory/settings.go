@@ -27,7 +27,9 @@ var optionsText atomic.Pointer[string]
 var environment = sync.OnceValue(func() error {
 	v := env.AllocConf
 	if !v.IsSet() {
-		v = env.TorchAllocConf
+		if v = env.TorchAcceleratorAllocConf; !v.IsSet() {
+			v = env.TorchAllocConf
+		}
 	}
 	text := v.Value()
 	s, err := alloc.ParseSettings(text)

@@ -16,7 +16,7 @@ type driverSource struct{ h *heap }
 
 func (s driverSource) Alloc(_ alloc.Stream, bytes uint64) (uint64, error) {
 	var p cudadrv.DevicePtr
-	err := gpu.DeviceOf(s.h.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(s.h.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		p, r = drv.MemAlloc(uintptr(bytes))
 		return r
 	})
@@ -24,7 +24,7 @@ func (s driverSource) Alloc(_ alloc.Stream, bytes uint64) (uint64, error) {
 }
 
 func (s driverSource) Free(_ alloc.Stream, addr, _ uint64) error {
-	return gpu.DeviceOf(s.h.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(cudadrv.DevicePtr(addr)) })
+	return gpu.DeviceOf(s.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemFree(cudadrv.DevicePtr(addr)) })
 }
 
 // Async is false: cuMemFree waits for the device.

@@ -152,9 +152,9 @@ func TestRelaxedIsForTheCall(t *testing.T) {
 }
 
 func exchanged(dev *device.Device, mode cudadrv.CaptureMode) (old cudadrv.CaptureMode, err error) {
-	err = gpu.DeviceOf(dev).Ask(func(drv cudadrv.Driver) (r cudadrv.Result) {
-		old, r = drv.ThreadExchangeStreamCaptureMode(mode)
-		return r
-	})
+	old, r := gpu.DeviceOf(dev).Driver().ThreadExchangeStreamCaptureMode(mode)
+	if r != cudadrv.Success {
+		err = r
+	}
 	return old, err
 }

@@ -155,7 +155,15 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 	if err != nil {
 		return nil, nil, err
 	}
-	v, r := api.GetVersion()
+	var v int32
+	var r ncclapi.Result
+	err = gpu.DeviceOf(dev).InTime(func() string { return "ncclGetVersion" }, func() error {
+		v, r = api.GetVersion()
+		return nil
+	})
+	if err != nil {
+		return nil, nil, err
+	}
 	if r != ncclapi.Success {
 		return nil, nil, &Error{Op: "ncclGetVersion", Rank: -1, Err: Result(r)}
 	}
@@ -183,10 +191,10 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 // initialization blocks until all ranks have joined. All ranks of a communicator have the
 // same key. If NCCL made a communicator without this rank, connect returns nil.
 func (c *Communicator) connect(ctx context.Context, op, key string, init func() ncclapi.Result) (*Communicator, error) {
-	if err := startNetworking(c.dev); err != nil {
+	begun := time.Now()
+	if err := poll.Guard(ctx, func() error { return startNetworking(c.dev) }); err != nil {
 		return nil, err
 	}
-	begun := time.Now()
 	done := make(chan error, 1)
 	go func() {
 		done <- relaxed(c.dev, func() error { return c.check(op, init()) })
@@ -196,7 +204,10 @@ func (c *Communicator) connect(ctx context.Context, op, key string, init func() 
 		if err != nil || *c.h == 0 {
 			return nil, explainEncryption(c.dev, err)
 		}
-		if err := c.finishInit(key); err != nil {
+		if err := poll.Guard(ctx, func() error { return c.finishInit(key) }); err != nil {
+			if _, hangs := err.(*poll.UnansweredError); hangs {
+				return nil, fmt.Errorf("nccl: %s: rank %d of %d (%s): %w", op, c.rank, c.size, c.dev, err)
+			}
 			c.api.CommAbort(*c.h)
 			return nil, err
 		}
@@ -234,6 +245,15 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 	if err := gpu.CheckStream("nccl: wait", s, gpu.DeviceOf(c.dev)); err != nil {
 		return err
 	}
+	err := poll.Guard(ctx, func() error { return c.wait(ctx, s) })
+	if e, ok := err.(*poll.UnansweredError); ok {
+		return fmt.Errorf("nccl: wait on rank %d of %d (%s): %w", c.rank, c.size, c.dev, e)
+	}
+	return err
+}
+
+// wait is Wait without the checks.
+func (c *Communicator) wait(ctx context.Context, s *stream.Stream) error {
 	begun := time.Now()
 	last := c.point(s)
 	err := gpu.DeviceOf(c.dev).Until(ctx, "nccl.Communicator.Wait", func() (bool, error) {
@@ -407,7 +427,8 @@ func (c *Communicator) awaitClosed() {
 }
 
 // Close is Abort, but returns an *InUseError while a graph uses the communicator. A Batch
-// with operations of c can then no longer be enqueued.
+// with operations of c can then no longer be enqueued. If the driver or NCCL does not answer, Close
+// returns an error after at most twelve seconds.
 func (c *Communicator) Close() error {
 	if err := c.inUse("close"); err != nil {
 		return err
@@ -415,13 +436,23 @@ func (c *Communicator) Close() error {
 	if c == nil {
 		return nil
 	}
-	if c.failed.Load() != nil {
-		c.writeTraces()
+	limit := abortTimeout() + closeReserve
+	err, ended := poll.Within(limit, func() error {
+		if c.failed.Load() != nil {
+			c.writeTraces()
+		}
+		defer c.leaveClique()
+		defer c.traces.Do(func() {}) // waits for a trace that is being written, and none begins afterwards
+		return c.abortAs("closed the communicator")
+	})
+	if !ended {
+		return fmt.Errorf("nccl: close on rank %d of %d (%s): not ended after %v: the device still runs, or the driver or NCCL does not answer", c.rank, c.size, c.dev, limit)
 	}
-	defer c.leaveClique()
-	defer c.traces.Do(func() {}) // waits for a trace that is being written, and none begins afterwards
-	return c.abortAs("closed the communicator")
+	return err
 }
+
+// closeReserve is the time of Close beside that of the abort.
+const closeReserve = 2 * time.Second
 
 // Shutdown waits until all operations have completed and leaves the communicator together
 // with the other ranks, which must call it too (ncclCommFinalize, ncclCommDestroy). If ctx
@@ -434,7 +465,7 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	if err := c.inUse("shut down"); err != nil {
 		return err
 	}
-	if err := c.Err(); err != nil {
+	if err := poll.Guard(ctx, c.Err); err != nil {
 		_ = c.Close()
 		return err
 	}

@@ -132,6 +132,7 @@ func (c *Communicator) setFailure(cause error) *failure {
 		c.rec.TimedOut(t.Operation.Record)
 	}
 	c.rec.CountError(reasonOf(cause))
+	c.rec.SetEnd(cause.Error(), errors.Is(cause, ErrorRemote) || errors.Is(cause, ErrorTimeout))
 	c.rec.SetFinalState(flight.Failed)
 	return f
 }

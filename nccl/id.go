@@ -15,7 +15,7 @@ import (
 type UniqueID [128]byte
 
 // NewUniqueID makes an id on the system of dev and starts listening for the
-// ranks; the process must live until the communicator is made.
+// ranks; the process must live until the communicator is made. It fails if NCCL has not answered within CHORUS_DRIVER_TIMEOUT.
 func NewUniqueID(dev *device.Device) (UniqueID, error) {
 	if dev == nil {
 		return UniqueID{}, errors.New("nccl: new unique id: no device given")
@@ -24,14 +24,16 @@ func NewUniqueID(dev *device.Device) (UniqueID, error) {
 	if err != nil {
 		return UniqueID{}, err
 	}
-	if err := startNetworking(dev); err != nil {
-		return UniqueID{}, err
-	}
 	var id ncclapi.UniqueID
 	var r ncclapi.Result
-	err = relaxed(dev, func() error {
-		id, r = api.GetUniqueID()
-		return nil
+	err = gpu.DeviceOf(dev).InTime(func() string { return "ncclGetUniqueId" }, func() error {
+		if err := startNetworking(dev); err != nil {
+			return err
+		}
+		return relaxed(dev, func() error {
+			id, r = api.GetUniqueID()
+			return nil
+		})
 	})
 	if err != nil {
 		return UniqueID{}, err

@@ -21,6 +21,8 @@ func (x inside) AddBackend(abort func()) { x.c.addBackend(abort) }
 
 func (x inside) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
 
+func (x inside) Signatures(n int) (first uint64, list []uint32) { return x.c.rec.Signatures(n) }
+
 func (x inside) Dump(n, limit int) []byte {
 	list := slices.DeleteFunc(liveMembers(), func(m *member) bool { return m.Device != x.c.rec.Device })
 	poll.Within(observeTime, func() error { observe(list); return nil })
@@ -40,8 +42,17 @@ func (x inside) WriteTraces() {
 	x.c.writeTraces()
 }
 
+func (x inside) RecordEnd(end string, follows bool) { x.c.rec.SetEnd(end, follows) }
+
+func (x inside) Noticed() error {
+	if f := x.c.failed.Load(); f != nil {
+		return f.cause()
+	}
+	return nil
+}
+
 func (x inside) Symmetric(k *ranks.Collective) bool {
-	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes())
+	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && x.c.symmetricKernelStale())
 }
 
 func (x inside) Factor(op flight.Reduction) (bits, at uint64, ok bool) {

@@ -72,7 +72,7 @@ func (g *group) finish(errs []error) (first error) {
 	}
 	lost := (isFatal(first) || slices.ContainsFunc(errs, ranks.Partial)) && !g.comms[0].wasAborted()
 	for i := len(g.ops) - 1; !lost && i >= 0; i-- {
-		if errs[i] != nil {
+		if errs[i] != nil && g.ops[i].comm.alive() { // see undo
 			g.ops[i].unrecord()
 		}
 	}

@@ -217,9 +217,11 @@ func (o *operation) enqueue() error {
 
 // undo undoes an operation that NCCL has refused, and returns the error.
 func (o *operation) undo(err error) error {
-	if isFatal(err) && !o.comm.wasAborted() {
+	switch {
+	case isFatal(err) && !o.comm.wasAborted():
 		o.comm.failAsync(err)
-	} else {
+	case !o.comm.alive(): // the end of the communicator has ended a call that waited in NCCL: NCCL has not refused it
+	default:
 		o.unrecord()
 	}
 	return err

@@ -18,6 +18,19 @@ const (
 	symmetricUnit  = 8
 )
 
+// With versions from staleSymmetric to before freshSymmetric, symmetric kernels are reported to read data in a graph that
+// a kernel before them has not written yet. Chorus itself does not choose them in captures. Operations on windows that the
+// program has registered are not refused, because no test of ours has reproduced the report.
+const (
+	staleSymmetric = 22800
+	freshSymmetric = 23007
+)
+
+// symmetricKernelStale reports whether symmetric kernels may read stale data in graphs.
+func (c *Communicator) symmetricKernelStale() bool {
+	return c.version >= staleSymmetric && c.version < freshSymmetric
+}
+
 // A span is the memory of a symmetric window.
 type span struct{ from, to cudadrv.DevicePtr }
 

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/poll"
 )
 
 // Config are the options of New; nil means their zero values.
@@ -105,7 +106,7 @@ func (s *Stream) Sync(ctx context.Context) error {
 		return s.seeCallbacks(gpu.StreamOf(s).Sync())
 	}
 	start := time.Now()
-	err := gpu.DeviceOf(s.dev).Until(ctx, "stream.Stream.Sync", s.Query)
+	err := poll.Guard(ctx, func() error { return gpu.DeviceOf(s.dev).Until(ctx, "stream.Stream.Sync", s.Query) })
 	if err != nil && ctx.Err() != nil {
 		return fmt.Errorf("stream: sync %s: gave up after %v: %w", s, time.Since(start).Round(time.Millisecond), err)
 	}
@@ -186,11 +187,13 @@ func (s *Stream) Close() error {
 	if g.Kind() == gpu.DefaultStream {
 		return fmt.Errorf("stream: close: %s belongs to its device and cannot be closed", s)
 	}
-	if err := g.RefuseCapture("stream: close", "close it after the capture"); err != nil {
-		return err
-	}
-	if !g.Owner.Close() {
-		return nil
-	}
-	return g.Release()
+	return gpu.DeviceOf(s.dev).InTime(func() string { return "stream: close " + s.String() }, func() error {
+		if err := g.RefuseCapture("stream: close", "close it after the capture"); err != nil {
+			return err
+		}
+		if !g.Owner.Close() {
+			return nil
+		}
+		return g.Release()
+	})
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -48,13 +47,6 @@ func paths(least, most int, what string) cobra.PositionalArgs {
 		}
 		return nil
 	}
-}
-
-// encode writes v as JSON.
-func encode(out io.Writer, v any) error {
-	e := json.NewEncoder(out)
-	e.SetIndent("", "  ")
-	return e.Encode(v)
 }
 
 // sizeOf parses a number of bytes with an optional unit: kB or KB, MB, GB or TB, of powers of 1000, or

@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -89,9 +88,7 @@ func (f *doctorFlags) print(out io.Writer, r *doctor.Report) error {
 	var err error
 	switch {
 	case f.json:
-		enc := json.NewEncoder(out)
-		enc.SetIndent("", "  ")
-		err = enc.Encode(r)
+		err = encode(out, r)
 	case isTerminal(os.Stdout) && os.Getenv("NO_COLOR") == "":
 		err = r.Write(os.Stdout, true) // out would quote the colours; the results are quoted
 	default:

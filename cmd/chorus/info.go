@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
 	"text/tabwriter"
@@ -30,9 +29,7 @@ each other's memory. Without a GPU it shows the virtual devices and says so.`,
 				return err
 			}
 			if asJSON {
-				enc := json.NewEncoder(c.OutOrStdout())
-				enc.SetIndent("", "  ")
-				return enc.Encode(r)
+				return encode(c.OutOrStdout(), r)
 			}
 			return r.print(c.OutOrStdout())
 		},

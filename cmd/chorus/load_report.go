@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"fmt"
 	"io"
 	"os"
@@ -58,9 +57,7 @@ func (r *loadReport) finish(c *checkpoint.Checkpoint) {
 
 func (r *loadReport) write(out io.Writer, asJSON bool) error {
 	if asJSON {
-		e := json.NewEncoder(out)
-		e.SetIndent("", "  ")
-		return e.Encode(r)
+		return encode(out, r)
 	}
 	var b strings.Builder
 	fmt.Fprintf(&b, "%d tensors, %s, in %s: %.2f GB/s\n", r.Tensors, gigabytes(r.Bytes), seconds(r.Median), r.GBPerSecond)

@@ -2,8 +2,10 @@
 package main
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"strings"
 
@@ -38,10 +40,16 @@ func main() {
 func run(args []string) int {
 	root := newRootCommand()
 	root.SetArgs(args)
-	root.SetOut(plain.NewWriter(os.Stdout)) // file and host names may contain control characters
-	err := root.Execute()
+	out := &countingWriter{out: plain.NewWriter(os.Stdout)} // file and host names may contain control characters
+	root.SetOut(out)
+	command, err := root.ExecuteC()
 	if err == nil {
 		return 0
+	}
+	if out.n == 0 && printsJSON(command) {
+		_ = encode(out, struct {
+			Error string `json:"error"`
+		}{plain.Lines(err.Error())})
 	}
 	var code exitCode
 	if errors.As(err, &code) { // the command has printed the reason
@@ -49,6 +57,32 @@ func run(args []string) int {
 	}
 	fmt.Fprintf(os.Stderr, "chorus: %s\n", plain.Lines(err.Error()))
 	return codeOf(err)
+}
+
+// printsJSON reports whether the output of a command is one JSON value. If such a command fails before it has written anything,
+// its output is an object with the error, so that programs can read the output of each command.
+func printsJSON(c *cobra.Command) bool {
+	yes, err := c.Flags().GetBool("json")
+	return err == nil && yes
+}
+
+// A countingWriter counts the bytes that it passes on.
+type countingWriter struct {
+	out io.Writer
+	n   int
+}
+
+func (w *countingWriter) Write(b []byte) (int, error) {
+	n, err := w.out.Write(b)
+	w.n += n
+	return n, err
+}
+
+// encode writes the report of a command in JSON.
+func encode(out io.Writer, v any) error {
+	e := json.NewEncoder(out)
+	e.SetIndent("", "  ")
+	return e.Encode(v)
 }
 
 // codeOf returns the exit code for an error that is not an exitCode.

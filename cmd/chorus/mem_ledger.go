@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"io"
 
 	"github.com/spf13/cobra"
@@ -42,9 +41,7 @@ func printLedger(ctx context.Context, out io.Writer, job string, asJSON bool) er
 		return err
 	}
 	if asJSON {
-		enc := json.NewEncoder(out)
-		enc.SetIndent("", "  ")
-		return enc.Encode(j.Ranks)
+		return encode(out, j.Ranks)
 	}
 	return j.PrintMemory(out)
 }

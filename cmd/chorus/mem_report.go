@@ -1,7 +1,6 @@
 package main
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -95,9 +94,7 @@ func ratio(a, b int64) float64 {
 }
 
 func (r *replayReport) json(out io.Writer) error {
-	enc := json.NewEncoder(out)
-	enc.SetIndent("", "  ")
-	return enc.Encode(r)
+	return encode(out, r)
 }
 
 func (r *replayReport) print(out io.Writer) error {

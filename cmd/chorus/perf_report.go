@@ -84,8 +84,11 @@ func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p
 		}
 	}
 	r, err := f.collect(ctx, t.out, g, p)
-	if err != nil {
+	if r == nil {
 		return err
+	}
+	if err != nil { // what was measured is kept
+		return errors.Join(err, f.writeIncomplete(t, r), t.finish())
 	}
 	if f.link > 0 {
 		r.SetLink(f.link)
@@ -99,6 +102,18 @@ func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p
 		}
 	}
 	return errors.Join(f.result(t, r), t.finish())
+}
+
+// writeIncomplete writes the report of a measurement that ended early. The tables of text were printed already.
+func (f *perfFlags) writeIncomplete(t *perfTarget, r *perf.Report) error {
+	var errs []error
+	if f.format != "text" {
+		errs = append(errs, perfWriters[f.format](r, t.out))
+	}
+	if t.page != nil {
+		errs = append(errs, r.WriteHTML(t.page))
+	}
+	return errors.Join(errs...)
 }
 
 // collect measures, and prints the tables as they grow if the format is text.

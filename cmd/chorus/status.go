@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -74,9 +73,7 @@ func (f *statusFlags) run(ctx context.Context, out io.Writer) error {
 		}
 	}
 	if f.asJSON {
-		enc := json.NewEncoder(out)
-		enc.SetIndent("", "  ")
-		return enc.Encode(j)
+		return encode(out, j)
 	}
 	return j.Print(out, 0)
 }

@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -212,9 +211,7 @@ func (f *tuneFlags) report(ctx context.Context, out io.Writer, t *comm.Tuning, p
 		}
 	}
 	if f.format == "json" {
-		enc := json.NewEncoder(out)
-		enc.SetIndent("", " ")
-		return enc.Encode(t)
+		return encode(out, t)
 	}
 	at := t.For
 	fmt.Fprintf(out, "# chorus tune: %d ranks, %d in each process, hosts: %d, %s, %s, NCCL %s, Chorus kernels %s\n", at.Ranks, at.Locals, at.Hosts, at.GPU, at.Driver, at.NCCL, at.Kernels)

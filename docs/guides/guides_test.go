@@ -64,6 +64,7 @@ func (d *desktop) testWrongGuides(t *testing.T) {
 		"--procs":              "Use `chorus run --procs 4`.",
 		"no command":           "Use `chorus halt`.",
 		"does not exist":       "See [this](missing.md).",
+		"without its reason":   "```sh\necho '--- FAIL: TestMean'\n```\n```text\n--- FAIL: TestMean\n…\n```\n",
 		"language":             "```bash\ntrue\n```\n",
 		"name of a file":       "```go\npackage main\n```\n",
 	} {
@@ -142,12 +143,18 @@ func compare(all []block, outs []string) error {
 		if i == 0 || all[i-1].language != "sh" {
 			return fmt.Errorf("no commands before the output\n%s", k.text)
 		}
+		if m := failures.FindString(k.text); m != "" {
+			return fmt.Errorf("the text shows a failed test without its reason, so that any failure would match:\n%s", m)
+		}
 		if !pattern(k.text).MatchString(outs[n]) {
 			return fmt.Errorf("the output of\n%sis\n%sand not\n%s", all[i-1].text, outs[n], k.text)
 		}
 	}
 	return nil
 }
+
+// failures matches a failed test whose next line has no text.
+var failures = regexp.MustCompile(`(?m)^--- FAIL.*\n(?:…*\n|--- |\z)`)
 
 // pattern returns the expression that matches an output.
 func pattern(text string) *regexp.Regexp {

@@ -21,6 +21,7 @@ func (j *Job) Analyze() *Report {
 	}
 	j.hangs(r)
 	j.missing(r)
+	j.addEnds(r)
 	j.service(r)
 	slices.SortStableFunc(r.Findings, func(a, b Finding) int { return slices.Index(kinds, a.Kind) - slices.Index(kinds, b.Kind) })
 	r.conclude()
@@ -72,7 +73,7 @@ func (j *Job) unreadable(r *Report) {
 		j.twice = nil
 	}
 	for _, p := range j.twice[:min(len(j.twice), 1)] {
-		r.add(KindFile, fmt.Sprintf("The files are of two runs: %s and %s have the same rank. Remove the files of the earlier run.", p[0].name, p[1].name), nil, 0, nil)
+		r.add(KindTwice, fmt.Sprintf("The files are of two runs or of two jobs: %s and %s have the same rank, so that no comparison is possible. Analyze the files of one run.", p[0].name, p[1].name), nil, 0, nil)
 	}
 	for _, g := range j.groups {
 		for _, m := range g.members {
@@ -104,7 +105,6 @@ func (j *Job) missing(r *Report) {
 	if len(list) == 0 || slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindMissing }) {
 		return
 	}
-	defer func() { j.addEnds(r) }()
 	text := "No file has the operations of %s. Either the process ended before it wrote one, or its files are missing here."
 	if j.live {
 		text = "No answer came from %s: the process has ended or hangs, or its host is not reachable."
@@ -112,7 +112,7 @@ func (j *Job) missing(r *Report) {
 	r.add(KindMissing, fmt.Sprintf(text, joined(list)), nil, 0, list)
 }
 
-// addEnds adds to the finding of missing ranks how the groups ended for the first rank that says so.
+// addEnds adds to findings of missing ranks and of stuck operations how the groups ended for the first rank that says so.
 func (j *Job) addEnds(r *Report) {
 	var first *member
 	for _, g := range j.groups {
@@ -123,7 +123,7 @@ func (j *Job) addEnds(r *Report) {
 		}
 	}
 	for i := range r.Findings {
-		if f := &r.Findings[i]; f.Kind == KindMissing && first != nil {
+		if f := &r.Findings[i]; (f.Kind == KindMissing || f.Kind == KindStuck) && first != nil {
 			f.Text += fmt.Sprintf(" The file of %s says: %s.", first.name, strings.TrimSuffix(first.end, "."))
 		}
 	}
@@ -205,7 +205,7 @@ func (r *Report) addCycle(c []*wait) {
 		if i > 0 {
 			text += "; "
 		}
-		text += w.text() + place(w.op)
+		text += w.text() + w.op.unreturned() + place(w.op)
 		if w.behind != nil {
 			text += fmt.Sprintf(", whose matching operation is queued behind its %s%s", w.behind.position(), place(w.behind))
 		}
@@ -248,6 +248,10 @@ func (j *Job) addSink(r *Report, w *wait) {
 			w.to.name, w.group.name, w.op.position(), place(w.op)), w.group, w.op.seq, []Rank{w.to.rank()})
 		return
 	}
+	if first := w.group.failedFirst(); len(first) > 0 && !slices.ContainsFunc(first, func(m *member) bool { return m.node == w.to }) {
+		r.addFailed(w.group, w.op, w.op.seq, first) // the rank had no time to issue it
+		return
+	}
 	text := fmt.Sprintf("%s has not issued %s of %s, and other ranks, such as %s, wait for it%s. ", upper(w.to.name), w.op.position(), w.group.name, w.from.name, place(w.op))
 	if e, g := j.lastOf(w.to); e == nil {
 		text += "It has issued no operation at all: look at what its program does before its first operation."
@@ -272,6 +276,10 @@ func (j *Job) lastOf(n *node) (last *entry, of *group) {
 
 // addComplete reports a collective that all ranks have issued.
 func (j *Job) addComplete(r *Report, s *stuck) {
+	if first := s.group.failedFirst(); len(first) > 0 {
+		r.addFailed(s.group, s.op, s.seq, first)
+		return
+	}
 	var slow, queued []*member
 	started := true
 	for _, m := range s.issuers {
@@ -305,6 +313,31 @@ func (j *Job) addComplete(r *Report, s *stuck) {
 	}
 	r.add(KindStuck, fmt.Sprintf("All %d ranks have issued %s of %s in the same way, and none is known to have completed it. %s: %s. chorus perf measures them.",
 		len(s.issuers), s.op.position(), s.group.name, stuckAdvice(started), devices(s.issuers)), s.group, s.seq, nil)
+}
+
+// addFailed reports, once for each group, that ranks ended it during a collective, and the other ranks because of them.
+func (r *Report) addFailed(g *group, op *entry, seq uint64, first []*member) {
+	if slices.ContainsFunc(r.Findings, func(f Finding) bool { return f.Kind == KindFailed && f.Group == g.name }) {
+		return
+	}
+	r.add(KindFailed, fmt.Sprintf("%s ended %s during %s, and the other ranks ended it because of that. Its file says: %s.",
+		upper(names(first)), g.name, op.position(), strings.TrimSuffix(first[0].end, ".")), g, seq, ranks(first))
+}
+
+// failedFirst returns the ranks that ended the group by themselves, if all other ranks say that another rank may be the cause.
+func (g *group) failedFirst() (first []*member) {
+	for _, m := range g.present() {
+		switch {
+		case m.end == "":
+			return nil
+		case !m.follows:
+			first = append(first, m)
+		}
+	}
+	if len(first) == len(g.present()) {
+		return nil
+	}
+	return first
 }
 
 // stuckAdvice says what may be the cause if all ranks have issued an operation and none completes it.

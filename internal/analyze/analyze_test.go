@@ -326,7 +326,50 @@ func TestAnalyzeTwoRuns(t *testing.T) {
 		writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(true)})
 	}
 	r := analyze(t, dir)
-	require.Contains(t, r.Findings[len(r.Findings)-1].Text, "The files are of two runs: rank 0 (PID 100 on n0) and rank 0 (PID 99 on n0)")
+	require.Equal(t, KindTwice, r.Kind)
+	require.Contains(t, r.Verdict, "The files are of two runs or of two jobs: rank 0 (PID 100 on n0) and rank 0 (PID 99 on n0)")
+}
+
+// Two jobs have files in one folder. Neither job's verdict is given as that of the other.
+func TestAnalyzeTwoJobs(t *testing.T) {
+	dir, other := t.TempDir(), t.TempDir()
+	for rank := range 3 {
+		writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(true)})
+		writeRank(t, other, rank, 0, []string{"world"}, []op{sum(rank != 1)})
+		text, err := os.ReadFile(filepath.Join(other, fmt.Sprint("trace-", rank)))
+		require.NoError(t, err)
+		text = []byte(strings.NewReplacer(`"pid":10`, `"pid":90`, `"name":"`, `"name":"other-`, `"process_group":["`, `"process_group":["other-`).Replace(string(text)))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, fmt.Sprint("other-trace-", rank)), text, 0o600))
+	}
+	require.Equal(t, KindNone, analyze(t, filepath.Join(dir, "trace-0"), filepath.Join(dir, "trace-1"), filepath.Join(dir, "trace-2")).Kind)
+	r := analyze(t, dir)
+	require.Equal(t, KindTwice, r.Kind, r.Verdict)
+	require.Regexp(t, `two jobs: rank \d \(PID (10|90)\d on n\d\) and rank \d \(PID (10|90)\d on n\d\) have the same rank`, r.Verdict)
+}
+
+// A rank that failed by itself is the culprit if the others say that they ended because of another rank.
+func TestAnalyzeFailedFirst(t *testing.T) {
+	for _, late := range []bool{false, true} { // rank 2 has not issued it
+		dir := t.TempDir()
+		for rank := range 3 {
+			if writeRank(t, dir, rank, 0, []string{"world"}, []op{sum(false)}); rank == 2 && late {
+				writeRank(t, dir, rank, 0, []string{"world"}, []op{})
+			}
+			file := filepath.Join(dir, fmt.Sprint("trace-", rank))
+			text, err := os.ReadFile(file)
+			require.NoError(t, err)
+			end := `"end":"nccl: ncclRemoteError","end_follows":true,"issued":`
+			if rank == 1 {
+				end = `"end":"nccl: ncclAllReduce on rank 1 of 3: ncclSystemError","issued":`
+			}
+			require.Contains(t, string(text), `"issued":`)
+			require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(string(text), `"issued":`, end)), 0o600))
+		}
+		r := analyze(t, dir)
+		require.Equal(t, KindFailed, r.Kind, r.Verdict)
+		require.Equal(t, 1, *r.Culprits[0].World)
+		require.Contains(t, r.Verdict, "Its file says: nccl: ncclAllReduce on rank 1 of 3: ncclSystemError.")
+	}
 }
 
 // A rank whose recorder is off is a finding, and not a rank that is behind.

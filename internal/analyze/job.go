@@ -41,7 +41,6 @@ type node struct {
 	uuid   string
 	name   string // for people
 	seen   bool   // a file of it was read
-	end    string // how a group ended there, as its process noticed first
 }
 
 // A group is a communicator.
@@ -58,6 +57,8 @@ type member struct {
 	rank    int
 	file    string  // the name of the file
 	written int64   // when the dump was written; 0 if not known
+	end     string  // how the group ended there, as its process noticed first
+	follows bool    // the cause may be another rank
 	list    []entry // in the order they were issued
 	colls   []entry // the collectives of list
 	full    bool    // the dump does not have all operations
@@ -188,7 +189,7 @@ func (d *dump) describe(id string, g *group, m *member) {
 		if strconv.FormatInt(s.Group, 10) != id {
 			continue
 		}
-		m.device, m.uuid, m.end = s.Device, s.UUID, plain.Text(s.End)
+		m.device, m.uuid, m.end, m.follows = s.Device, s.UUID, plain.Text(s.End), s.EndFollows
 		m.unknown = s.Capacity == 0 && s.Issued > 0
 		m.full = m.full || s.Shortened
 		for i := range m.list {

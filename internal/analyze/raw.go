@@ -36,6 +36,7 @@ type rawGroup struct {
 	Capacity   int    `json:"capacity"`
 	Shortened  bool   `json:"shortened"`
 	End        string `json:"end"`
+	EndFollows bool   `json:"end_follows"`
 	Issued     uint64 `json:"issued"`
 	Accepted   uint64 `json:"accepted"`
 }

@@ -17,6 +17,7 @@ const (
 	KindOrder    = "order"    // ranks use groups in different orders
 	KindBehind   = "behind"   // a rank has not issued an operation that others wait for
 	KindMissing  = "missing"  // a rank has no file
+	KindFailed   = "failed"   // a rank ended the group, and the other ranks ended it because of that
 	KindTransfer = "transfer" // a send or receive has no partner
 	KindSlow     = "slow"     // a rank does not complete an operation that others have completed
 	KindQueued   = "queued"   // all ranks have issued the operation, and earlier work keeps the stream of a rank from it
@@ -26,7 +27,7 @@ const (
 	KindNone     = "none"
 )
 
-var kinds = []string{KindTwice, KindMismatch, KindOrder, KindBehind, KindMissing, KindTransfer, KindQueued, KindSlow, KindStuck, KindService, KindFile}
+var kinds = []string{KindTwice, KindMismatch, KindOrder, KindBehind, KindMissing, KindFailed, KindTransfer, KindQueued, KindSlow, KindStuck, KindService, KindFile}
 
 // A Finding is something that explains a hang, or weakens the analysis.
 type Finding struct {

@@ -99,8 +99,16 @@ func (g *group) unpaired(c *channel) (f transferFinding, found bool) {
 	}
 	f.ranks = []*member{other}
 	f.wait = wait{who.node, other.node, g, e, nil}
-	f.text = fmt.Sprintf("In %s, %s waits in %s%s, but %s has not issued the matching %s.", g.name, who.name, e.position(), place(e), other.name, side)
+	f.text = fmt.Sprintf("In %s, %s waits in %s%s%s, but %s has not issued the matching %s.", g.name, who.name, e.position(), e.unreturned(), place(e), other.name, side)
 	return f, true
+}
+
+// unreturned says that the call which issues an operation has not returned: the first operation of two ranks connects them.
+func (e *entry) unreturned() string {
+	if e.inCall {
+		return ", which has not returned from NCCL"
+	}
+	return ""
 }
 
 func running(list []*entry) []*entry {

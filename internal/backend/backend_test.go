@@ -140,3 +140,15 @@ func TestUUIDsBelongToTheHost(t *testing.T) {
 	require.Equal(t, uuid("a"), uuid("a"))
 	require.NotEqual(t, uuid("a"), uuid("b"))
 }
+
+// Virtual devices report mistakes with file and line in tests, unless the environment says otherwise.
+func TestSanitizerInTests(t *testing.T) {
+	for value, want := range map[string]bool{"": true, "0": false, "1": true} {
+		if t.Setenv(env.Sanitizer.Name, value); value == "" {
+			require.NoError(t, os.Unsetenv(env.Sanitizer.Name))
+		}
+		s, err := Open(&Config{Backend: Virtual, Devices: 1})
+		require.NoError(t, err)
+		require.Equal(t, want, s.Sanitizer != nil, "%q", value)
+	}
+}

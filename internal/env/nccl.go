@@ -15,7 +15,7 @@ var (
 	LaunchPatience = &Var{"CHORUS_LAUNCH_PATIENCE", "duration", "200us",
 		"Time that threads which enqueue the operations of several GPUs concurrently poll for more work before they sleep. A polling thread uses a processor. `0` or less disables these threads: one thread then enqueues all operations in turn."}
 	NCCLTraceFile = &Var{"CHORUS_NCCL_TRACE_FILE", "text", "",
-		"File for the flight recorders of the process in JSON, written when a communicator fails, and when a group ends because its job has lost a process. `chorus analyze` compares the files of all ranks. The rank and, for a named communicator (such as a split group) its name are appended to the file name. Unset: no file."}
+		"File for the flight recorders of the process in JSON, written when a communicator fails and when a group ends because its job has lost a process. A group over several processes also writes it if it is closed without Shutdown. `chorus analyze` compares the files of all ranks. The rank and, for a named communicator (such as a split group) its name are appended to the file name. Unset: no file."}
 )
 
 var ncclVars = []*Var{NCCLTimeout, NCCLTraceSize, NCCLTraceFrames, NCCLTraceFile, NCCLNaNCheck, NCCLEncrypt, LaunchPatience}

@@ -31,6 +31,8 @@ var (
 		"`yes` records the place of creation of each buffer, event, pinned buffer and work, which leak reports then show. Each record takes about one microsecond. Leak reports of other objects always show it."}
 	KernelCache = &Var{"CHORUS_KERNEL_CACHE", "text", "",
 		"Directory for compiled kernels; `off` disables the cache. Default: `chorus/kernels` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."}
+	DriverTimeout = &Var{"CHORUS_DRIVER_TIMEOUT", "duration", "2m",
+		"Limit of calls that may block in the driver and have no context: they open the devices, ask for properties, allocate device or pinned memory, load modules, or create and close streams. A call that exceeds it fails, and the process should end, because a driver that hangs rarely recovers. Calls that enqueue work have no limit of their own."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
 		"Path of libcuda.so to use instead of searching for it."}
 	LibNVML = &Var{"CHORUS_LIBNVML", "text", "",
@@ -52,7 +54,7 @@ var (
 	LaunchBlocking = &Var{"CUDA_LAUNCH_BLOCKING", "number", "0",
 		"`1` makes the driver wait for each kernel, and virtual devices for each kernel, copy and fill, so that the failing call returns its error. NCCL with several GPUs in one process can then deadlock."}
 	Sanitizer = &Var{"CHORUS_SANITIZER", "number", "0",
-		"`1` finds uses of device memory that no event orders, and uses of freed memory, also on CUDA, like TORCH_CUDA_SANITIZER. Reports name both calls with file and line; they are logged with log/slog, and `device.System.Reports` returns them. Each operation takes some microseconds longer."}
+		"`1` finds uses of device memory that no event orders, and uses of freed memory, also on CUDA, like TORCH_CUDA_SANITIZER. Reports name both calls with file and line; they are logged with log/slog, and `device.System.Reports` returns them. Each operation takes some microseconds longer. In a test binary of Go, the default for virtual devices is 1."}
 	Timeline = &Var{"CHORUS_TIMELINE", "path", "",
 		"Directory for a file of each process that records when its streams ran kernels, copies, collectives and graphs, what the host waited for, the events of the allocator and nvtx ranges. `chorus timeline` merges the files and summarizes them. Unset: off."}
 	NVMLCheck = &Var{"PYTORCH_NVML_BASED_CUDA_CHECK", "number", "1",
@@ -64,5 +66,5 @@ var (
 // All lists the declared variables in the order of docs/ENVIRONMENT.md.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, VirtualHang, VirtualKernels, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
-		LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
+		DriverTimeout, LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
 }

@@ -20,6 +20,23 @@ func (r *Recorder) Services(n int) (first uint64, list []Service) {
 	return first, list
 }
 
+// Signatures returns the signatures of the latest collectives, at most n, and the number of the first.
+func (r *Recorder) Signatures(n int) (first uint64, list []uint32) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0 && len(list) < n; id-- {
+		e := r.find(id)
+		if e == nil {
+			break
+		}
+		if !e.refused && !Kinds[e.Kind].Peer {
+			first, list = e.Collective, append(list, e.Signature)
+		}
+	}
+	slices.Reverse(list)
+	return first, list
+}
+
 // Collective returns the collective with a number, if the ring still has it.
 func (r *Recorder) Collective(number uint64) (e Entry, found bool) {
 	r.mu.Lock()

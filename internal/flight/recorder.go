@@ -2,6 +2,7 @@ package flight
 
 import (
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -46,6 +47,8 @@ type Recorder struct {
 	stream      *stream.Stream // stream of the operation waiting, retained; nil if none is pending
 	watched     bool           // a goroutine watches the operations
 	closed      bool           // the communicator has ended
+	end         string         // how it ended here, for dumps
+	endFollows  bool           // the cause may be another rank
 	finalState  State          // of operations that are not known to have completed
 	timedOut    uint64         // the operation that caused the timeout, if known
 	shortest    time.Duration  // the shortest timeout of the operations that are watched; 0 means none
@@ -371,6 +374,19 @@ func (r *Recorder) SetFinalState(fate State) {
 	}
 	if t := timeline.Current(); t != nil {
 		t.Forget(r.Group)
+	}
+}
+
+// maxEnd limits the text of SetEnd in bytes.
+const maxEnd = 1024
+
+// SetEnd records how the communicator ended on this rank. follows says that the cause may be another rank, which
+// has ended or which an operation waited for. Only the first call has an effect.
+func (r *Recorder) SetEnd(end string, follows bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.end == "" {
+		r.end, r.endFollows = strings.ToValidUTF8(end[:min(len(end), maxEnd)], ""), follows
 	}
 }
 

@@ -39,10 +39,12 @@ type sourceGroup struct {
 	WorldSize  int    `json:"world_size"`  // 0 if not known
 	Device     string `json:"device"`
 	UUID       string `json:"uuid"`
-	Capacity   int    `json:"capacity"`            // operations that the ring holds; 0 if the trace is off
-	Issued     uint64 `json:"issued"`              // record of the last operation
-	Accepted   uint64 `json:"accepted"`            // record of the last operation that NCCL has accepted
-	Shortened  bool   `json:"shortened,omitempty"` // the dump does not have all operations of the ring
+	Capacity   int    `json:"capacity"`              // operations that the ring holds; 0 if the trace is off
+	Issued     uint64 `json:"issued"`                // record of the last operation
+	Accepted   uint64 `json:"accepted"`              // record of the last operation that NCCL has accepted
+	End        string `json:"end,omitempty"`         // how it ended on this rank, as noticed first
+	EndFollows bool   `json:"end_follows,omitempty"` // the cause may be another rank
+	Shortened  bool   `json:"shortened,omitempty"`   // the dump does not have all operations of the ring
 }
 
 func newSource() source {
@@ -59,7 +61,7 @@ func (s *source) add(r *Recorder, shortened bool) {
 	defer r.mu.Unlock()
 	g := sourceGroup{
 		Group: r.Number, Rank: r.Rank, WorldRanks: slices.Clone(r.world), WorldSize: r.worldSize, Device: r.Device, UUID: r.UUID,
-		Capacity: len(r.ring), Issued: r.last, Accepted: r.enqueued, Shortened: shortened,
+		Capacity: len(r.ring), Issued: r.last, Accepted: r.enqueued, Shortened: shortened, End: r.end, EndFollows: r.endFollows,
 	}
 	if r.hidden {
 		g.Capacity = 0

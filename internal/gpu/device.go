@@ -122,6 +122,39 @@ func (d *Device) DoRelaxed(call Call) error {
 	return d.do(inRelaxedMode(call), call)
 }
 
+// DoInTime is DoRelaxed for a rare call that may block. It fails if the call has not returned within
+// CHORUS_DRIVER_TIMEOUT; the call then goes on by itself.
+func (d *Device) DoInTime(call Call) error {
+	return d.InTime(func() string { return cudadrv.NameOf(call) }, func() error { return d.DoRelaxed(call) })
+}
+
+// InTime calls fn, which makes rare calls of the driver or of a library, on another goroutine. It fails if fn
+// has not returned within CHORUS_DRIVER_TIMEOUT; fn then goes on by itself. op names the call for the error.
+func (d *Device) InTime(op func() string, fn func() error) error {
+	err, returned := poll.Within(d.sys.callTimeout, fn)
+	if !returned {
+		return &HangError{Op: op(), On: d.name, Limit: d.sys.callTimeout}
+	}
+	return err
+}
+
+// A HangError reports a call of the driver that has not returned within CHORUS_DRIVER_TIMEOUT.
+type HangError struct {
+	Op, On string // On may be ""
+	Limit  time.Duration
+}
+
+func (e *HangError) Error() string {
+	text := e.Op
+	if e.On != "" {
+		text += " on " + e.On
+	}
+	return fmt.Sprintf("%s has not returned after %v (CHORUS_DRIVER_TIMEOUT): the driver hangs: end the process", text, e.Limit)
+}
+
+// Timeout reports true, as net.Error does.
+func (e *HangError) Timeout() bool { return true }
+
 func inRelaxedMode(call Call) Call {
 	return func(drv cudadrv.Driver) cudadrv.Result {
 		mode, r := drv.ThreadExchangeStreamCaptureMode(cudadrv.CaptureRelaxed)
@@ -154,8 +187,8 @@ func (d *Device) Relaxed(call func() error) error {
 		mode, r = drv.ThreadExchangeStreamCaptureMode(mode)
 		return r
 	}
-	if err := d.Ask(exchange); err != nil {
-		return err
+	if r := exchange(d.sys.Driver); r != cudadrv.Success {
+		return d.fail("cuThreadExchangeStreamCaptureMode", r)
 	}
 	defer exchange(d.sys.Driver)
 	return call()
@@ -174,10 +207,13 @@ func (d *Device) Bound(call func() error) error {
 
 // Ask is Do for a call that needs no context.
 func (d *Device) Ask(call Call) error {
-	if r := call(d.sys.Driver); r != cudadrv.Success {
-		return d.fail(cudadrv.NameOf(call), r)
-	}
-	return nil
+	name := func() string { return cudadrv.NameOf(call) }
+	return d.InTime(name, func() error {
+		if r := call(d.sys.Driver); r != cudadrv.Success {
+			return d.fail(name(), r)
+		}
+		return nil
+	})
 }
 
 func (d *Device) fail(op string, r cudadrv.Result) error { return d.sys.errs.Failed(op, d.ordinal, r) }

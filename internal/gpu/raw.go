@@ -6,7 +6,7 @@ import "github.com/gochorus/chorus/internal/cudadrv"
 
 // NewStream makes a stream that does not synchronize with the legacy default stream.
 func (d *Device) NewStream(priority int32) (s cudadrv.Stream, err error) {
-	err = d.Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err = d.DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		s, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, priority)
 		return r
 	})

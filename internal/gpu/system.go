@@ -6,6 +6,7 @@ import (
 	"io"
 	"slices"
 	"sync/atomic"
+	"time"
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -38,6 +39,8 @@ type System struct {
 	errs Errors
 	devs []*Device
 
+	callTimeout time.Duration // see Device.DoInTime
+
 	closed    atomic.Bool
 	syncDebug atomic.Int32
 	local     kept.Map // see Local
@@ -55,8 +58,8 @@ type HasSystem interface{ system() *System }
 func SystemOf(x HasSystem) *System { return x.system() }
 
 // NewSystem makes the System of a backend, and the reference for the public type.
-func NewSystem(b *backend.System, errs Errors) (*System, SystemRef) {
-	s := &System{System: b, errs: errs}
+func NewSystem(b *backend.System, errs Errors, callTimeout time.Duration) (*System, SystemRef) {
+	s := &System{System: b, errs: errs, callTimeout: callTimeout}
 	return s, SystemRef{s}
 }
 

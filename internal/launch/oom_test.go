@@ -37,6 +37,16 @@ func TestOutOfMemoryTexts(t *testing.T) {
 	require.Contains(t, w.explain(), "the kernel killed 2 processes of this host")
 	require.NoError(t, os.WriteFile(w.path, []byte("pgmajfault 9\n"), 0o600))
 	require.Equal(t, "possibly out of memory", w.explain(), "an old kernel counts no kills")
+
+	w.cgroup = filepath.Join(t.TempDir(), "memory.events")
+	own := func(n int) {
+		require.NoError(t, os.WriteFile(w.cgroup, fmt.Appendf(nil, "low 0\noom 3\noom_kill %d\noom_group_kill 0\n", n), 0o600))
+	}
+	own(2)
+	w.begin()
+	require.Equal(t, "possibly out of memory", w.explain())
+	own(3)
+	require.Regexp(t, `^out of memory: the kernel killed 1 of the processes in this job's control group for it in the last \d+s$`, w.explain())
 }
 
 // The kernel kills a worker that needs more memory than its cgroup has. The launcher says so.

@@ -55,7 +55,7 @@ type job struct {
 // groups of the workers are killed, too.
 func Run(ctx context.Context, cfg *Config) int {
 	c, err := cfg.complete()
-	j := &job{cfg: c, ooms: oomWatch{path: vmstat}}
+	j := &job{cfg: c, ooms: oomWatch{path: vmstat, cgroup: cgroupEvents()}}
 	if err != nil {
 		j.cfg = *cfg
 		j.fail(err.Error())

@@ -778,7 +778,7 @@ func TestRunAbsent(t *testing.T) {
 	cfg.Timing.Join, cfg.Grace = 8*time.Second, time.Second
 	code, text := launchAll(t, cfg)
 	require.Equal(t, 41, code, text)
-	require.Regexp(t, `chorus: rank 1 \(host h0\) it never joined the job \(missing rank 1\), so rank [02] gave up and exited with code 41`, text)
+	require.Regexp(t, `chorus: rank 1 \(host h0\) never joined the job \(missing rank 1\), so rank [02] gave up and exited with code 41`, text)
 }
 
 // TestRunTwoWorkersStopped: when SIGSTOP has stopped all workers that are left, there is nothing to

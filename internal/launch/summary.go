@@ -38,7 +38,11 @@ func (j *job) reportCause(code int) int {
 	case lost.ExitCode >= 0:
 		j.fail(then + fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	case lost.Rank < 0 && lost.PID == os.Getpid() && lost.Host == j.agent.Host():
-		j.fail(then + fmt.Sprintf("this launcher was %s%s", lost.Reason, j.endedWith(nil)))
+		was := "was lost: "
+		if strings.HasPrefix(lost.Reason, "silent ") {
+			was = "was "
+		}
+		j.fail(then + fmt.Sprintf("this launcher %s%s%s", was, lost.Reason, j.endedWith(nil)))
 	default:
 		j.fail(then + fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	}

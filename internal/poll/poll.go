@@ -5,6 +5,7 @@ package poll
 
 import (
 	"context"
+	"fmt"
 	"runtime"
 	"time"
 )
@@ -52,13 +53,59 @@ func UntilNoLaterThan(d time.Duration, ready func() bool) bool {
 func Within[T any](d time.Duration, fn func() T) (v T, returned bool) {
 	done := make(chan T, 1)
 	go func() { done <- fn() }()
-	patience := time.NewTimer(d)
-	defer patience.Stop()
+	timer := time.NewTimer(d)
+	defer timer.Stop()
 	select {
 	case v = <-done:
 		return v, true
-	case <-patience.C:
+	case <-timer.C:
 		return v, false
+	}
+}
+
+// afterEnd is how long Guard waits for fn after the end of the context.
+const afterEnd = 100 * time.Millisecond
+
+// An UnansweredError reports a call of a driver or a library that did not return. It wraps the
+// cause of the context that ended meanwhile.
+type UnansweredError struct{ Cause error }
+
+func (e *UnansweredError) Error() string {
+	return fmt.Sprintf("the driver or NCCL does not answer: %v", e.Cause)
+}
+
+// Unwrap returns the cause.
+func (e *UnansweredError) Unwrap() error { return e.Cause }
+
+// Guard returns the result of fn, which waits until ctx ends. If fn is in a call of a driver or a library
+// that does not return, Guard returns an *UnansweredError soon after the end of ctx, and fn continues alone. fn runs on another goroutine, unless ctx never ends. The first
+// moment of the wait is spent polling, because most waits for a GPU are short and waking a goroutine
+// takes longer.
+func Guard(ctx context.Context, fn func() error) error {
+	if ctx.Done() == nil {
+		return fn()
+	}
+	result := make(chan error, 1)
+	go func() { result <- fn() }()
+	for start := time.Now(); time.Since(start) < spin; runtime.Gosched() {
+		select {
+		case err := <-result:
+			return err
+		default:
+		}
+	}
+	select {
+	case err := <-result:
+		return err
+	case <-ctx.Done():
+	}
+	timer := time.NewTimer(afterEnd)
+	defer timer.Stop()
+	select {
+	case err := <-result:
+		return err
+	case <-timer.C:
+		return &UnansweredError{context.Cause(ctx)}
 	}
 }
 

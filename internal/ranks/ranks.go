@@ -21,6 +21,9 @@ type Inside interface {
 	// Services returns the services of the last collectives, at most n, and the number of
 	// the first collective in the list.
 	Services(n int) (first uint64, list []Service)
+	// Signatures returns the signatures of the last collectives, at most n, and the number of the first. They are the
+	// same on all ranks if the operations are compatible.
+	Signatures(n int) (first uint64, list []uint32)
 	// Dump returns the last operations of the communicators on its device as JSON that internal/analyze
 	// reads. It has at most n operations of each, and fewer if it would have more than limit bytes.
 	Dump(n, limit int) []byte
@@ -30,8 +33,13 @@ type Inside interface {
 	// WriteTraces writes the flight recorders of the process, once, if CHORUS_NCCL_TRACE_FILE
 	// asks for it. A failure of the communicator does so too.
 	WriteTraces()
+	// RecordEnd records in the flight recorder how the rank ended, unless that is recorded already. follows says that
+	// the cause may be another rank.
+	RecordEnd(end string, follows bool)
+	// Noticed returns the failure of the communicator as it was noticed, or nil. It does not wait.
+	Noticed() error
 	// Symmetric reports whether NCCL has a correct kernel for such a collective of memory
-	// in symmetric windows.
+	// in symmetric windows. With some versions it has none for captured collectives.
 	Symmetric(x *Collective) bool
 	// Factor returns the factor of an open PreMulSum: one element in bits, or at a device address
 	// if that is not 0. ok is false if the reduction is another one.

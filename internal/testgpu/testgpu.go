@@ -26,6 +26,13 @@ func Each(t *testing.T, n int, fn func(t *testing.T, devs []*device.Device)) {
 	t.Run("cuda", func(t *testing.T) { fn(t, CUDA(t, n)) })
 }
 
+// Chorus's own tests are about the virtual devices' own checks, unless they ask for the sanitizer.
+func init() {
+	if !env.Sanitizer.IsSet() {
+		_ = os.Setenv(env.Sanitizer.Name, "0")
+	}
+}
+
 // Virtual creates virtual devices for one test. The test fails if the devices
 // report a mistake.
 func Virtual(t testing.TB, cfg *device.SystemConfig) []*device.Device {

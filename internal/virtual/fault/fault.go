@@ -37,6 +37,7 @@ type Plan struct {
 	plan map[string]map[int]Fault
 
 	counts atomic.Pointer[callCount] // of CountCalls
+	hang   atomic.Pointer[string]    // of HangNext
 
 	mu    sync.Mutex
 	count map[string]int
@@ -61,6 +62,9 @@ func (f *Plan) CountCalls() (stop func() map[string]int) {
 	}
 }
 
+// HangNext makes the next call of a function hang, whatever the plan says.
+func (f *Plan) HangNext(name string) { f.hang.Store(&name) }
+
 func (c *callCount) add(name string) {
 	if c == nil {
 		return
@@ -80,6 +84,12 @@ func (f *Plan) Hit(name string) (status int32, hang bool) {
 // Next is Hit for calls that support more kinds of faults.
 func (f *Plan) Next(name string) Fault {
 	f.counts.Load().add(name)
+	if p := f.hang.Load(); p != nil && *p == name && f.hang.CompareAndSwap(p, nil) {
+		if !streamOps[name] {
+			Forever(nil)
+		}
+		return Fault{Hang: true}
+	}
 	if f.plan == nil {
 		return Fault{}
 	}

@@ -17,6 +17,7 @@ type NoMemoryError struct {
 	Wanted    uint64 // bytes requested from the driver; 0 if no device has as much
 	Allocated uint64 // bytes in use
 	Private   uint64 // the part of Allocated in pools other than the default pool
+	PoolFree  uint64 // bytes that pools other than the default pool have reserved and not allocated
 	Reserved  uint64 // bytes reserved from the driver
 	Largest   uint64 // bytes of the largest free block of the stream
 	Limit     uint64 // limit of Reserved, or 0
@@ -38,11 +39,16 @@ func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 	}
 	domains := d.lockAll()
 	defer unlock(domains)
+	free := func(dom *domain) uint64 {
+		return uint64(dom.meter.r[ReservedBytes][both].now - dom.meter.r[AllocatedBytes][both].now)
+	}
 	for _, dom := range domains {
+		e.PoolFree += free(dom)
 		e.Allocated += uint64(dom.meter.r[AllocatedBytes][both].now)
 		e.Private += uint64(dom.meter.r[AllocatedBytes][both].now)
 	}
 	for _, o := range d.def.arenas {
+		e.PoolFree -= free(o.domain)
 		e.Private -= uint64(o.domain.meter.r[AllocatedBytes][both].now)
 	}
 	e.Largest = a.shelves[k].largest()

@@ -26,6 +26,7 @@ var Light, Dark = color.NRGBA{0xff, 0xff, 0xff, 0xff}, color.NRGBA{0x16, 0x16, 0
 var Style = fmt.Sprintf(`:root{color-scheme:light dark;color:#1a1a19;background:%[1]s}
 .chart{color:#1a1a19;background:%[1]s;max-width:100%%;height:auto}
 .chart text{fill:currentColor;font-family:"Liberation Sans",Arial,Helvetica,sans-serif!important}
+@media(max-width:40rem){.chart{max-width:none}} /* a phone scrolls, so that the text stays readable */
 @media(prefers-color-scheme:dark){:root,.chart{color:#e8e6e1;background:%[2]s}}
 `, hex(Light), hex(Dark))
 

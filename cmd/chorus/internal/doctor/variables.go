@@ -1,9 +1,13 @@
 package doctor
 
 import (
+	"bytes"
 	"cmp"
 	"context"
-	"io/fs"
+	"encoding/xml"
+	"errors"
+	"fmt"
+	"io"
 	"path"
 	"slices"
 	"strings"
@@ -80,14 +84,49 @@ func checkVariables(_ context.Context, h *Host) []Result {
 		add(s, r.cause)
 	}
 	if s, ok := all["NCCL_TOPO_FILE"]; ok {
-		if _, err := fs.Stat(h.Root, inRoot(s.value)); err != nil {
+		if text, err := h.readBytes(inRoot(s.value)); err != nil {
 			add(s, "the file is not readable: "+rooted(err).Error())
+		} else if err := checkTopology(text); err != nil {
+			add(s, "NCCL cannot use the file: "+err.Error())
 		}
 	}
 	if len(list) == 0 {
 		return []Result{pass(want, want)}
 	}
 	return list
+}
+
+// checkTopology reports whether a file is a topology of NCCL: XML whose outermost element is <system version="1">.
+func checkTopology(text []byte) error {
+	d, depth, begun := xml.NewDecoder(bytes.NewReader(text)), 0, false
+	for {
+		token, err := d.Token()
+		if err == io.EOF && !begun {
+			return errors.New("it has no element <system>")
+		} else if err == io.EOF {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		switch x := token.(type) {
+		case xml.StartElement:
+			if depth == 0 && x.Name.Local != "system" {
+				return fmt.Errorf("its outermost element is <%s>: want <system>", x.Name.Local)
+			}
+			version := ""
+			for _, a := range x.Attr {
+				if a.Name.Local == "version" {
+					version = a.Value
+				}
+			}
+			if depth == 0 && version != "1" {
+				return fmt.Errorf("the version of <system> is %q: want 1", version)
+			}
+			depth, begun = depth+1, true
+		case xml.EndElement:
+			depth--
+		}
+	}
 }
 
 // A setting is a variable with its place: the environment or a file.

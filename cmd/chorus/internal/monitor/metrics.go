@@ -152,6 +152,8 @@ var (
 
 	operationsDesc = desc{"chorus_collective_operations_total", "Operations that were issued.", prometheus.CounterValue, ofTotal}
 	bytesDesc      = desc{"chorus_collective_bytes_total", "Bytes of the operations that were issued, each with its larger buffer.", prometheus.CounterValue, ofTotal}
+	groupOpsDesc   = desc{"chorus_group_operations_total", "Operations of the group that were issued, of all kinds and sizes. Unlike chorus_collective_operations_total, it exists before the first operation, as increase() needs it.", prometheus.CounterValue, ofGroup}
+	groupBytesDesc = desc{"chorus_group_bytes_total", "Bytes of these operations.", prometheus.CounterValue, ofGroup}
 	inFlightDesc   = desc{"chorus_collective_in_flight", "Collectives that were issued and have not completed.", prometheus.GaugeValue, ofGroup}
 	ageDesc        = desc{"chorus_collective_oldest_age_seconds", "Age of the oldest operation in flight; 0 if none.", prometheus.GaugeValue, ofGroup}
 	issuedDesc     = desc{"chorus_collective_issued_sequence", "Number of the last collective that was issued.", prometheus.GaugeValue, ofGroup}
@@ -285,6 +287,12 @@ func (s *sender) group(m *Member, group []string) {
 	s.send(completedDesc, float64(m.Completed), group...)
 	s.send(lagDesc, float64(m.Behind), group...)
 	s.send(lagTimeDesc, m.Lag.Seconds(), group...)
+	var all status.Total
+	for _, t := range m.Totals {
+		all.Count, all.Bytes = all.Count+t.Count, all.Bytes+t.Bytes
+	}
+	s.send(groupOpsDesc, float64(all.Count), group...)
+	s.send(groupBytesDesc, float64(all.Bytes), group...)
 	for _, t := range m.Totals {
 		labels := append(group[:len(group):len(group)], t.Op, t.Strategy, t.Size)
 		s.send(operationsDesc, float64(t.Count), labels...)

@@ -129,6 +129,9 @@ func TestMetrics(t *testing.T) {
 	require.Equal(t, 5.0, value(t, families, "chorus_group_lag_seconds", of), "rank 1 has issued the next one 5 s ago")
 	require.Equal(t, 7.0, value(t, families, "chorus_collective_issued_sequence", of))
 	require.Equal(t, 0.0, value(t, families, "chorus_collective_in_flight", of))
+	require.Equal(t, 8.0, value(t, families, "chorus_group_operations_total", of))
+	require.Equal(t, float64(8<<20), value(t, families, "chorus_group_bytes_total", of))
+	require.Zero(t, value(t, families, "chorus_group_operations_total", map[string]string{"rank": "3", "group": "ranks-2#2"}), "before the first operation")
 	of["size"], of["strategy"], of["op"] = "le_1MiB", "nccl", "all_reduce"
 	require.Equal(t, 8.0, value(t, families, "chorus_collective_operations_total", of))
 	require.Equal(t, float64(8<<20), value(t, families, "chorus_collective_bytes_total", of))

@@ -16,6 +16,7 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #e4e3df 
 .bad { color: #b00020; font-weight: bold }
 .good { color: #23703a }
 .wide { overflow-x: auto } /* on a phone: charts and tables keep their size */
+.wide td:first-child, .wide th:first-child { position: sticky; left: 0; background: Canvas }
 @media (max-width: 40rem) { body { margin: 10px } }
 @media (prefers-color-scheme: dark) {
   th, td { border-color: #3a3a38 }
@@ -31,6 +32,9 @@ func (r *Report) WriteHTML(w io.Writer) error {
 	p.WriteString("<style>\n" + chart.Style + pageStyle + "</style></head>\n<body>\n<h1>chorus perf</h1>\n")
 	p.add("<p>%s, %s</p>\n", r.title(), r.Time.Format("2006-01-02 15:04 MST"))
 	p.verdict(r.Verdict)
+	if r.Error != "" {
+		p.add("<p><strong>The measurement ended early: %s</strong></p>\n", r.Error)
+	}
 	for _, c := range r.charts() {
 		p.WriteString("<div class=\"wide\">" + c.SVG() + "</div>\n")
 	}

@@ -31,6 +31,8 @@ type Report struct {
 	Wrong    int64    `json:"out_of_bounds"`
 	Link     float64  `json:"link_bandwidth,omitempty"` // of a GPU in one direction, 10^9 bytes a second; 0: unknown
 	Verdict  *Verdict `json:"verdict,omitempty"`
+
+	Error string `json:"error,omitempty"` // why the measurement ended early
 }
 
 // form is the format number of a report's JSON.

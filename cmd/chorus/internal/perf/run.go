@@ -17,7 +17,7 @@ import (
 // Run measures the plan on all ranks of the group. All ranks call Run with the
 // same plan. On rank 0 it calls row for each row as soon as it is measured; row
 // may be nil. The Report is the same on all ranks. If an operation fails or ctx
-// ends, Run stops and closes the group.
+// ends, Run stops and closes the group; the Report then has the rows before that and the error.
 func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, error) {
 	jobs, err := p.jobs(g.Size())
 	if err != nil {
@@ -39,11 +39,12 @@ func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, 
 	if len(jobs) == 0 {
 		return r, nil
 	}
-	if err := r.run(ctx, g, p, jobs, row); err != nil {
-		return nil, err
-	}
+	err = r.run(ctx, g, p, jobs, row)
 	r.sumUp()
-	return r, nil
+	if err != nil {
+		r.Error, r.Verdict = err.Error(), nil
+	}
+	return r, err
 }
 
 // run measures the jobs on all local ranks.

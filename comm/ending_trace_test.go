@@ -1,0 +1,110 @@
+package comm_test
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/analyze"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// A rank that closes its group, and each rank that then fails, writes a file that says how the group ended there. Err
+// of a survivor returns at once, and its Wait does not wait for a job that knows nothing.
+func TestEveryRankWritesItsRecorder(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv(env.NCCLTraceFile.Name, filepath.Join(dir, "trace-"))
+	gs := joinImpatient(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), time.Minute)
+	reduce := func(gs ...*comm.Group) {
+		errs := make([]error, len(gs))
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			xs, _ := shards(t, g, 8)
+			wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs...) })
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+	}
+	reduce(gs...) // connects the ranks
+	reduce(gs[0], gs[2])
+	require.NoError(t, gs[1].Close())
+	closed := time.Now()
+	for _, g := range []*comm.Group{gs[0], gs[2]} {
+		require.Eventually(t, func() bool {
+			begun := time.Now()
+			err := g.Err()
+			require.Less(t, time.Since(begun), 2*time.Second, "Err asks nobody")
+			return err != nil
+		}, time.Minute, time.Millisecond)
+		require.ErrorIs(t, g.Wait(testgpu.Context(t)), comm.ErrBroken)
+		require.Contains(t, g.Err().Error(), "rank 1")
+	}
+	require.Less(t, time.Since(closed), 2500*time.Millisecond, "the end of the peer is known")
+	for rank := range gs {
+		text, err := os.ReadFile(filepath.Join(dir, "trace-"+string(rune('0'+rank))))
+		require.NoError(t, err)
+		if rank == 1 {
+			require.Contains(t, string(text), `"end":"this process closed the group"`)
+		} else {
+			require.Contains(t, string(text), `"end":"nccl: `)
+		}
+	}
+	job, err := analyze.Load([]string{dir})
+	require.NoError(t, err)
+	r := job.Analyze()
+	require.Contains(t, []string{analyze.KindFailed, analyze.KindBehind}, r.Kind, r.Verdict)
+	require.Equal(t, 1, *r.Culprits[0].World)
+}
+
+// TestEveryEndLeavesFiles lets rank 1 of 8 processes end in ten ways. Each rank that can still write leaves its flight
+// recorder, which says how the group ended there, and the files together name rank 1.
+func TestEveryEndLeavesFiles(t *testing.T) {
+	for _, c := range []struct {
+		way    string
+		writes bool // rank 1
+		kinds  []string
+	}{
+		{"error", true, []string{analyze.KindBehind}},
+		{"panic", true, []string{analyze.KindBehind}},
+		{"close", true, []string{analyze.KindBehind}},
+		{"absent", true, []string{analyze.KindBehind}},
+		{"other", true, []string{analyze.KindMismatch, analyze.KindBehind}},
+		{"fewer", true, []string{analyze.KindMismatch, analyze.KindBehind}},
+		{"refused", true, []string{analyze.KindFailed, analyze.KindBehind}},
+		{"exit", false, []string{analyze.KindMissing}},
+		{"kill", false, []string{analyze.KindMissing}},
+		{"stop", false, []string{analyze.KindMissing}},
+	} {
+		t.Run(c.way, func(t *testing.T) {
+			const ranks = 8
+			dir := t.TempDir()
+			code, out, _ := job(t, "virtual", c.way, ranks, timeoutVar+"=4s", env.VirtualDevices.Name+"=8", env.NCCLTraceFile.Name+"="+filepath.Join(dir, "trace-"))
+			require.NotZero(t, code, out)
+			for rank := range ranks {
+				text, err := os.ReadFile(filepath.Join(dir, fmt.Sprint("trace-", rank)))
+				if rank == 1 && !c.writes {
+					require.ErrorIs(t, err, os.ErrNotExist)
+					continue
+				}
+				require.NoError(t, err, "rank %d\n%s", rank, out)
+				require.Contains(t, string(text), `"end":"`, "rank %d\n%s", rank, out)
+			}
+			files, err := analyze.Load([]string{dir})
+			require.NoError(t, err)
+			r := files.Analyze()
+			require.Contains(t, c.kinds, r.Kind, "%s\n%s", r.Verdict, out)
+			require.Len(t, r.Culprits, 1, r.Verdict)
+			require.NotNil(t, r.Culprits[0].World, r.Verdict)
+			require.Equal(t, 1, *r.Culprits[0].World, r.Verdict)
+		})
+	}
+}

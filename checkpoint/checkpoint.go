@@ -63,6 +63,32 @@ func Open(paths []string, cfg *gds.FileConfig) (*Checkpoint, error) {
 	return c, nil
 }
 
+// openIn is Open for files in the folder of a Saver. It follows no link out of the folder.
+func openIn(folder string, names []string, cfg *gds.FileConfig) (*Checkpoint, error) {
+	root, err := os.OpenRoot(folder)
+	if err != nil {
+		return nil, fmt.Errorf("checkpoint: open %s: %w", folder, err)
+	}
+	defer root.Close()
+	c, cfg := &Checkpoint{where: map[string]place{}}, within(cfg, root)
+	for _, name := range names {
+		if _, err := c.openFile(cfg, name, nil); err != nil {
+			return nil, errors.Join(err, c.Close())
+		}
+	}
+	return c, nil
+}
+
+// within returns a configuration for names in a folder.
+func within(cfg *gds.FileConfig, root *os.Root) *gds.FileConfig {
+	var c gds.FileConfig
+	if cfg != nil {
+		c = *cfg
+	}
+	files.SetFolder(&c, root)
+	return &c
+}
+
 // indexName is the name of an index in transformers.
 const indexName = "model.safetensors.index.json"
 
@@ -129,7 +155,7 @@ func (c *Checkpoint) openFile(cfg *gds.FileConfig, path string, only func(name s
 	}
 	h, err := c.readHeader(f, size, only)
 	if err != nil {
-		return nil, fmt.Errorf("checkpoint: open %s: %w", path, err)
+		return nil, fmt.Errorf("checkpoint: open %s: %w", f.Path(), err)
 	}
 	c.headers = append(c.headers, h)
 	c.addMetadata(h.Metadata)

@@ -296,7 +296,7 @@ func (v *Saver) giveUp(job *saveJob, why error) error {
 
 // rootMessage reports whether the message of the first process is there, and returns its error.
 func (v *Saver) rootMessage(job *saveJob) (found bool, failed error) {
-	text, err := os.ReadFile(filepath.Join(job.temp, reportName(0)))
+	text, err := v.fs.ReadFile(filepath.Join(job.temp, reportName(0)))
 	r := new(rankReport)
 	if err != nil || json.Unmarshal(text, r) != nil {
 		return false, nil

@@ -171,7 +171,7 @@ func TestVerifyNamesAllDamages(t *testing.T) {
 func TestReshardIsOnTheDisk(t *testing.T) {
 	folder := t.TempDir()
 	for _, show := range []string{"rename", "exchange"} { // the second one replaces the first
-		fs := &recordedFiles{}
+		fs := &recordedFiles{systemFiles: systemFiles{folder}}
 		require.NoError(t, reshard(t.Context(), torchFixtures+"views.pt", filepath.Join(folder, stepName(7)), &ReshardConfig{Files: 2}, fs))
 		require.Contains(t, fs.calls, "write model-00002-of-00002.safetensors")
 		fs.requireOnDisk(t, show+" "+stepName(7), filepath.Base(folder))

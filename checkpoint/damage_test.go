@@ -75,8 +75,9 @@ func TestFailedSavesLeakNothing(t *testing.T) {
 		g := localGroup(t, devs)
 		parts := killedParts(t, g, true)
 		fails := func(at int, short bool) bool {
-			fs := &failingFiles{at: at + 2, short: short} // NewSaver has made and read the folder
-			v, err := newSaver(t.Context(), g, t.TempDir(), parts, nil, fs)
+			folder := t.TempDir()
+			fs := &failingFiles{systemFiles: systemFiles{folder}, at: at + 2, short: short} // NewSaver has made and read the folder
+			v, err := newSaver(t.Context(), g, folder, parts, nil, fs)
 			require.NoError(t, err)
 			require.NoError(t, v.Save(t.Context(), 1, groupStreams(g)))
 			err = v.Close()
@@ -125,7 +126,7 @@ func TestLateRankLearnsOfAFailedSave(t *testing.T) {
 	onVirtual(t, 1, func(t *testing.T, devs []*device.Device) {
 		folder := t.TempDir()
 		process := func(root bool) *Saver {
-			return &Saver{folder: folder, cfg: SaverConfig{Timeout: time.Second}, fs: systemFiles{}, group: localGroup(t, devs), ranks: 2, root: root, locals: make([]*snapshotter, 1)}
+			return &Saver{folder: folder, cfg: SaverConfig{Timeout: time.Second}, fs: systemFiles{folder}, group: localGroup(t, devs), ranks: 2, root: root, locals: make([]*snapshotter, 1)}
 		}
 		first, late := process(true), process(false)
 		job := &saveJob{step: 1, id: "id", temp: filepath.Join(folder, tempPrefix+stepName(1)+"-id")}
@@ -181,7 +182,8 @@ func TestFullDiskNamesTheTensor(t *testing.T) {
 			if piece.off == last.off { // the only one that does not fit
 				full = last.off + int64(last.mem.Len()) - 1
 			}
-			v, err := newSaver(t.Context(), g, t.TempDir(), [][]Part{parts}, &SaverConfig{HostBytes: 200}, fullFiles{from: full})
+			folder := t.TempDir()
+			v, err := newSaver(t.Context(), g, folder, [][]Part{parts}, &SaverConfig{HostBytes: 200}, fullFiles{systemFiles: systemFiles{folder}, from: full})
 			require.NoError(t, err)
 			require.NoError(t, v.Save(t.Context(), 1, groupStreams(g)))
 			e, ok := errors.AsType[*TensorError](v.Close())

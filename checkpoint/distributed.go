@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"os"
 	"path/filepath"
 	"slices"
 
@@ -17,7 +18,12 @@ import (
 // openDistributed opens a folder of torch.distributed.checkpoint.
 func (c *Checkpoint) openDistributed(cfg *gds.FileConfig, folder string) error {
 	path := filepath.Join(folder, torchfile.MetadataName)
-	text, err := safefile.Read(path, torchfile.MostMetadata)
+	root, err := os.OpenRoot(folder)
+	if err != nil {
+		return fmt.Errorf("checkpoint: open %s: %w", folder, err)
+	}
+	defer root.Close()
+	text, err := safefile.ReadIn(root, torchfile.MetadataName, torchfile.MostMetadata)
 	if err != nil {
 		return fmt.Errorf("checkpoint: open %s: %w", path, err)
 	}
@@ -25,7 +31,7 @@ func (c *Checkpoint) openDistributed(cfg *gds.FileConfig, folder string) error {
 	if err != nil {
 		return fmt.Errorf("checkpoint: open %s: %w", path, err)
 	}
-	o := &opening{c: c, cfg: cfg, folder: folder, files: map[string]int{}}
+	o := &opening{c: c, cfg: within(cfg, root), folder: folder, files: map[string]int{}}
 	for i := range m.Tensors {
 		if err := o.add(&m.Tensors[i]); err != nil {
 			return err
@@ -59,7 +65,7 @@ func (o *opening) sort() {
 // An opening is a folder of torch.distributed.checkpoint that is being opened.
 type opening struct {
 	c      *Checkpoint
-	cfg    *gds.FileConfig
+	cfg    *gds.FileConfig // for names in the folder
 	folder string
 	files  map[string]int // by name
 	size   int64          // bytes of the files
@@ -71,7 +77,7 @@ func (o *opening) file(name string) (int, error) {
 	if i, ok := o.files[name]; ok {
 		return i, nil
 	}
-	f, err := gds.Open(filepath.Join(o.folder, name), o.cfg)
+	f, err := gds.Open(name, o.cfg)
 	if err != nil {
 		return 0, err
 	}

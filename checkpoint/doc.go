@@ -23,7 +23,8 @@
 // A [Saver] saves the state of a training, which the ranks have in any layout, while the
 // training goes on. [Latest] finds the newest complete checkpoint of a Saver, and
 // [Saved.Restore] loads it on any number of ranks. [Latest] and [List] ignore symbolic links to
-// checkpoints.
+// checkpoints. Links in a checkpoint's folder that lead out of it are refused, except in folders of
+// models, because the caches of models consist of such links.
 //
 // [Open] also reads files of torch.save and folders of torch.distributed.checkpoint, without
 // running code. [Checkpoint.Export], [Reshard] and [Compare] work on the host, without a device.

@@ -80,7 +80,7 @@ func TestFence(t *testing.T) {
 			require.NoError(t, v.Save(t.Context(), step, groupStreams(g)))
 			return v.Wait(t.Context())
 		}
-		late := &lateFiles{}
+		late := &lateFiles{systemFiles: systemFiles{folder}}
 		old, g1, err := saver("one", 1, 1, late)
 		require.NoError(t, err)
 		defer old.Close()
@@ -93,7 +93,7 @@ func TestFence(t *testing.T) {
 
 		var next *Saver
 		var g2 *comm.Group
-		late.before = func() { next, g2, err = saver("one", 2, 2, systemFiles{}) }
+		late.before = func() { next, g2, err = saver("one", 2, 2, systemFiles{folder}) }
 		failed := save(old, g1, 1) // it would replace step 1
 		require.NoError(t, err)
 		defer next.Close()
@@ -108,10 +108,10 @@ func TestFence(t *testing.T) {
 		require.NoError(t, err)
 		require.EqualValues(t, 2, kept.Fence.Epoch)
 
-		_, _, err = saver("one", 1, 1, systemFiles{})
+		_, _, err = saver("one", 1, 1, systemFiles{folder})
 		require.ErrorContains(t, err, "epoch 2 of the job saves to this folder, and this process is in epoch 1")
 		require.NoError(t, save(next, g2, 2))
-		other, g3, err := saver("two", 1, 1, systemFiles{})
+		other, g3, err := saver("two", 1, 1, systemFiles{folder})
 		require.NoError(t, err)
 		defer other.Close()
 		require.NoError(t, save(other, g3, 3))

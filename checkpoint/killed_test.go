@@ -26,7 +26,7 @@ import (
 func loseRank(t *testing.T, ctx context.Context, g *comm.Group) {
 	folder := filepath.Join(os.Getenv(folderVar), "run")
 	parts, _ := layOutParts(t, rand.New(rand.NewPCG(1, 2)), g, []stateTensor{{"a", []int{30}, make([]int32, 30)}}, true)
-	fs := &failingFiles{kill: true}
+	fs := &failingFiles{systemFiles: systemFiles{folder}, kill: true}
 	v, err := newSaver(ctx, g, folder, parts, nil, fs)
 	require.NoError(t, err)
 	require.NoError(t, v.Save(ctx, 0, groupStreams(g)))
@@ -68,7 +68,7 @@ const killedVar = "CHECKPOINT_TEST_KILLED"
 // policy, and is killed at a call. It returns if the save has fewer calls.
 func savesUntilKilled(t *testing.T, at int) {
 	g := localGroup(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
-	fs := &failingFiles{kill: true}
+	fs := &failingFiles{systemFiles: systemFiles{os.Getenv(folderVar)}, kill: true}
 	v, err := newSaver(t.Context(), g, os.Getenv(folderVar), killedParts(t, g, true), &SaverConfig{KeepLast: 2}, fs)
 	require.NoError(t, err)
 	for step := range int64(3) {

@@ -7,6 +7,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"path/filepath"
 	"slices"
 
@@ -118,7 +119,7 @@ func digest(b []byte) string {
 // readManifest reads and checks the manifest of a folder. Its error names the file.
 func readManifest(folder string) (*manifest, error) {
 	path := filepath.Join(folder, manifestName)
-	text, err := safefile.Read(path, manifestLimit)
+	text, err := readIn(folder, manifestName)
 	if err != nil {
 		return nil, fmt.Errorf("checkpoint: read %s: %w", path, err)
 	}
@@ -127,6 +128,16 @@ func readManifest(folder string) (*manifest, error) {
 		return nil, fmt.Errorf("checkpoint: read %s: %w", path, err)
 	}
 	return m, nil
+}
+
+// readIn reads a file in the folder of a Saver.
+func readIn(folder, name string) ([]byte, error) {
+	root, err := os.OpenRoot(folder)
+	if err != nil {
+		return nil, err
+	}
+	defer root.Close()
+	return safefile.ReadIn(root, name, manifestLimit)
 }
 
 func decodeManifest(text []byte) (*manifest, error) {

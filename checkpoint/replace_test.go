@@ -73,12 +73,12 @@ func namesIn(t *testing.T, folder string) (names []string) {
 func TestReplaceWithoutExchange(t *testing.T) {
 	for _, refuses := range []error{syscall.EINVAL, syscall.ENOSYS, syscall.EOPNOTSUPP} {
 		final, temp := replacing(t)
-		require.NoError(t, reveal(&simpleFiles{refuses: refuses}, temp, final, true), refuses)
+		require.NoError(t, reveal(&simpleFiles{systemFiles: systemFiles{filepath.Dir(final)}, refuses: refuses}, temp, final, true), refuses)
 		require.Equal(t, "new", fileOf(t, final))
 		require.Equal(t, []string{stepName(7)}, namesIn(t, filepath.Dir(final)))
 	}
 	final, temp := replacing(t)
-	require.ErrorIs(t, reveal(&simpleFiles{refuses: syscall.EIO}, temp, final, true), syscall.EIO)
+	require.ErrorIs(t, reveal(&simpleFiles{systemFiles: systemFiles{filepath.Dir(final)}, refuses: syscall.EIO}, temp, final, true), syscall.EIO)
 	require.Equal(t, "old", fileOf(t, final))
 }
 
@@ -88,7 +88,7 @@ func TestFailureBetweenTwoRenames(t *testing.T) {
 	for failsAt, want := range map[int]string{1: "old", 2: "old", 3: "new"} {
 		for _, dead := range []bool{false, true} {
 			final, temp := replacing(t)
-			err := reveal(&simpleFiles{refuses: syscall.EINVAL, failsAt: failsAt, dead: dead}, temp, final, true)
+			err := reveal(&simpleFiles{systemFiles: systemFiles{filepath.Dir(final)}, refuses: syscall.EINVAL, failsAt: failsAt, dead: dead}, temp, final, true)
 			require.True(t, errors.Is(err, errInjected), "%v", err)
 			if !dead {
 				require.Equal(t, want, fileOf(t, final), "rename %d fails", failsAt)
@@ -97,7 +97,7 @@ func TestFailureBetweenTwoRenames(t *testing.T) {
 			require.NoError(t, err)
 			require.Equal(t, []int64{7}, steps)
 			require.Equal(t, want, fileOf(t, folderOf(filepath.Dir(final), 7)), "rename %d fails", failsAt)
-			require.NoError(t, removeLeftovers(systemFiles{}, filepath.Dir(final)))
+			require.NoError(t, removeLeftovers(systemFiles{filepath.Dir(final)}, filepath.Dir(final)))
 			require.Equal(t, want, fileOf(t, final), "rename %d fails", failsAt)
 			require.Equal(t, []string{stepName(7)}, namesIn(t, filepath.Dir(final)))
 		}
@@ -130,7 +130,7 @@ func TestLatestBetweenTwoRenames(t *testing.T) {
 func TestReplaceAfterAFailure(t *testing.T) {
 	final, temp := replacing(t)
 	folder := filepath.Dir(final)
-	files := &simpleFiles{refuses: syscall.EINVAL, failsAt: 3}
+	files := &simpleFiles{systemFiles: systemFiles{filepath.Dir(final)}, refuses: syscall.EINVAL, failsAt: 3}
 	require.ErrorIs(t, reveal(files, temp, final, true), errInjected)
 	require.True(t, exists(replacedName(final)))
 	saved(t, temp, "newer")

@@ -44,7 +44,7 @@ type ReshardConfig struct {
 // a Saver, perhaps from itself, the new folder replaces it. Any other existing file is an error.
 // The memory is as in [Checkpoint.Export].
 func Reshard(ctx context.Context, from, to string, cfg *ReshardConfig) error {
-	return reshard(ctx, from, to, cfg, systemFiles{})
+	return reshard(ctx, from, to, cfg, systemFiles{filepath.Dir(filepath.Clean(to))})
 }
 
 func reshard(ctx context.Context, from, to string, cfg *ReshardConfig, fs fileSystem) error {

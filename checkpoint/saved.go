@@ -14,7 +14,6 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // A Saved is a checkpoint that a Saver wrote. Several goroutines may use it.
@@ -39,11 +38,11 @@ func openSaved(folder string, cfg *gds.FileConfig) (*Saved, error) {
 		return nil, fmt.Errorf("checkpoint: open %s: its manifest says step %d, and the folder has the name of step %d: it is a copy of another checkpoint, so rename it to %s", folder, m.Step, step, stepName(m.Step))
 	}
 	s := &Saved{folder: folder, m: m, byFile: map[string]*safetensors.Header{}}
-	var paths []string
+	var names []string
 	for _, f := range m.Files {
-		paths = append(paths, filepath.Join(folder, f.Name))
+		names = append(names, f.Name)
 	}
-	if s.files, err = Open(paths, cfg); err != nil {
+	if s.files, err = openIn(folder, names, cfg); err != nil {
 		return nil, err
 	}
 	if err := s.check(); err != nil {
@@ -190,7 +189,7 @@ func (s *Saved) verifyStarts() error {
 		return nil
 	}
 	path := filepath.Join(s.folder, indexName)
-	text, err := safefile.Read(path, manifestLimit)
+	text, err := readIn(s.folder, indexName)
 	if err != nil {
 		return fmt.Errorf("checkpoint: verify %s: %w", path, err)
 	}

@@ -90,7 +90,7 @@ type saveJob struct {
 // must see the folder, and no other job may save to it. In a job of package cluster, NewSaver ends the saves of earlier
 // epochs: a process that runs on in one cannot complete a save or remove a checkpoint any more. Collective.
 func NewSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part, cfg *SaverConfig) (*Saver, error) {
-	return newSaver(ctx, g, folder, parts, cfg, systemFiles{})
+	return newSaver(ctx, g, folder, parts, cfg, systemFiles{folder})
 }
 
 func newSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part, cfg *SaverConfig, fs fileSystem) (*Saver, error) {

@@ -369,7 +369,8 @@ func TestSaveIsOnTheDisk(t *testing.T) {
 		g := localGroup(t, devs)
 		model := []stateTensor{{"a", []int{3, 5}, make([]int32, 15)}, {"b", nil, []int32{9}}}
 		parts, _ := layOutParts(t, rand.New(rand.NewPCG(1, 2)), g, model, true)
-		folder, fs := t.TempDir(), &recordedFiles{}
+		folder := t.TempDir()
+		fs := &recordedFiles{systemFiles: systemFiles{folder}}
 		v, err := newSaver(t.Context(), g, folder, parts, nil, fs)
 		require.NoError(t, err)
 		defer v.Close()
@@ -423,8 +424,8 @@ func TestSaveFailsAtEachCall(t *testing.T) {
 				parts, _ := layOutParts(t, r, g, model, true)
 				failed := 0
 				for at := 1; ; at++ {
-					fs := &failingFiles{dead: kind.dead, short: kind.short}
 					folder := t.TempDir()
+					fs := &failingFiles{systemFiles: systemFiles{folder}, dead: kind.dead, short: kind.short}
 					v, err := newSaver(t.Context(), g, folder, parts, &SaverConfig{KeepLast: 2}, fs)
 					require.NoError(t, err)
 					for step := range int64(3) { // the next one removes step 0
@@ -559,7 +560,7 @@ func saveInJob(t *testing.T, ctx context.Context, g *comm.Group, seed uint64) {
 	r, folder := rand.New(rand.NewPCG(seed, 5)), filepath.Join(os.Getenv(folderVar), "run")
 	model := randomState(r)
 	parts, _ := layOutParts(t, r, g, model, true)
-	fs := &failingFiles{}
+	fs := &failingFiles{systemFiles: systemFiles{folder}}
 	v, err := newSaver(ctx, g, folder, parts, nil, fs)
 	require.NoError(t, err)
 	for step := range int64(2) {

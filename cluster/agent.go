@@ -65,11 +65,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	worker, err := ks.control.forWorkers()
-	if err != nil {
-		return nil, err
-	}
-	a := &Agent{cfg: c, keys: ks, token: encodeToken(worker), uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
+	a := &Agent{cfg: c, keys: ks, uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
 	a.life, a.die = context.WithCancel(context.Background())
 	a.port = newPort(a)
 	if a.reserve, err = reservePort(); err != nil {
@@ -82,7 +78,15 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 		a.release()
 		return nil, err
 	}
+	run := a.promise().Run
+	worker, err := ks.control.forWorkers(run)
+	if err != nil {
+		a.release()
+		return nil, err
+	}
+	a.token = encodeToken(worker)
 	if a.gossip != nil {
+		a.gossip.begin(a, run)
 		a.pairs = startPairs(a)
 	}
 	handle.Init(a, &a.owner, handle.About{Kind: "cluster.Agent", On: handle.Name("job " + a.cfg.Job)})
@@ -99,7 +103,7 @@ func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
 		probe: a.probe,
 	}
 	if g := a.gossip; g != nil {
-		c.hint, c.path = g.hint, g.path
+		c.path = g.path
 	}
 	coord := newCoordinator(ln, c, prepare)
 	a.mu.Lock()

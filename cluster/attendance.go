@@ -19,9 +19,6 @@ func (c *coordinator) attendance() attendance {
 		r.Missing = missing(r, func(m Member) int { return m.Rank })
 	}
 	r.Gone, r.Elastic = c.gone, c.isElastic()
-	if c.cfg.hint != nil && r.Unit == unitHost {
-		r.Hint = c.cfg.hint(r.Have)
-	}
 	return r
 }
 

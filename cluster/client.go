@@ -132,7 +132,7 @@ func (r *referral) Error() string {
 
 // authError converts errors that a retry cannot fix to AuthErrors.
 func authError(job, addr string, err error) error {
-	for _, final := range []error{errNotChorus, errOtherJob, errOtherVersion, errBadProof} {
+	for _, final := range []error{errNotChorus, errOtherJob, errOtherVersion, errBadProof, errOldToken} {
 		if errors.Is(err, final) {
 			return &AuthError{Job: job, Addr: addr, Reason: final.Error()}
 		}

@@ -39,8 +39,7 @@ type coordConfig struct {
 	joinBy, revokeBy, drainBy time.Duration
 	keepOpen                  time.Duration // for keepPortOpen; 0 means lastMessageTimeout
 	notify                    func(string)
-	hint                      func(have []Member) string // text from gossip about missing hosts; may be nil
-	path                      func(host host) string     // text from gossip about a lost host; may be nil
+	path                      func(host host) string // text from gossip about a lost host; may be nil
 	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
 	probe func(ctx context.Context, h host, ip string) finding
 }
@@ -112,6 +111,7 @@ func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinat
 			f(c)
 		}
 	}
+	c.cfg.key.run = c.run
 	c.wg.Go(c.acceptLoop)
 	c.wg.Go(c.waitLoop)
 	c.wg.Go(c.watchSilence)

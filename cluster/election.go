@@ -164,7 +164,7 @@ func (e *election) prepare(ctx context.Context) error {
 		return err
 	}
 	if !a.cfg.NoGossip && env.Gossip.Value() != "no" {
-		a.gossip = startGossip(a, e.seeds, e.mine)
+		a.gossip = openGossip(a, e.seeds, e.mine)
 	}
 	if ln != nil {
 		a.seed = true
@@ -178,7 +178,7 @@ func (e *election) prepare(ctx context.Context) error {
 // openPort opens the control port of a host that is not a seed.
 func (a *Agent) openPort(seeds []string) error {
 	if g := a.gossip; g != nil {
-		a.port.at, a.port.local = g.ml.LocalNode().Address(), reachable(g.tcp.Addr())
+		a.port.at, a.port.local = g.at, reachable(g.transport.tcp.Addr())
 		return nil
 	}
 	ip, err := ownIP(&a.cfg, seeds, "")
@@ -318,16 +318,9 @@ func (s *system) isLocal(ip net.IP) bool {
 }
 
 // candidates returns the addresses to try, up to limit, in order: the seeds, then
-// coordinators known only from gossip.
+// a coordinator that another one has named.
 func (e *election) candidates(limit string) []string {
 	all := slices.Clone(e.seeds)
-	if g := e.agent.gossip; g != nil && e.heir == nil {
-		for _, addr := range g.coordinators() {
-			if !slices.Contains(all, addr) {
-				all = append(all, addr)
-			}
-		}
-	}
 	e.mu.Lock()
 	if e.other != "" && !slices.Contains(all, e.other) {
 		all = append(all, e.other)

@@ -9,7 +9,6 @@ import (
 	"log/slog"
 	"math/rand/v2"
 	"net"
-	"slices"
 	"strconv"
 	"strings"
 	"sync"
@@ -30,18 +29,19 @@ const (
 	rejoinEvery = 5 * time.Second
 )
 
-// A gossip is this host's member of the job's gossip. It provides only hints: the
-// addresses of coordinators, and the liveness of hosts as seen by others. Errors
-// are reported once and have no other effect.
+// A gossip is this host's member of the gossip of one run of the job. It provides only hints: the liveness and the
+// addresses of hosts as seen by others. Errors are reported once and have no other effect.
 type gossip struct {
-	sys  *system
-	ml   *memberlist.Memberlist
-	tcp  *net.TCPListener
-	self gossipMeta
-	tag  string
-	join []string // the seeds' gossip addresses
-	quit chan struct{}
-	wg   sync.WaitGroup
+	sys       *system
+	cfg       *memberlist.Config
+	transport *gossipTransport
+	at        string                 // address for other hosts
+	ml        *memberlist.Memberlist // nil before begin
+	self      gossipMeta
+	tag       string
+	join      []string // the seeds' gossip addresses
+	quit      chan struct{}
+	wg        sync.WaitGroup
 
 	mu    sync.Mutex // not held during calls of memberlist
 	hosts map[string]hostState
@@ -56,10 +56,9 @@ type hostState struct {
 
 // gossipMeta is memberlist's node meta, which is limited in size.
 type gossipMeta struct {
-	Tag  string `json:"j"`           // tag of the job
-	UUID string `json:"u"`           // unique for each start of an agent
-	Host string `json:"h"`           // host name, possibly truncated
-	Addr string `json:"a,omitempty"` // address of its coordinator, if any
+	Tag  string `json:"j"` // tag of the job
+	UUID string `json:"u"` // unique for each start of an agent
+	Host string `json:"h"` // host name, possibly truncated
 }
 
 const maxMetaHost = 128
@@ -83,20 +82,20 @@ func decodeMeta(b []byte) (gossipMeta, error) {
 	if err := json.Unmarshal(b, &m); err != nil {
 		return m, err
 	}
-	m.Host, m.Addr = plain.Text(m.Host), plain.Text(m.Addr)
+	m.Host = plain.Text(m.Host)
 	if m.UUID == "" || m.Tag == "" {
 		return m, errors.New("node meta without a job or an identity")
 	}
 	return m, nil
 }
 
-// startGossip starts gossip with the seeds' hosts. If that fails, it reports why and returns nil.
-func startGossip(a *Agent, seeds []string, mine string) *gossip {
+// openGossip opens the port of gossip, which takes control connections at once. If that fails, it reports why and returns nil.
+func openGossip(a *Agent, seeds []string, mine string) *gossip {
 	tag := jobTag(a.cfg.Job)
 	g := &gossip{
 		sys:   a.cfg.sys,
 		tag:   fmt.Sprintf("%x", tag),
-		self:  gossipMeta{Tag: fmt.Sprintf("%x", tag), UUID: a.uuid, Host: a.cfg.Host, Addr: mine},
+		self:  gossipMeta{Tag: fmt.Sprintf("%x", tag), UUID: a.uuid, Host: a.cfg.Host},
 		quit:  make(chan struct{}),
 		hosts: map[string]hostState{},
 	}
@@ -105,18 +104,34 @@ func startGossip(a *Agent, seeds []string, mine string) *gossip {
 			g.join = append(g.join, gossipAddr(s))
 		}
 	}
-	cfg, err := g.config(a, seeds, mine)
-	if err == nil {
-		if g.ml, err = memberlist.Create(cfg); err != nil {
-			_ = cfg.Transport.Shutdown()
-		}
-	}
-	if err != nil {
-		a.cfg.Notify(fmt.Sprintf("job %s: gossip is not available on this host; the coordinator is found through the seeds only: %v", a.cfg.Job, err))
+	var err error
+	if g.cfg, err = g.config(a, seeds, mine); err != nil {
+		g.notAvailable(a, err)
 		return nil
 	}
-	g.wg.Go(g.joinLoop)
 	return g
+}
+
+func (g *gossip) notAvailable(a *Agent, err error) {
+	a.notify(fmt.Sprintf("gossip is not available on this host, so that reports of lost hosts say less: %v", err))
+}
+
+// begin starts gossip with the hosts of a run of the job, whose number this host has learned from the coordinator. If that
+// fails, it reports why.
+func (g *gossip) begin(a *Agent, run string) {
+	ks, err := a.keys.ofGossip(run)
+	if err == nil {
+		err = g.transport.begin(ks)
+	}
+	if err == nil {
+		g.cfg.Label, g.cfg.SecretKey = ks.label, ks.key
+		g.ml, err = memberlist.Create(g.cfg)
+	}
+	if err != nil {
+		g.notAvailable(a, err)
+		return
+	}
+	g.wg.Go(g.joinLoop)
 }
 
 // gossipAddr returns the gossip address of a seed.
@@ -147,8 +162,6 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
 		c.AdvertiseAddr = adv
 	}
-	c.Label = a.keys.label
-	c.SecretKey = a.keys.gossip
 	c.EnableCompression = false // the messages are tiny
 	c.DelegateProtocolVersion, c.DelegateProtocolMin, c.DelegateProtocolMax = 1, 1, 1
 	c.Delegate, c.Events, c.Alive, c.Merge, c.Conflict = g, g, g, g, g
@@ -158,12 +171,17 @@ func (g *gossip) config(a *Agent, seeds []string, mine string) (*memberlist.Conf
 	c.GossipInterval, c.PushPullInterval = 100*time.Millisecond, 10*time.Second
 	c.TCPTimeout, c.AwarenessMaxMultiplier = 3*time.Second, 4
 	c.DeadNodeReclaimTime = time.Second
-	t, err := newGossipTransport(ip, c.BindPort, a.keys, a.port.limiter, a.notify, a.port.take)
+	t, err := newGossipTransport(ip, c.BindPort, a.port.limiter, a.notify, a.port.take)
 	if err != nil {
 		return nil, err
 	}
 	c.Transport, c.BindPort, c.AdvertisePort = t, t.port(), t.port()
-	g.tcp = t.tcp
+	adv, port, err := t.FinalAdvertiseAddr(c.AdvertiseAddr, c.AdvertisePort)
+	if err != nil {
+		_ = t.Shutdown()
+		return nil, err
+	}
+	g.transport, g.at = t, net.JoinHostPort(adv.String(), strconv.Itoa(port))
 	return c, nil
 }
 
@@ -234,46 +252,11 @@ func (g *gossip) unseen() string {
 	return out[rand.IntN(len(out))]
 }
 
-// coordinators returns the addresses of coordinators in gossip.
-func (g *gossip) coordinators() []string {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	var out []string
-	for _, s := range g.hosts {
-		if s.alive && s.meta.Addr != "" {
-			out = append(out, s.meta.Addr)
-		}
-	}
-	slices.SortFunc(out, naturalCompare)
-	return out
-}
-
 // addrOf returns the gossip address of a host, or "" if gossip has not seen it.
 func (g *gossip) addrOf(uuid string) string {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	return g.hosts[uuid].addr
-}
-
-// hint names the hosts that gossip sees but that have not joined.
-func (g *gossip) hint(have []Member) string {
-	g.mu.Lock()
-	defer g.mu.Unlock()
-	come := map[string]bool{}
-	for _, m := range have {
-		come[m.Host] = true
-	}
-	var names []string
-	for _, s := range g.hosts {
-		if s.alive && !come[s.meta.Host] {
-			names = append(names, s.meta.Host)
-		}
-	}
-	if len(names) == 0 {
-		return ""
-	}
-	slices.SortFunc(names, naturalCompare)
-	return fmt.Sprintf("gossip sees %s, which cannot reach the coordinator's port", strings.Join(names, ", "))
 }
 
 // path describes what gossip knows about a host after its connection to us was lost.
@@ -288,9 +271,12 @@ func (g *gossip) path(h host) string {
 
 func (g *gossip) close() {
 	close(g.quit)
-	// Best effort: the other hosts learn of the end of this host from the coordinator.
-	_ = g.ml.Leave(250 * time.Millisecond)
-	_ = g.ml.Shutdown()
+	if g.ml != nil {
+		// Best effort: the other hosts learn of the end of this host from the coordinator.
+		_ = g.ml.Leave(250 * time.Millisecond)
+		_ = g.ml.Shutdown()
+	}
+	_ = g.transport.Shutdown()
 	g.wg.Wait()
 }
 

@@ -10,6 +10,7 @@ import (
 	"net"
 	"strconv"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -34,8 +35,7 @@ const (
 type gossipTransport struct {
 	tcp     *net.TCPListener
 	udp     *net.UDPConn
-	label   []byte // with its header, as at the start of packets
-	aead    cipher.AEAD
+	run     atomic.Pointer[gossipRun] // nil until this host knows the run of the job
 	seen    recent[packetNonce]
 	budget  packetBudget
 	limiter *connLimiter
@@ -47,21 +47,20 @@ type gossipTransport struct {
 	closing sync.Once
 }
 
-// newGossipTransport opens the sockets; port 0 means any port. Its connections take places of limiter.
-func newGossipTransport(ip string, port int, ks keys, limiter *connLimiter, notify func(string), control func(*stranger)) (*gossipTransport, error) {
+// A gossipRun is what the packets and streams of one run of the job have in common.
+type gossipRun struct {
+	label []byte // with its header, as at the start of packets
+	aead  cipher.AEAD
+}
+
+// newGossipTransport opens the sockets; port 0 means any port. Its connections take places of limiter. Until begin, it accepts
+// only control connections, because gossip of an earlier run of the job could not be recognized.
+func newGossipTransport(ip string, port int, limiter *connLimiter, notify func(string), control func(*stranger)) (t *gossipTransport, err error) {
 	addr := net.ParseIP(ip)
 	if addr == nil {
 		return nil, fmt.Errorf("%q is not an IP address", ip)
 	}
-	block, err := aes.NewCipher(ks.gossip)
-	if err != nil {
-		return nil, err
-	}
-	aead, err := cipher.NewGCM(block)
-	if err != nil {
-		return nil, err
-	}
-	t := &gossipTransport{label: append([]byte{labelHeader, byte(len(ks.label))}, ks.label...), aead: aead, seen: recent[packetNonce]{most: 1 << 14},
+	t = &gossipTransport{seen: recent[packetNonce]{most: 1 << 14},
 		limiter: limiter, control: control, packets: make(chan *memberlist.Packet), streams: make(chan net.Conn), quit: make(chan struct{})}
 	for range 10 { // a port that is free for TCP may be taken for UDP
 		if t.tcp, err = net.ListenTCP("tcp", &net.TCPAddr{IP: addr, Port: port}); err != nil {
@@ -79,10 +78,26 @@ func newGossipTransport(ip string, port int, ks keys, limiter *connLimiter, noti
 		return nil, err
 	}
 	_ = t.udp.SetReadBuffer(1 << 20) // so that a flood displaces fewer packets; the system may grant less
-	_ = keepLabelled(t.udp, t.label) // receive compares again, because a sandbox may refuse filters
+	_ = keepNone(t.udp)              // receive compares again, because a sandbox may refuse filters
 	t.wg.Go(func() { acceptAll(t.tcp, notify, t.accept) })
-	t.wg.Go(t.receive)
 	return t, nil
+}
+
+// begin accepts the packets and streams of one run of the job.
+func (t *gossipTransport) begin(ks gossipKeys) error {
+	block, err := aes.NewCipher(ks.key)
+	if err != nil {
+		return err
+	}
+	aead, err := cipher.NewGCM(block)
+	if err != nil {
+		return err
+	}
+	run := &gossipRun{append([]byte{labelHeader, byte(len(ks.label))}, ks.label...), aead}
+	_ = keepLabelled(t.udp, run.label)
+	t.run.Store(run)
+	t.wg.Go(func() { t.receive(run) })
+	return nil
 }
 
 func (t *gossipTransport) port() int { return t.tcp.Addr().(*net.TCPAddr).Port }
@@ -95,25 +110,28 @@ func (t *gossipTransport) accept(c net.Conn) {
 
 // sort gives a connection to the control port or to memberlist, by its first bytes.
 func (t *gossipTransport) sort(c *stranger) {
-	first := make([]byte, len(t.label))
-	if _, err := io.ReadFull(c.Conn, first[:1]); err != nil {
+	var first [1]byte
+	if _, err := io.ReadFull(c.Conn, first[:]); err != nil {
 		c.Close()
 		return
 	}
 	if first[0] == magic[0] && t.control != nil {
-		c.first = first[:1]
+		c.first = first[:]
 		t.control(c)
 		return
 	}
-	if first[0] != t.label[0] {
+	run := t.run.Load()
+	if run == nil || first[0] != run.label[0] {
 		c.Close()
 		return
 	}
-	if _, err := io.ReadFull(c.Conn, first[1:]); err != nil || !bytes.Equal(first, t.label) || !c.advance(stageGossip) {
+	label := make([]byte, len(run.label))
+	label[0] = first[0]
+	if _, err := io.ReadFull(c.Conn, label[1:]); err != nil || !bytes.Equal(label, run.label) || !c.advance(stageGossip) {
 		c.Close()
 		return
 	}
-	c.first = first
+	c.first = label
 	select {
 	case t.streams <- &gossipStream{Conn: c, left: maxGossipStream}: // memberlist sets its own deadline
 	case <-t.quit:
@@ -122,14 +140,14 @@ func (t *gossipTransport) sort(c *stranger) {
 }
 
 // receive reads packets into one buffer, and allocates memory only for packets from members.
-func (t *gossipTransport) receive() {
+func (t *gossipTransport) receive(run *gossipRun) {
 	buf, plain := make([]byte, maxPacket), make([]byte, maxPacket)
 	for {
 		n, from, err := t.udp.ReadFromUDPAddrPort(buf)
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err != nil || !t.isFromMember(buf[:n], plain) {
+		if err != nil || !t.isFromMember(run, buf[:n], plain) {
 			if err != nil && !t.pause(time.Millisecond) {
 				return
 			}
@@ -147,16 +165,16 @@ func (t *gossipTransport) receive() {
 // A packetNonce is the part of a packet that no other packet has.
 type packetNonce [12]byte
 
-// isFromMember reports whether a packet has the label, was encrypted with the job's key, and has not come before.
+// isFromMember reports whether a packet has the label, was encrypted with the run's key, and has not come before.
 // memberlist's packets have a version, a nonce and the encrypted text after the label, which is authenticated, too. room
 // has space for the text.
-func (t *gossipTransport) isFromMember(packet, room []byte) bool {
-	rest, ok := bytes.CutPrefix(packet, t.label)
-	if !ok || len(rest) < 1+len(packetNonce{})+t.aead.Overhead() {
+func (t *gossipTransport) isFromMember(run *gossipRun, packet, room []byte) bool {
+	rest, ok := bytes.CutPrefix(packet, run.label)
+	if !ok || len(rest) < 1+len(packetNonce{})+run.aead.Overhead() {
 		return false
 	}
 	nonce := packetNonce(rest[1:])
-	if _, err := t.aead.Open(room[:0], nonce[:], rest[1+len(nonce):], t.label[2:]); err != nil {
+	if _, err := run.aead.Open(room[:0], nonce[:], rest[1+len(nonce):], run.label[2:]); err != nil {
 		return false
 	}
 	return t.seen.isNew(nonce) && t.budget.allows(time.Now())

@@ -27,8 +27,7 @@ func TestGossipBounds(t *testing.T) {
 	require.NotNil(t, g)
 	addr := g.ml.LocalNode().Address()
 	before := heapNow()
-	head := []byte{labelHeader, byte(len(as[0].keys.label))}
-	head = append(append(head, as[0].keys.label...), 10) // an encrypted message
+	head := append(bytes.Clone(g.transport.run.Load().label), 10) // an encrypted message
 	head = binary.BigEndian.AppendUint32(head, 20<<20)
 	const attackers = 40
 	conns := make([]net.Conn, attackers)
@@ -64,44 +63,38 @@ func heapNow() uint64 {
 
 // TestGossipTransport passes on packets with the label, and streams up to a limit.
 func TestGossipTransport(t *testing.T) {
-	ks := keys{label: "0123456789abcdef", gossip: make([]byte, keyBytes)}
+	ks := gossipKeys{make([]byte, keyBytes), "0123456789abcdef"}
 	limiter := newConnLimiter()
-	a, err := newGossipTransport("127.0.0.1", 0, ks, limiter, nil, nil)
-	require.NoError(t, err)
-	defer a.Shutdown()
-	b, err := newGossipTransport("127.0.0.1", 0, ks, newConnLimiter(), nil, nil)
-	require.NoError(t, err)
-	defer b.Shutdown()
+	a := openTransport(t, limiter, ks)
+	b := openTransport(t, newConnLimiter(), ks)
+	label := a.run.Load().label
 	to := a.tcp.Addr().String()
 
 	noise := make([]byte, 1000)
 	rand.Read(noise)
-	good, next := sealPacket(a, ks.label, 1), sealPacket(a, ks.label, 2)
-	other := ks
-	other.gossip = append([]byte{1}, ks.gossip[1:]...)
-	o, err := newGossipTransport("127.0.0.1", 0, other, newConnLimiter(), nil, nil)
-	require.NoError(t, err)
-	defer o.Shutdown()
+	good, next := sealPacket(a, 1), sealPacket(a, 2)
+	o := openTransport(t, newConnLimiter(), gossipKeys{append([]byte{1}, ks.key[1:]...), ks.label})
+	p := openTransport(t, newConnLimiter(), gossipKeys{ks.key, "0123456789abcdeF"})
 	changed := bytes.Clone(good)
 	changed[len(changed)-1] ^= 1
-	for _, packet := range [][]byte{noise, sealPacket(a, "0123456789abcdeF", 1), nil, good[:5], changed, sealPacket(o, ks.label, 3),
-		append(bytes.Clone(a.label), noise...), good, good, next} {
-		_, err = b.WriteTo(packet, to)
+	for _, packet := range [][]byte{noise, sealPacket(p, 1), nil, good[:5], changed, sealPacket(o, 3),
+		append(bytes.Clone(label), noise...), good, good, next} {
+		_, err := b.WriteTo(packet, to)
 		require.NoError(t, err)
 	}
-	p := <-a.PacketCh()
-	require.Equal(t, good, p.Buf)
+	got := <-a.PacketCh()
+	require.Equal(t, good, got.Buf)
 	require.Equal(t, next, (<-a.PacketCh()).Buf, "a packet that is repeated counts once")
-	require.Equal(t, b.udp.LocalAddr().String(), p.From.String())
+	require.Equal(t, b.udp.LocalAddr().String(), got.From.String())
 	for _, bad := range []string{"", "127.0.0.1", "127.0.0.1:x", "localhost:1", "127.0.0.1:65536"} {
-		_, err = b.WriteTo(good, bad)
+		_, err := b.WriteTo(good, bad)
 		require.Error(t, err, bad)
 	}
 
 	c, err := b.DialTimeout(to, time.Minute)
 	require.NoError(t, err)
 	go func() {
-		_, _ = c.Write(append(bytes.Clone(a.label), make([]byte, maxGossipStream)...))
+		_, _ = c.Write(append(bytes.Clone(label), make([]byte, maxGossipStream)...))
 		c.Close()
 	}()
 	s := <-a.StreamCh()
@@ -118,18 +111,26 @@ func TestGossipTransport(t *testing.T) {
 	ip, port, err := a.FinalAdvertiseAddr("", 0)
 	require.NoError(t, err)
 	require.Equal(t, to, (&net.TCPAddr{IP: ip, Port: port}).String())
-	_, err = newGossipTransport("127.0.0.1", a.port(), ks, limiter, nil, nil)
+	_, err = newGossipTransport("127.0.0.1", a.port(), limiter, nil, nil)
 	require.Error(t, err)
-	_, err = newGossipTransport("host", 0, ks, limiter, nil, nil)
+	_, err = newGossipTransport("host", 0, limiter, nil, nil)
 	require.Error(t, err)
 }
 
+// openTransport returns the transport of a member, until the end of the test.
+func openTransport(t *testing.T, limiter *connLimiter, ks gossipKeys) *gossipTransport {
+	to, err := newGossipTransport("127.0.0.1", 0, limiter, nil, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = to.Shutdown() })
+	require.NoError(t, to.begin(ks))
+	return to
+}
+
 // sealPacket returns a packet of a member, as memberlist encodes it.
-func sealPacket(t *gossipTransport, label string, number byte) []byte {
-	nonce := packetNonce{number}
-	packet := append([]byte{labelHeader, byte(len(label))}, label...)
-	packet = append(append(packet, 1), nonce[:]...)
-	return t.aead.Seal(packet, nonce[:], []byte("hello"), []byte(label))
+func sealPacket(t *gossipTransport, number byte) []byte {
+	nonce, run := packetNonce{number}, t.run.Load()
+	packet := append(append(bytes.Clone(run.label), 1), nonce[:]...)
+	return run.aead.Seal(packet, nonce[:], []byte("hello"), run.label[2:])
 }
 
 func placesOf(g *connLimiter) []int {
@@ -155,12 +156,21 @@ func TestPacketBudget(t *testing.T) {
 	require.InDelta(t, 4*packetsPerSecond, n, 3)
 }
 
-// The label tells nothing about the job to who does not have its secret.
+// The label tells nothing about the job to who does not have its secret, and each run of the job has other keys.
 func TestGossipLabel(t *testing.T) {
-	one, err := deriveKeys(testSecret, "job")
-	require.NoError(t, err)
-	two, err := deriveKeys([]byte("another, also 16 bytes or more"), "job")
-	require.NoError(t, err)
-	require.NotEqual(t, one.label, two.label)
+	of := func(secret []byte, run string) gossipKeys {
+		ks, err := deriveKeys(secret, "job")
+		require.NoError(t, err)
+		g, err := ks.ofGossip(run)
+		require.NoError(t, err)
+		return g
+	}
+	one := of(testSecret, "run")
+	require.Equal(t, one, of(testSecret, "run"))
 	require.Len(t, one.label, 2*tagBytes)
+	require.Len(t, one.key, keyBytes)
+	for _, other := range []gossipKeys{of([]byte("another, also 16 bytes or more"), "run"), of(testSecret, "another run")} {
+		require.NotEqual(t, one.label, other.label)
+		require.NotEqual(t, one.key, other.key)
+	}
 }

@@ -77,7 +77,7 @@ func TestFramesOfGuests(t *testing.T) {
 	t.Parallel()
 	as, errs := startAll(t, onLoopback(t, 1, 2)...)
 	require.NoError(t, errs[0])
-	worker, err := as[0].keys.control.forWorkers()
+	worker, err := as[0].keys.control.forWorkers(as[0].promise().Run)
 	require.NoError(t, err)
 	long := message{kind: kindBeat, epoch: firstEpoch, id: 1, body: make([]byte, maxGuestFrame)}
 	for _, register := range []bool{false, true} {

@@ -54,6 +54,7 @@ var (
 	errOtherVersion = errors.New("different Chorus protocol version: use one version of Chorus in the whole job")
 	errReplayed     = errors.New("its first message was used before, or it lost its place to another connection")
 	errBadProof     = errors.New("different secret: the proof of the shared secret is wrong")
+	errOldToken     = errors.New("CHORUS_TOKEN is of another run of the job, or of another secret: start the process with the launcher of this run")
 )
 
 // dialHandshake authenticates c on the dialing side.
@@ -83,6 +84,9 @@ func dialHandshake(c net.Conn, job string, by credential) (*link, error) {
 		return nil, err
 	}
 	if err := checkAnswer(answer); err != nil {
+		if by.worker && err == errBadProof {
+			err = errOldToken
+		}
 		return nil, err
 	}
 	said = append(said, answer[:answerBytes-proofBytes]...)
@@ -200,7 +204,7 @@ func (k credential) of(hello []byte, job string) (credential, error) {
 	if hello[4] != protocolVersion {
 		return k, errOtherVersion
 	}
-	worker, err := k.forWorkers()
+	worker, err := k.forWorkers(k.run)
 	if err != nil {
 		return k, err
 	}
@@ -213,6 +217,9 @@ func (k credential) of(hello []byte, job string) (credential, error) {
 	}
 	said := hello[:helloBytes-sealBytes]
 	if !hmac.Equal(hello[helloBytes-sealBytes:], seal(k.key, said)) {
+		if k.worker {
+			return k, errOldToken
+		}
 		return k, errBadProof
 	}
 	return k, nil
@@ -221,7 +228,7 @@ func (k credential) of(hello []byte, job string) (credential, error) {
 // reject replies to a dialer of another version, job or secret with a status and without a proof. It
 // returns the reason.
 func reject(c net.Conn, reason error) error {
-	status, ok := map[error]byte{errOtherVersion: statusOtherVersion, errOtherJob: statusOtherJob, errBadProof: statusOtherSecret}[reason]
+	status, ok := map[error]byte{errOtherVersion: statusOtherVersion, errOtherJob: statusOtherJob, errBadProof: statusOtherSecret, errOldToken: statusOtherSecret}[reason]
 	if !ok {
 		return reason
 	}

@@ -29,8 +29,12 @@ const (
 // act as a launcher.
 type keys struct {
 	control credential // for launchers, and for processes that have the secret
-	gossip  []byte     // encrypts memberlist's packets
-	label   string     // unencrypted prefix of each packet
+}
+
+// gossipKeys are the keys of gossip in one run of a job.
+type gossipKeys struct {
+	key   []byte // encrypts memberlist's packets
+	label string // unencrypted prefix of each packet
 }
 
 // deriveKeys derives the keys of a job. The job's name is the salt, so two jobs
@@ -42,13 +46,17 @@ func deriveKeys(secret []byte, job string) (keys, error) {
 	if err != nil {
 		return keys{}, err
 	}
-	control := credential{key: k}
-	gossip, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus gossip 1", keyBytes)
+	return keys{credential{key: k}}, nil
+}
+
+// ofGossip returns the keys of gossip in a run of the job: packets of an earlier run have another label and another key.
+func (k keys) ofGossip(run string) (gossipKeys, error) {
+	key, err := hkdf.Expand(sha256.New, k.control.key, "chorus gossip 2 of run "+run, keyBytes)
 	if err != nil {
-		return keys{}, err
+		return gossipKeys{}, err
 	}
-	label, err := hkdf.Key(sha256.New, secret, []byte(job), "chorus gossip label 1", tagBytes)
-	return keys{control, gossip, hex.EncodeToString(label)}, err
+	label, err := hkdf.Expand(sha256.New, k.control.key, "chorus gossip label 2 of run "+run, tagBytes)
+	return gossipKeys{key, hex.EncodeToString(label)}, err
 }
 
 // A credential authenticates connections to the coordinator. A worker's
@@ -56,21 +64,22 @@ func deriveKeys(secret []byte, job string) (keys, error) {
 type credential struct {
 	key    []byte
 	worker bool
+	run    string // the run of the job whose workers a listener accepts
 }
 
-// forWorkers returns the credential of the job's workers. The launchers'
-// credential cannot be derived from it.
-func (c credential) forWorkers() (credential, error) {
+// forWorkers returns the credential of the workers of a run of the job, so that a token does not outlive its run. The
+// launchers' credential cannot be derived from it.
+func (c credential) forWorkers(run string) (credential, error) {
 	if c.worker {
 		return c, nil
 	}
-	k, err := hkdf.Expand(sha256.New, c.key, "chorus worker 1", keyBytes)
+	k, err := hkdf.Expand(sha256.New, c.key, "chorus worker 2 of run "+run, keyBytes)
 	return credential{key: k, worker: true}, err
 }
 
-// derive returns a key that all workers of the job can derive, for one purpose.
-func (c credential) derive(job, purpose string) ([]byte, error) {
-	w, err := c.forWorkers()
+// derive returns a key that all workers of a run of the job can derive, for one purpose.
+func (c credential) derive(job, run, purpose string) ([]byte, error) {
+	w, err := c.forWorkers(run)
 	if err != nil {
 		return nil, err
 	}
@@ -78,7 +87,7 @@ func (c credential) derive(job, purpose string) ([]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	known, err := none.control.forWorkers()
+	known, err := none.control.forWorkers(run)
 	if err != nil {
 		return nil, err
 	}

@@ -11,10 +11,10 @@ import (
 func TestKeyOfAPurpose(t *testing.T) {
 	ks, err := deriveKeys(testSecret, "job")
 	require.NoError(t, err)
-	worker, err := ks.control.forWorkers()
+	worker, err := ks.control.forWorkers("run")
 	require.NoError(t, err)
 	key := func(c credential, job, purpose string) string {
-		k, err := c.derive(job, purpose)
+		k, err := c.derive(job, "run", purpose)
 		require.NoError(t, err)
 		require.Len(t, k, keyBytes)
 		return string(k)
@@ -29,10 +29,10 @@ func TestKeyOfAPurpose(t *testing.T) {
 
 	none, err := deriveKeys(nil, "job")
 	require.NoError(t, err)
-	worker, err = none.control.forWorkers()
+	worker, err = none.control.forWorkers("run")
 	require.NoError(t, err)
 	for _, c := range []credential{none.control, worker} {
-		_, err := c.derive("job", "a")
+		_, err := c.derive("job", "run", "a")
 		var bad *ConfigError
 		require.ErrorAs(t, err, &bad)
 		require.ErrorContains(t, err, `key for a of job "job": the job has no secret`)

@@ -120,7 +120,7 @@ func TestRejoinUnderAttack(t *testing.T) {
 	require.NotNil(t, host.gossip)
 	time.Sleep(200 * time.Millisecond) // for both hosts to have connected
 	before, processor, begin := residentNow(t, os.Getpid()), processorTime(), time.Now()
-	label := append([]byte{labelHeader, byte(len(host.keys.label))}, host.keys.label...)
+	label := host.gossip.transport.run.Load().label
 	cmd := exec.Command("/proc/self/exe", "flood", host.addr, host.gossip.ml.LocalNode().Address(), hex.EncodeToString(label))
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()

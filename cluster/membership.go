@@ -65,9 +65,12 @@ func (s *membership) Fence() (run string, term, epoch uint64) {
 }
 
 // Key returns 32 bytes that all processes of the job derive from its secret for one purpose, for
-// example for the encryption of their data. It is the same in all epochs. The keys of two
-// purposes tell nothing about each other. If the job has no secret, Key returns a *ConfigError.
-func (s *membership) Key(purpose string) ([]byte, error) { return s.key.derive(s.job, purpose) }
+// example for the encryption of their data. It is the same in all epochs of a run of the job, and another one in the
+// next run: data that must outlive the run needs a key of its own. The keys of two purposes tell nothing about each other. If
+// the job has no secret, Key returns a *ConfigError.
+func (s *membership) Key(purpose string) ([]byte, error) {
+	return s.key.derive(s.job, s.by.Run, purpose)
+}
 
 // Members returns all processes of the world in the order of ranks. The caller
 // may change the slice.

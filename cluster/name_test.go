@@ -77,7 +77,7 @@ func TestRecordsAreQuoted(t *testing.T) {
 	for _, v := range []any{
 		&registration{Member: m}, &host{Host: forged, UUID: forged, MasterAddr: forged}, &welcome{Host: forged}, &world{Members: []Member{m, m}},
 		&plan{Hosts: []host{{Host: forged}}}, &fault{Host: forged, Reason: forged},
-		&refusal{Reason: forged, Place: forged, First: &m, Attendance: &attendance{Unit: forged, Hint: forged, Have: []Member{m}}}, &Exit{Host: forged, Reason: forged},
+		&refusal{Reason: forged, Place: forged, First: &m, Attendance: &attendance{Unit: forged, Have: []Member{m}}}, &Exit{Host: forged, Reason: forged},
 	} {
 		got := reflect.New(reflect.TypeOf(v).Elem()).Interface()
 		require.NoError(t, note(kindFault, v).record(got))

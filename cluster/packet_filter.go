@@ -12,12 +12,19 @@ const udpHeader = 8
 
 // keepLabelled makes the kernel drop the packets of a socket that do not begin with label, so
 // that a flood of them neither wakes this process nor fills the socket's buffer.
-func keepLabelled(c *net.UDPConn, label []byte) error {
+func keepLabelled(c *net.UDPConn, label []byte) error { return setFilter(c, labelFilter(label)) }
+
+// keepNone makes the kernel drop all packets of a socket.
+func keepNone(c *net.UDPConn) error {
+	return setFilter(c, []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}})
+}
+
+// setFilter replaces the filter of a socket.
+func setFilter(c *net.UDPConn, filter []unix.SockFilter) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
 	}
-	filter := labelFilter(label)
 	program := unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]}
 	var set error
 	err = raw.Control(func(fd uintptr) {

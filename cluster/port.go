@@ -67,7 +67,9 @@ func (p *port) take(c *stranger) {
 func (p *port) refer(c *stranger) {
 	defer p.wg.Done()
 	defer c.Close()
-	l, err := acceptHandshake(c, p.agent.cfg.Job, p.agent.keys.control)
+	key := p.agent.keys.control
+	key.run = p.agent.promise().Run
+	l, err := acceptHandshake(c, p.agent.cfg.Job, key)
 	if err != nil {
 		p.notifyRefused(c, err)
 		return

@@ -251,7 +251,6 @@ type attendance struct {
 	Missing []int    `json:"missing,omitempty"`
 	Gone    []Member `json:"gone,omitempty"`    // members of Have that timed out
 	Elastic bool     `json:"elastic,omitempty"` // the workers call Run
-	Hint    string   `json:"hint,omitempty"`
 }
 
 // maxLocalSize limits the processes of one host: more than any machine has, and
@@ -275,9 +274,6 @@ func (r attendance) String() string {
 	}
 	if len(r.Gone) > 0 {
 		fmt.Fprintf(&b, "; of these timed out: %s", memberList(r.Gone))
-	}
-	if r.Hint != "" {
-		fmt.Fprintf(&b, "; %s", r.Hint)
 	}
 	return b.String()
 }

@@ -208,7 +208,7 @@ func TestResumeNeedsTheStream(t *testing.T) {
 	t.Parallel()
 	as, errs := startAll(t, onLoopback(t, 2, 1)...)
 	require.NoError(t, errors.Join(errs...))
-	worker, err := as[0].keys.control.forWorkers()
+	worker, err := as[0].keys.control.forWorkers(as[0].promise().Run)
 	require.NoError(t, err)
 	for name, tc := range map[string]struct {
 		key credential

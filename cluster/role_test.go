@@ -2,6 +2,8 @@ package cluster
 
 import (
 	"errors"
+	"io"
+	"net"
 	"strings"
 	"testing"
 	"time"
@@ -16,14 +18,8 @@ func TestTokenIsForWorkers(t *testing.T) {
 	for _, err := range errs {
 		require.NoError(t, err)
 	}
-	var token string
-	for _, v := range as[0].WorkerEnv(0) {
-		if rest, ok := strings.CutPrefix(v, "CHORUS_TOKEN="); ok {
-			token = rest
-		}
-	}
-	worker, err := decodeToken(token)
-	require.NoError(t, err)
+	worker := tokenOf(t, as[0])
+	var err error
 	require.NotEqual(t, as[0].keys.control.key, worker.key)
 
 	// As if it were the launchers' key, it is none.
@@ -33,7 +29,7 @@ func TestTokenIsForWorkers(t *testing.T) {
 		return auth
 	}, time.Minute, time.Millisecond)
 
-	l, _ := target{job: as[0].Job(), addr: as[0].addr, key: *worker}.persist(t)
+	l, _ := target{job: as[0].Job(), addr: as[0].addr, key: worker}.persist(t)
 	defer l.close()
 	m := note(kindRegister, host{Host: "worker", UUID: "u", Nodes: 2, LocalSize: 1, NodeRank: -1})
 	m.id = registerAgent
@@ -49,7 +45,107 @@ func TestTokenIsForWorkers(t *testing.T) {
 	require.NoError(t, as[0].Context().Err())
 	require.NoError(t, as[1].Context().Err())
 
-	again, err := worker.forWorkers()
+	again, err := worker.forWorkers("another")
 	require.NoError(t, err)
-	require.Equal(t, *worker, again, "a worker's children are workers")
+	require.Equal(t, worker, again, "a worker's children are workers")
+}
+
+// tokenOf returns what a launcher gives to its workers.
+func tokenOf(t *testing.T, a *Agent) credential {
+	for _, v := range a.WorkerEnv(0) {
+		if token, ok := strings.CutPrefix(v, "CHORUS_TOKEN="); ok {
+			worker, err := decodeToken(token)
+			require.NoError(t, err)
+			return *worker
+		}
+	}
+	t.Fatal("no token")
+	return credential{}
+}
+
+// TestNothingOutlivesItsRun starts the same job twice: the token, the keys of workers and the packets of gossip of the
+// first run are worth nothing in the second one.
+func TestNothingOutlivesItsRun(t *testing.T) {
+	t.Parallel()
+	run := func() []*Agent {
+		cfgs := onLoopback(t, 2, 1)
+		for _, c := range cfgs {
+			c.Job, c.Secret, c.Insecure = "again", testSecret, false
+		}
+		as, errs := startAll(t, cfgs...)
+		require.NoError(t, errors.Join(errs...))
+		return as
+	}
+	old := run()
+	token, label := tokenOf(t, old[0]), old[0].gossip.transport.run.Load().label
+	require.Equal(t, token, tokenOf(t, old[1]), "all workers of a run have one token")
+	packet := sealPacket(old[0].gossip.transport, 1)
+	key, err := token.derive("again", old[0].promise().Run, "test")
+	require.NoError(t, err)
+	for _, a := range old {
+		require.NoError(t, a.Close())
+	}
+
+	as := run()
+	require.NotEqual(t, old[0].promise().Run, as[0].promise().Run)
+	for _, a := range as { // the coordinator, and a host that names it
+		require.NotEqual(t, token, tokenOf(t, a))
+		_, _, err := (*system)(nil).dialCoordinator(t.Context(), "again", a.port.at, token)
+		var refused *AuthError
+		require.ErrorAs(t, err, &refused)
+		require.Equal(t, errOldToken.Error(), refused.Reason)
+		_, _, err = (*system)(nil).dialCoordinator(t.Context(), "again", a.port.at, tokenOf(t, a))
+		if _, refers := errors.AsType[*referral](err); !refers {
+			require.NoError(t, err)
+		}
+		to := a.gossip.transport
+		room := make([]byte, maxPacket)
+		require.False(t, to.isFromMember(to.run.Load(), packet, room))
+		require.True(t, to.isFromMember(to.run.Load(), sealPacket(to, 1), room))
+		require.NotEqual(t, label, to.run.Load().label)
+	}
+	now, err := tokenOf(t, as[0]).derive("again", as[0].promise().Run, "test")
+	require.NoError(t, err)
+	require.NotEqual(t, key, now)
+}
+
+// TestGossipBeforeTheRun: a host that does not know the run of the job takes no packet and no stream of gossip.
+func TestGossipBeforeTheRun(t *testing.T) {
+	t.Parallel()
+	ks := gossipKeys{make([]byte, keyBytes), "0123456789abcdef"}
+	limiter := newConnLimiter()
+	control := make(chan *stranger, 1)
+	to, err := newGossipTransport("127.0.0.1", 0, limiter, nil, func(s *stranger) { control <- s })
+	require.NoError(t, err)
+	defer to.Shutdown()
+	member := openTransport(t, newConnLimiter(), ks)
+	_, err = member.WriteTo(sealPacket(member, 1), to.tcp.Addr().String())
+	require.NoError(t, err)
+	c, err := net.Dial("tcp", to.tcp.Addr().String())
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Write(member.run.Load().label[:1])
+	require.NoError(t, err)
+	_, err = c.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF)
+	c, err = net.Dial("tcp", to.tcp.Addr().String())
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Write(magic[:1])
+	require.NoError(t, err)
+	(<-control).Close()
+
+	require.NoError(t, to.begin(ks))
+	_, err = member.WriteTo(sealPacket(member, 2), to.tcp.Addr().String())
+	require.NoError(t, err)
+	require.Equal(t, sealPacket(member, 2), (<-to.PacketCh()).Buf, "the packet that came before is lost")
+	other := openTransport(t, newConnLimiter(), gossipKeys{ks.key, "0123456789abcdeF"})
+	c, err = net.Dial("tcp", to.tcp.Addr().String())
+	require.NoError(t, err)
+	defer c.Close()
+	_, err = c.Write(other.run.Load().label)
+	require.NoError(t, err)
+	_, err = c.Read(make([]byte, 1))
+	require.ErrorIs(t, err, io.EOF, "a stream of another run, which nobody takes")
+	require.Empty(t, to.StreamCh())
 }

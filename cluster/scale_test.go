@@ -29,6 +29,7 @@ type crowd struct {
 	t       *testing.T
 	ln      *wireListener
 	keys    keys
+	run     string     // of the coordinator
 	rnd     *rand.Rand // of the network
 	loss    float64    // the share of segments that are lost
 	timing  Timing     // Heartbeat and LostAfter
@@ -54,6 +55,7 @@ func (x *crowd) meet() *coordinator {
 	c := newCoordinator(x.ln, coordConfig{job: "scale", key: x.keys.control, agents: n, least: 1, notify: func(string) {},
 		joinBy: time.Hour, revokeBy: time.Minute, drainBy: time.Minute,
 		self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: x.timing.Heartbeat, LostAfter: x.timing.LostAfter}})
+	x.run = c.run
 	for i := range n {
 		x.all.Go(func() { x.join(i, n) })
 	}
@@ -150,7 +152,7 @@ func (x *crowd) join(i, n int) {
 func (x *crowd) joinWorker(i, local int, uuid string) {
 	slow := pace(i)
 	time.Sleep(slow)
-	worker, err := x.keys.control.forWorkers()
+	worker, err := x.keys.control.forWorkers(x.run)
 	require.NoError(x.t, err)
 	to := x.target(worker, slow)
 	l, hello := to.persist(x.t)

@@ -193,15 +193,20 @@ func (c *coordinator) status(q *inquiry) *Status {
 	if c.world != nil {
 		all = c.world.Members
 	}
+	workers := map[int][]*peer{} // by rank, because a search for each member would hold the lock for long in a large job
+	for _, p := range c.workers {
+		workers[p.reg.Rank] = append(workers[p.reg.Rank], p)
+	}
 	for _, m := range all {
-		s.Members = append(s.Members, c.memberStatus(m, q))
+		s.Members = append(s.Members, c.memberStatus(m, workers[m.Rank], q))
 	}
 	return s
 }
 
-func (c *coordinator) memberStatus(m Member, q *inquiry) MemberStatus {
-	at := slices.IndexFunc(c.workers, func(p *peer) bool {
-		return p.reg.Rank == m.Rank && (m.PID == 0 || p.reg.PID == m.PID && p.reg.Host == m.Host)
+// memberStatus returns the state of a process. workers have its rank.
+func (c *coordinator) memberStatus(m Member, workers []*peer, q *inquiry) MemberStatus {
+	at := slices.IndexFunc(workers, func(p *peer) bool {
+		return m.PID == 0 || p.reg.PID == m.PID && p.reg.Host == m.Host
 	})
 	x := MemberStatus{Member: m, State: "joining"}
 	lost := c.faults.lost
@@ -215,11 +220,11 @@ func (c *coordinator) memberStatus(m Member, q *inquiry) MemberStatus {
 	case at < 0:
 		x.State, x.Missing = "lost", "it has left the world of the job"
 		return x
-	case c.workers[at].state != peerJoined:
+	case workers[at].state != peerJoined:
 		x.State, x.Missing = "ended", "it has left the job"
 		return x
 	}
-	p := c.workers[at]
+	p := workers[at]
 	x.State, x.PID, x.Silent = "running", p.reg.PID, p.silent()
 	switch r, ok := q.reports[p]; {
 	case !ok:

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -124,4 +125,31 @@ func FuzzStatus(f *testing.F) {
 		require.NoError(t, err)
 		require.False(t, strings.ContainsRune(string(text), 0x1b), fmt.Sprint(s))
 	})
+}
+
+// TestStatusIsLinear: the coordinator, which holds its lock, does not search for each process among all others. Eight times as many
+// processes take about eight times as long, and would take 64 times as long otherwise.
+func TestStatusIsLinear(t *testing.T) {
+	takes := func(n int) time.Duration {
+		c, _, _ := judged()
+		c.workers = nil
+		for rank := range n {
+			p := &peer{stream: c.agents[0].stream, role: roleWorker, state: peerJoined}
+			p.reg.Member = Member{Rank: n - 1 - rank, Host: "h", PID: 100 + rank}
+			c.workers = append(c.workers, p)
+		}
+		c.world = &world{Members: members(c.workers)}
+		least := time.Hour
+		for range 3 {
+			begin := processorTime()
+			s := c.status(&inquiry{})
+			least = min(least, processorTime()-begin)
+			require.Equal(t, "running", s.Members[n/2].State)
+			require.Equal(t, c.world.Members[n/2], s.Members[n/2].Member)
+		}
+		return least
+	}
+	few, many := takes(4_000), takes(32_000)
+	t.Logf("processor time: %v for 4,000 processes, %v for 32,000", few, many)
+	require.Less(t, many, 24*max(few, 5*time.Millisecond))
 }

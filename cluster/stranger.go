@@ -20,6 +20,8 @@ func strangerLine(conn net.Conn, why error) string {
 		reason = other.Error()
 	case errors.Is(why, errBadProof):
 		reason = "it has a different secret"
+	case errors.Is(why, errOldToken):
+		reason = "its CHORUS_TOKEN is of another run of the job, or of another secret"
 	case errors.Is(why, errOtherJob):
 		reason = "it belongs to a different job"
 	case errors.Is(why, errOtherVersion):

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"path/filepath"
 	"sync"
 	"sync/atomic"
 
@@ -12,6 +13,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // FileConfig are the options of Open, OpenFile and Create; nil means their zero
@@ -21,6 +23,8 @@ type FileConfig struct {
 	Engine Engine
 	// Threads is the maximum number of threads of one call. 0 means CHORUS_GDS_THREADS.
 	Threads int
+
+	within
 }
 
 // A File is a file for transfers to and from device memory (torch.cuda.gds.GdsFile).
@@ -86,17 +90,22 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	if f.threads, err = threadsOf(c); err != nil {
 		return nil, f.fail(op, err)
 	}
-	if err := f.start(flag); err != nil {
+	if err := f.start(files.Folder(&c), flag); err != nil {
 		return nil, f.fail(op, err)
 	}
 	handle.Init(f, &f.owner, handle.About{Kind: "file", On: handle.Name(f.path)})
 	return f, nil
 }
 
-// start opens the descriptor.
-func (f *File) start(flag int) error {
-	// Without O_NONBLOCK, opening a pipe would wait for its other end.
-	plain, err := os.OpenFile(f.path, flag|unix.O_NONBLOCK, 0o666)
+// start opens the descriptor. If folder is not nil, the path is relative to it.
+func (f *File) start(folder *os.Root, flag int) (err error) {
+	var plain *os.File
+	if folder != nil {
+		plain, err = safefile.OpenIn(folder, f.path)
+		f.path = filepath.Join(folder.Name(), f.path)
+	} else { // without O_NONBLOCK, opening a pipe would wait for its other end
+		plain, err = os.OpenFile(f.path, flag|unix.O_NONBLOCK, 0o666)
+	}
 	if err != nil {
 		return errors.Unwrap(err)
 	}

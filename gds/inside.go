@@ -14,6 +14,8 @@ type (
 	piece = files.Piece
 	hooks = files.Hooks
 	mover = files.Mover
+
+	within = files.Within // lets package checkpoint open files in a folder
 )
 
 // inside implements files.File for package checkpoint.

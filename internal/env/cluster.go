@@ -24,7 +24,7 @@ var (
 	Addr = &Var{"CHORUS_ADDR", "text", "",
 		"Set by `chorus run`: host:port of the job's coordinator."}
 	Token = &Var{"CHORUS_TOKEN", "text", "",
-		"Set by `chorus run`: hexadecimal key for the mutual authentication of workers and the coordinator. It does not permit a process to act as a launcher."}
+		"Set by `chorus run`: hexadecimal key for the mutual authentication of workers and the coordinator. It does not permit a process to act as a launcher, and is not valid in the next run of the job."}
 )
 
 // Settings of `chorus run` and cluster.Attach.
@@ -62,7 +62,7 @@ var (
 	Backoff = &Var{"CHORUS_BACKOFF", "duration", "1s",
 		"Time before `chorus run` starts processes again after the second failure in a row. It doubles with each further failure, to at most 64 times its value; processes that ran for five minutes count as good. The first restart follows at once. It is also the unit for the exclusion of hosts that fail again and again: see package cluster."}
 	Gossip = &Var{"CHORUS_GOSSIP", "yes/no", "yes",
-		"`no` disables gossip between the hosts of a job. The coordinator is then found through the seeds only."}
+		"`no` disables gossip between the hosts of a job. Reports of lost hosts then say less, and broken paths between two hosts are not found."}
 	Grace = &Var{"CHORUS_GRACE", "duration", "10s",
 		"Time from the failure of a worker until `chorus run` asks the other workers to stop, and again until it kills them."}
 	LogDir = &Var{"CHORUS_LOG_DIR", "text", "",

@@ -7,6 +7,7 @@ package files
 import (
 	"context"
 	"io"
+	"os"
 
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -73,3 +74,14 @@ func (r Ref) file() File { return r.f }
 
 // Of returns the internals of a file, which must not be nil.
 func Of(x interface{ file() File }) File { return x.file() }
+
+// A Within is the part of a gds.FileConfig that other packages of Chorus use.
+type Within struct{ folder *os.Root }
+
+func (w *Within) within() *Within { return w }
+
+// SetFolder makes a configuration open files by their names in a folder, without following links out of it.
+func SetFolder(cfg interface{ within() *Within }, folder *os.Root) { cfg.within().folder = folder }
+
+// Folder returns the folder of a configuration, or nil.
+func Folder(cfg interface{ within() *Within }) *os.Root { return cfg.within().folder }

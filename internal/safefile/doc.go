@@ -3,7 +3,7 @@
 // user's file, or trust data from another user.
 //
 //   - [Open] and [Read] are for inputs: they accept only regular files and never wait
-//     for the other end of a pipe.
+//     for the other end of a pipe. [OpenIn] and [ReadIn] also follow no link out of a folder.
 //   - [Create] is for outputs: it does not follow a link in the last element of the path
 //     and truncates only files of this user. Other users cannot read files of
 //     [CreatePrivate].

@@ -34,6 +34,34 @@ func Read(path string, limit int64) ([]byte, error) {
 	return readAll(path, f, limit)
 }
 
+// OpenIn is Open for a file in a folder whose author chooses its links: it follows none that leads out of the folder.
+func OpenIn(folder *os.Root, name string) (*os.File, error) {
+	path := filepath.Join(folder.Name(), name)
+	f, err := folder.OpenFile(name, os.O_RDONLY|noWait, 0)
+	if err != nil {
+		err = &os.PathError{Op: "open", Path: path, Err: outside(folder, name, errors.Unwrap(err))}
+	}
+	return regular(path, f, err)
+}
+
+// outside adds the cure to the error of a link that leads out of a folder.
+func outside(folder *os.Root, name string, err error) error {
+	if info, e := folder.Lstat(name); e == nil && info.Mode()&fs.ModeSymlink != 0 && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("is a symbolic link that leads out of the folder, or around in circles: replace it by a copy of its target: %w", err)
+	}
+	return err
+}
+
+// ReadIn is Read for a file in a folder; see OpenIn.
+func ReadIn(folder *os.Root, name string, limit int64) ([]byte, error) {
+	f, err := OpenIn(folder, name)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return readAll(f.Name(), f, limit)
+}
+
 // Create opens a file for writing and truncates it, or creates it. An existing
 // file must be a regular file of this user with one name, and not a link, so that
 // a planted link cannot choose the file to overwrite. /dev/null and the names of

@@ -3,6 +3,7 @@ package monitor
 import (
 	"context"
 	"fmt"
+	"hash/maphash"
 	"maps"
 	"slices"
 	"strconv"
@@ -66,6 +67,36 @@ func (x *Exits) counts() (exits map[string]int, restarts int) {
 type collector struct {
 	source *Source
 	labels Labels
+
+	mu    sync.Mutex
+	known map[string]map[uint64]bool // the series of each rank that were ever sent, as hashes; "" is the host
+	seed  maphash.Seed
+}
+
+// maxSeries limits the series of a rank, and of the rest of a host, over the life of this process. Workers choose labels, and new
+// ones at each scrape would fill the memory of who stores the metrics. 32 groups with 60 kinds of operations each have fewer.
+const maxSeries = 4096
+
+func newCollector(s *Source, labels Labels) *collector {
+	return &collector{source: s, labels: labels, known: map[string]map[uint64]bool{}, seed: maphash.MakeSeed()}
+}
+
+// permits reports whether a series of a rank was sent before or is one of the first maxSeries.
+func (c *collector) permits(rank, series string) bool {
+	h := maphash.String(c.seed, series)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	known := c.known[rank]
+	switch {
+	case known[h]:
+	case len(known) >= maxSeries:
+		return false
+	case known == nil:
+		c.known[rank] = map[uint64]bool{h: true}
+	default:
+		known[h] = true
+	}
+	return true
 }
 
 // Describe sends nothing: the metrics depend on the job.
@@ -78,7 +109,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.NewInvalidMetric(ranksDesc.desc(), err)
 		return
 	}
-	s := &sender{out: out, job: j.Job}
+	s := &sender{c: c, out: out, job: j.Job}
 	for labels := range c.builds(j) {
 		s.send(buildDesc, 1, labels[:]...)
 	}
@@ -183,25 +214,27 @@ var (
 
 // A sender sends metrics with the label of a job.
 type sender struct {
+	c    *collector
 	out  chan<- prometheus.Metric
 	job  string
+	who  string // the rank whose metrics are sent, or "" for the host's
 	seen map[string]bool
 }
 
-// isNew reports whether no metric with the same labels was sent: a worker may report one thing twice, and a second metric would
-// make all metrics of the host invalid.
-func (s *sender) isNew(d desc, labels []string) bool {
+// maySend reports whether a metric may be sent. A worker may report one thing twice, and a second metric with the same labels would
+// make all metrics of the host invalid; and its labels may be too many.
+func (s *sender) maySend(d desc, labels []string) bool {
 	key := fmt.Sprintf("%s %q", d.name, labels)
 	if s.seen == nil {
 		s.seen = map[string]bool{}
 	}
 	was := s.seen[key]
 	s.seen[key] = true
-	return !was
+	return !was && s.c.permits(s.who, key)
 }
 
 func (s *sender) send(d desc, v float64, labels ...string) {
-	if !s.isNew(d, labels) {
+	if !s.maySend(d, labels) {
 		return
 	}
 	s.out <- prometheus.MustNewConstMetric(d.desc(), d.kind, v, append([]string{s.job}, labels...)...)
@@ -216,6 +249,7 @@ func (s *sender) sensor(d desc, v *int, unit float64, labels []string) {
 
 func (s *sender) rank(r *Rank) {
 	labels := []string{strconv.Itoa(r.Rank), r.Host}
+	s.who = labels[0]
 	of := func(more ...string) []string { return append(labels[:2:2], more...) }
 	if r.State == "running" {
 		s.send(heartbeatDesc, r.SilentNanos.Seconds(), labels...)
@@ -256,7 +290,7 @@ func (s *sender) rank(r *Rank) {
 
 // histogram sends durations. The buckets of Prometheus count all smaller ones, too.
 func (s *sender) histogram(d *status.Durations, labels []string) {
-	if !s.isNew(durationsDesc, labels) {
+	if !s.maySend(durationsDesc, labels) {
 		return
 	}
 	buckets, count := map[float64]uint64{}, uint64(0)

@@ -72,7 +72,7 @@ func (s *Server) Close() error {
 
 func (s *Server) routes() http.Handler {
 	reg := prometheus.NewRegistry()
-	reg.MustRegister(&collector{s.source, s.labels})
+	reg.MustRegister(newCollector(s.source, s.labels))
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", promhttp.HandlerFor(reg, promhttp.HandlerOpts{ErrorHandling: promhttp.ContinueOnError}))
 	mux.HandleFunc("GET "+statusPath, s.serveStatus)

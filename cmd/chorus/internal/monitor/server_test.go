@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"net"
 	"net/http"
 	"os"
@@ -17,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
@@ -554,4 +556,74 @@ func TestReportsWithEqualLabels(t *testing.T) {
 	require.Contains(t, body, `group="a#2#2"`)
 	require.Contains(t, body, `reason="\\x01"`)
 	parse(t, body)
+}
+
+// TestSeriesAreBounded: a worker that reports new groups, operations, errors and versions each time does not make the number of
+// series grow for ever, changes no series of another rank, and keeps those that it has had.
+func TestSeriesAreBounded(t *testing.T) {
+	s, changed, round := exampleStatus(t), -1, 0
+	var original status.Process
+	ask := func(context.Context) (*cluster.Status, error) {
+		for i := range s.Members {
+			if m := &s.Members[i]; m.Report != nil && m.Host == "n2" && (changed < 0 || changed == m.Rank) {
+				if changed < 0 {
+					changed = m.Rank
+					if err := json.Unmarshal(m.Report, &original); err != nil {
+						return nil, err
+					}
+				}
+				p := original
+				text := func(i int) string { return fmt.Sprintf("%02d-%02d-%s", round, i, strings.Repeat("x", 200)) }
+				p.NCCL = text(0)
+				for i := range 20 {
+					g := p.Groups[0]
+					g.Name = text(i)
+					g.Totals = []status.Total{{Op: text(i), Strategy: text(i), Size: text(i), Count: 1}}
+					p.Groups = append(p.Groups, g)
+					p.Errors = append(p.Errors, status.Errors{Group: text(i), Reason: text(i), Count: 1})
+					p.Durations = append(p.Durations, status.Durations{Op: text(i), Size: text(i), Buckets: [12]uint64{1}})
+				}
+				b, err := json.Marshal(p)
+				if err == nil {
+					_, err = status.Decode(b)
+				}
+				if err != nil {
+					return nil, err
+				}
+				m.Report = b
+			}
+		}
+		return s, nil
+	}
+	source := &Source{ask: ask, host: "n2"}
+	reg := prometheus.NewRegistry()
+	reg.MustRegister(newCollector(source, Labels{Version: "v1"}))
+	ever, before := map[string]bool{}, map[string]bool{}
+	for round = range 100 {
+		source.last = nil
+		families, err := reg.Gather()
+		require.NoError(t, err)
+		now := map[string]bool{}
+		for _, f := range families {
+			for _, m := range f.GetMetric() {
+				for _, l := range m.GetLabel() {
+					require.LessOrEqual(t, len(l.GetValue()), 300, l.GetName())
+				}
+				now[fmt.Sprint(f.GetName(), m.GetLabel())] = true
+			}
+		}
+		if round == 0 {
+			before = now
+		}
+		maps.Copy(ever, now)
+		if round == 99 { // what is not of this worker's invention is still there
+			for series := range before {
+				if !strings.Contains(series, "xxx") {
+					require.Contains(t, now, series)
+				}
+			}
+		}
+	}
+	require.Greater(t, len(ever), maxSeries)
+	require.Less(t, len(ever), 2*maxSeries+len(before))
 }

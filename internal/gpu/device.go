@@ -149,7 +149,7 @@ func (e *HangError) Error() string {
 	if e.On != "" {
 		text += " on " + e.On
 	}
-	return fmt.Sprintf("%s has not returned after %v (CHORUS_DRIVER_TIMEOUT): the driver hangs: end the process", text, e.Limit)
+	return fmt.Sprintf("%s has not returned after %v (CHORUS_DRIVER_TIMEOUT): the driver hangs, or the call waits for work on the device that does not end: end the process", text, e.Limit)
 }
 
 // Timeout reports true, as net.Error does.

@@ -1,6 +1,7 @@
 package gpu
 
 import (
+	"context"
 	"fmt"
 	"runtime"
 	"sync"
@@ -136,6 +137,15 @@ func (d *Device) InTime(op func() string, fn func() error) error {
 		return &HangError{Op: op(), On: d.name, Limit: d.sys.callTimeout}
 	}
 	return err
+}
+
+// Guard is poll.Guard, except while the process captures a graph: CUDA's answers to a capturing thread, such as that
+// it must not wait, belong to the thread that asks. The wait then ends with ctx only if the driver answers.
+func Guard(ctx context.Context, fn func() error) error {
+	if AnyCapture() {
+		return fn()
+	}
+	return poll.Guard(ctx, fn)
 }
 
 // A HangError reports a call of the driver that has not returned within CHORUS_DRIVER_TIMEOUT.

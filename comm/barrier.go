@@ -5,7 +5,6 @@ import (
 	"errors"
 
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/poll"
 )
 
 // Barrier returns when all ranks have called it and all operations that were already
@@ -20,7 +19,7 @@ func (g *Group) Barrier(ctx context.Context) error {
 			return err
 		}
 	}
-	return unanswered("comm: barrier", poll.Guard(ctx, func() (err error) {
+	return unanswered("comm: barrier", gpu.Guard(ctx, func() (err error) {
 		xs, err := Make[uint8](g, 1)
 		if err != nil {
 			return err

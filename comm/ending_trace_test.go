@@ -16,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/stream"
 )
 
 // A rank that closes its group, and each rank that then fails, writes a file that says how the group ended there. Err
@@ -107,4 +108,31 @@ func TestEveryEndLeavesFiles(t *testing.T) {
 			require.Equal(t, 1, *r.Culprits[0].World, r.Verdict)
 		})
 	}
+}
+
+// The memory of a broken group is free for another stream that waits for the group's stream before Close.
+func TestMemoryAfterABrokenGroup(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ctx := testgpu.Context(t)
+		gs := joinImpatient(t, devs, time.Minute)
+		var bufs [2]comm.Shards[float32]
+		var errs [2]error
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			bufs[i], _ = shards(t, g, 1<<16)
+			wg.Go(func() { errs[i] = errors.Join(comm.AllReduce(g, comm.Sum, bufs[i]...), g.Wait(ctx)) }) // connects the ranks
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs[:]...))
+		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, bufs[0]...))
+		require.NoError(t, gs[1].Close())
+		require.ErrorIs(t, gs[0].Wait(ctx), comm.ErrBroken)
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		require.NoError(t, s.WaitStream(gs[0].Stream(0)))
+		require.NoError(t, gs[0].Close())
+		require.NoError(t, bufs[0][0].Zero(s))
+		require.NoError(t, s.Sync(ctx))
+	})
 }

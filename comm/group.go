@@ -160,7 +160,7 @@ func (g *Group) Wait(ctx context.Context) error {
 			return err
 		}
 	}
-	return unanswered("comm: wait", poll.Guard(ctx, func() error { return g.wait(ctx) }))
+	return unanswered("comm: wait", gpu.Guard(ctx, func() error { return g.wait(ctx) }))
 }
 
 // unanswered adds the operation to an error of poll.Guard.

@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
@@ -161,7 +160,7 @@ func (w *Work) Wait(ctx context.Context) error {
 			return err
 		}
 	}
-	return unanswered("comm: wait for "+w.name(), poll.Guard(ctx, func() error { return w.wait(ctx) }))
+	return unanswered("comm: wait for "+w.name(), gpu.Guard(ctx, func() error { return w.wait(ctx) }))
 }
 
 // wait is Wait without the checks.

@@ -136,7 +136,7 @@ func (m *Module) bind(src *Source) {
 func (m *Module) find(d *Def, source []declared, accesses string) (*Kernel, error) {
 	k := &Kernel{module: m, name: d.Name, params: slices.Clone(d.Params), source: source}
 	k.typed = gpu.DeviceOf(m.dev).System().Machine != nil && d.hasLengths()
-	err := gpu.DeviceOf(m.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
+	err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		k.h, r = drv.ModuleGetFunction(m.h, d.Name)
 		return r
 	})

@@ -245,7 +245,7 @@ func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
 	if err := gpu.CheckStream("nccl: wait", s, gpu.DeviceOf(c.dev)); err != nil {
 		return err
 	}
-	err := poll.Guard(ctx, func() error { return c.wait(ctx, s) })
+	err := gpu.Guard(ctx, func() error { return c.wait(ctx, s) })
 	if e, ok := err.(*poll.UnansweredError); ok {
 		return fmt.Errorf("nccl: wait on rank %d of %d (%s): %w", c.rank, c.size, c.dev, e)
 	}

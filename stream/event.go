@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/poll"
 )
 
 // EventConfig are the options of NewEvent; nil means their zero values.
@@ -158,7 +157,7 @@ func (e *Event) Sync(ctx context.Context) error {
 		return gpu.DeviceOf(e.dev).SyncEvent(gpu.EventOf(e))
 	}
 	start := time.Now()
-	err := poll.Guard(ctx, func() error { return gpu.DeviceOf(e.dev).Until(ctx, "stream.Event.Sync", e.Query) })
+	err := gpu.Guard(ctx, func() error { return gpu.DeviceOf(e.dev).Until(ctx, "stream.Event.Sync", e.Query) })
 	if err != nil && ctx.Err() != nil {
 		return fmt.Errorf("stream: sync event on %s: gave up after %v: %w", e.dev, time.Since(start).Round(time.Millisecond), err)
 	}

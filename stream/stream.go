@@ -10,7 +10,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/poll"
 )
 
 // Config are the options of New; nil means their zero values.
@@ -106,7 +105,7 @@ func (s *Stream) Sync(ctx context.Context) error {
 		return s.seeCallbacks(gpu.StreamOf(s).Sync())
 	}
 	start := time.Now()
-	err := poll.Guard(ctx, func() error { return gpu.DeviceOf(s.dev).Until(ctx, "stream.Stream.Sync", s.Query) })
+	err := gpu.Guard(ctx, func() error { return gpu.DeviceOf(s.dev).Until(ctx, "stream.Stream.Sync", s.Query) })
 	if err != nil && ctx.Err() != nil {
 		return fmt.Errorf("stream: sync %s: gave up after %v: %w", s, time.Since(start).Round(time.Millisecond), err)
 	}

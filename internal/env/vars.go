@@ -31,8 +31,8 @@ var (
 		"`yes` records the place of creation of each buffer, event, pinned buffer and work, which leak reports then show. Each record takes about one microsecond. Leak reports of other objects always show it."}
 	KernelCache = &Var{"CHORUS_KERNEL_CACHE", "text", "",
 		"Directory for compiled kernels; `off` disables the cache. Default: `chorus/kernels` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache)."}
-	DriverTimeout = &Var{"CHORUS_DRIVER_TIMEOUT", "duration", "2m",
-		"Limit of calls that may block in the driver and have no context: they open the devices, ask for properties, allocate device or pinned memory, load modules, or create and close streams. A call that exceeds it fails, and the process should end, because a driver that hangs rarely recovers. Calls that enqueue work have no limit of their own."}
+	DriverTimeout = &Var{"CHORUS_DRIVER_TIMEOUT", "duration", "15m",
+		"Limit of calls that may block in the driver and have no context: they open the devices, ask for properties, allocate device or pinned memory, load modules, or create and close streams. Some of them wait for the work on the device, so the limit is longer than the default deadline of a collective; a preflight check sets a shorter one. A call that exceeds it fails, and the process should end, because a driver that hangs rarely recovers. Calls that enqueue work have no limit of their own."}
 	LibCUDA = &Var{"CHORUS_LIBCUDA", "text", "",
 		"Path of libcuda.so to use instead of searching for it."}
 	LibNVML = &Var{"CHORUS_LIBNVML", "text", "",

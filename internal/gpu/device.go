@@ -1,6 +1,7 @@
 package gpu
 
 import (
+	"context"
 	"fmt"
 	"runtime"
 	"sync"
@@ -138,6 +139,15 @@ func (d *Device) InTime(op func() string, fn func() error) error {
 	return err
 }
 
+// Guard is poll.Guard, except while the process captures a graph: CUDA's answers to a capturing thread, such as that
+// it must not wait, belong to the thread that asks. The wait then ends with ctx only if the driver answers.
+func Guard(ctx context.Context, fn func() error) error {
+	if AnyCapture() {
+		return fn()
+	}
+	return poll.Guard(ctx, fn)
+}
+
 // A HangError reports a call of the driver that has not returned within CHORUS_DRIVER_TIMEOUT.
 type HangError struct {
 	Op, On string // On may be ""
@@ -149,7 +159,7 @@ func (e *HangError) Error() string {
 	if e.On != "" {
 		text += " on " + e.On
 	}
-	return fmt.Sprintf("%s has not returned after %v (CHORUS_DRIVER_TIMEOUT): the driver hangs: end the process", text, e.Limit)
+	return fmt.Sprintf("%s has not returned after %v (CHORUS_DRIVER_TIMEOUT): the driver hangs, or the call waits for work on the device that does not end: end the process", text, e.Limit)
 }
 
 // Timeout reports true, as net.Error does.

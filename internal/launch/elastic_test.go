@@ -12,6 +12,7 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/cluster"
 )
@@ -75,6 +76,27 @@ func TestElasticRestart(t *testing.T) {
 		require.Equal(t, pid, pidsIn(t, text, fmt.Sprintf("%s %d of 3 pid", last, rank)))
 	}
 	require.Regexp(t, last+` 2 of 3 pid \d+ restart 1\n`, text)
+}
+
+// A worker that cannot be started again, because the launcher has no file descriptors, counts as one that has failed: the
+// coordinator orders another start, which succeeds when descriptors are free.
+func TestElasticStartFails(t *testing.T) {
+	t.Parallel()
+	cfg := workers(2, "elastic", "2", "2")
+	cfg.Restarts = 100
+	l := start(t, cfg)
+	l.until("epoch 1 is rank", 2)
+	var all unix.Rlimit
+	pid := l.cmd.Process.Pid
+	require.NoError(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, nil, &all))
+	require.NoError(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &unix.Rlimit{Cur: 0, Max: all.Max}, nil))
+	require.NoError(t, syscall.Kill(pidsIn(t, l.text(), "epoch 1 is rank 1 of 2 pid")[0], syscall.SIGKILL))
+	l.until("cannot be started again", 1)
+	require.NoError(t, unix.Prlimit(pid, unix.RLIMIT_NOFILE, &all, nil))
+	code, text := l.wait()
+	require.Zero(t, code, text)
+	require.Regexp(t, `worker 1 of this host cannot be started again: .*too many open files`, text)
+	require.Regexp(t, `epoch \d+ is rank 1 of 2 pid \d+ restart [1-9]`, text)
 }
 
 // Workers that fail each time they start use up the budget, and the rest finishes.

@@ -98,15 +98,18 @@ func TestNothingOutlivesItsRun(t *testing.T) {
 		if _, refers := errors.AsType[*referral](err); !refers {
 			require.NoError(t, err)
 		}
+	}
+	now, err := tokenOf(t, as[0]).derive("again", as[0].promise().Run, "test")
+	require.NoError(t, err)
+	require.NotEqual(t, key, now)
+	for _, a := range as {
+		require.NoError(t, a.Close()) // it receives no packets any more, and the test asks about some
 		to := a.gossip.transport
 		room := make([]byte, maxPacket)
 		require.False(t, to.isFromMember(to.run.Load(), packet, room))
 		require.True(t, to.isFromMember(to.run.Load(), sealPacket(to, 1), room))
 		require.NotEqual(t, label, to.run.Load().label)
 	}
-	now, err := tokenOf(t, as[0]).derive("again", as[0].promise().Run, "test")
-	require.NoError(t, err)
-	require.NotEqual(t, key, now)
 }
 
 // TestGossipBeforeTheRun: a host that does not know the run of the job takes no packet and no stream of gossip.

@@ -50,7 +50,7 @@ type job struct {
 }
 
 // Run starts the workers of this host, waits until the job ends, and returns the
-// exit code. It writes all messages to cfg.Stderr. If the calling program is
+// exit code. It writes all messages to cfg.Stderr. The end of ctx is a SIGTERM to this launcher. If the calling program is
 // killed, the kernel kills the workers; if the program called Guard, the process
 // groups of the workers are killed, too.
 func Run(ctx context.Context, cfg *Config) int {
@@ -77,7 +77,8 @@ func Run(ctx context.Context, cfg *Config) int {
 	}
 	becomeReaper()
 	guard := j.startGuardian()
-	code, err = j.meet(ctx)
+	defer j.signalAtEnd(ctx)()
+	code, err = j.meet(context.WithoutCancel(ctx))
 	j.guard = <-guard
 	defer j.guard.dismiss()
 	defer reap()()
@@ -90,6 +91,32 @@ func Run(ctx context.Context, cfg *Config) int {
 		defer c.Joined(j.agent)()
 	}
 	return j.run(path)
+}
+
+// signalAtEnd sends SIGTERM to this launcher when ctx ends, until stop is called.
+func (j *job) signalAtEnd(ctx context.Context) (stop func()) {
+	signals, over := make(chan os.Signal), make(chan struct{})
+	from, ended := j.cfg.Signals, ctx.Done()
+	j.cfg.Signals = signals
+	var wg sync.WaitGroup
+	wg.Go(func() {
+		for {
+			var s os.Signal
+			select {
+			case s = <-from:
+			case <-ended:
+				s, ended = syscall.SIGTERM, nil
+			case <-over:
+				return
+			}
+			select {
+			case signals <- s:
+			case <-over:
+				return
+			}
+		}
+	})
+	return func() { close(over); wg.Wait() }
 }
 
 // excuseTime is the time for the launchers of other hosts to start after this one.

@@ -2,8 +2,12 @@ package main
 
 import (
 	"bytes"
+	"context"
+	"io"
 	"os"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -34,6 +38,37 @@ func TestRecovery(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) { recovers(t, c.queued, c.vars) })
 	}
+}
+
+// Without a restart the survivors wait for the lost rank for ever. The end of the context stops them.
+func TestContextEnds(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	ctx, cancel := context.WithCancel(testgpu.Context(t))
+	out := writer{when: ": 2 processes on 1 host", do: cancel}
+	code := launch.Run(ctx, &launch.Config{
+		Program: []string{self, "-queued", "1", "-elements", "1000", "-mark", t.TempDir() + "/mark"},
+		Procs:   3,
+		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
+		Grace:   10 * time.Second,
+		Cluster: cluster.Config{Job: "ends"},
+		Stdout:  io.Discard,
+		Stderr:  out,
+	})
+	require.Equal(t, 143, code)
+}
+
+// A writer calls a function when the launcher writes a line with a text.
+type writer struct {
+	when string
+	do   func()
+}
+
+func (w writer) Write(b []byte) (int, error) {
+	if strings.Contains(string(b), w.when) {
+		w.do()
+	}
+	return len(b), nil
 }
 
 func recovers(t *testing.T, queued string, vars []string) {

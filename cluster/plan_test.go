@@ -215,3 +215,40 @@ func TestStopIsRepeated(t *testing.T) {
 		synctest.Wait()
 	})
 }
+
+// The next epoch waits for the exit of a process that a launcher was told to kill, but not for ever.
+func TestNextEpochWaitsForAKilledProcess(t *testing.T) {
+	for name, exits := range map[string]bool{"its exit is reported": true, "its exit is never reported": false} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := newPaperJob("a", "b", "c")
+				defer j.end()
+				j.do(func() { j.revoke(fault{Rank: -1, Code: -1, Reason: "a test"}) })
+				time.Sleep(j.cfg.revokeBy - time.Millisecond) // the function of c does not return
+				j.settle("a", "b")
+				require.Equal(t, map[place]int{{"c", 0}: 102}, j.elastic.dying)
+				require.Equal(t, phaseRevoke, j.elastic.phase)
+				if exits {
+					j.do(func() { j.elasticExit(j.hosts["c"], Exit{PID: 102, Code: 137, Reason: "killed by SIGKILL"}) })
+					time.Sleep(2 * settleTime)
+				} else {
+					time.Sleep(killTime)
+				}
+				synctest.Wait()
+				require.Empty(t, j.elastic.dying)
+				require.Equal(t, phasePropose, j.elastic.phase)
+			})
+		})
+	}
+}
+
+// A launcher that is stopped on this host is waited for, unless the job has other hosts: they go on without it.
+func TestStoppedLauncherOfSeveralHosts(t *testing.T) {
+	for several, waits := range map[bool]bool{false: true, true: false} {
+		k := &client{host: "a", to: target{sys: &system{suspended: func(int) bool { return true }}}}
+		k.hello = welcome{Host: "a", Rank: -1, Several: several}
+		require.Equal(t, waits, k.isSuspended())
+		k.host = "b"
+		require.False(t, k.isSuspended(), "it runs on another host")
+	}
+}

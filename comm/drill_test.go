@@ -241,10 +241,14 @@ func TestOpeningEndsWhenTheDriverHangs(t *testing.T) {
 	for _, fn := range []string{"cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetUuid", "cuDeviceGetAttribute", "cuDeviceTotalMem"} {
 		err, ended := poll.Within(drillContext+drillSlack, func() error {
 			sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 2, Faults: fmt.Sprintf("hang@%s#1", fn)})
-			if err == nil {
-				_, err = stream.New(sys.Devices()[0], nil)
+			if err != nil {
+				return err
 			}
-			return err
+			s, err := stream.New(sys.Devices()[0], nil)
+			if err != nil {
+				return err
+			}
+			return s.Close()
 		})
 		require.True(t, ended, fn)
 		if fn == "cuInit" || fn == "cuDeviceGetCount" {

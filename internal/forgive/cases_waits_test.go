@@ -91,8 +91,12 @@ var waitPrograms = slicesOf(
 			if err != nil {
 				return err
 			}
-			gate := make(chan struct{})
-			if err := errors.Join(a.Callback(func() { <-gate }), b.Callback(func() { close(gate) })); err != nil {
+			begun, gate := make(chan struct{}), make(chan struct{})
+			if err := a.Callback(func() { close(begun); <-gate }); err != nil {
+				return err
+			}
+			<-begun
+			if err := b.Callback(func() { close(gate) }); err != nil {
 				return err
 			}
 			return b.Sync(r.ctx)

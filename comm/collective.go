@@ -168,7 +168,8 @@ func checkPair[T memory.Element](g *Group, op string, dst, src Shards[T]) error 
 
 // Send enqueues a send of x from the first local rank to rank peer, which receives the
 // same number of elements. Sends and receives that could wait for each other must be
-// issued in one Batch or by SendRecv.
+// issued in one Batch or by SendRecv. Otherwise they hang, or, if they are the first of two ranks that send to each other, NCCL
+// 2.28 uses wrong addresses and the processes lose their devices.
 func Send[T memory.Element](on Issuer, peer int, x memory.Slice[T]) error {
 	return issueFirst(on, "send", func(m *member) error { return nccl.Send(m.on, m.stream, x, peer) })
 }

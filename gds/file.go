@@ -24,7 +24,7 @@ type FileConfig struct {
 	// Threads is the maximum number of threads of one call. 0 means CHORUS_GDS_THREADS.
 	Threads int
 
-	within
+	within //lint:ignore U1000 package files uses its method
 }
 
 // A File is a file for transfers to and from device memory (torch.cuda.gds.GdsFile).

@@ -15,6 +15,7 @@ type (
 	hooks = files.Hooks
 	mover = files.Mover
 
+	//lint:ignore U1000 see FileConfig
 	within = files.Within // lets package checkpoint open files in a folder
 )
 

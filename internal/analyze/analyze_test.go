@@ -127,6 +127,7 @@ func TestAnalyzeVerdicts(t *testing.T) {
 	with := func(change func(*op)) op { o := sum(false); change(&o); return o }
 	started := func(o op) op { o.state = "started"; return o }
 	queued := func(o op) op { o.state = "queued"; return o }
+	completed := func(o op) op { o.done = true; return o }
 	together := func(o op) op { o.batch = 1; return o }
 	send := func(peer, n int) op { return op{group: "world", name: "send", n: n, peer: peer} }
 	recv := func(peer, n int) op { return op{group: "world", name: "recv", n: n, peer: peer} }
@@ -203,6 +204,8 @@ func TestAnalyzeVerdicts(t *testing.T) {
 		"sends and receives in batches": {map[int][]op{0: {started(together(send(1, 8))), started(together(recv(1, 8)))}, 1: {started(together(send(0, 8))), started(together(recv(0, 8)))}, 2: {}},
 			world, KindStuck, nil, []string{"the matching receive, and neither is known", "The streams of all ranks have reached it"}},
 		"receive that its stream has not reached": {map[int][]op{0: {started(send(1, 8))}, 1: {queued(recv(0, 8))}, 2: {}},
+			world, KindQueued, []int{1}, []string{"the stream of rank 1 (PID 101 on n1) has not reached recv(8 x Float) from rank 0"}},
+		"receive that its stream has not reached, of data that NCCL has buffered": {map[int][]op{0: {completed(send(1, 8))}, 1: {queued(recv(0, 8))}, 2: {}},
 			world, KindQueued, []int{1}, []string{"the stream of rank 1 (PID 101 on n1) has not reached recv(8 x Float) from rank 0"}},
 		"stuck transfer": {map[int][]op{0: {send(1, 8)}, 1: {recv(0, 8)}, 2: {}},
 			world, KindStuck, nil, []string{"the matching receive, and neither is known"}},

@@ -143,11 +143,22 @@ func firstOf(list []*entry) *entry {
 	return nil
 }
 
-// addPendingTransfer reports the first transfer that both sides have issued and none completed.
+// sent returns the send that belongs to a receive if it has completed, or nil. NCCL's buffers may have taken all its data.
+func (c *channel) sent(recv *entry) *entry {
+	if i := slices.Index(c.recvs, recv); i >= 0 && i < len(c.sends) && c.sends[i].completed {
+		return c.sends[i]
+	}
+	return nil
+}
+
+// addPendingTransfer reports the first transfer that both sides have issued and the receiver has not completed.
 func (r *Report) addPendingTransfer(g *group) {
 	for _, c := range g.channels() {
 		from, to := g.members[c.from], g.members[c.to]
 		s, v := firstOf(c.sends), firstOf(c.recvs)
+		if s == nil && v != nil && v.queued && from != nil && to != nil && !from.full && !to.full && !to.waitsBehindItself(v) {
+			s = c.sent(v)
+		}
 		if s == nil || v == nil || from == nil || to == nil {
 			continue
 		}

@@ -4,8 +4,12 @@ import (
 	"context"
 	"encoding/binary"
 	"errors"
+	"fmt"
+	"io"
 	"os"
 	"os/exec"
+	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -175,4 +179,31 @@ func TestRunFails(t *testing.T) {
 	_, err = Compile(t.Context(), "\n#include <cuda_fp16.h>\n", nil, nil)
 	require.ErrorContains(t, err, "source:2")
 	require.ErrorContains(t, err, "cuda_fp16.h")
+}
+
+// A kernel that spins ends soon after the program that runs it was killed.
+func TestKernelEndsWithItsParent(t *testing.T) {
+	p := compile(t)
+	in := append(words(int32(len("endless"))), "endless"...)
+	in = append(in, words(1, 1, 1, 1, 1, 1, 0)...)
+	in = append(in, words(4, 0, 0, 0, 0, 0, 0)...) // 4 bytes of memory, which are 0
+	file := filepath.Join(t.TempDir(), "in")
+	require.NoError(t, os.WriteFile(file, in, 0o600))
+	parent := exec.Command("sh", "-c", `"$0" < "$1" & echo $!; wait`, p.path, file)
+	out, err := parent.StdoutPipe() // of both programs
+	require.NoError(t, err)
+	require.NoError(t, parent.Start())
+	var pid int
+	_, err = fmt.Fscan(out, &pid)
+	require.NoError(t, err)
+	require.Eventually(t, func() bool { // the kernel spins
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+		require.NoError(t, err)
+		f := strings.Fields(string(stat))
+		return f[1] == "(host)" && f[13] != "0"
+	}, time.Minute, time.Millisecond)
+	require.NoError(t, parent.Process.Kill())
+	_, err = io.ReadAll(out) // ends when no program has it any more
+	require.NoError(t, err)
+	_ = parent.Wait()
 }

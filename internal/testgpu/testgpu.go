@@ -121,7 +121,7 @@ func share(devs []*device.Device, n int) []*device.Device {
 // Context returns a context that ends before the timeout of the test.
 func Context(t testing.TB) context.Context {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	ctx, cancel := context.WithTimeout(context.Background(), 4*time.Minute)
 	t.Cleanup(cancel)
 	return ctx
 }

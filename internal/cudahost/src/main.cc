@@ -92,7 +92,28 @@ template <class... P> static void run(void (*kernel)(P...)) {
 	std::apply([](auto&... a) { (a.put(), ...); }, args);
 }
 
+// A kernel may spin for ever, and nobody else ends the program when its parent was killed.
+static pid_t parent;
+
+static void checkParent(int) {
+	if (getppid() != parent) _exit(9);
+}
+
+static void watchParent() {
+	static char room[1 << 16];
+	parent = getppid();
+	stack_t stack = {};
+	stack.ss_sp = room, stack.ss_size = sizeof room;
+	struct sigaction action = {};
+	action.sa_handler = checkParent, action.sa_flags = SA_RESTART | SA_ONSTACK;
+	struct itimerval every = {{0, 200000}, {0, 200000}};
+	sigaltstack(&stack, nullptr);
+	sigaction(SIGALRM, &action, nullptr);
+	setitimer(ITIMER_REAL, &every, nullptr);
+}
+
 int main() {
+	watchParent();
 	std::string name(number<unsigned>(), 0);
 	if (fread(&name[0], 1, name.size(), stdin) != name.size()) return 2;
 	gridDim = number<Dim>(), blockDim = number<Dim>();

@@ -3,6 +3,9 @@
 #include <cstdio>
 #include <cstring>
 #include <vector>
+#include <signal.h>
+#include <sys/time.h>
+#include <unistd.h>
 #define __device__
 #define __host__
 #define __global__

@@ -226,8 +226,10 @@ func TestNextEpochWaitsForAKilledProcess(t *testing.T) {
 				j.do(func() { j.revoke(fault{Rank: -1, Code: -1, Reason: "a test"}) })
 				time.Sleep(j.cfg.revokeBy - time.Millisecond) // the function of c does not return
 				j.settle("a", "b")
-				require.Equal(t, map[place]int{{"c", 0}: 102}, j.elastic.dying)
-				require.Equal(t, phaseRevoke, j.elastic.phase)
+				j.do(func() {
+					require.Equal(t, map[place]int{{"c", 0}: 102}, j.elastic.dying)
+					require.Equal(t, phaseRevoke, j.elastic.phase)
+				})
 				if exits {
 					j.do(func() { j.elasticExit(j.hosts["c"], Exit{PID: 102, Code: 137, Reason: "killed by SIGKILL"}) })
 					time.Sleep(2 * settleTime)
@@ -235,8 +237,10 @@ func TestNextEpochWaitsForAKilledProcess(t *testing.T) {
 					time.Sleep(killTime)
 				}
 				synctest.Wait()
-				require.Empty(t, j.elastic.dying)
-				require.Equal(t, phasePropose, j.elastic.phase)
+				j.do(func() {
+					require.Empty(t, j.elastic.dying)
+					require.Equal(t, phasePropose, j.elastic.phase)
+				})
 			})
 		})
 	}

@@ -9,6 +9,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"runtime"
 	"strconv"
 	"strings"
 	"syscall"
@@ -34,7 +35,14 @@ type lan struct {
 	t *testing.T
 }
 
-func newLAN(t *testing.T, n int) *lan { return &lan{testlan.New(t, n), t} }
+// lans limits the networks that exist at the same time: each has several processes with time limits of seconds.
+var lans = make(chan struct{}, max(2, runtime.NumCPU()/2))
+
+func newLAN(t *testing.T, n int) *lan {
+	lans <- struct{}{}
+	t.Cleanup(func() { <-lans })
+	return &lan{testlan.New(t, n), t}
+}
 
 // start runs the test binary on host i.
 func (l *lan) start(i int, vars []string, args ...string) *process {

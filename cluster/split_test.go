@@ -75,10 +75,17 @@ func (l *lan) startElastic(profile string) []*process {
 		ps[i] = l.start(i, []string{fmt.Sprint(nodesVar, "=", len(ps)), profileVar + "=" + profile}, "elastic", fmt.Sprint("n", i), l.IP(0))
 	}
 	for _, p := range ps {
-		for !strings.Contains(p.await(l.t, "works in epoch"), fmt.Sprintf(" of %d\n", len(ps))) {
-		}
+		p.awaitEpochOf(l.t, len(ps))
 	}
 	return ps
+}
+
+// awaitEpochOf waits until the process works in an epoch of n processes. A live host that is starved may miss a change; it
+// joins again at the next one, so the number of the epoch is not certain.
+func (p *process) awaitEpochOf(t *testing.T, n int) {
+	t.Helper()
+	for !strings.Contains(p.await(t, "works in epoch"), fmt.Sprintf(" of %d\n", n)) {
+	}
 }
 
 // TestSplit splits the network of an elastic job into two parts. The part with most hosts goes on,
@@ -171,7 +178,7 @@ func TestVanishedHosts(t *testing.T) {
 			}
 			for i, p := range ps {
 				if !slices.Contains(vanish, i) {
-					require.Contains(t, p.await(t, "works in epoch"), fmt.Sprintf("works in epoch 2 of %d\n", len(ps)-len(vanish)))
+					p.awaitEpochOf(t, len(ps)-len(vanish))
 				}
 			}
 			t.Logf("the next epoch works after %v", time.Since(cut))

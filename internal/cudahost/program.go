@@ -13,6 +13,9 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
+
+	"golang.org/x/sys/unix"
 )
 
 //go:embed src/shim.h
@@ -48,8 +51,15 @@ func Build(ctx context.Context, folder, code string, flags ...string) (program s
 
 // A Program has the kernels of a source.
 type Program struct {
+	// Seconds limits the processor time of a run; 0 does not. Unlike a deadline, it does not depend on what else the
+	// machine does.
+	Seconds uint64
+
 	folder, path string
 }
+
+// ErrProcessorTime is matched by the error of a run that needed more processor time than Program.Seconds.
+var ErrProcessorTime = errors.New("the kernel needs more processor time than it may use")
 
 // dynamic matches the declaration of dynamic shared memory.
 var dynamic = regexp.MustCompile(`extern\s+__shared__\s+(?:__align__\(\s*\d+\s*\)\s*)?([\w:][\w:\s]*?)\s+(\w+)\s*\[\s*\]\s*;`)
@@ -165,7 +175,7 @@ func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uin
 	cmd := exec.CommandContext(ctx, p.path)
 	var out, messages bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = &in, &out, &messages
-	if err := cmd.Run(); err != nil {
+	if err := p.execute(cmd); err != nil {
 		return fmt.Errorf("cudahost: run %s on the host: %w: %s", kernel, errors.Join(err, context.Cause(ctx)), messages.Bytes())
 	}
 	if out.Len() != size {
@@ -175,4 +185,23 @@ func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uin
 		copy(a.Memory, out.Next(len(a.Memory)))
 	}
 	return nil
+}
+
+// execute runs the program with its limit of processor time.
+func (p *Program) execute(cmd *exec.Cmd) error {
+	if err := cmd.Start(); err != nil {
+		return err
+	}
+	if p.Seconds > 0 {
+		limit := unix.Rlimit{Cur: p.Seconds, Max: p.Seconds + 1} // the first one sends SIGXCPU, the second one SIGKILL
+		if err := unix.Prlimit(cmd.Process.Pid, unix.RLIMIT_CPU, &limit, nil); err != nil && !errors.Is(err, unix.ESRCH) {
+			_ = cmd.Process.Kill()
+			return errors.Join(err, cmd.Wait())
+		}
+	}
+	err := cmd.Wait()
+	if status, ok := cmd.ProcessState.Sys().(syscall.WaitStatus); ok && status.Signaled() && status.Signal() == syscall.SIGXCPU {
+		return errors.Join(ErrProcessorTime, err)
+	}
+	return err
 }

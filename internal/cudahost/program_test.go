@@ -176,6 +176,8 @@ func TestRunFails(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
 	require.ErrorIs(t, p.Run(ctx, "endless", line(1), line(1), 0, []Arg{{Memory: words(0)}}), context.DeadlineExceeded)
+	p.Seconds = 1
+	require.ErrorIs(t, p.Run(t.Context(), "endless", line(1), line(1), 0, []Arg{{Memory: words(0)}}), ErrProcessorTime)
 	_, err = Compile(t.Context(), "\n#include <cuda_fp16.h>\n", nil, nil)
 	require.ErrorContains(t, err, "source:2")
 	require.ErrorContains(t, err, "cuda_fp16.h")

@@ -3,12 +3,10 @@ GO ?= go
 NPROC ?= auto
 FUZZTIME ?= 30s
 STATICCHECK = $(GO) tool -modfile=tools/go.mod staticcheck
-# The race detector needs cgo, and cgo needs a C compiler.
 # go-nvml declares functions that NVML deprecates, and C compilers print warnings for them.
 export CGO_CFLAGS ?= -O2 -g -Wno-deprecated-declarations
-RACE = $(if $(shell command -v $${CC:-cc}),-race)
 
-.PHONY: help build demo test vuln newest newest-ci soak deploy check lint cross generate ptx bench fuzz gpu-bins release clean
+.PHONY: help build demo test race vuln newest newest-ci soak deploy check lint cross generate ptx bench fuzz gpu-bins release clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -23,31 +21,34 @@ demo: build ## train a small model on all devices, or on 4 virtual devices (NPRO
 # run at the same time.
 BESIDE = -p $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN)) -parallel 8
 
-# These packages run in one goroutine, or train whole models with packages that have tests of
-# their own. The race detector makes them several times slower.
-SERIAL = ./internal/archtest ./internal/memtrace ./internal/pickle ./gds/safetensors ./internal/bench ./internal/cublasapi \
-	./internal/cublasltapi ./internal/cudadrv ./internal/cudahost ./internal/cufileapi ./internal/element ./internal/minifloat \
-	./internal/nvrtcapi ./internal/ptx ./internal/ptxtest ./internal/race ./examples/ddp ./examples/elastic ./examples/gpt/... ./examples/serve ./examples/sharded
-
-# These packages have long tests that run in one goroutine (tsan.Serial): they run twice, with the
-# race detector without those tests, and without it.
-TWICE = ./rng ./tensor ./internal/strided ./memory/internal/alloc
-
 # The race detector would keep each program a second longer at its end.
 export GORACE ?= atexit_sleep_ms=50
 
 # make lint vets the packages; linking is faster without tables for debuggers.
 FAST = -vet=off -ldflags=-w
 
-test: ## run all tests, with the race detector if a C compiler is installed
-	@echo $(if $(RACE),"tests with the race detector","no C compiler: tests without the race detector")
-	CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) $(FAST) $(BESIDE) -timeout 20m $$($(GO) list ./... | grep -vxF "$$($(GO) list $(SERIAL))")
-	$(GO) test $(FAST) $(BESIDE) -timeout 20m $(SERIAL) $(if $(RACE),$(TWICE))
+# One build mode for tests, examples and guides: what one of them compiles, the others find in the cache.
+test: ## run all tests
+	CGO_ENABLED=0 $(GO) test $(FAST) $(BESIDE) -timeout 20m ./...
+
+# The packages that own goroutines and locks. The others only call them.
+GOROUTINES = ./checkpoint ./cluster ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/connlimit ./internal/differ ./internal/dl \
+	./internal/flight ./internal/gpu ./internal/handle ./internal/kept ./internal/launch ./internal/nvml ./internal/poll ./internal/race \
+	./internal/ras ./internal/route ./internal/sanitizer ./internal/spinpool ./internal/status ./internal/strided ./internal/virtual/... \
+	./memory/... ./nccl ./rng ./stream
+
+# The race detector needs cgo, and cgo needs a C compiler.
+HAS_CC = $(shell command -v $${CC:-cc})
+RACE = $(if $(HAS_CC),-race)
+
+race: ## run the tests of the packages that own goroutines and locks with the race detector
+	@$(if $(HAS_CC),,echo "no C compiler: no tests with the race detector")
+	$(if $(HAS_CC),CGO_ENABLED=1 $(GO) test -race $(FAST) $(BESIDE) -timeout 20m $(GOROUTINES))
 
 # The newest Go. go.mod names the oldest one that is supported.
 NEWEST = go1.27.3
 
-newest: ## vet the packages and run all tests with the newest Go, without the race detector
+newest: ## vet the packages and run all tests with the newest Go
 	GOTOOLCHAIN=$(NEWEST) $(GO) vet ./...
 	GOTOOLCHAIN=$(NEWEST) CGO_ENABLED=0 $(GO) test $(FAST) $(BESIDE) -timeout 20m ./...
 
@@ -69,7 +70,7 @@ newest-ci: ## vet and test packages that depend on Go's runtime with the newest 
 	GOTOOLCHAIN=$(NEWEST) CGO_ENABLED=0 $(GO) vet $(RUNTIME) && GOTOOLCHAIN=$(NEWEST) CGO_ENABLED=0 $(GO) test $(FAST) $(RUNTIME); \
 	else echo "the newest Go ($(NEWEST)) is not tested: $${v:-no answer in 30 s}" | tr '\n' ' '; echo; fi
 
-SOAK = CGO_ENABLED=$(if $(RACE),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
+SOAK = CGO_ENABLED=$(if $(HAS_CC),1,0) $(GO) test $(RACE) -count=1 -timeout 12h
 
 soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each fuzz target)
 	$(SOAK) ./internal/fabric -thorough -lines 1000000 -crowded 100000

@@ -18,6 +18,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/testgpu/tsan"
 	"github.com/gochorus/chorus/internal/testlan"
 )
 
@@ -39,6 +40,7 @@ type lan struct {
 var lans = make(chan struct{}, max(2, runtime.NumCPU()/2))
 
 func newLAN(t *testing.T, n int) *lan {
+	tsan.Timed(t)
 	lans <- struct{}{}
 	t.Cleanup(func() { <-lans })
 	return &lan{testlan.New(t, n), t}

@@ -273,14 +273,14 @@ var noStatus = Names(`cuFileHandleDeregister`)
 var between = Names(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
 
 // delivers lists the copies and the operations of NCCL that write memory.
-var delivers = Names(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast ncclBcast
+var delivers = Names(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast
 	ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll ncclGather ncclScatter ncclRecv`)
 
 // streamOps lists the calls that enqueue an asynchronous operation.
-var streamOps = Names(`cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
+var streamOps = Names(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
 	cuMemcpyPeerAsync cuMemcpy2DAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuEventRecordWithFlags cuLaunchKernel
 	cuLaunchCooperativeKernel cublasGemmEx cublasGemmStridedBatchedEx cublasLtMatmul
-	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
+	ncclAllReduce ncclBroadcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
 	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload`)
 
 // calls lists all calls that a plan may contain.
@@ -291,7 +291,7 @@ func allCalls() map[string]bool {
 	cuDeviceGetAttribute cuDeviceTotalMem cuDeviceGetPCIBusId cuDeviceCanAccessPeer cuDeviceGetDefaultMemPool
 	cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent cuDeviceGetP2PAttribute
 	cuCtxSynchronize cuCtxGetStreamPriorityRange cuCtxEnablePeerAccess cuProfilerStart cuProfilerStop cuMemGetInfo cuMemAlloc cuMemFree
-	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
+	cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
 	cuMemGetAddressRange cuIpcGetMemHandle cuIpcOpenMemHandle cuIpcCloseMemHandle
 	cuMemGetAllocationGranularity cuMemAddressReserve cuMemAddressFree cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess
 	cuMemExportToShareableHandle cuMemImportFromShareableHandle
@@ -307,7 +307,7 @@ func allCalls() map[string]bool {
 	cublasLtCreate cublasLtDestroy cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
 	cublasLtMatrixLayoutCreate cublasLtMatrixLayoutDestroy cublasLtMatrixLayoutSetAttribute
 	cublasLtMatmulPreferenceCreate cublasLtMatmulPreferenceDestroy cublasLtMatmulPreferenceSetAttribute
-	cublasLtMatmulAlgoGetHeuristic cublasLtMatmulAlgoCheck cublasLtMatmulAlgoGetIds cublasLtMatmulAlgoInit`)
+	cublasLtMatmulAlgoGetHeuristic cublasLtMatmulAlgoCheck cublasLtMatmulAlgoInit`)
 	maps.Copy(names, streamOps)
 	for f := range ncclapi.NumFuncs {
 		names[f.Name()] = true

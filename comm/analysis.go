@@ -3,12 +3,17 @@ package comm
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
+	"os"
 	"sync"
 	"time"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/analyze"
+	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -167,4 +172,96 @@ func (w *reporter) readDumps(ctx context.Context, c *nccl.Communicator) [][]byte
 	}
 	wg.Wait()
 	return list
+}
+
+// askService asks NCCL's RAS service about the ranks of a communicator. The channel receives its
+// findings, and is closed if there are none. The call returns at once.
+func (w *reporter) askService(c *nccl.Communicator) <-chan []string {
+	found := make(chan []string, 1)
+	addr := serviceAddress(c)
+	if addr == "" || !analyst(c.Rank(), c.Size()) {
+		close(found)
+		return found
+	}
+	world := w.worldRanks()
+	go func() {
+		defer close(found)
+		a, err := ras.Ask(addr)
+		if err != nil {
+			return // the service is older, disabled, or another program has its port
+		}
+		mine := a.Of(c.Rank(), c.Size(), os.Getpid())
+		found <- mine.Findings(func(x *ras.Communicator, rank int) string {
+			if len(mine.Communicators) > 1 { // this process has the same rank in several groups of the size
+				return fmt.Sprintf("rank %d of communicator %s", rank, x.Hash)
+			}
+			return fmt.Sprint("rank ", world[rank])
+		})
+	}()
+	return found
+}
+
+// serviceAddress returns the address of a communicator's service, or "" if there is none to ask.
+func serviceAddress(c *nccl.Communicator) string {
+	return ras.Address(c.Device().System().Backend() == backend.Virtual)
+}
+
+// A closing records how this process ended a group.
+type closing struct {
+	how string // "closed the group" or "shut the group down"
+	at  time.Time
+}
+
+// A closedError is returned by calls on a group that this process has closed, and by waits
+// for operations that were pending at that time.
+type closedError struct {
+	op         string
+	by         *closing
+	incomplete bool         // operations may not have completed
+	cause      *brokenError // why the group was broken before it was closed; nil if it was not broken
+}
+
+func (e *closedError) Error() string {
+	text := fmt.Sprintf("comm: %s: this process %s %v ago", e.op, e.by.how, time.Since(e.by.at).Round(time.Millisecond))
+	if e.incomplete {
+		text += ": the operations may not have completed and their output is undefined"
+	}
+	if e.cause != nil {
+		text += fmt.Sprintf("; it was broken before: %v", e.cause.cause)
+	}
+	return text
+}
+
+// Unwrap returns device.ErrClosed and the cause, for errors.Is.
+func (e *closedError) Unwrap() []error {
+	if e.cause == nil {
+		return []error{device.ErrClosed}
+	}
+	return []error{device.ErrClosed, e.cause}
+}
+
+// errClosed returns the error of a call on a group that this process has closed.
+func (g *Group) errClosed(op string) *closedError {
+	e := &closedError{op: op, by: g.closing.Load(), cause: g.broken.Load()}
+	if e.by == nil { // newGroup has failed
+		e.by = &closing{"closed the group", time.Now()}
+	}
+	return e
+}
+
+// errIncomplete returns the error of operations that ended with err and are not known to have
+// completed.
+func (g *Group) errIncomplete(op string, err error) error {
+	if b := g.broken.Load(); b != nil {
+		return b
+	}
+	if g.closing.Load() == nil {
+		return g.fail(err)
+	}
+	if e, ok := err.(*closedError); ok && e.incomplete {
+		return e
+	}
+	e := g.errClosed(op)
+	e.incomplete = errors.Is(err, device.ErrClosed)
+	return e
 }

@@ -1,9 +1,12 @@
 package comm
 
 import (
+	"context"
 	"errors"
 	"fmt"
+	"time"
 
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
@@ -204,4 +207,293 @@ func issueFirst(on Issuer, op string, issue func(m *member) error) error {
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
 	return g.breakIfRefused(issue(&g.firstDirect))
+}
+
+// An Issuer accepts collectives: a *Group enqueues each collective at once, and a *Batch
+// collects them.
+type Issuer interface {
+	issuer() (*Group, *Batch)
+}
+
+func (g *Group) issuer() (*Group, *Batch) { return g, nil }
+
+func (b *Batch) issuer() (*Group, *Batch) {
+	if b == nil {
+		return nil, nil
+	}
+	return b.g, b
+}
+
+// groupOf returns the group, and the batch that its operations belong to, or nil.
+func groupOf(on Issuer) (*Group, *Batch) {
+	if on == nil {
+		return nil, nil
+	}
+	return on.issuer()
+}
+
+// A Batch collects collectives, sends and receives of a group that start together. It is
+// an nccl.Batch with the same rules: its operations run concurrently, and if an operation
+// is refused when it is added, the whole batch fails. If a backend refuses a part of a batch
+// after another part was enqueued, the group is broken. One goroutine uses a Batch at a
+// time.
+type Batch struct {
+	g        *Group
+	batch    *route.Batch
+	members  []member  // of g; their operations go into batch
+	refused  error     // the first operation that was refused
+	stagings []staging // of tensors that are not contiguous
+	ended    bool      // Group.Batch has returned
+}
+
+// NewBatch returns an empty Batch of g. A loop that reuses one Batch allocates nothing.
+func (g *Group) NewBatch() *Batch {
+	if g == nil {
+		return &Batch{batch: route.Routers(nil).NewBatch()}
+	}
+	b := g.routers.NewBatch()
+	return &Batch{g: g, batch: b, members: withIssuer(g.members, b)}
+}
+
+// withIssuer returns copies of the members whose operations go into a batch.
+func withIssuer(members []member, b *route.Batch) []member {
+	list := make([]member, len(members))
+	for i, m := range members {
+		m.on = b.On(m.comm)
+		list[i] = m
+	}
+	return list
+}
+
+// Batch runs fn and enqueues the operations that fn has added to the batch. It does
+// not enqueue any operation if fn returns an error or panics, or if an operation was refused.
+//
+//	err := g.Batch(func(b *comm.Batch) error {
+//		if err := comm.Send(b, next, x); err != nil {
+//			return err
+//		}
+//		return comm.Recv(b, previous, y)
+//	})
+//
+// The batch ends with fn: do not retain it.
+func (g *Group) Batch(fn func(b *Batch) error) error {
+	const op = "batch"
+	if err := g.check(op); err != nil {
+		return err
+	}
+	if fn == nil {
+		return badArgument(op, "no function given")
+	}
+	b, _ := g.batches.Get().(*Batch)
+	if b == nil {
+		b = g.NewBatch()
+	}
+	b.ended = false
+	b.Reset()
+	defer func() { // also if fn panics
+		b.Reset()
+		b.ended = true
+		g.batches.Put(b)
+	}()
+	if err := fn(b); err != nil {
+		return err
+	}
+	return b.Enqueue()
+}
+
+// Enqueue enqueues all operations, or none if one was refused, and empties the batch.
+func (b *Batch) Enqueue() error {
+	if b == nil {
+		return badArgument("enqueue", "no batch given")
+	}
+	defer b.Reset()
+	if b.refused != nil {
+		return b.refused
+	}
+	if err := b.g.check("enqueue"); err != nil {
+		return err
+	}
+	b.g.issuing.Lock()
+	defer b.g.issuing.Unlock()
+	if err := b.copyIn(); err != nil {
+		return err
+	}
+	if err := b.g.breakIfRefused(b.batch.Enqueue()); err != nil {
+		return err
+	}
+	return b.copyOut()
+}
+
+// SetTimeout sets the timeout of the batch's operations until Enqueue or Reset (the timeout
+// argument of torch.distributed). 0 means the group's timeout; a negative value means none.
+// Operations with different timeouts belong in different batches.
+func (b *Batch) SetTimeout(d time.Duration) {
+	if b != nil {
+		b.batch.SetTimeout(d)
+	}
+}
+
+// SetDeterministic makes the reductions of the batch deterministic until Enqueue or Reset, in a
+// group whose Config.Deterministic has OnRequest: see Order. All ranks must call it for the same
+// batches. In other deterministic groups it changes nothing. Without Config.Deterministic it
+// returns an error that matches ErrMismatch, and the batch fails.
+func (b *Batch) SetDeterministic() error {
+	const op = "set deterministic"
+	switch {
+	case b == nil || b.g == nil:
+		return badArgument(op, "no batch of a group given")
+	case b.ended:
+		return b.markRefused(errBatchEnded)
+	case b.g.Deterministic() == nil:
+		return b.markRefused(badArgument(op, "the group has no order of reductions: set Config.Deterministic to &comm.Order{OnRequest: true}"))
+	}
+	b.batch.ReduceInOrder()
+	return nil
+}
+
+// Reset removes the operations, the timeout and the effect of SetDeterministic.
+func (b *Batch) Reset() {
+	b.batch.Reset()
+	b.freeStagings()
+	b.refused = nil
+}
+
+// markRefused records that an operation was refused, so that the batch fails. b may be nil.
+func (b *Batch) markRefused(err error) error {
+	if b != nil && b.refused == nil {
+		b.refused = err
+	}
+	return err
+}
+
+// each adds one operation of every local rank.
+func (b *Batch) each(issue func(i int, m *member) error) error {
+	return b.add(len(b.members), issue)
+}
+
+// first adds one operation of the first local rank.
+func (b *Batch) first(issue func(m *member) error) error {
+	return b.add(1, func(_ int, m *member) error { return issue(m) })
+}
+
+// add adds one operation of each of the first n local ranks.
+func (b *Batch) add(n int, issue func(i int, m *member) error) error {
+	if b.ended {
+		return b.markRefused(errBatchEnded)
+	}
+	for i := range n {
+		if err := issue(i, &b.members[i]); err != nil {
+			return b.markRefused(b.g.causeOf(err))
+		}
+	}
+	return nil
+}
+
+var errBatchEnded = fmt.Errorf("comm: the function of the batch has returned: use NewBatch: %w", ErrMismatch)
+
+// Barrier returns when all ranks have called it and all operations that were already
+// enqueued on the group's streams have completed (torch.distributed.barrier). It ends
+// early under the same conditions as Wait. Collective.
+func (g *Group) Barrier(ctx context.Context) error {
+	if err := g.check("barrier"); err != nil {
+		return err
+	}
+	for i := range g.members {
+		if err := gpu.StreamOf(g.members[i].stream).RefuseWait("comm: barrier"); err != nil {
+			return err
+		}
+	}
+	return unanswered("comm: barrier", gpu.Guard(ctx, func() (err error) {
+		xs, err := Make[uint8](g, 1)
+		if err != nil {
+			return err
+		}
+		defer func() { err = errors.Join(err, xs.Close()) }()
+		if err := AllReduce(g, Max, xs...); err != nil {
+			return err
+		}
+		return g.wait(ctx)
+	}))
+}
+
+// The collectives with a root: one rank reads or writes a slice that the other ranks do
+// not use. On the other ranks that slice may be the zero Slice, and if the root is not
+// local the whole list may be nil.
+
+// BroadcastFrom enqueues, in place, the copy of rank root's slice to all ranks
+// (ncclBcast). Collective.
+func BroadcastFrom[T memory.Element](on Issuer, root int, xs ...memory.Slice[T]) error {
+	g, b := groupOf(on)
+	if err := checkShards(g, "broadcast", xs, true); err != nil {
+		return b.markRefused(err)
+	}
+	return g.issue(b, func(i int, m *member) error {
+		return nccl.Broadcast(m.on, m.stream, xs[i], xs[i], root)
+	})
+}
+
+// ReduceTo enqueues the reduction of src over all ranks into dst on rank root
+// (ncclReduce). Collective.
+func ReduceTo[T memory.Element](on Issuer, root int, op Op, dst, src Shards[T]) error {
+	g, b := groupOf(on)
+	if err := checkRooted(g, "reduce", root, src, dst); err != nil {
+		return b.markRefused(err)
+	}
+	return g.issue(b, func(i int, m *member) error {
+		return nccl.Reduce(m.on, m.stream, dst.at(i), src[i], op, root)
+	})
+}
+
+// GatherTo enqueues the concatenation of src over all ranks, by rank, into dst on
+// rank root, which is Size times as long (ncclGather). Collective.
+func GatherTo[T memory.Element](on Issuer, root int, dst, src Shards[T]) error {
+	g, b := groupOf(on)
+	if err := checkRooted(g, "gather", root, src, dst); err != nil {
+		return b.markRefused(err)
+	}
+	return g.issue(b, func(i int, m *member) error {
+		return nccl.Gather(m.on, m.stream, dst.at(i), src[i], root)
+	})
+}
+
+// ScatterFrom enqueues a copy of each rank's part of src on rank root into that rank's
+// dst. src is Size times as long as dst (ncclScatter). Collective.
+func ScatterFrom[T memory.Element](on Issuer, root int, dst, src Shards[T]) error {
+	g, b := groupOf(on)
+	if err := checkRooted(g, "scatter", root, dst, src); err != nil {
+		return b.markRefused(err)
+	}
+	return g.issue(b, func(i int, m *member) error {
+		return nccl.Scatter(m.on, m.stream, dst[i], src.at(i), root)
+	})
+}
+
+// at returns the slice of local rank i; the list may be nil.
+func (xs Shards[T]) at(i int) memory.Slice[T] {
+	if xs == nil {
+		return memory.Slice[T]{}
+	}
+	return xs[i]
+}
+
+// checkRooted validates the slices that all ranks use, and the list that only the root
+// uses.
+func checkRooted[T memory.Element](g *Group, op string, root int, all, roots Shards[T]) error {
+	if err := checkShards(g, op, all, true); err != nil {
+		return err
+	}
+	if roots == nil && !g.hasRank(root) {
+		return nil
+	}
+	return checkShards(g, op, roots, false)
+}
+
+// hasRank reports whether a rank is local.
+func (g *Group) hasRank(rank int) bool {
+	for i := range g.members {
+		if g.members[i].comm.Rank() == rank {
+			return true
+		}
+	}
+	return false
 }

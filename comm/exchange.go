@@ -5,9 +5,11 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/stream"
 )
 
 // exchangeBy returns the exchange of this process's rank over a Rendezvous. Rank 0 gathers the values and
@@ -206,4 +208,67 @@ func raiseAlarm(parent context.Context, r Rendezvous, prefix string, cause error
 	}
 	_, _ = gather(wait, r, prefix+"read/")
 	_ = r.Set(ctx, prefix+"read/all", []byte("read"))
+}
+
+// sameArguments is the usual cure of a failure of checkSame.
+const sameArguments = "give the same on all ranks"
+
+// checkSame returns an error on all ranks if the processes have different arguments, because the
+// ranks would wait for each other. Collective.
+func (g *Group) checkSame(ctx context.Context, op, has, cure string) error {
+	if err := g.check(op); err != nil {
+		return err
+	}
+	if len(g.members) == g.size {
+		if err := context.Cause(ctx); err != nil {
+			return fmt.Errorf("comm: %s: %w", op, err)
+		}
+		return nil
+	}
+	all, err := GatherValues(ctx, g, nil, slices.Repeat([]string{has}, len(g.members))...)
+	if err != nil {
+		return fmt.Errorf("comm: %s: %w", op, err)
+	}
+	i := slices.IndexFunc(all, func(x string) bool { return x != all[0] })
+	if i < 0 {
+		return nil
+	}
+	// A rank may close its group as soon as it has all values, and would end the exchange of ranks that do
+	// not have them. So all ranks wait here. This rank has the reason, whatever the barrier returns.
+	_ = g.Barrier(ctx)
+	return badArgument(op, "rank 0 has %s and rank %d %s: %s", all[0], i, all[i], cure)
+}
+
+// Between enqueues collectives between two points of other streams. The group's streams wait
+// for the operations that are enqueued on streams so far. Then fn enqueues collectives, and
+// streams wait for these collectives before they continue. streams[i] is for local rank i, on
+// the rank's device, and may be the group's own stream. The call does not block, and a graph
+// can capture it. The streams wait also if fn returns an error.
+func (g *Group) Between(streams []*stream.Stream, fn func() error) error {
+	const op = "between"
+	if err := g.check(op); err != nil {
+		return err
+	}
+	if fn == nil || len(streams) != g.Locals() {
+		return badArgument(op, "%d streams, and a function is given: %t; want a function and a stream for each of the %d local ranks", len(streams), fn != nil, g.Locals())
+	}
+	for i, s := range streams {
+		if s == nil || s.Device() != g.Device(i) {
+			return badArgument(op, "stream %d is nil or on another device than rank %d: want a stream on %s", i, i, g.Device(i))
+		}
+	}
+	for i, s := range streams {
+		if s != g.Stream(i) {
+			if err := g.Stream(i).WaitStream(s); err != nil {
+				return err
+			}
+		}
+	}
+	err := fn()
+	for i, s := range streams {
+		if s != g.Stream(i) {
+			err = errors.Join(err, s.WaitStream(g.Stream(i)))
+		}
+	}
+	return err
 }

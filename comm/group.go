@@ -2,6 +2,7 @@ package comm
 
 import (
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"sync"
@@ -10,9 +11,11 @@ import (
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
@@ -508,4 +511,100 @@ func concurrently(comms []*nccl.Communicator, end func(*nccl.Communicator) error
 	}
 	wg.Wait()
 	return errors.Join(errs...)
+}
+
+// openRouters opens everything that the strategy needs and the devices support, and lets it
+// execute the collectives of the group. hosts has the host of each rank; nil means one host.
+func (g *Group) openRouters(ctx context.Context, s route.Strategy, hosts []int, exchange func(rank int) fabric.Exchange) (err error) {
+	g.routers, err = route.Open(ctx, s, g.cfg.order(hosts), g.comms(), g.Streams(), exchange)
+	if err != nil || len(g.routers) == 0 {
+		return err
+	}
+	g.batch = g.routers.NewBatch()
+	g.members = withIssuer(g.members, g.batch)
+	return nil
+}
+
+// maxNaNReport is the maximum size of the report of a NaN, in bytes.
+const maxNaNReport = 4096
+
+func (w *reporter) nanKey() string { return w.prefix + "nan" }
+
+// reportNaN tells the other processes that the input of a local rank was not a number: they may
+// have completed the operation, and would not notice.
+func (w *reporter) reportNaN(e *nccl.NaNError) {
+	ctx, cancel := context.WithTimeout(context.Background(), lastReportTime)
+	defer cancel()
+	_ = put(ctx, w.r, w.nanKey(), e) // if the store is gone, the job has ended
+}
+
+// awaitNaN calls fail with the first NaN that another process reports, until ctx ends.
+func (w *reporter) awaitNaN(ctx context.Context, c *nccl.Communicator, fail func(error) error) {
+	b, ok := w.await(ctx, w.nanKey())
+	if !ok {
+		return // the group ends
+	}
+	if e := readNaN(b, c.Rank(), c.Size()); e != nil {
+		w.nan <- e // for a failure that the end of the other rank causes at the same time
+		_ = fail(e)
+	}
+}
+
+// readNaN returns the error in the report of another rank, or nil if the report is invalid or
+// this rank's own.
+func readNaN(b []byte, rank, size int) *nccl.NaNError {
+	e := new(nccl.NaNError)
+	if len(b) > maxNaNReport || json.Unmarshal(b, e) != nil || e.Rank < 0 || e.Rank >= size || e.Rank == rank || e.Size != size || e.Index < 0 {
+		return nil
+	}
+	e.Device, e.Operation = plain.Text(e.Device), plain.Text(e.Operation)
+	return e
+}
+
+// ref is how packages above comm reach the inside of a group.
+type ref = groups.Ref
+
+// An inside is a group as packages above comm see it.
+type inside struct{ g *Group }
+
+func (x inside) Check(op string) error { return x.g.check(op) }
+
+func (x inside) CheckSame(ctx context.Context, op, given string) error {
+	return x.g.checkSame(ctx, op, given, sameArguments)
+}
+
+func (x inside) Chosen(k ranks.Collective) string { return string(x.g.chosen(k)) }
+
+func (x inside) Fail(cause error) error { return x.g.fail(cause) }
+
+func (x inside) NewBatch() *route.Batch { return x.g.routers.NewBatch() }
+
+func (x inside) Rendezvous() any {
+	if x.g.reporter == nil {
+		return nil
+	}
+	return x.g.reporter.r
+}
+
+func (x inside) TunePlan(cfg route.PlanConfig) ([]route.Choice, error) { return x.g.plan(cfg) }
+
+func (x inside) UseWhole(ctx context.Context, strategy string) error {
+	return x.g.changeStrategy(ctx, Strategy(strategy), func(s route.Strategy) { x.g.routers.UseOnly(s) })
+}
+
+// SetTimeout changes the timeout of the operations that this process issues from now on
+// (torch's _set_pg_timeout). Operations that are already issued keep their timeout. d is as in
+// nccl.Config.Timeout: 0 means CHORUS_NCCL_TIMEOUT, and a negative value no timeout. Use
+// Batch.SetTimeout for single operations. SetTimeout enqueues nothing, may be called at any
+// time, and does not affect groups of Split and Sub.
+func (g *Group) SetTimeout(d time.Duration) error {
+	if err := g.check("set timeout"); err != nil {
+		return err
+	}
+	for i := range g.members {
+		if err := g.members[i].comm.SetTimeout(d); err != nil {
+			return err
+		}
+	}
+	return nil
 }

@@ -3,13 +3,17 @@ package comm
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -217,4 +221,291 @@ func (x *sum) addOne(result, so, t tensor.Tensor) (err error) {
 		return tensor.Add(s, result, so, near)
 	}
 	return tensor.Add(s, result, so, t)
+}
+
+// A limit is the maximum size of a bucket.
+type limit struct {
+	bytes int
+	reach bool // the last tensor of a bucket reaches the limit; otherwise only a single tensor exceeds it
+}
+
+// buckets groups tensors of one type into buckets. The last, incomplete buckets come at
+// the end, ordered by the first tensor of each type.
+func (l limit) buckets(ts []tensor.Tensor) (buckets [][]int) {
+	type open struct {
+		indexes []int
+		bytes   int
+	}
+	byType := map[memory.DType]*open{}
+	var types []memory.DType
+	var b *open
+	for i := range ts {
+		t := &ts[i]
+		if i == 0 || t.DType() != ts[i-1].DType() {
+			b = byType[t.DType()]
+		}
+		if b == nil {
+			b = &open{indexes: make([]int, 0, len(ts)-i)}
+			byType[t.DType()] = b
+			types = append(types, t.DType())
+		}
+		if !l.reach && b.bytes > 0 && b.bytes+t.Bytes() > l.bytes {
+			buckets = append(buckets, b.indexes)
+			*b = open{}
+		}
+		b.indexes = append(b.indexes, i)
+		if b.bytes += t.Bytes(); l.reach && b.bytes >= l.bytes {
+			buckets = append(buckets, b.indexes)
+			*b = open{}
+		}
+	}
+	for _, d := range types {
+		if b := byType[d]; len(b.indexes) > 0 {
+			buckets = append(buckets, b.indexes)
+		}
+	}
+	return buckets
+}
+
+// selectAt returns the elements of xs at the indexes. The result may be xs itself.
+func selectAt[E any](xs []E, indexes []int) []E {
+	if len(indexes) == len(xs) && slices.IsSorted(indexes) {
+		return xs // all elements in order
+	}
+	part := make([]E, len(indexes))
+	for k, i := range indexes {
+		part[k] = xs[i]
+	}
+	return part
+}
+
+// storeAt is the inverse of selectAt: it stores parts at the indexes of all, and returns the
+// result, which may be parts itself.
+func storeAt[E any](all []E, indexes []int, parts []E) []E {
+	if len(indexes) == len(all) && slices.IsSorted(indexes) {
+		return parts // all elements in order
+	}
+	for k, i := range indexes {
+		all[i] = parts[k]
+	}
+	return all
+}
+
+// flatten returns the elements of tensors of one type and device in one flat tensor. A
+// single contiguous tensor is not copied.
+func (g *Group) flatten(ts []tensor.Tensor) (flat tensor.Tensor, err error) {
+	if len(ts) == 1 && ts[0].Contiguous() {
+		flat, err := ts[0].View(-1)
+		return flat.Retain(), err
+	}
+	if err := g.recordStreams(ts...); err != nil {
+		return flat, err
+	}
+	s := g.streamOf(ts[0])
+	if flat, err = tensor.Make(s, ts[0].DType(), lengthOf(ts)); err != nil {
+		return flat, err
+	}
+	if err := strided.Flatten(s, []tensor.Tensor{flat}, ts); err != nil {
+		_ = flat.Close()
+		return tensor.Tensor{}, err
+	}
+	return flat, nil
+}
+
+// lengthOf returns the total number of elements.
+func lengthOf(ts []tensor.Tensor) int {
+	n := 0
+	for i := range ts {
+		n += ts[i].Len()
+	}
+	return n
+}
+
+// A staging is contiguous memory that a batch uses in place of tensors with other layouts.
+type staging struct {
+	stream *stream.Stream
+	temp   tensor.Tensor   // owns the memory
+	parts  []tensor.Tensor // of temp, with the shapes of given
+	given  []tensor.Tensor // the caller's
+	in     bool            // copy given to temp before the batch
+	out    bool            // copy temp to given after it
+}
+
+// stage makes the staging of tensors of one type with n elements.
+func stage(s *stream.Stream, given []tensor.Tensor, n int, in, out bool) (staging, error) {
+	temp, err := tensor.Make(s, given[0].DType(), n)
+	if err != nil {
+		return staging{}, err
+	}
+	x := staging{stream: s, temp: temp, given: given, in: in, out: out}
+	from := 0
+	for _, t := range given {
+		part, err := temp.Narrow(0, from, t.Len())
+		if err == nil {
+			part, err = part.View(t.Shape()...)
+		}
+		if err != nil {
+			closeAll([]tensor.Tensor{temp})
+			return staging{}, err
+		}
+		x.parts, from = append(x.parts, part), from+t.Len()
+	}
+	return x, nil
+}
+
+// copyIn enqueues the copies that precede the batch's operations.
+func (b *Batch) copyIn() error {
+	for i := range b.stagings {
+		if x := &b.stagings[i]; x.in {
+			if err := tensor.CopyAll(x.stream, x.parts, x.given); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// copyOut enqueues the copies that follow the batch's operations.
+func (b *Batch) copyOut() error {
+	for i := range b.stagings {
+		if x := &b.stagings[i]; x.out {
+			if err := tensor.CopyAll(x.stream, x.given, x.parts); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// freeStagings frees the memory in the order of the streams.
+func (b *Batch) freeStagings() {
+	for i := range b.stagings {
+		_ = b.stagings[i].temp.Close() // the memory is the batch's, so there is nothing to report
+	}
+	clear(b.stagings)
+	b.stagings = b.stagings[:0]
+}
+
+// directBytes is the maximum size of an operation of torch.cuda.comm that one kernel on one
+// device executes for all devices. The kernel needs one call, but copies and NCCL need one or
+// more for each device. It accesses all other devices at the speed of its links;
+// NCCL's ring is faster only for more bytes. A negative value disables the kernel.
+var directBytes = 16 << 20
+
+// directRow is the minimum length in bytes of the rows of a strided copy that a kernel copies
+// at the full speed of a link. It does not matter if copy engines can copy the rows.
+const directRow = 512
+
+// pairBytes is the minimum size for copy engines or NCCL if the operation uses only one other
+// device. They then need as few calls as a kernel, and do not wait for the other device's
+// stream before and after every operation.
+var pairBytes = 1 << 20
+
+// canCopyByKernel reports whether a kernel on s copies src to dst.
+func canCopyByKernel(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
+	if directBytes < 0 || s == nil {
+		return false, nil
+	}
+	far, links := 0, 0 // bytes copied between devices, and the number of these copies
+	for i := range dst {
+		if dst[i].IsHost() || src[i].IsHost() {
+			return false, nil
+		}
+		to, from := dst[i].Device(), src[i].Device()
+		if to != from {
+			far += dst[i].Bytes()
+			links++
+		}
+		if near, err := mem.Reach(s.Device(), to, from); err != nil || !near {
+			return false, err
+		}
+	}
+	if links == 1 && (len(dst) == 1 || far >= pairBytes) && canCopyByEngines(dst, src) {
+		return false, nil
+	}
+	if far <= directBytes {
+		return true, nil
+	}
+	for i := range dst {
+		if strided.ByEngine(dst[i], src[i]) || strided.RowBytes(dst[i], src[i]) < directRow {
+			return false, nil
+		}
+	}
+	return true, nil
+}
+
+// canCopyByEngines reports whether copy engines can copy all tensors with their strides.
+func canCopyByEngines(dst, src []tensor.Tensor) bool {
+	for i := range dst {
+		if !strided.ByEngine(dst[i], src[i]) {
+			return false
+		}
+	}
+	return true
+}
+
+// runOn runs work on s with tensors of the other streams, which may be all streams of the
+// operation. s waits for the other streams before, and they wait for s after it.
+func runOn(s *stream.Stream, others []*stream.Stream, used [][]tensor.Tensor, work func() error) error {
+	if err := gpu.Join(s, others); err != nil {
+		return err
+	}
+	err := work()
+	if e := gpu.Fork(s, others); e != nil {
+		// The other streams do not wait for the work, so s must keep the memory.
+		err = errors.Join(err, e)
+		for _, t := range slices.Concat(used...) {
+			err = errors.Join(err, t.RecordStream(s))
+		}
+	}
+	return err
+}
+
+// copyByKernel lets a kernel on s copy src to dst, whose use is ordered by the other streams.
+func copyByKernel(s *stream.Stream, others []*stream.Stream, dst, src []tensor.Tensor) error {
+	return runOn(s, others, [][]tensor.Tensor{dst, src}, func() error { return strided.CopyByKernel(s, dst, src) })
+}
+
+// canAddByKernel reports whether a kernel on s adds lists of tensors, each list on one device,
+// to dst.
+func canAddByKernel(s *stream.Stream, dst tensor.Tensor, lists [][]tensor.Tensor) (bool, error) {
+	far := 0
+	for _, list := range lists {
+		if len(list) > 0 && list[0].Device() != s.Device() {
+			far += dst.Bytes()
+		}
+	}
+	if directBytes < 0 || far > directBytes {
+		return false, nil
+	}
+	return strided.CanAddAll(s, dst, lists)
+}
+
+// addByKernel lets a kernel on s add lists of tensors, each list on one device, to dst one
+// after the other.
+func (g *Group) addByKernel(s *stream.Stream, dst tensor.Tensor, lists [][]tensor.Tensor) error {
+	var others []*stream.Stream
+	for _, list := range lists {
+		if len(list) > 0 {
+			others = withStream(others, g.streamOf(list[0]))
+		}
+	}
+	return runOn(s, others, lists, func() error { return strided.AddAll(s, dst, lists) })
+}
+
+// streamsOf returns the group's streams that order the use of tensors, without duplicates.
+func (g *Group) streamsOf(ts []tensor.Tensor) []*stream.Stream {
+	list := make([]*stream.Stream, 0, len(g.members))
+	for i := range ts {
+		list = withStream(list, g.streamOf(ts[i]))
+	}
+	return list
+}
+
+// withStream adds a stream unless the list has it.
+func withStream(list []*stream.Stream, s *stream.Stream) []*stream.Stream {
+	if slices.Contains(list, s) {
+		return list
+	}
+	return append(list, s)
 }

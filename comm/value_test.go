@@ -3,6 +3,7 @@ package comm_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"sync"
 	"testing"
@@ -12,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 )
 
 // both runs f on two groups of one rank each, and returns their errors.
@@ -78,3 +80,159 @@ func TestValueWhoseCodecPanics(t *testing.T) {
 		require.True(t, strings.Contains(e.Reason, "panicked"), e.Reason)
 	}
 }
+
+// A value, an empty one and one that cannot be encoded go from rank 0 to rank 1.
+func TestSendValue(t *testing.T) {
+	got := choice{On: true, N: 5}
+	want := choice{N: 7, Names: map[string]int{"a": 1}}
+	var empty struct{}
+	errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+		if rank == 0 {
+			err := comm.SendValue(ctx, g, 1, any(make(chan int)), nil)
+			return errors.Join(comm.SendValue(ctx, g, 1, want, nil), comm.SendValue(ctx, g, 1, empty, comm.JSON), err)
+		}
+		var x any
+		err := comm.RecvValue(ctx, g, 0, &x, nil)
+		return errors.Join(comm.RecvValue(ctx, g, 0, &got, nil), comm.RecvValue(ctx, g, 0, &empty, comm.JSON), err)
+	})
+	for _, err := range errs {
+		e, ok := errors.AsType[*comm.ValueError](err)
+		require.True(t, ok, "%v", err)
+		require.Equal(t, 0, e.Rank)
+		require.Equal(t, 1, strings.Count(err.Error(), "comm:"), "only the first value fails: %v", err)
+	}
+	require.Equal(t, want, got)
+}
+
+// Arguments are refused before anything is sent.
+func TestSendValueArguments(t *testing.T) {
+	errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+		for _, err := range []error{
+			comm.SendValue(ctx, g, 2, 1, nil), comm.SendValue(ctx, g, -1, 1, nil), comm.SendValue(ctx, g, rank, 1, nil),
+			comm.RecvValue(ctx, g, rank, new(int), nil), comm.RecvValue(ctx, g, 7, new(int), nil),
+		} {
+			if !errors.Is(err, comm.ErrMismatch) {
+				return errors.Join(errors.New("a wrong peer is not refused"), err)
+			}
+		}
+		if err := comm.RecvValue[int](ctx, g, 1-rank, nil, nil); err == nil || !strings.Contains(err.Error(), "v is nil") {
+			return errors.New("nil is not refused")
+		}
+		return g.Err()
+	})
+	require.NoError(t, errors.Join(errs[:]...))
+}
+
+// A peer that announces more than MaxValueBytes breaks the group, so that neither rank waits.
+func TestRecvOfAHostileSize(t *testing.T) {
+	for _, size := range []int64{-1, comm.MaxValueBytes + 1, 1 << 62} {
+		got := 5
+		errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+			if rank == 1 {
+				return comm.RecvValue(ctx, g, 0, &got, nil)
+			}
+			x, err := memory.MakeFrom(g.Stream(0), []int64{size, 0})
+			if err != nil {
+				return err
+			}
+			defer x.Close()
+			return errors.Join(comm.Send(g, 1, x), g.Wait(ctx))
+		})
+		if errs[0] != nil {
+			require.ErrorIs(t, errs[0], comm.ErrBroken) // it has noticed the end of rank 1
+		}
+		require.ErrorIs(t, errs[1], comm.ErrBroken)
+		require.ErrorContains(t, errs[1], "its size is")
+		require.Equal(t, 5, got)
+	}
+}
+
+// Data of another type is an error of the receiver only, and does not change its variable.
+func TestRecvOfAnotherType(t *testing.T) {
+	got := 5
+	errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+		if rank == 0 {
+			return comm.SendValue(ctx, g, 1, "text", nil)
+		}
+		return comm.RecvValue(ctx, g, 0, &got, nil)
+	})
+	require.NoError(t, errs[0])
+	require.ErrorContains(t, errs[1], "decode the value of rank 0")
+	require.Equal(t, 5, got)
+}
+
+// Each rank gets its value, in one process and in two.
+func TestScatterValues(t *testing.T) {
+	values := []choice{{N: 1, Names: map[string]int{"zero": 0}}, {On: true}}
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		for root := range 2 {
+			got, err := comm.ScatterValues(testgpu.Context(t), g, root, values, nil)
+			require.NoError(t, err)
+			require.Equal(t, values, got)
+		}
+	})
+	for root := range 2 {
+		got := make([]choice, 2)
+		errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+			list := values
+			if rank != root {
+				list = nil
+			}
+			mine, err := comm.ScatterValues(ctx, g, root, list, comm.JSON)
+			if err == nil {
+				got[rank] = mine[0]
+			}
+			return err
+		})
+		require.NoError(t, errors.Join(errs[:]...))
+		require.Equal(t, values, got)
+	}
+}
+
+// A list that cannot be scattered is an error on all ranks, which go on.
+func TestScatterOfWrongLists(t *testing.T) {
+	for _, c := range []struct {
+		list  []any
+		about int
+		text  string
+	}{
+		{[]any{1, make(chan int)}, 1, "gob"},
+		{[]any{make(chan int), 1}, 0, "gob"},
+		{[]any{1}, 1, "1 value for 2 ranks: want one for each"},
+		{nil, 1, "0 values for 2 ranks"},
+	} {
+		errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+			list := c.list
+			if rank == 0 {
+				list = nil
+			}
+			_, err := comm.ScatterValues(ctx, g, 1, list, nil)
+			if next, failed := comm.ScatterValues(ctx, g, 0, []int{3, 4}, nil); failed != nil || next[0] != 3+rank {
+				return errors.Join(errors.New("the next values are wrong"), failed)
+			}
+			return err
+		})
+		for _, err := range errs {
+			e, ok := errors.AsType[*comm.ValueError](err)
+			require.True(t, ok, "%v", err)
+			require.Equal(t, c.about, e.Rank)
+			require.Contains(t, e.Reason, c.text)
+		}
+	}
+}
+
+// A value that cannot be decoded is an error that names its rank.
+func TestScatterOfWhatCannotBeDecoded(t *testing.T) {
+	errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+		_, err := comm.ScatterValues(ctx, g, 0, []any{1, 2}, undecodable{comm.JSON})
+		return err
+	})
+	for rank, err := range errs {
+		require.ErrorContains(t, err, fmt.Sprintf("decode the value of rank %d: no decoder", rank))
+	}
+}
+
+type undecodable struct{ comm.Codec }
+
+func (undecodable) Decode([]byte, any) error { return errors.New("no decoder") }

@@ -1,14 +1,19 @@
 package nccl
 
 import (
+	"bytes"
+	"errors"
 	"fmt"
+	"sync"
 	"time"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/memory"
 )
 
 // Config are the options of a communicator (ncclConfig_t); nil means NCCL's defaults. A
@@ -221,3 +226,214 @@ func truth(p *bool) *int32 {
 }
 
 func cstring(s string) *byte { return &append([]byte(s), 0)[0] }
+
+// A UniqueID identifies a communicator that is about to be made (ncclUniqueId). The rank
+// that made it sends its bytes to the other ranks, by any means. It contains the address
+// of that process's listener and authorizes its owner to join: keep it secret. One id
+// makes one communicator.
+type UniqueID [128]byte
+
+// NewUniqueID makes an id on the system of dev and starts listening for the
+// ranks; the process must live until the communicator is made. It fails if NCCL has not answered within CHORUS_DRIVER_TIMEOUT.
+func NewUniqueID(dev *device.Device) (UniqueID, error) {
+	if dev == nil {
+		return UniqueID{}, errors.New("nccl: new unique id: no device given")
+	}
+	api, err := gpu.DeviceOf(dev).System().NCCL()
+	if err != nil {
+		return UniqueID{}, err
+	}
+	var id ncclapi.UniqueID
+	var r ncclapi.Result
+	err = gpu.DeviceOf(dev).InTime(func() string { return "ncclGetUniqueId" }, func() error {
+		if err := startNetworking(dev); err != nil {
+			return err
+		}
+		return relaxed(dev, func() error {
+			id, r = api.GetUniqueID()
+			return nil
+		})
+	})
+	if err != nil {
+		return UniqueID{}, err
+	}
+	if r != ncclapi.Success {
+		return UniqueID{}, explainEncryption(dev, &Error{Op: "ncclGetUniqueId", Rank: -1, Err: Result(r), Detail: api.GetLastError(0)})
+	}
+	return UniqueID(id), nil
+}
+
+// sinceFloat8 is the first NCCL that reduces 8-bit floats.
+const sinceFloat8 = 22403
+
+// A wireType is the NCCL type for elements of one of Chorus's types.
+type wireType struct {
+	move   ncclapi.DType // for operations without arithmetic; bytes if some NCCL version lacks the type
+	reduce ncclapi.DType
+	sums   bool  // NCCL can reduce the type
+	since  int32 // the first NCCL version that can
+}
+
+var wireTypes = [...]wireType{
+	memory.Bool:       {move: ncclapi.Uint8, reduce: ncclapi.Uint8, sums: true},
+	memory.Int8:       {move: ncclapi.Int8, reduce: ncclapi.Int8, sums: true},
+	memory.Uint8:      {move: ncclapi.Uint8, reduce: ncclapi.Uint8, sums: true},
+	memory.Int16:      {move: ncclapi.Uint8},
+	memory.Uint16:     {move: ncclapi.Uint8},
+	memory.Int32:      {move: ncclapi.Int32, reduce: ncclapi.Int32, sums: true},
+	memory.Uint32:     {move: ncclapi.Uint32, reduce: ncclapi.Uint32, sums: true},
+	memory.Int64:      {move: ncclapi.Int64, reduce: ncclapi.Int64, sums: true},
+	memory.Uint64:     {move: ncclapi.Uint64, reduce: ncclapi.Uint64, sums: true},
+	memory.Float16:    {move: ncclapi.Float16, reduce: ncclapi.Float16, sums: true},
+	memory.BFloat16:   {move: ncclapi.BFloat16, reduce: ncclapi.BFloat16, sums: true},
+	memory.Float32:    {move: ncclapi.Float32, reduce: ncclapi.Float32, sums: true},
+	memory.Float64:    {move: ncclapi.Float64, reduce: ncclapi.Float64, sums: true},
+	memory.Float8E4M3: {move: ncclapi.Uint8, reduce: ncclapi.Float8E4M3, sums: true, since: sinceFloat8},
+	memory.Float8E5M2: {move: ncclapi.Uint8, reduce: ncclapi.Float8E5M2, sums: true, since: sinceFloat8},
+}
+
+// A Result is a status code of NCCL (ncclResult_t). errors.Is compares against
+// its constants; its text is the C name.
+type Result int32
+
+// The status codes of NCCL.
+const (
+	ErrorUnhandledCUDA   = Result(ncclapi.UnhandledCUDAError)
+	ErrorSystem          = Result(ncclapi.SystemError)
+	ErrorInternal        = Result(ncclapi.InternalError)
+	ErrorInvalidArgument = Result(ncclapi.InvalidArgument)
+	ErrorInvalidUsage    = Result(ncclapi.InvalidUsage)
+	ErrorRemote          = Result(ncclapi.RemoteError)
+	ErrorTimeout         = Result(ncclapi.Timeout)
+)
+
+// Error returns the C name, such as ncclRemoteError.
+func (r Result) Error() string { return ncclapi.Result(r).Error() }
+
+// meaning explains the status in a sentence without a full stop.
+func (r Result) meaning() string { return ncclapi.Result(r).Meaning() }
+
+// An Error is a call of NCCL that failed, or an operation that failed later.
+type Error struct {
+	Op     string // the C function, such as ncclAllReduce
+	Rank   int    // -1 if the call is not for a rank
+	Size   int
+	Device string // such as "cuda:3"
+	Err    Result
+	Detail string // NCCL's own last message (ncclGetLastError), or ""
+	Async  bool   // the operation failed after it was enqueued
+}
+
+func (e *Error) Error() string {
+	who := ""
+	if e.Rank >= 0 {
+		who = fmt.Sprintf(" on rank %d of %d (%s)", e.Rank, e.Size, e.Device)
+	}
+	text := fmt.Sprintf("nccl: %s%s: %s (%s)", e.Op, who, e.Err, e.Err.meaning())
+	if e.Async {
+		text = fmt.Sprintf("nccl: an earlier operation failed%s: %s (%s)", who, e.Err, e.Err.meaning())
+	}
+	switch {
+	case e.Detail != "":
+		text += ": " + e.Detail
+	case e.Err == ErrorUnhandledCUDA || e.Err == ErrorSystem || e.Err == ErrorInternal:
+		text += "; NCCL_DEBUG=WARN in the environment makes NCCL print the cause"
+	}
+	return text
+}
+
+// Unwrap returns the status, for errors.Is.
+func (e *Error) Unwrap() error { return e.Err }
+
+// An encryption is the state of NCCL's encryption in this process.
+type encryption struct {
+	mu      sync.Mutex
+	key     []byte // nil until SetEncryption
+	started bool   // NCCL may have opened connections
+}
+
+var encryptionKey kept.Key
+
+// encryptionOf returns the state for the System of a device.
+func encryptionOf(dev *device.Device) *encryption {
+	return gpu.DeviceOf(dev).System().Local(&encryptionKey, func() any { return &encryption{} }).(*encryption)
+}
+
+// SetEncryption makes NCCL encrypt its connections over TCP with TLS 1.3 and authenticate the
+// other ranks by a key (ncclSetEncryption). The key has at least 32 bytes, none of them 0. NCCL
+// must be 2.32.3 or newer, and built with OpenSSL 3. All processes of the job must call it with the same key before
+// they make the first id or communicator on the System of dev, and keep the key. A second call
+// must have the same key. If CHORUS_NCCL_ENCRYPT is yes, comm.Join calls it with a key of the
+// job.
+//
+// Only NCCL's own sockets are encrypted: its start-up and its socket transport. NVLink, shared
+// memory, InfiniBand and network plugins are not. Chorus's tests have run this on virtual devices
+// only, so look at the traffic before you rely on it.
+func SetEncryption(dev *device.Device, key []byte) error {
+	const f = ncclapi.FuncSetEncryption
+	if dev == nil {
+		return errors.New("nccl: set encryption: no device given")
+	}
+	api, err := gpu.DeviceOf(dev).System().NCCL()
+	if err != nil {
+		return err
+	}
+	v, _ := api.GetVersion()
+	if !api.Has(f) {
+		return needs(f.Name(), f.Since(), v)
+	}
+	if len(key) < ncclapi.MinPSK || bytes.IndexByte(key, 0) >= 0 {
+		return fmt.Errorf("nccl: %s: a key of %d bytes: want at least %d bytes, and none of them 0: %w", f.Name(), len(key), ncclapi.MinPSK, ErrorInvalidArgument)
+	}
+	e := encryptionOf(dev)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	switch {
+	case e.key != nil && bytes.Equal(e.key, key):
+		return nil
+	case e.key != nil:
+		return fmt.Errorf("nccl: %s: this process already uses another key: use one key for the whole job: %w", f.Name(), ErrorInvalidUsage)
+	case e.started:
+		return fmt.Errorf("nccl: %s: this process has already made an id or a communicator: set the key before: %w", f.Name(), ErrorInvalidUsage)
+	}
+	cfg := ncclapi.NewEncryptionConfig(v, string(key))
+	if err := call(dev, f.Name(), func(api ncclapi.API) ncclapi.Result { return api.SetEncryption(cfg) }); err != nil {
+		return err
+	}
+	e.key = bytes.Clone(key)
+	return nil
+}
+
+// startNetworking notes that NCCL opens connections. It returns an error if the environment asks
+// for encryption and there is no key.
+func startNetworking(dev *device.Device) error {
+	e := encryptionOf(dev)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.key == nil {
+		switch want, err := env.NCCLEncrypt.OneOf("yes", "no"); {
+		case err != nil:
+			return err
+		case want == "yes":
+			return fmt.Errorf("nccl: %s is yes, but there is no key: make the communicator by comm.Join in a job with a secret, or call nccl.SetEncryption before: %w",
+				env.NCCLEncrypt.Name, ErrorInvalidUsage)
+		}
+	}
+	e.started = true
+	return nil
+}
+
+// explainEncryption adds the requirements of encryption to an error that NCCL returns without
+// them.
+func explainEncryption(dev *device.Device, err error) error {
+	if !errors.Is(err, ErrorInvalidUsage) && !errors.Is(err, ErrorSystem) {
+		return err
+	}
+	e := encryptionOf(dev)
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.key == nil {
+		return err
+	}
+	return fmt.Errorf("%w (encryption is on: NCCL must be built with TLS_BACKEND=OPENSSL3, and find libssl.so.3 and libcrypto.so.3)", err)
+}

@@ -1,12 +1,20 @@
 package nccl
 
 import (
-	"github.com/gochorus/chorus/internal/flight"
+	"bytes"
+	"cmp"
+	"context"
+	"fmt"
 	"runtime"
+	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/stream"
 )
 
 // execute gives the operation to NCCL. The communicator is locked.
@@ -182,4 +190,341 @@ func (o *operation) counts(rank int) (out, in int) {
 // at returns the address of an element.
 func (o *operation) at(x operand, element int) cudadrv.DevicePtr {
 	return x.ptr + cudadrv.DevicePtr(element*o.DType.Size())
+}
+
+// checkOverlap refuses buffers that overlap, unless the operation is in place.
+func (o *operation) checkOverlap() error {
+	size := cudadrv.DevicePtr(o.DType.Size())
+	d, s := o.dst.ptr, o.src.ptr
+	if d+cudadrv.DevicePtr(o.dst.len)*size <= s || s+cudadrv.DevicePtr(o.src.len)*size <= d {
+		return nil
+	}
+	if k := &flight.Kinds[o.Kind]; d == s && k.Dst == flight.One && k.Src == flight.One {
+		return nil
+	}
+	return o.checkInPlace()
+}
+
+// checkInPlace refuses buffers that overlap, unless one is the rank's part of the other.
+func (o *operation) checkInPlace() error {
+	if o.dst.len == 0 || o.src.len == 0 {
+		return nil
+	}
+	part := cudadrv.DevicePtr(o.part() * o.DType.Size())
+	switch k := &flight.Kinds[o.Kind]; {
+	case k.Dst == flight.All && k.Src == flight.One && o.src.ptr == o.dst.ptr+part,
+		k.Dst == flight.One && k.Src == flight.All && o.dst.ptr == o.src.ptr+part:
+		return nil
+	}
+	return fmt.Errorf("nccl: %s on rank %d of %d: the destination and the source overlap: %s",
+		o.Kind, o.comm.rank, o.comm.size, inPlace(o.Kind))
+}
+
+// inPlace describes how the two buffers of an operation may overlap.
+func inPlace(k flight.Kind) string {
+	switch d := &flight.Kinds[k]; {
+	case d.Dst == flight.One && d.Src == flight.One:
+		return "want the same memory or none in common"
+	case d.Dst == flight.All && d.Src == flight.One:
+		return "want the source to be the rank's part of the destination, or none in common"
+	case d.Dst == flight.One && d.Src == flight.All:
+		return "want the destination to be the rank's part of the source, or none in common"
+	}
+	return "want none in common"
+}
+
+// part returns the index of the rank's part in a buffer with the parts of all ranks.
+func (o *operation) part() (at int) {
+	if o.sends == nil {
+		return o.comm.rank * o.N
+	}
+	for _, n := range o.sends[:o.comm.rank] {
+		at += n
+	}
+	return at
+}
+
+// An extent is the memory that an operation of a group reads or writes.
+type extent struct {
+	o          *operation
+	begin, end cudadrv.DevicePtr
+	written    bool
+}
+
+// checkOverlap refuses two operations of one rank that share memory which one of them writes,
+// because NCCL executes the operations of a group concurrently, in any order. Collectives of a
+// single rank are copies on their streams, so those on one stream run in order.
+func (g *group) checkOverlap() error {
+	if g.single() && !flight.Kinds[g.ops[0].Kind].Peer {
+		return nil
+	}
+	for i := range g.ops {
+		o := &g.ops[i]
+		g.addExtent(o, &o.dst, true)
+		g.addExtent(o, &o.src, false)
+	}
+	if x := g.extents; len(x) < 2 || len(x) == 2 && (x[0].end <= x[1].begin || x[1].end <= x[0].begin) {
+		return nil // the usual exchange
+	}
+	slices.SortFunc(g.extents, func(a, b extent) int { return cmp.Compare(a.begin, b.begin) })
+	for i, a := range g.extents {
+		for _, b := range g.extents[i+1:] {
+			if b.begin >= a.end {
+				break
+			}
+			if a.o != b.o && a.o.comm == b.o.comm && (a.written || b.written) && !inOrder(a.o, b.o) && !g.toItself(a, b) {
+				return g.errOverlap(a.o, b.o)
+			}
+		}
+	}
+	return nil
+}
+
+// inOrder reports whether two operations of a rank are collectives of a single rank on one stream.
+func inOrder(a, b *operation) bool {
+	return a.comm.size == 1 && a.Stream == b.Stream && !flight.Kinds[a.Kind].Peer && !flight.Kinds[b.Kind].Peer
+}
+
+// addExtent adds the buffer of an operand, unless it is empty.
+func (g *group) addExtent(o *operation, x *operand, written bool) {
+	if x.len > 0 {
+		g.extents = append(g.extents, extent{o, x.ptr, x.ptr + cudadrv.DevicePtr(x.len*o.DType.Size()), written})
+	}
+}
+
+// toItself reports whether two transfers are the send and the receive of one in-place
+// transfer of a rank to itself, as in a gather made of transfers.
+func (g *group) toItself(a, b extent) bool {
+	me := a.o.comm.rank
+	return a.begin == b.begin && a.end == b.end && a.o.Root == me && b.o.Root == me && a.o.Kind != b.o.Kind &&
+		flight.Kinds[a.o.Kind].Peer && flight.Kinds[b.o.Kind].Peer && g.transferIndex(a.o) == g.transferIndex(b.o)
+}
+
+// transferIndex returns the number of similar transfers of the rank that precede o in the group.
+// Sends and receives with the same number match.
+func (g *group) transferIndex(o *operation) (n int) {
+	for i := range g.ops {
+		switch x := &g.ops[i]; {
+		case x == o:
+			return n
+		case x.comm == o.comm && x.Kind == o.Kind && x.Root == o.Root:
+			n++
+		}
+	}
+	return n
+}
+
+// errOverlap returns the error of two operations that cannot run concurrently.
+func (g *group) errOverlap(a, b *operation) error {
+	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap, and NCCL runs them concurrently because they are in one group: issue them one after the other: %w",
+		g.nameInGroup(a), g.nameInGroup(b), a.comm.rank, a.comm.size, ErrorInvalidUsage)
+}
+
+// nameInGroup describes an operation so that it differs from others in its group.
+func (g *group) nameInGroup(o *operation) string {
+	name := o.Kind.String()
+	if flight.Kinds[o.Kind].Peer {
+		name = fmt.Sprintf("%s with rank %d", o.Kind, o.Root)
+	}
+	for i := range g.ops {
+		if &g.ops[i] == o && i < len(g.places) && g.places[i].String() != "" {
+			name += " (" + g.places[i].String() + ")"
+		}
+	}
+	return name
+}
+
+// batchRef is how internal/route reaches the steps of a batch.
+type batchRef = ranks.BatchRef
+
+// steps are the steps of Enqueue as internal/route sees them. Package ranks documents them.
+type steps struct{ b *Batch }
+
+func (x steps) Prepare() error {
+	if x.b.refused != nil {
+		return x.b.refused
+	}
+	return x.b.group.prepare()
+}
+
+func (x steps) Len() int { return len(x.b.group.ops) }
+
+func (x steps) At(i int) ranks.Operation {
+	o := &x.b.group.ops[i]
+	return ranks.Operation{Op: &o.Op, Comm: inside{o.comm}, Rank: o.comm.rank, Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Counts: o.sends}
+}
+
+func (x steps) Record() error { return x.b.group.record() }
+
+func (x steps) Execute(i int) error { return x.b.group.ops[i].execute() }
+
+func (x steps) StartGroup() error { return x.b.group.startGroup() }
+
+func (x steps) EndGroup() error { return x.b.group.endGroup(ncclapi.API.GroupEnd) }
+
+func (x steps) Move(list []ranks.Move) error { return x.b.group.move(list) }
+
+func (x steps) Substitute(i int, dst, src uint64) {
+	o := &x.b.group.ops[i]
+	o.dst.ptr, o.src.ptr = cudadrv.DevicePtr(dst), cudadrv.DevicePtr(src)
+}
+
+func (x steps) ReadPeers() { x.b.group.readPeers() }
+
+func (x steps) Finish(errs []error) error { return x.b.group.finish(errs) }
+
+func (x steps) Unlock() { x.b.group.unlock() }
+
+func (x steps) Cause(err error) error { return x.b.group.ops[0].comm.bestCause(err) }
+
+// ref is how packages above nccl reach the inside of a communicator.
+type ref = ranks.Ref
+
+// An inside is a communicator as packages above nccl see it.
+type inside struct{ c *Communicator }
+
+func (x inside) AddBackend(abort func()) { x.c.addBackend(abort) }
+
+func (x inside) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
+
+func (x inside) Signatures(n int) (first uint64, list []uint32) { return x.c.rec.Signatures(n) }
+
+func (x inside) Dump(n, limit int) []byte {
+	list := slices.DeleteFunc(liveMembers(), func(m *member) bool { return m.Device != x.c.rec.Device })
+	poll.Within(observeTime, func() error { observe(list); return nil })
+	for ; n > 0; n /= 2 {
+		var b bytes.Buffer
+		if err := flight.DumpShort(&b, recorders(list), n); err == nil && b.Len() <= limit {
+			return b.Bytes()
+		}
+	}
+	return nil
+}
+
+func (x inside) SetWorld(ranks []int, size int) { x.c.rec.SetWorld(ranks, size) }
+
+func (x inside) WriteTraces() {
+	x.c.observeBeforeTraces()
+	x.c.writeTraces()
+}
+
+func (x inside) RecordEnd(end string, follows bool) { x.c.rec.SetEnd(end, follows) }
+
+func (x inside) Noticed() error {
+	if f := x.c.failed.Load(); f != nil {
+		return f.cause()
+	}
+	return nil
+}
+
+func (x inside) Symmetric(k *ranks.Collective) bool {
+	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && x.c.symmetricKernelStale())
+}
+
+func (x inside) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
+	v, ok := x.c.sums.Load(Op(op))
+	if !ok {
+		return 0, 0, false
+	}
+	f := v.(factor)
+	return f.bits, f.at, true
+}
+
+func (x inside) NoWindows() error { return x.c.needs(ncclapi.FuncCommWindowRegister) }
+
+func (x inside) Point(s *stream.Stream) ranks.Point { return x.c.point(s) }
+
+func (x inside) Completed(p ranks.Point) error { return x.c.completed(p) }
+
+func (x inside) CannotComplete(p ranks.Point) error { return x.c.cannotComplete(p) }
+
+func (x inside) ChecksNaN() bool { return x.c.nan != nil }
+
+func (x inside) Ended() error { return x.c.endedBy() }
+
+func (x inside) InUse(op string) error { return x.c.inUse(op) }
+
+func (x inside) AbortFailed() bool { return x.c.abortFailure.Load() != nil }
+
+// addBackend is documented in package ranks.
+func (c *Communicator) addBackend(abort func()) {
+	c.rec.SetUnordered()
+	c.abortOthers.Store(&abort)
+}
+
+// abortBackends ends the operations of other backends that are in flight.
+func (c *Communicator) abortBackends() {
+	if abort := c.abortOthers.Load(); abort != nil {
+		(*abort)()
+	}
+}
+
+// move gives copies to NCCL in one group of NCCL. Package ranks documents it. The communicators
+// are locked.
+func (g *group) move(list []ranks.Move) error {
+	runtime.LockOSThread() // a group of NCCL belongs to a thread
+	defer runtime.UnlockOSThread()
+	if !g.capturing() {
+		return g.moveRelaxed(list)
+	}
+	return relaxed(g.ops[0].comm.dev, func() error { return g.moveRelaxed(list) })
+}
+
+// moveRelaxed is move in the thread's current capture mode.
+func (g *group) moveRelaxed(list []ranks.Move) error {
+	c := g.ops[0].comm
+	if err := c.check("ncclGroupStart", c.api.GroupStart()); err != nil {
+		return err
+	}
+	for i := range list {
+		o := &g.ops[list[i].Operation]
+		if err := o.comm.check(list[i].Kind.String(), o.callMove(&list[i])); err != nil {
+			c.api.GroupEnd()
+			return err
+		}
+	}
+	return c.check("ncclGroupEnd", c.api.GroupEnd())
+}
+
+// callMove calls NCCL's function for one copy.
+func (o *operation) callMove(m *ranks.Move) ncclapi.Result {
+	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
+	dst, src, n := cudadrv.DevicePtr(m.Dst), cudadrv.DevicePtr(m.Src), uintptr(m.Bytes)
+	switch m.Kind {
+	case flight.Send:
+		return api.Send(src, n, ncclapi.Uint8, int32(m.Peer), h, s)
+	case flight.Recv:
+		return api.Recv(dst, n, ncclapi.Uint8, int32(m.Peer), h, s)
+	}
+	return api.AllGather(src, dst, n, ncclapi.Uint8, h, s)
+}
+
+// mostInFlight is about the maximum number of operations in flight of a communicator whose
+// processes share GPUs. After a failure each kernel of NCCL notices the abort by itself, and
+// processes take turns on a GPU, so an abort takes tens of milliseconds for each operation.
+const mostInFlight = 64
+
+// awaitRoom waits while many operations of the communicator are in flight, as a launch on a
+// full stream does. The wait ends if the communicator fails or is closed, and the caller then
+// refuses the operation. A rank that has others in its process does not wait, because
+// the same goroutine may issue their operations next. Captures do not wait: progress cannot
+// be observed during a capture. The communicator is not entered, so that it can be aborted.
+func (c *Communicator) awaitRoom(captured bool) {
+	if captured || c.rec.InFlight() < mostInFlight || len(c.others()) > 0 {
+		return
+	}
+	_ = gpu.DeviceOf(c.dev).Until(context.Background(), "nccl: room for an operation", func() (bool, error) {
+		if !c.alive() {
+			return true, nil
+		}
+		_, blind, err := c.watch.Observe() // an error of the device occurs again in the operation
+		return blind || c.rec.InFlight() < mostInFlight, err
+	})
+}
+
+// awaitRoom is Communicator.awaitRoom for all operations of the group.
+func (g *group) awaitRoom() {
+	for i := range g.ops {
+		g.ops[i].comm.awaitRoom(g.ops[i].Captured)
+	}
 }

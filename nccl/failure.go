@@ -3,15 +3,23 @@ package nccl
 import (
 	"bytes"
 	"errors"
+	"fmt"
+	"io"
 	"strconv"
 	"strings"
+	"sync/atomic"
+	"time"
 	"unicode"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/stream"
 )
 
 // A failure is the first cause of a communicator's failure.
@@ -212,4 +220,368 @@ func suffix(name string) string {
 		}
 		return '_'
 	}, name)
+}
+
+// A TimeoutError reports an operation that has not completed within its timeout. It
+// matches ErrorTimeout. The communicator has failed with it.
+type TimeoutError struct {
+	Rank, Size int
+	Device     string
+	Operation  Operation     // the operation that has not completed, or the first one that it may be
+	Last       Operation     // the last operation that it may be; Operation if the operation is known
+	Lost       bool          // it may also be an earlier operation, which the flight recorder no longer has
+	InCall     bool          // NCCL's call has not returned: it waits until the other ranks have issued the operation
+	Age        time.Duration // since Last was issued, without the time of captures
+	Limit      time.Duration
+	Completed  Operation // the last completed operation; none if its Record is 0
+	Behind     []int     // ranks of this process that never issued it
+	Others     []string  // operations of other ranks in this process that may be the cause, a sentence each
+	NCCL       string    // NCCL's last message (ncclGetLastError), or ""
+}
+
+func (e *TimeoutError) Error() string {
+	var b strings.Builder
+	single := e.Last.Record == e.Operation.Record && !e.Lost
+	has, why := "is not known to have completed", ""
+	switch {
+	case e.InCall:
+		has = "has not returned from NCCL"
+	case single && e.Operation.Queued:
+		has, why = "has not completed", ": its stream has not reached it, because work that was enqueued on the stream before it still runs or waits"
+	case single && !e.Operation.Started.IsZero():
+		has = "has started and is not known to have completed"
+	}
+	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) %s after %v (the limit is %v)%s",
+		flight.Between(e.Operation, e.Last, e.Lost), e.Rank, e.Size, e.Device, has, e.Age.Round(time.Millisecond), e.Limit, why)
+	if e.InCall && len(e.Others) > 0 {
+		b.WriteString(": " + strings.Join(e.Others, "; "))
+	}
+	if e.Completed.Record > 0 {
+		fmt.Fprintf(&b, "; the last known to have completed is %s", e.Completed)
+	} else {
+		b.WriteString("; none is known to have completed")
+	}
+	for _, text := range e.Others {
+		if !e.InCall {
+			b.WriteString("; " + text)
+		}
+	}
+	if e.NCCL != "" {
+		b.WriteString("; NCCL's last message: " + e.NCCL)
+	}
+	return b.String()
+}
+
+// Unwrap returns ErrorTimeout, for errors.Is.
+func (e *TimeoutError) Unwrap() error { return ErrorTimeout }
+
+// Timeout reports true, as net.Error does.
+func (e *TimeoutError) Timeout() bool { return true }
+
+// A MismatchError reports an operation that another rank of this process issued
+// differently, under the same number. NCCL would hang or corrupt data. The operation is
+// not enqueued on this rank, and if both are in one Group, on neither.
+type MismatchError struct {
+	Rank, Size int
+	Operation  Operation
+	Other      int       // the rank that differs
+	Theirs     Operation // none if the trace no longer has it
+}
+
+func (e *MismatchError) Error() string {
+	text := fmt.Sprintf("nccl: the ranks do not issue the same operations: rank %d of %d issued %s, rank %d issued %s",
+		e.Rank, e.Size, e.Operation, e.Other, e.Theirs)
+	if e.Operation.String() == e.Theirs.String() {
+		text += ", but different backends execute them: one of them was issued through package nccl, or in a batch with other collectives of its rank, or not in one batch with the operations of all ranks"
+	}
+	return text
+}
+
+// Unwrap returns ErrorInvalidUsage, for errors.Is.
+func (e *MismatchError) Unwrap() error { return ErrorInvalidUsage }
+
+// errTimeout makes the error of the operations that have exceeded the timeout.
+func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others []*member) *TimeoutError {
+	_, completed := c.rec.Final()
+	t := &TimeoutError{
+		Rank: c.rank, Size: c.size, Device: c.dev.String(), Limit: x.Timeout, Operation: x.First.Operation(),
+		Last: x.Last.Operation(), Lost: x.Lost, Age: age, Completed: completed.Operation(), NCCL: c.lastMessage(),
+	}
+	e := x.Last
+	pending, inside := c.rec.Unaccepted()
+	t.InCall = inside && pending.ID == e.ID
+	if flight.Kinds[e.Kind].Peer {
+		for _, m := range others {
+			if m.Rank == e.Root {
+				observeWithin(observeTime, []*member{m})
+				last, _ := m.Final()
+				text := fmt.Sprintf("the last that rank %d (%s) has issued is %s", m.Rank, m.Device, last.Operation())
+				if last.Operation().Queued {
+					text += ", which its stream has not reached"
+				}
+				t.Others = append(t.Others, text)
+			}
+		}
+		return t
+	}
+	observeWithin(observeTime, others)
+	for _, m := range others {
+		if issued, last := m.Issued(); issued < e.Collective {
+			t.Behind = append(t.Behind, m.Rank)
+			if t.InCall {
+				t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) has not issued it, the last operation is %s", m.Rank, m.Device, last.Operation()))
+				continue
+			}
+			t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) is behind: it has issued %d collectives, the last operation is %s", m.Rank, m.Device, issued, last.Operation()))
+		} else if theirs, found := m.Collective(e.Collective); found && theirs.Operation().Queued {
+			t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) has issued it, but its stream has not reached it: work that was enqueued on the stream before it still runs or waits", m.Rank, m.Device))
+		}
+	}
+	return t
+}
+
+// errMismatch makes the error of an operation that the board of the ranks refused.
+func (c *Communicator) errMismatch(o *operation) *MismatchError {
+	c.rec.CountError(flight.ReasonMismatch)
+	mine := c.rec.Entry(o.Record)
+	e := &MismatchError{Rank: c.rank, Size: c.size, Operation: mine.Operation(), Other: -1, Theirs: Operation{Root: -1}}
+	for _, m := range c.others() {
+		if theirs, found := m.Collective(o.Number); found && theirs.Signature != mine.Signature {
+			e.Other, e.Theirs = m.Rank, theirs.Operation()
+			break
+		}
+	}
+	return e
+}
+
+// This file decides whether an operation completed. Every wait and the watchdog use it.
+// When the kernels of NCCL and Chorus are aborted, they end, and their stream passes them.
+// A passed stream therefore proves that an operation completed only if no abort had begun
+// by then: a caller first observes the stream, and then checks whether an abort has begun
+// (checkNoAbort). The flight recorder keeps each completion that was proved (recordPassed). After an
+// abort these records are the only proof (knownCompleted).
+
+// A closing is what this process did to end a communicator, or its operations.
+type closing struct {
+	how   string // such as "closed the communicator"
+	at    time.Time
+	abort bool // from then on streams pass operations that have not completed
+	after bool // the communicator had failed before
+}
+
+func (e *closing) String() string {
+	return fmt.Sprintf("this process %s %v ago", e.how, time.Since(e.at).Round(time.Millisecond))
+}
+
+// An abortFlag is raised by the first abort among communicators that share NCCL's abort flag:
+// a parent with Config.SplitShare and its children. NCCL then ends the operations of all
+// these communicators.
+type abortFlag struct{ by atomic.Pointer[closing] }
+
+// A closedError is returned by calls on a communicator that this process has closed, and
+// by waits for its operations.
+type closedError struct {
+	what string // the operation or the wait, and the rank
+	by   *closing
+}
+
+func (e *closedError) Error() string { return fmt.Sprintf("nccl: %s: %s", e.what, e.by) }
+
+// Unwrap returns device.ErrClosed, for errors.Is.
+func (e *closedError) Unwrap() error { return device.ErrClosed }
+
+// recordClosing records how this process ends the communicator, before it does so.
+func (c *Communicator) recordClosing(how string, abort bool) {
+	e := &closing{how: how, at: time.Now(), abort: abort, after: c.failed.Load() != nil}
+	c.closing.CompareAndSwap(nil, e)
+	if abort {
+		c.flag.by.CompareAndSwap(nil, e)
+		c.rec.SetFinalState(flight.Aborted)
+	}
+}
+
+// abortedBy returns the call of this process that may have aborted operations of c, or nil.
+func (c *Communicator) abortedBy() *closing {
+	if e := c.closing.Load(); e != nil && e.abort {
+		return e
+	}
+	if e := c.flag.by.Load(); e != nil {
+		return &closing{how: e.how + ", of a communicator that shares its resources (Config.SplitShare or ShrinkShare),", at: e.at}
+	}
+	return nil
+}
+
+// checkNoAbort returns nil if no operation of c can have left its stream without completing so
+// far, and otherwise the reason why one can.
+func (c *Communicator) checkNoAbort(what string) error {
+	if c.failed.Load() == nil {
+		if e := c.abortedBy(); e != nil {
+			return c.errUncertain(what, e)
+		}
+	}
+	if err := c.Err(); err != nil {
+		return err
+	}
+	if e := c.abortedBy(); e != nil {
+		return c.errUncertain(what, e)
+	}
+	return nil
+}
+
+// errUncertain returns the error of operations that may not have completed.
+func (c *Communicator) errUncertain(what string, e *closing) error {
+	return &closedError{fmt.Sprintf("%s on rank %d of %d (%s): the operations may not have completed and their output is undefined", what, c.rank, c.size, c.dev), e}
+}
+
+// recordPassed records that the stream has passed the operations up to a record. It returns an
+// error if that does not prove that they completed.
+func (c *Communicator) recordPassed(record uint64, on uintptr) error {
+	if err := c.checkNoAbort("wait"); err != nil {
+		return err
+	}
+	if err := c.peersLost(); err != nil {
+		return err
+	}
+	c.rec.Complete(record, on)
+	return nil
+}
+
+// peersLost returns an error if copy engines have read from a device that was lost: a
+// stream that waits for a lost device continues without the data.
+func (c *Communicator) peersLost() error {
+	if devs := c.sources.Load(); devs != nil {
+		for rank, dev := range *devs {
+			if _, _, err := dev.MemoryInfo(); err != nil { // calls the driver
+				return fmt.Errorf("nccl: wait on rank %d of %d (%s): rank %d has given no data: %w", c.rank, c.size, c.dev, rank, err)
+			}
+		}
+	}
+	return nil
+}
+
+// readPeers records that copy engines read from the devices of all ranks.
+func (g *group) readPeers() {
+	if g.ops[0].comm.sources.Load() != nil {
+		return
+	}
+	devs := make([]*device.Device, len(g.ops))
+	for i := range g.ops {
+		devs[g.ops[i].comm.rank] = g.ops[i].comm.dev
+	}
+	for i := range g.ops {
+		g.ops[i].comm.sources.Store(&devs)
+	}
+}
+
+// point returns the place behind the operations of c on s that were issued so far.
+func (c *Communicator) point(s *stream.Stream) ranks.Point {
+	record, lost := c.rec.LastOn(s)
+	return ranks.Point{Stream: uintptr(gpu.StreamOf(s).Raw()), Record: record, Lost: lost}
+}
+
+// completed is called after the stream was seen to have passed the point. It returns nil if the
+// operations before the point have completed, and otherwise why they may not have.
+func (c *Communicator) completed(p ranks.Point) error {
+	err := c.recordPassed(p.Record, p.Stream)
+	if err != nil && c.knownCompleted(p) {
+		return nil
+	}
+	return err
+}
+
+// cannotComplete returns nil while completed may return nil once the stream has passed the point,
+// and otherwise the error that completed will return.
+func (c *Communicator) cannotComplete(p ranks.Point) error {
+	if c.knownCompleted(p) {
+		return nil
+	}
+	return c.checkNoAbort("wait")
+}
+
+// knownCompleted reports whether the operations before the point are known to have completed.
+func (c *Communicator) knownCompleted(p ranks.Point) bool {
+	return !p.Lost && c.rec.AllCompleted(p.Record, p.Stream)
+}
+
+// endedBy is documented as Ended in package ranks.
+func (c *Communicator) endedBy() error {
+	if e := c.closing.Load(); e != nil && !e.after {
+		return &closedError{fmt.Sprintf("rank %d of %d (%s)", c.rank, c.size, c.dev), e}
+	}
+	return nil
+}
+
+// observeBeforeAbort records which operations have completed, because an abort hides that.
+func (c *Communicator) observeBeforeAbort() {
+	if c.failed.Load() != nil || c.isClosed() || !c.rec.Pending() {
+		return
+	}
+	poll.Within(callTimeout, func() error {
+		_, _, err := c.watch.Observe()
+		return err
+	})
+}
+
+// A watched is the view that flight.Watch has of a communicator.
+type watched struct{ *Communicator }
+
+// Closed reports whether the communicator was closed.
+func (c watched) Closed() bool { return c.isClosed() }
+
+// RecordPassed records that a stream has passed the operations up to a record.
+func (c watched) RecordPassed(record uint64, stream uintptr) error {
+	return c.recordPassed(record, stream)
+}
+
+// Others returns the recorders of the other ranks of this process.
+func (c watched) Others() []*flight.Recorder { return recorders(c.others()) }
+
+// TimedOut returns the error of operations that are older than the deadline.
+func (c watched) TimedOut(x flight.Suspicion, age time.Duration) error {
+	return c.errTimeout(x, age, c.others())
+}
+
+// Fail fails the communicator.
+func (c watched) Fail(cause error) { c.fail(cause) }
+
+// An Operation is an operation in the flight recorder.
+type Operation = flight.Operation
+
+// A Frame is one function of a call stack, from the inside to the outside.
+type Frame = flight.Frame
+
+// Trace returns the last operations that were issued on c, the oldest first, at most
+// Config.TraceSize. It may be called at any time by any goroutine, also after the end of
+// c.
+func (c *Communicator) Trace() []Operation {
+	if c == nil {
+		return nil
+	}
+	return c.rec.Trace()
+}
+
+// DumpTrace writes the flight recorders of all communicators of the process that
+// are not closed, as JSON with the field names of PyTorch's flight recorder. A
+// communicator that has failed is in the dump until it is closed.
+func DumpTrace(w io.Writer) error { return flight.Dump(w, liveRecorders()) }
+
+// DumpTrace writes the flight recorder of c in the format of the function DumpTrace. It
+// may be called at any time by any goroutine, also after the end of c.
+func (c *Communicator) DumpTrace(w io.Writer) error {
+	return flight.Dump(w, []*flight.Recorder{c.rec})
+}
+
+// Progress is the progress of a rank. The Progress of all ranks together shows which rank
+// is behind.
+type Progress struct {
+	Rank      int
+	Issued    Operation // the last operation that NCCL has accepted
+	Completed Operation // the last operation that is known to have completed
+}
+
+// Progress returns the rank's progress. It may be called at any time by any goroutine,
+// also after the end of c.
+func (c *Communicator) Progress() Progress {
+	issued, completed := c.rec.Final()
+	return Progress{Rank: c.rank, Issued: issued.Operation(), Completed: completed.Operation()}
 }

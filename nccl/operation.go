@@ -1,8 +1,12 @@
 package nccl
 
 import (
+	"cmp"
 	"fmt"
+	"math"
 	"runtime"
+	"slices"
+	"strings"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -330,4 +334,274 @@ func (c *Communicator) mark(s *stream.Stream, k flight.Mark) {
 func (o *operation) unrecord() {
 	o.comm.clique.board.Unpost(&o.Op)
 	o.comm.rec.Remove(o.Record)
+}
+
+// AllReduce enqueues the reduction of src over all ranks into dst on all ranks
+// (ncclAllReduce). dst and src have the same length and may be the same.
+// Collective.
+func AllReduce[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], op Op) error {
+	return issue(on, s, flight.AllReduce, dst, src, op, 0)
+}
+
+// Reduce enqueues the reduction of src over all ranks into dst on rank root
+// (ncclReduce); dst is not used elsewhere and may be the zero Slice there.
+// Collective.
+func Reduce[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], op Op, root int) error {
+	return issue(on, s, flight.Reduce, dst, src, op, root)
+}
+
+// Broadcast enqueues the copy of src on rank root into dst on all ranks
+// (ncclBroadcast). src is not used elsewhere and may be the zero Slice there.
+// Collective.
+func Broadcast[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], root int) error {
+	return issue(on, s, flight.Broadcast, dst, src, Sum, root)
+}
+
+// AllGather enqueues the concatenation of src of all ranks, by rank, into dst
+// on all ranks (ncclAllGather). dst is Size times as long as src; in place, src
+// is the rank's part of dst. Collective.
+func AllGather[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T]) error {
+	return issue(on, s, flight.AllGather, dst, src, Sum, 0)
+}
+
+// ReduceScatter enqueues the reduction of src over all ranks; each rank gets its part in
+// dst (ncclReduceScatter). src is Size times as long as dst; in place, dst is the rank's
+// part of src. Collective.
+func ReduceScatter[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], op Op) error {
+	return issue(on, s, flight.ReduceScatter, dst, src, op, 0)
+}
+
+// AllToAll enqueues the exchange of parts: part j of src goes to part i of dst
+// on rank j, where i is this rank (ncclAlltoAll, or sends and receives before
+// NCCL 2.28). dst and src have the same length, a multiple of Size, and do not
+// overlap. Collective.
+func AllToAll[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T]) error {
+	return issue(on, s, flight.AllToAll, dst, src, Sum, 0)
+}
+
+// Gather enqueues the concatenation of src of all ranks, by rank, into dst on
+// rank root (ncclGather, or sends and receives before NCCL 2.28). dst is Size
+// times as long as src there, and is not used elsewhere; in place, src is the
+// root's part of dst. Collective.
+func Gather[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], root int) error {
+	return issue(on, s, flight.Gather, dst, src, Sum, root)
+}
+
+// Scatter enqueues the distribution of the parts of src on rank root to dst on
+// each rank (ncclScatter, or sends and receives before NCCL 2.28). src is Size
+// times as long as dst there, and is not used elsewhere; in place, dst is the
+// root's part of src. Collective.
+func Scatter[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], root int) error {
+	return issue(on, s, flight.Scatter, dst, src, Sum, root)
+}
+
+// Send enqueues a send of src to rank peer, which receives the same number of elements
+// (ncclSend). Sends and receives that could wait for each other must be added to one
+// Batch.
+func Send[T memory.Element](on Issuer, s *stream.Stream, src memory.Slice[T], peer int) error {
+	return issue(on, s, flight.Send, memory.Slice[T]{}, src, Sum, peer)
+}
+
+// Recv enqueues a receive into dst from rank peer (ncclRecv).
+func Recv[T memory.Element](on Issuer, s *stream.Stream, dst memory.Slice[T], peer int) error {
+	return issue(on, s, flight.Recv, dst, memory.Slice[T]{}, Sum, peer)
+}
+
+// A transferEnd is one side of a transfer in a group: a send of a rank to another one, or the
+// receive.
+type transferEnd struct {
+	o        *operation
+	from, to int
+	receives bool
+	n        int // in elements
+}
+
+// match compares the sends of the group with its receives, if both are in the group. With
+// a mismatch NCCL would hang or write past the end of a buffer.
+func (g *group) match() error {
+	for i := range g.ops {
+		g.addEnds(&g.ops[i])
+	}
+	if len(g.transferEnds) == 0 {
+		return nil
+	}
+	// Group the ends by pair of ranks, sends first, in the order they were issued.
+	slices.SortStableFunc(g.transferEnds, func(a, b transferEnd) int {
+		if c := comparePairs(a, b); c != 0 {
+			return c
+		}
+		return cmp.Compare(side(a), side(b))
+	})
+	for rest := g.transferEnds; len(rest) > 0; {
+		n := slices.IndexFunc(rest, func(e transferEnd) bool { return comparePairs(e, rest[0]) != 0 })
+		if n < 0 {
+			n = len(rest)
+		}
+		if err := matchPair(rest[:n]); err != nil {
+			return err
+		}
+		rest = rest[n:]
+	}
+	return nil
+}
+
+// addEnds records the ends of an operation whose other ends may be in the group. In a
+// group of a single rank these are only its transfers to itself.
+func (g *group) addEnds(o *operation) {
+	me := o.comm.rank
+	switch {
+	case o.Kind == flight.AllToAllV:
+		g.addEndsOfAll(o)
+	case !flight.Kinds[o.Kind].Peer || len(g.comms) == 1 && o.Root != me:
+	case o.Kind == flight.Send:
+		g.transferEnds = append(g.transferEnds, transferEnd{o: o, from: me, to: o.Root, n: o.N})
+	default:
+		g.transferEnds = append(g.transferEnds, transferEnd{o: o, from: o.Root, to: me, n: o.N, receives: true})
+	}
+}
+
+// addEndsOfAll is addEnds for an operation with a transfer to each rank.
+func (g *group) addEndsOfAll(o *operation) {
+	me := o.comm.rank
+	for rank := range o.comm.size {
+		if len(g.comms) > 1 || rank == me {
+			g.transferEnds = append(g.transferEnds, transferEnd{o: o, from: me, to: rank, n: o.sends[rank]},
+				transferEnd{o: o, from: rank, to: me, n: o.recvs[rank], receives: true})
+		}
+	}
+}
+
+// comparePairs compares the communicator, sender and receiver of two transfers.
+func comparePairs(a, b transferEnd) int {
+	if a.o.comm.clique != b.o.comm.clique {
+		return strings.Compare(a.o.comm.clique.key, b.o.comm.clique.key)
+	}
+	return cmp.Or(cmp.Compare(a.from, b.from), cmp.Compare(a.to, b.to))
+}
+
+func side(e transferEnd) int {
+	if e.receives {
+		return 1
+	}
+	return 0
+}
+
+// matchPair compares the ends between one pair of ranks. If one side has more ends, the
+// others are issued outside of the group, which a transfer of a rank to itself does not
+// allow.
+func matchPair(ends []transferEnd) error {
+	n := slices.IndexFunc(ends, func(e transferEnd) bool { return e.receives })
+	if n < 0 {
+		n = len(ends)
+	}
+	sends, recvs := ends[:n], ends[n:]
+	if len(sends) != len(recvs) {
+		if e := ends[0]; e.from == e.to {
+			return e.o.errSelfTransfer()
+		}
+		return nil
+	}
+	for i, s := range sends {
+		r := recvs[i]
+		if s.o.wire == r.o.wire && s.n*s.o.unit == r.n*r.o.unit {
+			continue
+		}
+		return fmt.Errorf("nccl: %s on rank %d of %d: it sends %d elements of %s to rank %d, which receives %d of %s in the same group: want as many of the same type: %w",
+			s.o.Kind, s.from, s.o.comm.size, s.n, s.o.DType, s.to, r.n, r.o.DType, ErrorInvalidUsage)
+	}
+	return nil
+}
+
+// errSelfTransfer returns the error of a transfer of a rank to itself that has only one end.
+func (o *operation) errSelfTransfer() error {
+	return fmt.Errorf("nccl: %s on rank %d of %d: it is its own peer: issue the send and the receive within one Group: %w",
+		o.Kind, o.comm.rank, o.comm.size, ErrorInvalidUsage)
+}
+
+// AllGatherV is AllGather of parts of different lengths: counts has the number of elements
+// of each rank, which may be 0, and must be the same on all ranks. dst has room for all
+// parts, by rank; in place, src is the rank's part of dst. It is one group of broadcasts.
+// Collective.
+func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int) error {
+	c, b, config := communicatorOf(on)
+	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, config: config, sends: counts, recvs: counts}
+	return issueUneven(b, &o, dst, src)
+}
+
+// ReduceScatterV is ReduceScatter into parts of different lengths: counts has the number
+// of elements for each rank, which may be 0, and must be the same on all ranks. src has
+// all parts, by rank; in place, dst is the rank's part of src. It is one group of
+// reductions. Collective.
+func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int, op Op) error {
+	c, b, config := communicatorOf(on)
+	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op)}, Stream: s}, comm: c, config: config, sends: counts, recvs: counts}
+	return issueUneven(b, &o, dst, src)
+}
+
+// AllToAllV is AllToAll of parts of different lengths: sends has the number of elements of
+// src to send to each rank, recvs the number of elements to receive in dst from each rank,
+// both by rank. Both ranks of a pair must agree on the number, which may be 0. dst and src
+// must not overlap. It is one group of sends and receives. Collective.
+func AllToAllV[T memory.Element](on Issuer, s *stream.Stream, dst memory.Slice[T], recvs []int, src memory.Slice[T], sends []int) error {
+	c, b, config := communicatorOf(on)
+	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, config: config, sends: sends, recvs: recvs}
+	return issueUneven(b, &o, dst, src)
+}
+
+// issueUneven is issue for an operation with parts of different lengths.
+func issueUneven[T memory.Element](b *Batch, o *operation, dst, src memory.Slice[T]) error {
+	if err := checkUneven(o, dst, src); err != nil {
+		return b.markRefused(err)
+	}
+	return o.enqueueOrAdd(b)
+}
+
+// checkUneven validates such an operation, and computes its counts.
+func checkUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
+	if err := o.validate(); err != nil {
+		return err
+	}
+	out, err := o.total("sends", o.sends)
+	if err != nil {
+		return err
+	}
+	in, err := o.total("receives", o.recvs)
+	if err != nil {
+		return err
+	}
+	o.N = max(in, out)
+	switch o.Kind {
+	case flight.AllGatherV:
+		out = o.sends[o.comm.rank]
+	case flight.ReduceScatterV:
+		in = o.recvs[o.comm.rank]
+	case flight.AllToAllV:
+		if me := o.comm.rank; o.sends[me] != o.recvs[me] {
+			return fmt.Errorf("nccl: %s on rank %d of %d: the rank sends itself %d elements and receives %d: want as many",
+				o.Kind, me, o.comm.size, o.sends[me], o.recvs[me])
+		}
+	}
+	if err := checkSlice(o, "destination", dst, in); err != nil {
+		return err
+	}
+	if err := checkSlice(o, "source", src, out); err != nil {
+		return err
+	}
+	o.dst, o.src = operandOf(dst), operandOf(src)
+	return nil
+}
+
+// total returns the sum of the elements of all ranks.
+func (o *operation) total(what string, counts []int) (sum int, err error) {
+	c := o.comm
+	if len(counts) != c.size {
+		return 0, fmt.Errorf("nccl: %s on rank %d of %d: %d numbers of elements: want one for each rank", o.Kind, c.rank, c.size, len(counts))
+	}
+	for rank, n := range counts {
+		if n < 0 || n > math.MaxInt-sum {
+			return 0, fmt.Errorf("nccl: %s on rank %d of %d: it %s %d elements at rank %d: want 0 or more, and a sum without overflow", o.Kind, c.rank, c.size, what, n, rank)
+		}
+		sum += n
+	}
+	return sum, nil
 }

@@ -1,12 +1,16 @@
 package nccl
 
 import (
+	"fmt"
 	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
@@ -94,3 +98,185 @@ func groupOf(r *flight.Recorder) status.Group {
 
 // strategies are the names of services in metrics.
 var strategies = [...]string{ranks.NCCL: "nccl", ranks.Kernels: "kernels", ranks.Windows: "windows", ranks.CopyEngines: "copy_engines", ranks.Ordered: "ordered"}
+
+// Simulate returns NCCL's estimate of how long the operations that fn adds to the batch
+// would take (ncclGroupSimulateEnd). It does not enqueue them.
+func Simulate(fn func(b *Batch) error) (d time.Duration, err error) {
+	err = inBatch("ncclGroupSimulateEnd", fn, func(b *Batch) error {
+		d, err = b.group.simulate()
+		return err
+	})
+	return d, err
+}
+
+func (g *group) simulate() (time.Duration, error) {
+	if len(g.ops) == 0 {
+		return 0, nil
+	}
+	if err := g.prepare(); err != nil {
+		return 0, err
+	}
+	defer g.unlock()
+	info := ncclapi.NewSimInfo(g.ops[0].comm.version)
+	if err := g.execute(func(api ncclapi.API) ncclapi.Result { return api.GroupSimulateEnd(info) }); err != nil {
+		return 0, err
+	}
+	return time.Duration(float64(info.EstimatedTime) * float64(time.Microsecond)), nil
+}
+
+// MemoryStats describes NCCL's memory for a communicator on its device, in bytes.
+type MemoryStats struct {
+	Total      uint64
+	Persistent uint64 // kept while the communicator is suspended
+	Suspend    uint64 // freed by Suspend
+	Suspended  bool
+}
+
+// MemoryStats returns the memory that NCCL has allocated for c (ncclCommMemStats, NCCL
+// 2.29.7 and newer).
+func (c *Communicator) MemoryStats() (m MemoryStats, err error) {
+	const f = ncclapi.FuncCommMemStats
+	var suspended uint64
+	err = c.manage(f, func() (r ncclapi.Result) {
+		for _, q := range []struct {
+			stat int32
+			to   *uint64
+		}{
+			{ncclapi.StatGPUMemTotal, &m.Total}, {ncclapi.StatGPUMemPersist, &m.Persistent},
+			{ncclapi.StatGPUMemSuspend, &m.Suspend}, {ncclapi.StatGPUMemSuspended, &suspended},
+		} {
+			if *q.to, r = c.api.CommMemStats(*c.h, q.stat); r != ncclapi.Success {
+				return r
+			}
+		}
+		return r
+	})
+	m.Suspended = suspended != 0
+	return m, err
+}
+
+// Properties describes the features of a communicator.
+type Properties struct {
+	DeviceAPI bool // kernels may communicate directly
+	Multicast bool // NVLink multicast
+	LSATeams  int  // groups of ranks that access each other's memory by load and store
+	OneSided  bool // Put, Signal and WaitSignal
+}
+
+// Properties returns the features of c (ncclCommQueryProperties, NCCL 2.29.2 and newer).
+func (c *Communicator) Properties() (Properties, error) {
+	if c == nil {
+		return Properties{}, c.errClosed("ncclCommQueryProperties")
+	}
+	p := ncclapi.NewProperties(c.version)
+	err := c.manage(ncclapi.FuncCommQueryProperties, func() ncclapi.Result { return c.api.CommQueryProperties(*c.h, p) })
+	return Properties{
+		DeviceAPI: p.DeviceAPISupport != 0, Multicast: p.MultimemSupport != 0, LSATeams: int(p.NLSATeams), OneSided: p.HostRMASupport != 0,
+	}, err
+}
+
+// Parameter returns the value of one of NCCL's parameters, such as NCCL_DEBUG
+// (ncclParamGetParameter, NCCL 2.30.4 and newer).
+func Parameter(dev *device.Device, key string) (value string, err error) {
+	err = param(dev, ncclapi.FuncParamGetParameter, func(api ncclapi.API) (r ncclapi.Result) {
+		value, r = api.ParamGetParameter(key)
+		return r
+	})
+	return value, err
+}
+
+// Parameters returns the names of NCCL's parameters (ncclParamGetAllParameterKeys, NCCL
+// 2.30.4 and newer).
+func Parameters(dev *device.Device) (keys []string, err error) {
+	err = param(dev, ncclapi.FuncParamGetAllParameterKeys, func(api ncclapi.API) (r ncclapi.Result) {
+		keys, r = api.ParamGetAllParameterKeys()
+		return r
+	})
+	return keys, err
+}
+
+// IntParameter returns the value of a parameter that is a number (ncclParamBind and
+// ncclParamGetI64, NCCL 2.30.4 and newer).
+func IntParameter(dev *device.Device, key string) (value int64, err error) {
+	var p ncclapi.Param
+	err = param(dev, ncclapi.FuncParamBind, func(api ncclapi.API) (r ncclapi.Result) {
+		p, r = api.ParamBind(key)
+		return r
+	})
+	if err != nil {
+		return 0, err
+	}
+	err = param(dev, ncclapi.FuncParamGetI64, func(api ncclapi.API) (r ncclapi.Result) {
+		value, r = api.ParamGetI64(p)
+		return r
+	})
+	return value, err
+}
+
+// LogParameters writes the names and values of NCCL's parameters to NCCL's log
+// (ncclParamDumpAll, NCCL 2.30.4 and newer). NCCL_DEBUG must permit it.
+func LogParameters(dev *device.Device) error {
+	return param(dev, ncclapi.FuncParamDumpAll, func(api ncclapi.API) ncclapi.Result { return api.ParamDumpAll() })
+}
+
+func param(dev *device.Device, f ncclapi.Func, fn func(ncclapi.API) ncclapi.Result) error {
+	api, err := gpu.DeviceOf(dev).System().NCCL()
+	if err != nil {
+		return err
+	}
+	if !api.Has(f) {
+		v, _ := api.GetVersion()
+		return needs(f.Name(), f.Since(), v)
+	}
+	return call(dev, f.Name(), fn)
+}
+
+// Version returns the version of the NCCL that dev's System has loaded, such as "2.28.3"
+// (ncclGetVersion).
+func Version(dev *device.Device) (string, error) {
+	api, err := gpu.DeviceOf(dev).System().NCCL()
+	if err != nil {
+		return "", err
+	}
+	v, r := api.GetVersion()
+	if r != ncclapi.Success {
+		return "", &Error{Op: "ncclGetVersion", Rank: -1, Device: dev.String(), Err: Result(r)}
+	}
+	return ncclapi.VersionText(v), nil
+}
+
+// account lets memory.Ledger show the memory that NCCL has allocated for c. It does nothing
+// if the loaded NCCL has no such statistic.
+func (c *Communicator) account() {
+	if c.api.Has(ncclapi.FuncCommMemStats) {
+		c.unaccount = mem.Account(c.dev, c.use)
+	}
+}
+
+// use returns NCCL's memory for c, unless another call of NCCL is in progress.
+func (c *Communicator) use() (u mem.Use, known bool) {
+	if !c.mu.TryLock() {
+		return u, false
+	}
+	defer c.mu.Unlock()
+	if !c.life.TryRLock() { // Shutdown frees the communicator
+		return u, false
+	}
+	defer c.life.RUnlock()
+	if !c.alive() {
+		return u, false
+	}
+	bytes, suspended, r := uint64(0), uint64(0), ncclapi.Success
+	stat, state := ncclapi.StatGPUMemTotal, ""
+	err := relaxed(c.dev, func() error {
+		if suspended, r = c.api.CommMemStats(*c.h, ncclapi.StatGPUMemSuspended); suspended != 0 {
+			stat, state = ncclapi.StatGPUMemPersist, ", suspended"
+		}
+		if r == ncclapi.Success {
+			bytes, r = c.api.CommMemStats(*c.h, stat)
+		}
+		return nil
+	})
+	u = mem.Use{Owner: fmt.Sprintf("NCCL, communicator %d, rank %d of %d%s", c.number, c.rank, c.size, state), Bytes: bytes}
+	return u, err == nil && r == ncclapi.Success
+}

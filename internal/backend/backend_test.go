@@ -10,20 +10,6 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-func open(t *testing.T, name string) *System {
-	t.Helper()
-	s, err := Open(&Config{Backend: name})
-	if err == nil || name == Virtual {
-		require.NoError(t, err)
-		return s
-	}
-	if n, _ := env.RequireGPU.Int(); n > 0 {
-		t.Fatalf("%s=%d, but: %v", env.RequireGPU.Name, n, err)
-	}
-	t.Skip("needs a GPU: ", err)
-	return nil
-}
-
 func TestOpen(t *testing.T) {
 	_, err := Open(&Config{Backend: "opencl"})
 	require.ErrorContains(t, err, `unknown backend "opencl": want auto, cuda or virtual`)

@@ -20,17 +20,13 @@ func testCuFile(t *testing.T, drv cudadrv.Driver, api cufileapi.API) {
 	r.test(t, cufileapi.Success, api.DriverOpen)
 	t.Cleanup(func() {
 		r.test(t, cufileapi.Success, api.DriverClose)
-		require.Zero(t, api.UseCount())
 	})
 	t.Run("open driver", r.testOpen)
-	t.Run("statistics", r.testStatistics)
 	h, _ := r.file(t, 0)
 	api.HandleDeregister(h)
 	t.Run("files", r.testFiles)
 	t.Run("memory", r.testMemory)
 	t.Run("transfers", r.testTransfers)
-	t.Run("batches", r.testBatches)
-	t.Run("streams", r.testStreams)
 }
 
 // A fileRig is a rig with cuFile.
@@ -54,109 +50,27 @@ func (r *fileRig) testVersion(t *testing.T) {
 	require.Equal(t, cufileapi.Success, res)
 	require.GreaterOrEqual(t, v, int32(1000))
 	require.Zero(t, v%10)
-	for f := range cufileapi.NumFuncs {
-		if f.Since() <= v {
-			require.True(t, r.api.Has(f), "%s, since %s", f.Name(), cufileapi.VersionText(f.Since()))
-		}
-	}
-	require.Zero(t, r.api.UseCount())
 }
 
-const batchSize = 64 // set by testParameters
-
-// testParameters checks that parameters set before the driver is opened can be read.
+// testParameters checks that parameters are set only while the driver is closed.
 func (r *fileRig) testParameters(t *testing.T) {
-	if !r.api.Has(cufileapi.FuncGetParameterMinMaxValue) {
+	v, _ := r.api.GetVersion()
+	if v < cufileapi.FuncSetParameterString.Since() {
 		t.Log("this cuFile has no parameters")
 		return
 	}
-	least, greatest, res := r.api.GetParameterMinMaxValue(cufileapi.IOBatchSize)
-	require.Equal(t, cufileapi.Success, res)
-	require.LessOrEqual(t, least, uintptr(batchSize))
-	require.GreaterOrEqual(t, greatest, uintptr(batchSize))
-	_, _, res = r.api.GetParameterMinMaxValue(cufileapi.NumSizeTParams)
-	require.Equal(t, cufileapi.InvalidValue, res)
-
-	for _, call := range []func() cufileapi.Result{
-		func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.IOBatchSize, batchSize) },
-		func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.MaxIOThreads, 4) },
-		func() cufileapi.Result { return r.api.SetParameterBool(cufileapi.ParallelIO, true) },
-		func() cufileapi.Result { return r.api.SetParameterString(cufileapi.LoggingLevel, "WARN") },
-		func() cufileapi.Result { return r.api.SetParameterString(cufileapi.LogDir, t.TempDir()) },
-	} {
-		r.test(t, cufileapi.Success, call)
-	}
-	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.NumSizeTParams, 1) })
-	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetParameterBool(cufileapi.NumBoolParams, true) })
+	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.SetParameterString(cufileapi.LoggingLevel, "WARN") })
+	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.SetParameterString(cufileapi.LogDir, t.TempDir()) })
 	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetParameterString(cufileapi.NumStringParams, "") })
-
-	n, res := r.api.GetParameterSizeT(cufileapi.IOBatchSize)
-	require.Equal(t, cufileapi.Success, res)
-	require.EqualValues(t, batchSize, n)
-	on, res := r.api.GetParameterBool(cufileapi.ParallelIO)
-	require.Equal(t, cufileapi.Success, res)
-	require.True(t, on)
-	text, res := r.api.GetParameterString(cufileapi.LoggingLevel)
-	require.Equal(t, cufileapi.Success, res)
-	require.Equal(t, "WARN", text)
 }
 
 func (r *fileRig) testOpen(t *testing.T) {
-	require.EqualValues(t, 1, r.api.UseCount())
 	r.test(t, cufileapi.Success, r.api.DriverOpen)
-	require.EqualValues(t, 2, r.api.UseCount())
 	r.test(t, cufileapi.Success, r.api.DriverClose)
-	require.EqualValues(t, 1, r.api.UseCount())
-
-	var p cufileapi.DrvProps
-	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.DriverGetProperties(&p) })
-	t.Logf("%+v", p)
-	require.Positive(t, p.MaxBatchIOSize)
-	require.Positive(t, p.MaxDirectIOSize)
-	if !r.api.Has(cufileapi.FuncGetParameterMinMaxValue) {
+	if v, _ := r.api.GetVersion(); v < cufileapi.FuncSetParameterString.Since() {
 		return
 	}
-	// The machine's configuration file takes precedence over the parameters set here.
-	batch, res := r.api.GetParameterSizeT(cufileapi.IOBatchSize)
-	require.Equal(t, cufileapi.Success, res)
-	t.Logf("the size of batches, set to %d, is %d", batchSize, batch)
-	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result { return r.api.SetParameterSizeT(cufileapi.IOBatchSize, batch+1) })
-	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result { return r.api.SetParameterBool(cufileapi.ParallelIO, false) })
 	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result { return r.api.SetParameterString(cufileapi.LoggingLevel, "INFO") })
-	r.test(t, cufileapi.DriverAlreadyOpen, func() cufileapi.Result {
-		return r.api.SetParameterPosixPoolSlabArray([]uintptr{4}, []uintptr{4})
-	})
-	now, res := r.api.GetParameterSizeT(cufileapi.IOBatchSize)
-	require.Equal(t, cufileapi.Success, res)
-	require.Equal(t, batch, now)
-	_, res = r.api.GetBARSizeInKB(0)
-	require.Equal(t, cufileapi.Success, res)
-	_, res = r.api.GetBARSizeInKB(99)
-	require.Equal(t, cufileapi.InvalidValue, res)
-	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.DriverSetMaxDirectIOSize(1024) })
-	r.test(t, cufileapi.DriverUnsupportedLimit, func() cufileapi.Result { return r.api.DriverSetMaxDirectIOSize(1 << 40) })
-	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.DriverSetPollMode(true, 8) })
-	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.DriverSetPollMode(false, 8) })
-}
-
-func (r *fileRig) testStatistics(t *testing.T) {
-	if !r.api.Has(cufileapi.FuncSetStatsLevel) {
-		t.Skip("this cuFile has no statistics")
-	}
-	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetStatsLevel(4) })
-	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.SetStatsLevel(-1) })
-	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.SetStatsLevel(2) })
-	level, res := r.api.GetStatsLevel()
-	require.Equal(t, cufileapi.Success, res)
-	require.EqualValues(t, 2, level)
-	r.test(t, cufileapi.Success, r.api.StatsStart)
-	r.test(t, cufileapi.Success, r.api.StatsReset)
-	var l1 cufileapi.StatsLevel1
-	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.GetStatsL1(&l1) })
-	require.Zero(t, l1.ReadOps)
-	require.Zero(t, l1.ReadBytes)
-	r.test(t, cufileapi.Success, func() cufileapi.Result { return r.api.GetStatsL2(new(cufileapi.StatsLevel2)) })
-	r.test(t, cufileapi.InvalidValue, func() cufileapi.Result { return r.api.GetStatsL3(new(cufileapi.StatsLevel3)) })
 }
 
 // file creates and registers a file of n bytes. It skips the test if cuFile does

@@ -77,7 +77,7 @@ func (r *rig) testRegistered(t *testing.T) {
 
 // testPools checks the attributes of a pool.
 func (r *rig) testPools(t *testing.T) {
-	pool, res := r.drv.MemPoolCreate(r.devs[0])
+	pool, res := r.drv.DeviceGetDefaultMemPool(r.devs[0])
 	ok(t, res)
 	value := func(attr int32) uint64 {
 		t.Helper()
@@ -85,6 +85,10 @@ func (r *rig) testPools(t *testing.T) {
 		ok(t, res)
 		return v
 	}
+	ok(t, r.drv.MemPoolTrimTo(pool, 0))
+	ok(t, r.drv.MemPoolSetAttribute(pool, cudadrv.MemPoolAttrUsedHigh, 0))
+	before := value(cudadrv.MemPoolAttrReleaseThreshold)
+	defer func() { ok(t, r.drv.MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, before)) }()
 	ok(t, r.drv.MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, 1<<40))
 	require.Equal(t, uint64(1<<40), value(cudadrv.MemPoolAttrReleaseThreshold))
 	require.Zero(t, value(cudadrv.MemPoolAttrUsedCurrent))
@@ -92,7 +96,7 @@ func (r *rig) testPools(t *testing.T) {
 	var list [4]cudadrv.DevicePtr
 	for i := range list {
 		r.do(t, 0, func() (res cudadrv.Result) {
-			list[i], res = r.drv.MemAllocFromPoolAsync(uintptr(n), pool, s)
+			list[i], res = r.drv.MemAllocAsync(uintptr(n), s)
 			return res
 		})
 	}
@@ -116,7 +120,4 @@ func (r *rig) testPools(t *testing.T) {
 	require.Zero(t, value(cudadrv.MemPoolAttrUsedHigh))
 	ok(t, r.drv.MemPoolTrimTo(pool, 0))
 	require.Zero(t, value(cudadrv.MemPoolAttrReservedCurrent))
-	ok(t, r.drv.MemPoolDestroy(pool))
-	res = r.on(t, 0, func() cudadrv.Result { _, res := r.drv.MemAllocFromPoolAsync(512, 0, s); return res })
-	require.NotEqual(t, cudadrv.Success, res)
 }

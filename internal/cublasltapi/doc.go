@@ -71,8 +71,6 @@ type API interface {
 	MatmulAlgoGetHeuristic(h Handle, o *Operation, p Preference, results []HeuristicResult) (int32, Result)
 	// MatmulAlgoCheck sets the WorkspaceSize of x for the algorithm.
 	MatmulAlgoCheck(h Handle, o *Operation, algo *Algo, x *HeuristicResult) Result
-	// MatmulAlgoGetIds fills ids with at most len(ids) numbers of algorithms.
-	MatmulAlgoGetIds(h Handle, t *Types, ids []int32) (int32, Result)
 	MatmulAlgoInit(h Handle, t *Types, id int32, algo *Algo) Result
 	MatmulAlgoConfigSetAttribute(algo *Algo, a ConfigAttribute, p unsafe.Pointer, bytes uintptr) Result
 	MatmulAlgoConfigGetAttribute(algo *Algo, a ConfigAttribute, p unsafe.Pointer, bytes uintptr) (written uintptr, r Result)

@@ -27,7 +27,6 @@ const (
 	fnMatmulPreferenceSetAttribute
 	fnMatmulAlgoGetHeuristic
 	fnMatmulAlgoCheck
-	fnMatmulAlgoGetIds
 	fnMatmulAlgoInit
 	fnMatmulAlgoConfigSetAttribute
 	fnMatmulAlgoConfigGetAttribute
@@ -52,7 +51,6 @@ var symbols = [numFns]dl.Func{
 	fnMatmulPreferenceSetAttribute: {Name: "cublasLtMatmulPreferenceSetAttribute"},
 	fnMatmulAlgoGetHeuristic:       {Name: "cublasLtMatmulAlgoGetHeuristic"},
 	fnMatmulAlgoCheck:              {Name: "cublasLtMatmulAlgoCheck"},
-	fnMatmulAlgoGetIds:             {Name: "cublasLtMatmulAlgoGetIds"},
 	fnMatmulAlgoInit:               {Name: "cublasLtMatmulAlgoInit"},
 	fnMatmulAlgoConfigSetAttribute: {Name: "cublasLtMatmulAlgoConfigSetAttribute"},
 	fnMatmulAlgoConfigGetAttribute: {Name: "cublasLtMatmulAlgoConfigGetAttribute"},
@@ -154,12 +152,6 @@ func (l *Lib) MatmulAlgoCheck(h Handle, o *Operation, algo *Algo, x *HeuristicRe
 // in appends the types to the arguments of a call.
 func (t *Types) in(f *dl.Frame) *dl.Frame {
 	return f.In(uintptr(t.Compute), uintptr(t.Scale), uintptr(t.A), uintptr(t.B), uintptr(t.C), uintptr(t.D))
-}
-
-func (l *Lib) MatmulAlgoGetIds(h Handle, t *Types, ids []int32) (int32, Result) {
-	n, r := l.Call1(fnMatmulAlgoGetIds, t.in(dl.Get().In(uintptr(h))).In(uintptr(len(ids))).
-		Ptr(unsafe.Pointer(unsafe.SliceData(ids))).Out())
-	return int32(n), r
 }
 
 func (l *Lib) MatmulAlgoInit(h Handle, t *Types, id int32, algo *Algo) Result {

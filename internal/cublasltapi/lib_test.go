@@ -30,7 +30,6 @@ var signatures = dltest.Signatures{
 	"cublasLtMatmulPreferenceSetAttribute": "w i p8 w",
 	"cublasLtMatmulAlgoGetHeuristic":       "w w w w w w w i O192 o4=1",
 	"cublasLtMatmulAlgoCheck":              "w w w w w w p64 o96",
-	"cublasLtMatmulAlgoGetIds":             "w i i i i i i i O16 o4=2",
 	"cublasLtMatmulAlgoInit":               "w i i i i i i i o64",
 	"cublasLtMatmulAlgoConfigSetAttribute": "p64 i p4 w",
 	"cublasLtMatmulAlgoConfigGetAttribute": "p64 i o4 w o8=4",
@@ -85,8 +84,6 @@ func recordAlgorithms(t *testing.T, a API, line func(string, ...any)) {
 	x := new(HeuristicResult)
 	line("MatmulAlgoCheck", int32(a.MatmulAlgoCheck(0xa1, o, algo, x)), fmt.Sprintf("%x", int32(x.State)))
 	ids := make([]int32, 4)
-	n, r = a.MatmulAlgoGetIds(0xa1, types, ids)
-	line("MatmulAlgoGetIds", n, int32(r))
 	line("MatmulAlgoInit", int32(a.MatmulAlgoInit(0xa1, types, 21, new(Algo))))
 	v := uint32(0x31323334)
 	line("MatmulAlgoConfigSetAttribute", int32(a.MatmulAlgoConfigSetAttribute(algo, ConfigStagesID, unsafe.Pointer(&v), 4)))

@@ -51,9 +51,6 @@ type Driver interface {
 
 	MemAllocAsync(bytes uintptr, s Stream) (DevicePtr, Result)
 	MemFreeAsync(p DevicePtr, s Stream) Result
-	MemAllocFromPoolAsync(bytes uintptr, p MemPool, s Stream) (DevicePtr, Result)
-	MemPoolCreate(d Device) (MemPool, Result)                       // free; of pinned memory that is not shared
-	MemPoolDestroy(p MemPool) Result                                // free; its allocations stay valid
 	MemPoolGetAttribute(p MemPool, attr int32) (uint64, Result)     // free
 	MemPoolSetAttribute(p MemPool, attr int32, value uint64) Result // free
 	MemPoolSetAccess(p MemPool, peer Device) Result                 // free; read and write for one device

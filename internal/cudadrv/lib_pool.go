@@ -11,23 +11,8 @@ func (l *Lib) MemAllocAsync(bytes uintptr, s Stream) (DevicePtr, Result) {
 	return DevicePtr(p), r
 }
 
-func (l *Lib) MemAllocFromPoolAsync(bytes uintptr, p MemPool, s Stream) (DevicePtr, Result) {
-	v, r := l.Call1(fnMemAllocFromPoolAsync, dl.Get().Out().In(bytes, uintptr(p), uintptr(s)))
-	return DevicePtr(v), r
-}
-
 func (l *Lib) MemFreeAsync(p DevicePtr, s Stream) Result {
 	return l.Call(fnMemFreeAsync, dl.Get().In(uintptr(p), uintptr(s)))
-}
-
-func (l *Lib) MemPoolCreate(d Device) (MemPool, Result) {
-	props := &memPoolProps{AllocType: memAllocationTypePinned, Location: memLocation{memLocationTypeDevice, int32(d)}}
-	p, r := l.Call1(fnMemPoolCreate, dl.Get().Out().Ptr(unsafe.Pointer(props)))
-	return MemPool(p), r
-}
-
-func (l *Lib) MemPoolDestroy(p MemPool) Result {
-	return l.Call(fnMemPoolDestroy, dl.Get().In(uintptr(p)))
 }
 
 func (l *Lib) MemPoolGetAttribute(p MemPool, attr int32) (uint64, Result) {

@@ -52,9 +52,6 @@ var signatures = dltest.Signatures{
 	"cuIpcGetMemHandle":                 "o64 w",
 	"cuIpcOpenMemHandle_v2":             "o8 T i",
 	"cuIpcCloseMemHandle":               "w",
-	"cuMemAllocFromPoolAsync":           "o8 w w w",
-	"cuMemPoolCreate":                   "o8 p88",
-	"cuMemPoolDestroy":                  "w",
 	"cuMemPoolGetAttribute":             "w i o8",
 	"cuMemGetAllocationGranularity":     "o8 p32 i",
 	"cuMemAddressReserve":               "o8 w w w w",
@@ -187,11 +184,6 @@ func TestRecordedCalls(t *testing.T) {
 	one("MemPoolSetAttribute", d.MemPoolSetAttribute(0xb1, MemPoolAttrReleaseThreshold, 1<<63))
 	one("MemPoolSetAccess", d.MemPoolSetAccess(0xb1, 5))
 	one("MemPoolTrimTo", d.MemPoolTrimTo(0xb1, 4096))
-	p, r = d.MemAllocFromPoolAsync(4096, 0xb1, 0x51)
-	two("MemAllocFromPoolAsync", p, r)
-	pool, r = d.MemPoolCreate(5)
-	two("MemPoolCreate", pool, r)
-	one("MemPoolDestroy", d.MemPoolDestroy(0xb1))
 	value, r := d.MemPoolGetAttribute(0xb1, MemPoolAttrUsedHigh)
 	two("MemPoolGetAttribute", value, r)
 	p, size, r = d.MemGetAddressRange(0xd1)

@@ -42,9 +42,6 @@ const (
 	fnIpcGetMemHandle
 	fnIpcOpenMemHandle
 	fnIpcCloseMemHandle
-	fnMemAllocFromPoolAsync
-	fnMemPoolCreate
-	fnMemPoolDestroy
 	fnMemPoolGetAttribute
 	fnMemGetAllocationGranularity
 	fnMemAddressReserve
@@ -150,9 +147,6 @@ var symbols = [numFns]dl.Func{
 	fnIpcGetMemHandle:                 {Name: "cuIpcGetMemHandle"},
 	fnIpcOpenMemHandle:                {Name: "cuIpcOpenMemHandle_v2"},
 	fnIpcCloseMemHandle:               {Name: "cuIpcCloseMemHandle"},
-	fnMemAllocFromPoolAsync:           {Name: "cuMemAllocFromPoolAsync", Optional: true},
-	fnMemPoolCreate:                   {Name: "cuMemPoolCreate", Optional: true},
-	fnMemPoolDestroy:                  {Name: "cuMemPoolDestroy", Optional: true},
 	fnMemPoolGetAttribute:             {Name: "cuMemPoolGetAttribute", Optional: true},
 	fnMemGetAllocationGranularity:     {Name: "cuMemGetAllocationGranularity", Optional: true},
 	fnMemAddressReserve:               {Name: "cuMemAddressReserve", Optional: true},

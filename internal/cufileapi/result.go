@@ -164,16 +164,6 @@ func (r Result) Unwrap() error {
 	return nil
 }
 
-// Transferred decodes what ReadAsync and WriteAsync write and what an event of a
-// batch returns: how many bytes, or a negative errno or code. -1 says only that the
-// transfer failed and becomes syscall.EIO.
-func Transferred(n int64) (int64, error) {
-	if n < -1 {
-		return 0, failure(-n)
-	}
-	return transferred(n, 0)
-}
-
 // transferred decodes the result of Read and Write. -1 means that the cause is in errno,
 // which may also be one of the library's codes.
 func transferred(n int64, errno syscall.Errno) (int64, error) {

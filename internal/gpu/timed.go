@@ -137,11 +137,6 @@ func (x timed) MemAllocAsync(n uintptr, s cudadrv.Stream) (cudadrv.DevicePtr, cu
 	return x.Driver.MemAllocAsync(n, s)
 }
 
-func (x timed) MemAllocFromPoolAsync(n uintptr, p cudadrv.MemPool, s cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
-	x.unseen(s)
-	return x.Driver.MemAllocFromPoolAsync(n, p, s)
-}
-
 func (x timed) MemFreeAsync(p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
 	x.unseen(s)
 	return x.Driver.MemFreeAsync(p, s)

@@ -9,12 +9,8 @@ type Func int
 const (
 	FuncGetVersion Func = iota
 	FuncGetUniqueID
-	FuncGetErrorString
 	FuncGetLastError
-	FuncCommInitRank
-	FuncCommInitRankConfig
 	FuncCommInitRankScalable
-	FuncCommInitAll
 	FuncCommSplit
 	FuncCommShrink
 	FuncCommFinalize
@@ -22,7 +18,6 @@ const (
 	FuncCommAbort
 	FuncCommGetAsyncError
 	FuncCommCount
-	FuncCommCuDevice
 	FuncCommUserRank
 	FuncCommRegister
 	FuncCommDeregister
@@ -34,7 +29,6 @@ const (
 	FuncRedOpDestroy
 	FuncAllReduce
 	FuncBroadcast
-	FuncBcast
 	FuncReduce
 	FuncAllGather
 	FuncReduceScatter
@@ -59,8 +53,6 @@ const (
 	FuncWaitSignal
 	FuncParamGetParameter
 	FuncParamGetAllParameterKeys
-	FuncGetLsaMultimemDevicePointer
-	FuncGetLsaDevicePointer
 	FuncGetPeerDevicePointer
 	FuncAllReduceConfig
 	FuncBroadcastConfig
@@ -84,12 +76,8 @@ const (
 var symbols = [NumFuncs]dl.Versioned{
 	FuncGetVersion:           {"ncclGetVersion", 20000},
 	FuncGetUniqueID:          {"ncclGetUniqueId", 20000},
-	FuncGetErrorString:       {"ncclGetErrorString", 20000},
 	FuncGetLastError:         {"ncclGetLastError", 21304},
-	FuncCommInitRank:         {"ncclCommInitRank", 20000},
-	FuncCommInitRankConfig:   {"ncclCommInitRankConfig", 21403},
 	FuncCommInitRankScalable: {"ncclCommInitRankScalable", 22304},
-	FuncCommInitAll:          {"ncclCommInitAll", 20000},
 	FuncCommSplit:            {"ncclCommSplit", 21801},
 	FuncCommShrink:           {"ncclCommShrink", 22703},
 	FuncCommFinalize:         {"ncclCommFinalize", 21403},
@@ -97,7 +85,6 @@ var symbols = [NumFuncs]dl.Versioned{
 	FuncCommAbort:            {"ncclCommAbort", 20402},
 	FuncCommGetAsyncError:    {"ncclCommGetAsyncError", 20402},
 	FuncCommCount:            {"ncclCommCount", 20000},
-	FuncCommCuDevice:         {"ncclCommCuDevice", 20000},
 	FuncCommUserRank:         {"ncclCommUserRank", 20000},
 	FuncCommRegister:         {"ncclCommRegister", 21901},
 	FuncCommDeregister:       {"ncclCommDeregister", 21901},
@@ -109,7 +96,6 @@ var symbols = [NumFuncs]dl.Versioned{
 	FuncRedOpDestroy:         {"ncclRedOpDestroy", 21104},
 	FuncAllReduce:            {"ncclAllReduce", 20000},
 	FuncBroadcast:            {"ncclBroadcast", 20202},
-	FuncBcast:                {"ncclBcast", 20000},
 	FuncReduce:               {"ncclReduce", 20000},
 	FuncAllGather:            {"ncclAllGather", 20000},
 	FuncReduceScatter:        {"ncclReduceScatter", 20000},
@@ -136,18 +122,16 @@ var symbols = [NumFuncs]dl.Versioned{
 	FuncParamGetParameter:        {"ncclParamGetParameter", 23004},
 	FuncParamGetAllParameterKeys: {"ncclParamGetAllParameterKeys", 23004},
 
-	FuncGetLsaMultimemDevicePointer: {"ncclGetLsaMultimemDevicePointer", 22902},
-	FuncGetLsaDevicePointer:         {"ncclGetLsaDevicePointer", 22902},
-	FuncGetPeerDevicePointer:        {"ncclGetPeerDevicePointer", 22902},
-	FuncAllReduceConfig:             {"ncclAllReduceConfig", 23102},
-	FuncBroadcastConfig:             {"ncclBroadcastConfig", 23102},
-	FuncReduceConfig:                {"ncclReduceConfig", 23102},
-	FuncAllGatherConfig:             {"ncclAllGatherConfig", 23102},
-	FuncReduceScatterConfig:         {"ncclReduceScatterConfig", 23102},
-	FuncAlltoAllConfig:              {"ncclAlltoAllConfig", 23102},
-	FuncGatherConfig:                {"ncclGatherConfig", 23102},
-	FuncScatterConfig:               {"ncclScatterConfig", 23102},
-	FuncSetEncryption:               {"ncclSetEncryption", 23203},
+	FuncGetPeerDevicePointer: {"ncclGetPeerDevicePointer", 22902},
+	FuncAllReduceConfig:      {"ncclAllReduceConfig", 23102},
+	FuncBroadcastConfig:      {"ncclBroadcastConfig", 23102},
+	FuncReduceConfig:         {"ncclReduceConfig", 23102},
+	FuncAllGatherConfig:      {"ncclAllGatherConfig", 23102},
+	FuncReduceScatterConfig:  {"ncclReduceScatterConfig", 23102},
+	FuncAlltoAllConfig:       {"ncclAlltoAllConfig", 23102},
+	FuncGatherConfig:         {"ncclGatherConfig", 23102},
+	FuncScatterConfig:        {"ncclScatterConfig", 23102},
+	FuncSetEncryption:        {"ncclSetEncryption", 23203},
 
 	FuncDevCommCreate:  {"ncclDevCommCreate", 22803},
 	FuncDevCommDestroy: {"ncclDevCommDestroy", 22803},

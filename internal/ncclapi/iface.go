@@ -29,13 +29,9 @@ type API interface {
 
 	GetVersion() (int32, Result)
 	GetUniqueID() (UniqueID, Result)
-	GetErrorString(r Result) string
 	GetLastError(c Comm) string // c may be 0
 
-	CommInitRank(out *Comm, nranks int32, id UniqueID, rank int32) Result
-	CommInitRankConfig(out *Comm, nranks int32, id UniqueID, rank int32, cfg *Config) Result
 	CommInitRankScalable(out *Comm, nranks, rank int32, ids []UniqueID, cfg *Config) Result
-	CommInitAll(out []Comm, devices []int32) Result
 	CommSplit(c Comm, color, key int32, out *Comm, cfg *Config) Result
 	CommShrink(c Comm, exclude []int32, out *Comm, cfg *Config, flags int32) Result
 	CommFinalize(c Comm) Result
@@ -43,7 +39,6 @@ type API interface {
 	CommAbort(c Comm) Result
 	CommGetAsyncError(c Comm) (async Result, r Result)
 	CommCount(c Comm) (int32, Result)
-	CommCuDevice(c Comm) (int32, Result)
 	CommUserRank(c Comm) (int32, Result)
 
 	CommRegister(c Comm, p cudadrv.DevicePtr, bytes uintptr) (RegID, Result)
@@ -57,7 +52,6 @@ type API interface {
 
 	AllReduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result
 	Broadcast(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result
-	Bcast(buf cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result
 	Reduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream) Result
 	AllGather(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream) Result
 	ReduceScatter(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result
@@ -92,9 +86,7 @@ type API interface {
 	DevCommCreate(c Comm, reqs *DevCommRequirements, out *DevComm) Result
 	DevCommDestroy(c Comm, d *DevComm) Result
 	// The address of a window of another rank is 0 if the rank is not reachable by load and
-	// store, and the multicast address if the GPUs have no multicast.
-	GetLsaMultimemDevicePointer(w Window, offset uintptr) (cudadrv.DevicePtr, Result)
-	GetLsaDevicePointer(w Window, offset uintptr, lsaRank int32) (cudadrv.DevicePtr, Result)
+	// store.
 	GetPeerDevicePointer(w Window, offset uintptr, peer int32) (cudadrv.DevicePtr, Result)
 	// The collectives with a configuration, which C reads during the call.
 	AllReduceConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream, cfg *CollConfig) Result

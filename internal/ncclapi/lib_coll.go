@@ -36,11 +36,6 @@ func (l *Lib) Broadcast(send, recv cudadrv.DevicePtr, count uintptr, t DType, ro
 	return l.Direct(FuncBroadcast, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)})
 }
 
-func (l *Lib) Bcast(buf cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Call(FuncBcast, dl.Get().
-		In(uintptr(buf), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)))
-}
-
 func (l *Lib) Reduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream) Result {
 	return l.Direct(FuncReduce, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(root), uintptr(c), uintptr(s)})
 }

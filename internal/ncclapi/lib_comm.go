@@ -23,36 +23,14 @@ func (l *Lib) GetUniqueID() (UniqueID, Result) {
 	return *id, r
 }
 
-func (l *Lib) GetErrorString(r Result) string {
-	if r == MissingSymbol {
-		return r.Meaning()
-	}
-	return l.Text(FuncGetErrorString, dl.Get().In(uintptr(r)))
-}
-
 func (l *Lib) GetLastError(c Comm) string {
 	return l.Text(FuncGetLastError, dl.Get().In(uintptr(c)))
-}
-
-func (l *Lib) CommInitRank(out *Comm, nranks int32, id UniqueID, rank int32) Result {
-	return l.Call(FuncCommInitRank, dl.Get().
-		Ptr(unsafe.Pointer(out)).In(uintptr(nranks)).Struct128((*[128]byte)(&id)).In(uintptr(rank)))
-}
-
-func (l *Lib) CommInitRankConfig(out *Comm, nranks int32, id UniqueID, rank int32, cfg *Config) Result {
-	return l.Call(FuncCommInitRankConfig, dl.Get().
-		Ptr(unsafe.Pointer(out)).In(uintptr(nranks)).Struct128((*[128]byte)(&id)).In(uintptr(rank)).Ptr(unsafe.Pointer(cfg)))
 }
 
 func (l *Lib) CommInitRankScalable(out *Comm, nranks, rank int32, ids []UniqueID, cfg *Config) Result {
 	return l.Call(FuncCommInitRankScalable, dl.Get().
 		Ptr(unsafe.Pointer(out)).In(uintptr(nranks), uintptr(rank), uintptr(len(ids))).
 		Ptr(unsafe.Pointer(unsafe.SliceData(ids))).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) CommInitAll(out []Comm, devices []int32) Result {
-	return l.Call(FuncCommInitAll, dl.Get().
-		Ptr(unsafe.Pointer(unsafe.SliceData(out))).In(uintptr(len(out))).Ptr(unsafe.Pointer(unsafe.SliceData(devices))))
 }
 
 func (l *Lib) CommSplit(c Comm, color, key int32, out *Comm, cfg *Config) Result {
@@ -79,11 +57,6 @@ func (l *Lib) CommGetAsyncError(c Comm) (async Result, r Result) {
 
 func (l *Lib) CommCount(c Comm) (int32, Result) {
 	v, r := l.Call1(FuncCommCount, dl.Get().In(uintptr(c)).Out())
-	return int32(v), r
-}
-
-func (l *Lib) CommCuDevice(c Comm) (int32, Result) {
-	v, r := l.Call1(FuncCommCuDevice, dl.Get().In(uintptr(c)).Out())
 	return int32(v), r
 }
 

@@ -53,16 +53,6 @@ func (l *Lib) SetEncryption(cfg *EncryptionConfig) Result {
 	return l.Call(FuncSetEncryption, dl.Get().Ptr(unsafe.Pointer(cfg)))
 }
 
-func (l *Lib) GetLsaMultimemDevicePointer(w Window, offset uintptr) (cudadrv.DevicePtr, Result) {
-	p, r := l.Call1(FuncGetLsaMultimemDevicePointer, dl.Get().In(uintptr(w), offset).Out())
-	return cudadrv.DevicePtr(p), r
-}
-
-func (l *Lib) GetLsaDevicePointer(w Window, offset uintptr, lsaRank int32) (cudadrv.DevicePtr, Result) {
-	p, r := l.Call1(FuncGetLsaDevicePointer, dl.Get().In(uintptr(w), offset, uintptr(lsaRank)).Out())
-	return cudadrv.DevicePtr(p), r
-}
-
 func (l *Lib) GetPeerDevicePointer(w Window, offset uintptr, peer int32) (cudadrv.DevicePtr, Result) {
 	p, r := l.Call1(FuncGetPeerDevicePointer, dl.Get().In(uintptr(w), offset, uintptr(peer)).Out())
 	return cudadrv.DevicePtr(p), r

@@ -39,11 +39,6 @@ func (l *nccl) Broadcast(send, recv ptr, n uintptr, t dtype, root int32, h handl
 		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, c.only(root), 1) })
 }
 
-func (l *nccl) Bcast(buf ptr, n uintptr, t dtype, root int32, h handle, s stream) status {
-	return l.submit(l.API.Bcast(buf, n, t, root, h, s), "ncclBcast", h, s,
-		func(c *comm) []cudadrv.Use { return moves(buf, buf, n, t, c.only(root), 1-c.only(root)) })
-}
-
 func (l *nccl) Reduce(send, recv ptr, n uintptr, t dtype, op redOp, root int32, h handle, s stream) status {
 	return l.submit(l.API.Reduce(send, recv, n, t, op, root, h, s), "ncclReduce", h, s,
 		func(c *comm) []cudadrv.Use { return moves(send, recv, n, t, 1, c.only(root)) })

@@ -73,12 +73,6 @@ func (d driver) MemAllocAsync(n uintptr, s cudadrv.Stream) (cudadrv.DevicePtr, c
 	return d.allocatedAsync(p, r, "cuMemAllocAsync", n, ctx, s)
 }
 
-func (d driver) MemAllocFromPoolAsync(n uintptr, pool cudadrv.MemPool, s cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
-	ctx := d.t.contextFor(s)
-	p, r := d.Driver.MemAllocFromPoolAsync(n, pool, s)
-	return d.allocatedAsync(p, r, "cuMemAllocFromPoolAsync", n, ctx, s)
-}
-
 // allocatedAsync adds memory that exists from this point of the stream on.
 func (d driver) allocatedAsync(p cudadrv.DevicePtr, r cudadrv.Result, name string, n uintptr, ctx cudadrv.Context, s cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
 	if r != cudadrv.Success {

@@ -187,13 +187,6 @@ func (l *lib) MatmulAlgoCheck(h cublasltapi.Handle, o *cublasltapi.Operation, x 
 	return cublasapi.Success
 }
 
-func (l *lib) MatmulAlgoGetIds(h cublasltapi.Handle, t *cublasltapi.Types, out []int32) (int32, cublasapi.Result) {
-	if _, _, r := l.begin("cublasLtMatmulAlgoGetIds", h); r != cublasapi.Success {
-		return 0, r
-	}
-	return int32(copy(out, ids(t.A))), cublasapi.Success
-}
-
 func (l *lib) MatmulAlgoInit(h cublasltapi.Handle, t *cublasltapi.Types, id int32, x *cublasltapi.Algo) cublasapi.Result {
 	if _, _, r := l.begin("cublasLtMatmulAlgoInit", h); r != cublasapi.Success {
 		return r

@@ -1,13 +1,19 @@
 package cufile
 
 import (
+	"errors"
 	"fmt"
+	"io"
+	"math"
 	"os"
+	"syscall"
+
+	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
+	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
-	"golang.org/x/sys/unix"
 )
 
 // A file is a registered file descriptor.
@@ -27,7 +33,6 @@ func (l *lib) HandleRegister(d *cufileapi.Descr) (cufileapi.Handle, cufileapi.Re
 	}
 	defer l.leave()
 	f, r := l.openFile(d)
-	l.stats.count(&l.stats.l1.HandleRegisterOps, r == cufileapi.Success)
 	if r != cufileapi.Success {
 		return 0, r
 	}
@@ -40,7 +45,7 @@ func (l *lib) openFile(d *cufileapi.Descr) (*file, cufileapi.Result) {
 	if d == nil || d.FD < 0 {
 		return nil, cufileapi.InvalidValue
 	}
-	if d.Type != cufileapi.OpaqueFD || !l.running.bools[cufileapi.ParamAllowCompatMode] && !l.running.bools[cufileapi.ParamForceCompatMode] {
+	if d.Type != cufileapi.OpaqueFD {
 		return nil, cufileapi.IONotSupported // nvidia-fs is missing
 	}
 	var st unix.Stat_t
@@ -102,11 +107,9 @@ func (l *lib) HandleDeregister(h cufileapi.Handle) {
 		return
 	}
 	defer l.leave()
-	f, r := l.registered(cufileapi.FuncHandleDeregister.Name(), h)
-	if f == nil && l.files[h] == nil {
+	if f, _ := l.registered(cufileapi.FuncHandleDeregister.Name(), h); f == nil && l.files[h] == nil {
 		l.report("cuFileHandleDeregister of %#x, which is not a handle", uintptr(h))
 	}
-	l.stats.count(&l.stats.l1.HandleDeregisterOps, r == cufileapi.Success)
 	l.forgetFile(cufileapi.FuncHandleDeregister, h)
 }
 
@@ -140,7 +143,6 @@ func (l *lib) BufRegister(p cudadrv.DevicePtr, bytes uintptr, flags int32) cufil
 	}
 	defer l.leave()
 	b, r := l.registrable(dev, p, bytes, flags)
-	l.stats.registered(dev, uint64(bytes), r == cufileapi.Success)
 	if r != cufileapi.Success {
 		return r
 	}
@@ -186,7 +188,7 @@ func (l *lib) noMemory(p cudadrv.DevicePtr) cufileapi.Result {
 // memory at p. Whether the memory exists is checked when it is touched.
 func (l *lib) usable(dev *machine.Device, p cudadrv.DevicePtr) cufileapi.Result {
 	if machine.InHostMemory(p) {
-		if b, _ := l.m.Find(p); b == nil || !l.running.bools[cufileapi.AllowSystemMemory] {
+		if b, _ := l.m.Find(p); b == nil {
 			return cufileapi.CUDAMemoryTypeInvalid
 		}
 	}
@@ -197,7 +199,7 @@ func (l *lib) usable(dev *machine.Device, p cudadrv.DevicePtr) cufileapi.Result 
 }
 
 func (l *lib) BufDeregister(p cudadrv.DevicePtr) cufileapi.Result {
-	dev, _, r := l.begin(cufileapi.FuncBufDeregister)
+	_, _, r := l.begin(cufileapi.FuncBufDeregister)
 	if r != cufileapi.Success {
 		return r
 	}
@@ -209,7 +211,6 @@ func (l *lib) BufDeregister(p cudadrv.DevicePtr) cufileapi.Result {
 	case b == nil:
 		r = cufileapi.MemoryNotRegistered
 	}
-	l.stats.deregistered(dev, b)
 	if r == cufileapi.Success {
 		l.forgetBuffer(cufileapi.FuncBufDeregister, p)
 	}
@@ -224,4 +225,126 @@ func (l *lib) forgetBuffer(by cufileapi.Func, p cudadrv.DevicePtr) {
 	}
 	delete(l.buffers, p)
 	b.block.Register(-1)
+}
+
+// A transfer moves bytes between a file and memory.
+type transfer struct {
+	file       *file
+	buffer     *buffer // nil if the memory is not registered
+	base       cudadrv.DevicePtr
+	size       uint64
+	fileOffset int64
+	devOffset  int64
+	write      bool
+	plan       fault.Fault // injected fault: an error, or a short transfer
+}
+
+func (l *lib) Read(h cufileapi.Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error) {
+	return l.transfer(cufileapi.FuncRead, h, &transfer{base: base, size: uint64(bytes), fileOffset: fileOffset, devOffset: devOffset})
+}
+
+func (l *lib) Write(h cufileapi.Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error) {
+	return l.transfer(cufileapi.FuncWrite, h, &transfer{base: base, size: uint64(bytes), fileOffset: fileOffset, devOffset: devOffset, write: true})
+}
+
+func (l *lib) transfer(f cufileapi.Func, h cufileapi.Handle, t *transfer) (int64, error) {
+	dev, x, r := l.begin(f)
+	if r != cufileapi.Success {
+		return 0, asError(r)
+	}
+	t.plan = x
+	if r = l.prepare(f, dev, h, t); r == cufileapi.Success {
+		r = l.check(t)
+	}
+	if r != cufileapi.Success {
+		l.leave()
+		return 0, asError(r)
+	}
+	t.use(1)
+	o := l.m.HostOp(dev, f.Name())
+	l.leave()
+	n, err := l.move(o, t)
+	l.m.Lock()
+	defer l.m.Unlock()
+	t.use(-1)
+	l.m.HostDone(o)
+	return n, err
+}
+
+// prepare validates the parameters that are known at submission, and resolves
+// file and memory. The machine is locked.
+func (l *lib) prepare(f cufileapi.Func, dev *machine.Device, h cufileapi.Handle, t *transfer) (r cufileapi.Result) {
+	if t.base == 0 {
+		return cufileapi.InvalidValue
+	}
+	if t.file, r = l.registered(f.Name(), h); r != cufileapi.Success {
+		return r
+	}
+	switch {
+	case !t.write && t.file.mode == unix.O_WRONLY:
+		return cufileapi.InvalidFileOpenFlag
+	case t.write && t.file.mode == unix.O_RDONLY:
+		return cufileapi.Result(syscall.EIO)
+	}
+	t.buffer = l.buffers[t.base]
+	return l.usable(dev, t.base)
+}
+
+// check validates the size and the offsets. The machine is locked.
+func (l *lib) check(t *transfer) cufileapi.Result {
+	switch {
+	case t.fileOffset < 0 || t.devOffset < 0 || t.size > math.MaxInt64:
+		return cufileapi.InvalidValue
+	case t.buffer != nil && (uint64(t.devOffset) > t.buffer.size || t.size > t.buffer.size-uint64(t.devOffset)):
+		return cufileapi.InvalidMappingRange
+	}
+	return cufileapi.Success
+}
+
+// use counts the transfer in or out at its file and buffer. The machine is locked.
+func (t *transfer) use(delta int) {
+	t.file.use(delta)
+	if t.buffer != nil {
+		t.buffer.busy += delta
+	}
+}
+
+// move performs the transfer for a running operation.
+func (l *lib) move(o *machine.Op, t *transfer) (n int64, err error) {
+	if t.plan.Status != 0 {
+		return 0, asError(cufileapi.Result(t.plan.Status))
+	}
+	want := t.size
+	if t.plan.Short && want > 1 {
+		want /= 2
+	}
+	l.m.Lock()
+	bytes, trouble := o.Touch(t.base+cudadrv.DevicePtr(t.devOffset), t.size, !t.write)
+	l.m.Unlock()
+	if trouble != nil {
+		o.Fail(trouble)
+		return 0, cufileapi.CUDAFailed(trouble.Status)
+	}
+	if n, err = t.copy(bytes[:want]); !t.write {
+		machine.Poison(bytes[n:]) // cuFile may overwrite the rest with data read beyond the end
+	}
+	return n, err
+}
+
+// copy makes the system calls. If an error follows after some bytes, only the
+// next transfer reports it.
+func (t *transfer) copy(bytes []byte) (int64, error) {
+	call := t.file.file.ReadAt
+	if t.write {
+		call = t.file.file.WriteAt
+	}
+	n, err := call(bytes, t.fileOffset)
+	if n > 0 || err == nil || errors.Is(err, io.EOF) {
+		return int64(n), nil
+	}
+	var errno syscall.Errno
+	if !errors.As(err, &errno) {
+		errno = syscall.EIO
+	}
+	return 0, errno
 }

@@ -15,32 +15,21 @@ const version = 1150
 
 // lib implements cufileapi.API over virtual device memory and real files
 // with system calls, like cuFile without nvidia-fs. It rejects or reports
-// mistakes that cuFile sometimes tolerates: a driver that was not opened,
-// parameters out of range, memory that a stream still uses, and files that are
-// closed or deregistered while in use. The lock of the machine guards it.
+// mistakes that cuFile sometimes tolerates: a driver that was not opened, memory
+// that a stream still uses, and files that are closed or deregistered while in use. The lock of the machine guards it.
 type lib struct {
 	m       *machine.Machine
 	uses    int64
-	staged  config // used from the next open
-	running config
-	props   cufileapi.DrvProps
 	files   map[cufileapi.Handle]*file
 	buffers map[cudadrv.DevicePtr]*buffer
-	batches map[cufileapi.Batch]*batch
-	streams map[cudadrv.Stream]uint32 // flags of the registered streams
-	stats   stats
 }
 
 // New returns the cuFile of a machine, version 1.15.
 func New(m *machine.Machine) cufileapi.API {
 	return &lib{
-		m: m, staged: defaults(),
-		files: map[cufileapi.Handle]*file{}, buffers: map[cudadrv.DevicePtr]*buffer{},
-		batches: map[cufileapi.Batch]*batch{}, streams: map[cudadrv.Stream]uint32{},
+		m: m, files: map[cufileapi.Handle]*file{}, buffers: map[cudadrv.DevicePtr]*buffer{},
 	}
 }
-
-func (l *lib) Has(f cufileapi.Func) bool { return f >= 0 && f < cufileapi.NumFuncs }
 
 // enter consults the fault plan. If it succeeds, the machine is locked until
 // lib.leave.
@@ -122,11 +111,7 @@ func (l *lib) DriverOpen() cufileapi.Result {
 		return r
 	}
 	defer l.leave()
-	if l.uses++; l.uses == 1 {
-		l.running, l.staged = l.staged, defaults()
-		l.props = l.running.properties()
-		l.stats.open(&l.running)
-	}
+	l.uses++
 	return cufileapi.Success
 }
 
@@ -146,92 +131,22 @@ func (l *lib) DriverClose() cufileapi.Result {
 	for p := range l.buffers {
 		l.forgetBuffer(cufileapi.FuncDriverClose, p)
 	}
-	for b := range l.batches {
-		l.forgetBatch(cufileapi.FuncDriverClose, b)
-	}
-	clear(l.streams)
 	return cufileapi.Success
 }
 
-func (l *lib) UseCount() int64 {
-	_, r := l.enter(cufileapi.FuncUseCount)
-	if r != cufileapi.Success {
-		return 0
-	}
-	defer l.leave()
-	return l.uses
-}
-
-func (l *lib) DriverGetProperties(p *cufileapi.DrvProps) cufileapi.Result {
-	_, r := l.enterOpen(cufileapi.FuncDriverGetProperties)
+// SetParameterString accepts the parameters while the driver is closed. None of them changes
+// what the virtual cuFile does.
+func (l *lib) SetParameterString(p cufileapi.StringParam, _ string) cufileapi.Result {
+	_, r := l.enter(cufileapi.FuncSetParameterString)
 	if r != cufileapi.Success {
 		return r
 	}
 	defer l.leave()
-	if p == nil {
+	switch {
+	case l.uses > 0:
+		return cufileapi.DriverAlreadyOpen
+	case p < 0 || p >= cufileapi.NumStringParams:
 		return cufileapi.InvalidValue
 	}
-	*p = l.props
 	return cufileapi.Success
-}
-
-func (l *lib) DriverSetPollMode(poll bool, thresholdKB uintptr) cufileapi.Result {
-	_, r := l.enterOpen(cufileapi.FuncDriverSetPollMode)
-	if r != cufileapi.Success {
-		return r
-	}
-	defer l.leave()
-	if !inRange(cufileapi.PollThresholdSizeKB, thresholdKB) {
-		return cufileapi.DriverUnsupportedLimit
-	}
-	l.running.bools[cufileapi.ParamUsePollMode], l.running.sizes[cufileapi.PollThresholdSizeKB] = poll, thresholdKB
-	l.props = l.running.properties()
-	return cufileapi.Success
-}
-
-func (l *lib) DriverSetMaxDirectIOSize(kb uintptr) cufileapi.Result {
-	_, r := l.enterOpen(cufileapi.FuncDriverSetMaxDirectIOSize)
-	if r != cufileapi.Success {
-		return r
-	}
-	defer l.leave()
-	if !inRange(cufileapi.MaxDirectIOSizeKB, kb) {
-		return cufileapi.DriverUnsupportedLimit
-	}
-	l.running.sizes[cufileapi.MaxDirectIOSizeKB] = kb
-	l.props = l.running.properties()
-	return cufileapi.Success
-}
-
-// Without nvidia-fs there is no cache in device memory and no pinned memory, so
-// there is nothing to limit.
-
-func (l *lib) DriverSetMaxCacheSize(uintptr) cufileapi.Result {
-	return l.noLimit(cufileapi.FuncDriverSetMaxCacheSize)
-}
-
-func (l *lib) DriverSetMaxPinnedMemSize(uintptr) cufileapi.Result {
-	return l.noLimit(cufileapi.FuncDriverSetMaxPinnedMemSize)
-}
-
-func (l *lib) noLimit(f cufileapi.Func) cufileapi.Result {
-	_, r := l.enterOpen(f)
-	if r != cufileapi.Success {
-		return r
-	}
-	defer l.leave()
-	return cufileapi.DriverUnsupportedLimit
-}
-
-// GetBARSizeInKB returns 0: without nvidia-fs nothing is mapped.
-func (l *lib) GetBARSizeInKB(gpu int32) (uintptr, cufileapi.Result) {
-	_, r := l.enterOpen(cufileapi.FuncGetBARSizeInKB)
-	if r != cufileapi.Success {
-		return 0, r
-	}
-	defer l.leave()
-	if l.m.Device(cudadrv.Device(gpu)) == nil {
-		return 0, cufileapi.InvalidValue
-	}
-	return 0, cufileapi.Success
 }

@@ -5,12 +5,30 @@ import (
 	"path/filepath"
 	"testing"
 
+	"github.com/stretchr/testify/require"
+
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/virtual/machine"
-	"github.com/stretchr/testify/require"
+	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 )
+
+func TestMain(m *testing.M) { virtualtest.Main(m) }
+
+// A rig is a machine with the contexts of its devices retained.
+type rig struct {
+	*virtualtest.Rig
+	m *machine.Machine
+}
+
+func newRig(t *testing.T, cfg machine.Config) *rig {
+	t.Helper()
+	m, err := machine.New(&cfg)
+	require.NoError(t, err)
+	t.Logf("seed %#x", m.Seed())
+	return &rig{virtualtest.New(t, m.Driver(), cfg.Devices), m}
+}
 
 // A fileRig is a rig with a driver of cuFile that is open and streams that can be
 // used.
@@ -24,10 +42,16 @@ func newFileRig(t *testing.T, cfg machine.Config) *fileRig {
 	cfg.Devices = max(cfg.Devices, 1)
 	r := &fileRig{rig: newRig(t, cfg)}
 	r.api = New(r.m)
-	r.fine(r.api.SetParameterBool(cufileapi.ParallelIO, true))
-	r.fine(r.api.SetParameterSizeT(cufileapi.MaxIOThreads, 1))
 	r.fine(r.api.DriverOpen())
 	return r
+}
+
+// block holds the stream until the function that it returns is called.
+func (r *fileRig) block(s cudadrv.Stream) func() {
+	r.T.Helper()
+	gate := make(chan struct{})
+	r.Do(0, func() cudadrv.Result { return r.Drv.LaunchHostFunc(s, dl.OnceClosure(func() { <-gate })) })
+	return func() { close(gate) }
 }
 
 func (r *fileRig) fine(res cufileapi.Result) {
@@ -106,14 +130,9 @@ func TestCuFileWantsItsDriverAndAContext(t *testing.T) {
 		return res
 	}
 	for name, call := range map[string]func() cufileapi.Result{
-		"register":   register,
-		"buffer":     func() cufileapi.Result { return r.api.BufRegister(1, 1, 0) },
-		"close":      r.api.DriverClose,
-		"properties": func() cufileapi.Result { return r.api.DriverGetProperties(new(cufileapi.DrvProps)) },
-		"limit":      func() cufileapi.Result { return r.api.DriverSetMaxDirectIOSize(1024) },
-		"bar":        func() cufileapi.Result { _, res := r.api.GetBARSizeInKB(0); return res },
-		"statistics": r.api.StatsStart,
-		"cancel":     func() cufileapi.Result { return r.api.BatchIOCancel(1) },
+		"register": register,
+		"buffer":   func() cufileapi.Result { return r.api.BufRegister(1, 1, 0) },
+		"close":    r.api.DriverClose,
 	} {
 		require.Equal(t, cufileapi.DriverNotInitialized, r.with(0, call), name)
 	}
@@ -138,76 +157,14 @@ func TestCuFileParametersAreChecked(t *testing.T) {
 	api := New(m)
 	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorNotInitialized), api.DriverOpen())
 	require.Equal(t, cudadrv.Success, m.Driver().Init())
-	for p := range cufileapi.NumSizeTParams {
-		least, greatest, res := api.GetParameterMinMaxValue(p)
-		if p == cufileapi.ProfileStats {
-			require.Equal(t, cufileapi.InvalidValue, res)
-			continue
-		}
-		require.Equal(t, cufileapi.Success, res)
-		v, res := api.GetParameterSizeT(p)
-		require.Equal(t, cufileapi.Success, res)
-		require.GreaterOrEqual(t, v, least, "parameter %d", p)
-		if least > 0 {
-			require.Equal(t, cufileapi.InvalidValue, api.SetParameterSizeT(p, least-1))
-		}
-		require.Equal(t, cufileapi.Success, api.SetParameterSizeT(p, least))
-		if greatest > 0 {
-			require.LessOrEqual(t, v, greatest, "parameter %d", p)
-			require.Equal(t, cufileapi.InvalidValue, api.SetParameterSizeT(p, greatest+1))
-			require.Equal(t, cufileapi.Success, api.SetParameterSizeT(p, greatest))
-		}
+	for _, p := range []cufileapi.StringParam{-1, cufileapi.NumStringParams} {
+		require.Equal(t, cufileapi.InvalidValue, api.SetParameterString(p, ""), p)
 	}
-	require.Equal(t, cufileapi.InvalidValue, api.SetParameterBool(cufileapi.ProfileNVTX, true), "obsolete")
-	for _, bad := range [][2][]uintptr{{nil, nil}, {{4, 8}, {1}}, {{0}, {1}}, {{4}, {0}}} {
-		require.Equal(t, cufileapi.InvalidValue, api.SetParameterPosixPoolSlabArray(bad[0], bad[1]), bad)
-	}
-	require.Equal(t, cufileapi.Success, api.SetParameterPosixPoolSlabArray([]uintptr{8, 64}, []uintptr{2, 3}))
-	for range 2 { // before and after the opening
-		sizes, counts := make([]uintptr, 2), make([]uintptr, 2)
-		require.Equal(t, cufileapi.Success, api.GetParameterPosixPoolSlabArray(sizes, counts))
-		require.Equal(t, []uintptr{8, 64, 2, 3}, append(sizes, counts...))
-		require.Equal(t, cufileapi.InvalidValue, api.GetParameterPosixPoolSlabArray(sizes[:1], counts[:1]))
-		api.DriverOpen()
-	}
-	// What was set holds for one opening.
-	api.DriverClose()
+	require.Equal(t, cufileapi.Success, api.SetParameterString(cufileapi.LogDir, t.TempDir()))
+	require.Equal(t, cufileapi.Success, api.DriverOpen())
+	require.Equal(t, cufileapi.DriverAlreadyOpen, api.SetParameterString(cufileapi.LoggingLevel, "INFO"))
 	require.Equal(t, cufileapi.Success, api.DriverClose())
-	v, _ := api.GetParameterSizeT(cufileapi.IOBatchSize)
-	require.EqualValues(t, 128, v)
-}
-
-func TestCuFileWithoutCompatibilityMode(t *testing.T) {
-	r := &fileRig{rig: newRig(t, machine.Config{Devices: 1})}
-	r.api = New(r.m)
-	r.fine(r.api.SetParameterBool(cufileapi.ParamAllowCompatMode, false))
-	r.fine(r.api.DriverOpen())
-	f := r.open(1, os.O_RDONLY)
-	require.Equal(t, cufileapi.IONotSupported, r.with(0, func() cufileapi.Result {
-		_, res := r.api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(f.Fd())})
-		return res
-	}))
-}
-
-// What is set while the driver is open shows at once.
-func TestCuFileLimits(t *testing.T) {
-	r := newFileRig(t, machine.Config{})
-	var p cufileapi.DrvProps
-	require.Equal(t, cufileapi.InvalidValue, r.api.DriverGetProperties(nil))
-	r.fine(r.api.DriverSetMaxDirectIOSize(2048))
-	r.fine(r.api.DriverGetProperties(&p))
-	require.EqualValues(t, 2048, p.MaxDirectIOSize)
-	require.EqualValues(t, 1<<cufileapi.AllowCompatMode, p.DControlFlags)
-	r.fine(r.api.DriverSetPollMode(true, 16))
-	r.fine(r.api.DriverGetProperties(&p))
-	require.EqualValues(t, 16, p.PollThreshSize)
-	require.EqualValues(t, 1<<cufileapi.AllowCompatMode|1<<cufileapi.UsePollMode, p.DControlFlags)
-	for name, res := range map[string]cufileapi.Result{
-		"poll threshold": r.api.DriverSetPollMode(true, 3), "direct": r.api.DriverSetMaxDirectIOSize(63),
-		"cache": r.api.DriverSetMaxCacheSize(1024), "pinned": r.api.DriverSetMaxPinnedMemSize(1024),
-	} {
-		require.Equal(t, cufileapi.DriverUnsupportedLimit, res, name)
-	}
+	require.Equal(t, cufileapi.Success, api.SetParameterString(cufileapi.LoggingLevel, "INFO"))
 }
 
 // A host function of a stream may call cuFile no more than the driver.

@@ -28,7 +28,7 @@ type Fault struct {
 	Wrong  bool          // a copy or an operation of NCCL delivers a wrong byte
 	Slow   time.Duration // an operation begins later by this time
 	Short  bool          // its file transfers stop half-way
-	Async  bool          // the call succeeds, and its communicator or transfer fails later with Status
+	Async  bool          // the call succeeds, and its communicator fails later with Status
 }
 
 // A Plan is a fault plan with the calls counted so far. Each library call
@@ -175,7 +175,7 @@ func parseFault(item string) (name string, n int, x Fault, err error) {
 			return "", 0, x, fmt.Errorf("%q is not a duration", status)
 		}
 	case failing:
-		if x.Status, err = statusOf(name, status, x.Async); err != nil {
+		if x.Status, err = statusOf(name, status); err != nil {
 			return "", 0, x, err
 		}
 	}
@@ -209,9 +209,9 @@ func (x *Fault) suits(call string) error {
 	switch {
 	case !calls[call]:
 		return fmt.Errorf("%q is not one of %s", call, strings.Join(slices.Sorted(maps.Keys(calls)), " "))
-	case x.Async && !(streamOps[call] && strings.HasPrefix(call, "nccl")) && !laterTransfers[call]:
-		return fmt.Errorf("%q is neither an operation of NCCL nor an asynchronous transfer", call)
-	case x.Short && !transfers[call] && !laterTransfers[call]:
+	case x.Async && !(streamOps[call] && strings.HasPrefix(call, "nccl")):
+		return fmt.Errorf("%q is not an operation of NCCL", call)
+	case x.Short && !transfers[call]:
 		return fmt.Errorf("%q does not transfer between files and memory", call)
 	case x.Wrong && !delivers[call]:
 		return fmt.Errorf("%q is neither a copy nor an operation of NCCL that delivers data", call)
@@ -225,11 +225,11 @@ func (x *Fault) suits(call string) error {
 
 // statusOf returns the value of a status by its C name in the library of the
 // call. File transfers can fail with an errno, too.
-func statusOf(call, status string, async bool) (int32, error) {
+func statusOf(call, status string) (int32, error) {
 	text := func(v int32) string { return cudadrv.Result(v).Error() }
 	first := int32(1)
 	switch {
-	case transfers[call] || laterTransfers[call] && async:
+	case transfers[call]:
 		if v := errnoOf(status); v != 0 {
 			return v, nil
 		}
@@ -263,31 +263,25 @@ func errnoOf(name string) int32 {
 	return 0
 }
 
-// transfers are the calls that transfer between files and memory synchronously,
-// laterTransfers those that do so asynchronously.
-var (
-	transfers      = Names(`cuFileRead cuFileWrite`)
-	laterTransfers = Names(`cuFileReadAsync cuFileWriteAsync cuFileBatchIOSubmit`)
-)
+// transfers are the calls that transfer between files and memory.
+var transfers = Names(`cuFileRead cuFileWrite`)
 
 // noStatus lists calls that do not return a status.
-var noStatus = Names(`cuFileHandleDeregister cuFileBatchIODestroy cuFileUseCount`)
+var noStatus = Names(`cuFileHandleDeregister`)
 
 // between lists the copies that may involve two devices.
 var between = Names(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
 
 // delivers lists the copies and the operations of NCCL that write memory.
-var delivers = Names(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast ncclBcast
+var delivers = Names(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast
 	ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll ncclGather ncclScatter ncclRecv`)
 
-// streamOps lists the calls that enqueue an asynchronous operation. If a batch of
-// transfers hangs, none of its transfers starts.
-var streamOps = Names(`cuMemAllocAsync cuMemAllocFromPoolAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
+// streamOps lists the calls that enqueue an asynchronous operation.
+var streamOps = Names(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
 	cuMemcpyPeerAsync cuMemcpy2DAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuEventRecordWithFlags cuLaunchKernel
 	cuLaunchCooperativeKernel cublasGemmEx cublasGemmStridedBatchedEx cublasLtMatmul
-	ncclAllReduce ncclBroadcast ncclBcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
-	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload
-	cuFileReadAsync cuFileWriteAsync cuFileBatchIOSubmit`)
+	ncclAllReduce ncclBroadcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
+	ncclGather ncclScatter ncclSend ncclRecv cuGraphLaunch cuGraphUpload`)
 
 // calls lists all calls that a plan may contain.
 var calls = allCalls()
@@ -297,7 +291,7 @@ func allCalls() map[string]bool {
 	cuDeviceGetAttribute cuDeviceTotalMem cuDeviceGetPCIBusId cuDeviceCanAccessPeer cuDeviceGetDefaultMemPool
 	cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent cuDeviceGetP2PAttribute
 	cuCtxSynchronize cuCtxGetStreamPriorityRange cuCtxEnablePeerAccess cuProfilerStart cuProfilerStop cuMemGetInfo cuMemAlloc cuMemFree
-	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
+	cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
 	cuMemGetAddressRange cuIpcGetMemHandle cuIpcOpenMemHandle cuIpcCloseMemHandle
 	cuMemGetAllocationGranularity cuMemAddressReserve cuMemAddressFree cuMemCreate cuMemRelease cuMemMap cuMemUnmap cuMemSetAccess
 	cuMemExportToShareableHandle cuMemImportFromShareableHandle
@@ -313,7 +307,7 @@ func allCalls() map[string]bool {
 	cublasLtCreate cublasLtDestroy cublasLtMatmulDescCreate cublasLtMatmulDescDestroy cublasLtMatmulDescSetAttribute
 	cublasLtMatrixLayoutCreate cublasLtMatrixLayoutDestroy cublasLtMatrixLayoutSetAttribute
 	cublasLtMatmulPreferenceCreate cublasLtMatmulPreferenceDestroy cublasLtMatmulPreferenceSetAttribute
-	cublasLtMatmulAlgoGetHeuristic cublasLtMatmulAlgoCheck cublasLtMatmulAlgoGetIds cublasLtMatmulAlgoInit`)
+	cublasLtMatmulAlgoGetHeuristic cublasLtMatmulAlgoCheck cublasLtMatmulAlgoInit`)
 	maps.Copy(names, streamOps)
 	for f := range ncclapi.NumFuncs {
 		names[f.Name()] = true

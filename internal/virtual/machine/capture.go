@@ -132,11 +132,10 @@ func (d *Device) capturing() bool {
 // unsafeCalls lists the calls that may wait for, or change, resources of captured
 // streams. They invalidate captures in the modes global and thread-local.
 var unsafeCalls = fault.Names(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
-	cuMemPoolCreate cuMemPoolDestroy cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
+	cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
 	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate cublasLtCreate cuStreamSynchronize cuStreamQuery
 	cuGraphInstantiateWithFlags cuGraphExecDestroy cuProfilerStart cuProfilerStop
-	cuFileHandleRegister cuFileBufRegister cuFileBufDeregister cuFileRead cuFileWrite cuFileStreamRegister cuFileStreamDeregister
-	cuFileBatchIOSetUp cuFileBatchIOSubmit`)
+	cuFileHandleRegister cuFileBufRegister cuFileBufDeregister cuFileRead cuFileWrite`)
 
 // Permits tells whether the calling thread may make a call now. m.mu is held.
 func (m *Machine) Permits(name string) cudadrv.Result {

@@ -81,15 +81,6 @@ func (d driver) DeviceGetDefaultMemPool(ord cudadrv.Device) (cudadrv.MemPool, cu
 	return dev.pool.handle, cudadrv.Success
 }
 
-func (d driver) MemPoolCreate(ord cudadrv.Device) (cudadrv.MemPool, cudadrv.Result) {
-	c, dev, r := d.beginDevice("cuMemPoolCreate", ord)
-	if r != cudadrv.Success {
-		return 0, r
-	}
-	defer c.end()
-	return dev.newPool().handle, cudadrv.Success
-}
-
 // beginPool is beginFree for calls on a pool.
 func (d driver) beginPool(name string, h cudadrv.MemPool) (call, *pool, cudadrv.Result) {
 	c, r := d.beginFree(name)
@@ -102,19 +93,6 @@ func (d driver) beginPool(name string, h cudadrv.MemPool) (call, *pool, cudadrv.
 		return c, nil, cudadrv.ErrorInvalidValue
 	}
 	return c, p, cudadrv.Success
-}
-
-func (d driver) MemPoolDestroy(h cudadrv.MemPool) cudadrv.Result {
-	c, p, r := d.beginPool("cuMemPoolDestroy", h)
-	if r != cudadrv.Success {
-		return r
-	}
-	defer c.end()
-	if p == p.dev.pool {
-		return cudadrv.ErrorInvalidValue
-	}
-	delete(d.m.pools, h)
-	return cudadrv.Success
 }
 
 func (d driver) MemPoolGetAttribute(h cudadrv.MemPool, attr int32) (uint64, cudadrv.Result) {
@@ -189,19 +167,6 @@ func (d driver) MemAllocAsync(bytes uintptr, h cudadrv.Stream) (cudadrv.DevicePt
 	}
 	defer c.end()
 	return c.allocFrom(s.dev.pool, s, bytes)
-}
-
-func (d driver) MemAllocFromPoolAsync(bytes uintptr, ph cudadrv.MemPool, h cudadrv.Stream) (cudadrv.DevicePtr, cudadrv.Result) {
-	c, s, r := d.beginStream("cuMemAllocFromPoolAsync", h)
-	if r != cudadrv.Success {
-		return 0, r
-	}
-	defer c.end()
-	p := d.m.pools[ph]
-	if p == nil {
-		return 0, cudadrv.ErrorInvalidValue
-	}
-	return c.allocFrom(p, s, bytes)
 }
 
 func (c *call) allocFrom(p *pool, s *Stream, bytes uintptr) (cudadrv.DevicePtr, cudadrv.Result) {

@@ -13,11 +13,11 @@ import (
 func TestPoolHoldsMemoryBack(t *testing.T) {
 	r := newRig(t, Config{Devices: 2, Memory: 1000})
 	s := r.Stream(0)
-	pool, res := r.Drv.MemPoolCreate(0)
+	pool, res := r.Drv.DeviceGetDefaultMemPool(0)
 	r.OK(res)
 	r.OK(r.Drv.MemPoolSetAttribute(pool, cudadrv.MemPoolAttrReleaseThreshold, 500))
 	alloc := func(n uintptr) (p cudadrv.DevicePtr, res cudadrv.Result) {
-		res = r.On(0, func() (res cudadrv.Result) { p, res = r.Drv.MemAllocFromPoolAsync(n, pool, s); return res })
+		res = r.On(0, func() (res cudadrv.Result) { p, res = r.Drv.MemAllocAsync(n, s); return res })
 		return p, res
 	}
 	state := func() (v [4]uint64) {
@@ -47,22 +47,16 @@ func TestPoolHoldsMemoryBack(t *testing.T) {
 	require.Equal(t, cudadrv.ErrorOutOfMemory, res)
 	require.Equal(t, [4]uint64{300, 500, 300, 300}, state(), "a failure reserves nothing")
 
-	// What was allocated outlives the pool.
-	r.OK(r.Drv.MemPoolDestroy(pool))
-	_, res = alloc(1)
-	require.Equal(t, cudadrv.ErrorInvalidValue, res)
 	r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 1, 300, s) })
 	r.Do(0, func() cudadrv.Result { return r.Drv.MemFreeAsync(p, s) })
 	r.Sync(0, s)
-	require.Equal(t, uintptr(400), r.freeBytes(0))
-	fixed, _ := r.Drv.DeviceGetDefaultMemPool(0)
-	require.Equal(t, cudadrv.ErrorInvalidValue, r.Drv.MemPoolDestroy(fixed))
+	require.Equal(t, uintptr(100), r.freeBytes(0))
 }
 
 // Asking a pool may wait for the device, which spoils a capture.
 func TestPoolCallsSpoilCaptures(t *testing.T) {
 	r := newRig(t, Config{Devices: 1})
-	pool, res := r.Drv.MemPoolCreate(0)
+	pool, res := r.Drv.DeviceGetDefaultMemPool(0)
 	r.OK(res)
 	mem := make([]byte, 64)
 	for name, call := range map[string]func() cudadrv.Result{
@@ -75,7 +69,6 @@ func TestPoolCallsSpoilCaptures(t *testing.T) {
 		},
 		"access":   func() cudadrv.Result { return r.Drv.MemPoolSetAccess(pool, 0) },
 		"trim":     func() cudadrv.Result { return r.Drv.MemPoolTrimTo(pool, 0) },
-		"create":   func() cudadrv.Result { _, res := r.Drv.MemPoolCreate(0); return res },
 		"register": func() cudadrv.Result { return r.Drv.MemHostRegister(unsafe.Pointer(&mem[0]), 64, 0) },
 	} {
 		s := r.Stream(0)

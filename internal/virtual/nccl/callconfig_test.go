@@ -184,18 +184,11 @@ func TestAddressesInWindows(t *testing.T) {
 			got, r := c.api.GetPeerDevicePointer(w[rank], 8, peer)
 			c.good(r)
 			require.Equal(t, p[peer]+8, got)
-			got, r = c.api.GetLsaDevicePointer(w[rank], 0, peer)
-			c.good(r)
-			require.Equal(t, p[peer], got)
 		}
-		got, r := c.api.GetLsaMultimemDevicePointer(w[rank], 0)
-		c.good(r)
-		require.Zero(t, got, "no multicast")
 	}
 	for want, f := range map[string]func() (cudadrv.DevicePtr, ncclapi.Result){
 		"byte 64: the window has 64": func() (cudadrv.DevicePtr, ncclapi.Result) { return c.api.GetPeerDevicePointer(w[0], 64, 0) },
 		"rank 2 is not one of 2":     func() (cudadrv.DevicePtr, ncclapi.Result) { return c.api.GetPeerDevicePointer(w[0], 0, 2) },
-		"rank -1 of a team of 2":     func() (cudadrv.DevicePtr, ncclapi.Result) { return c.api.GetLsaDevicePointer(w[0], 0, -1) },
 		"is not a window":            func() (cudadrv.DevicePtr, ncclapi.Result) { return c.api.GetPeerDevicePointer(4711, 0, 0) },
 	} {
 		_, r := f()

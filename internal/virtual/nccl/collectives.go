@@ -37,11 +37,6 @@ func (l *lib) BroadcastConfig(send, recv cudadrv.DevicePtr, count uintptr, t ncc
 	return broadcastOf(send, recv, count, t, root, c, s).configured(ncclapi.FuncBroadcastConfig, cfg).submit(l)
 }
 
-func (l *lib) Bcast(buf cudadrv.DevicePtr, count uintptr, t ncclapi.DType, root int32, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	i := issue{f: ncclapi.FuncBcast, kind: kindBroadcast, send: buf, recv: buf, count: count, t: t, root: root, comm: c, stream: s, sends: 1, recvs: 1, sendAtRoot: true}
-	return i.submit(l)
-}
-
 func reduceOf(send, recv cudadrv.DevicePtr, count uintptr, t ncclapi.DType, op ncclapi.RedOp, root int32, c ncclapi.Comm, s cudadrv.Stream) issue {
 	return issue{f: ncclapi.FuncReduce, kind: kindReduce, send: send, recv: recv, count: count, t: t, op: op, root: root, comm: c, stream: s, sends: 1, recvs: 1, recvAtRoot: true}
 }

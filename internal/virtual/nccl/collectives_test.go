@@ -287,7 +287,7 @@ func TestSplitWithoutColor(t *testing.T) {
 		require.Equal(t, int32(2), n)
 		p := c.Alloc(rank, 4)
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], p, []int32{int32(rank)})
-		wg.Go(func() { c.good(c.api.Bcast(p, 1, ncclapi.Int32, 1, parts[rank], c.streams[rank])) })
+		wg.Go(func() { c.good(c.api.Broadcast(p, p, 1, ncclapi.Int32, 1, parts[rank], c.streams[rank])) })
 		defer func() {
 			require.Equal(t, []int32{2}, virtualtest.Download[int32](c.Rig, rank, c.streams[rank], p, 1))
 			c.good(c.api.CommDestroy(parts[rank]))

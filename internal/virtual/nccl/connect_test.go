@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// TestInitEndsTogether aborts one rank as soon as its own CommInitRank is done:
+// TestInitEndsTogether aborts one rank as soon as its own CommInitRankScalable is done:
 // that of no other rank may fail for it.
 func TestInitEndsTogether(t *testing.T) {
 	const ranks = 5
@@ -28,7 +28,7 @@ func TestInitEndsTogether(t *testing.T) {
 		for rank := range ranks {
 			wg.Go(func() {
 				r.On(rank, func() cudadrv.Result {
-					results[rank] = api.CommInitRank(&comms[rank], ranks, id, int32(rank))
+					results[rank] = api.CommInitRankScalable(&comms[rank], ranks, int32(rank), []ncclapi.UniqueID{id}, nil)
 					return 0
 				})
 				if rank == round%ranks && results[rank] == ncclapi.Success {

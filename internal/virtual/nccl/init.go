@@ -24,14 +24,6 @@ func (l *lib) GetUniqueID() (ncclapi.UniqueID, ncclapi.Result) {
 	return id, ncclapi.Success
 }
 
-func (l *lib) CommInitRank(out *ncclapi.Comm, nranks int32, id ncclapi.UniqueID, rank int32) ncclapi.Result {
-	return l.initRank(ncclapi.FuncCommInitRank, out, nranks, rank, &id, nil)
-}
-
-func (l *lib) CommInitRankConfig(out *ncclapi.Comm, nranks int32, id ncclapi.UniqueID, rank int32, cfg *ncclapi.Config) ncclapi.Result {
-	return l.initRank(ncclapi.FuncCommInitRankConfig, out, nranks, rank, &id, cfg)
-}
-
 // CommInitRankScalable uses the meeting of the first id.
 func (l *lib) CommInitRankScalable(out *ncclapi.Comm, nranks, rank int32, ids []ncclapi.UniqueID, cfg *ncclapi.Config) ncclapi.Result {
 	const f = ncclapi.FuncCommInitRankScalable
@@ -202,59 +194,6 @@ func (l *lib) loadKernels(dev *machine.Device) ncclapi.Result {
 		l.loaded[dev] = true
 	}
 	return ncclapi.Success
-}
-
-// CommInitAll creates one rank for each listed device in this process. It does
-// not need a current context.
-func (l *lib) CommInitAll(out []ncclapi.Comm, devices []int32) ncclapi.Result {
-	const f = ncclapi.FuncCommInitAll
-	if r := l.enter(f); r != ncclapi.Success {
-		return r
-	}
-	if devices == nil {
-		for i := range out {
-			devices = append(devices, int32(i))
-		}
-	}
-	if len(out) == 0 || len(out) != len(devices) {
-		return l.refuse(ncclapi.InvalidArgument, "%s: %d devices for %d communicators", f.Name(), len(devices), len(out))
-	}
-	devs, r := l.distinct(f, devices)
-	if r != ncclapi.Success {
-		return r
-	}
-	id, err := l.startRoot()
-	if err != nil {
-		return l.refuse(ncclapi.SystemError, "%s: %v", f.Name(), err)
-	}
-	t, address, _ := parseID(&id)
-	var jobs []func() ncclapi.Result
-	for rank, dev := range devs {
-		jobs = append(jobs, func() ncclapi.Result {
-			j := &joiner{Ranks: len(devs), Rank: rank, Key: rank}
-			return l.make(f, &out[rank], dev, t, address, t, j)
-		})
-	}
-	return l.later(func() ncclapi.Result { return runJobs(jobs) })
-}
-
-// distinct returns the devices, which must exist and be listed once.
-func (l *lib) distinct(f ncclapi.Func, ordinals []int32) ([]*machine.Device, ncclapi.Result) {
-	devs := make([]*machine.Device, len(ordinals))
-	l.m.Lock()
-	for i, ordinal := range ordinals {
-		devs[i] = l.m.Device(cudadrv.Device(ordinal))
-	}
-	l.m.Unlock()
-	for i, dev := range devs {
-		if dev == nil {
-			return nil, l.refuse(ncclapi.UnhandledCUDAError, "%s: device %d does not exist", f.Name(), ordinals[i])
-		}
-		if slices.Contains(ordinals[:i], ordinals[i]) {
-			return nil, l.refuse(ncclapi.InvalidUsage, "%s: Duplicate GPU: device %d is listed twice", f.Name(), ordinals[i])
-		}
-	}
-	return devs, ncclapi.Success
 }
 
 // splitNoColor is NCCL_SPLIT_NOCOLOR.

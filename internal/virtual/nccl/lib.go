@@ -80,13 +80,6 @@ func (l *lib) GetVersion() (int32, ncclapi.Result) {
 	return l.cfg.Version, l.enter(ncclapi.FuncGetVersion)
 }
 
-func (l *lib) GetErrorString(r ncclapi.Result) string {
-	if text := r.Meaning(); text != "" {
-		return text
-	}
-	return "unknown result code"
-}
-
 // GetLastError returns the reason for a communicator's asynchronous error or, if
 // there is none, for the last failed call.
 func (l *lib) GetLastError(h ncclapi.Comm) string {
@@ -171,10 +164,6 @@ func (l *lib) number(f ncclapi.Func, h ncclapi.Comm, get func(*comm) int32) (int
 
 func (l *lib) CommCount(h ncclapi.Comm) (int32, ncclapi.Result) {
 	return l.number(ncclapi.FuncCommCount, h, func(c *comm) int32 { return int32(c.n) })
-}
-
-func (l *lib) CommCuDevice(h ncclapi.Comm) (int32, ncclapi.Result) {
-	return l.number(ncclapi.FuncCommCuDevice, h, func(c *comm) int32 { return c.dev.Ordinal() })
 }
 
 func (l *lib) CommUserRank(h ncclapi.Comm) (int32, ncclapi.Result) {

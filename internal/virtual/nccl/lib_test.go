@@ -51,7 +51,16 @@ func newUnconnectedClan(t *testing.T, cfg machine.Config, of Config) *clan {
 	t.Helper()
 	c := &clan{rig: newRigWith(t, cfg, of), comms: make([]ncclapi.Comm, cfg.Devices)}
 	c.api = c.lib
-	c.good(c.api.CommInitAll(c.comms, nil))
+	id, res := c.api.GetUniqueID()
+	c.good(res)
+	c.group(func() {
+		for rank := range c.comms {
+			c.On(rank, func() cudadrv.Result {
+				c.good(c.api.CommInitRankScalable(&c.comms[rank], int32(len(c.comms)), int32(rank), []ncclapi.UniqueID{id}, nil))
+				return 0
+			})
+		}
+	})
 	for d := range cfg.Devices {
 		c.streams = append(c.streams, c.Stream(d))
 	}
@@ -81,7 +90,7 @@ func (c *clan) wait(rank int, want ncclapi.Result) string {
 	}
 }
 
-// initRanks calls CommInitRank for pairs of device, rank and number of ranks,
+// initRanks calls CommInitRankScalable for pairs of device, rank and number of ranks,
 // each on a thread of its own.
 func (c *rig) initRanks(id ncclapi.UniqueID, calls ...[3]int) ([]ncclapi.Result, []ncclapi.Comm) {
 	results, comms := make([]ncclapi.Result, len(calls)), make([]ncclapi.Comm, len(calls))
@@ -89,7 +98,7 @@ func (c *rig) initRanks(id ncclapi.UniqueID, calls ...[3]int) ([]ncclapi.Result,
 	for i, call := range calls {
 		wg.Go(func() {
 			c.On(call[0], func() cudadrv.Result {
-				results[i] = c.lib.CommInitRank(&comms[i], int32(call[2]), id, int32(call[1]))
+				results[i] = c.lib.CommInitRankScalable(&comms[i], int32(call[2]), int32(call[1]), []ncclapi.UniqueID{id}, nil)
 				return 0
 			})
 		})
@@ -147,7 +156,7 @@ func TestInitOverTCPAmongStrangers(t *testing.T) {
 func TestInitNeedsContext(t *testing.T) {
 	r := newRig(t, machine.Config{Devices: 1})
 	var c ncclapi.Comm
-	require.Equal(t, ncclapi.UnhandledCUDAError, r.lib.CommInitRank(&c, 1, ncclapi.UniqueID{}, 0))
+	require.Equal(t, ncclapi.UnhandledCUDAError, r.lib.CommInitRankScalable(&c, 1, 0, make([]ncclapi.UniqueID, 1), nil))
 }
 
 func TestArguments(t *testing.T) {

@@ -100,11 +100,11 @@ var scenarios = map[string]func(*child){
 		return c.api.AllReduce(p, p, 100, ncclapi.Float32, pickOdd(odd, ncclapi.Sum, ncclapi.Max), c.comm, c.Stream)
 	}),
 	"mismatch-root": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.Bcast(p, 100, ncclapi.Float32, pickOdd[int32](odd, 0, 1), c.comm, c.Stream)
+		return c.api.Broadcast(p, p, 100, ncclapi.Float32, pickOdd[int32](odd, 0, 1), c.comm, c.Stream)
 	}),
 	"mismatch-op": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
 		if odd {
-			return c.api.Bcast(p, 100, ncclapi.Float32, 0, c.comm, c.Stream)
+			return c.api.Broadcast(p, p, 100, ncclapi.Float32, 0, c.comm, c.Stream)
 		}
 		return c.api.AllReduce(p, p, 100, ncclapi.Float32, ncclapi.Sum, c.comm, c.Stream)
 	}),

@@ -52,28 +52,6 @@ func (c *comm) lsaSize() int {
 	return c.n
 }
 
-// GetLsaMultimemDevicePointer reports that the devices have no multicast.
-func (l *lib) GetLsaMultimemDevicePointer(w ncclapi.Window, offset uintptr) (cudadrv.DevicePtr, ncclapi.Result) {
-	_, _, r := l.openWindow(ncclapi.FuncGetLsaMultimemDevicePointer, w, offset)
-	return 0, r
-}
-
-func (l *lib) GetLsaDevicePointer(w ncclapi.Window, offset uintptr, lsaRank int32) (cudadrv.DevicePtr, ncclapi.Result) {
-	const f = ncclapi.FuncGetLsaDevicePointer
-	c, win, r := l.openWindow(f, w, offset)
-	if r != ncclapi.Success {
-		return 0, r
-	}
-	size := c.lsaSize()
-	if lsaRank < 0 || int(lsaRank) >= size {
-		return 0, l.refuse(ncclapi.InvalidArgument, "%s at rank %d: rank %d of a team of %d", f.Name(), c.rank, lsaRank, size)
-	}
-	if size == 1 {
-		lsaRank = int32(c.rank)
-	}
-	return l.peerWindow(f, c, win, int(lsaRank), offset)
-}
-
 func (l *lib) GetPeerDevicePointer(w ncclapi.Window, offset uintptr, peer int32) (cudadrv.DevicePtr, ncclapi.Result) {
 	const f = ncclapi.FuncGetPeerDevicePointer
 	c, win, r := l.openWindow(f, w, offset)

@@ -177,22 +177,12 @@ func TestCuFileRegistersWhatIsThere(t *testing.T) {
 }
 
 func TestCuFileSystemMemory(t *testing.T) {
-	for _, allowed := range []bool{true, false} {
-		r := &fileRig{rig: newRig(t, machine.Config{Devices: 1})}
-		r.api = New(r.m)
-		r.fine(r.api.SetParameterBool(cufileapi.AllowSystemMemory, allowed))
-		r.fine(r.api.DriverOpen())
-		var p unsafe.Pointer
-		r.Do(0, func() (res cudadrv.Result) { p, res = r.Drv.MemHostAlloc(64, 0); return })
-		got := r.with(0, func() cufileapi.Result { return r.api.BufRegister(cudadrv.DevicePtr(uintptr(p)), 64, 0) })
-		if !allowed {
-			require.Equal(t, cufileapi.CUDAMemoryTypeInvalid, got)
-			continue
-		}
-		r.fine(got)
-		r.Do(0, func() cudadrv.Result { return r.Drv.MemFreeHost(p) })
-		r.reported("was freed before cuFileBufDeregister")
-	}
+	r := newFileRig(t, machine.Config{})
+	var p unsafe.Pointer
+	r.Do(0, func() (res cudadrv.Result) { p, res = r.Drv.MemHostAlloc(64, 0); return })
+	r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(cudadrv.DevicePtr(uintptr(p)), 64, 0) }))
+	r.Do(0, func() cudadrv.Result { return r.Drv.MemFreeHost(p) })
+	r.reported("was freed before cuFileBufDeregister")
 }
 
 func TestCuFileGivenUpInFlight(t *testing.T) {
@@ -214,26 +204,29 @@ func TestCuFileGivenUpInFlight(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newFileRig(t, machine.Config{})
-			h, s, p, w := r.register(r.open(n, os.O_RDWR)), r.Stream(0), r.Alloc(0, 2*n), r.words(n)
+			h, p := r.register(r.open(n, os.O_RDWR)), r.Alloc(0, 2*n)
 			if name == "memory" {
 				r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, n, 0) }))
 			}
 			r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p+n, n, 0) }))
-			open := r.block(s)
-			r.fine(r.readAsync(h, p, w, s))
+			l := r.api.(*lib)
+			x := &transfer{file: l.files[h], buffer: l.buffers[p]}
+			x.use(1)
 			c.giveUp(r, h, p)
 			r.reported(c.report)
-			open()
-			r.Sync(0, s)
-			require.EqualValues(t, n, w.done, "what was under way ends")
+			_, err := x.file.file.Stat()
+			require.NoError(t, err, "the file stays open for what is in flight")
+			x.use(-1)
+			_, err = x.file.file.Stat()
+			require.Equal(t, name == "memory", err == nil, "the file is closed after the last transfer")
 		})
 	}
 	t.Run("afterwards", func(t *testing.T) {
 		r := newFileRig(t, machine.Config{})
-		h, s, p, w := r.register(r.open(n, os.O_RDWR)), r.Stream(0), r.Alloc(0, n), r.words(n)
+		h, p := r.register(r.open(n, os.O_RDWR)), r.Alloc(0, n)
 		r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, n, 0) }))
-		r.fine(r.readAsync(h, p, w, s))
-		r.Sync(0, s)
+		_, err := r.read(h, p, n)
+		require.NoError(t, err)
 		r.api.HandleDeregister(h)
 		r.fine(r.with(0, func() cufileapi.Result { return r.api.BufDeregister(p) }))
 		r.Do(0, func() cudadrv.Result { return r.Drv.MemFree(p) })
@@ -266,14 +259,13 @@ func TestCuFileCapturesForbidTransfers(t *testing.T) {
 
 func TestCuFileFaults(t *testing.T) {
 	r := newFileRig(t, machine.Config{Faults: "cuFileHandleRegister#1=CU_FILE_HANDLE_NOT_REGISTERED, cuFileRead#1=EIO, short@cuFileRead#2, " +
-		"cuFileRead#3=CU_FILE_INTERNAL_ERROR, cuFileWrite#1=ENOSPC, short@cuFileReadAsync#1, async@cuFileReadAsync#2=EIO, " +
-		"async@cuFileReadAsync#3=CU_FILE_IO_ERROR, cuFileReadAsync#4=CU_FILE_ASYNC_NOT_SUPPORTED, cuFileBufRegister#1=CU_FILE_GPU_MEMORY_PINNING_FAILED"})
+		"cuFileRead#3=CU_FILE_INTERNAL_ERROR, cuFileWrite#1=ENOSPC, cuFileBufRegister#1=CU_FILE_GPU_MEMORY_PINNING_FAILED"})
 	f := r.open(4096, os.O_RDWR)
 	require.Equal(t, cufileapi.HandleNotRegistered, r.with(0, func() cufileapi.Result {
 		_, res := r.api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(f.Fd())})
 		return res
 	}))
-	h, s, p, w := r.register(f), r.Stream(0), r.Alloc(0, 4096), r.words(4096)
+	h, s, p := r.register(f), r.Stream(0), r.Alloc(0, 4096)
 	_, err := r.read(h, p, 4096)
 	require.ErrorIs(t, err, syscall.EIO)
 	n, err := r.read(h, p, 4096)
@@ -287,15 +279,9 @@ func TestCuFileFaults(t *testing.T) {
 	_, err = r.write(h, p, 4096)
 	require.ErrorIs(t, err, syscall.ENOSPC)
 	require.Equal(t, cufileapi.GPUMemoryPinningFailed, r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, 4096, 0) }))
-	for _, want := range []int64{2048, -1, -int64(cufileapi.IOError)} {
-		r.fine(r.readAsync(h, p, w, s))
-		r.Sync(0, s)
-		require.Equal(t, want, w.done)
-	}
-	require.Equal(t, cufileapi.AsyncNotSupported, r.readAsync(h, p, w, s))
 	require.Empty(t, r.m.Reports())
-	for _, bad := range []string{"cuFileRead#1=EWHAT", "cuFileReadAsync#1=EIO", "short@cuFileBufRegister#1", "short@cuMemAlloc#1",
-		"async@cuFileRead#1=EIO", "cuFileUseCount#1=CU_FILE_INTERNAL_ERROR", "cuFileHandleDeregister#1=CU_FILE_INTERNAL_ERROR",
+	for _, bad := range []string{"cuFileRead#1=EWHAT", "cuFileDriverOpen#1=EIO", "short@cuFileBufRegister#1", "short@cuMemAlloc#1",
+		"async@cuFileRead#1=EIO", "cuFileHandleDeregister#1=CU_FILE_INTERNAL_ERROR",
 		"cuFileBufRegister#1=EIO", "short@cuFileRead#1=EIO", "cuFileRead#1=CUDA_ERROR_UNKNOWN"} {
 		_, err := machine.New(&machine.Config{Devices: 1, Faults: bad})
 		require.ErrorContains(t, err, "want call#n=status", bad)

@@ -1,7 +1,12 @@
 package nccl_test
 
 import (
+	"bytes"
+	"context"
+	"encoding/json"
 	"errors"
+	"os"
+	"path/filepath"
 	"sync"
 	"testing"
 	"time"
@@ -12,10 +17,230 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
+
+// states are those of the operations in a trace.
+func states(c *nccl.Communicator) (list []string) {
+	for _, o := range c.Trace() {
+		list = append(list, o.State)
+	}
+	return list
+}
+
+// An operation that an abort ends leaves its stream and has not completed: a wait that goes
+// on meanwhile and one that begins later say so, and so does the trace.
+func TestWaitOfAnAbortedOperation(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ends := map[string]func(c *nccl.Communicator) error{
+			"aborted": (*nccl.Communicator).Abort, "closed": (*nccl.Communicator).Close,
+		}
+		for how, end := range ends {
+			ranks := connect(t, devs)
+			xs, _ := buffers(t, ranks, 64)
+			once(t, devs, ranks, xs)
+			r := ranks[0]
+			require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
+			during := make(chan error, 1)
+			go func() { during <- r.c.Wait(testgpu.Context(t), r.s) }()
+			require.NoError(t, end(r.c))
+			require.NoError(t, r.s.Sync(testgpu.Context(t)))
+			for _, err := range []error{<-during, r.c.Wait(testgpu.Context(t), r.s)} {
+				require.ErrorIs(t, err, device.ErrClosed)
+				require.ErrorContains(t, err, "wait on rank 0 of 2 ("+devs[0].String()+"): the operations may not have completed and their output is undefined: this process "+how+" the communicator")
+			}
+			require.ErrorContains(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum), "ncclAllReduce on rank 0 of 2 ("+devs[0].String()+"): this process "+how+" the communicator ")
+			require.Equal(t, []string{"completed", "aborted"}, states(r.c))
+			require.EqualValues(t, 1, r.c.Progress().Completed.Record)
+		}
+	})
+}
+
+// What has completed before the end is known to have.
+func TestWaitAfterTheEnd(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for name, end := range map[string]func(c *nccl.Communicator) error{
+			"abort": (*nccl.Communicator).Abort, "close": (*nccl.Communicator).Close,
+			"shutdown": func(c *nccl.Communicator) error { return c.Shutdown(testgpu.Context(t)) },
+		} {
+			ranks := connect(t, devs)
+			xs, _ := buffers(t, ranks, 64)
+			each(t, devs, func(i int) error {
+				if err := nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum); err != nil {
+					return err
+				}
+				return ranks[i].s.Sync(testgpu.Context(t)) // which tells the communicator nothing
+			})
+			known := ranks
+			if name != "shutdown" { // the other rank may learn of this end before it looks
+				require.NoError(t, end(ranks[0].c))
+				known = ranks[:1]
+			}
+			each(t, devs, func(i int) error { return end(ranks[i].c) })
+			for _, r := range known {
+				require.NoError(t, r.c.Wait(testgpu.Context(t), r.s), name)
+				require.Equal(t, []string{"completed"}, states(r.c), name)
+			}
+		}
+	})
+}
+
+// After a timeout the operation that hangs stays one that has not completed, whoever has
+// waited, and although its stream goes on.
+func TestTimeoutIsNotCompleted(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks, xs := afterOnce(t, devs, 64, limit(devs))
+		r := ranks[0]
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
+		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
+		require.NoError(t, r.c.Abort())
+		require.NoError(t, r.s.Sync(testgpu.Context(t)))
+		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
+		require.Equal(t, []string{"completed", "timed out"}, states(r.c))
+		require.EqualValues(t, 1, r.c.Progress().Completed.Record)
+		require.Equal(t, "timed out", r.c.Progress().Issued.State)
+		var b bytes.Buffer
+		require.NoError(t, r.c.DumpTrace(&b))
+		require.Contains(t, b.String(), `"last_completed_collective":"1"`)
+		require.Contains(t, b.String(), `"batch_id":2,"end":"timed out"`)
+	})
+}
+
+// A timeout names the operation that hangs, or operations of which it is one.
+func TestTimeoutNamesTheOperationThatHangs(t *testing.T) {
+	for _, burst := range []bool{false, true} {
+		devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "hang@ncclAllReduce#9"}).Devices()
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
+		xs, _ := buffers(t, ranks, 16)
+		var late *nccl.TimeoutError
+		for n := 1; n <= 8; n++ { // the ninth call is the fifth of rank 0
+			if !burst && n == 5 {
+				setTimeout(t, ranks, soon)
+			}
+			if n == 1 { // the first calls block until both have come
+				each(t, devs, func(i int) error { return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Max) })
+			}
+			for i, r := range ranks {
+				if n > 1 {
+					_ = nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Max)
+				}
+			}
+			if err := ranks[0].c.Err(); !burst && err == nil {
+				err = errors.Join(ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), ranks[1].c.Wait(testgpu.Context(t), ranks[1].s))
+				require.Equal(t, n >= 5, err != nil, "%d: %v", n, err)
+			}
+		}
+		until(t, func() bool { return ranks[0].c.Err() != nil })
+		require.ErrorAs(t, ranks[0].c.Err(), &late)
+		first, last := late.Operation.Collective, late.Last.Collective
+		if !burst {
+			require.Equal(t, []uint64{5, 5}, []uint64{first, last}, "every operation was waited for: %v", late)
+			require.ErrorContains(t, late, "nccl: ncclAllReduce(16 x int64, max) as collective 5 on rank")
+			continue
+		}
+		require.LessOrEqual(t, first, uint64(5), late)
+		require.GreaterOrEqual(t, last, uint64(5), late)
+		if first < last {
+			require.ErrorContains(t, late, "nccl: one of collectives ")
+		}
+	}
+}
+
+// The marks that a stream has not come to are kept, so that what hangs lies between two of
+// them, however much is issued behind it.
+func TestTimeoutOfManyOperations(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	ranks, xs := afterOnce(t, devs, 16, time.Minute)
+	r := ranks[0]
+	issue := func() {
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
+		until(t, func() bool { return time.Since(r.c.Progress().Issued.Created) > 2*time.Millisecond })
+	}
+	issue() // the only one that completes, after all others were issued
+	require.NoError(t, r.c.SetTimeout(limit(devs)))
+	for range 79 {
+		issue()
+	}
+	require.NoError(t, nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum))
+	var late *nccl.TimeoutError
+	require.ErrorAs(t, r.c.Wait(testgpu.Context(t), r.s), &late)
+	require.Equal(t, []uint64{3, 3}, []uint64{late.Operation.Collective, late.Last.Collective}, "each was issued some time after the one before, and has a mark")
+	require.Equal(t, limit(devs), late.Limit, "the first operation, which had more time, is known to have completed")
+}
+
+// The operations of a single rank are copies, which nothing orders between streams.
+func TestSingleRankOnTwoStreams(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		r := connectWith(t, devs, &nccl.Config{Timeout: ample})[0]
+		xs, _ := buffers(t, []rank{r}, 64)
+		other, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer other.Close()
+		open := spin.Hold(t, r.s)
+		defer open()
+		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0].Slice(0, 32), xs[0].Slice(0, 32), nccl.Sum))
+		require.NoError(t, r.c.SetTimeout(time.Minute))
+		require.NoError(t, other.WaitStream(r.s)) // for the memory
+		free, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer free.Close()
+		ys, _ := buffers(t, []rank{{c: r.c, s: free}}, 64)
+		require.NoError(t, nccl.AllReduce(r.on(), free, ys[0], ys[0], nccl.Sum))
+		require.NoError(t, r.c.Wait(testgpu.Context(t), free))
+		require.Equal(t, []string{"scheduled", "completed"}, states(r.c))
+		until(t, func() bool { return r.c.Err() != nil })
+		var late *nccl.TimeoutError
+		require.ErrorAs(t, r.c.Err(), &late)
+		require.Equal(t, []uint64{1, 1}, []uint64{late.Operation.Collective, late.Last.Collective})
+		open()
+		require.NoError(t, r.s.Sync(testgpu.Context(t)))
+		require.Equal(t, []string{"timed out", "completed"}, states(r.c))
+	})
+}
+
+// NCCL ends the operations of all communicators that share resources when one is aborted.
+func TestAbortOfSharedResources(t *testing.T) {
+	yes := true
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	ranks := connectWith(t, devs, &nccl.Config{SplitShare: &yes})
+	children := make([]*nccl.Communicator, 2)
+	each(t, devs, func(i int) (err error) {
+		children[i], err = ranks[i].c.Split(testgpu.Context(t), 0, 0, nil)
+		return err
+	})
+	xs, _ := buffers(t, ranks, 8)
+	each(t, devs, func(i int) error { return nccl.AllReduce(children[i], ranks[i].s, xs[i], xs[i], nccl.Sum) })
+	require.NoError(t, children[0].Wait(testgpu.Context(t), ranks[0].s))
+	require.NoError(t, nccl.AllReduce(children[0], ranks[0].s, xs[0], xs[0], nccl.Sum))
+	require.NoError(t, ranks[0].c.Abort())
+	err := children[0].Wait(testgpu.Context(t), ranks[0].s)
+	require.ErrorIs(t, err, device.ErrClosed)
+	require.ErrorContains(t, err, "this process aborted the communicator, of a communicator that shares its resources")
+	for _, c := range children {
+		require.NoError(t, c.Close())
+	}
+}
+
+// A context that ends says nothing about the operation, and a wait of nobody is an error.
+func TestWaitGivesUp(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	r := connect(t, devs)[0]
+	xs, _ := buffers(t, []rank{r}, 8)
+	open := spin.Hold(t, r.s)
+	require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	require.ErrorIs(t, r.c.Wait(ctx, r.s), context.Canceled)
+	require.Equal(t, []string{"scheduled"}, states(r.c))
+	open()
+	require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+	var none *nccl.Communicator
+	require.Error(t, none.Wait(ctx, r.s))
+	require.Error(t, r.c.Wait(ctx, nil))
+}
 
 const (
 	// soon is a timeout of operations that hang. A test must not require that another operation completes,
@@ -471,4 +696,196 @@ func TestAsyncErrorIsNoticed(t *testing.T) {
 	// Rank 0 sees the closed connection first if the notice of rank 1 comes late.
 	require.Regexp(t, "rank 1 (aborted|was lost: its connection )", err)
 	require.Equal(t, ranks[0].c.Err(), nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+}
+
+func TestTrace(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	ranks := connectWith(t, devs, &nccl.Config{TraceSize: 4, Name: "ring", TraceFrames: true, Timeout: time.Minute})
+	xs, _ := buffers(t, ranks, 8)
+	require.Empty(t, ranks[0].c.Trace())
+	begun := time.Now()
+	all := func(issue func(i int, r rank) error) { run(t, ranks, xs, issue) }
+	for range 3 {
+		all(func(i int, r rank) error { return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Avg) })
+	}
+	all(func(i int, r rank) error {
+		if i == 0 {
+			return nccl.Send(r.on(), r.s, xs[0].Slice(0, 3), 1)
+		}
+		return nccl.Recv(r.on(), r.s, xs[1].Slice(0, 3), 0)
+	})
+	all(func(i int, r rank) error { return nccl.AllGather(r.on(), r.s, xs[i], xs[i].Slice(4*i, 4*i+4)) })
+
+	list := ranks[1].c.Trace()
+	require.Len(t, list, 4, "the ring is full")
+	var texts []string
+	for i, o := range list {
+		texts = append(texts, o.String())
+		require.EqualValues(t, i+2, o.Record)
+		require.WithinRange(t, o.Created, begun.Round(0).Add(-time.Millisecond), time.Now())
+		require.Equal(t, ranks[1].s.Handle(), o.Stream)
+		require.NotEmpty(t, o.Frames)
+		require.Contains(t, o.Frames[0].Name, "nccl_test.")
+		require.Contains(t, o.Frames[0].Filename, "_test.go")
+	}
+	require.Equal(t, []string{
+		"ncclAllReduce(8 x int64, avg) as collective 2", "ncclAllReduce(8 x int64, avg) as collective 3",
+		"ncclRecv(3 x int64, from rank 0) as transfer 1", "ncclAllGather(4 x int64) as collective 4",
+	}, texts)
+	require.Equal(t, []int{4, 8, -1}, []int{list[3].In, list[3].Out, list[3].Root})
+	require.Equal(t, memory.Int64, list[0].DType)
+
+	checkDump(t, ranks)
+	checkDumpedSource(t, ranks[1])
+}
+
+// checkDumpedSource checks the object that tells where a dump comes from.
+func checkDumpedSource(t *testing.T, r rank) {
+	var b bytes.Buffer
+	require.NoError(t, r.c.DumpTrace(&b))
+	type clock struct {
+		Wall      int64 `json:"wall_ns"`
+		Monotonic int64 `json:"monotonic_ns"`
+	}
+	var d struct {
+		Chorus struct {
+			Format int              `json:"format"`
+			Host   string           `json:"host"`
+			PID    int              `json:"pid"`
+			Clock  clock            `json:"clock"`
+			Origin clock            `json:"clock_origin"`
+			Groups []map[string]any `json:"groups"`
+		} `json:"chorus"`
+	}
+	require.NoError(t, json.Unmarshal(b.Bytes(), &d))
+	host, err := os.Hostname()
+	require.NoError(t, err)
+	c := d.Chorus
+	require.Equal(t, []any{1, host, os.Getpid()}, []any{c.Format, c.Host, c.PID})
+	require.WithinRange(t, time.Unix(0, c.Clock.Wall), time.Now().Add(-time.Minute), time.Now())
+	require.InDelta(t, c.Clock.Wall-c.Origin.Wall, c.Clock.Monotonic-c.Origin.Monotonic, float64(time.Second))
+	require.Len(t, c.Groups, 1)
+	for field, want := range map[string]any{
+		"rank": 1.0, "world_rank": nil, "world_ranks": nil, "world_size": 0.0, "device": "virtual:1", "capacity": 4.0, "issued": 5.0, "accepted": 5.0,
+	} {
+		require.Equal(t, want, c.Groups[0][field], field)
+	}
+	require.Contains(t, c.Groups[0]["uuid"], "GPU-")
+}
+
+// checkDump reads what TestTrace has left as a tool of PyTorch would.
+func checkDump(t *testing.T, ranks []rank) {
+	until(t, func() bool { return ranks[0].c.Progress().Completed.Record == 5 })
+	var b bytes.Buffer
+	require.NoError(t, ranks[0].c.DumpTrace(&b))
+	var d struct {
+		Version string                       `json:"version"`
+		Library string                       `json:"comm_lib_version"`
+		Config  map[string]map[string]any    `json:"pg_config"`
+		Status  map[string]map[string]string `json:"pg_status"`
+		Entries []map[string]any             `json:"entries"`
+	}
+	require.NoError(t, json.Unmarshal(b.Bytes(), &d))
+	require.Equal(t, []string{"2.10", "2.28.3"}, []string{d.Version, d.Library})
+	require.Len(t, d.Config, 1)
+	for id, g := range d.Config {
+		require.Equal(t, []any{"ring", "[0, 1]"}, []any{g["desc"], g["ranks"]})
+		require.Equal(t, map[string]string{"last_enqueued_collective": "4", "last_started_collective": "4", "last_completed_collective": "4"}, d.Status[id])
+	}
+	require.Len(t, d.Entries, 4)
+	e := d.Entries[2]
+	require.Equal(t, "nccl:send 0->1", e["profiling_name"])
+	require.Equal(t, true, e["is_p2p"])
+	require.Equal(t, []any{3.0, 1.0, 3.0}, []any{e["collective_seq_id"], e["p2p_seq_id"], e["input_sizes"].([]any)[0].([]any)[0]})
+	e = d.Entries[3]
+	for field, want := range map[string]any{
+		"record_id": 5.0, "collective_seq_id": 4.0, "op_id": 5.0, "profiling_name": "nccl:_all_gather_base", "state": "completed",
+		"retired": true, "timeout_ms": 60000.0, "is_p2p": false, "input_dtypes": []any{"Long"}, "output_dtypes": []any{"Long"},
+		"input_sizes": []any{[]any{4.0}}, "output_sizes": []any{[]any{8.0}},
+	} {
+		require.Equal(t, want, e[field], field)
+	}
+	require.NotZero(t, e["time_created_ns"])
+	require.GreaterOrEqual(t, e["time_discovered_completed_ns"], e["time_created_ns"])
+	require.Equal(t, "ring", e["process_group"].([]any)[1])
+	require.Contains(t, e["frames"].([]any)[0].(map[string]any)["name"], "nccl_test.")
+
+	b.Reset()
+	require.NoError(t, nccl.DumpTrace(&b))
+	require.NoError(t, json.Unmarshal(b.Bytes(), &d))
+	require.Len(t, d.Entries, 8, "of both ranks")
+	groups := map[any]bool{}
+	for _, e := range d.Entries {
+		groups[e["process_group"].([]any)[0]] = true
+	}
+	require.Len(t, groups, 1, "which tools must see to be of one group")
+}
+
+func TestTraceIsLeftByAFailure(t *testing.T) {
+	prefix := filepath.Join(t.TempDir(), "trace-")
+	t.Setenv("CHORUS_NCCL_TRACE_FILE", prefix)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
+	xs, _ := buffers(t, ranks, 8)
+	require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
+	text, err := os.ReadFile(prefix + "0")
+	require.NoError(t, err)
+	require.Contains(t, string(text), `"state":"started"`)
+	require.Contains(t, string(text), `"time_discovered_completed_ns":null`)
+	require.Len(t, ranks[0].c.Trace(), 1, "it is there after the end")
+	var b bytes.Buffer
+	require.NoError(t, nccl.DumpTrace(&b))
+	require.Contains(t, b.String(), "nccl:all_reduce")
+	require.NoError(t, ranks[0].c.Close())
+	until(t, func() bool { return ranks[1].c.Err() != nil })
+	require.NoError(t, ranks[1].c.Close())
+	b.Reset()
+	require.NoError(t, nccl.DumpTrace(&b))
+	require.NotContains(t, b.String(), "nccl:all_reduce", "closed ones are forgotten")
+}
+
+// Communicators that have a rank in common leave their traces in files of their names.
+// The ranks have the folder of the test to themselves: its removal fails if a rank writes after its Close.
+func TestTraceOfANamedCommunicator(t *testing.T) {
+	prefix := filepath.Join(t.TempDir(), "trace-")
+	t.Setenv("CHORUS_NCCL_TRACE_FILE", prefix)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 8})
+	for _, name := range []string{"a/b", "c"} {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: soon, Name: name})
+		xs, _ := buffers(t, ranks, 8)
+		require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
+	}
+	for file, name := range map[string]string{"0-a_b": `"a/b"`, "0-c": `"c"`} {
+		text, err := os.ReadFile(prefix + file)
+		require.NoError(t, err)
+		require.Contains(t, string(text), name)
+	}
+}
+
+func TestTraceSettings(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	off := connectWith(t, devs, &nccl.Config{TraceSize: -1})[0]
+	xs, _ := buffers(t, []rank{off}, 8)
+	require.NoError(t, nccl.AllReduce(off.c, off.s, xs[0], xs[0], nccl.Sum))
+	require.Empty(t, off.c.Trace())
+	require.EqualValues(t, 1, off.c.Progress().Issued.Record)
+	id, err := nccl.NewUniqueID(devs[0])
+	require.NoError(t, err)
+	_, err = nccl.NewCommunicator(t.Context(), devs[0], id, 0, 1, &nccl.Config{TraceSize: 1<<20 + 1})
+	require.ErrorContains(t, err, "a flight recorder of 1048577 operations: want at most 1048576 in Config.TraceSize or CHORUS_NCCL_TRACE_SIZE")
+	require.ErrorContains(t, nccl.DumpTrace(nil), "nothing to write to given")
+	_, err = nccl.NewUniqueID(nil)
+	require.ErrorContains(t, err, "no device given")
+	_, err = off.c.Register(nil)
+	require.ErrorContains(t, err, "no buffer given")
+	t.Setenv("CHORUS_NCCL_TRACE_SIZE", "0")
+	t.Setenv("CHORUS_NCCL_TRACE_FRAMES", "maybe")
+	id, err = nccl.NewUniqueID(devs[0])
+	require.NoError(t, err)
+	_, err = nccl.NewCommunicator(testgpu.Context(t), devs[0], id, 0, 1, nil)
+	require.ErrorContains(t, err, "CHORUS_NCCL_TRACE_FRAMES")
+	t.Setenv("CHORUS_NCCL_TRACE_FRAMES", "no")
+	t.Setenv("CHORUS_NCCL_TIMEOUT", "soon")
+	_, err = nccl.NewCommunicator(testgpu.Context(t), devs[0], id, 0, 1, nil)
+	require.ErrorContains(t, err, "CHORUS_NCCL_TIMEOUT")
 }

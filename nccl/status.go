@@ -2,7 +2,6 @@ package nccl
 
 import (
 	"fmt"
-	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -90,7 +89,7 @@ func groupOf(r *flight.Recorder) status.Group {
 	}
 	r.Totals(func(k flight.Kind, by flight.Service, size int, t flight.Total) {
 		g.Totals = append(g.Totals, status.Total{
-			Op: strings.ReplaceAll(k.Plain(), "-", "_"), Strategy: strategies[by], Size: flight.SizeNames[size], Count: t.Count, Bytes: t.Bytes,
+			Op: k.Label(), Strategy: strategies[by], Size: flight.SizeNames[size], Count: t.Count, Bytes: t.Bytes,
 		})
 	})
 	return g

@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"runtime"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -49,7 +50,10 @@ func TestHostAsynchronous(t *testing.T) {
 					}
 					sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 2 + int(at/asyncFresh)%2})
 					require.NoError(t, err)
-					runAsync(t, sys.Devices(), int(at), int(min(at+asyncFresh, end)), func() string { return fmt.Sprint(sys.Reports()) })
+					runAsync(t, sys.Devices(), int(at), int(min(at+asyncFresh, end)), func() string {
+						// Two goroutines of a rank have no common order for two communicators. GPUs have room for both kernels.
+						return fmt.Sprint(slices.DeleteFunc(sys.Reports(), func(text string) bool { return strings.HasPrefix(text, "two communicators") }))
+					})
 				}
 			})
 		}

@@ -1,5 +1,7 @@
 package flight
 
+import "strings"
+
 // A Kind is the kind of an operation.
 type Kind uint8
 
@@ -59,6 +61,9 @@ var Kinds = [NumKinds]struct {
 
 // String returns the name for messages, such as ncclAllReduce.
 func (k Kind) String() string { return Kinds[k].Name }
+
+// Label returns the name in metrics, such as "all_reduce".
+func (k Kind) Label() string { return strings.ReplaceAll(k.Plain(), "-", "_") }
 
 // Plain returns the name that users read, such as "all-reduce".
 func (k Kind) Plain() string { return Kinds[k].Plain }

@@ -5,23 +5,16 @@ import "slices"
 // Services returns the services of the latest collectives, at most n, and the number of
 // the first.
 func (r *Recorder) Services(n int) (first uint64, list []Service) {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	for id := r.last; id > 0 && len(list) < n; id-- {
-		e := r.find(id)
-		if e == nil {
-			break
-		}
-		if !e.refused && !Kinds[e.Kind].Peer {
-			first, list = e.Collective, append(list, e.Service)
-		}
-	}
-	slices.Reverse(list)
-	return first, list
+	return latest(r, n, func(e *Entry) Service { return e.Service })
 }
 
 // Signatures returns the signatures of the latest collectives, at most n, and the number of the first.
 func (r *Recorder) Signatures(n int) (first uint64, list []uint32) {
+	return latest(r, n, func(e *Entry) uint32 { return e.Signature })
+}
+
+// latest returns a property of the latest collectives, at most n, and the number of the first.
+func latest[T any](r *Recorder, n int, of func(*Entry) T) (first uint64, list []T) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for id := r.last; id > 0 && len(list) < n; id-- {
@@ -30,7 +23,7 @@ func (r *Recorder) Signatures(n int) (first uint64, list []uint32) {
 			break
 		}
 		if !e.refused && !Kinds[e.Kind].Peer {
-			first, list = e.Collective, append(list, e.Signature)
+			first, list = e.Collective, append(list, of(e))
 		}
 	}
 	slices.Reverse(list)

@@ -80,6 +80,31 @@ var ncclPrograms = slices.Concat([]program{
 		})
 	})},
 
+	// NCCL's documentation forbids this one, and two H200 complete it, because they have room for both kernels.
+	twoGroups("different-orders", succeeds, "two communicators are used in different orders", 1, func(p, q *pair) error {
+		for range 20 { // a stream may be so late that both have one order
+			if err := errors.Join(p.reduce(0), q.reduce(0), q.reduce(1), p.reduce(1), p.wait(), q.wait()); err != nil {
+				return err
+			}
+		}
+		return nil
+	}),
+	twoGroups("different-orders-on-one-stream", hangs, "two communicators are used in different orders", 0, func(p, q *pair) error {
+		return errors.Join(p.reduce(0), q.reduce(0), q.reduce(1), p.reduce(1))
+	}),
+	twoGroups("one-order", succeeds, "", 1, func(p, q *pair) error {
+		return errors.Join(p.reduce(0), q.reduce(0), p.reduce(1), q.reduce(1))
+	}),
+	twoGroups("turns", succeeds, "", 1, func(p, q *pair) error {
+		for i := range 10 {
+			x := []*pair{p, q}[i%2]
+			if err := errors.Join(x.reduce(i/2%2), x.reduce(1-i/2%2), x.wait()); err != nil {
+				return err
+			}
+		}
+		return nil
+	}),
+
 	together("two-allreduces-in-place", func(b *nccl.Batch, p *pair, i int) error {
 		return errors.Join(nccl.AllReduce(b.On(p.c[i]), p.s[i], p.y[i], p.y[i], nccl.Sum), nccl.AllReduce(b.On(p.c[i]), p.s[i], p.y[i], p.y[i], nccl.Sum))
 	}),
@@ -224,6 +249,23 @@ func (p *pair) wait() error {
 		}
 	}
 	return nil
+}
+
+// twoGroups is a program of two connected communicators, with one stream or two on each device.
+func twoGroups(name string, gpu outcome, text string, second int, f func(p, q *pair) error) program {
+	return program{name: "two-groups-in-" + name, area: "nccl", devices: 2, gpu: gpu, text: text, run: twoRanks(func(p *pair) error {
+		q, err := ranks(p.r, &nccl.Config{Timeout: -1})
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(p.connect(), q.connect()); err != nil {
+			return err
+		}
+		if second == 0 {
+			q.s = p.s
+		}
+		return errors.Join(f(p, q), q.wait())
+	})}
 }
 
 // barrier is a program in which rank 1 writes its memory late and then takes part in an operation, and

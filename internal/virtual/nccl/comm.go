@@ -81,6 +81,10 @@ type comm struct {
 
 	connected map[connection]bool // guarded by the lock of the machine
 
+	name   string
+	shared int       // the other communicators of this device that share another device with it; guarded by the lock of the machine
+	outbox []*notice // of orders; guarded by orders.mu
+
 	signals   map[signalKey]*signals // guarded by the lock of the machine
 	signalled chan struct{}          // closed at the next signal; guarded by the lock of the machine
 
@@ -210,6 +214,10 @@ func (c *comm) hear(from *controlConn, n *notice) {
 		if closeOnce(c.departure(n.Rank)) {
 			c.tell(n, from)
 			c.idle.Broadcast()
+		}
+	case noticeOrder:
+		if c.hearOrder(n) {
+			c.tell(n, from)
 		}
 	case noticeConnects:
 		if c.hearConnections(n) {
@@ -382,9 +390,11 @@ func (c *comm) enterClique() {
 	}
 	q.refs++
 	c.clique = q
+	c.enterOrders()
 }
 
 func (c *comm) leaveClique() {
+	c.leaveOrders()
 	if c.clique.refs--; c.clique.refs == 0 {
 		delete(c.lib.cliques, c.token)
 	}

@@ -48,9 +48,10 @@ func (l *lib) initRank(f ncclapi.Func, out *ncclapi.Comm, nranks, rank int32, id
 	if r != ncclapi.Success {
 		return l.failGroup(r)
 	}
+	name := nameOf(cfg)
 	return l.later(func() ncclapi.Result {
 		j := &joiner{Ranks: int(nranks), Rank: int(rank), Key: int(rank)}
-		return l.make(f, out, dev, t, address, t, j)
+		return l.make(f, out, dev, t, address, t, j, name)
 	})
 }
 
@@ -89,6 +90,14 @@ func (l *lib) checkConfig(f ncclapi.Func, cfg *ncclapi.Config) ncclapi.Result {
 		return l.refuse(ncclapi.InvalidUsage, "%s: no network has the name %q: want one of %v", f.Name(), net, networks)
 	}
 	return ncclapi.Success
+}
+
+// nameOf returns the name in a configuration, or "".
+func nameOf(cfg *ncclapi.Config) string {
+	if cfg == nil || cfg.CommName == nil {
+		return ""
+	}
+	return dl.GoString(uintptr(unsafe.Pointer(cfg.CommName)))
 }
 
 // networks are the networks that NCCL has without a plugin.
@@ -149,7 +158,7 @@ func (l *lib) failGroup(r ncclapi.Result) ncclapi.Result {
 
 // make meets the other ranks at an address, authenticated by the token door, and
 // creates a rank of the communicator with token t.
-func (l *lib) make(f ncclapi.Func, out *ncclapi.Comm, dev *machine.Device, door token, address string, t token, j *joiner) ncclapi.Result {
+func (l *lib) make(f ncclapi.Func, out *ncclapi.Comm, dev *machine.Device, door token, address string, t token, j *joiner, name string) ncclapi.Result {
 	if r := l.mayManage(f); r != ncclapi.Success {
 		return r
 	}
@@ -160,6 +169,7 @@ func (l *lib) make(f ncclapi.Func, out *ncclapi.Comm, dev *machine.Device, door 
 	if err != nil {
 		return l.refuse(ncclapi.SystemError, "%s: %v", f.Name(), err)
 	}
+	c.name = name
 	j.Member = me
 	v, err := join(address, door, j)
 	switch {
@@ -210,9 +220,10 @@ func (l *lib) CommSplit(h ncclapi.Comm, color, key int32, out *ncclapi.Comm, cfg
 	}
 	meeting := fmt.Sprintf("split %d", c.nextChild())
 	t := c.token.derive(fmt.Sprintf("%s color %d", meeting, color))
+	name := nameOf(cfg)
 	return l.later(func() ncclapi.Result {
 		j := &joiner{Meeting: meeting, Ranks: c.n, Rank: c.rank, Color: int(color), Key: int(key)}
-		return l.make(f, out, c.dev, c.token, c.members[0].Address, t, j)
+		return l.make(f, out, c.dev, c.token, c.members[0].Address, t, j, name)
 	})
 }
 
@@ -267,10 +278,11 @@ func (l *lib) CommShrink(h ncclapi.Comm, exclude []int32, out *ncclapi.Comm, cfg
 		c.mu.Unlock()
 	}
 	meeting := fmt.Sprintf("shrink %d without %v", c.nextChild(), exclude)
+	name := nameOf(cfg)
 	return l.later(func() ncclapi.Result {
 		me := slices.Index(survivors, c.rank)
 		j := &joiner{Meeting: meeting, Ranks: len(survivors), Rank: me, Key: me}
-		return l.make(f, out, c.dev, c.token, c.members[survivors[0]].Address, c.token.derive(meeting), j)
+		return l.make(f, out, c.dev, c.token, c.members[survivors[0]].Address, c.token.derive(meeting), j, name)
 	})
 }
 

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"fmt"
+	"slices"
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -25,6 +26,7 @@ type work struct {
 	late       ncclapi.Result // injected asynchronous error of the communicator
 	wrong      bool           // the fault plan makes it deliver a wrong byte
 	slow       time.Duration  // the fault plan makes it begin later
+	number     uint64         // of a collective: see intent
 	dst        []byte         // set when it runs
 }
 
@@ -40,10 +42,12 @@ type launch struct {
 	transfers   []*work
 	prev        <-chan struct{}
 	done        chan struct{}
-	orphan      bool // its communicator was freed during the call that launched it
+	orphan      bool        // its communicator was freed during the call that launched it
+	positions   []*position // in the order of the device, if it has several communicators
 }
 
-// inLaunches groups works by communicator, in the order of their first work.
+// inLaunches groups works by communicator, in the order of their first work, with the ranks of a communicator that are in
+// this process next to each other, as ncclGroupCommJoin does.
 // Collectives of a single rank are launched separately: NCCL performs them as
 // copies on the operation's own stream, so the group does not order them.
 func inLaunches(works []*work) [][]*work {
@@ -59,6 +63,13 @@ func inLaunches(works []*work) [][]*work {
 			}
 		}
 		lists[i] = append(lists[i], w)
+	}
+	if len(at) > 1 {
+		first := map[*clique]int{}
+		for i, list := range slices.Backward(lists) {
+			first[list[0].c.clique] = i
+		}
+		slices.SortStableFunc(lists, func(a, b []*work) int { return first[a[0].c.clique] - first[b[0].c.clique] })
 	}
 	return lists
 }
@@ -100,9 +111,11 @@ func (l *launch) enqueue() {
 	l.c.mu.Lock()
 	l.c.running++
 	for _, w := range l.collectives {
+		w.number = l.c.collectives
 		l.c.intend(w.sig)
 	}
 	l.c.mu.Unlock()
+	l.queueOrder(s)
 	l.recordEvents(s)
 	s.EnqueueAlways(works[0].name, l.run)
 	for other := range others {
@@ -122,15 +135,16 @@ func (l *launch) run(o *machine.Op) {
 	if l.orphan {
 		o.Lose(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress, Text: fmt.Sprintf("%s was launched by a call in progress when the communicator of rank %d was freed", o.Name, c.rank)})
 	}
-	lost := c.dev.Status() != cudadrv.Success
+	lost, why := c.dev.Status() != cudadrv.Success, c.dev.Why()
 	if c.n > 1 { // collectives of a single rank are unordered copies
 		o.After(c.before)
 		c.before = o.Now()
 	}
 	c.clique.began[c.rank] = c.clique.began[c.rank].JoinStamp(o.Now())
+	l.startOrder()
 	m.Unlock()
 	if lost {
-		c.failDevice("its device was lost before the operation ran")
+		c.failDevice("its device was lost before the operation ran: " + why)
 		return
 	}
 	if err := l.perform(o); err != nil {
@@ -172,6 +186,7 @@ func (l *launch) needs(rank int) bool {
 }
 
 func (l *launch) finish() {
+	l.endOrder()
 	close(l.done)
 	l.c.mu.Lock()
 	l.c.running--

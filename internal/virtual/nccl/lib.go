@@ -25,6 +25,8 @@ type lib struct {
 	cfg     Config
 	cliques map[token]*clique        // guarded by the lock of the machine
 	loaded  map[*machine.Device]bool // devices that have NCCL's kernels; guarded by the lock of the machine
+	adopted map[*comm]bool           // the live communicators; guarded by the lock of the machine
+	orders  orders
 	groups  groups
 	process string // see member
 
@@ -42,9 +44,11 @@ func New(m *machine.Machine, cfg Config) ncclapi.API {
 	l := &lib{
 		m: m, cfg: cfg, cliques: map[token]*clique{}, loaded: map[*machine.Device]bool{}, comms: map[ncclapi.Comm]*comm{},
 		groups:  groups{threads: map[int]*group{}},
+		adopted: map[*comm]bool{}, orders: orders{devices: map[string]*deviceOrder{}, comms: map[token][]*comm{}, reports: map[[2]token]string{}},
 		process: randomToken().String(),
 	}
 	m.AddReports(l.openGroups)
+	m.AddReports(l.orders.list)
 	return l
 }
 

@@ -91,6 +91,7 @@ func (l *lib) CommGrow(h ncclapi.Comm, nranks int32, id *ncclapi.UniqueID, rank 
 	if id != nil {
 		note = hex.EncodeToString(id[:])
 	}
+	name := nameOf(cfg)
 	return l.later(func() ncclapi.Result {
 		note, r := c.meet(f, meeting, note)
 		if r != ncclapi.Success {
@@ -105,7 +106,7 @@ func (l *lib) CommGrow(h ncclapi.Comm, nranks int32, id *ncclapi.UniqueID, rank 
 			return l.refuse(ncclapi.InvalidArgument, "%s: %v", f.Name(), err)
 		}
 		j := &joiner{Ranks: int(nranks), Rank: c.rank, Key: c.rank}
-		return l.make(f, out, c.dev, t, address, t, j)
+		return l.make(f, out, c.dev, t, address, t, j, name)
 	})
 }
 

@@ -89,7 +89,7 @@ func processes(t testing.TB, scenario string, size int, faults map[int]string) (
 }
 
 var scenarios = map[string]func(*child){
-	"loop": childLoop, "hung": childHung, "bench": childBench,
+	"loop": childLoop, "hung": childHung, "bench": childBench, "orders-differ": childOrders(true), "orders-equal": childOrders(false),
 	"mismatch-count": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
 		return c.api.AllReduce(p, p, pickOdd[uintptr](odd, 100, 99), ncclapi.Float32, ncclapi.Sum, c.comm, c.Stream)
 	}),

@@ -76,6 +76,7 @@ type notice struct {
 	Links       []int        // the ranks that it has sent data to
 	Connections []connection // that it issues,
 	Intent      *intent      // and the collective that needs them, or nil
+	Order       []position   // of the collectives that it has issued or begun
 	Joined      bool         // the sender knows that all ranks are connected
 	failure
 }
@@ -87,6 +88,7 @@ const (
 	noticeBye       = "bye"
 	noticeConnects  = "connects"
 	noticeFailure   = "failure"
+	noticeOrder     = "order" // a rank whose device has several communicators has issued or begun collectives
 )
 
 func writeMessage(w io.Writer, v any) error {

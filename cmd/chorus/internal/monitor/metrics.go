@@ -11,6 +11,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -74,7 +75,7 @@ type collector struct {
 }
 
 // maxSeries limits the series of a rank, and of the rest of a host, over the life of this process. Workers choose labels, and new
-// ones at each scrape would fill the memory of who stores the metrics. 32 groups with 60 kinds of operations each have fewer.
+// ones at each scrape would fill the memory of who stores the metrics. 32 groups that each use 40 combinations of kind, strategy and size have fewer.
 const maxSeries = 4096
 
 func newCollector(s *Source, labels Labels) *collector {
@@ -183,8 +184,8 @@ var (
 
 	operationsDesc = desc{"chorus_collective_operations_total", "Operations that were issued.", prometheus.CounterValue, ofTotal}
 	bytesDesc      = desc{"chorus_collective_bytes_total", "Bytes of the operations that were issued, each with its larger buffer.", prometheus.CounterValue, ofTotal}
-	groupOpsDesc   = desc{"chorus_group_operations_total", "Operations of the group that were issued, of all kinds and sizes. Unlike chorus_collective_operations_total, it exists before the first operation, as increase() needs it.", prometheus.CounterValue, ofGroup}
-	groupBytesDesc = desc{"chorus_group_bytes_total", "Bytes of these operations.", prometheus.CounterValue, ofGroup}
+	groupOpsDesc   = desc{"chorus_group_operations_total", "Operations of the group that were issued, by kind. Unlike chorus_collective_operations_total, it exists for each kind before the first operation, as increase() needs it.", prometheus.CounterValue, append(ofGroup[:3:3], "op")}
+	groupBytesDesc = desc{"chorus_group_bytes_total", "Bytes of these operations.", prometheus.CounterValue, append(ofGroup[:3:3], "op")}
 	inFlightDesc   = desc{"chorus_collective_in_flight", "Collectives that were issued and have not completed.", prometheus.GaugeValue, ofGroup}
 	ageDesc        = desc{"chorus_collective_oldest_age_seconds", "Age of the oldest operation in flight; 0 if none.", prometheus.GaugeValue, ofGroup}
 	issuedDesc     = desc{"chorus_collective_issued_sequence", "Number of the last collective that was issued.", prometheus.GaugeValue, ofGroup}
@@ -321,12 +322,19 @@ func (s *sender) group(m *Member, group []string) {
 	s.send(completedDesc, float64(m.Completed), group...)
 	s.send(lagDesc, float64(m.Behind), group...)
 	s.send(lagTimeDesc, m.Lag.Seconds(), group...)
-	var all status.Total
-	for _, t := range m.Totals {
-		all.Count, all.Bytes = all.Count+t.Count, all.Bytes+t.Bytes
+	byKind := map[string]status.Total{}
+	for k := flight.AllReduce; k < flight.NumKinds; k++ {
+		byKind[k.Label()] = status.Total{}
 	}
-	s.send(groupOpsDesc, float64(all.Count), group...)
-	s.send(groupBytesDesc, float64(all.Bytes), group...)
+	for _, t := range m.Totals {
+		sum := byKind[t.Op]
+		byKind[t.Op] = status.Total{Count: sum.Count + t.Count, Bytes: sum.Bytes + t.Bytes}
+	}
+	for op, t := range byKind {
+		of := append(group[:len(group):len(group)], op)
+		s.send(groupOpsDesc, float64(t.Count), of...)
+		s.send(groupBytesDesc, float64(t.Bytes), of...)
+	}
 	for _, t := range m.Totals {
 		labels := append(group[:len(group):len(group)], t.Op, t.Strategy, t.Size)
 		s.send(operationsDesc, float64(t.Count), labels...)

@@ -43,7 +43,7 @@ RACE = $(if $(HAS_CC),-race)
 
 race: ## run the tests of the packages that own goroutines and locks with the race detector
 	@$(if $(HAS_CC),,echo "no C compiler: no tests with the race detector")
-	$(if $(HAS_CC),CGO_ENABLED=1 $(GO) test -race $(FAST) $(BESIDE) -timeout 20m $(GOROUTINES))
+	$(if $(HAS_CC),CGO_ENABLED=1 $(GO) test -race $(FAST) $(BESIDE) -timeout 40m $(GOROUTINES))
 
 # The newest Go. go.mod names the oldest one that is supported.
 NEWEST = go1.27.3

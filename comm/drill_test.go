@@ -35,8 +35,8 @@ const (
 	drillContext = 3 * time.Second
 	// drillSlack is how much longer a call may take on a busy machine.
 	drillSlack = 9 * time.Second
-	// closeLimit is the documented limit of Group.Close.
-	closeLimit = 20 * time.Second
+	// closeLimit and answerLimit are the documented limits of Group.Close and Group.Err.
+	closeLimit, answerLimit = 20 * time.Second, 10 * time.Second
 )
 
 // A drillStep is a public call. If a step fails, only the closing steps follow.
@@ -119,7 +119,7 @@ var drillSteps = []drillStep{
 	}},
 	{name: "Work.Wait", limit: drillContext, call: func(ctx context.Context, d *drill) error { return d.w.Wait(ctx) }},
 	{name: "Group.Wait", limit: drillContext, call: func(ctx context.Context, d *drill) error { return d.g.Wait(ctx) }},
-	{name: "Group.Err", limit: drillContext, call: func(_ context.Context, d *drill) error { return d.g.Err() }},
+	{name: "Group.Err", limit: answerLimit, call: func(_ context.Context, d *drill) error { return d.g.Err() }},
 	{name: "Group.Shutdown", limit: drillContext + closeLimit, call: func(ctx context.Context, d *drill) error { return d.g.Shutdown(ctx) }},
 	{name: "Communicator.Close", limit: closeLimit, closes: true, call: func(_ context.Context, d *drill) error {
 		var errs []error

@@ -103,3 +103,6 @@ var Analyst = analyst
 
 // ExchangeBy is the exchange of Join.
 var ExchangeBy = exchangeBy
+
+// FirstAnswer is the wait of Group.Err.
+var FirstAnswer = firstAnswer

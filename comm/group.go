@@ -110,23 +110,44 @@ func (g *Group) Streams() []*stream.Stream {
 
 // Err returns why the group accepts no more operations, or nil. If the group is broken,
 // the error matches ErrBroken; if this process has closed it, it matches device.ErrClosed.
-// Err returns within a moment: while the group still asks the other ranks for the cause of a failure, the
-// error has the failure as this rank has noticed it, and later errors have the cause.
+// While the group still asks the other ranks for the cause of a failure, Err returns the failure as this rank has noticed it
+// within 0.1 s, and later errors have the cause. If NCCL does not answer, Err gives up after 10 s.
 func (g *Group) Err() error {
-	err, returned := poll.Within(errTime, g.err)
-	if returned {
-		return err
-	}
-	for i := range g.members {
-		if noticed := ranks.Of(g.members[i].comm).Noticed(); noticed != nil {
-			return &brokenError{noticed}
+	err, answered := firstAnswer(g.err, func() error {
+		for i := range g.members {
+			if noticed := ranks.Of(g.members[i].comm).Noticed(); noticed != nil {
+				return &brokenError{noticed}
+			}
 		}
+		return nil
+	})
+	if !answered {
+		return fmt.Errorf("comm: error on rank %d of %d: NCCL has not answered for %v", g.Rank(), g.size, answerTime)
 	}
-	return fmt.Errorf("comm: error on rank %d of %d: NCCL has not answered for %v", g.Rank(), g.size, errTime)
+	return err
 }
 
-// errTime limits Err.
-const errTime = 100 * time.Millisecond
+// firstAnswer returns the answer of ask, or what was noticed if that comes earlier. It gives up after answerTime.
+func firstAnswer(ask, noticed func() error) (err error, answered bool) {
+	answer := make(chan error, 1)
+	go func() { answer <- ask() }()
+	tick := time.NewTicker(noticeTime)
+	defer tick.Stop()
+	for range answerTime / noticeTime {
+		select {
+		case err := <-answer:
+			return err, true
+		case <-tick.C:
+		}
+		if err := noticed(); err != nil {
+			return err, true
+		}
+	}
+	return nil, false
+}
+
+// Err waits for noticeTime before it returns a failure without its cause, and for answerTime in all.
+const noticeTime, answerTime = 100 * time.Millisecond, 10 * time.Second
 
 // err is Err with the cause of a failure, which may take some seconds.
 func (g *Group) err() error {

@@ -8,6 +8,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -364,6 +365,40 @@ func TestHighPriority(t *testing.T) {
 			}
 			require.NoError(t, sub.Close())
 			require.NoError(t, g.Close())
+		}
+	})
+}
+
+// On a busy machine NCCL answers late. Err waits for the answer, because callers end a training after an error.
+func TestErrWaitsForNCCL(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		begun, failure := time.Now(), errors.New("failure")
+		after := func(d time.Duration, err error) func() error {
+			return func() error { time.Sleep(d); return err }
+		}
+		noticedAt := func(d time.Duration) func() error {
+			return func() error {
+				if time.Since(begun) >= d {
+					return failure
+				}
+				return nil
+			}
+		}
+		for _, test := range []struct {
+			answer, noticed, ends time.Duration
+			err                   error
+			answered              bool
+		}{
+			{answer: 9 * time.Second, noticed: time.Hour, ends: 9 * time.Second, answered: true},
+			{answer: 9 * time.Second, noticed: 50 * time.Millisecond, ends: 100 * time.Millisecond, err: failure, answered: true},
+			{answer: time.Minute, noticed: time.Hour, ends: 10 * time.Second},
+		} {
+			begun = time.Now()
+			err, answered := comm.FirstAnswer(after(test.answer, nil), noticedAt(test.noticed))
+			require.Equal(t, test.err, err)
+			require.Equal(t, test.answered, answered)
+			require.Equal(t, test.ends, time.Since(begun))
+			time.Sleep(time.Minute)
 		}
 	})
 }

@@ -204,9 +204,10 @@ func (c *Communicator) connect(ctx context.Context, op, key string, init func() 
 		if err != nil || *c.h == 0 {
 			return nil, explainEncryption(c.dev, err)
 		}
+		rank, size := c.rank, c.size // finishInit may go on after Guard has returned
 		if err := poll.Guard(ctx, func() error { return c.finishInit(key) }); err != nil {
 			if _, hangs := err.(*poll.UnansweredError); hangs {
-				return nil, fmt.Errorf("nccl: %s: rank %d of %d (%s): %w", op, c.rank, c.size, c.dev, err)
+				return nil, fmt.Errorf("nccl: %s: rank %d of %d (%s): %w", op, rank, size, c.dev, err)
 			}
 			c.api.CommAbort(*c.h)
 			return nil, err

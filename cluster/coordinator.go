@@ -186,7 +186,7 @@ func (c *coordinator) welcome() welcome {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	w := c.cfg.self
-	w.Running = c.plan != nil || c.restart != nil
+	w.Running, w.Run = c.plan != nil || c.restart != nil, c.run
 	if w.Running {
 		w.Term = c.term
 	}

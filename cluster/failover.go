@@ -165,9 +165,10 @@ func (a *Agent) promise() leader {
 }
 
 // mayFollow reports whether this host may register with a coordinator after the loss of another one: a candidate, or
-// the leader of a term that is at least the greatest that this host knows.
+// the leader of a term that is at least the greatest that this host knows. Both must belong to the same run of the job.
 func (a *Agent) mayFollow(hello welcome) bool {
-	return hello.Elects || hello.Running && hello.Term >= a.promise().Term
+	by := a.promise()
+	return hello.Run == by.Run && (hello.Elects || hello.Running && hello.Term >= by.Term)
 }
 
 // refuseLeader ends the connection to a coordinator that this host must not follow, and this host's part in the job if
@@ -374,7 +375,7 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 	if err != nil {
 		return // no seed, or one that has joined the job
 	}
-	if by := a.promise(); !hello.Running && !hello.Elects || hello.Running && hello.Term < by.Term {
+	if by := a.promise(); !hello.Running && !hello.Elects || hello.Running && hello.Run == by.Run && hello.Term < by.Term {
 		a.tellElsewhere(l, a.port.at)
 		return
 	}

@@ -76,6 +76,7 @@ type welcome struct {
 	Elects bool   `json:"elects,omitempty"`
 	Epoch  uint64 `json:"epoch,omitempty"` // with Elects: the last that the coordinator knows
 	Term   uint64 `json:"term,omitempty"`  // of a coordinator whose job is running
+	Run    string `json:"run,omitempty"`   // of the coordinator's job; a term says nothing about another run
 	// Refers is true if this host does not coordinate. At is the address of the coordinator, or "" if unknown.
 	Refers   bool   `json:"refers,omitempty"`
 	At       string `json:"at,omitempty"`

@@ -214,7 +214,7 @@ func (c *coordinator) registerAgent(p *peer) error {
 		return nil
 	}
 	if ch := p.host.Charter; ch != nil && c.plan != nil {
-		c.checkTerm(leader{Term: ch.Term, Name: "another host"})
+		c.checkTerm(leader{Term: ch.Term, Run: ch.Run, Name: "another host"})
 	}
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)

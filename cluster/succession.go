@@ -141,9 +141,13 @@ func (c *coordinator) present() map[string]bool {
 }
 
 // jobElsewhere handles the message that another coordinator of this job leads: this one must not begin another
-// job, and its agents join the other one. If its job is running, a greater term has replaced it.
+// job, and its agents join the other one. If its job is running, a greater term of the same run has replaced it.
 func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
 	p.closeAfterQueue()
+	if c.plan != nil && other.By.Run != c.run {
+		c.notifyOnce(p.addr, fmt.Sprintf("refused the process at %s: %v belongs to another run of the job, whose terms say nothing about this one", p.addr, other.By))
+		return
+	}
 	if c.plan != nil {
 		c.checkTerm(other.By)
 		return
@@ -162,9 +166,9 @@ func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
 	})
 }
 
-// checkTerm ends this coordinator if another one of a greater term has replaced it.
+// checkTerm ends this coordinator if another one of the same run and of a greater term has replaced it.
 func (c *coordinator) checkTerm(by leader) {
-	if by.Term <= c.term || !c.isElastic() {
+	if by.Run != c.run || by.Term <= c.term || !c.isElastic() {
 		return
 	}
 	c.stepDown(fmt.Sprintf("%v coordinates the job now, and this host did not take part in its choice in term %d", by, c.term))

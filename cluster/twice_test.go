@@ -371,6 +371,38 @@ func TestReplacedCoordinator(t *testing.T) {
 	}
 }
 
+// Terms of another run of the job say nothing: a launcher that is left of an earlier run deposes no coordinator, and this run's hosts
+// follow no leader or candidate of another one.
+func TestTermsOfAnotherRun(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		defer j.end()
+		j.run = "new"
+		var lines []string
+		j.cfg.notify = func(line string) { lines = append(lines, line) }
+		tell := func(by leader) {
+			require.NoError(t, j.handle(newPeer(newStream(&link{}, j.clock, time.Minute), "10.0.0.9"), note(kindElsewhere, elsewhere{By: by})))
+		}
+		tell(leader{Term: 7, Run: "old", Name: "host x (pid 9)"})
+		require.Nil(t, j.faults.stop)
+		require.False(t, j.handedOver)
+		require.Len(t, lines, 1)
+		require.Contains(t, lines[0], "refused the process at 10.0.0.9: host x (pid 9) in term 7 belongs to another run of the job")
+		j.do(func() { j.checkTerm(leader{Term: 7, Run: "old"}) })
+		require.Nil(t, j.faults.stop)
+
+		a := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		require.NoError(t, a.follow(leader{Term: 2, Run: "new"}))
+		require.True(t, a.mayFollow(welcome{Run: "new", Running: true, Term: 2}))
+		require.True(t, a.mayFollow(welcome{Run: "new", Elects: true}))
+		require.False(t, a.mayFollow(welcome{Run: "old", Running: true, Term: 7}))
+		require.False(t, a.mayFollow(welcome{Run: "old", Elects: true}))
+
+		tell(leader{Term: 1, Run: "new", Name: "host y (pid 8)"})
+		require.NotNil(t, j.faults.stop, "a greater term of the same run")
+	})
+}
+
 // A coordinator that loses its majority ends at once, although functions of its epoch still run.
 func TestMinorityEndsAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -24,9 +24,9 @@ type Agent struct {
 	keys    keys
 	token   string // for workers
 	uuid    string
-	coord   *coordinator // nil unless this host runs a coordinator
-	gossip  *gossip      // nil in a job on one host
-	pairs   *pairs       // nil without gossip
+	coord   *server // nil unless this host runs a coordinator
+	gossip  *gossip // nil in a job on one host
+	pairs   *pairs  // nil without gossip
 	reserve *reservation
 	port    *port
 	life    context.Context // ends with Close
@@ -93,19 +93,18 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	return a, nil
 }
 
-// serve starts this host's coordinator on ln, after prepare, if it is not nil.
-func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
-	c := coordConfig{
-		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify, sys: a.cfg.sys,
-		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
-		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
-		self:  a.greeting(),
-		probe: a.probe,
+// serve starts this host's coordinator on ln, with a first event, if it is not nil.
+func (a *Agent) serve(ln net.Listener, first event) {
+	c := serverConfig{
+		job: a.cfg.Job, key: a.keys.control, notify: a.cfg.Notify, sys: a.cfg.sys, probe: a.probe,
+		coordConfig: coordConfig{agents: a.cfg.Nodes, self: a.greeting(), least: a.cfg.MinNodes,
+			joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain,
+			again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff}},
 	}
 	if g := a.gossip; g != nil {
 		c.path = g.path
 	}
-	coord := newCoordinator(ln, c, prepare)
+	coord := newServer(ln, c, first)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.coord = coord

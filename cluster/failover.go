@@ -261,7 +261,7 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 		return a.alone(ch, cause, nil)
 	}
 	if slices.Contains(e.seeds, e.mine) {
-		a.serve(a.port.let(), func(c *coordinator) { c.succeed(*ch, begun) })
+		a.serve(a.port.let(), candidacy{*ch, time.Since(begun)})
 	}
 	o, err := e.elect(ctx, begun)
 	if err != nil {
@@ -431,4 +431,36 @@ func (a *Agent) followNext(t *attempt, k *client, addr string) {
 		a.wg.Go(func() { a.warnSeeds(k) })
 	}
 	context.AfterFunc(k.ctx, func() { a.orphaned(k, t) })
+}
+
+// keepLedger records the ledger of the coordinator on this host.
+func (a *Agent) keepLedger(k *client, m message) {
+	var n news
+	if err := m.record(&n); err != nil {
+		a.end(k, err)
+		return
+	}
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if err := a.follow(n.By); err != nil {
+		a.refuseLeader(k, err)
+		return
+	}
+	a.book.merge(n.Ledger)
+	_ = k.send(message{kind: kindRecorded, epoch: m.epoch, id: m.id}) // the reader handles a failure
+}
+
+// conclude ends the job on this host with success, although the coordinator is lost: the program has ended.
+func (a *Agent) conclude() {
+	a.mu.Lock()
+	first := !a.finished
+	a.finished, a.over, a.choosing = true, true, false
+	a.mu.Unlock()
+	a.concluding.Do(func() { close(a.concluded) })
+	if first {
+		select {
+		case a.orders <- Order{Finish: true}:
+		default:
+		}
+	}
 }

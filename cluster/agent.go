@@ -3,6 +3,7 @@ package cluster
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"strconv"
@@ -49,7 +50,9 @@ type Agent struct {
 	orders chan Order
 	mu     sync.Mutex
 	early  func() error // news that came before the first attempt
-	memory              // for the next coordinator
+	voter
+	choosing bool          // another coordinator is chosen
+	moved    chan struct{} // closed when another coordinator has taken over
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -65,7 +68,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
+	a := &Agent{cfg: c, keys: ks, uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), voter: newVoter(c.LocalSize), moved: make(chan struct{})}
 	a.life, a.die = context.WithCancel(context.Background())
 	a.port = newPort(a)
 	if a.reserve, err = reservePort(); err != nil {
@@ -406,8 +409,11 @@ func (a *Agent) event(k *client, m message) {
 			a.end(k, err)
 			return
 		}
-		if err := a.news(m.epoch, n); err != nil {
+		if err := a.news(m.epoch, n); errors.As(err, new(*badNews)) {
 			a.end(k, err)
+			return
+		} else if err != nil {
+			a.refuseLeader(k, err)
 			return
 		}
 		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure

@@ -45,7 +45,7 @@ func choosing(t *testing.T, lostAfter time.Duration) (*election, string) {
 	t.Helper()
 	ks, err := deriveKeys(testSecret, "choice")
 	require.NoError(t, err)
-	a := &Agent{cfg: Config{Job: "choice", Notify: func(string) {}}, keys: ks, memory: newMemory(1)}
+	a := &Agent{cfg: Config{Job: "choice", Notify: func(string) {}}, keys: ks, voter: newVoter(1)}
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	c := newServer(ln, serverConfig{job: "choice", key: ks.control, notify: func(string) {}, coordConfig: coordConfig{agents: 20, self: welcome{Agent: "next", Heartbeat: time.Second, LostAfter: time.Hour}}},

@@ -162,7 +162,7 @@ func (j *paperJob) hear(t *testing.T, a *Agent) {
 // proposalWithoutB returns a job of a, b and c that has lost b and proposes the next epoch, and the agent of c.
 func proposalWithoutB(t *testing.T) (*paperJob, *Agent) {
 	j := newPaperJob("a", "b", "c")
-	agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+	agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 	agent.now.Store(&attempt{})
 	j.hear(t, agent)
 	j.lose("b")
@@ -198,7 +198,7 @@ func TestHostJoinsDuringAProposal(t *testing.T) {
 // After a takeover, news of a host that joins come before the next epoch. An agent that has not heard of
 // the last epoch then gets its plan together with its members.
 func TestNewsOfAnInheritedEpoch(t *testing.T) {
-	a := &Agent{uuid: "b", memory: newMemory(1)}
+	a := &Agent{uuid: "b", voter: newVoter(1)}
 	a.now.Store(&attempt{})
 	p := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
 	a.news(1, news{Plan: p, Members: []Member{{Rank: 0, Node: 0}, {Rank: 1, Node: 1}}, Voters: electorate{"a", "b"}})
@@ -242,7 +242,7 @@ func TestStopIsRepeated(t *testing.T) {
 			k.open, k.shut = context.WithCancel(t.Context())
 			return k
 		}
-		a := &Agent{uuid: "b", cfg: Config{Nodes: 2, LocalSize: 1}, memory: newMemory(1), k: open()}
+		a := &Agent{uuid: "b", cfg: Config{Nodes: 2, LocalSize: 1}, voter: newVoter(1), k: open(), moved: make(chan struct{})}
 		a.life, a.die = context.WithCancel(t.Context())
 		a.die() // no other choice follows
 		a.charter = &charter{}

@@ -100,7 +100,7 @@ func TestTakeoverWithoutLostMembers(t *testing.T) {
 // A member has exited, the process that was started after it, too, and another one is ordered: the next coordinator does not wait for the member.
 func TestTakeoverAfterTwoRestarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		m := newMemory(1)
+		m := newVoter(1)
 		for _, e := range []Exit{{PID: 3, Code: 137, Reason: "killed"}, {PID: 203, Code: 1, Reason: "exited with code 1"}} {
 			m.exited(e)
 			m.ordered(Order{Start: true})
@@ -135,7 +135,7 @@ func TestTakeoverMeetsAnotherProcess(t *testing.T) {
 func TestExitsBeforeAnEpoch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
-		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		agent.now.Store(&attempt{})
 		agent.exited(Exit{PID: 99, Code: 1})
 		j.hear(t, agent)
@@ -152,7 +152,7 @@ func TestExitsBeforeAnEpoch(t *testing.T) {
 func TestProposalNamesNewMembers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
-		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		agent.now.Store(&attempt{})
 		j.hear(t, agent)
 		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1, Reason: "exited with code 1"}) })
@@ -173,7 +173,7 @@ func TestProposalNamesNewMembers(t *testing.T) {
 // The next coordinator learns exits that the hosts did not know of when they lost the last one, and does not
 // learn failures for which a start was ordered.
 func TestRepeatedExits(t *testing.T) {
-	m := newMemory(5)
+	m := newVoter(5)
 	well, failed := Exit{PID: 10, Local: 0}, Exit{PID: 11, Local: 1, Code: 3}
 	again := Exit{PID: 12, Local: 2, Code: 3}
 	asked, restarted := Exit{PID: 13, Local: 3, Code: 143, Asked: true}, Exit{PID: 14, Local: 4}
@@ -186,7 +186,7 @@ func TestRepeatedExits(t *testing.T) {
 	for _, x := range m.repeats() {
 		require.Equal(t, kindExit, x.kind)
 		var e Exit
-		require.NoError(t, json.Unmarshal(x.body, &e))
+		require.NoError(t, json.Unmarshal(x.encode().body, &e))
 		got = append(got, e)
 	}
 	require.Equal(t, []Exit{well, failed, asked}, got)

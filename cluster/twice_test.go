@@ -17,7 +17,7 @@ import (
 // agentOn returns the agent of a host, which has heard all that the coordinator has sent to it so far.
 func (j *paperJob) agentOn(t *testing.T, u string) *Agent {
 	t.Helper()
-	a := &Agent{uuid: u, cfg: Config{Notify: func(string) {}, LocalSize: 1}, memory: newMemory(1)}
+	a := &Agent{uuid: u, cfg: Config{Notify: func(string) {}, LocalSize: 1}, voter: newVoter(1)}
 	a.now.Store(&attempt{})
 	j.hear(t, a)
 	require.NotNil(t, a.charter)
@@ -105,7 +105,7 @@ func TestCharterThatIsRefused(t *testing.T) {
 			require.NoError(t, j.take(p)[0].record(&r))
 			require.Contains(t, r.Reason, want)
 		}
-		a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		a.now.Store(&attempt{})
 		require.NoError(t, a.news(1, news{By: leader{Term: 1, Run: "one"}, Plan: hosts, Voters: electorate{"a", "b"}}))
 		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "two", Name: "host x"}, Plan: hosts}), "host x in term 2 leads another run of the job")
@@ -118,7 +118,7 @@ func TestCharterThatIsRefused(t *testing.T) {
 func TestTwoCoordinatorsAreReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		one, other := leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
-		a := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		a.now.Store(&attempt{})
 		n := news{By: one, Plan: plan{Hosts: []host{{UUID: "c"}}}, Voters: electorate{"c"}}
 		require.NoError(t, a.news(3, n))
@@ -373,7 +373,7 @@ func TestTermsOfAnotherRun(t *testing.T) {
 		j.do(func() { j.checkTerm(leader{Term: 7, Run: "old"}) })
 		require.Nil(t, j.faults.stop)
 
-		a := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		require.NoError(t, a.follow(leader{Term: 2, Run: "new"}))
 		require.True(t, a.mayFollow(welcome{Run: "new", Running: true, Term: 2}))
 		require.True(t, a.mayFollow(welcome{Run: "new", Elects: true}))

@@ -105,6 +105,15 @@ func (e disconnected) happen(c *coordinator) error {
 	return nil
 }
 
+// The others may have lost this coordinator meanwhile. Their answers to a proposal were perhaps sent before that, so that it asks them
+// again.
+func (stalled) happen(c *coordinator) error {
+	if c.isElastic() && c.elastic.phase == phasePropose && c.faults.stop == nil {
+		c.form()
+	}
+	return nil
+}
+
 func (closing) happen(c *coordinator) error {
 	c.cfg.again.most = 0
 	c.lastFaults()

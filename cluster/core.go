@@ -41,6 +41,8 @@ type (
 		attendance attendance
 		waited     time.Duration
 	}
+	// stalled: this process was suspended or starved for a large part of the limit of silence.
+	stalled struct{}
 	// closing: this process closes the coordinator.
 	closing struct{}
 )

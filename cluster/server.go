@@ -46,6 +46,7 @@ type server struct {
 	quit    chan struct{}
 	wg      sync.WaitGroup
 	drains  time.Duration // drainTime; longer in tests
+	starved time.Duration // how long the clock had stood still when the coordinator learned that last
 	timer   *time.Timer   // runs at the coordinator's next deadline
 
 	mu sync.Mutex
@@ -91,6 +92,10 @@ func (s *server) happen(e event) error {
 
 // step lets an event happen, and carries out what the coordinator decides. The caller holds the lock.
 func (s *server) step(e event) error {
+	if starved := s.clock.starved(); starved-s.starved > s.cfg.self.LostAfter/4 {
+		s.starved = starved
+		_ = s.step(stalled{}) // it has no peer
+	}
 	actions, err := s.coordinator.step(s.now(), e)
 	for _, a := range actions {
 		s.do(a)

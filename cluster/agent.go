@@ -3,6 +3,7 @@ package cluster
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"strconv"
@@ -24,9 +25,9 @@ type Agent struct {
 	keys    keys
 	token   string // for workers
 	uuid    string
-	coord   *coordinator // nil unless this host runs a coordinator
-	gossip  *gossip      // nil in a job on one host
-	pairs   *pairs       // nil without gossip
+	coord   *server // nil unless this host runs a coordinator
+	gossip  *gossip // nil in a job on one host
+	pairs   *pairs  // nil without gossip
 	reserve *reservation
 	port    *port
 	life    context.Context // ends with Close
@@ -49,7 +50,9 @@ type Agent struct {
 	orders chan Order
 	mu     sync.Mutex
 	early  func() error // news that came before the first attempt
-	memory              // for the next coordinator
+	voter
+	choosing bool          // another coordinator is chosen
+	moved    chan struct{} // closed when another coordinator has taken over
 }
 
 // Start joins this host to a job, and returns when all hosts have joined. It fails with
@@ -65,7 +68,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), memory: newMemory(c.LocalSize)}
+	a := &Agent{cfg: c, keys: ks, uuid: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), voter: newVoter(c.LocalSize), moved: make(chan struct{})}
 	a.life, a.die = context.WithCancel(context.Background())
 	a.port = newPort(a)
 	if a.reserve, err = reservePort(); err != nil {
@@ -93,19 +96,18 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	return a, nil
 }
 
-// serve starts this host's coordinator on ln, after prepare, if it is not nil.
-func (a *Agent) serve(ln net.Listener, prepare func(*coordinator)) {
-	c := coordConfig{
-		job: a.cfg.Job, key: a.keys.control, agents: a.cfg.Nodes, notify: a.cfg.Notify, sys: a.cfg.sys,
-		joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain, least: a.cfg.MinNodes,
-		again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff},
-		self:  a.greeting(),
-		probe: a.probe,
+// serve starts this host's coordinator on ln, with a first event, if it is not nil.
+func (a *Agent) serve(ln net.Listener, first event) {
+	c := serverConfig{
+		job: a.cfg.Job, key: a.keys.control, notify: a.cfg.Notify, sys: a.cfg.sys, probe: a.probe,
+		coordConfig: coordConfig{agents: a.cfg.Nodes, self: a.greeting(), least: a.cfg.MinNodes,
+			joinBy: a.cfg.Timing.Join, revokeBy: a.cfg.Timing.Revoke, drainBy: a.cfg.Timing.Drain,
+			again: restartPolicy{most: a.cfg.MaxRestarts, backoff: a.cfg.Timing.Backoff}},
 	}
 	if g := a.gossip; g != nil {
 		c.path = g.path
 	}
-	coord := newCoordinator(ln, c, prepare)
+	coord := newServer(ln, c, first)
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	a.coord = coord
@@ -407,8 +409,11 @@ func (a *Agent) event(k *client, m message) {
 			a.end(k, err)
 			return
 		}
-		if err := a.news(m.epoch, n); err != nil {
+		if err := a.news(m.epoch, n); errors.As(err, new(*badNews)) {
 			a.end(k, err)
+			return
+		} else if err != nil {
+			a.refuseLeader(k, err)
 			return
 		}
 		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure

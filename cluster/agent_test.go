@@ -318,8 +318,7 @@ func TestRefusalIsAHint(t *testing.T) {
 		require.NoError(t, err)
 		ks, err := deriveKeys([]byte(secret), "j")
 		require.NoError(t, err)
-		c := newCoordinator(ln, coordConfig{job: "j", key: ks.control, agents: 2, notify: func(string) {},
-			self: welcome{Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}})
+		c := newServer(ln, serverConfig{job: "j", key: ks.control, notify: func(string) {}, coordConfig: coordConfig{agents: 2, self: welcome{Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}}})
 		t.Cleanup(c.close)
 		return ln.Addr().String(), ks
 	}

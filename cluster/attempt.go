@@ -31,24 +31,6 @@ func (a *Agent) newAttempt(k *client, epoch uint64, p plan) (*attempt, error) {
 	return t, nil
 }
 
-// A placement is the place of a host in an epoch.
-type placement struct {
-	epoch uint64
-	plan  plan
-	node  int
-	ranks map[int]int // by local rank, if the workers call Run; otherwise nil
-}
-
-func (p *placement) rank(local int) int {
-	if p.ranks == nil {
-		return p.plan.firstRank(p.node) + local
-	}
-	if r, ok := p.ranks[local]; ok {
-		return r
-	}
-	return -1
-}
-
 // news receives an epoch of workers that call Run.
 func (a *Agent) news(epoch uint64, n news) error {
 	a.mu.Lock()
@@ -58,36 +40,11 @@ func (a *Agent) news(epoch uint64, n news) error {
 		a.early = func() error { return a.news(epoch, n) }
 		return nil
 	}
-	if a.charter != nil && epoch < a.charter.Epoch {
-		return epochsMustGrow(a.charter.Epoch, a.followed, epoch, n.By)
-	}
-	if err := n.check(); err != nil {
-		return fmt.Errorf("cluster: the coordinator's news of epoch %d: %w", epoch, err)
-	}
-	if err := a.follow(n.By); err != nil {
+	at, err := a.begins(a.uuid, epoch, n)
+	if at == nil || err != nil {
 		return err
 	}
-	at := &placement{epoch: epoch, plan: n.Plan, node: n.Plan.nodeOf(a.uuid), ranks: map[int]int{}}
-	if at.node < 0 {
-		return nil // this host leaves the job
-	}
-	for _, m := range n.Members {
-		if m.Node == at.node {
-			at.ranks[m.LocalRank] = m.Rank
-			a.begun(m.LocalRank, m.PID)
-		}
-	}
 	t.place.Store(at)
-	a.book.merge(n.Ledger)
-	if len(n.Voters) > 0 {
-		next := &charter{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members}
-		if a.charter != nil { // news may also come while an epoch is proposed
-			next.Proposed = a.charter.open(epoch)
-		}
-		a.charter = next
-	} else if a.charter != nil {
-		a.charter.Plan, a.charter.Members = n.Plan, n.Members // the members have places in the plan
-	}
 	if n.Line != "" {
 		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))
 	}

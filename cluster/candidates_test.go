@@ -1,7 +1,6 @@
 package cluster
 
 import (
-	"context"
 	"errors"
 	"net"
 	"testing"
@@ -46,12 +45,11 @@ func choosing(t *testing.T, lostAfter time.Duration) (*election, string) {
 	t.Helper()
 	ks, err := deriveKeys(testSecret, "choice")
 	require.NoError(t, err)
-	a := &Agent{cfg: Config{Job: "choice", Notify: func(string) {}}, keys: ks, memory: newMemory(1)}
+	a := &Agent{cfg: Config{Job: "choice", Notify: func(string) {}}, keys: ks, voter: newVoter(1)}
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	c := newCoordinator(ln, coordConfig{job: "choice", key: ks.control, agents: 20, notify: func(string) {},
-		self: welcome{Agent: "next", Heartbeat: time.Second, LostAfter: time.Hour}},
-		func(c *coordinator) { c.succeed(charter{Epoch: 1}, time.Now()) })
+	c := newServer(ln, serverConfig{job: "choice", key: ks.control, notify: func(string) {}, coordConfig: coordConfig{agents: 20, self: welcome{Agent: "next", Heartbeat: time.Second, LostAfter: time.Hour}}},
+		candidacy{charter: charter{Epoch: 1}})
 	t.Cleanup(c.close)
 	return &election{agent: a, heir: &charter{lostAfter: lostAfter}, patience: time.Now().Add(time.Hour)}, ln.Addr().String()
 }
@@ -125,48 +123,47 @@ func TestCandidateLooksForVoters(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c", "d", "e")
-				defer j.end()
 				ch := *j.agentOn(t, "b").charter
 				ch.Lost, ch.Term = "a", 1
 				k := newPaperJob("b", "c", "d")
-				defer k.end()
-				k.plan, k.elastic, k.agents, k.workers, k.quit = nil, nil, nil, nil, make(chan struct{})
-				k.cfg.probe = func(ctx context.Context, h host, _ string) finding {
-					if f, ok := tc.found[h.UUID]; ok {
-						return f
-					}
-					<-ctx.Done()
-					return foundNothing
-				}
-				if tc.found["c"] == foundEnded {
-					ch.Ended = []string{"a"}
-				}
-				k.succeed(ch, time.Now())
-				begun := time.Now()
+				k.plan, k.elastic, k.agents, k.workers, k.cfg.probes = nil, nil, nil, nil, true
 				voters := []string{"b", "c", "d"}
 				if tc.found["c"] == foundEnded {
+					ch.Ended = []string{"a"}
 					voters = voters[:1] // it would be half of b and e, if the others did not count
 				}
+				k.happen(candidacy{charter: ch})
 				for _, u := range voters {
 					own := ch
 					p := k.hosts[u]
-					p.stream = newStream(&link{}, k.clock, time.Minute)
 					p.state, p.host.Charter = peerNew, &own
 					k.do(func() { require.NoError(t, k.registerAgent(p)) })
 				}
-				time.Sleep(tc.took - time.Millisecond)
-				synctest.Wait()
-				k.do(func() { require.Zero(t, k.attempt) })
-				time.Sleep(2*time.Second/slowPart + time.Since(begun) - tc.took)
-				synctest.Wait()
-				k.do(func() {
-					require.Equal(t, tc.term != 0, k.attempt != 0)
-					if tc.term != 0 {
-						require.Equal(t, tc.term, k.term)
+				answered, asked := map[string]bool{}, time.Duration(0)
+				for u, f := range tc.found {
+					answered[u] = f == foundAlive
+				}
+				// probes answers the probe of voters when its time is over, as hosts that have vanished do not answer.
+				probes := func() {
+					if len(k.probes) > 0 && asked == 0 {
+						asked = k.now
 					}
-				})
-				close(k.quit)
-				k.wg.Wait()
+					if len(k.probes) > 0 && k.now >= asked+k.probes[0].limit {
+						asked, k.probes = 0, k.probes[1:]
+						k.happen(probed{answered})
+					}
+				}
+				for end := k.now + tc.took - time.Millisecond; k.now < end; probes() {
+					k.sleep(time.Millisecond)
+				}
+				require.Zero(t, k.attempt)
+				for end := k.now + 2*time.Second/slowPart; k.now < end; probes() {
+					k.sleep(time.Millisecond)
+				}
+				require.Equal(t, tc.term != 0, k.attempt != 0)
+				if tc.term != 0 {
+					require.Equal(t, tc.term, k.term)
+				}
 			})
 		})
 	}

@@ -1,15 +1,9 @@
 package cluster
 
 import (
-	"cmp"
-	"context"
 	"errors"
 	"fmt"
-	"net"
-	"os"
 	"slices"
-	"sync"
-	"sync/atomic"
 	"time"
 )
 
@@ -17,49 +11,34 @@ const (
 	// exitGrace is the time between the loss of a worker's connection and the
 	// report of its exit by its launcher.
 	exitGrace = 500 * time.Millisecond
-	// lastMessageTimeout limits the time for a peer to read the last message, and the time
-	// for latecomers to connect and learn the reason of a failure.
-	lastMessageTimeout = time.Second
-	// drainTime limits how long the store remains open after its process called Close.
-	drainTime = 500 * time.Millisecond
+	// waitLine is the interval of messages about missing members.
+	waitLine = 5 * time.Second
 )
 
 // coordConfig configures a coordinator.
 type coordConfig struct {
-	job    string
-	key    credential
 	agents int // hosts of the job; 0: workers join without launchers
 	size   int // world size if agents is 0
 	self   welcome
-	sys    *system
 	again  restartPolicy
 	// For epochs: the least number of hosts (0: all), and the limits for the arrival of
 	// processes, the return of functions and the end of a step.
 	least                     int
 	joinBy, revokeBy, drainBy time.Duration
-	keepOpen                  time.Duration // for keepPortOpen; 0 means lastMessageTimeout
-	notify                    func(string)
-	path                      func(host host) string // text from gossip about a lost host; may be nil
-	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
-	probe func(ctx context.Context, h host, ip string) finding
+	probes                    bool // the server can look for launchers
 }
 
-// A coordinator holds the authoritative state of one job: hosts, processes,
-// ranks, the store, and the first failure. One lock protects all state; it is
-// never held during a wait.
+// A coordinator decides for one job: it knows hosts, processes, ranks, epochs and the first failure. See core.go for
+// how it is called.
 type coordinator struct {
-	cfg     coordConfig
-	ln      net.Listener
-	limiter *connLimiter
-	clock   *runClock
-	started time.Time
-	quit    chan struct{}
-	wg      sync.WaitGroup
-	drains  time.Duration // drainTime; longer in tests
+	cfg          coordConfig
+	now          instant
+	actions      []action
+	deadlines    deadlines
+	lastDeadline uint64
+	closed       bool
+	started      instant
 
-	mu      sync.Mutex
-	closed  bool
-	peers   map[string]*peer // all authenticated peers, by id
 	agents  []*peer
 	late    []*peer // agents that came when the job was complete
 	attempt uint64  // number of the current PREPARE; 0 if none
@@ -70,15 +49,13 @@ type coordinator struct {
 	plan    *plan    // nil while hosts may join
 	restart *restart // how all processes are started again; nil while they run
 	retries retries
-	planned time.Time
+	planned instant
 	workers []*peer // in the order of arrival
 	world   *world
-	engine  *engine
-	stored  atomic.Int64 // bytes of the long values of all epochs that the stores or queued replies have
-	elastic *elastic     // if the processes call Run and the first world is complete
+	elastic *elastic // if the processes call Run and the first world is complete
 	// succession is set while this coordinator wants to replace one that was lost.
 	succession  *succession
-	elsewhere   time.Time       // when another coordinator was last known to run the job
+	elsewhere   instant         // when another coordinator was last known to run the job
 	electorates []electorate    // they agree on the next epoch
 	handedOver  bool            // another coordinator continues
 	ended       map[string]bool // hosts whose agents are known to have ended, by UUID
@@ -87,106 +64,23 @@ type coordinator struct {
 	gone        []Member            // timed out before the job was complete
 	verdict     *refusal            // why the job never became complete
 	told        map[int]bool        // ranks, or node numbers, that received the verdict
-	allTold     chan struct{}       // closed when all received it
-	drained     chan struct{}       // closed when the last worker left; nil unless awaited
-	lines       []string            // notifications to send after unlocking
-	said        lineFilter
 
 	entries   []entry // that wait for launchers
 	lastEntry uint64
-
-	inquiry     *inquiry // nil unless the coordinator waits for reports
-	lastInquiry uint64
 }
 
-// newCoordinator starts a coordinator on ln and takes ownership of ln. It calls prepare, if not nil, before.
-func newCoordinator(ln net.Listener, cfg coordConfig, prepare ...func(*coordinator)) *coordinator {
-	c := &coordinator{cfg: cfg, ln: ln, limiter: newConnLimiter(), clock: newRunClock(cfg.self.step()), started: time.Now(), drains: drainTime,
-		quit: make(chan struct{}), peers: map[string]*peer{}, run: newUUID(), term: firstTerm, epoch: firstEpoch,
-		told: map[int]bool{}, allTold: make(chan struct{})}
-	c.clock.sys = cfg.sys
-	c.faults = newFaults()
-	for _, f := range prepare {
-		if f != nil {
-			f(c)
-		}
-	}
-	c.cfg.key.run = c.run
-	c.wg.Go(c.acceptLoop)
-	c.wg.Go(c.waitLoop)
-	c.wg.Go(c.watchSilence)
+// newCoordinator returns a coordinator of a run of a job, which begins at now.
+func newCoordinator(cfg coordConfig, run string, now instant) *coordinator {
+	c := &coordinator{cfg: cfg, now: now, run: run, term: firstTerm, epoch: firstEpoch, faults: newFaults(), told: map[int]bool{}}
+	c.started = now
+	c.after(waitLine, deadline{what: dueWaitLine})
 	return c
 }
 
-func (c *coordinator) acceptLoop() {
-	acceptAll(c.ln, func(reason string) { c.cfg.notify("job " + c.cfg.job + ": " + reason) }, func(conn net.Conn) {
-		s, fromPort := conn.(*stranger)
-		if !fromPort {
-			if err := knownPeer(conn); err != nil { // rejected connections must not occupy the limiter
-				conn.Close()
-				c.notifyRefused(conn, err)
-				return
-			}
-			s = c.limiter.enter(conn)
-		}
-		c.wg.Go(func() { c.serve(s) })
-	})
-}
-
-// pause waits for d and reports whether the coordinator is still open.
-func (c *coordinator) pause(d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-c.quit:
-		return false
-	}
-}
-
-// serve authenticates one connection and reads it until it ends.
-func (c *coordinator) serve(conn *stranger) {
-	l, err := acceptHandshake(conn, c.cfg.job, c.cfg.key)
-	conn.leave()
-	if err != nil {
-		conn.Close()
-		c.notifyRefused(conn, err)
-		return
-	}
-	hello := c.welcome()
-	l.most = maxGuestFrame
-	if !l.worker && hello.Elects {
-		l.most = maxCharterFrame
-	}
-	p := newPeer(newStream(l, c.clock, c.cfg.self.LostAfter), peerAddr(conn))
-	if l.worker {
-		p.most = maxWorkerUnackedBytes
-	}
-	p.worker, p.renew = l.worker, func(err error) (renewal, error) { return c.awaitLink(p, err) }
-	hello.Stream = p.id
-	if !c.admit(p) || l.write(frame{body: note(kindWelcome, hello).encode()}, handshakeTimeout) != nil {
-		conn.Close()
-		c.remove(p)
-		return
-	}
-	go p.writeLoop()
-	err = c.readLoop(p)
-	p.stopRenewing()
-	c.mu.Lock()
-	c.disconnected(p, err)
-	c.unlock()
-	p.closeAfterQueue()
-	<-p.done
-	p.closeLinks()
-	c.remove(p)
-}
-
+// welcome returns the first message for processes that connect.
 func (c *coordinator) welcome() welcome {
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	w := c.cfg.self
-	w.Running = c.plan != nil || c.restart != nil
+	w.Running, w.Run = c.plan != nil || c.restart != nil, c.run
 	if w.Running {
 		w.Term = c.term
 	}
@@ -196,103 +90,49 @@ func (c *coordinator) welcome() welcome {
 	return w
 }
 
-func (c *coordinator) remove(p *peer) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	delete(c.peers, p.id)
+func (e connected) happen(c *coordinator) error {
+	e.p.since, e.p.heard = c.now, c.now
+	return nil
 }
 
-// notifyRefused notifies the user of this host of a process that failed to authenticate.
-func (c *coordinator) notifyRefused(conn net.Conn, why error) {
-	if line := strangerLine(conn, why); line != "" {
-		c.mu.Lock()
-		c.notifyOnce(addrIP(conn.RemoteAddr()), line)
-		c.unlock()
-	}
+func (e received) happen(c *coordinator) error {
+	e.p.heard = c.now
+	return c.handle(e.p, e.m)
 }
 
-// notifyOnce queues a notification about a host, unless the same text was already queued.
-func (c *coordinator) notifyOnce(ip, text string) {
-	if c.said.isNew(ip, text) {
-		c.lines = append(c.lines, fmt.Sprintf("job %s: %s", c.cfg.job, text))
-	}
+func (e disconnected) happen(c *coordinator) error {
+	c.disconnected(e.p, e.why)
+	return nil
 }
 
-// unlock releases the lock and then sends the queued notifications.
-func (c *coordinator) unlock() {
-	lines := c.lines
-	c.lines = nil
-	c.mu.Unlock()
-	for _, l := range lines {
-		c.cfg.notify(l)
+// The others may have lost this coordinator meanwhile. Their answers to a proposal were perhaps sent before that, so that it asks them
+// again.
+func (stalled) happen(c *coordinator) error {
+	if c.isElastic() && c.elastic.phase == phasePropose && c.faults.stop == nil {
+		c.form()
 	}
+	return nil
 }
 
-func (c *coordinator) admit(p *peer) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.closed || c.handedOver {
-		return false
-	}
-	c.displaceGuest()
-	p.since = c.clock.now()
-	c.peers[p.id] = p
-	return true
-}
-
-func (c *coordinator) readLoop(p *peer) error {
-	for {
-		b, err := p.read()
-		if err != nil {
-			return err
-		}
-		if p.hasHungUp() { // keep the connection open until the peer has read the last message
-			continue
-		}
-		m, err := decodeMessage(b)
-		if err != nil {
-			return err
-		}
-		m.fromWorker = p.worker
-		switch m.kind {
-		case kindBeat:
-			p.heardBeat(m)
-			p.sendBeat()
-		case kindResume:
-			if err := c.resume(p, m); err != nil {
-				return err
-			}
-		case kindCall:
-			if err := c.call(p, m); err != nil {
-				return err
-			}
-		default:
-			if err := c.handle(p, m); err != nil {
-				return err
-			}
-		}
-	}
+func (closing) happen(c *coordinator) error {
+	c.cfg.again.most = 0
+	c.lastFaults()
+	c.closed = true
+	return nil
 }
 
 // handle handles one message. An error closes the connection.
-func (c *coordinator) handle(p *peer, m message) error {
-	c.mu.Lock()
-	defer c.unlock()
+func (c *coordinator) handle(p *peer, m msg) error {
 	if c.handedOver {
 		return nil
 	}
-	if m.kind == kindRegister {
+	switch {
+	case m.kind == kindRegister:
 		return c.register(p, m)
-	}
-	if m.kind == kindElsewhere && !p.worker {
-		var other elsewhere
-		if err := m.record(&other); err != nil {
-			return err
-		}
-		c.jobElsewhere(p, other)
+	case m.kind == kindElsewhere && !p.worker:
+		c.jobElsewhere(p, *m.rec.value.(*elsewhere))
 		return nil
-	}
-	if m.kind == kindSilent && p.role != roleNone {
+	case m.kind == kindSilent && p.role != roleNone:
 		c.memberTimedOut(p)
 		return nil
 	}
@@ -305,12 +145,8 @@ func (c *coordinator) handle(p *peer, m message) error {
 	return fmt.Errorf("message of kind %d before registration", m.kind)
 }
 
-func (c *coordinator) handleAgent(p *peer, m message) error {
+func (c *coordinator) handleAgent(p *peer, m msg) error {
 	switch m.kind {
-	case kindWho:
-		c.sendAttendance(p, m.id)
-	case kindStatus:
-		c.inquire(p, m.id)
 	case kindPrepared:
 		if c.elastic != nil {
 			c.agentPrepared(p, m.id)
@@ -320,35 +156,19 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 	case kindRecorded:
 		c.recorded(p, m.id)
 	case kindExit:
-		var e Exit
-		if err := m.record(&e); err != nil {
-			return err
-		}
-		c.exited(p, e)
+		c.exited(p, *m.rec.value.(*Exit))
 	case kindStop:
-		var f fault
-		if err := m.record(&f); err != nil {
-			return err
-		}
-		c.stopped(p, f)
+		c.stopped(p, *m.rec.value.(*fault))
 	case kindPath:
-		var r pathReport
-		if err := m.record(&r); err != nil {
-			return err
-		}
-		c.pathFailed(p, r)
+		c.pathFailed(p, *m.rec.value.(*pathReport))
 	case kindKill:
-		c.tellAgents(message{kind: kindKill, epoch: firstEpoch})
+		c.tellAgents(msg{kind: kindKill, epoch: firstEpoch})
 	case kindDone:
 		c.later(func() { c.agentDone(p) })
 	case kindReady:
 		c.agentReady(p)
 	case kindDrain:
-		var f fault
-		if err := m.record(&f); err != nil {
-			return err
-		}
-		c.drainHost(p, f)
+		c.drainHost(p, *m.rec.value.(*fault))
 	case kindLeave:
 		c.agentLeft(p, m.id == leaveGaveUp)
 	default:
@@ -357,62 +177,34 @@ func (c *coordinator) handleAgent(p *peer, m message) error {
 	return nil
 }
 
-func (c *coordinator) handleWorker(p *peer, m message) error {
-	switch m.kind {
-	case kindWho:
-		c.sendAttendance(p, m.id)
-	case kindReport:
-		c.reported(p, m)
-	case kindCancel:
-		if c.world != nil {
-			c.engine.cancel(ticket{p.reg.Rank, m.id})
-		}
-	case kindLeave:
+func (c *coordinator) handleWorker(p *peer, m msg) error {
+	if m.kind == kindLeave {
 		c.workerLeft(p, m.id == leaveGaveUp)
-	default:
-		return c.handleAnswer(p, m)
-	}
-	return nil
-}
-
-// call runs a store call of a member of the world. It decodes the call without the lock.
-func (c *coordinator) call(p *peer, m message) error {
-	req, err := decodeCall(m.body)
-	if err != nil {
-		return err
-	}
-	c.mu.Lock()
-	defer c.unlock()
-	if c.handedOver {
 		return nil
 	}
-	if p.role != roleWorker {
-		return errors.New("a store call of a launcher")
-	}
-	reply := func(r call) { p.send(r.message(kindReply, c.epoch, m.id)) }
+	return c.handleAnswer(p, m)
+}
+
+var errStoreCallOfLauncher = errors.New("a store call of a launcher")
+
+// mayCall checks a store call of a peer, and returns the status of its reply.
+func (c *coordinator) mayCall(p *peer, epoch uint64) (byte, error) {
 	switch {
+	case p.role != roleWorker:
+		return 0, errStoreCallOfLauncher
 	case c.world == nil || p.state != peerJoined:
-		reply(call{op: statusBad})
-		return nil
-	case m.epoch != c.epoch || p.seat != c.epoch:
-		reply(call{op: statusStale})
-		return nil
+		return statusBad, nil
+	case epoch != c.epoch || p.seat != c.epoch:
+		return statusStale, nil
 	}
-	c.engine.do(ticket{p.reg.Rank, m.id}, req, reply)
-	return nil
-}
-
-// newStore replaces the store for a world of size processes.
-func (c *coordinator) newStore(size int) {
-	c.engine.close()
-	c.engine = newEngine(size, &c.stored)
+	return statusOK, nil
 }
 
 // refuse rejects a peer and notifies the user of this host.
 func (c *coordinator) refuse(p *peer, r refusal) {
 	if c.verdict == nil {
 		who := memberList([]Member{p.member()})
-		c.notifyOnce(p.addr, fmt.Sprintf("refused %s at %s: %s", who, p.addr, r.why()))
+		c.sayOf(p.addr, fmt.Sprintf("refused %s at %s: %s", who, p.addr, r.why()))
 	}
 	c.refusePeer(p, r)
 }
@@ -420,8 +212,8 @@ func (c *coordinator) refuse(p *peer, r refusal) {
 // refusePeer tells a peer why it cannot join, and closes the connection.
 func (c *coordinator) refusePeer(p *peer, r refusal) {
 	p.state = peerGone
-	p.send(note(kindRefuse, r))
-	p.closeAfterQueue()
+	c.send(p, say(kindRefuse, r))
+	c.hangUp(p)
 	if c.verdict == nil {
 		return
 	}
@@ -429,97 +221,97 @@ func (c *coordinator) refusePeer(p *peer, r refusal) {
 	if c.cfg.agents > 0 {
 		number, want = p.host.NodeRank, c.cfg.agents
 	}
-	if number >= 0 && number < want && !c.told[number] {
+	if number >= 0 && number < want {
 		c.told[number] = true
-		if len(c.told) == want {
-			close(c.allTold)
+	}
+}
+
+// hasToldAll reports whether all members know why none can join.
+func (c *coordinator) hasToldAll() bool {
+	want := c.size()
+	if c.cfg.agents > 0 {
+		want = c.cfg.agents
+	}
+	return c.verdict != nil && len(c.told) == want
+}
+
+// hasDrained reports whether all workers have left, or the job has failed.
+func (c *coordinator) hasDrained() bool {
+	return c.faults.lost != nil || !slices.ContainsFunc(c.workers, func(p *peer) bool { return p.state == peerJoined })
+}
+
+// attendance returns the members that have joined, of the hosts or of the workers.
+func (c *coordinator) attendance() attendance {
+	var r attendance
+	if c.cfg.agents > 0 && c.plan == nil {
+		r = attendance{Unit: unitHost, Want: c.cfg.agents, Have: append(members(c.agents), c.gone...)}
+		r.Missing = missing(r, func(m Member) int { return m.Node })
+	} else {
+		r = attendance{Unit: unitProcess, Want: c.size(), Have: append(members(c.workers), c.gone...)}
+		r.Missing = missing(r, func(m Member) int { return m.Rank })
+	}
+	r.Gone, r.Elastic = c.gone, c.isElastic()
+	return r
+}
+
+// size returns the world size, or 0 while the hosts are not known.
+func (c *coordinator) size() int {
+	if c.cfg.agents == 0 {
+		return c.cfg.size
+	}
+	if c.plan == nil {
+		return 0
+	}
+	return c.plan.size()
+}
+
+func members(ps []*peer) []Member {
+	ms := make([]Member, 0, len(ps))
+	for _, p := range ps {
+		ms = append(ms, p.member())
+	}
+	return ms
+}
+
+// missing returns the numbers of the missing members, or nil if the joined
+// members have no numbers.
+func missing(r attendance, number func(Member) int) []int {
+	come := map[int]bool{}
+	for _, m := range r.Have {
+		if number(m) < 0 {
+			return nil
+		}
+		come[number(m)] = true
+	}
+	var ns []int
+	for n := range r.Want {
+		if !come[n] {
+			ns = append(ns, n)
 		}
 	}
+	return ns
 }
 
-// keepPortOpen keeps the port open for members that have not joined yet after no member can
-// join, for example because two claimed the same place. Otherwise they would retry until their timeout.
-func (c *coordinator) keepPortOpen() {
-	c.mu.Lock()
-	late := c.verdict != nil && (c.verdict.First != nil || c.verdict.All) && !c.closed
-	c.mu.Unlock()
-	if !late {
-		return
+// waitingLine describes the missing members, or returns "" if none is waited for.
+func (c *coordinator) waitingLine() string {
+	waiting := c.cfg.agents > 0 && c.plan == nil || c.world == nil && len(c.workers) > 0
+	if !waiting || c.faults.lost != nil && c.restart == nil {
+		return ""
 	}
-	t := time.NewTimer(cmp.Or(c.cfg.keepOpen, lastMessageTimeout))
-	defer t.Stop()
-	select {
-	case <-c.allTold:
-	case <-t.C:
+	since := c.started
+	if c.restart != nil {
+		since = c.restart.begun
 	}
+	return fmt.Sprintf("waiting since %v: %v", (c.now - since).Round(time.Second), c.attendance())
 }
 
-// drain serves the store for a short time until the other processes have left:
-// they may still be reading values that this process set last.
-func (c *coordinator) drain() {
-	c.mu.Lock()
-	if c.world == nil || c.closed {
-		c.mu.Unlock()
-		return
+// silenceLimit returns the silence after which a peer is lost.
+func (c *coordinator) silenceLimit() time.Duration {
+	limit := c.cfg.self.LostAfter
+	if c.world == nil && c.faults.lost == nil && (c.plan == nil || c.now-c.planned < startTime*limit) {
+		return joinPatience * limit
 	}
-	c.drained = make(chan struct{})
-	c.checkDrained()
-	drained := c.drained
-	c.mu.Unlock()
-	t := time.NewTimer(c.drains)
-	defer t.Stop()
-	select {
-	case <-drained:
-	case <-t.C:
-	}
-}
-
-// checkDrained ends drain if all workers have left or the job failed.
-func (c *coordinator) checkDrained() {
-	left := func(p *peer) bool { return p.state == peerJoined }
-	if c.drained == nil || c.faults.lost == nil && slices.ContainsFunc(c.workers, left) {
-		return
-	}
-	select {
-	case <-c.drained:
-	default:
-		close(c.drained)
-	}
-}
-
-// close notifies all peers, sends queued messages, and returns when all
-// goroutines have ended.
-func (c *coordinator) close() {
-	c.keepPortOpen()
-	c.mu.Lock()
-	if c.closed {
-		c.mu.Unlock()
-		return
-	}
-	c.cfg.again.most = 0
-	c.lastFaults()
-	c.closed = true
-	for _, p := range c.peers {
-		p.send(note(kindEnded, nil))
-		p.closeAfterQueue()
-	}
-	c.mu.Unlock()
-	close(c.quit)
-	c.ln.Close()
-	c.limiter.close()
-	c.wg.Wait()
-}
-
-// reasonOf describes why a connection ended.
-func reasonOf(err error, lostAfter time.Duration) string {
-	switch {
-	case errors.Is(err, os.ErrDeadlineExceeded):
-		return fmt.Sprintf("silent for %v: stopped, starved or unreachable", lostAfter)
-	case isClosedByPeer(err):
-		return "its connection closed: the process ended without Close or Shutdown"
-	default:
-		return fmt.Sprintf("its connection failed: %v", err)
-	}
+	return limit
 }
 
 // remove returns ps without p.
@@ -529,3 +321,75 @@ func remove(ps []*peer, p *peer) []*peer {
 
 // without returns a copy of s without the elements that so selects.
 func without[T any](s []T, so func(T) bool) []T { return slices.DeleteFunc(slices.Clone(s), so) }
+
+// A peer is what a coordinator knows of a process that has connected.
+type peer struct {
+	id     string // of its connection; the member needs it to resume the stream
+	worker bool   // it has only a worker's credential
+	addr   string
+	since  instant // when it connected
+	heard  instant // when something arrived last
+	over   bool    // its connection has ended
+
+	role  role
+	host  host         // if an agent
+	reg   registration // if a worker
+	state peerState
+	// Of an agent:
+	draining  *fault // its host leaves the job for this reason, such as "received SIGTERM"
+	leaves    bool   // its workers were dismissed, and it leaves when the next epoch begins
+	recording uint64 // number of the last entry of the ledger that it was sent, and of the last that it has
+	recorded  uint64
+	prepared  bool   // it has accepted the current attempt
+	asked     uint64 // number of the last proposal that it was sent, and of the last one that it has
+	answered  uint64
+	ready     bool // no worker of an earlier attempt is running
+	// Of a worker:
+	home    place  // the place in which it was started
+	seat    uint64 // the last epoch that it was a member of; 0 if it is new
+	elastic answers
+}
+
+// answers are the answers of a worker that calls Run to the coordinator, in one epoch.
+type answers struct {
+	returned bool // its function has returned
+	finished bool // its function has returned nil
+	prepared bool // it has the proposal
+	held     bool // steps is set
+	steps    uint64
+	failed   bool  // its function has returned an error
+	exit     *Exit // its launcher has reported its exit
+}
+
+type role int
+
+const (
+	roleNone role = iota
+	roleAgent
+	roleWorker
+)
+
+type peerState int
+
+const (
+	peerNew peerState = iota
+	peerJoined
+	peerDone // agent: its workers have exited and it waits for the others
+	peerGone // left, lost or refused
+)
+
+// member describes the peer in messages.
+func (p *peer) member() Member {
+	if p.role == roleAgent {
+		return p.host.member()
+	}
+	return p.reg.Member
+}
+
+// admit makes a guest a member. The event is a message of the peer.
+func (c *coordinator) admit(p *peer) {
+	p.state = peerJoined
+	c.act(admit{p})
+}
+
+func (p *peer) isGuest() bool { return p.state == peerNew || p.state == peerGone }

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -14,11 +15,11 @@ import (
 // have it. Epochs therefore never overlap.
 type elastic struct {
 	phase    phase
-	turn     uint64    // counts changes of phase
-	begun    time.Time // when the epoch ended
-	quiet    time.Time // until then, further losses are expected
-	last     fault     // the last loss
-	why      string    // why a planned change happens
+	turn     uint64  // counts changes of phase
+	begun    instant // when the epoch ended
+	quiet    instant // until then, further losses are expected
+	last     fault   // the last loss
+	why      string  // why a planned change happens
 	left     []Departure
 	finished bool // all functions of the epoch have returned nil
 	over     bool // all functions have returned nil, or the job has failed
@@ -48,13 +49,20 @@ type elastic struct {
 	// is true until the next epoch begins.
 	absent    map[place]Member
 	inherited bool
-	takenOver time.Time
+	takenOver instant
 }
 
 // A place identifies a worker of a launcher.
 type place struct {
 	agent string // UUID, or "" without launchers
 	local int    // local rank, or the rank without launchers
+}
+
+// sortedPlaces returns the keys of m in an order that is always the same.
+func sortedPlaces[T any](m map[place]T) []place {
+	return slices.SortedFunc(maps.Keys(m), func(a, b place) int {
+		return cmp.Or(cmp.Compare(a.agent, b.agent), cmp.Compare(a.local, b.local))
+	})
 }
 
 type phase int
@@ -98,7 +106,7 @@ func (c *coordinator) beginElastic(start func()) {
 	for _, a := range c.agents {
 		a.prepared = false
 	}
-	c.cfg.sys.observe(c, true)
+	c.act(observe{begun: true})
 	c.tellNews("")
 	c.admitLate()
 }
@@ -119,8 +127,8 @@ func (c *coordinator) arrived(p *peer) {
 		e.retries[at] = &retries{}
 	}
 	e.retries[at].inherited = 0
-	e.retries[at].started = time.Now()
-	e.retries[at].joined = time.Now()
+	e.retries[at].started = c.now
+	e.retries[at].joined = c.now
 }
 
 // homeOf returns the place of a registration.
@@ -140,24 +148,11 @@ func (c *coordinator) setPhase(p phase) {
 
 // sinceEnd returns how long ago the last epoch ended, or 0 if it has not. No change of phase, and no process that
 // comes, goes or connects again resets it.
-func (e *elastic) sinceEnd() time.Duration {
-	if e.begun.IsZero() {
+func (c *coordinator) sinceEnd() time.Duration {
+	if c.elastic.begun == 0 {
 		return 0
 	}
-	return time.Since(e.begun)
-}
-
-// inPhase calls fn in d, unless the phase has changed by then.
-func (c *coordinator) inPhase(d time.Duration, fn func()) {
-	e, turn := c.elastic, c.elastic.turn
-	time.AfterFunc(d, func() {
-		c.cfg.sys.await()
-		c.mu.Lock()
-		defer c.unlock()
-		if c.elastic == e && e.turn == turn && !c.closed && !e.over {
-			fn()
-		}
-	})
+	return c.now - c.elastic.begun
 }
 
 // epochMembers returns the members of the current epoch that are not lost.
@@ -176,7 +171,7 @@ func (c *coordinator) registerNewcomer(p *peer) {
 		c.refuse(p, *r)
 		return
 	}
-	p.admit()
+	c.admit(p)
 	p.reg.arrival = 0
 	c.workers = append(c.workers, p)
 	c.arrived(p)
@@ -195,7 +190,7 @@ func (c *coordinator) registerNewcomer(p *peer) {
 	case e.phase == phaseRun && len(e.expected) == 0:
 		c.beginHold(c.arrivals())
 	case e.phase == phaseRun:
-		c.inPhase(gatherTime, func() { c.beginHold(c.arrivals()) })
+		c.inPhase(gatherTime, dueGathered)
 	case e.phase == phaseWait:
 		c.form()
 	}
@@ -260,11 +255,7 @@ func (c *coordinator) elasticDisconnected(p *peer, f fault, closed bool) {
 
 // awaitExit waits for the second half of a loss: the report or the end of the connection.
 func (c *coordinator) awaitExit(p *peer, f fault) {
-	c.afterExitGrace(func() {
-		if c.isElastic() {
-			c.loseWorker(p, f)
-		}
-	})
+	c.after(exitGrace, deadline{what: dueExit, peer: p, fault: f})
 }
 
 // elasticExit handles a launcher's report of a worker's exit, and decides whether the
@@ -284,8 +275,8 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 		}
 		p.elastic.exit = &x
 		x.Rank = p.reg.Rank
-		open := !p.isOver()
-		p.end()
+		open := !p.over
+		c.act(awaitNoLink{p})
 		if open { // its last messages may not be read yet
 			c.awaitExit(p, openSession(x))
 		} else {
@@ -302,8 +293,8 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 // countFailure records the run of a worker that has failed.
 func (c *coordinator) countFailure(a *peer, at place, x Exit) {
 	run := time.Duration(0)
-	if r := c.elastic.retries[at]; r != nil && !r.joined.IsZero() {
-		run, r.joined = time.Since(r.joined), time.Time{}
+	if r := c.elastic.retries[at]; r != nil && r.joined != 0 {
+		run, r.joined = (c.now - r.joined), 0
 	}
 	if !c.elastic.spared[at] {
 		c.failedAfter(a.host.Host, run, fmt.Sprintf("local rank %d %s", x.Local, x.Reason))
@@ -330,7 +321,7 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	counted := r.inherited != 0 && r.inherited == x.PID // by an earlier coordinator, whose order did not arrive
 	if (spared || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
 		if !spared && !counted {
-			r.failed()
+			r.failed(c.now)
 			r.counted = x.PID
 			c.retries.total++
 		}
@@ -338,11 +329,11 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 		order.Start, order.Count = true, r.total
 		order.After = max(c.cfg.again.delay(r.inARow), c.excludedFor(a.host.Host))
 		if !spared { // so that no coordinator forgets it
-			c.record(func() { a.send(note(kindOrder, order)) })
+			c.record(func() { c.send(a, say(kindOrder, order)) })
 			return
 		}
 	}
-	a.send(note(kindOrder, order))
+	c.send(a, say(kindOrder, order))
 }
 
 // loseWorker removes a worker. If it is a member of the epoch, the epoch ends.
@@ -352,8 +343,7 @@ func (c *coordinator) loseWorker(p *peer, f fault) {
 	}
 	p.state = peerGone
 	c.workers = remove(c.workers, p)
-	c.checkDrained()
-	p.closeAfterQueue()
+	c.hangUp(p)
 	if f.Reason != leftReason {
 		c.orderKill(p)
 	}
@@ -368,8 +358,8 @@ func (c *coordinator) loseWorker(p *peer, f fault) {
 	case member && e.phase <= phaseHold:
 		c.revoke(f)
 	case e.phase == phaseRevoke && member:
-		e.quiet = time.Now().Add(settleTime)
-		c.inPhase(settleTime, c.checkReturned)
+		e.quiet = c.now + settleTime
+		c.inPhase(settleTime, dueSettled)
 	case e.phase == phasePropose && slices.Contains(e.peers, p):
 		c.form()
 	case e.phase == phaseWait:
@@ -387,33 +377,28 @@ func (c *coordinator) orderKill(p *peer) {
 	if !p.elastic.failed && !p.elastic.returned && p.seat == c.epoch {
 		c.awaitKill(p.home, p.reg.PID)
 	}
-	kill := note(kindOrder, Order{Local: p.reg.LocalRank, PID: p.reg.PID, Kill: true})
 	if !p.elastic.failed {
-		c.sendKill(a, kill)
+		c.sendKill(a, p.reg.LocalRank, p.reg.PID)
 		return
 	}
-	time.AfterFunc(exitTime, func() { c.cfg.sys.await(); a.send(kill) })
+	c.after(exitTime, deadline{what: dueOwnExit, peer: a, place: p.home, pid: p.reg.PID})
 }
+
+// killOf returns the order to kill a process.
+func killOf(local, pid int) msg { return say(kindOrder, Order{Local: local, PID: pid, Kill: true}) }
 
 // sendKill sends the order to kill a silent worker to its launcher when the launcher is heard. If the launcher is silent, too, its
 // host is perhaps cut off in one direction, and goes on with other hosts and this worker.
-func (c *coordinator) sendKill(a *peer, kill message) {
+func (c *coordinator) sendKill(a *peer, local, pid int) {
 	if c.isHeard(a) {
-		a.send(kill)
+		c.send(a, killOf(local, pid))
 		return
 	}
-	time.AfterFunc(c.cfg.self.LostAfter/8, func() {
-		c.cfg.sys.await()
-		c.mu.Lock()
-		defer c.unlock()
-		if a.state != peerGone && !c.closed && !c.handedOver {
-			c.sendKill(a, kill)
-		}
-	})
+	c.after(c.cfg.self.LostAfter/8, deadline{what: dueKill, peer: a, place: place{local: local}, pid: pid})
 }
 
 // isHeard reports whether no heartbeat of an agent is overdue.
-func (c *coordinator) isHeard(a *peer) bool { return a.silent() <= c.cfg.self.quietAfter() }
+func (c *coordinator) isHeard(a *peer) bool { return c.silent(a) <= c.cfg.self.quietAfter() }
 
 // heard returns the agents that are heard, by UUID.
 func (c *coordinator) heard() map[string]bool {
@@ -431,16 +416,8 @@ const killTime = 2 * time.Second
 
 // awaitKill lets the next epoch wait until a launcher has reported the exit of a process that it was told to kill.
 func (c *coordinator) awaitKill(at place, pid int) {
-	e := c.elastic
-	e.dying[at] = pid
-	time.AfterFunc(killTime, func() {
-		c.cfg.sys.await()
-		c.mu.Lock()
-		defer c.unlock()
-		if c.elastic == e && e.dying[at] == pid {
-			c.hasDied(at)
-		}
-	})
+	c.elastic.dying[at] = pid
+	c.after(killTime, deadline{what: dueDeath, of: c.elastic, place: at, pid: pid})
 }
 
 // hasDied ends awaitKill.
@@ -464,11 +441,11 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 	a.state = peerGone
 	c.agents = remove(c.agents, a)
 	if a.draining == nil {
-		defer c.failedAfter(a.host.Host, c.clock.now()-a.since, "its launcher was lost")
+		defer c.failedAfter(a.host.Host, c.now-a.since, "its launcher was lost")
 	}
-	a.send(note(kindRefuse, refusal{Reason: "the coordinator has lost this host: " + f.Reason})) // if it is only cut off, it learns so later
-	a.closeAfterQueue()
-	for at := range maps.Clone(c.elastic.absent) {
+	c.send(a, say(kindRefuse, refusal{Reason: "the coordinator has lost this host: " + f.Reason})) // if it is only cut off, it learns so later
+	c.hangUp(a)
+	for _, at := range sortedPlaces(c.elastic.absent) {
 		if at.agent == a.host.UUID {
 			c.giveUp(at, "its host was lost: "+f.Reason)
 		}
@@ -478,7 +455,7 @@ func (c *coordinator) loseHost(a *peer, f fault) {
 			delete(c.elastic.expected, at)
 		}
 	}
-	for at := range maps.Clone(c.elastic.dying) { // the kernel of a host that is lost may still run it
+	for _, at := range sortedPlaces(c.elastic.dying) { // the kernel of a host that is lost may still run it
 		if at.agent == a.host.UUID {
 			c.hasDied(at)
 		}
@@ -519,22 +496,25 @@ func (c *coordinator) lostTouch(p *peer) {
 // revoke ends the epoch because of a loss.
 func (c *coordinator) revoke(f fault) {
 	e := c.elastic
-	if e.phase == phaseRun || e.begun.IsZero() {
-		e.begun = time.Now()
+	if e.phase == phaseRun || e.begun == 0 {
+		e.begun = c.now
 	}
 	c.setPhase(phaseRevoke)
-	m := note(kindRevoke, f)
+	m := say(kindRevoke, f)
 	m.epoch = c.epoch
 	for _, p := range c.epochMembers() {
-		p.send(m)
+		c.send(p, m)
 	}
-	e.quiet = time.Now().Add(settleTime)
-	c.inPhase(settleTime, c.checkReturned)
-	c.inPhase(c.cfg.revokeBy, func() {
-		c.killSilent(func(p *peer) bool { return p.elastic.returned },
-			fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.revokeBy, c.epoch), c.epochMembers())
-		c.checkReturned()
-	})
+	e.quiet = c.now + settleTime
+	c.inPhase(settleTime, dueSettled)
+	c.inPhase(c.cfg.revokeBy, dueReturned)
+	c.checkReturned()
+}
+
+// killRunning removes the members whose functions have not returned in time.
+func (c *coordinator) killRunning() {
+	c.killSilent(func(p *peer) bool { return p.elastic.returned },
+		fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.revokeBy, c.epoch), c.epochMembers())
 	c.checkReturned()
 }
 
@@ -550,7 +530,7 @@ func (c *coordinator) killSilent(answered func(*peer) bool, reason string, ps []
 // checkReturned forms the next epoch if no function of the last one is running.
 func (c *coordinator) checkReturned() {
 	e := c.elastic
-	if e.phase != phaseHold && (e.phase != phaseRevoke || time.Now().Before(e.quiet)) {
+	if e.phase != phaseHold && (e.phase != phaseRevoke || c.now < e.quiet) {
 		return
 	}
 	if len(e.absent) > 0 || len(e.dying) > 0 {
@@ -586,13 +566,13 @@ func (c *coordinator) checkFinished() {
 // finish tells all that the program has ended, after all launchers have recorded it.
 func (c *coordinator) finish() {
 	for _, p := range c.workers {
-		p.send(message{kind: kindFinish, epoch: c.epoch})
+		c.send(p, msg{kind: kindFinish, epoch: c.epoch})
 	}
-	c.tellAgents(note(kindOrder, Order{Finish: true}))
+	c.tellAgents(say(kindOrder, Order{Finish: true}))
 }
 
 // handleAnswer handles a message of a worker that calls Run.
-func (c *coordinator) handleAnswer(p *peer, m message) error {
+func (c *coordinator) handleAnswer(p *peer, m msg) error {
 	if c.elastic == nil || p.state != peerJoined {
 		return nil
 	}
@@ -602,8 +582,8 @@ func (c *coordinator) handleAnswer(p *peer, m message) error {
 	}
 	switch m.kind {
 	case kindFinished, kindRevoked:
-		if e.phase == phaseHold && e.begun.IsZero() {
-			e.begun = time.Now()
+		if e.phase == phaseHold && e.begun == 0 {
+			e.begun = c.now
 		}
 		p.elastic.returned, p.elastic.finished = true, p.elastic.finished || m.kind == kindFinished
 		if !e.over {
@@ -611,10 +591,7 @@ func (c *coordinator) handleAnswer(p *peer, m message) error {
 			c.checkReturned()
 		}
 	case kindFailed:
-		var f fault
-		if err := m.record(&f); err != nil {
-			return err
-		}
+		f := *m.rec.value.(*fault)
 		p.elastic.failed = true
 		if !e.over {
 			c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: f.Reason, Code: -1})

@@ -636,7 +636,7 @@ func FuzzEvents(f *testing.F) {
 		r := &runner{cfg: &JoinConfig{}, parent: t.Context(), k: k, worlds: make(chan *World, 2), end: make(chan error, 1)}
 		r.event(k, note(kindWorld, world{Members: []Member{{Host: "a"}}}))
 		r.event(k, m)
-		a := &Agent{uuid: "u", cfg: Config{LocalSize: 2, Notify: func(string) {}}, orders: make(chan Order, 1), memory: newMemory(2), life: t.Context()}
+		a := &Agent{uuid: "u", cfg: Config{LocalSize: 2, Notify: func(string) {}}, orders: make(chan Order, 1), voter: newVoter(2), life: t.Context()}
 		p, err := a.newAttempt(k, 1, plan{Hosts: []host{{UUID: "u", LocalSize: 2}}})
 		require.NoError(t, err)
 		a.adopt(p)

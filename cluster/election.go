@@ -493,6 +493,10 @@ func (e *election) dialCandidate(ctx context.Context, addr string) try {
 			l.close()
 		}
 	}
+	if run := a.promise().Run; err == nil && hello.Run != run {
+		l.close()
+		return try{err: fmt.Errorf("host %s at %s coordinates another run of the job", hello.Host, addr)}
+	}
 	if err == nil && !a.mayFollow(hello) {
 		a.tellElsewhere(l, "")
 		return try{err: fmt.Errorf("the coordinator at %s was replaced", addr)}

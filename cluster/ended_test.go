@@ -1,11 +1,9 @@
 package cluster
 
 import (
-	"io"
 	"os"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -15,7 +13,7 @@ import (
 func endedHost(t *testing.T) *paperJob {
 	j := newPaperJob("a", "b", "c")
 	j.do(func() { j.elasticExit(j.hosts["c"], Exit{PID: 102, Reason: "exited with code 0"}) })
-	time.Sleep(2 * exitGrace)
+	j.sleep(2 * exitGrace)
 	j.settle("a", "b")
 	j.answer("a", "b", "c")
 	require.Equal(t, uint64(2), j.epoch)
@@ -40,8 +38,7 @@ func (j *paperJob) requireGoesOn(t *testing.T) {
 func TestHostWithoutWorkersVanishes(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := endedHost(t)
-		defer j.end()
-		j.do(func() { j.disconnected(j.hosts["c"], os.ErrDeadlineExceeded) })
+		j.ends(j.hosts["c"], os.ErrDeadlineExceeded)
 		require.Equal(t, phaseHold, j.elastic.phase)
 		j.settle("a", "b")
 		require.Contains(t, j.epochLine(), "host c was lost: silent for")
@@ -55,18 +52,15 @@ func TestHostWithoutWorkersVanishes(t *testing.T) {
 func TestHostWithoutWorkersEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := endedHost(t)
-		defer j.end()
-		j.hosts["c"].provenEnded()
-		j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
+		j.provenEnded("c")
 		require.Equal(t, phaseRun, j.elastic.phase)
 		j.requireGoesOn(t)
 	})
 }
 
-// provenEnded records a proof that the launcher has ended, which has heard from the coordinator just before.
-func (p *peer) provenEnded() {
-	p.reached.Store(int64(time.Since(p.born)))
-	p.found = foundEnded
+// provenEnded ends the connection of a launcher with a proof that it has ended, after it has heard from the coordinator.
+func (j *paperJob) provenEnded(host string) {
+	j.happen(disconnected{j.hosts[host], ending{closed: true, found: foundEnded, certain: true}})
 }
 
 // addLate adds host d to a job whose three places are taken.
@@ -95,14 +89,12 @@ func TestHostWithoutWorkersFreesItsPlace(t *testing.T) {
 			require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
 		},
 		"is killed": func(_ *testing.T, j *paperJob) {
-			j.hosts["c"].provenEnded()
-			j.do(func() { j.disconnected(j.hosts["c"], io.EOF) })
+			j.provenEnded("c")
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := endedHost(t)
-				defer j.end()
 				j.addLate(t)
 				end(t, j)
 				j.requireInPlaceOfC(t)
@@ -122,7 +114,6 @@ func TestHostWithoutWorkersFreesItsPlace(t *testing.T) {
 func TestLateHostSavesTheJob(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
-		defer j.end()
 		j.cfg.least = 3
 		j.addLate(t)
 		j.lose("c")

@@ -237,3 +237,25 @@ func clip(s string) string {
 	}
 	return s
 }
+
+// err converts the fault to an error for the user of this process.
+func (f fault) err() error {
+	if f.Stop {
+		return &StopError{Host: f.Host, Reason: f.Reason, ExitCode: f.Code}
+	}
+	return &MemberLostError{Rank: f.Rank, Host: f.Host, PID: f.PID,
+		Since: time.Now().Add(-f.Silent), Reason: f.Reason, ExitCode: f.Code, Closed: f.Closed}
+}
+
+// err converts the refusal to an error for the user of this process.
+func (r refusal) err(job, addr string) error {
+	if r.Attendance != nil {
+		e := &JoinTimeoutError{Job: job, Waited: r.Waited, Addr: addr}
+		e.fill(*r.Attendance)
+		return e
+	}
+	if r.First != nil && r.Second != nil {
+		return &DuplicateError{Job: job, Place: r.Place, First: *r.First, Second: *r.Second}
+	}
+	return &RefusedError{Job: job, Addr: addr, Reason: r.Reason}
+}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"maps"
 	"net"
 	"slices"
 	"sync"
@@ -16,74 +15,6 @@ import (
 // registers with the first one that answers in the order of succession. A coordinator takes over
 // if enough agents agree (quorum.go). Epochs begin only if enough agents have the proposal, so
 // that agents of two parts of a network never begin two epochs.
-
-// A memory is what an agent has to tell the next coordinator. Agent.mu guards it.
-type memory struct {
-	leadership
-	charter  *charter // nil unless the workers call Run and their first world is complete
-	running  map[int]bool
-	exits    map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch
-	owed     map[int]Exit   // failures for which no order has come
-	fresh    map[int]int    // PIDs of workers that were proposed as new members, by local rank
-	drains   *fault         // this host was asked to leave
-	stops    *fault         // the job was asked to end here
-	kills    bool           // all workers were asked to be killed here
-	done     bool           // the workers of this host have exited
-	book     ledger
-	finished bool     // the program has ended
-	over     bool     // the job goes on without this host, or its program has ended
-	ended    []string // hosts whose launchers are known to have ended
-	choosing bool
-	moved    chan struct{} // closed when another coordinator has taken over
-}
-
-func newMemory(workers int) memory {
-	m := memory{running: map[int]bool{}, exits: map[int][]Exit{}, owed: map[int]Exit{}, fresh: map[int]int{}, moved: make(chan struct{})}
-	for local := range workers {
-		m.running[local] = true
-	}
-	return m
-}
-
-// exited records the exit of a worker.
-func (m *memory) exited(e Exit) {
-	delete(m.running, e.Local)
-	m.exits[e.Local] = append(m.exits[e.Local], e)
-	if m.fresh[e.Local] == e.PID {
-		delete(m.fresh, e.Local)
-	}
-	if e.Code != 0 && !e.Asked {
-		m.owed[e.Local] = e
-	}
-}
-
-// begun forgets the exits of the processes that were in the place of a member before it. The member may have exited.
-func (m *memory) begun(local, pid int) {
-	if i := exitOf(m.exits[local], pid); i < 0 {
-		delete(m.exits, local)
-	} else {
-		m.exits[local] = m.exits[local][i:]
-	}
-}
-
-// exitOf returns the place of the exit of a process in a list, or -1.
-func exitOf(exits []Exit, pid int) int {
-	return slices.IndexFunc(exits, func(e Exit) bool { return e.PID == pid })
-}
-
-// ordered records a command of the coordinator.
-func (m *memory) ordered(o Order) {
-	switch {
-	case o.Stop, o.Finish:
-		m.over, m.finished = true, m.finished || o.Finish
-	case o.Kill:
-	default:
-		delete(m.owed, o.Local)
-		if o.Start {
-			m.running[o.Local] = true
-		}
-	}
-}
 
 // client returns the current connection to the coordinator.
 func (a *Agent) client() *client {
@@ -112,35 +43,30 @@ func (a *Agent) referral() welcome {
 
 // proposed answers the proposal of an epoch.
 func (a *Agent) proposed(k *client, m message) {
+	a.answer(k, m, kindPrepared, func(n news) error { return a.proposal(a.uuid, m.epoch, n) })
+}
+
+// keepLedger records the ledger of the coordinator on this host.
+func (a *Agent) keepLedger(k *client, m message) {
+	a.answer(k, m, kindRecorded, a.keep)
+}
+
+// answer lets this host as a voter handle a message of the coordinator, and answers it unless it is refused.
+func (a *Agent) answer(k *client, m message, with kind, handle func(news) error) {
 	var n news
-	err := m.record(&n)
-	if err == nil {
-		err = n.check()
-	}
-	if err != nil {
+	if err := m.record(&n); err != nil {
 		a.end(k, err)
 		return
 	}
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if err := a.follow(n.By); err != nil {
+	if err := handle(n); errors.As(err, new(*badNews)) {
+		a.end(k, err)
+	} else if err != nil {
 		a.refuseLeader(k, err)
-		return
+	} else {
+		_ = k.send(message{kind: with, epoch: m.epoch, id: m.id}) // the reader handles a failure
 	}
-	if a.charter != nil {
-		a.charter.propose(proposal{m.epoch, n.Voters})
-		for _, uuid := range n.Ended {
-			if !slices.Contains(a.ended, uuid) {
-				a.ended = append(a.ended, uuid)
-			}
-		}
-	}
-	for _, f := range n.Fresh {
-		if f.Agent == a.uuid && exitOf(a.exits[f.Local], f.PID) < 0 {
-			a.fresh[f.Local] = f.PID
-		}
-	}
-	_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
 }
 
 // voteFor promises to ignore coordinators of smaller terms.
@@ -165,9 +91,11 @@ func (a *Agent) promise() leader {
 }
 
 // mayFollow reports whether this host may register with a coordinator after the loss of another one: a candidate, or
-// the leader of a term that is at least the greatest that this host knows.
+// the leader of a term that is at least the greatest that this host knows. Both must belong to the same run of the job.
 func (a *Agent) mayFollow(hello welcome) bool {
-	return hello.Elects || hello.Running && hello.Term >= a.promise().Term
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.accepts(hello)
 }
 
 // refuseLeader ends the connection to a coordinator that this host must not follow, and this host's part in the job if
@@ -223,22 +151,12 @@ func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
 	defer a.mu.Unlock()
 	how := loss(k.loss.Load())
 	lost, isLoss := errors.AsType[*MemberLostError](cause)
-	if !isLoss || how == notLost || a.charter == nil || a.over || a.coord != nil || a.life.Err() != nil || a.now.Load() != t || a.k != k {
+	if !isLoss || !a.mayChoose(how) || a.coord != nil || a.life.Err() != nil || a.now.Load() != t || a.k != k {
 		return nil
 	}
 	a.wg.Add(1)
 	a.choosing = true
-	if how == lostEnded || how == lostLeaving || how == lostResigned {
-		a.ended = append(a.ended, k.hello.Agent)
-	}
-	ch := *a.charter
-	ch.Run, ch.Ledger = a.followed.Run, a.book
-	ch.Term, ch.lostAfter = a.promised.Term, k.hello.LostAfter
-	ch.Planned = how == lostLeaving
-	ch.Lost, ch.Reason, ch.Ended = k.hello.Agent, lost.Reason, slices.Clone(a.ended)
-	ch.Running, ch.Exits = slices.Sorted(maps.Keys(a.running)), maps.Clone(a.exits)
-	ch.Fresh = maps.Clone(a.fresh)
-	return &ch
+	return a.candidacy(how, k.hello, lost.Reason)
 }
 
 // successionTime is the time for the choice of a coordinator.
@@ -260,7 +178,7 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 		return a.alone(ch, cause, nil)
 	}
 	if slices.Contains(e.seeds, e.mine) {
-		a.serve(a.port.let(), func(c *coordinator) { c.succeed(*ch, begun) })
+		a.serve(a.port.let(), candidacy{*ch, time.Since(begun)})
 	}
 	o, err := e.elect(ctx, begun)
 	if err != nil {
@@ -286,29 +204,6 @@ func (c *charter) why(k *client, cause error) string {
 		return fmt.Sprintf("host %s, which coordinated the job, leaves: its launcher %s", k.hello.Host, c.Reason)
 	}
 	return cause.Error()
-}
-
-// addresses returns the addresses of the candidates in the order of succession.
-func (c *charter) addresses() []string {
-	var out []string
-	ended := setOf(c.Ended)
-	for _, uuid := range c.hosts() {
-		i := c.Plan.nodeOf(uuid)
-		if i < 0 || uuid == c.Lost || ended[uuid] {
-			continue
-		}
-		if addr := c.Plan.Hosts[i].Control; addr != "" && !slices.Contains(out, addr) {
-			out = append(out, addr)
-		}
-	}
-	return out
-}
-
-// isPossible reports whether all hosts without the lost one would be enough.
-func (c *charter) isPossible() bool {
-	all := setOf(c.hosts())
-	delete(all, c.Lost)
-	return allow(c.electorates(), all, setOf(c.Ended))
 }
 
 // resign closes this host's coordinator.
@@ -374,7 +269,7 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 	if err != nil {
 		return // no seed, or one that has joined the job
 	}
-	if by := a.promise(); !hello.Running && !hello.Elects || hello.Running && hello.Term < by.Term {
+	if by := a.promise(); !hello.Running && !hello.Elects || hello.Running && hello.Run == by.Run && hello.Term < by.Term {
 		a.tellElsewhere(l, a.port.at)
 		return
 	}
@@ -385,30 +280,6 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 func (a *Agent) tellElsewhere(l *link, at string) {
 	_ = l.write(frame{body: note(kindElsewhere, elsewhere{At: at, By: a.promise()}).encode()}, handshakeTimeout) // the next attempt follows
 	l.finish()
-}
-
-// repeats returns the messages that the last coordinator may have got, but the next one may not know of.
-func (m *memory) repeats() (list []message) {
-	for _, local := range slices.Sorted(maps.Keys(m.exits)) {
-		last := m.exits[local][len(m.exits[local])-1]
-		_, owed := m.owed[local]
-		if owed || !m.running[local] && (last.Code == 0 || last.Asked) { // the others were ordered to start again
-			list = append(list, note(kindExit, last))
-		}
-	}
-	if m.drains != nil {
-		list = append(list, note(kindDrain, *m.drains))
-	}
-	if m.stops != nil {
-		list = append(list, note(kindStop, *m.stops))
-	}
-	if m.kills {
-		list = append(list, message{kind: kindKill, epoch: firstEpoch})
-	}
-	if m.done {
-		list = append(list, message{kind: kindDone, epoch: firstEpoch})
-	}
-	return list
 }
 
 // followNext makes k the connection to the coordinator, and repeats what the last one may not know.
@@ -423,11 +294,26 @@ func (a *Agent) followNext(t *attempt, k *client, addr string) {
 	a.mu.Unlock()
 	old.close()
 	for _, m := range repeat {
-		_ = k.send(m) // the reader handles a failure
+		_ = k.send(m.encode()) // the reader handles a failure
 	}
 	close(moved)
 	if coordinates && !a.seed {
 		a.wg.Go(func() { a.warnSeeds(k) })
 	}
 	context.AfterFunc(k.ctx, func() { a.orphaned(k, t) })
+}
+
+// conclude ends the job on this host with success, although the coordinator is lost: the program has ended.
+func (a *Agent) conclude() {
+	a.mu.Lock()
+	first := !a.finished
+	a.finished, a.over, a.choosing = true, true, false
+	a.mu.Unlock()
+	a.concluding.Do(func() { close(a.concluded) })
+	if first {
+		select {
+		case a.orders <- Order{Finish: true}:
+		default:
+		}
+	}
 }

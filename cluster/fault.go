@@ -1,12 +1,9 @@
 package cluster
 
 import (
-	"errors"
 	"fmt"
-	"io"
 	"maps"
 	"slices"
-	"syscall"
 	"time"
 )
 
@@ -98,28 +95,27 @@ func (f *faults) firstExit(c *coordinator) (Exit, bool) {
 }
 
 // disconnected handles the end of a connection.
-func (c *coordinator) disconnected(p *peer, err error) {
+func (c *coordinator) disconnected(p *peer, why ending) {
+	p.over = true
 	if !c.counts(p) || c.closed || c.handedOver {
 		p.state = peerGone
 		return
 	}
-	if (c.plan != nil || c.world != nil) && !c.isElastic() && !isClosedByPeer(err) && c.isCutOff(p) {
+	if (c.plan != nil || c.world != nil) && !c.isElastic() && !why.closed && c.isCutOff(p) {
 		p.state = peerGone
-		c.checkDrained()
 		self := c.cfg.self
 		c.later(func() {
-			c.fail(fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Silent: p.silent(), Code: -1, Reason: fmt.Sprintf(
-				"cut off from the other hosts: it coordinates the job and has heard none of them for %v", p.silent().Round(100*time.Millisecond))}, tellAll)
+			c.fail(fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Silent: c.silent(p), Code: -1, Reason: fmt.Sprintf(
+				"cut off from the other hosts: it coordinates the job and has heard none of them for %v", c.silent(p).Round(100*time.Millisecond))}, tellAll)
 		})
 		return
 	}
-	reason := reasonOf(err, c.silenceLimit())
 	switch p.role {
 	case roleAgent:
-		c.agentDisconnected(p, reason, err)
+		c.agentDisconnected(p, why)
 	case roleWorker:
 		c.workerDisconnected(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID,
-			Silent: p.silent(), Reason: reason, Code: -1, Closed: isClosedByPeer(err)}, isClosedByPeer(err))
+			Silent: c.silent(p), Reason: why.reason, Code: -1, Closed: why.closed}, why.closed)
 	}
 }
 
@@ -132,13 +128,13 @@ func (c *coordinator) counts(p *peer) bool {
 // isCutOff reports whether p and all other processes on other hosts have been silent for a similar
 // time, so that the network of this host is the likely cause. With one other host, the cause cannot be known.
 func (c *coordinator) isCutOff(p *peer) bool {
-	silent, hosts := p.silent(), map[string]bool{}
+	silent, hosts := c.silent(p), map[string]bool{}
 	for _, q := range slices.Concat(c.agents, c.workers) {
 		host := q.member().Host
 		if q.state != peerJoined || host == c.cfg.self.Host {
 			continue
 		}
-		if q.silent() < silent/2 {
+		if c.silent(q) < silent/2 {
 			return false
 		}
 		hosts[host] = true
@@ -146,7 +142,7 @@ func (c *coordinator) isCutOff(p *peer) bool {
 	return len(hosts) > 1 && silent >= c.cfg.self.LostAfter/2 && p.member().Host != c.cfg.self.Host
 }
 
-func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
+func (c *coordinator) agentDisconnected(p *peer, why ending) {
 	p.state = peerGone
 	if slices.Contains(c.late, p) {
 		c.late = remove(c.late, p)
@@ -158,23 +154,22 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 		c.voterLeft(p)
 		return
 	}
+	reason := why.reason
 	switch {
-	case p.found == foundEnded:
+	case why.found == foundEnded:
 		reason = "its launcher ended"
-		if p.isCertain(c.cfg.self.LostAfter) { // otherwise it may have agreed with others before
+		if why.certain { // otherwise it may have agreed with others before
 			c.markEnded(p)
 		}
-	case p.found == foundAlive:
+	case why.found == foundAlive:
 		reason = "its connection closed, and its launcher did not connect again"
-	case isClosedByPeer(err) && c.isElastic():
+	case why.closed && c.isElastic():
 		reason = "its connection closed, and it does not answer"
-	case isClosedByPeer(err):
+	case why.closed:
 		reason = "its launcher ended"
 	}
-	if c.cfg.path != nil {
-		if s := c.cfg.path(p.host); s != "" {
-			reason += "; " + s
-		}
+	if why.path != "" {
+		reason += "; " + why.path
 	}
 	c.hostLost(p, reason)
 }
@@ -183,7 +178,7 @@ func (c *coordinator) agentDisconnected(p *peer, reason string, err error) {
 // is a consequence.
 func (c *coordinator) hostLost(p *peer, reason string) {
 	defer c.checkRecorded()
-	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: p.silent(), Reason: reason, Code: -1}
+	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: c.silent(p), Reason: reason, Code: -1}
 	if c.isElastic() {
 		c.loseHost(p, f)
 		return
@@ -207,7 +202,6 @@ func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 		return
 	}
 	p.state = peerGone
-	c.checkDrained()
 	if w := c.faults.pending; w != nil {
 		c.resolve(w.fault, tellAll)
 		return
@@ -232,35 +226,7 @@ func (c *coordinator) workerDisconnected(p *peer, f fault, closed bool) {
 // awaitReport waits for the second half of a loss.
 func (c *coordinator) awaitReport(w *pending) {
 	c.faults.pending = w
-	c.afterExitGrace(func() {
-		if c.faults.pending == w {
-			c.resolve(w.fault, tellAll)
-		}
-	})
-}
-
-// afterExitGrace calls fn with the lock once exitGrace has passed on the coordinator's clock, which
-// stands still while its process is starved: a launcher in this process is starved, too.
-func (c *coordinator) afterExitGrace(fn func()) { c.at(c.clock.now()+exitGrace, fn) }
-
-// at calls fn with the lock at a time of the coordinator's clock, unless the coordinator closes before: its clock then
-// stands still for good.
-func (c *coordinator) at(end time.Duration, fn func()) {
-	time.AfterFunc(end-c.clock.now(), func() {
-		select {
-		case <-c.quit:
-			return
-		default:
-		}
-		c.cfg.sys.await()
-		if c.clock.now() < end {
-			c.at(end, fn)
-			return
-		}
-		c.mu.Lock()
-		defer c.unlock()
-		fn()
-	})
+	c.after(exitGrace, deadline{what: dueReport, of: w})
 }
 
 // openSession returns the fault of a worker that exited with an open session.
@@ -285,7 +251,7 @@ func (c *coordinator) exited(a *peer, e Exit) {
 	c.faults.exits[e.Rank] = e
 	for _, p := range c.workers {
 		if p.reg.Rank == e.Rank {
-			p.end()
+			c.act(awaitNoLink{p})
 		}
 	}
 	if w := c.faults.pending; w != nil {
@@ -344,7 +310,6 @@ func (c *coordinator) memberTimedOut(p *peer) {
 	w := c.faults.pending
 	consequence := w != nil && (w.peer == p || c.agentOf(w.peer) == p)
 	p.state = peerGone
-	c.checkDrained()
 	self := c.cfg.self
 	f := fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Code: -1, Reason: fmt.Sprintf(
 		"silent for %v, so that %s disconnected: stopped or starved", self.LostAfter, memberList([]Member{p.member()}))}
@@ -361,7 +326,7 @@ func (c *coordinator) stopped(a *peer, f fault) {
 	if c.faults.stop == nil || c.restart != nil {
 		c.restart = nil
 		c.faults.stop = &f
-		c.tellAgents(note(kindFault, f))
+		c.tellAgents(say(kindFault, f))
 	}
 }
 
@@ -400,28 +365,27 @@ func (c *coordinator) fail(f fault, r reach) {
 		c.faults.lost = &f
 		for _, p := range c.workers {
 			if p.state == peerJoined || p.reg.Rank == f.Rank {
-				p.send(note(kindFault, f))
+				c.send(p, say(kindFault, f))
 			}
 		}
 		if r == tellNote {
-			c.tellAgents(note(kindNote, f))
+			c.tellAgents(say(kindNote, f))
 		}
-		c.checkDrained()
 	}
 	if r == tellAll && c.faults.stop == nil {
 		c.planRestart(&f)
 		c.faults.stop = &f
-		c.tellAgents(note(kindFault, f))
+		c.tellAgents(say(kindFault, f))
 		if f.Again {
 			c.awaitHosts(f)
 		}
 	}
 }
 
-func (c *coordinator) tellAgents(m message) {
+func (c *coordinator) tellAgents(m msg) {
 	for _, p := range c.agents {
 		if p.state != peerGone {
-			p.send(m)
+			c.send(p, m)
 		}
 	}
 }
@@ -447,17 +411,28 @@ func (c *coordinator) uuidOf(p *peer) string {
 	return c.plan.Hosts[p.reg.Node].UUID
 }
 
-// isClosedByPeer reports whether the other process closed the connection or
-// exited.
-func isClosedByPeer(err error) bool {
-	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
-		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
-}
-
 // describe returns the text for an exit code if the launcher provides none.
 func describe(code int) string {
 	if code > 128 && code < 128+65 {
 		return fmt.Sprintf("killed by signal %d", code-128)
 	}
 	return fmt.Sprintf("exited with code %d", code)
+}
+
+// pathFailed handles the report of an agent that it does not reach another host. If the coordinator
+// does not hear one of both either, the reason is another one.
+func (c *coordinator) pathFailed(from *peer, r pathReport) {
+	heard := func(p *peer) bool { return p.state == peerJoined && c.silent(p) < c.cfg.self.LostAfter/2 }
+	for _, p := range c.agents {
+		if p.host.UUID != r.UUID || !heard(p) || !heard(from) {
+			continue
+		}
+		what := fmt.Sprintf("%s %v", memberList([]Member{from.member()}), r.State)
+		if !r.Before { // perhaps a firewall lets only the coordinator's port pass
+			c.sayOf(p.addr, fmt.Sprintf("warning: the path to %s: %s, at the port of gossip; collectives between both may hang", memberList([]Member{p.member()}), what))
+			return
+		}
+		c.hostLost(p, what+"; both reach the coordinator, so a link, a route or a firewall between them fails")
+		return
+	}
 }

@@ -2,8 +2,8 @@ package cluster
 
 import (
 	"io"
+	"slices"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -12,21 +12,34 @@ import (
 )
 
 // judged is a coordinator without connections: a host with three workers.
-func judged() (c *coordinator, agent *peer, worker func(rank int) *peer) {
-	c = &coordinator{cfg: coordConfig{agents: 1, self: welcome{LostAfter: 3 * time.Second}}, peers: map[string]*peer{}, clock: newRunClock(time.Second)}
-	c.faults.exits = map[int]Exit{}
-	c.plan = &plan{Hosts: []host{{Host: "h", UUID: "u", LocalSize: 3}}}
-	agent = newPeer(newStream(nil, newRunClock(time.Second), 0), "")
-	agent.role, agent.state, agent.host = roleAgent, peerJoined, c.plan.Hosts[0]
-	c.agents = []*peer{agent}
+func judged() (j *paperJob, agent *peer, worker func(rank int) *peer) {
+	j = onPaper(coordConfig{agents: 1, self: welcome{LostAfter: 3 * time.Second}})
+	j.plan = &plan{Hosts: []host{{Host: "h", UUID: "u", LocalSize: 3}}}
+	agent = &peer{role: roleAgent, state: peerJoined, host: j.plan.Hosts[0], heard: j.now}
+	j.agents = []*peer{agent}
 	for r := range 3 {
-		p := newPeer(newStream(nil, newRunClock(time.Second), 0), "")
-		p.role, p.state, p.reg.Member = roleWorker, peerJoined, Member{Rank: r, Host: "h", PID: 100 + r}
-		c.workers = append(c.workers, p)
+		j.workers = append(j.workers, &peer{role: roleWorker, state: peerJoined, heard: j.now, reg: registration{Member: Member{Rank: r, Host: "h", PID: 100 + r}}})
 	}
-	c.world = &world{Members: members(c.workers)}
-	c.engine = newEngine(3, new(atomic.Int64))
-	return c, agent, func(rank int) *peer { return c.workers[rank] }
+	j.world = &world{Members: members(j.workers)}
+	return j, agent, func(rank int) *peer { return j.workers[rank] }
+}
+
+// served returns a server with the coordinator and its peers, without goroutines.
+func (j *paperJob) served() (*server, func(*peer) *conn) {
+	s := &server{coordinator: j.coordinator, cfg: serverConfig{coordConfig: j.cfg}, clock: newRunClock(time.Second), quit: make(chan struct{}),
+		conns: map[string]*conn{}, allTold: make(chan struct{}), timer: time.AfterFunc(time.Hour, func() {})}
+	for _, p := range slices.Concat(j.agents, j.workers) {
+		k := newConn(newStream(nil, s.clock, 0), p.addr, p.worker)
+		p.id = k.peer.id
+		k.peer = p
+		s.conns[p.id] = k
+	}
+	return s, func(p *peer) *conn { return s.conns[p.id] }
+}
+
+// ends ends the connection of a peer with an error.
+func (j *paperJob) ends(p *peer, err error) {
+	j.happen(disconnected{p, ending{closed: isClosedByPeer(err), reason: reasonOf(err, j.silenceLimit())}})
 }
 
 // TestFirstFailure sends what a coordinator may receive when rank 1 is killed
@@ -46,25 +59,20 @@ func TestFirstFailure(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c, agent, worker := judged()
 				for event := range strings.FieldsSeq(order) {
-					c.mu.Lock()
 					switch event {
 					case "c1":
-						c.disconnected(worker(1), io.EOF)
+						c.ends(worker(1), io.EOF)
 					case "c2":
-						c.disconnected(worker(2), io.EOF)
+						c.ends(worker(2), io.EOF)
 					case "e1":
 						c.exited(agent, killed)
 					case "e2":
 						c.exited(agent, asked)
 					}
-					c.mu.Unlock()
 					if event == "wait" {
-						time.Sleep(2 * exitGrace)
-						synctest.Wait()
+						c.sleep(2 * exitGrace)
 					}
 				}
-				c.mu.Lock()
-				defer c.mu.Unlock()
 				require.Nil(t, c.faults.pending)
 				require.Empty(t, c.faults.held)
 				require.Equal(t, 1, c.faults.stop.Rank)
@@ -83,10 +91,8 @@ func TestFirstFailure(t *testing.T) {
 func TestHostTakesItsWorkers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, agent, worker := judged()
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		c.disconnected(worker(1), io.EOF)
-		c.disconnected(agent, io.EOF)
+		c.ends(worker(1), io.EOF)
+		c.ends(agent, io.EOF)
 		require.Equal(t, fault{Rank: -1, Host: "h", Reason: "its launcher ended", Code: -1}, *c.faults.stop)
 	})
 }
@@ -96,9 +102,7 @@ func TestHostTakesItsWorkers(t *testing.T) {
 func TestOpenSession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, agent, worker := judged()
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		c.disconnected(worker(1), io.EOF)
+		c.ends(worker(1), io.EOF)
 		c.exited(agent, Exit{Rank: 1, PID: 101, Reason: "exited with code 0"})
 		require.Equal(t, "exited with code 0 without Close or Shutdown of its session", c.faults.lost.Reason)
 		require.Nil(t, c.faults.stop)
@@ -116,8 +120,6 @@ func TestSilenceIsFirst(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c, agent, worker := judged()
 				c.cfg.self = welcome{Host: "h", PID: 99, Rank: -1, LostAfter: 3 * time.Second}
-				c.mu.Lock()
-				defer c.mu.Unlock()
 				for event := range strings.FieldsSeq(order) {
 					rank := int(event[1] - '0')
 					p := agent
@@ -128,7 +130,7 @@ func TestSilenceIsFirst(t *testing.T) {
 					case 's':
 						c.memberTimedOut(p)
 					case 'c':
-						c.disconnected(p, io.EOF)
+						c.ends(p, io.EOF)
 					case 'e':
 						c.exited(agent, Exit{Rank: rank, PID: 100 + rank, Code: 5, Reason: "exited with code 5"})
 					}
@@ -147,50 +149,55 @@ func TestSilenceIsFirst(t *testing.T) {
 func TestExitWithOpenConnection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, agent, _ := judged()
-		c.mu.Lock()
 		c.exited(agent, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})
 		require.Nil(t, c.faults.stop)
-		c.mu.Unlock()
-		time.Sleep(2 * exitGrace)
-		synctest.Wait()
-		c.mu.Lock()
-		defer c.mu.Unlock()
+		c.sleep(2 * exitGrace)
 		require.Equal(t, []any{1, 5}, []any{c.faults.stop.Rank, c.faults.stop.Code})
 	})
 }
 
-// TestStarvedCoordinatorAwaitsTheReport gives the launcher its time for the report of an exit while
-// the process that both share runs.
-func TestStarvedCoordinatorAwaitsTheReport(t *testing.T) {
+// The launcher has its time for the report of an exit while the coordinator's clock runs.
+func TestCoordinatorAwaitsTheReport(t *testing.T) {
+	c, agent, worker := judged()
+	c.ends(worker(1), io.EOF)
+	c.sleep(exitGrace - 1)
+	require.NotNil(t, c.faults.pending)
+	c.exited(agent, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})
+	require.Equal(t, []any{1, 5}, []any{c.faults.stop.Rank, c.faults.stop.Code})
+
+	c, _, worker = judged() // the report never arrives
+	c.ends(worker(1), io.EOF)
+	c.sleep(exitGrace)
+	require.Nil(t, c.faults.pending)
+	require.Equal(t, []any{1, -1}, []any{c.faults.stop.Rank, c.faults.stop.Code})
+}
+
+// The deadlines of a coordinator do not pass while its process is stopped or starved, which its clock shows.
+func TestStarvedCoordinator(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		c, agent, worker := judged()
-		c.clock = newRunClock(exitGrace / 5)
-		c.mu.Lock()
-		c.disconnected(worker(1), io.EOF)
-		c.mu.Unlock()
-		time.Sleep(10 * exitGrace) // without a tick: the process stands still
-		synctest.Wait()
-		c.mu.Lock()
-		require.NotNil(t, c.faults.pending)
-		c.exited(agent, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})
-		require.Equal(t, []any{1, 5}, []any{c.faults.stop.Rank, c.faults.stop.Code})
-		c.mu.Unlock()
-	})
-	synctest.Test(t, func(t *testing.T) { // the report never arrives
-		c, _, worker := judged()
-		c.clock = newRunClock(exitGrace / 5)
-		c.mu.Lock()
-		c.disconnected(worker(1), io.EOF)
-		c.mu.Unlock()
-		for range 20 {
-			time.Sleep(exitGrace / 10)
-			c.clock.tick()
+		step := welcome{Heartbeat: time.Second, LostAfter: 10 * time.Second}
+		stopped := make(chan struct{})
+		s := newServer(newWireListener(), serverConfig{job: "j", notify: func(string) {}, coordConfig: coordConfig{agents: 1, size: 1, self: step}, sys: &system{run: func() { <-stopped }}})
+		s.mu.Lock()
+		s.coordinator.after(exitGrace, deadline{what: dueProposal})
+		_ = s.step(nil)
+		s.mu.Unlock()
+		passed := func() bool {
+			s.mu.Lock()
+			defer s.mu.Unlock()
+			return !slices.ContainsFunc(s.deadlines, func(d deadline) bool { return d.what == dueProposal })
 		}
+		time.Sleep(10 * exitGrace)
 		synctest.Wait()
-		c.mu.Lock()
-		defer c.mu.Unlock()
-		require.Nil(t, c.faults.pending)
-		require.Equal(t, []any{1, -1}, []any{c.faults.stop.Rank, c.faults.stop.Code})
+		require.False(t, passed())
+		close(stopped)
+		time.Sleep(exitGrace / 2)
+		synctest.Wait()
+		require.False(t, passed(), "most of the time is left")
+		time.Sleep(exitGrace)
+		synctest.Wait()
+		require.True(t, passed())
+		s.close()
 	})
 }
 
@@ -201,12 +208,9 @@ func TestFailureBeforeTheEnd(t *testing.T) {
 		c, agent, _ := judged()
 		require.NoError(t, c.handle(agent, note(kindExit, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})))
 		require.NoError(t, c.handle(agent, message{kind: kindDone, epoch: firstEpoch}))
-		time.Sleep(2 * exitGrace)
-		synctest.Wait()
+		c.sleep(2 * exitGrace)
 		var kinds []kind
-		for _, m := range agent.out {
-			kinds = append(kinds, m.kind)
-		}
+		kinds = append(kinds, kindsOf(c.take(agent))...)
 		require.Equal(t, []kind{kindFault, kindEnded}, kinds)
 	})
 }
@@ -237,11 +241,10 @@ func TestRunClock(t *testing.T) {
 func TestWaitingLine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, _, worker := judged()
-		c.cfg.job, c.started = "x", time.Now()
 		require.Empty(t, c.waitingLine(), "the world is complete")
 		c.world, c.workers = nil, []*peer{worker(0), worker(2)}
-		time.Sleep(waitLine)
-		require.Equal(t, "job x: waiting since 5s: 2 of 3 processes have joined: rank 0 (host h pid 100), rank 2 (host h pid 102); missing rank 1", c.waitingLine())
+		c.now += waitLine
+		require.Equal(t, "waiting since 5s: 2 of 3 processes have joined: rank 0 (host h pid 100), rank 2 (host h pid 102); missing rank 1", c.waitingLine())
 		c.workers = nil
 		require.Empty(t, c.waitingLine(), "programs that never attach are waited for by nobody")
 	})

@@ -22,17 +22,18 @@ func TestFlapper(t *testing.T) {
 			require.False(t, f.isDue())
 			f.ranFor(2*time.Second, time.Second)
 		}
+		const now = instant(time.Hour)
 		for _, want := range []time.Duration{30 * time.Second, time.Minute, 2 * time.Minute} {
 			require.True(t, f.isDue())
-			require.Equal(t, want, f.exclude(time.Now(), time.Second))
+			require.Equal(t, want, f.exclude(now, time.Second))
 			require.False(t, f.isDue())
-			require.Equal(t, want, time.Until(f.until))
+			require.Equal(t, want, f.until-now)
 			f.ranFor(0, time.Second)
 		}
 		for range 100 {
-			f.exclude(time.Now(), time.Second)
+			f.exclude(now, time.Second)
 		}
-		require.Equal(t, 30*64*time.Second, f.exclude(time.Now(), time.Second))
+		require.Equal(t, 30*64*time.Second, f.exclude(now, time.Second))
 		f.ranFor(time.Hour, time.Second)
 		require.False(t, f.isDue())
 		require.Zero(t, f.excluded)

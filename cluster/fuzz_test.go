@@ -76,7 +76,7 @@ func FuzzCharter(f *testing.F) {
 		}
 		var n news
 		if json.Unmarshal(b, &n) == nil && n.check() == nil {
-			a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+			a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 			a.now.Store(&attempt{})
 			if a.news(firstEpoch, n) == nil && a.charter != nil {
 				require.GreaterOrEqual(t, a.promise().Term, n.By.Term)

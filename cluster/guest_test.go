@@ -9,63 +9,60 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func guest(since time.Duration) *peer {
-	p := newPeer(newStream(nil, newRunClock(time.Second), 0), "")
-	p.since = since
-	return p
+func guest(since instant) *conn {
+	k := newConn(newStream(nil, newRunClock(time.Second), 0), "", false)
+	k.peer.since = since
+	return k
 }
 
 // TestGuestsAreLimited fills the coordinator with processes that have a worker's token and
 // do not register, or have left. Members stay.
 func TestGuestsAreLimited(t *testing.T) {
-	c, agent, worker := judged()
-	c.clock = newRunClock(time.Second)
-	members := []*peer{agent, worker(0), worker(1), worker(2)}
-	for _, p := range members {
-		c.peers[p.id] = p
-	}
-	var guests []*peer
+	j, agent, worker := judged()
+	s, of := j.served()
+	members := []*conn{of(agent), of(worker(0)), of(worker(1)), of(worker(2))}
+	var guests []*conn
 	for i := range maxGuests {
-		p := guest(time.Duration(i - maxGuests))
+		k := guest(0)
 		if i%2 == 0 {
-			p.role, p.state = roleWorker, peerGone
+			k.peer.role, k.peer.state = roleWorker, peerGone
 		}
-		require.True(t, c.admit(p))
-		p.since = time.Duration(i - maxGuests)
-		guests = append(guests, p)
+		require.True(t, s.admits(k))
+		k.peer.since = instant(i - maxGuests)
+		guests = append(guests, k)
 	}
-	require.Len(t, c.peers, maxGuests+len(members))
+	require.Len(t, s.conns, maxGuests+len(members))
 	for i := range 3 {
-		require.True(t, c.admit(guest(0)))
-		require.Len(t, c.peers, maxGuests+len(members))
+		require.True(t, s.admits(guest(0)))
+		require.Len(t, s.conns, maxGuests+len(members))
 		require.True(t, guests[i].isClosed(), "the oldest")
 		require.False(t, guests[i+1].isClosed())
 	}
-	for _, p := range members {
-		require.Same(t, p, c.peers[p.id])
-		require.False(t, p.isClosed())
+	for _, k := range members {
+		require.Same(t, k, s.conns[k.peer.id])
+		require.False(t, k.isClosed())
 	}
+	s.handedOver = true
+	require.False(t, s.admits(guest(0)), "another coordinator continues")
 }
 
 // TestGuestsAreLate lets a process send heartbeats and never register.
 func TestGuestsAreLate(t *testing.T) {
-	c, _, worker := judged()
-	c.clock = newRunClock(time.Second)
-	limit := c.silenceLimit()
-	late, early, member := guest(-limit-1), guest(-limit/2), worker(0)
-	member.since = -2 * limit
-	for _, p := range []*peer{late, early, member} {
-		c.peers[p.id] = p
-	}
-	c.expireSilent()
+	j, _, worker := judged()
+	s, of := j.served()
+	limit := s.silenceLimit()
+	late, early, member := guest(-limit-1), guest(-limit/2), of(worker(0))
+	member.peer.since = -2 * limit
+	s.conns[late.peer.id], s.conns[early.peer.id] = late, early
+	s.expireSilent()
 	select {
 	case <-late.expired:
 	default:
 		require.Fail(t, "it stays")
 	}
-	for _, p := range []*peer{early, member} {
+	for _, k := range []*conn{early, member} {
 		select {
-		case <-p.expired:
+		case <-k.expired:
 			require.Fail(t, "it was expired")
 		default:
 		}
@@ -105,25 +102,25 @@ func TestFramesOfGuests(t *testing.T) {
 
 // TestResumeOnABrokenLink asks to continue a stream on a connection whose last write failed.
 func TestResumeOnABrokenLink(t *testing.T) {
-	c, _, worker := judged()
-	q := worker(1)
-	c.peers[q.id] = q
+	j, _, worker := judged()
+	s, of := j.served()
+	q := of(worker(1))
 	p := guest(0) // without a link, as after writeFailed
-	require.ErrorIs(t, c.resume(p, message{kind: kindResume, epoch: firstEpoch, body: []byte(q.id)}), errOtherStream)
+	require.ErrorIs(t, s.resume(p, message{kind: kindResume, epoch: firstEpoch, body: []byte(q.peer.id)}), errOtherStream)
 	require.Empty(t, q.renewals, "the stream keeps its link")
 }
 
 // A request to continue a stream that comes after a later one is of a link that the member does not use any more.
 func TestLateRequestToResume(t *testing.T) {
-	c, _, worker := judged()
-	q := worker(1)
-	c.peers[q.id] = q
+	j, _, worker := judged()
+	s, of := j.served()
+	q := of(worker(1))
 	ask := func(number uint64) int {
 		near, far := net.Pipe()
 		t.Cleanup(func() { near.Close(); far.Close() })
 		p := guest(0)
 		p.stream = newStream(&link{c: near}, newRunClock(time.Second), time.Minute)
-		require.ErrorIs(t, c.resume(p, message{kind: kindResume, epoch: number, body: []byte(q.id)}), errOtherStream)
+		require.ErrorIs(t, s.resume(p, message{kind: kindResume, epoch: number, body: []byte(q.peer.id)}), errOtherStream)
 		return len(q.renewals)
 	}
 	require.Equal(t, 1, ask(2))
@@ -136,7 +133,7 @@ func TestLateRequestToResume(t *testing.T) {
 func TestMembersThatGiveUp(t *testing.T) {
 	c, _, _ := judged()
 	for i := range 100 {
-		p := guest(0)
+		p := guest(0).peer
 		p.role, p.reg.Member = roleWorker, Member{Rank: -1, Host: strings.Repeat("h", 100), PID: i}
 		c.gaveUp(p)
 	}

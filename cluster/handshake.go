@@ -27,7 +27,7 @@ import (
 // a secret that leaks later does not decrypt recorded traffic. All messages have
 // a fixed length, so no length from an unauthenticated peer is used.
 const (
-	protocolVersion = 8
+	protocolVersion = 9
 	nonceBytes      = 32
 	pointBytes      = 32
 	proofBytes      = sha256.Size

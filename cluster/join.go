@@ -114,7 +114,7 @@ func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, c.Timing.Join)
 	defer cancel()
-	var coord *coordinator
+	var coord *server
 	if c.Serve {
 		if coord, err = c.serve(ctx, key); err != nil {
 			return nil, err
@@ -195,7 +195,7 @@ func isLoopback(addr string) bool {
 // serve starts the coordinator in this process. It is not an error if a
 // coordinator of the same job already has the port: registering there reports
 // which process has the same rank.
-func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*coordinator, error) {
+func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*server, error) {
 	at := cfg.Listen
 	if at == "" {
 		at = cfg.sys.listenAddr(ctx, cfg.Addr)
@@ -211,11 +211,11 @@ func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*coordinator,
 		cfg.Addr = ln.Addr().String()
 		cfg.at = cfg.Addr
 	}
-	return newCoordinator(ln, coordConfig{
-		job: cfg.Job, key: key, sys: cfg.sys, size: cfg.Size, notify: cfg.Notify,
-		joinBy: cfg.Timing.Join, revokeBy: cfg.Timing.Revoke, drainBy: cfg.Timing.Drain, keepOpen: cfg.keepOpen,
-		self: welcome{Host: cfg.Host, PID: cfg.sys.getpid(), Rank: deref(cfg.Rank, -1),
-			Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter},
+	return newServer(ln, serverConfig{
+		job: cfg.Job, key: key, sys: cfg.sys, notify: cfg.Notify, keepOpen: cfg.keepOpen,
+		coordConfig: coordConfig{size: cfg.Size, joinBy: cfg.Timing.Join, revokeBy: cfg.Timing.Revoke, drainBy: cfg.Timing.Drain,
+			self: welcome{Host: cfg.Host, PID: cfg.sys.getpid(), Rank: deref(cfg.Rank, -1),
+				Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter}},
 	}), nil
 }
 
@@ -273,7 +273,7 @@ func (to target) sameJob(ctx context.Context) (err error) {
 
 // join connects to the coordinator and waits until the world is complete. The time to join begins
 // at start, and ctx ends when it is over.
-func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *coordinator, start time.Time) (*Session, error) {
+func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *server, start time.Time) (*Session, error) {
 	l, hello, err := cfg.connect(ctx, key, start)
 	if err != nil {
 		return nil, err

@@ -21,7 +21,7 @@ func (j *paperJob) haveLedger() {
 // ordersTo returns the orders among the queued messages of a host.
 func (j *paperJob) ordersTo(t *testing.T, host string) (out []Order) {
 	t.Helper()
-	for _, m := range j.hosts[host].take() {
+	for _, m := range j.take(j.hosts[host]) {
 		if m.kind == kindOrder {
 			var o Order
 			require.NoError(t, m.record(&o))
@@ -38,7 +38,6 @@ func TestRestartsSurviveTheCoordinator(t *testing.T) {
 		policy := restartPolicy{most: 2, backoff: time.Second}
 		exit := Exit{PID: 101, Code: 1, Reason: "exited with code 1"}
 		j := newPaperJob("a", "b", "c")
-		defer j.end()
 		j.cfg.again = policy
 		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
 		b.exited(exit)
@@ -52,7 +51,6 @@ func TestRestartsSurviveTheCoordinator(t *testing.T) {
 		require.Empty(t, j.ordersTo(t, "b"), "b has not recorded it")
 
 		k := candidate(t, "a", map[string]int{"c": 102}, b, c)
-		defer k.end()
 		k.cfg.again = policy
 		require.Equal(t, 1, k.retries.total)
 		for range 2 {
@@ -76,7 +74,6 @@ func TestRestartsSurviveTheCoordinator(t *testing.T) {
 func TestLedgerWithoutALostHost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
-		defer j.end()
 		j.cfg.again = restartPolicy{most: 1}
 		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1}) })
 		j.do(func() {
@@ -102,25 +99,23 @@ func (j *paperJob) finished(t *testing.T) {
 func TestEndSurvivesTheCoordinator(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
-		defer j.end()
 		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
 		j.finished(t)
-		require.NotContains(t, kindsOf(j.procs["b"].take()), kindFinish, "the launchers do not know yet")
+		require.NotContains(t, kindsOf(j.take(j.procs["b"])), kindFinish, "the launchers do not know yet")
 		j.hear(t, c)
 		require.True(t, c.book.Finished)
 		k := candidate(t, "a", nil, b, c)
-		defer k.end()
 		for _, u := range []string{"b", "c"} {
 			require.Equal(t, []Order{{Finish: true}}, k.ordersTo(t, u))
 		}
 		p := k.register("b", 101, 1)
-		require.NoError(t, k.registerWorker(p))
-		sent := p.take()
+		k.do(func() { require.NoError(t, k.registerWorker(p)) })
+		sent := k.take(p)
 		require.Equal(t, kindFinish, sent[len(sent)-1].kind)
 		require.Nil(t, k.faults.lost)
 
 		j.haveLedger()
-		require.Contains(t, kindsOf(j.procs["b"].take()), kindFinish)
+		require.Contains(t, kindsOf(j.take(j.procs["b"])), kindFinish)
 		require.Equal(t, []Order{{Finish: true}}, j.ordersTo(t, "b"))
 	})
 }
@@ -135,14 +130,13 @@ func TestLossAfterTheEnd(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c")
-				defer j.end()
 				a := j.agentOn(t, "b")
 				knows(a)
 				a.life, a.die = context.WithCancel(t.Context())
 				defer a.die()
 				a.concluded, a.orders, a.port = make(chan struct{}), make(chan Order, 1), newPort(a)
 				a.keys = keys{}
-				k := &client{stream: newStream(nil, j.clock, time.Minute), hello: welcome{Agent: "a", LostAfter: time.Second}, endedC: make(chan struct{})}
+				k := &client{stream: newStream(nil, newRunClock(time.Second), time.Minute), hello: welcome{Agent: "a", LostAfter: time.Second}, endedC: make(chan struct{})}
 				k.ctx, k.cancel = context.WithCancelCause(t.Context())
 				k.open, k.shut = context.WithCancel(t.Context())
 				a.k = k

@@ -42,8 +42,7 @@ func strangerMain(deed, job, addr string) int {
 			return 1
 		}
 		ln = trusting{ln}
-		c := newCoordinator(ln, coordConfig{job: job, key: keys.control, size: 2, notify: func(string) {},
-			self: welcome{Host: "stranger", PID: os.Getpid(), Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}})
+		c := newServer(ln, serverConfig{job: job, key: keys.control, notify: func(string) {}, coordConfig: coordConfig{size: 2, self: welcome{Host: "stranger", PID: os.Getpid(), Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}}})
 		fmt.Println("listening")
 		_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
 		c.close()

@@ -3,7 +3,6 @@ package cluster
 import (
 	"context"
 	"errors"
-	"fmt"
 	"maps"
 	"net"
 	"sync"
@@ -213,22 +212,4 @@ func unacknowledged(c *net.TCPConn) (n uint32) {
 		}
 	})
 	return n
-}
-
-// pathFailed handles the report of an agent that it does not reach another host. If the coordinator
-// does not hear one of both either, the reason is another one.
-func (c *coordinator) pathFailed(from *peer, r pathReport) {
-	heard := func(p *peer) bool { return p.state == peerJoined && p.silent() < c.cfg.self.LostAfter/2 }
-	for _, p := range c.agents {
-		if p.host.UUID != r.UUID || !heard(p) || !heard(from) {
-			continue
-		}
-		what := fmt.Sprintf("%s %v", memberList([]Member{from.member()}), r.State)
-		if !r.Before { // perhaps a firewall lets only the coordinator's port pass
-			c.notifyOnce(p.addr, fmt.Sprintf("warning: the path to %s: %s, at the port of gossip; collectives between both may hang", memberList([]Member{p.member()}), what))
-			return
-		}
-		c.hostLost(p, what+"; both reach the coordinator, so a link, a route or a firewall between them fails")
-		return
-	}
 }

@@ -10,50 +10,108 @@ import (
 )
 
 // A paperJob is a coordinator in the first epoch of a job with one worker on each host. Messages to
-// its peers stay in their queues.
+// its peers stay in queues, and time passes only in sleep.
 type paperJob struct {
 	*coordinator
 	hosts, procs map[string]*peer // by the UUID of the host
+	queues       map[*peer][]message
+	hungUp       map[*peer]bool
+	stores       []int // sizes of the stores that were opened
+	lines        []string
+	guestsHungUp int
+	probes       []probe
+}
+
+// onPaper returns a job without processes.
+func onPaper(cfg coordConfig) *paperJob {
+	j := &paperJob{coordinator: newCoordinator(cfg, "", 1), hosts: map[string]*peer{}, procs: map[string]*peer{}, queues: map[*peer][]message{}, hungUp: map[*peer]bool{}}
+	j.term = 0
+	return j
 }
 
 func newPaperJob(uuids ...string) *paperJob {
-	j := &paperJob{coordinator: &coordinator{clock: newRunClock(time.Second), epoch: firstEpoch, peers: map[string]*peer{},
-		faults: newFaults(), plan: &plan{}, cfg: coordConfig{job: "paper", agents: len(uuids) + 1, least: 1, joinBy: time.Hour, revokeBy: time.Hour, drainBy: time.Hour,
-			notify: func(string) {}, self: welcome{Agent: uuids[0], Host: uuids[0], LostAfter: time.Second}}},
-		hosts: map[string]*peer{}, procs: map[string]*peer{}}
+	j := onPaper(coordConfig{agents: len(uuids) + 1, least: 1, joinBy: time.Hour, revokeBy: time.Hour, drainBy: time.Hour,
+		self: welcome{Agent: uuids[0], Host: uuids[0], LostAfter: time.Second}})
+	j.plan = &plan{}
 	for i, u := range uuids {
 		a := j.newHost(u)
 		j.agents = append(j.agents, a)
 		j.plan.Hosts = append(j.plan.Hosts, a.host)
-		p := newPeer(newStream(nil, j.clock, time.Minute), u)
-		p.role, p.state, p.reg = roleWorker, peerJoined, registration{Member: Member{Rank: i, LocalSize: 1, Node: i, Host: u, PID: 100 + i}, Agent: u, Elastic: true, Least: 1}
-		p.home = place{u, 0}
+		p := &peer{addr: u, role: roleWorker, state: peerJoined, home: place{u, 0},
+			reg: registration{Member: Member{Rank: i, LocalSize: 1, Node: i, Host: u, PID: 100 + i}, Agent: u, Elastic: true, Least: 1}}
 		j.workers, j.procs[u] = append(j.workers, p), p
 	}
-	j.commitWorld()
-	for _, a := range j.agents {
-		j.agentPrepared(a, 0)
-	}
+	j.do(func() {
+		j.commitWorld()
+		for _, a := range j.agents {
+			j.agentPrepared(a, 0)
+		}
+	})
 	return j
 }
 
 func (j *paperJob) newHost(uuid string) *peer {
-	a := newPeer(newStream(nil, j.clock, time.Minute), uuid)
-	a.role, a.state, a.ready = roleAgent, peerJoined, true
-	a.host = host{Host: uuid, UUID: uuid, NodeRank: -1, LocalSize: 1, Control: uuid + ":1"}
+	a := &peer{addr: uuid, role: roleAgent, state: peerJoined, ready: true, heard: j.now,
+		host: host{Host: uuid, UUID: uuid, NodeRank: -1, LocalSize: 1, Control: uuid + ":1"}}
 	j.hosts[uuid] = a
 	return a
 }
 
-// do calls a function of the coordinator, which holds the lock.
+// do calls a function of the coordinator and carries out its actions.
 func (j *paperJob) do(f func()) {
-	j.mu.Lock()
-	defer j.mu.Unlock()
 	f()
+	j.happen(nil)
 }
 
-// end stops the timers.
-func (j *paperJob) end() { j.do(func() { j.closed = true }) }
+// happen lets an event happen now.
+func (j *paperJob) happen(e event) error {
+	actions, err := j.step(j.now, e)
+	for _, a := range actions {
+		switch a := a.(type) {
+		case send:
+			for _, p := range a.to {
+				if !j.hungUp[p] {
+					j.queues[p] = append(j.queues[p], a.m.encode())
+				}
+			}
+		case hangUp:
+			j.hungUp[a.p] = true
+		case hangUpGuests:
+			j.guestsHungUp++
+		case probe:
+			j.probes = append(j.probes, a)
+		case openStore:
+			j.stores = append(j.stores, a.size)
+		case notify:
+			j.lines = append(j.lines, a.line)
+		}
+	}
+	return err
+}
+
+// handle lets the coordinator receive a message.
+func (j *paperJob) handle(p *peer, m message) error {
+	in, err := m.decode()
+	if err != nil {
+		return err
+	}
+	return j.happen(received{p, in})
+}
+
+// sleep lets time pass. All agents are heard.
+func (j *paperJob) sleep(d time.Duration) {
+	for end := j.now + d; j.now < end; {
+		at, ok := j.next()
+		if !ok {
+			at = end
+		}
+		j.now = max(j.now, min(at, end))
+		for _, a := range j.agents {
+			a.heard = j.now
+		}
+		j.happen(nil)
+	}
+}
 
 // settle lets the functions of hosts return and waits until the coordinator has noticed.
 func (j *paperJob) settle(hosts ...string) {
@@ -63,8 +121,7 @@ func (j *paperJob) settle(hosts ...string) {
 		}
 		j.checkReturned()
 	})
-	time.Sleep(2 * settleTime)
-	synctest.Wait()
+	j.sleep(2 * settleTime)
 }
 
 // answer lets hosts answer a proposal.
@@ -85,18 +142,19 @@ func (j *paperJob) lose(host string) {
 }
 
 // take returns the queued messages of a peer, as it would receive them.
-func (p *peer) take() (ms []message) {
-	ms, p.out, p.bytes = p.out, nil, 0
+func (j *paperJob) take(p *peer) []message {
+	ms := j.queues[p]
+	delete(j.queues, p)
 	return ms
 }
 
 // hear lets an agent handle the news and proposals that are queued for a host.
 func (j *paperJob) hear(t *testing.T, a *Agent) {
 	t.Helper()
-	for _, m := range j.hosts[a.uuid].take() {
+	for _, m := range j.take(j.hosts[a.uuid]) {
 		switch m.kind {
 		case kindNews, kindPropose, kindLedger:
-			a.event(&client{stream: newStream(nil, j.clock, time.Minute)}, m)
+			a.event(&client{stream: newStream(nil, newRunClock(time.Second), time.Minute)}, m)
 		}
 	}
 }
@@ -104,7 +162,7 @@ func (j *paperJob) hear(t *testing.T, a *Agent) {
 // proposalWithoutB returns a job of a, b and c that has lost b and proposes the next epoch, and the agent of c.
 func proposalWithoutB(t *testing.T) (*paperJob, *Agent) {
 	j := newPaperJob("a", "b", "c")
-	agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+	agent := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 	agent.now.Store(&attempt{})
 	j.hear(t, agent)
 	j.lose("b")
@@ -118,7 +176,6 @@ func proposalWithoutB(t *testing.T) (*paperJob, *Agent) {
 func TestHostJoinsDuringAProposal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, agent := proposalWithoutB(t)
-		defer j.end()
 		j.do(func() { j.admitHost(j.newHost("d")) })
 		j.hear(t, agent)
 		for i, u := range []string{"a", "b", "c"} {
@@ -141,7 +198,7 @@ func TestHostJoinsDuringAProposal(t *testing.T) {
 // After a takeover, news of a host that joins come before the next epoch. An agent that has not heard of
 // the last epoch then gets its plan together with its members.
 func TestNewsOfAnInheritedEpoch(t *testing.T) {
-	a := &Agent{uuid: "b", memory: newMemory(1)}
+	a := &Agent{uuid: "b", voter: newVoter(1)}
 	a.now.Store(&attempt{})
 	p := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
 	a.news(1, news{Plan: p, Members: []Member{{Rank: 0, Node: 0}, {Rank: 1, Node: 1}}, Voters: electorate{"a", "b"}})
@@ -164,7 +221,6 @@ func TestHostKeepsItsPlace(t *testing.T) {
 func TestHostComesBackDuringAProposal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, agent := proposalWithoutB(t)
-		defer j.end()
 		j.do(func() { j.admitHost(j.newHost("b")) })
 		j.answer("a", "c", "b")
 		require.Equal(t, uint64(2), j.epoch)
@@ -186,7 +242,7 @@ func TestStopIsRepeated(t *testing.T) {
 			k.open, k.shut = context.WithCancel(t.Context())
 			return k
 		}
-		a := &Agent{uuid: "b", cfg: Config{Nodes: 2, LocalSize: 1}, memory: newMemory(1), k: open()}
+		a := &Agent{uuid: "b", cfg: Config{Nodes: 2, LocalSize: 1}, voter: newVoter(1), k: open(), moved: make(chan struct{})}
 		a.life, a.die = context.WithCancel(t.Context())
 		a.die() // no other choice follows
 		a.charter = &charter{}
@@ -222,9 +278,8 @@ func TestNextEpochWaitsForAKilledProcess(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c")
-				defer j.end()
 				j.do(func() { j.revoke(fault{Rank: -1, Code: -1, Reason: "a test"}) })
-				time.Sleep(j.cfg.revokeBy - time.Millisecond) // the function of c does not return
+				j.sleep(j.cfg.revokeBy - time.Millisecond) // the function of c does not return
 				j.settle("a", "b")
 				j.do(func() {
 					require.Equal(t, map[place]int{{"c", 0}: 102}, j.elastic.dying)
@@ -232,11 +287,10 @@ func TestNextEpochWaitsForAKilledProcess(t *testing.T) {
 				})
 				if exits {
 					j.do(func() { j.elasticExit(j.hosts["c"], Exit{PID: 102, Code: 137, Reason: "killed by SIGKILL"}) })
-					time.Sleep(2 * settleTime)
+					j.sleep(2 * settleTime)
 				} else {
-					time.Sleep(killTime)
+					j.sleep(killTime)
 				}
-				synctest.Wait()
 				j.do(func() {
 					require.Empty(t, j.elastic.dying)
 					require.Equal(t, phasePropose, j.elastic.phase)

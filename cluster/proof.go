@@ -75,33 +75,3 @@ func (a *Agent) probe(ctx context.Context, h host, ip string) finding {
 	}
 	return foundNothing
 }
-
-// mustProve reports whether the launcher whose connection has ended with err is lost only if it is silent for long enough or has
-// provably ended. The end of a connection alone proves nothing: a firewall, a proxy or a router that has restarted resets
-// connections of processes that live. Until the launcher notices silence, it still follows this coordinator.
-func (c *coordinator) mustProve(p *peer, err error) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.cfg.probe != nil && p.role == roleAgent && c.isElastic() && c.counts(p) && !c.closed && !c.handedOver && isClosedByPeer(err) && p.host.Control != ""
-}
-
-// examine looks for a proof that the launcher of a closed connection has ended.
-func (c *coordinator) examine(p *peer) finding {
-	ctx, cancel := context.WithTimeout(context.Background(), c.cfg.self.LostAfter/4)
-	defer cancel()
-	stop := make(chan struct{})
-	defer close(stop)
-	go func() {
-		select {
-		case <-c.quit:
-			cancel()
-		case <-stop:
-		}
-	}()
-	ip, _, _ := net.SplitHostPort(p.addr)
-	found := c.cfg.probe(ctx, p.host, ip)
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	p.found = found
-	return found
-}

@@ -80,24 +80,25 @@ func TestEndOfAConnectionIsNoProof(t *testing.T) {
 		for _, late := range []bool{false, true} {
 			synctest.Test(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c")
-				defer j.end()
-				j.quit = make(chan struct{})
-				j.cfg.probe = func(_ context.Context, h host, ip string) finding {
+				s, of := j.served()
+				s.cfg.probes = true
+				s.cfg.probe = func(_ context.Context, h host, ip string) finding {
 					require.Equal(t, []string{"c", "10.0.0.3"}, []string{h.UUID, ip})
 					return found
 				}
 				c := j.hosts["c"]
 				c.addr = "10.0.0.3:41000"
-				require.False(t, j.mustProve(c, context.DeadlineExceeded), "silence ends its part in the job")
-				require.False(t, j.mustProve(j.procs["c"], io.EOF), "a worker")
+				of(c).heardBeat(message{body: make([]byte, 8)})
+				require.False(t, s.mustProve(of(c), context.DeadlineExceeded), "silence ends its part in the job")
+				require.False(t, s.mustProve(of(j.procs["c"]), io.EOF), "a worker")
 				for _, err := range []error{syscall.ECONNRESET, io.EOF} {
-					require.True(t, j.mustProve(c, err))
+					require.True(t, s.mustProve(of(c), err))
 				}
 				if late {
 					time.Sleep(j.cfg.self.LostAfter)
 				}
-				require.Equal(t, found, j.examine(c))
-				j.do(func() { j.disconnected(c, io.EOF) })
+				require.Equal(t, found, s.examine(of(c)))
+				s.disconnects(of(c), io.EOF)
 				require.Equal(t, counts && !late, j.ended["c"])
 				synctest.Wait()
 			})

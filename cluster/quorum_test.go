@@ -102,7 +102,7 @@ func TestAllProposalsCount(t *testing.T) {
 // count them.
 func TestProposalSaysWhoHasEnded(t *testing.T) {
 	k := &client{stream: newStream(nil, newRunClock(time.Second), time.Minute)}
-	a := &Agent{uuid: "d", memory: memory{charter: &charter{Epoch: 2, Voters: electorate{"b", "c", "d"}}}}
+	a := &Agent{uuid: "d", voter: voter{charter: &charter{Epoch: 2, Voters: electorate{"b", "c", "d"}}}}
 	m := note(kindPropose, news{Voters: electorate{"b", "d"}, Ended: []string{"c"}})
 	m.epoch = 3
 	a.proposed(k, m)

@@ -76,6 +76,7 @@ type welcome struct {
 	Elects bool   `json:"elects,omitempty"`
 	Epoch  uint64 `json:"epoch,omitempty"` // with Elects: the last that the coordinator knows
 	Term   uint64 `json:"term,omitempty"`  // of a coordinator whose job is running
+	Run    string `json:"run,omitempty"`   // of the coordinator's job; a term says nothing about another run
 	// Refers is true if this host does not coordinate. At is the address of the coordinator, or "" if unknown.
 	Refers   bool   `json:"refers,omitempty"`
 	At       string `json:"at,omitempty"`
@@ -202,15 +203,6 @@ type fault struct {
 	Closed  bool          `json:"closed,omitempty"`  // the connection of the process was closed
 }
 
-// err converts the fault to an error for the user of this process.
-func (f fault) err() error {
-	if f.Stop {
-		return &StopError{Host: f.Host, Reason: f.Reason, ExitCode: f.Code}
-	}
-	return &MemberLostError{Rank: f.Rank, Host: f.Host, PID: f.PID,
-		Since: time.Now().Add(-f.Silent), Reason: f.Reason, ExitCode: f.Code, Closed: f.Closed}
-}
-
 // refusal is the reason why a registration was rejected.
 type refusal struct {
 	Reason string  `json:"reason,omitempty"`
@@ -229,18 +221,6 @@ func (r refusal) why() string {
 		return fmt.Sprintf("%s is taken by %s", r.Place, memberList([]Member{{Rank: -1, Host: r.First.Host, PID: r.First.PID}}))
 	}
 	return r.Reason
-}
-
-func (r refusal) err(job, addr string) error {
-	if r.Attendance != nil {
-		e := &JoinTimeoutError{Job: job, Waited: r.Waited, Addr: addr}
-		e.fill(*r.Attendance)
-		return e
-	}
-	if r.First != nil && r.Second != nil {
-		return &DuplicateError{Job: job, Place: r.Place, First: *r.First, Second: *r.Second}
-	}
-	return &RefusedError{Job: job, Addr: addr, Reason: r.Reason}
 }
 
 // attendance lists the members that have joined and those that are missing.

@@ -4,12 +4,11 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"time"
 )
 
 // register adds a peer. The id of the message is 1 for an agent and 0 for a
 // worker.
-func (c *coordinator) register(p *peer, m message) error {
+func (c *coordinator) register(p *peer, m msg) error {
 	if p.role != roleNone {
 		return fmt.Errorf("second registration")
 	}
@@ -18,15 +17,11 @@ func (c *coordinator) register(p *peer, m message) error {
 	}
 	if m.id == registerAgent {
 		p.role = roleAgent
-		if err := m.record(&p.host); err != nil {
-			return err
-		}
+		p.host = *m.rec.value.(*host)
 		return c.registerAgent(p)
 	}
 	p.role = roleWorker
-	if err := m.record(&p.reg); err != nil {
-		return err
-	}
+	p.reg = *m.rec.value.(*registration)
 	p.home = c.homeOf(p.reg)
 	return c.registerWorker(p)
 }
@@ -43,17 +38,17 @@ func (c *coordinator) registerWorker(p *peer) error {
 		return nil
 	}
 	if c.succession != nil { // the worker asked before this host became a candidate
-		p.closeAfterQueue()
+		c.hangUp(p)
 		return nil
 	}
 	if c.elastic != nil && p.reg.Elastic && c.faults.lost == nil { // it comes after the end
-		p.admit()
+		c.admit(p)
 		c.workers = append(c.workers, p)
-		p.send(message{kind: kindFinish, epoch: c.epoch})
+		c.send(p, msg{kind: kindFinish, epoch: c.epoch})
 		return nil
 	}
 	if c.faults.lost != nil {
-		p.send(note(kindFault, c.faults.lost))
+		c.send(p, say(kindFault, c.faults.lost))
 		p.state = peerGone
 		return nil
 	}
@@ -64,7 +59,7 @@ func (c *coordinator) registerWorker(p *peer) error {
 		}
 		return nil
 	}
-	p.admit()
+	c.admit(p)
 	c.gone = without(c.gone, func(q Member) bool { return q.Rank >= 0 && q.Rank == p.reg.Rank })
 	c.workers = append(c.workers, p)
 	if len(c.workers) == c.size() {
@@ -124,16 +119,9 @@ func (c *coordinator) endJoin(r refusal) {
 	}
 }
 
-// decide ends the join of all members after this process's own join timed out. It
-// is safe on nil.
-func (c *coordinator) decide(err error) {
-	e, ok := errors.AsType[*JoinTimeoutError](err)
-	if c == nil || !ok || e.Want == 0 {
-		return
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.endJoin(refusal{Waited: e.Waited, Attendance: &attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone}})
+func (e gaveUp) happen(c *coordinator) error {
+	c.endJoin(refusal{Waited: e.waited, Attendance: &e.attendance})
+	return nil
 }
 
 // commitWorld assigns the ranks and notifies all workers.
@@ -144,19 +132,19 @@ func (c *coordinator) commitWorld() {
 	}
 	ms = assignRanks(ms)
 	c.world = &world{Members: ms}
-	c.newStore(len(ms))
-	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
+	c.act(openStore{len(ms)})
+	c.tellAgents(msg{kind: kindComplete, epoch: c.epoch})
 	for _, member := range ms {
 		p := c.workers[member.arrival]
 		p.reg.Member, p.seat = member, c.epoch
 	}
 	ps, epoch, by := slices.Clone(c.workers), c.epoch, c.leads()
 	start := func() {
-		m := note(kindWorld, &world{By: by, Members: ms})
+		m := say(kindWorld, &world{By: by, Members: ms})
 		m.epoch = epoch
 		for _, member := range ms {
 			m.id = uint64(member.Rank)
-			ps[member.arrival].send(m)
+			c.send(ps[member.arrival], m)
 		}
 	}
 	if len(ps) > 0 && ps[0].reg.Elastic {
@@ -184,8 +172,7 @@ func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 		}
 		return
 	}
-	c.engine.dropRank(p.reg.Rank)
-	c.checkDrained()
+	c.act(leaveStore{p.reg.Rank})
 }
 
 // gaveUp records that a member timed out before the job was complete. A job of n members
@@ -214,7 +201,7 @@ func (c *coordinator) registerAgent(p *peer) error {
 		return nil
 	}
 	if ch := p.host.Charter; ch != nil && c.plan != nil {
-		c.checkTerm(leader{Term: ch.Term, Name: "another host"})
+		c.checkTerm(leader{Term: ch.Term, Run: ch.Run, Name: "another host"})
 	}
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
@@ -223,7 +210,7 @@ func (c *coordinator) registerAgent(p *peer) error {
 		}
 		return nil
 	}
-	p.admit()
+	c.admit(p)
 	p.ready, p.host.Charter = true, nil
 	if c.isElastic() {
 		c.admitHost(p)
@@ -292,11 +279,11 @@ func (c *coordinator) propose() {
 	if s := c.succession; s != nil {
 		c.term = max(c.term, s.charter.Term+1)
 	}
-	m := note(kindPrepare, c.leads())
+	m := say(kindPrepare, c.leads())
 	m.id = c.attempt
 	for _, p := range c.agents {
 		p.prepared = false
-		p.send(m)
+		c.send(p, m)
 	}
 }
 
@@ -307,7 +294,7 @@ func (c *coordinator) withdraw() {
 	}
 	c.attempt = 0
 	for _, p := range c.agents {
-		p.send(message{kind: kindPrepare, epoch: firstEpoch})
+		c.send(p, msg{kind: kindPrepare, epoch: firstEpoch})
 	}
 }
 
@@ -337,15 +324,15 @@ func (c *coordinator) prepared(p *peer, attempt uint64) {
 func (c *coordinator) commitPlan(p *plan) {
 	c.beginAttempt(p)
 	c.plan = p
-	c.gone, c.planned = nil, time.Now()
+	c.gone, c.planned = nil, c.now
 	c.tellAgents(c.planNote())
 }
 
 // planNote returns the message with the plan.
-func (c *coordinator) planNote() message {
+func (c *coordinator) planNote() msg {
 	p := *c.plan
 	p.By = c.leads()
-	m := note(kindPlan, p)
+	m := say(kindPlan, p)
 	m.epoch = c.epoch
 	return m
 }
@@ -363,7 +350,7 @@ func (c *coordinator) agentDone(p *peer) {
 		}
 	}
 	for _, q := range c.agents {
-		q.send(note(kindEnded, nil))
+		c.send(q, say(kindEnded, nil))
 	}
 }
 

@@ -31,16 +31,16 @@ func (p restartPolicy) delay(n int) time.Duration {
 type retries struct {
 	total   int // since the start
 	inARow  int // failures without a good run between them
-	started time.Time
+	started instant
 	counted int // of one place: PID of the process whose exit was counted last
 	// inherited is counted of an earlier coordinator, until a process has come after it: its launcher may repeat the exit.
 	inherited int
-	joined    time.Time // of one process: zero if it has not joined since its last start
+	joined    instant // of one process: zero if it has not joined since its last start
 }
 
 // failed counts a failure of processes that were started at r.started.
-func (r *retries) failed() {
-	if time.Since(r.started) >= goodRun {
+func (r *retries) failed(now instant) {
+	if now-r.started >= goodRun {
 		r.inARow = 0
 	}
 	r.inARow++
@@ -51,9 +51,8 @@ func (r *retries) failed() {
 // again. Hosts may leave and join during it.
 type restart struct {
 	cause fault
-	begun time.Time
-	timer *time.Timer // ends the back-off
-	due   bool        // the back-off is over
+	begun instant
+	due   bool // the back-off is over
 }
 
 // planRestart decides whether the job goes on after f, which is not sent yet.
@@ -62,15 +61,9 @@ func (c *coordinator) planRestart(f *fault) {
 		return
 	}
 	f.Again = true
-	c.retries.failed()
-	r := &restart{cause: *f, begun: time.Now()}
-	r.timer = time.AfterFunc(c.cfg.again.delay(c.retries.inARow), func() {
-		c.cfg.sys.await()
-		c.mu.Lock()
-		defer c.unlock()
-		r.due = true
-		c.tryPropose()
-	})
+	c.retries.failed(c.now)
+	r := &restart{cause: *f, begun: c.now}
+	c.after(c.cfg.again.delay(c.retries.inARow), deadline{what: dueBackoff, of: r})
 	c.restart = r
 }
 
@@ -103,11 +96,6 @@ func (c *coordinator) admitLateHosts() {
 		}
 		c.agents = append(c.agents, p)
 	}
-}
-
-// say queues a line for the user of this host.
-func (c *coordinator) say(text string) {
-	c.lines = append(c.lines, fmt.Sprintf("job %s: %s", c.cfg.job, text))
 }
 
 // agentReady records that the workers of a host have exited after a failure.
@@ -146,34 +134,30 @@ func (c *coordinator) lastCall() bool {
 	for _, p := range c.agents {
 		newest = max(newest, p.since)
 	}
-	wait := newest + lastCallTime - c.clock.now()
+	wait := newest + lastCallTime - c.now
 	if wait <= 0 {
 		return true
 	}
-	time.AfterFunc(wait, func() {
-		c.cfg.sys.await()
-		c.mu.Lock()
-		defer c.unlock()
-		c.tryPropose()
-	})
+	c.after(wait, deadline{what: dueProposal})
 	return false
 }
 
 // beginAttempt forgets the processes of the last attempt, if p is not the first plan.
 func (c *coordinator) beginAttempt(p *plan) {
-	c.retries.started = time.Now()
+	c.retries.started = c.now
 	if c.restart == nil {
 		return
 	}
 	for _, w := range c.workers {
 		w.state = peerGone
-		w.closeAfterQueue()
+		c.hangUp(w)
 	}
-	c.workers, c.world, c.engine, c.elastic, c.faults = nil, nil, nil, nil, newFaults()
+	c.workers, c.world, c.elastic, c.faults = nil, nil, nil, newFaults()
+	c.act(openStore{})
 	c.epoch++
 	p.Restarts = c.retries.total
 	p.News = fmt.Sprintf("restart %d of %d: epoch %d has %s on %s; %s; the job stood still for %v", p.Restarts, c.cfg.again.most, c.epoch,
-		quantity(p.size(), unitProcess), quantity(len(p.Hosts), unitHost), c.restart.cause.text(), time.Since(c.restart.begun).Round(time.Millisecond))
+		quantity(p.size(), unitProcess), quantity(len(p.Hosts), unitHost), c.restart.cause.text(), (c.now - c.restart.begun).Round(time.Millisecond))
 	c.restart = nil
 }
 
@@ -181,4 +165,94 @@ func (c *coordinator) beginAttempt(p *plan) {
 func (f fault) text() string {
 	who := (&MemberLostError{Rank: f.Rank, Host: f.Host, PID: f.PID}).Who()
 	return fmt.Sprintf("%s: %s", who, f.Reason)
+}
+
+// A host flaps if its workers fail soon after they have joined, or if its launcher is lost
+// soon after the host has joined. Each such failure stops all ranks of the job. The coordinator
+// therefore excludes the host for a time, if the job has enough others. The times are multiples of
+// Timing.Backoff. Another coordinator begins to count again.
+const (
+	// shortRun is the run of a process, in units of Timing.Backoff, that counts as a failure to start.
+	shortRun = 10
+	// flapLimit is the number of short runs in a row after which a host is excluded. After an
+	// exclusion, one short run is enough.
+	flapLimit = 4
+	// exclusion is the time of the first exclusion, in units of Timing.Backoff. It doubles with each further one.
+	exclusion = 30
+)
+
+// A flapper is the history of a host.
+type flapper struct {
+	short    int // short runs since the last exclusion
+	inARow   int // short runs in a row
+	excluded int // how often
+	until    instant
+}
+
+// ranFor records a failure on a host after a run.
+func (f *flapper) ranFor(run time.Duration, backoff time.Duration) {
+	if run >= shortRun*backoff {
+		*f = flapper{until: f.until}
+		return
+	}
+	f.inARow++
+	f.short++
+}
+
+// isDue reports whether the host must be excluded.
+func (f *flapper) isDue() bool {
+	return f.short >= flapLimit || f.excluded > 0 && f.short > 0
+}
+
+// exclude begins an exclusion and returns its length.
+func (f *flapper) exclude(now instant, backoff time.Duration) time.Duration {
+	d := exclusion * backoff << min(f.excluded, maxDoublings)
+	f.excluded++
+	f.short, f.until = 0, now+d
+	return d
+}
+
+// excludedFor returns how long a host is excluded yet.
+func (c *coordinator) excludedFor(host string) time.Duration {
+	if f := c.flappers[host]; f != nil {
+		return max(0, f.until-c.now)
+	}
+	return 0
+}
+
+// failedAfter records that a process of a host has failed after a run, and excludes the host if it flaps.
+func (c *coordinator) failedAfter(host string, run time.Duration, reason string) {
+	if c.cfg.agents < 2 || c.cfg.again.backoff <= 0 || c.excludedFor(host) > 0 {
+		return
+	}
+	if c.flappers == nil {
+		c.flappers = map[string]*flapper{}
+	}
+	f := c.flappers[host]
+	if f == nil {
+		f = &flapper{}
+		c.flappers[host] = f
+	}
+	f.ranFor(run, c.cfg.again.backoff)
+	others := without(c.nextMembers(), func(p *peer) bool { return p.reg.Host == host })
+	if !f.isDue() || !c.isEnough(others) || c.faults.stop != nil {
+		return
+	}
+	d := f.exclude(c.now, c.cfg.again.backoff)
+	c.tellNews(fmt.Sprintf("host %s is excluded for %v: its processes failed %d times in a row within %v of their start; the last: %s",
+		host, d, f.inARow, shortRun*c.cfg.again.backoff, reason))
+	for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Host != host || p.elastic.exit != nil }) {
+		c.elastic.spared[p.home] = true
+		c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: fmt.Sprintf("its host is excluded for %v", d)})
+	}
+	c.after(d, deadline{what: dueReturnTo})
+}
+
+// admitLate gives free places to hosts that wait for one and are not excluded.
+func (c *coordinator) admitLate() {
+	late := c.late
+	c.late = nil
+	for _, a := range late {
+		c.admitHost(a)
+	}
 }

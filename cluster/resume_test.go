@@ -171,29 +171,29 @@ func TestAwaitLink(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
-				c, agent, worker := judged()
-				c.cfg.self = welcome{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}
-				c.quit = make(chan struct{})
-				p := worker(1)
+				j, agent, worker := judged()
+				j.cfg.self = welcome{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}
+				s, of := j.served()
+				p := of(worker(1))
 				a, b := net.Pipe()
 				defer a.Close()
 				defer b.Close()
 				p.reading = &link{c: a}
 				if tc.event == "leave" {
-					p.state = peerGone
+					p.peer.state = peerGone
 				}
 				begin := time.Now()
 				time.AfterFunc(10*time.Millisecond, func() {
 					switch tc.event {
 					case "exit":
-						c.mu.Lock()
-						defer c.mu.Unlock()
-						c.exited(agent, Exit{Rank: 1, PID: 101, Code: 9})
+						m, err := note(kindExit, Exit{Rank: 1, PID: 101, Code: 9}).decode()
+						require.NoError(t, err)
+						require.NoError(t, s.happen(received{agent, m}))
 					case "expire":
 						p.expire()
 					}
 				})
-				_, err := c.awaitLink(p, tc.err)
+				_, err := s.awaitLink(p, tc.err)
 				require.Error(t, err)
 				require.Equal(t, tc.took, time.Since(begin))
 				time.Sleep(time.Second)

@@ -59,7 +59,7 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 	start := time.Now()
 	joinCtx, cancel := context.WithTimeout(ctx, c.Timing.Join)
 	defer cancel()
-	var coord *coordinator
+	var coord *server
 	if c.Serve {
 		if coord, err = c.serve(joinCtx, key); err != nil {
 			return err
@@ -108,7 +108,7 @@ type runner struct {
 }
 
 // run joins the job and runs its epochs. The time to join begins at start, and ctx ends when it is over.
-func (r *runner) run(ctx context.Context, start time.Time, coord *coordinator, fn func(context.Context, *World) error) error {
+func (r *runner) run(ctx context.Context, start time.Time, coord *server, fn func(context.Context, *World) error) error {
 	l, hello, err := r.cfg.connect(ctx, r.key, start)
 	if err != nil {
 		return err

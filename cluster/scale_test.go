@@ -50,11 +50,9 @@ func newCrowd(t *testing.T, n int, rnd *rand.Rand, loss float64) *crowd {
 }
 
 // meet starts a coordinator and all members.
-func (x *crowd) meet() *coordinator {
+func (x *crowd) meet() *server {
 	n := len(x.agents)
-	c := newCoordinator(x.ln, coordConfig{job: "scale", key: x.keys.control, agents: n, least: 1, notify: func(string) {},
-		joinBy: time.Hour, revokeBy: time.Minute, drainBy: time.Minute,
-		self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: x.timing.Heartbeat, LostAfter: x.timing.LostAfter}})
+	c := newServer(x.ln, serverConfig{job: "scale", key: x.keys.control, notify: func(string) {}, coordConfig: coordConfig{agents: n, least: 1, joinBy: time.Hour, revokeBy: time.Minute, drainBy: time.Minute, self: welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: x.timing.Heartbeat, LostAfter: x.timing.LostAfter}}})
 	x.run = c.run
 	for i := range n {
 		x.all.Go(func() { x.join(i, n) })
@@ -336,7 +334,7 @@ func isCoordinators(stack []uintptr) bool {
 	for {
 		f, more := frames.Next()
 		switch {
-		case strings.Contains(f.Function, "cluster.(*coordinator)"), strings.Contains(f.Function, "cluster.newPeer"):
+		case strings.Contains(f.Function, "cluster.(*coordinator)"), strings.Contains(f.Function, "cluster.(*server)"), strings.Contains(f.Function, "cluster.newConn"):
 			return true
 		case strings.Contains(f.Function, "cluster.(*stream).writeLoop-fm"): // a member's: the coordinator starts the method itself
 			member = true

@@ -16,13 +16,13 @@ type Session struct {
 	membership
 	owner   handle.Owner
 	source  string
-	k       *client      // nil in a world of one process
-	coord   *coordinator // nil unless this process runs the coordinator
+	k       *client // nil in a world of one process
+	coord   *server // nil unless this process runs the coordinator
 	cancel  context.CancelCauseFunc
 	closing sync.Once
 }
 
-func newSession(cfg *JoinConfig, k *client, coord *coordinator, j *joining) *Session {
+func newSession(cfg *JoinConfig, k *client, coord *server, j *joining) *Session {
 	s := &Session{source: cfg.source, k: k, coord: coord, cancel: k.cancel, membership: membership{
 		view: Store{calls: remote{k, j.epoch, k.ctx}, rank: j.rank, timeout: cfg.Timing.Call},
 		job:  cfg.Job, me: j.members[j.rank], members: j.members, ctx: k.ctx, key: k.to.key, by: j.by, number: j.epoch}}

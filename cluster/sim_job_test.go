@@ -683,7 +683,7 @@ func (j *simJob) settles() string {
 	j.simNet.mu.Lock()
 	live := j.live()
 	j.simNet.mu.Unlock()
-	var coordinator *coordinator
+	var coordinator *server
 	if len(live) == 1 {
 		coordinator = j.coordinatorOf(live[0].coordinator)
 	}
@@ -720,7 +720,7 @@ func (j *simJob) settles() string {
 }
 
 // coordinatorOf returns the coordinator in the process of a launcher, or nil.
-func (j *simJob) coordinatorOf(p *simProc) *coordinator {
+func (j *simJob) coordinatorOf(p *simProc) *server {
 	for _, l := range j.launchers {
 		if l.proc == p && l.agent != nil {
 			l.agent.mu.Lock()

@@ -27,12 +27,11 @@ func (c *stallingConn) Write(b []byte) (int, error) {
 }
 
 // stallWorld starts a coordinator for two processes on a simulated network.
-func stallWorld(t *testing.T) (*coordinator, *wireListener, credential) {
+func stallWorld(t *testing.T) (*server, *wireListener, credential) {
 	ks, err := deriveKeys(testSecret, "stall")
 	require.NoError(t, err)
 	ln := newWireListener()
-	return newCoordinator(ln, coordConfig{job: "stall", key: ks.control, size: 2, notify: func(string) {}, joinBy: time.Hour,
-		self: welcome{Host: "h", Heartbeat: 500 * time.Millisecond, LostAfter: 20 * time.Second}}), ln, ks.control
+	return newServer(ln, serverConfig{job: "stall", key: ks.control, notify: func(string) {}, coordConfig: coordConfig{size: 2, joinBy: time.Hour, self: welcome{Host: "h", Heartbeat: 500 * time.Millisecond, LostAfter: 20 * time.Second}}}), ln, ks.control
 }
 
 // connectTo returns a target that connects to a simulated listener.

@@ -115,40 +115,40 @@ type inquiry struct {
 
 // An asker is an agent, with the number of its request.
 type asker struct {
-	peer *peer
+	conn *conn
 	id   uint64
 }
 
 // inquire begins an inquiry for an agent, or adds the agent to the current one.
-func (c *coordinator) inquire(p *peer, id uint64) {
-	if q := c.inquiry; q != nil {
-		q.askers = append(q.askers, asker{p, id})
+func (s *server) inquire(k *conn, id uint64) {
+	if q := s.inquiry; q != nil {
+		q.askers = append(q.askers, asker{k, id})
 		return
 	}
-	c.lastInquiry++
-	q := &inquiry{id: c.lastInquiry, askers: []asker{{p, id}}, waiting: map[*peer]bool{}, reports: map[*peer][]byte{}, tooLong: map[*peer]int{}}
-	q.most = maxReports / max(len(c.workers), 1)
-	c.inquiry = q
-	for _, w := range c.workers {
+	s.lastInquiry++
+	q := &inquiry{id: s.lastInquiry, askers: []asker{{k, id}}, waiting: map[*peer]bool{}, reports: map[*peer][]byte{}, tooLong: map[*peer]int{}}
+	q.most = maxReports / max(len(s.workers), 1)
+	s.inquiry = q
+	for _, w := range s.workers {
 		if w.state == peerJoined {
 			q.waiting[w] = true
-			w.send(message{kind: kindInquiry, epoch: firstEpoch, id: q.id})
+			s.do(send{[]*peer{w}, msg{kind: kindInquiry, epoch: firstEpoch, id: q.id}})
 		}
 	}
 	if len(q.waiting) == 0 {
-		c.answerInquiry(q)
+		s.answerInquiry(q)
 		return
 	}
 	time.AfterFunc(answerTime, func() {
-		c.mu.Lock()
-		defer c.unlock()
-		c.answerInquiry(q)
+		s.mu.Lock()
+		defer s.unlock()
+		s.answerInquiry(q)
 	})
 }
 
 // reported handles the report of a worker.
-func (c *coordinator) reported(p *peer, m message) {
-	q := c.inquiry
+func (s *server) reported(p *peer, m message) {
+	q := s.inquiry
 	if q == nil || m.id != q.id || !q.waiting[p] {
 		return // too late
 	}
@@ -157,34 +157,34 @@ func (c *coordinator) reported(p *peer, m message) {
 		q.reports[p], q.tooLong[p] = nil, len(m.body)
 	}
 	if len(q.waiting) == 0 {
-		c.answerInquiry(q)
+		s.answerInquiry(q)
 	}
 }
 
 // answerInquiry sends the status to all agents that have asked. It compresses the status
 // without the lock.
-func (c *coordinator) answerInquiry(q *inquiry) {
-	if c.inquiry != q || c.closed {
+func (s *server) answerInquiry(q *inquiry) {
+	if s.inquiry != q || s.closed {
 		return
 	}
-	c.inquiry = nil
-	s := c.status(q)
-	c.wg.Go(func() {
-		b := s.pack()
+	s.inquiry = nil
+	x := s.status(q)
+	s.wg.Go(func() {
+		b := x.pack()
 		for _, a := range q.askers {
-			a.peer.send(message{kind: kindReply, epoch: firstEpoch, id: a.id, body: b})
+			a.conn.send(message{kind: kindReply, epoch: firstEpoch, id: a.id, body: b})
 		}
 	})
 }
 
 // status returns the state of the job with the reports of an inquiry.
-func (c *coordinator) status(q *inquiry) *Status {
-	s := &Status{Job: c.cfg.job, Epoch: int(c.epoch)}
+func (s *server) status(q *inquiry) *Status {
+	c, x := s.coordinator, &Status{Job: s.cfg.job, Epoch: int(s.epoch)}
 	var all []Member
 	if c.plan != nil {
-		s.Restarts = c.plan.Restarts
+		x.Restarts = c.plan.Restarts
 		for node, h := range c.plan.Hosts {
-			s.Hosts = append(s.Hosts, h.Host)
+			x.Hosts = append(x.Hosts, h.Host)
 			for local := range h.LocalSize {
 				all = append(all, Member{Rank: len(all), LocalRank: local, LocalSize: h.LocalSize, Node: node, Host: h.Host})
 			}
@@ -197,24 +197,25 @@ func (c *coordinator) status(q *inquiry) *Status {
 	for _, p := range c.workers {
 		workers[p.reg.Rank] = append(workers[p.reg.Rank], p)
 	}
+	now := s.now()
 	for _, m := range all {
-		s.Members = append(s.Members, c.memberStatus(m, workers[m.Rank], q))
+		x.Members = append(x.Members, s.memberStatus(m, workers[m.Rank], q, now))
 	}
-	return s
+	return x
 }
 
 // memberStatus returns the state of a process. workers have its rank.
-func (c *coordinator) memberStatus(m Member, workers []*peer, q *inquiry) MemberStatus {
+func (s *server) memberStatus(m Member, workers []*peer, q *inquiry, now instant) MemberStatus {
 	at := slices.IndexFunc(workers, func(p *peer) bool {
 		return m.PID == 0 || p.reg.PID == m.PID && p.reg.Host == m.Host
 	})
 	x := MemberStatus{Member: m, State: "joining"}
-	lost := c.faults.lost
+	lost := s.faults.lost
 	switch {
 	case lost != nil && !lost.Stop && lost.Rank == m.Rank:
 		x.State, x.Missing = "lost", lost.Reason
 		return x
-	case at < 0 && c.world == nil:
+	case at < 0 && s.world == nil:
 		x.Missing = "it has not attached to the job yet"
 		return x
 	case at < 0:
@@ -225,12 +226,12 @@ func (c *coordinator) memberStatus(m Member, workers []*peer, q *inquiry) Member
 		return x
 	}
 	p := workers[at]
-	x.State, x.PID, x.Silent = "running", p.reg.PID, p.silent()
+	x.State, x.PID, x.Silent = "running", p.reg.PID, now-p.heard
 	switch r, ok := q.reports[p]; {
 	case !ok:
 		x.Missing = fmt.Sprintf("it did not answer within %v: it is stopped, busy or unreachable", answerTime)
 	case q.tooLong[p] > 0:
-		x.Missing = fmt.Sprintf("its report has %d bytes: a job of %d processes has room for %d", q.tooLong[p], len(c.workers), q.most)
+		x.Missing = fmt.Sprintf("its report has %d bytes: a job of %d processes has room for %d", q.tooLong[p], len(s.workers), q.most)
 	default:
 		x.Report = r
 	}

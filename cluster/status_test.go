@@ -50,35 +50,36 @@ func TestStatus(t *testing.T) {
 // TestStatusOfSilentProcesses asks for the status while one process does not answer, one has
 // answered too much, and one has left.
 func TestStatusOfSilentProcesses(t *testing.T) {
-	c, agent, worker := judged()
-	c.clock = newRunClock(quick.Heartbeat)
-	c.world = &world{}
+	j, agent, worker := judged()
+	s, of := j.served()
+	s.world = &world{}
 	for rank := range 3 {
 		w := worker(rank)
 		w.reg.PID = 100 + rank
-		c.world.Members = append(c.world.Members, w.reg.Member)
+		s.world.Members = append(s.world.Members, w.reg.Member)
 	}
 	worker(2).state = peerGone
-	c.inquire(agent, 7)
-	c.inquire(agent, 8)
-	q := c.inquiry
+	s.inquire(of(agent), 7)
+	s.inquire(of(agent), 8)
+	q := s.inquiry
 	require.Len(t, q.askers, 2)
 	q.most = 10
-	c.reported(worker(2), message{kind: kindReport, id: q.id, body: []byte("{}")})
-	c.reported(worker(0), message{kind: kindReport, id: q.id + 1, body: []byte("{}")})
+	s.reported(worker(2), message{kind: kindReport, id: q.id, body: []byte("{}")})
+	s.reported(worker(0), message{kind: kindReport, id: q.id + 1, body: []byte("{}")})
 	require.Len(t, q.waiting, 2, "answers of others, and to other questions, do not count")
-	c.reported(worker(1), message{kind: kindReport, id: q.id, body: make([]byte, 11)})
-	s := c.status(q)
-	require.Equal(t, "it did not answer within 1s: it is stopped, busy or unreachable", s.Members[0].Missing)
-	require.Equal(t, "its report has 11 bytes: a job of 3 processes has room for 10", s.Members[1].Missing)
-	require.Equal(t, "ended", s.Members[2].State)
-	c.mu.Lock()
-	c.answerInquiry(q)
-	c.unlock()
-	require.Nil(t, c.inquiry)
-	c.wg.Wait()
+	s.reported(worker(1), message{kind: kindReport, id: q.id, body: make([]byte, 11)})
+	x := s.status(q)
+	require.Equal(t, "it did not answer within 1s: it is stopped, busy or unreachable", x.Members[0].Missing)
+	require.Equal(t, "its report has 11 bytes: a job of 3 processes has room for 10", x.Members[1].Missing)
+	require.Equal(t, "ended", x.Members[2].State)
+	s.mu.Lock()
+	s.answerInquiry(q)
+	s.unlock()
+	require.Nil(t, s.inquiry)
+	s.wg.Wait()
+	out := of(agent).out
 	for i, id := range []uint64{7, 8} {
-		m := agent.out[len(agent.out)-2+i]
+		m := out[len(out)-2+i]
 		require.Equal(t, kindReply, m.kind)
 		require.Equal(t, id, m.id)
 	}
@@ -106,10 +107,10 @@ func TestLongStatus(t *testing.T) {
 
 // TestWorkersCannotAsk sends the question of a launcher as a worker.
 func TestWorkersCannotAsk(t *testing.T) {
-	c, _, worker := judged()
-	c.elastic = nil
-	require.NoError(t, c.handleWorker(worker(0), message{kind: kindStatus, epoch: firstEpoch}))
-	require.Nil(t, c.inquiry)
+	j, _, worker := judged()
+	s, of := j.served()
+	require.Error(t, s.handleMessage(of(worker(0)), message{kind: kindStatus, epoch: firstEpoch}))
+	require.Nil(t, s.inquiry)
 }
 
 // FuzzStatus decodes the coordinator's answer.
@@ -132,9 +133,10 @@ func FuzzStatus(f *testing.F) {
 func TestStatusIsLinear(t *testing.T) {
 	takes := func(n int) time.Duration {
 		c, _, _ := judged()
+		x, _ := c.served()
 		c.workers = nil
 		for rank := range n {
-			p := &peer{stream: c.agents[0].stream, role: roleWorker, state: peerJoined}
+			p := &peer{role: roleWorker, state: peerJoined}
 			p.reg.Member = Member{Rank: n - 1 - rank, Host: "h", PID: 100 + rank}
 			c.workers = append(c.workers, p)
 		}
@@ -142,7 +144,7 @@ func TestStatusIsLinear(t *testing.T) {
 		least := time.Hour
 		for range 3 {
 			begin := processorTime()
-			s := c.status(&inquiry{})
+			s := x.status(&inquiry{})
 			least = min(least, processorTime()-begin)
 			require.Equal(t, "running", s.Members[n/2].State)
 			require.Equal(t, c.world.Members[n/2], s.Members[n/2].Member)

@@ -518,3 +518,15 @@ func (s *stream) nextFrame() (l *link, f frame, last bool) {
 	s.unsaid = 0
 	return s.link, f, false
 }
+
+// extraPatience limits the time that isTooSilent adds to a limit.
+func extraPatience(limit time.Duration) time.Duration { return limit/32 + limit/8 }
+
+// isTooSilent reports whether the other end has been silent for longer than limit. A heartbeat that is due
+// just before the limit has the time to arrive. If this process was starved during the silence, its
+// clock stood still. It then waits for the same time once more, at most an eighth of the limit: it has
+// messages to read, and other processes of this host were probably starved, too.
+func (s *stream) isTooSilent(limit time.Duration) bool {
+	starved := s.clock.starved() - time.Duration(s.starved.Load())
+	return s.silent() > limit+limit/32+min(starved, limit/8)
+}

@@ -2,11 +2,9 @@ package cluster
 
 import (
 	"cmp"
-	"context"
 	"fmt"
 	"maps"
 	"slices"
-	"sync"
 	"time"
 )
 
@@ -15,23 +13,22 @@ import (
 // the agents' side.
 type succession struct {
 	charter charter
-	begun   time.Time
+	begun   instant
 	hosts   map[string]*charter // of the agents that have registered, by UUID
-	timer   *time.Timer         // runs when enough agents are present
-	due     bool                // the others have had their time
+	waits   bool                // enough agents are present, and the others have some time
+	due     bool                // the others have had it
 	looked  bool                // this host has tried to reach all others
 	alive   map[string]bool     // hosts that have answered: they will notice the loss, too
 }
 
-// succeed makes a new coordinator continue the job of ch after the agents have agreed.
-func (c *coordinator) succeed(ch charter, begun time.Time) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.run = ch.Run
-	c.succession = &succession{charter: ch, begun: begun, hosts: map[string]*charter{}}
-	if c.cfg.probe != nil {
-		c.wg.Go(c.lookForVoters)
+// The agents must agree before the coordinator continues the job.
+func (e candidacy) happen(c *coordinator) error {
+	c.run = e.charter.Run
+	c.succession = &succession{charter: e.charter, begun: c.now - e.ago, hosts: map[string]*charter{}}
+	if c.cfg.probes {
+		c.lookForVoters()
 	}
+	return nil
 }
 
 // missingVoters returns the hosts that may decide and have not registered, without those that have ended.
@@ -52,61 +49,32 @@ func (s *succession) missingVoters(here map[string]bool) (out []host) {
 // noticed the loss yet, and are waited for. Those that have vanished or ended are not, but they count: one that has ended may
 // have agreed to an epoch of another coordinator before.
 func (c *coordinator) lookForVoters() {
-	limit := slowAfter(c.cfg.self.LostAfter)
-	for {
-		c.mu.Lock()
-		s := c.succession
-		if s == nil || c.closed {
-			c.mu.Unlock()
-			return
-		}
-		missing := s.missingVoters(c.present())
-		// In a large job only the candidate that the others choose looks for hosts, unless no other comes.
-		if len(s.hosts) < 2 && len(missing) > atOnce && time.Since(s.begun) < c.cfg.self.LostAfter/2 {
-			missing = nil
-		}
-		c.mu.Unlock()
-		if missing != nil {
-			found := c.probeAll(missing, limit)
-			c.mu.Lock()
-			s.looked, s.alive = true, map[string]bool{}
-			for i, h := range missing {
-				if found[i] == foundAlive {
-					s.alive[h.UUID] = true
-				}
-			}
-			if c.succession == s {
-				c.trySucceed()
-			}
-			c.unlock()
-		}
-		if !c.pause(limit) {
-			return
-		}
+	s, limit := c.succession, slowAfter(c.cfg.self.LostAfter)
+	missing := s.missingVoters(c.present())
+	// In a large job only the candidate that the others choose looks for hosts, unless no other comes.
+	if len(s.hosts) < 2 && len(missing) > atOnce && c.now-s.begun < c.cfg.self.LostAfter/2 {
+		c.after(limit, deadline{what: dueLook, of: s})
+		return
 	}
+	c.act(probe{missing, limit})
 }
 
-// probeAll probes hosts side by side for at most limit.
-func (c *coordinator) probeAll(hs []host, limit time.Duration) []finding {
-	ctx, cancel := context.WithTimeout(context.Background(), limit)
-	defer cancel()
-	found := make([]finding, len(hs))
-	var all sync.WaitGroup
-	for i, h := range hs {
-		ip := ""
-		if h.Control != "" {
-			all.Go(func() { found[i] = c.cfg.probe(ctx, h, ip) })
-		}
+func (e probed) happen(c *coordinator) error {
+	s := c.succession
+	if s == nil {
+		return nil
 	}
-	all.Wait()
-	return found
+	s.looked, s.alive = true, e.alive
+	c.after(slowAfter(c.cfg.self.LostAfter), deadline{what: dueLook, of: s})
+	c.trySucceed()
+	return nil
 }
 
 // registerVoter adds an agent that has lost its coordinator.
 func (c *coordinator) registerVoter(p *peer) {
 	s, ch := c.succession, p.host.Charter
 	p.host.Charter = nil
-	p.admit()
+	c.admit(p)
 	p.ready = true
 	c.agents = append(c.agents, p)
 	s.hosts[p.host.UUID] = ch
@@ -141,9 +109,13 @@ func (c *coordinator) present() map[string]bool {
 }
 
 // jobElsewhere handles the message that another coordinator of this job leads: this one must not begin another
-// job, and its agents join the other one. If its job is running, a greater term has replaced it.
+// job, and its agents join the other one. If its job is running, a greater term of the same run has replaced it.
 func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
-	p.closeAfterQueue()
+	c.hangUp(p)
+	if c.plan != nil && other.By.Run != c.run {
+		c.sayOf(p.addr, fmt.Sprintf("refused the process at %s: %v belongs to another run of the job, whose terms say nothing about this one", p.addr, other.By))
+		return
+	}
 	if c.plan != nil {
 		c.checkTerm(other.By)
 		return
@@ -151,20 +123,15 @@ func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
 	if c.succession != nil {
 		return
 	}
-	c.elsewhere = time.Now()
+	c.elsewhere = c.now
 	c.withdraw()
-	c.tellAgents(note(kindElsewhere, other))
-	time.AfterFunc(c.elsewhereTime(), func() { // the other job may have ended
-		c.cfg.sys.await()
-		c.mu.Lock()
-		defer c.unlock()
-		c.tryPropose()
-	})
+	c.tellAgents(say(kindElsewhere, other))
+	c.after(c.elsewhereTime(), deadline{what: dueProposal}) // the other job may have ended
 }
 
-// checkTerm ends this coordinator if another one of a greater term has replaced it.
+// checkTerm ends this coordinator if another one of the same run and of a greater term has replaced it.
 func (c *coordinator) checkTerm(by leader) {
-	if by.Term <= c.term || !c.isElastic() {
+	if by.Run != c.run || by.Term <= c.term || !c.isElastic() {
 		return
 	}
 	c.stepDown(fmt.Sprintf("%v coordinates the job now, and this host did not take part in its choice in term %d", by, c.term))
@@ -183,7 +150,7 @@ func (c *coordinator) stepDown(reason string) {
 		return p.role == roleAgent && c.coordinates(p) || p.role == roleWorker && p.reg.Agent == self.Agent
 	}
 	c.sendHandover(handover{Reason: f.Reason, Failed: true, Ended: append(slices.Sorted(maps.Keys(c.ended)), self.Agent)},
-		without(slices.Concat(c.agents, c.workers, c.late, c.unregistered()), own))
+		without(slices.Concat(c.agents, c.workers, c.late), own))
 	others := func(p *peer) bool { return !own(p) }
 	c.agents, c.workers, c.late = without(c.agents, others), without(c.workers, others), nil
 	e.over = true
@@ -193,7 +160,7 @@ func (c *coordinator) stepDown(reason string) {
 
 // mustWait reports whether another coordinator runs the job.
 func (c *coordinator) mustWait() bool {
-	return !c.elsewhere.IsZero() && time.Since(c.elsewhere) < c.elsewhereTime()
+	return c.elsewhere != 0 && (c.now-c.elsewhere) < c.elsewhereTime()
 }
 
 func (c *coordinator) elsewhereTime() time.Duration { return 2*c.cfg.self.LostAfter + 2*warnEvery }
@@ -221,16 +188,9 @@ func (c *coordinator) trySucceed() {
 		c.propose()
 		return
 	}
-	if s.timer == nil {
-		s.timer = time.AfterFunc(c.cfg.self.LostAfter/2, func() {
-			c.cfg.sys.await()
-			c.mu.Lock()
-			defer c.unlock()
-			s.due = true
-			if c.succession == s {
-				c.trySucceed()
-			}
-		})
+	if !s.waits {
+		s.waits = true
+		c.after(c.cfg.self.LostAfter/2, deadline{what: dueVoters, of: s})
 	}
 }
 
@@ -247,19 +207,19 @@ func (c *coordinator) takeOver() {
 			p.Hosts = append(slices.Clone(p.Hosts), a.host)
 		}
 	}
-	c.plan, c.planned = &p, time.Now()
+	c.plan, c.planned = &p, c.now
 	c.world = &world{Members: ch.Members}
-	c.newStore(len(ch.Members))
+	c.act(openStore{len(ch.Members)})
 	c.electorates, c.ended = ch.electorates(), setOf(ch.Ended)
 	e := newElastic()
-	e.begun, e.inherited, e.takenOver = s.begun, true, time.Now()
+	e.begun, e.inherited, e.takenOver = s.begun, true, c.now
 	took := "took over from a coordinator that was lost: " + ch.Reason
 	e.last = fault{Rank: -1, Host: c.cfg.self.Host, PID: c.cfg.self.PID, Code: -1, Reason: "it " + took}
 	e.why = fmt.Sprintf("host %s %s", c.cfg.self.Host, took)
 	c.elastic = e
 	c.inherit(ch.Ledger)
 	c.tellAgents(c.planNote())
-	c.tellAgents(message{kind: kindComplete, epoch: c.epoch})
+	c.tellAgents(msg{kind: kindComplete, epoch: c.epoch})
 	if ch.Ledger.Finished { // the last coordinator was lost while it said so
 		e.finished, e.over = true, true
 		c.finish()
@@ -295,20 +255,24 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 	}
 	c.awaitNewcomers(s)
 	c.setPhase(phaseRevoke)
-	e.quiet = time.Now()
-	c.inPhase(c.cfg.revokeBy, func() {
-		reason := fmt.Sprintf("its function did not return within %v after the loss of the coordinator", c.cfg.revokeBy)
-		for at, m := range maps.Clone(e.absent) {
-			for _, a := range c.agents {
-				if a.host.UUID == at.agent {
-					c.awaitKill(at, m.PID)
-					a.send(note(kindOrder, Order{Local: at.local, PID: m.PID, Kill: true}))
-				}
-			}
-			c.giveUp(at, reason)
-		}
-	})
+	e.quiet = c.now
+	c.inPhase(c.cfg.revokeBy, dueBack)
 	c.checkReturned()
+}
+
+// giveUpAbsent gives up the workers whose functions have not returned in time after the loss of the coordinator.
+func (c *coordinator) giveUpAbsent() {
+	reason := fmt.Sprintf("its function did not return within %v after the loss of the coordinator", c.cfg.revokeBy)
+	for _, at := range sortedPlaces(c.elastic.absent) {
+		m := c.elastic.absent[at]
+		for _, a := range c.agents {
+			if a.host.UUID == at.agent {
+				c.awaitKill(at, m.PID)
+				c.send(a, killOf(at.local, m.PID))
+			}
+		}
+		c.giveUp(at, reason)
+	}
 }
 
 // awaitNewcomers waits for the workers that are not members of the last epoch, if the hosts that are present have
@@ -391,15 +355,8 @@ func (c *coordinator) isMinority() bool {
 	if c.plan == nil || allow(c.electorates, here, c.ended) {
 		return false
 	}
-	if left := c.cfg.self.LostAfter - time.Since(e.takenOver); e.inherited && left > 0 {
-		time.AfterFunc(left, func() {
-			c.cfg.sys.await()
-			c.mu.Lock()
-			defer c.unlock()
-			if c.elastic == e && c.isElastic() && !c.closed && !c.isMinority() && e.phase == phaseWait {
-				c.form()
-			}
-		})
+	if left := c.cfg.self.LostAfter - (c.now - e.takenOver); e.inherited && left > 0 {
+		c.after(left, deadline{what: dueMajority, of: e})
 		return true
 	}
 	c.stepDown(minority(c.electorates, here, c.ended, c.epoch))
@@ -415,11 +372,11 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	e := c.elastic
 	e.voters = c.voters(next)
 	e.proposed = append(e.proposed, e.voters)
-	m := note(kindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
+	m := say(kindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
 	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
 		a.asked = e.try
-		a.send(m)
+		c.send(a, m)
 	}
 }
 
@@ -454,11 +411,13 @@ func (c *coordinator) owesAnswer(a *peer) bool {
 	return a.state != peerGone && a.asked == c.elastic.try && a.answered != a.asked
 }
 
-// loseUnprepared removes the hosts whose agents have not answered the proposal.
+// loseUnprepared removes the hosts and processes that have not answered the proposal.
 func (c *coordinator) loseUnprepared() {
+	reason := fmt.Sprintf("no answer to the proposal of epoch %d within %v", c.epoch+1, prepareBy)
 	for _, a := range slices.Clone(c.agents) {
 		if c.owesAnswer(a) {
-			c.hostLost(a, fmt.Sprintf("no answer to the proposal of epoch %d within %v", c.epoch+1, prepareBy))
+			c.hostLost(a, reason)
 		}
 	}
+	c.killSilent(func(p *peer) bool { return p.elastic.prepared }, reason, slices.Clone(c.elastic.peers))
 }

@@ -9,14 +9,13 @@ import (
 	"strings"
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
 
 // register lets a process in the place of a host register, after it was a member of epoch seat.
 func (j *paperJob) register(host string, pid int, seat uint64) *peer {
-	p := newPeer(newStream(&link{}, j.clock, time.Minute), host)
+	p := &peer{addr: host}
 	p.role, p.home = roleWorker, place{host, 0}
 	p.reg = registration{Member: Member{LocalSize: 1, Host: host, PID: pid}, Agent: host, Elastic: true, Seat: seat}
 	j.do(func() { j.registerNewcomer(p) })
@@ -35,7 +34,7 @@ func takenOver(change func(*succession)) *paperJob {
 			ms = append(ms, Member{Rank: i, Node: i, PID: i, LocalSize: 1})
 		}
 		ch := charter{Epoch: 2, Proposed: []proposal{{3, electorate{"x", "a", "b", "c"}}}, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
-		j.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
+		j.succession = &succession{charter: ch, begun: j.now, hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
 			"c": {Running: []int{0}, Exits: map[int][]Exit{0: {{PID: 3, Reason: "killed"}}}, Fresh: map[int]int{0: 103}}}}
 		change(j.succession)
 		j.takeOver()
@@ -48,7 +47,6 @@ func takenOver(change func(*succession)) *paperJob {
 func TestTakeoverAwaitsNewMembers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := takenOver(func(*succession) {})
-		defer j.end()
 		j.register("a", 1, 2)
 		j.register("b", 2, 3)
 		require.Equal(t, phaseRevoke, j.elastic.phase)
@@ -63,7 +61,6 @@ func TestTakeoverAwaitsNewMembers(t *testing.T) {
 func TestTakeoverFindsMembersThatHaveNotBegun(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := takenOver(func(*succession) {})
-		defer j.end()
 		j.register("c", 103, 0)
 		j.register("a", 1, 2)
 		j.register("b", 2, 0)
@@ -77,7 +74,6 @@ func TestTakeoverFindsMembersThatHaveNotBegun(t *testing.T) {
 func TestTakeoverWithoutNewMember(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := takenOver(func(*succession) {})
-		defer j.end()
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
 		j.do(func() { j.elasticExit(j.hosts["c"], Exit{PID: 103, Code: 1, Reason: "exited with code 1"}) })
@@ -94,7 +90,6 @@ func TestTakeoverWithoutLostMembers(t *testing.T) {
 			s.charter.Members = s.charter.Members[1:3]
 			s.hosts["c"] = &charter{}
 		})
-		defer j.end()
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
 		require.Equal(t, phasePropose, j.elastic.phase)
@@ -105,7 +100,7 @@ func TestTakeoverWithoutLostMembers(t *testing.T) {
 // A member has exited, the process that was started after it, too, and another one is ordered: the next coordinator does not wait for the member.
 func TestTakeoverAfterTwoRestarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		m := newMemory(1)
+		m := newVoter(1)
 		for _, e := range []Exit{{PID: 3, Code: 137, Reason: "killed"}, {PID: 203, Code: 1, Reason: "exited with code 1"}} {
 			m.exited(e)
 			m.ordered(Order{Start: true})
@@ -113,7 +108,6 @@ func TestTakeoverAfterTwoRestarts(t *testing.T) {
 		j := takenOver(func(s *succession) {
 			s.hosts["c"] = &charter{Running: slices.Collect(maps.Keys(m.running)), Exits: m.exits}
 		})
-		defer j.end()
 		require.Equal(t, map[place]bool{{"c", 0}: true}, j.elastic.expected)
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
@@ -127,7 +121,6 @@ func TestTakeoverAfterTwoRestarts(t *testing.T) {
 func TestTakeoverMeetsAnotherProcess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := takenOver(func(s *succession) { s.hosts["c"] = &charter{Running: []int{0}} })
-		defer j.end()
 		j.register("c", 203, 0)
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
@@ -142,8 +135,7 @@ func TestTakeoverMeetsAnotherProcess(t *testing.T) {
 func TestExitsBeforeAnEpoch(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
-		defer j.end()
-		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		agent.now.Store(&attempt{})
 		agent.exited(Exit{PID: 99, Code: 1})
 		j.hear(t, agent)
@@ -160,13 +152,12 @@ func TestExitsBeforeAnEpoch(t *testing.T) {
 func TestProposalNamesNewMembers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
-		defer j.end()
-		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		agent := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		agent.now.Store(&attempt{})
 		j.hear(t, agent)
 		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1, Reason: "exited with code 1"}) })
 		j.register("b", 201, 0)
-		time.Sleep(2 * exitGrace)
+		j.sleep(2 * exitGrace)
 		j.settle("a")
 		require.Equal(t, phasePropose, j.elastic.phase)
 		j.hear(t, agent)
@@ -182,7 +173,7 @@ func TestProposalNamesNewMembers(t *testing.T) {
 // The next coordinator learns exits that the hosts did not know of when they lost the last one, and does not
 // learn failures for which a start was ordered.
 func TestRepeatedExits(t *testing.T) {
-	m := newMemory(5)
+	m := newVoter(5)
 	well, failed := Exit{PID: 10, Local: 0}, Exit{PID: 11, Local: 1, Code: 3}
 	again := Exit{PID: 12, Local: 2, Code: 3}
 	asked, restarted := Exit{PID: 13, Local: 3, Code: 143, Asked: true}, Exit{PID: 14, Local: 4}
@@ -195,7 +186,7 @@ func TestRepeatedExits(t *testing.T) {
 	for _, x := range m.repeats() {
 		require.Equal(t, kindExit, x.kind)
 		var e Exit
-		require.NoError(t, json.Unmarshal(x.body, &e))
+		require.NoError(t, json.Unmarshal(x.encode().body, &e))
 		got = append(got, e)
 	}
 	require.Equal(t, []Exit{well, failed, asked}, got)

@@ -17,7 +17,7 @@ import (
 // agentOn returns the agent of a host, which has heard all that the coordinator has sent to it so far.
 func (j *paperJob) agentOn(t *testing.T, u string) *Agent {
 	t.Helper()
-	a := &Agent{uuid: u, cfg: Config{Notify: func(string) {}, LocalSize: 1}, memory: newMemory(1)}
+	a := &Agent{uuid: u, cfg: Config{Notify: func(string) {}, LocalSize: 1}, voter: newVoter(1)}
 	a.now.Store(&attempt{})
 	j.hear(t, a)
 	require.NotNil(t, a.charter)
@@ -41,7 +41,6 @@ func mayTakeOver(as ...*Agent) bool {
 func TestHostWithoutWorkersMustAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := endedHost(t) // epoch 2 has the workers of a and b; a, b and c decide
-		defer j.end()
 		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
 		j.lose("b") // the network splits into a, and b and c; a notices the silence of b first
 		j.settle("a")
@@ -49,7 +48,7 @@ func TestHostWithoutWorkersMustAnswer(t *testing.T) {
 		j.answer("a")
 		require.Equal(t, uint64(2), j.epoch, "c has not answered")
 		require.True(t, mayTakeOver(b, c))
-		j.do(func() { j.disconnected(j.hosts["c"], io.ErrNoProgress) })
+		j.ends(j.hosts["c"], io.ErrNoProgress)
 		j.settle("a")
 		j.answer("a")
 		require.Equal(t, uint64(2), j.epoch)
@@ -61,7 +60,6 @@ func TestHostWithoutWorkersMustAnswer(t *testing.T) {
 func TestHostWithoutWorkersAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := endedHost(t)
-		defer j.end()
 		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
 		j.lose("b")
 		j.settle("a")
@@ -76,7 +74,6 @@ func TestHostWithoutWorkersAnswers(t *testing.T) {
 func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := endedHost(t)
-		defer j.end()
 		j.lose("b")
 		j.settle("a")
 		j.answer("a")
@@ -101,16 +98,14 @@ func TestCharterThatIsRefused(t *testing.T) {
 		} {
 			j := newPaperJob("a", "b")
 			p := j.newHost("c")
-			p.stream = newStream(&link{}, j.clock, time.Minute)
 			p.state, p.host.Charter = peerNew, &ch
 			j.do(func() { require.NoError(t, j.registerAgent(p)) })
 			require.Equal(t, peerGone, p.state, want)
 			var r refusal
-			require.NoError(t, p.take()[0].record(&r))
+			require.NoError(t, j.take(p)[0].record(&r))
 			require.Contains(t, r.Reason, want)
-			j.end()
 		}
-		a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		a.now.Store(&attempt{})
 		require.NoError(t, a.news(1, news{By: leader{Term: 1, Run: "one"}, Plan: hosts, Voters: electorate{"a", "b"}}))
 		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "two", Name: "host x"}, Plan: hosts}), "host x in term 2 leads another run of the job")
@@ -123,7 +118,7 @@ func TestCharterThatIsRefused(t *testing.T) {
 func TestTwoCoordinatorsAreReported(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		one, other := leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
-		a := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, memory: newMemory(1)}
+		a := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		a.now.Store(&attempt{})
 		n := news{By: one, Plan: plan{Hosts: []host{{UUID: "c"}}}, Voters: electorate{"c"}}
 		require.NoError(t, a.news(3, n))
@@ -153,11 +148,10 @@ func TestTwoCoordinatorsAreReported(t *testing.T) {
 		require.Len(t, r.worlds, 1)
 
 		j := newPaperJob("a", "b")
-		defer j.end()
 		p := j.register("b", 300, 9)
 		require.Equal(t, peerGone, p.state)
 		var f refusal
-		sent := p.take()
+		sent := j.take(p)
 		require.NoError(t, sent[len(sent)-1].record(&f))
 		require.Contains(t, f.Reason, "has begun epoch 9, and host a (pid 0) in term 0 comes with epoch 1")
 	})
@@ -178,7 +172,6 @@ func drained(t *testing.T) *paperJob {
 func TestDrainedHostsMustAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := drained(t)
-		defer j.end()
 		c, d, e := j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
 		j.settle("a", "b") // after the network has split into a and b, and c, d and e
 		require.Equal(t, phasePropose, j.elastic.phase)
@@ -204,10 +197,9 @@ func TestDrainedHostsAreDismissed(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := drained(t)
-				defer j.end()
 				j.settle("a", "b")
-				require.Equal(t, kindDismiss, j.procs["d"].take()[2].kind)
-				j.hosts["d"].take()
+				require.Equal(t, kindDismiss, j.take(j.procs["d"])[2].kind)
+				j.take(j.hosts["d"])
 				j.answer("a", "b", "c", "d")
 				require.Equal(t, uint64(1), j.epoch)
 				require.Empty(t, j.ended)
@@ -215,7 +207,7 @@ func TestDrainedHostsAreDismissed(t *testing.T) {
 				require.Equal(t, uint64(2), j.epoch)
 				require.Equal(t, []electorate{{"a", "b", "c"}}, j.electorates)
 				require.Len(t, j.agents, 3)
-				sent := j.hosts["d"].take()
+				sent := j.take(j.hosts["d"])
 				var o Order
 				require.NoError(t, sent[len(sent)-1].record(&o))
 				require.Equal(t, Order{Stop: true}, o)
@@ -230,7 +222,6 @@ func TestDrainedHostsAreDismissed(t *testing.T) {
 func TestHandoverAfterDrainedHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
-		defer j.end()
 		for _, u := range []string{"a", "b"} {
 			require.NoError(t, j.handle(j.hosts[u], note(kindDrain, fault{Reason: "received SIGTERM", Code: 143})))
 		}
@@ -239,11 +230,11 @@ func TestHandoverAfterDrainedHosts(t *testing.T) {
 		require.Equal(t, electorate{"a", "c"}, j.elastic.voters)
 		j.answer("a", "b", "c")
 		require.Equal(t, uint64(2), j.epoch)
-		j.hosts["c"].take()
+		j.take(j.hosts["c"])
 		j.settle("a", "c")
 		require.True(t, j.handedOver)
 		var h handover
-		require.NoError(t, j.hosts["c"].take()[0].record(&h))
+		require.NoError(t, j.take(j.hosts["c"])[0].record(&h))
 		require.Equal(t, []string{"a"}, h.Ended)
 	})
 }
@@ -258,13 +249,13 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 	}
 	k := newPaperJob(uuids...)
 	for _, h := range k.hosts {
-		h.take() // the messages of newPaperJob itself
+		k.take(h) // the messages of newPaperJob itself
 	}
 	ch := *as[0].charter
 	ch.Lost, ch.Reason = lost, "silent"
 	k.do(func() {
 		k.workers, k.elastic, k.plan, k.agents, k.electorates = nil, nil, nil, nil, nil
-		k.succession = &succession{charter: ch, begun: time.Now(), hosts: map[string]*charter{}}
+		k.succession = &succession{charter: ch, begun: k.now, hosts: map[string]*charter{}}
 		for _, a := range as {
 			own := *a.charter
 			own.Lost, own.Ended, own.Term, own.Ledger = lost, a.ended, a.promised.Term, a.book
@@ -272,15 +263,13 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 				own.Running = []int{0}
 			}
 			p := k.hosts[a.uuid]
-			p.stream = newStream(&link{}, k.clock, time.Minute)
 			p.state, p.role, p.host.Charter = peerNew, roleAgent, &own
 			require.NoError(t, k.registerAgent(p))
 		}
 	})
-	time.Sleep(time.Second) // the others have their time to come
-	synctest.Wait()
+	k.sleep(time.Second) // the others have their time to come
 	for _, a := range as {
-		for _, m := range k.hosts[a.uuid].take() {
+		for _, m := range k.take(k.hosts[a.uuid]) {
 			if m.kind == kindPrepare && m.id == k.attempt {
 				var by leader
 				require.NoError(t, m.record(&by))
@@ -297,8 +286,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 	for u, pid := range pids {
 		k.register(u, pid, k.epoch)
 	}
-	time.Sleep(2 * settleTime)
-	synctest.Wait()
+	k.sleep(2 * settleTime)
 	return k
 }
 
@@ -318,7 +306,6 @@ func (j *paperJob) allAnswer() {
 func (j *paperJob) comesBack(t *testing.T, a *Agent, lost string) *peer {
 	t.Helper()
 	p := j.newHost(a.uuid)
-	p.stream = newStream(&link{}, j.clock, time.Minute)
 	p.state, p.host.Nodes, p.host.MinNodes = peerNew, j.cfg.agents, 1
 	ch := *a.charter
 	ch.Lost, ch.Term = lost, a.promised.Term
@@ -333,18 +320,16 @@ func TestReplacedCoordinator(t *testing.T) {
 	for name, meets := range map[string]func(t *testing.T, j *paperJob, c *Agent){
 		"a host registers": func(t *testing.T, j *paperJob, c *Agent) { j.comesBack(t, c, "b") },
 		"a host tells it": func(t *testing.T, j *paperJob, c *Agent) {
-			p := newPeer(newStream(&link{}, j.clock, time.Minute), "c")
+			p := &peer{addr: "c"}
 			require.NoError(t, j.handle(p, note(kindElsewhere, elsewhere{By: c.promise()})))
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c", "d", "e", "f")
-				defer j.end()
 				b, c, d, e := j.agentOn(t, "b"), j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
 				// The network splits into a and f, and the others. a has not noticed that yet.
 				k := candidate(t, "a", map[string]int{"b": 101, "c": 102, "d": 103, "e": 104}, b, c, d, e)
-				defer k.end()
 				require.Equal(t, phasePropose, k.elastic.phase)
 				require.Equal(t, uint64(1), k.term)
 				k.hear(t, c)
@@ -352,15 +337,15 @@ func TestReplacedCoordinator(t *testing.T) {
 				require.False(t, c.mayFollow(welcome{Running: true, Term: j.term}))
 				require.True(t, c.mayFollow(welcome{Running: true, Term: k.term}))
 				require.True(t, c.mayFollow(welcome{Elects: true}))
-				j.hosts["f"].take()
-				j.hosts["a"].take()
+				j.take(j.hosts["f"])
+				j.take(j.hosts["a"])
 				meets(t, j, c)
 				require.NotNil(t, j.faults.stop)
 				require.Contains(t, j.faults.stop.Reason, "in term 1 coordinates the job now")
 				require.True(t, j.handedOver)
-				require.Equal(t, []kind{kindFault}, kindsOf(j.hosts["a"].take()))
+				require.Equal(t, []kind{kindFault}, kindsOf(j.take(j.hosts["a"])))
 				var h handover
-				sent := j.hosts["f"].take()
+				sent := j.take(j.hosts["f"])
 				require.Equal(t, []kind{kindHandover}, kindsOf(sent))
 				require.NoError(t, sent[0].record(&h))
 				require.Equal(t, []any{true, []string{"a"}}, []any{h.Failed, h.Ended})
@@ -371,17 +356,45 @@ func TestReplacedCoordinator(t *testing.T) {
 	}
 }
 
+// Terms of another run of the job say nothing: a launcher that is left of an earlier run deposes no coordinator, and this run's hosts
+// follow no leader or candidate of another one.
+func TestTermsOfAnotherRun(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		j.run = "new"
+		tell := func(by leader) {
+			require.NoError(t, j.handle(&peer{addr: "10.0.0.9"}, note(kindElsewhere, elsewhere{By: by})))
+		}
+		tell(leader{Term: 7, Run: "old", Name: "host x (pid 9)"})
+		require.Nil(t, j.faults.stop)
+		require.False(t, j.handedOver)
+		require.Len(t, j.lines, 1)
+		require.Contains(t, j.lines[0], "refused the process at 10.0.0.9: host x (pid 9) in term 7 belongs to another run of the job")
+		j.do(func() { j.checkTerm(leader{Term: 7, Run: "old"}) })
+		require.Nil(t, j.faults.stop)
+
+		a := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
+		require.NoError(t, a.follow(leader{Term: 2, Run: "new"}))
+		require.True(t, a.mayFollow(welcome{Run: "new", Running: true, Term: 2}))
+		require.True(t, a.mayFollow(welcome{Run: "new", Elects: true}))
+		require.False(t, a.mayFollow(welcome{Run: "old", Running: true, Term: 7}))
+		require.False(t, a.mayFollow(welcome{Run: "old", Elects: true}))
+
+		tell(leader{Term: 1, Run: "new", Name: "host y (pid 8)"})
+		require.NotNil(t, j.faults.stop, "a greater term of the same run")
+	})
+}
+
 // A coordinator that loses its majority ends at once, although functions of its epoch still run.
 func TestMinorityEndsAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c", "d")
-		defer j.end()
 		j.lose("b")
 		require.Nil(t, j.faults.stop)
 		require.Equal(t, phaseRevoke, j.elastic.phase)
 		j.lose("c")
 		require.Nil(t, j.faults.stop, "it is the first of two halves")
-		j.hosts["d"].take()
+		j.take(j.hosts["d"])
 		j.lose("d")
 		require.NotNil(t, j.faults.stop)
 		require.Contains(t, j.faults.stop.Reason, "this part of the network has 1 of the 4 hosts of epoch 1")
@@ -392,16 +405,15 @@ func TestMinorityEndsAtOnce(t *testing.T) {
 func TestHostsThatAMinorityHasLost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c", "d", "e")
-		defer j.end()
 		as := map[string]*Agent{}
 		for _, u := range []string{"b", "c", "d", "e"} {
 			as[u] = j.agentOn(t, u)
 		}
 		for _, u := range []string{"b", "c", "d"} {
 			j.lose(u)
-			sent := j.hosts[u].take()
+			sent := j.take(j.hosts[u])
 			require.Equal(t, kindRefuse, sent[len(sent)-1].kind)
-			k := &client{stream: newStream(nil, j.clock, time.Minute), hello: welcome{Agent: "a", LostAfter: time.Second}}
+			k := &client{stream: newStream(nil, newRunClock(time.Second), time.Minute), hello: welcome{Agent: "a", LostAfter: time.Second}}
 			k.ctx, k.cancel = context.WithCancelCause(t.Context())
 			k.open, k.shut = context.WithCancel(t.Context())
 			k.events = as[u].event
@@ -413,7 +425,7 @@ func TestHostsThatAMinorityHasLost(t *testing.T) {
 			require.Empty(t, ch.Ended, "the coordinator may live")
 			as[u].wg.Done()
 		}
-		sent := j.hosts["e"].take()
+		sent := j.take(j.hosts["e"])
 		require.Equal(t, kindHandover, sent[len(sent)-1].kind, "it has not lost e, which may choose, too")
 		require.NotNil(t, j.faults.stop)
 	})

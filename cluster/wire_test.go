@@ -229,7 +229,7 @@ func TestLastWordsOfTheGone(t *testing.T) {
 	require.NoError(t, a.write(frame{body: []byte("my last words")}, time.Second))
 	require.NoError(t, far.(*net.TCPConn).SetLinger(0)) // a reset, as of a process that ends
 	require.NoError(t, far.Close())
-	p := newPeer(newStream(b, newRunClock(time.Second), time.Second), "")
+	p := newStream(b, newRunClock(time.Second), time.Second)
 	p.send(note(kindEnded, nil))
 	for range 2 { // the first write may not see the reset
 		p.send(note(kindEnded, nil))

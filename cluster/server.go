@@ -1,0 +1,539 @@
+package cluster
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+)
+
+const (
+	// lastMessageTimeout limits the time for a peer to read the last message, and the time
+	// for latecomers to connect and learn the reason of a failure.
+	lastMessageTimeout = time.Second
+	// drainTime limits how long the store remains open after its process called Close.
+	drainTime = 500 * time.Millisecond
+)
+
+// serverConfig configures a server.
+type serverConfig struct {
+	coordConfig
+	job      string
+	key      credential
+	sys      *system
+	keepOpen time.Duration // for keepPortOpen; 0 means lastMessageTimeout
+	notify   func(string)
+	path     func(host host) string // text from gossip about a lost host; may be nil
+	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
+	probe func(ctx context.Context, h host, ip string) finding
+}
+
+// A server connects a coordinator to the processes of its job: it accepts connections, turns messages, losses and time into
+// events, and carries out the coordinator's actions. It also has the store. One lock protects all state; it is never held during
+// a wait.
+type server struct {
+	cfg     serverConfig
+	ln      net.Listener
+	limiter *connLimiter
+	clock   *runClock
+	quit    chan struct{}
+	wg      sync.WaitGroup
+	drains  time.Duration // drainTime; longer in tests
+	starved time.Duration // how long the clock had stood still when the coordinator learned that last
+	timer   *time.Timer   // runs at the coordinator's next deadline
+
+	mu sync.Mutex
+	*coordinator
+	conns   map[string]*conn // all authenticated connections, by id
+	engine  *engine
+	stored  atomic.Int64  // bytes of the long values of all epochs that the stores or queued replies have
+	allTold chan struct{} // closed when all members know why none can join
+	drained chan struct{} // closed when the last worker left; nil unless awaited
+	lines   []string      // notifications to send after unlocking
+	said    lineFilter
+
+	inquiry     *inquiry // nil unless the coordinator waits for reports
+	lastInquiry uint64
+}
+
+// newServer starts a coordinator on ln and takes ownership of ln. first, if not nil, is its first event.
+func newServer(ln net.Listener, cfg serverConfig, first ...event) *server {
+	s := &server{cfg: cfg, ln: ln, limiter: newConnLimiter(), clock: newRunClock(cfg.self.step()), drains: drainTime,
+		quit: make(chan struct{}), conns: map[string]*conn{}, allTold: make(chan struct{})}
+	s.clock.sys = cfg.sys
+	s.cfg.probes = cfg.probe != nil
+	s.timer = time.AfterFunc(time.Hour, s.timeUp)
+	s.coordinator = newCoordinator(s.cfg.coordConfig, newUUID(), s.now())
+	for _, e := range append(first, nil) {
+		_ = s.happen(e) // these events have no peer
+	}
+	s.cfg.key.run = s.run
+	s.wg.Go(s.acceptLoop)
+	s.wg.Go(s.watchSilence)
+	return s
+}
+
+// now returns the time for the coordinator, which is never 0.
+func (s *server) now() instant { return s.clock.now() + 1 }
+
+// happen lets an event happen to the coordinator.
+func (s *server) happen(e event) error {
+	s.mu.Lock()
+	defer s.unlock()
+	return s.step(e)
+}
+
+// step lets an event happen, and carries out what the coordinator decides. The caller holds the lock.
+func (s *server) step(e event) error {
+	if starved := s.clock.starved(); starved-s.starved > s.cfg.self.LostAfter/4 {
+		s.starved = starved
+		_ = s.step(stalled{}) // it has no peer
+	}
+	actions, err := s.coordinator.step(s.now(), e)
+	for _, a := range actions {
+		s.do(a)
+	}
+	if s.hasToldAll() {
+		closeOnce(s.allTold)
+	}
+	if s.drained != nil && s.hasDrained() {
+		closeOnce(s.drained)
+	}
+	if at, ok := s.next(); ok {
+		s.timer.Reset(at - s.now())
+	} else {
+		s.timer.Stop()
+	}
+	return err
+}
+
+func closeOnce(c chan struct{}) {
+	select {
+	case <-c:
+	default:
+		close(c)
+	}
+}
+
+// timeUp runs when a deadline should have passed. The coordinator's clock may have stood still meanwhile.
+func (s *server) timeUp() {
+	s.cfg.sys.await()
+	s.mu.Lock()
+	defer s.unlock()
+	if at, ok := s.next(); ok && s.now() < at {
+		s.timer.Reset(max(at-s.now(), time.Millisecond))
+		return
+	}
+	_ = s.step(nil)
+}
+
+// do carries out an action.
+func (s *server) do(a action) {
+	switch a := a.(type) {
+	case send:
+		m := a.m.encode()
+		for _, p := range a.to {
+			if k := s.conns[p.id]; k != nil {
+				k.send(m)
+			}
+		}
+	case hangUp:
+		if k := s.conns[a.p.id]; k != nil {
+			k.closeAfterQueue()
+		}
+	case hangUpGuests:
+		m := a.m.encode()
+		for _, k := range s.conns {
+			if k.peer.role == roleNone {
+				k.peer.state = peerGone
+				k.send(m)
+				k.closeAfterQueue()
+			}
+		}
+	case admit:
+		if k := s.conns[a.p.id]; k != nil {
+			k.reading.most = 0 // the reader of the peer is here
+		}
+	case awaitNoLink:
+		if k := s.conns[a.p.id]; k != nil {
+			k.end()
+		}
+	case openStore:
+		s.engine.close()
+		if s.engine = nil; a.size > 0 {
+			s.engine = newEngine(a.size, &s.stored)
+		}
+	case leaveStore:
+		s.engine.dropRank(a.rank)
+	case probe:
+		s.wg.Go(func() { _ = s.happen(probed{s.probeAll(a.hosts, a.limit)}) })
+	case notify:
+		if a.ip == "" || s.said.isNew(a.ip, a.line) {
+			s.lines = append(s.lines, fmt.Sprintf("job %s: %s", s.cfg.job, a.line))
+		}
+	case observe:
+		s.cfg.sys.observe(s.coordinator, a.begun)
+	}
+}
+
+// probeAll probes hosts side by side for at most limit, and returns those that have answered.
+func (s *server) probeAll(hs []host, limit time.Duration) map[string]bool {
+	ctx, cancel := context.WithTimeout(context.Background(), limit)
+	defer cancel()
+	found := make([]finding, len(hs))
+	var all sync.WaitGroup
+	for i, h := range hs {
+		if h.Control != "" {
+			all.Go(func() { found[i] = s.cfg.probe(ctx, h, "") })
+		}
+	}
+	all.Wait()
+	alive := map[string]bool{}
+	for i, h := range hs {
+		if found[i] == foundAlive {
+			alive[h.UUID] = true
+		}
+	}
+	return alive
+}
+
+// unlock releases the lock and then sends the queued notifications.
+func (s *server) unlock() {
+	lines := s.lines
+	s.lines = nil
+	s.mu.Unlock()
+	for _, l := range lines {
+		s.cfg.notify(l)
+	}
+}
+
+func (s *server) acceptLoop() {
+	acceptAll(s.ln, func(reason string) { s.cfg.notify("job " + s.cfg.job + ": " + reason) }, func(c net.Conn) {
+		guest, fromPort := c.(*stranger)
+		if !fromPort {
+			if err := knownPeer(c); err != nil { // rejected connections must not occupy the limiter
+				c.Close()
+				s.notifyRefused(c, err)
+				return
+			}
+			guest = s.limiter.enter(c)
+		}
+		s.wg.Go(func() { s.serve(guest) })
+	})
+}
+
+// serve authenticates one connection and reads it until it ends.
+func (s *server) serve(c *stranger) {
+	l, err := acceptHandshake(c, s.cfg.job, s.cfg.key)
+	c.leave()
+	if err != nil {
+		c.Close()
+		s.notifyRefused(c, err)
+		return
+	}
+	s.mu.Lock()
+	hello := s.welcome()
+	s.mu.Unlock()
+	l.most = maxGuestFrame
+	if !l.worker && hello.Elects {
+		l.most = maxCharterFrame
+	}
+	k := newConn(newStream(l, s.clock, s.cfg.self.LostAfter), peerAddr(c), l.worker)
+	if l.worker {
+		k.most = maxWorkerUnackedBytes
+	}
+	k.renew = func(err error) (renewal, error) { return s.awaitLink(k, err) }
+	hello.Stream = k.peer.id
+	if !s.admits(k) || l.write(frame{body: note(kindWelcome, hello).encode()}, handshakeTimeout) != nil {
+		c.Close()
+		s.forget(k)
+		return
+	}
+	go k.writeLoop()
+	err = s.readLoop(k)
+	k.stopRenewing()
+	s.disconnects(k, err)
+	k.closeAfterQueue()
+	<-k.done
+	k.closeLinks()
+	s.forget(k)
+}
+
+// admits adds a connection, and reports whether the coordinator still takes any.
+func (s *server) admits(k *conn) bool {
+	s.mu.Lock()
+	defer s.unlock()
+	if s.closed || s.handedOver {
+		return false
+	}
+	s.displaceGuest()
+	s.conns[k.peer.id] = k
+	_ = s.step(connected{k.peer}) // never fails
+	return true
+}
+
+func (s *server) forget(k *conn) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.conns, k.peer.id)
+}
+
+// disconnects tells the coordinator of the end of a connection.
+func (s *server) disconnects(k *conn, err error) {
+	s.mu.Lock()
+	defer s.unlock()
+	p := k.peer
+	e := ending{closed: isClosedByPeer(err), reason: reasonOf(err, s.silenceLimit()), found: k.found, certain: k.isCertain(s.cfg.self.LostAfter)}
+	if s.cfg.path != nil && p.role == roleAgent && s.plan != nil {
+		e.path = s.cfg.path(p.host)
+	}
+	_ = s.step(disconnected{p, e}) // the connection is over
+}
+
+// notifyRefused notifies the user of this host of a process that failed to authenticate.
+func (s *server) notifyRefused(c net.Conn, why error) {
+	if line := strangerLine(c, why); line != "" {
+		s.mu.Lock()
+		s.do(notify{addrIP(c.RemoteAddr()), line})
+		s.unlock()
+	}
+}
+
+// records are the records of messages that a coordinator receives. Other messages have none.
+var records = map[kind]func() any{
+	kindElsewhere: func() any { return new(elsewhere) },
+	kindExit:      func() any { return new(Exit) },
+	kindStop:      func() any { return new(fault) },
+	kindDrain:     func() any { return new(fault) },
+	kindFailed:    func() any { return new(fault) },
+	kindPath:      func() any { return new(pathReport) },
+}
+
+// decode returns a message for the coordinator.
+func (m message) decode() (msg, error) {
+	out := msg{kind: m.kind, epoch: m.epoch, id: m.id}
+	create := records[m.kind]
+	if m.kind == kindRegister {
+		if create = func() any { return new(registration) }; m.id == registerAgent {
+			create = func() any { return new(host) }
+		}
+	}
+	if create == nil {
+		return out, nil
+	}
+	out.rec = &record{value: create()}
+	return out, m.record(out.rec.value)
+}
+
+func (s *server) readLoop(k *conn) error {
+	for {
+		b, err := k.read()
+		if err != nil {
+			return err
+		}
+		if k.hasHungUp() { // keep the connection open until the peer has read the last message
+			continue
+		}
+		m, err := decodeMessage(b)
+		if err != nil {
+			return err
+		}
+		m.fromWorker = k.peer.worker
+		if m.kind == kindBeat {
+			k.heardBeat(m)
+			k.sendBeat()
+		}
+		if err := s.handleMessage(k, m); err != nil {
+			return err
+		}
+	}
+}
+
+// handleMessage handles one message. An error closes the connection.
+func (s *server) handleMessage(k *conn, m message) error {
+	p := k.peer
+	switch m.kind {
+	case kindBeat:
+		s.mu.Lock()
+		p.heard = s.now()
+		s.mu.Unlock()
+		return nil
+	case kindResume:
+		return s.resume(k, m)
+	case kindCall:
+		return s.call(k, m)
+	case kindWho, kindStatus, kindReport, kindCancel:
+		s.mu.Lock()
+		defer s.unlock()
+		p.heard = s.now()
+		return s.question(k, m)
+	}
+	in, err := m.decode()
+	if err != nil {
+		return err
+	}
+	return s.happen(received{p, in})
+}
+
+// question handles a message about which the coordinator decides nothing.
+func (s *server) question(k *conn, m message) error {
+	isAgent, isWorker := k.peer.role == roleAgent, k.peer.role == roleWorker
+	switch {
+	case s.handedOver:
+	case m.kind == kindWho && (isAgent || isWorker):
+		s.sendAttendance(k, m.id)
+	case m.kind == kindStatus && isAgent:
+		s.inquire(k, m.id)
+	case m.kind == kindReport && isWorker:
+		s.reported(k.peer, m)
+	case m.kind == kindCancel && isWorker:
+		if s.world != nil {
+			s.engine.cancel(ticket{k.peer.reg.Rank, m.id})
+		}
+	default:
+		return fmt.Errorf("message of kind %d in role %d", m.kind, k.peer.role)
+	}
+	return nil
+}
+
+// call runs a store call of a member of the world. It decodes the call without the lock.
+func (s *server) call(k *conn, m message) error {
+	req, err := decodeCall(m.body)
+	if err != nil {
+		return err
+	}
+	s.mu.Lock()
+	defer s.unlock()
+	p := k.peer
+	if p.heard = s.now(); s.handedOver {
+		return nil
+	}
+	reply := func(r call) { k.send(r.message(kindReply, s.epoch, m.id)) }
+	status, err := s.mayCall(p, m.epoch)
+	switch {
+	case err != nil:
+		return err
+	case status != statusOK:
+		reply(call{op: status})
+		return nil
+	}
+	s.engine.do(ticket{p.reg.Rank, m.id}, req, reply)
+	return nil
+}
+
+// sendAttendance answers a request for the attendance. The record of a large world is long, so it is encoded without
+// the lock, and once for all requests of a peer that have come meanwhile.
+func (s *server) sendAttendance(k *conn, id uint64) {
+	if len(k.inquiries) >= maxNamed {
+		return // it asks faster than it can be answered
+	}
+	k.inquiries = append(k.inquiries, id)
+	if len(k.inquiries) > 1 || s.closed {
+		return
+	}
+	r := s.attendance()
+	s.wg.Go(func() {
+		m := note(kindAttendance, r)
+		s.mu.Lock()
+		defer s.unlock()
+		for _, id := range k.inquiries {
+			m.id = id
+			k.send(m)
+		}
+		k.inquiries = nil
+	})
+}
+
+// decide ends the join of all members after this process's own join timed out. It
+// is safe on nil.
+func (s *server) decide(err error) {
+	e, ok := errors.AsType[*JoinTimeoutError](err)
+	if s == nil || !ok || e.Want == 0 {
+		return
+	}
+	_ = s.happen(gaveUp{attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone}, e.Waited}) // it has no peer
+}
+
+// keepPortOpen keeps the port open for members that have not joined yet after no member can
+// join, for example because two claimed the same place. Otherwise they would retry until their timeout.
+func (s *server) keepPortOpen() {
+	s.mu.Lock()
+	late := s.verdict != nil && (s.verdict.First != nil || s.verdict.All) && !s.closed
+	s.mu.Unlock()
+	if !late {
+		return
+	}
+	t := time.NewTimer(cmp.Or(s.cfg.keepOpen, lastMessageTimeout))
+	defer t.Stop()
+	select {
+	case <-s.allTold:
+	case <-t.C:
+	}
+}
+
+// drain serves the store for a short time until the other processes have left:
+// they may still be reading values that this process set last.
+func (s *server) drain() {
+	s.mu.Lock()
+	if s.world == nil || s.closed {
+		s.mu.Unlock()
+		return
+	}
+	s.drained = make(chan struct{})
+	_ = s.step(nil) // perhaps they have left
+	drained := s.drained
+	s.unlock()
+	t := time.NewTimer(s.drains)
+	defer t.Stop()
+	select {
+	case <-drained:
+	case <-t.C:
+	}
+}
+
+// close notifies all peers, sends queued messages, and returns when all
+// goroutines have ended.
+func (s *server) close() {
+	s.keepPortOpen()
+	s.mu.Lock()
+	if s.closed {
+		s.mu.Unlock()
+		return
+	}
+	_ = s.step(closing{}) // it has no peer
+	for _, k := range s.conns {
+		k.send(note(kindEnded, nil))
+		k.closeAfterQueue()
+	}
+	s.unlock()
+	close(s.quit)
+	s.ln.Close()
+	s.limiter.close()
+	s.wg.Wait()
+}
+
+// reasonOf describes why a connection ended.
+func reasonOf(err error, lostAfter time.Duration) string {
+	switch {
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		return fmt.Sprintf("silent for %v: stopped, starved or unreachable", lostAfter)
+	case isClosedByPeer(err):
+		return "its connection closed: the process ended without Close or Shutdown"
+	default:
+		return fmt.Sprintf("its connection failed: %v", err)
+	}
+}
+
+// isClosedByPeer reports whether the other process closed the connection or
+// exited.
+func isClosedByPeer(err error) bool {
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) ||
+		errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
+}

@@ -11,6 +11,14 @@ import (
 	"github.com/gochorus/chorus/internal/connlimit"
 )
 
+// listening opens the listeners of a launcher. It omits keep-alives, whose four system calls are a third of the cost of a
+// connection that is refused: members send heartbeats, and a handshake has a deadline.
+var listening = func() (c net.ListenConfig) {
+	c.KeepAlive = -1
+	c.SetMultipathTCP(false)
+	return c
+}()
+
 // acceptRetry is the time between two attempts to accept a connection if the system lacks
 // resources for it.
 const acceptRetry = 50 * time.Millisecond
@@ -23,7 +31,9 @@ const acceptPatience = time.Second
 // cause is often the same.
 func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn)) {
 	var failing time.Time
+	var flood floodMeter
 	for {
+		called := time.Now()
 		c, err := ln.Accept()
 		if errors.Is(err, net.ErrClosed) {
 			return
@@ -35,6 +45,7 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 		if err == nil {
 			failing = time.Time{}
 			take(c)
+			flood.gather(called)
 			continue
 		}
 		if failing.IsZero() {
@@ -44,6 +55,33 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 			notify(fmt.Sprintf("this process cannot accept connections: %v%s", err, acceptCure(err)))
 		}
 		time.Sleep(acceptRetry)
+	}
+}
+
+// A floodMeter counts the connections of a port.
+type floodMeter struct {
+	since    time.Time
+	count    int
+	flooding bool
+}
+
+const (
+	floodWindow  = 100 * time.Millisecond
+	floodSize    = 50 // connections in a window
+	floodPause   = 2 * time.Millisecond
+	acceptAtOnce = 50 * time.Microsecond
+)
+
+// gather lets connections gather in the kernel during a flood if none was left, so that one wake-up takes several of them, and
+// their first bytes have arrived. called is when Accept was called for the last one.
+func (f *floodMeter) gather(called time.Time) {
+	now := time.Now()
+	if now.Sub(f.since) >= floodWindow {
+		f.since, f.count, f.flooding = now, 0, f.count >= floodSize
+	}
+	f.count++
+	if f.flooding && now.Sub(called) > acceptAtOnce {
+		time.Sleep(floodPause)
 	}
 }
 

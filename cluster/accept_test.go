@@ -72,3 +72,26 @@ func TestTooManyOpenFiles(t *testing.T) {
 		require.Equal(t, 1, taken)
 	})
 }
+
+// TestFloodsGather counts how long a port leaves connections to gather: only in a flood, and only if none was left.
+func TestFloodsGather(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var f floodMeter
+		accept := func(n int, blocked time.Duration) time.Duration { // n in a window
+			begin := time.Now()
+			for range n {
+				f.gather(time.Now().Add(-blocked))
+			}
+			took := time.Since(begin)
+			time.Sleep(floodWindow)
+			return took
+		}
+		for range 3 {
+			require.Zero(t, accept(floodSize-1, time.Millisecond), "few connections")
+		}
+		require.Zero(t, accept(floodSize, time.Millisecond), "the first window")
+		require.Equal(t, 10*floodPause, accept(10, time.Millisecond), "a flood")
+		require.Zero(t, accept(floodSize, time.Millisecond), "after it")
+		require.Zero(t, accept(floodSize, 0), "a flood whose connections wait")
+	})
+}

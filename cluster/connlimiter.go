@@ -37,6 +37,7 @@ const (
 type connLimiter struct {
 	mu     sync.Mutex
 	inside [numStages][]*stranger // in the order in which they came to the stage
+	counts [numStages]map[netip.Prefix]*int
 	hellos recent[[nonceBytes]byte]
 	freed  chan struct{}
 	closed bool
@@ -49,12 +50,17 @@ type stranger struct {
 	source  netip.Prefix
 	first   []byte // bytes that were read to decide whose connection it is, and are read again
 	// Guarded by limiter.mu:
-	stage stage
-	since time.Time // when it came to the stage
+	stage    stage
+	since    time.Time // when it came to the stage
+	siblings *int      // the connections of its source in this stage
 }
 
 func newConnLimiter() *connLimiter {
-	return &connLimiter{hellos: recent[[nonceBytes]byte]{most: 4096}, freed: make(chan struct{}, 1)}
+	g := &connLimiter{hellos: recent[[nonceBytes]byte]{most: 4096}, freed: make(chan struct{}, 1)}
+	for i := range g.counts {
+		g.counts[i] = map[netip.Prefix]*int{}
+	}
+	return g
 }
 
 // enter admits a new connection. It waits at most minConnectionTime.
@@ -88,13 +94,9 @@ func (g *connLimiter) await(d time.Duration) {
 
 // next returns the connection that loses its place next.
 func (g *connLimiter) next(in stage) *stranger {
-	counts := map[netip.Prefix]int{}
-	for _, s := range g.inside[in] {
-		counts[s.source]++
-	}
 	oldest := g.inside[in][0]
 	for _, s := range g.inside[in] {
-		if counts[s.source] > counts[oldest.source] {
+		if *s.siblings > *oldest.siblings {
 			oldest = s
 		}
 	}
@@ -121,6 +123,9 @@ func (s *stranger) moveTo(to stage) {
 	g := s.limiter
 	if s.stage < numStages {
 		g.inside[s.stage] = slices.DeleteFunc(g.inside[s.stage], func(o *stranger) bool { return o == s })
+		if *s.siblings--; *s.siblings == 0 {
+			delete(g.counts[s.stage], s.source)
+		}
 		select {
 		case g.freed <- struct{}{}:
 		default:
@@ -141,6 +146,12 @@ func (s *stranger) moveTo(to stage) {
 		oldest.moveTo(stageLeft)
 	}
 	g.inside[to], s.since = append(g.inside[to], s), time.Now()
+	s.siblings = g.counts[to][s.source]
+	if s.siblings == nil {
+		s.siblings = new(int)
+		g.counts[to][s.source] = s.siblings
+	}
+	*s.siblings++
 }
 
 // advance moves the connection to a later stage, and reports whether it still had a place.

@@ -6,6 +6,7 @@ import (
 	"net"
 	"os"
 	"regexp"
+	"runtime/pprof"
 	"slices"
 	"strings"
 	"testing"
@@ -42,7 +43,9 @@ func (r *ran) start(t *testing.T, cfg RunConfig) {
 	require.NoError(t, err)
 	j.Notify = func(string) {}
 	cfg.Join = j
-	go func() { r.result <- Run(t.Context(), &cfg, r.work) }()
+	go func() { // whose label, which its goroutines inherit, tells its processor time from the launchers' in a profile
+		pprof.Do(t.Context(), pprof.Labels("process", "worker"), func(ctx context.Context) { r.result <- Run(ctx, &cfg, r.work) })
+	}()
 }
 
 func (r *ran) work(ctx context.Context, w *World) error {

@@ -2,6 +2,7 @@ package cluster
 
 import (
 	"bytes"
+	"context"
 	"crypto/aes"
 	"crypto/cipher"
 	"errors"
@@ -63,9 +64,11 @@ func newGossipTransport(ip string, port int, limiter *connLimiter, notify func(s
 	t = &gossipTransport{seen: recent[packetNonce]{most: 1 << 14},
 		limiter: limiter, control: control, packets: make(chan *memberlist.Packet), streams: make(chan net.Conn), quit: make(chan struct{})}
 	for range 10 { // a port that is free for TCP may be taken for UDP
-		if t.tcp, err = net.ListenTCP("tcp", &net.TCPAddr{IP: addr, Port: port}); err != nil {
+		ln, err := listening.Listen(context.Background(), "tcp", net.JoinHostPort(addr.String(), strconv.Itoa(port)))
+		if err != nil {
 			return nil, err
 		}
+		t.tcp = ln.(*net.TCPListener)
 		if t.udp, err = net.ListenUDP("udp", &net.UDPAddr{IP: addr, Port: t.port()}); err == nil {
 			break
 		}

@@ -42,7 +42,7 @@ func (s *system) listenAt(addr string) (ln net.Listener, err error) {
 	if s != nil && s.listen != nil {
 		ln, err = s.listen(networkOf(addr), addr)
 	} else {
-		ln, err = net.Listen(networkOf(addr), addr)
+		ln, err = listening.Listen(context.Background(), networkOf(addr), addr)
 	}
 	if err != nil {
 		return nil, fmt.Errorf("cluster: listen on %s for the coordinator: %w", addr, err)

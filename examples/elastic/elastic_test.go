@@ -34,6 +34,9 @@ func TestMain(m *testing.M) {
 	if file := os.Getenv(untilVar); file != "" {
 		os.Exit(workUntil(file))
 	}
+	if slow := os.Getenv(beatVar); slow != "" {
+		os.Exit(beat(slow))
+	}
 	if os.Getenv(asWorker) != "" {
 		main()
 		return

@@ -25,8 +25,8 @@ var (
 // randomCore draws a job and its faults.
 func randomCore(seed uint64) (c coreConfig, calm bool) {
 	rng := rand.New(rand.NewPCG(seed, 1))
-	c = coreConfig{seed: seed, hosts: 3 + rng.IntN(3), restarts: rng.IntN(4), slow: rng.IntN(3) == 0, lostAfter: 3 * time.Second}
-	kinds := []string{"isolate", "isolate", "mute", "deafen", "cut", "cut", "kill", "worker", "worker", "power", "pause", "stop", "drain"}
+	c = coreConfig{seed: seed, hosts: 3 + rng.IntN(4), restarts: rng.IntN(4), slow: rng.IntN(2) == 0, lostAfter: 3 * time.Second}
+	kinds := []string{"split", "isolate", "isolate", "mute", "deafen", "cut", "cut", "kill", "worker", "worker", "power", "pause", "stop", "drain"}
 	for range 1 + rng.IntN(5) {
 		f := coreFault{Kind: kinds[rng.IntN(len(kinds))], A: rng.IntN(c.hosts+1) - 1, B: rng.IntN(c.hosts+1) - 1, After: time.Duration(rng.Int64N(int64(3 * c.lostAfter)))}
 		f.D = time.Duration(rng.Int64N(int64(2 * c.lostAfter)))
@@ -39,11 +39,19 @@ func randomCore(seed uint64) (c coreConfig, calm bool) {
 				f.After = time.Duration(rng.Int64N(int64(c.lostAfter)))
 			}
 		}
+		if f.Kind == "split" {
+			f.B = 1 + rng.IntN(1<<c.hosts-2)
+		}
+		if n := len(c.faults); n > 0 && rng.IntN(4) == 0 { // when another fault ends
+			o := c.faults[n-1]
+			f.Event, f.Count, f.After = o.Event, o.Count, o.After+o.D+time.Duration(rng.Int64N(int64(100*time.Millisecond)))-50*time.Millisecond
+			f.After = max(f.After, 0)
+		}
 		c.faults = append(c.faults, f)
 	}
 	// A coordinator that only hears nobody refuses one host after the other, until it is a minority. The others then do not know that it
 	// has given up, and may not be a majority without it.
-	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool { return f.Kind == "deafen" })
+	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool { return f.Kind == "deafen" || f.Kind == "split" })
 	return c, rng.IntN(4) == 0 && !deaf
 }
 

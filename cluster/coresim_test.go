@@ -54,7 +54,7 @@ type coreFault struct {
 	Event string // "", "propose" or "commit"
 	Count int
 	After time.Duration
-	Kind  string // isolate, mute (what it sends is lost), deafen (what is sent to it is lost), cut, kill, worker, power, pause, stop or drain
+	Kind  string // split, isolate, mute (what it sends is lost), deafen (what is sent to it is lost), cut, kill, worker, power, pause, stop or drain
 	A, B  int    // hosts; -1: the host of the coordinator of the event
 	D     time.Duration
 }
@@ -236,7 +236,7 @@ func (s *coreSim) changed() {
 				continue
 			}
 			me, other := l.procs[end], l.procs[1-end]
-			hears := s.passes(other.host, me.host) && !other.dead && other.paused == 0
+			hears := s.passes(other.host, me.host) && !other.dead && other.paused == 0 && !l.over[1-end]
 			switch {
 			case hears:
 				l.quiet[end] = -1
@@ -341,6 +341,7 @@ func (l *coreLink) closedByMember() {
 	if l.noWait {
 		grace = 0
 	}
+	l.s.changed() // from now on, silence ends its part in the job
 	var prove func()
 	prove = func() {
 		if !l.reads[coreServed] {
@@ -725,6 +726,15 @@ func (a *coreAgent) obey(o Order) {
 				a.spawn()
 			}
 		})
+	default: // no process is left here
+		a.finish()
+	}
+}
+
+// finish reports that no worker of this host is left.
+func (a *coreAgent) finish() {
+	if a.done = true; a.link != nil {
+		a.link.send(coreServed, &msg{kind: kindDone, epoch: firstEpoch})
 	}
 }
 
@@ -1140,11 +1150,11 @@ func (s *coreSim) apply(f coreFault, host int) {
 	if h < 0 {
 		h = host
 	}
-	if g < 0 {
+	if g < 0 || g >= s.hosts {
 		g = host
 	}
 	a := s.agents[h]
-	s.say("fault: %s %s %s for %v", f.Kind, s.agents[h].uuid, s.agents[g].uuid, f.D)
+	s.say("fault: %s %s %d for %v", f.Kind, s.agents[h].uuid, f.B, f.D)
 	s.touched[h] = true
 	cut := func(pairs ...[2]int) {
 		for _, p := range pairs {
@@ -1173,6 +1183,17 @@ func (s *coreSim) apply(f coreFault, host int) {
 		cut(out...)
 	case "deafen":
 		cut(in...)
+	case "split": // into the hosts of the bits of B, and the others
+		var pairs [][2]int
+		for i := range s.agents {
+			for o := range s.agents {
+				if f.B>>i&1 != f.B>>o&1 {
+					pairs = append(pairs, [2]int{i, o})
+					s.touched[i] = true
+				}
+			}
+		}
+		cut(pairs...)
 	case "cut":
 		if g != h {
 			s.touched[g] = true

@@ -245,7 +245,7 @@ func (c *coordinator) exited(a *peer, e Exit) {
 		c.elasticExit(a, e)
 		return
 	}
-	if c.isSpare(a, e) {
+	if c.isUnneeded(a, e) {
 		return
 	}
 	c.faults.exits[e.Rank] = e

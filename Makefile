@@ -85,6 +85,7 @@ soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each 
 	$(SOAK) ./cluster -run 'TestWaitsNeverLie|TestOutageBetweenHosts|TestRandomEpochs' -waits 5000 -outages 50 -epochs 2000
 	$(SOAK) ./cluster -run TestCoordinatorDies -count 20 -deaths 0
 	$(GO) test -count=1 -timeout 2h ./cluster -run 'TestSimulation$$' -simulate 1h
+	$(GO) test -count=1 -timeout 1h ./cluster -run 'TestCoreS' -coresim 10m -corefaults 2
 	$(GO) test -count=1 -timeout 2h ./cluster -run 'TestManyAgents|TestStarts' -agents 1000 -starts 20 -started 64
 	$(SOAK) ./internal/launch -run TestElasticRandomHosts -hosts 100
 	$(SOAK) ./examples/elastic -run TestSoak -soak 1h

@@ -326,8 +326,8 @@ func (a *Agent) Close() error {
 	return nil
 }
 
-// awaitHeir waits for the next coordinator, if it must learn that the job was stopped here.
-func (a *Agent) awaitHeir() {
+// awaitSuccessor waits for the next coordinator, if it must learn that the job was stopped here.
+func (a *Agent) awaitSuccessor() {
 	a.mu.Lock()
 	pending, moved := a.choosing && (a.stops != nil || a.kills), a.moved
 	a.mu.Unlock()
@@ -341,7 +341,7 @@ func (a *Agent) awaitHeir() {
 
 // release releases the resources of Start in reverse order.
 func (a *Agent) release() {
-	a.awaitHeir()
+	a.awaitSuccessor()
 	a.mu.Lock()
 	a.die()
 	a.mu.Unlock()

@@ -27,7 +27,7 @@ func (a *Agent) newAttempt(k *client, epoch uint64, p plan) (*attempt, error) {
 	}
 	t.place.Store(at)
 	t.ctx, t.cancel = context.WithCancelCause(context.Background())
-	context.AfterFunc(k.ctx, func() { a.orphaned(k, t) })
+	context.AfterFunc(k.ctx, func() { a.coordinatorLost(k, t) })
 	return t, nil
 }
 
@@ -90,7 +90,7 @@ func (a *Agent) CanDrain() bool {
 		return false
 	}
 	a.mu.Lock()
-	k, begun := a.k, a.charter != nil && !a.over
+	k, begun := a.k, a.history != nil && !a.over
 	a.mu.Unlock()
 	if begun {
 		return true

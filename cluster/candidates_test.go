@@ -49,9 +49,9 @@ func choosing(t *testing.T, lostAfter time.Duration) (*election, string) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	c := newServer(ln, serverConfig{job: "choice", key: ks.control, notify: func(string) {}, coordConfig: coordConfig{agents: 20, self: welcome{Agent: "next", Heartbeat: time.Second, LostAfter: time.Hour}}},
-		candidacy{charter: charter{Epoch: 1}})
+		candidacy{history: history{Epoch: 1}})
 	t.Cleanup(c.close)
-	return &election{agent: a, heir: &charter{lostAfter: lostAfter}, patience: time.Now().Add(time.Hour)}, ln.Addr().String()
+	return &election{agent: a, history: &history{lostAfter: lostAfter}, patience: time.Now().Add(time.Hour)}, ln.Addr().String()
 }
 
 // Several hosts have vanished together with the coordinator. Candidates are dialled side by side, so that their number
@@ -123,7 +123,7 @@ func TestCandidateLooksForVoters(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c", "d", "e")
-				ch := *j.agentOn(t, "b").charter
+				ch := *j.agentOn(t, "b").history
 				ch.Lost, ch.Term = "a", 1
 				k := newPaperJob("b", "c", "d")
 				k.plan, k.elastic, k.agents, k.workers, k.cfg.probes = nil, nil, nil, nil, true
@@ -132,11 +132,11 @@ func TestCandidateLooksForVoters(t *testing.T) {
 					ch.Ended = []string{"a"}
 					voters = voters[:1] // it would be half of b and e, if the others did not count
 				}
-				k.happen(candidacy{charter: ch})
+				k.happen(candidacy{history: ch})
 				for _, u := range voters {
 					own := ch
 					p := k.hosts[u]
-					p.state, p.host.Charter = peerNew, &own
+					p.state, p.host.History = peerNew, &own
 					k.do(func() { require.NoError(t, k.registerAgent(p)) })
 				}
 				answered, asked := map[string]bool{}, time.Duration(0)

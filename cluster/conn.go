@@ -38,9 +38,9 @@ const (
 	maxGuests = 1024
 	// maxGuestFrame limits the frames of a peer that is new: a registration has less than 4 KiB.
 	maxGuestFrame = 64 << 10
-	// maxCharterFrame is the limit for launchers that choose a coordinator: they may send a charter. It
+	// maxHistoryFrame is the limit for launchers that choose a coordinator: they may send a history. It
 	// suffices for about 10,000 hosts with 8 processes each.
-	maxCharterFrame = maxFrameBytes
+	maxHistoryFrame = maxFrameBytes
 )
 
 // displaceGuest closes the oldest guest if there are too many. Lost members count as

@@ -85,7 +85,7 @@ func (c *coordinator) welcome() welcome {
 		w.Term = c.term
 	}
 	if s := c.succession; s != nil {
-		w.Elects, w.Epoch = true, s.charter.Epoch
+		w.Elects, w.Epoch = true, s.history.Epoch
 	}
 	return w
 }

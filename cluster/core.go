@@ -31,9 +31,9 @@ type (
 	}
 	// probed: the hosts that an action of type probe has named have answered, or not.
 	probed struct{ alive map[string]bool }
-	// candidacy: this coordinator offers to continue the job of a charter, whose hosts have lost the last coordinator some time ago.
+	// candidacy: this coordinator offers to continue the job of a history, whose hosts have lost the last coordinator some time ago.
 	candidacy struct {
-		charter charter
+		history history
 		ago     time.Duration
 	}
 	// gaveUp: the join of this process has timed out.

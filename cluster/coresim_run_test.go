@@ -25,8 +25,8 @@ var (
 // randomCore draws a job and its faults.
 func randomCore(seed uint64) (c coreConfig, calm bool) {
 	rng := rand.New(rand.NewPCG(seed, 1))
-	c = coreConfig{seed: seed, hosts: 3 + rng.IntN(3), restarts: rng.IntN(4), slow: rng.IntN(3) == 0, lostAfter: 3 * time.Second}
-	kinds := []string{"isolate", "isolate", "mute", "deafen", "cut", "cut", "kill", "worker", "worker", "power", "pause", "stop", "drain"}
+	c = coreConfig{seed: seed, hosts: 3 + rng.IntN(4), restarts: rng.IntN(4), slow: rng.IntN(2) == 0, lostAfter: 3 * time.Second}
+	kinds := []string{"split", "isolate", "isolate", "mute", "deafen", "cut", "cut", "kill", "worker", "worker", "power", "pause", "stop", "drain"}
 	for range 1 + rng.IntN(5) {
 		f := coreFault{Kind: kinds[rng.IntN(len(kinds))], A: rng.IntN(c.hosts+1) - 1, B: rng.IntN(c.hosts+1) - 1, After: time.Duration(rng.Int64N(int64(3 * c.lostAfter)))}
 		f.D = time.Duration(rng.Int64N(int64(2 * c.lostAfter)))
@@ -39,11 +39,19 @@ func randomCore(seed uint64) (c coreConfig, calm bool) {
 				f.After = time.Duration(rng.Int64N(int64(c.lostAfter)))
 			}
 		}
+		if f.Kind == "split" {
+			f.B = 1 + rng.IntN(1<<c.hosts-2)
+		}
+		if n := len(c.faults); n > 0 && rng.IntN(4) == 0 { // when another fault ends
+			o := c.faults[n-1]
+			f.Event, f.Count, f.After = o.Event, o.Count, o.After+o.D+time.Duration(rng.Int64N(int64(100*time.Millisecond)))-50*time.Millisecond
+			f.After = max(f.After, 0)
+		}
 		c.faults = append(c.faults, f)
 	}
 	// A coordinator that only hears nobody refuses one host after the other, until it is a minority. The others then do not know that it
 	// has given up, and may not be a majority without it.
-	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool { return f.Kind == "deafen" })
+	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool { return f.Kind == "deafen" || f.Kind == "split" })
 	return c, rng.IntN(4) == 0 && !deaf
 }
 
@@ -170,5 +178,219 @@ func TestCoreReplay(t *testing.T) {
 	for seed := range uint64(100) {
 		c, calm := randomCore(seed)
 		require.Equal(t, simulateCore(c, true, calm).log, simulateCore(c, true, calm).log, "seed %d", seed)
+	}
+}
+
+// live checks that two epochs are not alive for long: all their members work, and their coordinator runs.
+func (s *coreSim) live() (out []*coreCommit) {
+	for _, c := range s.commits {
+		running := 0
+		for w := range c.workers {
+			if w.proc.paused == 0 && !w.proc.dead {
+				running++
+			}
+		}
+		if running == len(c.members) && !c.by.agent.proc.dead && c.by.agent.proc.paused == 0 && !c.by.closed && !c.by.c.handedOver {
+			out = append(out, c)
+		}
+	}
+	return out
+}
+
+// watch checks now and then.
+func (s *coreSim) watch() {
+	if live := s.live(); len(live) < 2 {
+		s.bothSince = s.now
+	} else if s.now-s.bothSince > s.lostAfter {
+		s.violate("two epochs are alive: %d of %v by %s, and %d of %v by %s", live[0].epoch, live[0].members, live[0].by.agent.uuid, live[1].epoch, live[1].members, live[1].by.agent.uuid)
+	}
+	s.after(250*time.Millisecond, s.watch)
+}
+
+// trigger begins faults after an event.
+func (s *coreSim) trigger(event string, count, host int) {
+	for _, f := range s.faults {
+		if f.Event == event && f.Count == count || f.Event == "" && event == "commit" && count == 1 {
+			s.after(f.After+1, func() { s.apply(f, host) })
+		}
+	}
+}
+
+// apply begins a fault, and ends it after its duration.
+func (s *coreSim) apply(f coreFault, host int) {
+	h, g := f.A, f.B
+	if h < 0 {
+		h = host
+	}
+	if g < 0 || g >= s.hosts {
+		g = host
+	}
+	a := s.agents[h]
+	s.say("fault: %s %s %d for %v", f.Kind, s.agents[h].uuid, f.B, f.D)
+	s.touched[h] = true
+	cut := func(pairs ...[2]int) {
+		for _, p := range pairs {
+			s.cuts[p[0]][p[1]]++
+		}
+		s.changed()
+		s.after(f.D, func() {
+			for _, p := range pairs {
+				if !s.healed {
+					s.cuts[p[0]][p[1]]--
+				}
+			}
+			s.changed()
+		})
+	}
+	var in, out [][2]int
+	for o := range s.agents {
+		if o != h {
+			in, out = append(in, [2]int{o, h}), append(out, [2]int{h, o})
+		}
+	}
+	switch f.Kind {
+	case "isolate":
+		cut(append(in, out...)...)
+	case "mute":
+		cut(out...)
+	case "deafen":
+		cut(in...)
+	case "split": // into the hosts of the bits of B, and the others
+		var pairs [][2]int
+		for i := range s.agents {
+			for o := range s.agents {
+				if f.B>>i&1 != f.B>>o&1 {
+					pairs = append(pairs, [2]int{i, o})
+					s.touched[i] = true
+				}
+			}
+		}
+		cut(pairs...)
+	case "cut":
+		if g != h {
+			s.touched[g] = true
+			cut([2]int{h, g}, [2]int{g, h})
+		}
+	case "kill":
+		a.kill()
+	case "worker":
+		if a.worker != nil {
+			a.worker.exit(137)
+		}
+	case "power":
+		s.down[h] = true
+		a.proc.dead = true
+		if w := a.worker; w != nil {
+			w.stops()
+			w.now = nil
+			w.proc.dead = true
+		}
+		s.changed()
+	case "pause", "stop":
+		ps := []*coreProc{a.proc}
+		if w := a.worker; f.Kind == "pause" && w != nil {
+			ps = append(ps, w.proc)
+		}
+		for _, p := range ps {
+			p.pause()
+		}
+		s.after(f.D, func() {
+			for _, p := range ps {
+				if p.paused > 0 {
+					p.resume()
+				}
+			}
+		})
+	case "drain":
+		a.proc.do(func() {
+			if a.history == nil || a.over || a.ended != "" || a.drains != nil {
+				return
+			}
+			x := fault{Reason: "received SIGTERM", Code: 143}
+			a.drains, a.drained = &x, true
+			if a.link != nil {
+				a.link.send(coreServed, &msg{kind: kindDrain, epoch: firstEpoch, rec: &record{value: &x}})
+			}
+		})
+	}
+}
+
+// newCoreSim starts a job.
+func newCoreSim(cfg coreConfig) *coreSim {
+	s := &coreSim{coreConfig: cfg, rng: rand.New(rand.NewPCG(cfg.seed, 7)), now: 1, down: make([]bool, cfg.hosts), touched: map[int]bool{}}
+	for i := range cfg.hosts {
+		s.cuts = append(s.cuts, make([]int, cfg.hosts))
+		u := simName(i)
+		s.agents = append(s.agents, &coreAgent{voter: newVoter(1), s: s, uuid: u, proc: &coreProc{s: s, host: i, name: "launcher " + u}})
+	}
+	s.agents[0].serve(nil)
+	for _, a := range s.agents {
+		s.after(s.random(100*time.Millisecond), func() { a.registerAt(s.agents[0].srv, nil) })
+	}
+	s.watch()
+	return s
+}
+
+// simulateCore runs a job and returns what has gone wrong. If calm is true, the job must have settled a while after the faults.
+func simulateCore(cfg coreConfig, logs, calm bool) *coreSim {
+	s := newCoreSim(cfg)
+	s.logs = logs
+	s.run(2 * time.Second)
+	if len(s.commits) == 0 {
+		s.violate("the job did not start")
+	}
+	s.run(6 * s.lostAfter)
+	for i := range s.cuts {
+		clear(s.cuts[i])
+	}
+	s.healed, s.faults = true, nil
+	s.changed()
+	for _, a := range s.agents {
+		for _, p := range append([]*coreProc{a.proc}, a.procs...) {
+			for p.paused > 0 {
+				p.resume()
+			}
+		}
+	}
+	if calm && s.violation == "" {
+		s.run(8*s.lostAfter + 30*time.Second)
+		s.settles()
+	}
+	return s
+}
+
+// settles checks that each launcher belongs to the epoch that is alive, or has ended, and that the job goes on if faults have touched
+// only a minority. It may go on without hosts that have lost the coordinator only for themselves.
+func (s *coreSim) settles() {
+	live := s.live()
+	for _, a := range s.agents {
+		if r := a.srv; len(live) == 0 && r != nil && !a.proc.dead && r.c.isElastic() && r.c.elastic.phase == phaseWait {
+			return // for processes
+		}
+		if strings.Contains(a.ended, "not enough processes") {
+			return // no restarts are left
+		}
+		if a.history == nil {
+			return // before a host knows of the first epoch, the job ends there with its coordinator
+		}
+	}
+	left := 0
+	for i := range s.agents {
+		if !s.touched[i] {
+			left++
+		}
+	}
+	for i, a := range s.agents {
+		gone := a.proc.dead || a.ended != ""
+		switch {
+		case s.violation != "":
+		case left > s.hosts/2 && !s.touched[i] && gone && len(live) == 0:
+			s.violate("no fault has touched a majority of the hosts, and %s has ended: %s", a.proc.name, a.ended)
+		case gone:
+		case len(live) == 0:
+			s.violate("%s has not ended, and no epoch is alive", a.proc.name)
+		case a.link == nil || a.link.server != live[0].by:
+			s.violate("%s has not ended, and does not follow %s", a.proc.name, live[0].by.agent.uuid)
+		}
 	}
 }

@@ -38,9 +38,9 @@ type elastic struct {
 	// expected are the places in which launchers start workers.
 	expected map[place]bool
 	retries  map[place]*retries
-	// spared are workers that were killed because their host is excluded: they are started again
+	// excused are workers that were killed because their host is excluded: they are started again
 	// after that, and this does not count as a restart.
-	spared map[place]bool
+	excused map[place]bool
 	// dying are the PIDs of members that launchers were told to kill, and whose exits are not reported yet.
 	dying map[place]int
 
@@ -86,7 +86,7 @@ const (
 func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
 
 func newElastic() *elastic {
-	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, spared: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
+	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, excused: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
 }
 
 // beginElastic is called when the first world of processes that call Run is complete. start
@@ -214,7 +214,7 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 		}
 	}
 	if d := c.excludedFor(reg.Host); d > 0 && reg.Seat == 0 {
-		c.elastic.spared[p.home] = true
+		c.elastic.excused[p.home] = true
 		return &refusal{Reason: fmt.Sprintf("host %s is excluded for %v, because its processes failed too often", reg.Host, d.Round(time.Millisecond))}
 	}
 	for _, q := range slices.Clone(c.workers) {
@@ -296,14 +296,14 @@ func (c *coordinator) countFailure(a *peer, at place, x Exit) {
 	if r := c.elastic.retries[at]; r != nil && r.joined != 0 {
 		run, r.joined = (c.now - r.joined), 0
 	}
-	if !c.elastic.spared[at] {
+	if !c.elastic.excused[at] {
 		c.failedAfter(a.host.Host, run, fmt.Sprintf("local rank %d %s", x.Local, x.Reason))
 	}
 }
 
-// isSpare reports whether a worker is not a member of the last epoch, after all members have finished:
+// isUnneeded reports whether a worker is not a member of the last epoch, after all members have finished:
 // its launcher had started it again, and nothing depends on it.
-func (c *coordinator) isSpare(a *peer, x Exit) bool {
+func (c *coordinator) isUnneeded(a *peer, x Exit) bool {
 	return c.elastic != nil && c.elastic.members != nil && c.elastic.members[place{a.host.UUID, x.Local}] != x.PID
 }
 
@@ -311,16 +311,16 @@ func (c *coordinator) isSpare(a *peer, x Exit) bool {
 func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	e := c.elastic
 	order := Order{Local: x.Local}
-	spared := e.spared[at] && c.cfg.again.most > 0
-	delete(e.spared, at)
+	excused := e.excused[at] && c.cfg.again.most > 0
+	delete(e.excused, at)
 	r := e.retries[at]
 	if r == nil {
 		r = &retries{}
 		e.retries[at] = r
 	}
 	counted := r.inherited != 0 && r.inherited == x.PID // by an earlier coordinator, whose order did not arrive
-	if (spared || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
-		if !spared && !counted {
+	if (excused || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
+		if !excused && !counted {
 			r.failed(c.now)
 			r.counted = x.PID
 			c.retries.total++
@@ -328,7 +328,7 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 		e.expected[at] = true
 		order.Start, order.Count = true, r.total
 		order.After = max(c.cfg.again.delay(r.inARow), c.excludedFor(a.host.Host))
-		if !spared { // so that no coordinator forgets it
+		if !excused { // so that no coordinator forgets it
 			c.record(func() { c.send(a, say(kindOrder, order)) })
 			return
 		}

@@ -268,7 +268,7 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 	return r
 }
 
-// kill ends a worker like kill -9. A worker that is not a member yet is spared.
+// kill ends a worker like kill -9. A worker that is not a member yet is excused.
 func (x *witness) kill(a *Agent, r *randomWorker) {
 	select {
 	case w := <-r.world:

@@ -26,10 +26,10 @@ const searchInterval = time.Second
 // coordinator, it commits the plan, and the others are closed.
 type election struct {
 	agent *Agent
-	seeds []string // sorted, or the heirs' addresses in the order of succession
+	seeds []string // sorted, or the candidates' addresses in the order of succession
 	mine  string   // the seed address of this host, or ""
 	// After the loss of a coordinator:
-	heir     *charter
+	history  *history
 	lostAt   string    // its address
 	patience time.Time // until then, an agent that has not noticed the loss is waited for
 
@@ -106,7 +106,7 @@ func (e *election) failed(err error) error {
 	e.agent.coord.decide(err)
 	switch {
 	case e.k == nil:
-	case e.heir != nil: // the time for a choice is over: a candidate that does not answer is not waited for
+	case e.history != nil: // the time for a choice is over: a candidate that does not answer is not waited for
 		e.k.hangUp()
 		e.k.wg.Wait()
 	default:
@@ -355,7 +355,7 @@ const refusals = 5
 // firstAnswer connects to the first candidate that answers. If none does, its error is an *AuthError only if all
 // have refused.
 func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
-	if e.heir != nil {
+	if e.history != nil {
 		return e.firstOf(ctx, candidates, false)
 	}
 	var t try
@@ -398,8 +398,8 @@ func (e *election) firstOf(ctx context.Context, candidates []string, running boo
 		try
 		i int
 	}
-	ctx, cancel := context.WithTimeout(ctx, e.heir.lostAfter/4)
-	slow := slowAfter(e.heir.lostAfter)
+	ctx, cancel := context.WithTimeout(ctx, e.history.lostAfter/4)
+	slow := slowAfter(e.history.lostAfter)
 	answers, started := make(chan answer, len(candidates)), 0
 	got := make([]*try, len(candidates))
 	left := 0 // dials that have not answered
@@ -506,7 +506,7 @@ func (e *election) dialCandidate(ctx context.Context, addr string) try {
 
 // firstRunning connects to the first candidate whose job is running: this host joins it.
 func (e *election) firstRunning(ctx context.Context, candidates []string) try {
-	if e.heir != nil {
+	if e.history != nil {
 		return e.firstOf(ctx, candidates, true)
 	}
 	for _, addr := range candidates {
@@ -530,13 +530,13 @@ func (e *election) firstRunning(ctx context.Context, candidates []string) try {
 func (e *election) register(ctx context.Context, start time.Time) error {
 	cfg := &e.agent.cfg
 	delay, slowest, lastLine := firstRetry, lastRetry, start
-	if e.heir != nil {
-		slowest = max(firstRetry, slowAfter(e.heir.lostAfter)/2)
+	if e.history != nil {
+		slowest = max(firstRetry, slowAfter(e.history.lostAfter)/2)
 	}
 	for refused := 0; ; {
 		t := e.firstAnswer(ctx, e.candidates(""))
 		if t.err == nil {
-			if e.heir == nil && e.noteRefusal(t.refused) {
+			if e.history == nil && e.noteRefusal(t.refused) {
 				cfg.Notify(fmt.Sprintf("job %s: %v; this host goes on with %s, because the refusal proves nothing", cfg.Job, t.refused, t.addr))
 			}
 			return e.introduce(t)
@@ -544,7 +544,7 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 		if refused++; !isRefusal(t.err) {
 			refused = 0
 		}
-		if refused == refusals && e.heir == nil || errors.Is(t.err, errFinished) {
+		if refused == refusals && e.history == nil || errors.Is(t.err, errFinished) {
 			return t.err
 		}
 		if time.Since(lastLine) >= waitLine {
@@ -563,15 +563,15 @@ func (e *election) register(ctx context.Context, start time.Time) error {
 func (e *election) introduce(t try) error {
 	e.addr = t.addr
 	self := e.agent.self(t.link)
-	if e.heir != nil {
-		e.heir.Term = e.agent.promise().Term
-		self.Charter = e.heir.excerpt(t.hello)
+	if e.history != nil {
+		e.history.Term = e.agent.promise().Term
+		self.History = e.history.excerpt(t.hello)
 	}
 	m := note(kindRegister, self)
 	m.id = registerAgent
 	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control, sys: e.agent.cfg.sys}
 	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
-	if e.heir != nil { // a candidate may vanish, too, and others follow
+	if e.history != nil { // a candidate may vanish, too, and others follow
 		e.k.beStrict(0)
 	}
 	return e.k.send(m)
@@ -596,7 +596,7 @@ func (e *election) event(k *client, m message) {
 			err = e.agent.followPlan(p)
 		}
 		k.beStrict(startTime * k.hello.LostAfter)
-		if e.agent.now.Load() != nil && (e.heir == nil || e.agent.client() == k) {
+		if e.agent.now.Load() != nil && (e.history == nil || e.agent.client() == k) {
 			e.agent.planned(k, m.epoch, p, err)
 			return
 		}
@@ -636,7 +636,7 @@ func (e *election) stay(k *client, attempt uint64, by leader) {
 		e.bound = nil
 		return
 	}
-	if e.heir != nil {
+	if e.history != nil {
 		if err := e.agent.voteFor(by); err != nil {
 			k.cancel(err) // this host registers again, with the term of its promise
 			return
@@ -661,8 +661,8 @@ func (e *election) abandon(k *client) bool {
 // closed. While it waits, it moves to smaller seeds as they appear.
 func (e *election) await(ctx context.Context, start time.Time) (*outcome, error) {
 	every := searchInterval
-	if e.heir != nil {
-		every = slowAfter(e.heir.lostAfter)
+	if e.history != nil {
+		every = slowAfter(e.history.lostAfter)
 	}
 	again := time.NewTicker(every)
 	defer again.Stop()

@@ -48,6 +48,14 @@ func TestHostWithoutWorkersVanishes(t *testing.T) {
 	})
 }
 
+// The launcher of a host without workers has lost the coordinator and says so, as other launchers do.
+func TestHostWithoutWorkersLosesTheCoordinator(t *testing.T) {
+	j := endedHost(t)
+	require.NoError(t, j.handle(j.hosts["c"], message{kind: kindSilent, epoch: firstEpoch}))
+	require.Equal(t, peerGone, j.hosts["c"].state)
+	require.Equal(t, phaseHold, j.elastic.phase, "the others decide without it")
+}
+
 // The launcher of a host without workers ends. It does not count any more, and the epoch goes on.
 func TestHostWithoutWorkersEnds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

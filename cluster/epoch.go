@@ -379,8 +379,8 @@ func (c *coordinator) drainHost(a *peer, f fault) {
 // coordinates reports whether an agent is on the host of this coordinator.
 func (c *coordinator) coordinates(a *peer) bool { return a.host.UUID == c.cfg.self.Agent }
 
-// heirs returns the agents that could coordinate if this host leaves.
-func (c *coordinator) heirs() []*peer {
+// successors returns the agents that could coordinate if this host leaves.
+func (c *coordinator) successors() []*peer {
 	return without(c.agents, func(a *peer) bool {
 		return a.draining != nil || a.state == peerGone || a.host.Control == "" || c.coordinates(a)
 	})
@@ -389,7 +389,7 @@ func (c *coordinator) heirs() []*peer {
 // canHandOver reports whether the other hosts can choose a coordinator when own, the agent of this host, has
 // left. If they are not enough now, they are after the next epoch has begun. Without any, the job is stopped.
 func (c *coordinator) canHandOver(own *peer) bool {
-	if len(c.heirs()) == 0 {
+	if len(c.successors()) == 0 {
 		c.stopped(own, *own.draining)
 		return false
 	}

@@ -115,10 +115,10 @@ func (a *Agent) end(k *client, err error) {
 	k.cancel(err)
 }
 
-// orphaned is called when the connection to the coordinator has ended during the attempt t.
-func (a *Agent) orphaned(k *client, t *attempt) {
+// coordinatorLost is called when the connection to the coordinator has ended during the attempt t.
+func (a *Agent) coordinatorLost(k *client, t *attempt) {
 	cause := context.Cause(k.ctx)
-	ch := a.mourn(k, t, cause)
+	ch := a.loseCoordinator(k, t, cause)
 	if ch == nil {
 		if a.hasFinished(k) {
 			a.conclude()
@@ -145,8 +145,8 @@ func (a *Agent) hasFinished(k *client) bool {
 	return a.finished && a.k == k && a.coord == nil && a.life.Err() == nil && loss(k.loss.Load()) != notLost
 }
 
-// mourn returns what this agent knows if the agents may choose another coordinator. It counts in a.wg.
-func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
+// loseCoordinator returns what this agent knows if the agents may choose another coordinator. It counts in a.wg.
+func (a *Agent) loseCoordinator(k *client, t *attempt, cause error) *history {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	how := loss(k.loss.Load())
@@ -163,7 +163,7 @@ func (a *Agent) mourn(k *client, t *attempt, cause error) *charter {
 func (t Timing) successionTime() time.Duration { return 2*t.LostAfter + 2*dialAttempt }
 
 // choose finds or becomes the next coordinator.
-func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
+func (a *Agent) choose(k *client, t *attempt, ch *history) error {
 	begun := time.Now()
 	cause := context.Cause(k.ctx)
 	a.cfg.Notify(fmt.Sprintf("job %s: %s; the hosts of epoch %d choose another coordinator", a.cfg.Job, ch.why(k, cause), ch.Epoch))
@@ -173,7 +173,7 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 	}
 	ctx, cancel := context.WithTimeout(a.life, limit)
 	defer cancel()
-	e := &election{agent: a, heir: ch, seeds: ch.addresses(), mine: a.port.at, lostAt: k.addr, patience: begun.Add(ch.lostAfter)}
+	e := &election{agent: a, history: ch, seeds: ch.addresses(), mine: a.port.at, lostAt: k.addr, patience: begun.Add(ch.lostAfter)}
 	if !ch.isPossible() {
 		return a.alone(ch, cause, nil)
 	}
@@ -199,7 +199,7 @@ func (a *Agent) choose(k *client, t *attempt, ch *charter) error {
 }
 
 // why describes the loss of the coordinator at the other end of k.
-func (c *charter) why(k *client, cause error) string {
+func (c *history) why(k *client, cause error) string {
 	if c.Planned {
 		return fmt.Sprintf("host %s, which coordinated the job, leaves: its launcher %s", k.hello.Host, c.Reason)
 	}
@@ -218,7 +218,7 @@ func (a *Agent) resign() {
 }
 
 // alone returns the error of an agent whose part of the network cannot go on.
-func (a *Agent) alone(ch *charter, cause, err error) error {
+func (a *Agent) alone(ch *history, cause, err error) error {
 	here := map[string]bool{a.uuid: true}
 	var t *JoinTimeoutError
 	if errors.As(err, &t) && t.Want > 0 {
@@ -300,7 +300,7 @@ func (a *Agent) followNext(t *attempt, k *client, addr string) {
 	if coordinates && !a.seed {
 		a.wg.Go(func() { a.warnSeeds(k) })
 	}
-	context.AfterFunc(k.ctx, func() { a.orphaned(k, t) })
+	context.AfterFunc(k.ctx, func() { a.coordinatorLost(k, t) })
 }
 
 // conclude ends the job on this host with success, although the coordinator is lost: the program has ended.

@@ -245,7 +245,7 @@ func (c *coordinator) exited(a *peer, e Exit) {
 		c.elasticExit(a, e)
 		return
 	}
-	if c.isSpare(a, e) {
+	if c.isUnneeded(a, e) {
 		return
 	}
 	c.faults.exits[e.Rank] = e
@@ -299,7 +299,7 @@ func (c *coordinator) absent(e Exit) fault {
 // memberTimedOut handles a member that timed out waiting for this process. Later failures
 // of that member are consequences.
 func (c *coordinator) memberTimedOut(p *peer) {
-	if p.state != peerJoined {
+	if !c.counts(p) {
 		return
 	}
 	if c.isElastic() {

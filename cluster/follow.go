@@ -33,8 +33,8 @@ func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, ove
 	return cfg.agentAt, ""
 }
 
-// isOrphan reports whether this process may go on with another coordinator.
-func (r *runner) isOrphan() bool {
+// hasLostCoordinator reports whether this process may go on with another coordinator.
+func (r *runner) hasLostCoordinator() bool {
 	how := loss(r.k.loss.Load())
 	return r.cfg.agentAt != "" && r.k.ctx.Err() != nil && r.parent.Err() == nil && how != notLost && len(r.end) == 0
 }

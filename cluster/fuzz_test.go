@@ -55,13 +55,13 @@ func FuzzDetect(f *testing.F) {
 	})
 }
 
-// FuzzCharter reads what an agent tells a coordinator, and what a coordinator tells agents.
-func FuzzCharter(f *testing.F) {
+// FuzzHistory reads what an agent tells a coordinator, and what a coordinator tells agents.
+func FuzzHistory(f *testing.F) {
 	f.Add([]byte(`{"run":"r","term":2,"epoch":3,"voters":["a","b"],"proposed":[{"epoch":4,"voters":["a"]}],"plan":{"hosts":[{"uuid":"a"},{"uuid":"b"}]},"members":[{"node":1}],"ledger":{"used":1,"restarts":[{"agent":"a","total":1}]}}`))
 	f.Add([]byte(`{"epoch":1,"voters":["a","a"],"members":[{"node":7}]}`))
 	f.Add([]byte(`{"by":{"term":3,"agent":"a"},"plan":{"hosts":[{"uuid":"a"}]},"members":[{"node":-1}],"voters":["b"]}`))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		var c charter
+		var c history
 		if json.Unmarshal(b, &c) == nil && c.check() == nil {
 			for _, m := range c.Members {
 				require.GreaterOrEqual(t, m.Node, 0)
@@ -78,7 +78,7 @@ func FuzzCharter(f *testing.F) {
 		if json.Unmarshal(b, &n) == nil && n.check() == nil {
 			a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 			a.now.Store(&attempt{})
-			if a.news(firstEpoch, n) == nil && a.charter != nil {
+			if a.news(firstEpoch, n) == nil && a.history != nil {
 				require.GreaterOrEqual(t, a.promise().Term, n.By.Term)
 			}
 			_ = a.news(firstEpoch, n)

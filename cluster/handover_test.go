@@ -16,7 +16,7 @@ func kindsOf(ms []message) (ks []kind) {
 
 // The coordinator's host is drained, and the only other host is lost meanwhile: nobody is left to continue,
 // so the job stops as by SIGTERM.
-func TestLastHeirIsLost(t *testing.T) {
+func TestLastSuccessorIsLost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
 		j.do(func() { j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143}) })
@@ -55,7 +55,7 @@ func TestHandoverNeedsAMajority(t *testing.T) {
 }
 
 // A proposal of all four hosts was not committed. Two of them are lost after that, and the epoch before had only
-// the other two. The coordinator does not leave, because its heir cannot know that the proposal has failed.
+// the other two. The coordinator does not leave, because its successor cannot know that the proposal has failed.
 func TestHandoverCountsProposals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")

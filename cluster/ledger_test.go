@@ -143,11 +143,11 @@ func TestLossAfterTheEnd(t *testing.T) {
 				at := &attempt{}
 				at.ctx, at.cancel = context.WithCancelCause(t.Context())
 				a.now.Store(at)
-				a.charter.Plan.Hosts = nil // no candidate has an address
+				a.history.Plan.Hosts = nil // no candidate has an address
 				k.loss.Store(int32(lostSilent))
 				k.cancel(&MemberLostError{Host: "a"})
 				k.shut()
-				a.orphaned(k, at)
+				a.coordinatorLost(k, at)
 				require.NoError(t, at.ctx.Err())
 				if name == "it has recorded" {
 					require.Equal(t, Order{Finish: true}, <-a.orders)

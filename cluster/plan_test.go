@@ -179,19 +179,19 @@ func TestHostJoinsDuringAProposal(t *testing.T) {
 		j.do(func() { j.admitHost(j.newHost("d")) })
 		j.hear(t, agent)
 		for i, u := range []string{"a", "b", "c"} {
-			require.Equal(t, u, agent.charter.hostOf(agent.charter.Members[i]), "rank %d", i)
+			require.Equal(t, u, agent.history.hostOf(agent.history.Members[i]), "rank %d", i)
 		}
-		require.Contains(t, agent.charter.addresses(), "c:1")
+		require.Contains(t, agent.history.addresses(), "c:1")
 
 		j.answer("a", "c", "d")
 		require.Equal(t, uint64(2), j.epoch)
 		j.hear(t, agent)
-		require.Equal(t, uint64(2), agent.charter.Epoch)
+		require.Equal(t, uint64(2), agent.history.Epoch)
 		for i, u := range []string{"a", "c"} {
-			require.Equal(t, u, agent.charter.hostOf(agent.charter.Members[i]), "rank %d", i)
+			require.Equal(t, u, agent.history.hostOf(agent.history.Members[i]), "rank %d", i)
 		}
-		require.Equal(t, 2, agent.charter.Plan.nodeOf("d"), "the host that has come since")
-		require.Equal(t, electorate{"a", "c"}, agent.charter.Voters)
+		require.Equal(t, 2, agent.history.Plan.nodeOf("d"), "the host that has come since")
+		require.Equal(t, electorate{"a", "c"}, agent.history.Voters)
 	})
 }
 
@@ -204,8 +204,8 @@ func TestNewsOfAnInheritedEpoch(t *testing.T) {
 	a.news(1, news{Plan: p, Members: []Member{{Rank: 0, Node: 0}, {Rank: 1, Node: 1}}, Voters: electorate{"a", "b"}})
 	later := plan{Hosts: []host{{UUID: "b"}, {UUID: "c"}, {UUID: "d"}}}
 	a.news(2, news{Plan: later, Members: []Member{{Rank: 0, Node: 1}, {Rank: 1, Node: 2}}})
-	require.Equal(t, "c", a.charter.hostOf(a.charter.Members[0]))
-	require.Equal(t, "d", a.charter.hostOf(a.charter.Members[1]))
+	require.Equal(t, "c", a.history.hostOf(a.history.Members[0]))
+	require.Equal(t, "d", a.history.hostOf(a.history.Members[1]))
 }
 
 // A voter that registers again after the coordinator has taken over keeps its place.
@@ -226,9 +226,9 @@ func TestHostComesBackDuringAProposal(t *testing.T) {
 		require.Equal(t, uint64(2), j.epoch)
 		j.hear(t, agent)
 		for i, u := range []string{"a", "c"} {
-			require.Equal(t, u, agent.charter.hostOf(agent.charter.Members[i]), "rank %d", i)
+			require.Equal(t, u, agent.history.hostOf(agent.history.Members[i]), "rank %d", i)
 		}
-		require.Equal(t, 2, agent.charter.Plan.nodeOf("b"))
+		require.Equal(t, 2, agent.history.Plan.nodeOf("b"))
 	})
 }
 
@@ -245,7 +245,7 @@ func TestStopIsRepeated(t *testing.T) {
 		a := &Agent{uuid: "b", cfg: Config{Nodes: 2, LocalSize: 1}, voter: newVoter(1), k: open(), moved: make(chan struct{})}
 		a.life, a.die = context.WithCancel(t.Context())
 		a.die() // no other choice follows
-		a.charter = &charter{}
+		a.history = &history{}
 		now := &attempt{ctx: t.Context(), cancel: func(error) {}}
 		a.now.Store(now)
 		a.k.cancel(ErrClosed)

@@ -18,14 +18,14 @@ type port struct {
 	limiter *connLimiter
 	wg      sync.WaitGroup
 
-	mu     sync.Mutex
-	tenant *tenant // nil: none
-	said   lineFilter
-	closed bool
+	mu       sync.Mutex
+	listener *portListener // nil: none
+	said     lineFilter
+	closed   bool
 }
 
-// A tenant is the listener of a coordinator that uses a port.
-type tenant struct {
+// A portListener is the listener of a coordinator that uses a port.
+type portListener struct {
 	port  *port
 	conns chan *stranger
 	over  chan struct{}
@@ -44,7 +44,7 @@ func (p *port) open(ln net.Listener, at string) {
 // handshake is over.
 func (p *port) take(c *stranger) {
 	p.mu.Lock()
-	t, closed := p.tenant, p.closed
+	t, closed := p.listener, p.closed
 	if t == nil && !closed {
 		p.wg.Add(1)
 	}
@@ -95,8 +95,8 @@ func (p *port) notifyRefused(c net.Conn, why error) {
 func (p *port) let() net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.tenant = &tenant{port: p, conns: make(chan *stranger), over: make(chan struct{})}
-	return p.tenant
+	p.listener = &portListener{port: p, conns: make(chan *stranger), over: make(chan struct{})}
+	return p.listener
 }
 
 func (p *port) close() {
@@ -111,7 +111,7 @@ func (p *port) close() {
 }
 
 // Accept, Addr and Close implement net.Listener.
-func (t *tenant) Accept() (net.Conn, error) {
+func (t *portListener) Accept() (net.Conn, error) {
 	select {
 	case c := <-t.conns:
 		return c, nil
@@ -120,7 +120,7 @@ func (t *tenant) Accept() (net.Conn, error) {
 	}
 }
 
-func (t *tenant) Addr() net.Addr {
+func (t *portListener) Addr() net.Addr {
 	if t.port.ln != nil {
 		return t.port.ln.Addr()
 	}
@@ -129,13 +129,13 @@ func (t *tenant) Addr() net.Addr {
 	return &net.TCPAddr{IP: net.ParseIP(h), Port: n}
 }
 
-func (t *tenant) Close() error {
+func (t *portListener) Close() error {
 	t.once.Do(func() {
 		close(t.over)
 		t.port.mu.Lock()
 		defer t.port.mu.Unlock()
-		if t.port.tenant == t {
-			t.port.tenant = nil
+		if t.port.listener == t {
+			t.port.listener = nil
 		}
 	})
 	return nil

@@ -40,9 +40,9 @@ func (e electorate) suffices(present, ended map[string]bool) bool {
 	return false
 }
 
-// A charter is what an agent knows of the epochs of its job, so that another coordinator can
+// A history is what an agent knows of the epochs of its job, so that another coordinator can
 // go on after the loss of the first one.
-type charter struct {
+type history struct {
 	Run    string     `json:"run,omitempty"`
 	Term   uint64     `json:"term,omitempty"` // the greatest that the agent has followed or voted for
 	Epoch  uint64     `json:"epoch"`          // the last that has begun
@@ -62,8 +62,8 @@ type charter struct {
 	// Of the agent's host:
 	Running []int          `json:"running,omitempty"` // local ranks of the workers that have not exited
 	Exits   map[int][]Exit `json:"exited,omitempty"`  // by local rank; a running worker may have been started after them
-	// Fresh are the processes that were proposed as new members. The agent may have missed that the epoch has begun.
-	Fresh map[int]int `json:"fresh,omitempty"` // PIDs by local rank
+	// NewMembers are the processes that were proposed as new members. The agent may have missed that the epoch has begun.
+	NewMembers map[int]int `json:"newMembers,omitempty"` // PIDs by local rank
 
 	lostAfter time.Duration // Timing.LostAfter of the coordinator that was lost
 }
@@ -75,7 +75,7 @@ type proposal struct {
 }
 
 // electorates returns the electorates that have to agree on the next epoch.
-func (c *charter) electorates() []electorate {
+func (c *history) electorates() []electorate {
 	es := []electorate{c.Voters}
 	for _, p := range c.Proposed {
 		if p.Epoch > c.Epoch {
@@ -86,7 +86,7 @@ func (c *charter) electorates() []electorate {
 }
 
 // last returns the number of the last epoch that has perhaps begun.
-func (c *charter) last() uint64 {
+func (c *history) last() uint64 {
 	last := c.Epoch
 	for _, p := range c.Proposed {
 		last = max(last, p.Epoch)
@@ -95,10 +95,10 @@ func (c *charter) last() uint64 {
 }
 
 // hosts returns the UUIDs of the hosts that may decide, in the order of succession, with duplicates.
-func (c *charter) hosts() []string { return slices.Concat(c.electorates()...) }
+func (c *history) hosts() []string { return slices.Concat(c.electorates()...) }
 
 // propose records a proposal.
-func (c *charter) propose(p proposal) {
+func (c *history) propose(p proposal) {
 	same := func(q proposal) bool { return q.Epoch == p.Epoch && slices.Equal(q.Voters, p.Voters) }
 	if p.Epoch > c.Epoch && len(p.Voters) > 0 && !slices.ContainsFunc(c.Proposed, same) {
 		c.Proposed = append(slices.Clone(c.Proposed), p)
@@ -106,15 +106,15 @@ func (c *charter) propose(p proposal) {
 }
 
 // open returns the proposals that the begin of an epoch leaves open.
-func (c *charter) open(begun uint64) []proposal {
+func (c *history) open(begun uint64) []proposal {
 	return without(c.Proposed, func(p proposal) bool { return p.Epoch <= begun })
 }
 
-// excerpt returns the part of the charter that a coordinator does not know. A coordinator that has taken over
+// excerpt returns the part of the history that a coordinator does not know. A coordinator that has taken over
 // needs only the epoch. A candidate needs the lists of all hosts only if its own are older.
-func (c *charter) excerpt(to welcome) *charter {
+func (c *history) excerpt(to welcome) *history {
 	if to.Running {
-		return &charter{Run: c.Run, Term: c.Term, Epoch: c.Epoch, Lost: c.Lost}
+		return &history{Run: c.Run, Term: c.Term, Epoch: c.Epoch, Lost: c.Lost}
 	}
 	n := *c
 	if to.Epoch >= c.Epoch {
@@ -124,7 +124,7 @@ func (c *charter) excerpt(to welcome) *charter {
 }
 
 // merge adds the knowledge of another agent.
-func (c *charter) merge(o *charter) {
+func (c *history) merge(o *history) {
 	if o.Epoch > c.Epoch {
 		c.Epoch, c.Voters, c.Plan, c.Members = o.Epoch, o.Voters, o.Plan, o.Members
 		c.Proposed = c.open(c.Epoch)
@@ -231,8 +231,8 @@ func (n *news) check() error {
 	return checkMembership(n.Plan, n.Members, n.Voters, len(n.Plan.Hosts) > 0)
 }
 
-// check refuses charters that contradict themselves.
-func (c *charter) check() error {
+// check refuses histories that contradict themselves.
+func (c *history) check() error {
 	if c.Epoch < firstEpoch {
 		return fmt.Errorf("epoch %d: epochs start with %d", c.Epoch, firstEpoch)
 	}

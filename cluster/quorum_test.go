@@ -66,13 +66,13 @@ func TestElectorateIsExclusive(t *testing.T) {
 
 // An epoch that was proposed may have begun: both electorates must agree.
 func TestProposedEpochCounts(t *testing.T) {
-	c := charter{Epoch: 4, Voters: electorate(strings.Split("abcde", "")), Proposed: []proposal{{5, strings.Split("abc", "")}}}
+	c := history{Epoch: 4, Voters: electorate(strings.Split("abcde", "")), Proposed: []proposal{{5, strings.Split("abc", "")}}}
 	require.False(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil), "a and b may be in epoch 5")
 	require.True(t, allow(c.electorates(), setOf(strings.Split("bcd", "")), nil))
 	require.Contains(t, minority(c.electorates(), setOf(strings.Split("cde", "")), nil, 4), "1 of the 3 hosts")
 	c.Epoch, c.Voters = 5, strings.Split("abcde", "") // it has begun
 	require.True(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil))
-	other := charter{Epoch: 6, Voters: electorate{"a", "b"}}
+	other := history{Epoch: 6, Voters: electorate{"a", "b"}}
 	c.merge(&other)
 	require.Equal(t, uint64(6), c.Epoch)
 	require.Equal(t, electorate{"a", "b"}, c.Voters)
@@ -82,18 +82,18 @@ func TestProposedEpochCounts(t *testing.T) {
 // count, because any of them may have begun.
 func TestAllProposalsCount(t *testing.T) {
 	hosts := func(s string) electorate { return strings.Split(s, "") }
-	c := charter{Epoch: 1, Voters: hosts("abcde")}
+	c := history{Epoch: 1, Voters: hosts("abcde")}
 	c.propose(proposal{2, hosts("abcde")})
-	c.merge(&charter{Epoch: 1, Proposed: []proposal{{2, hosts("abe")}, {2, hosts("abcde")}}})
+	c.merge(&history{Epoch: 1, Proposed: []proposal{{2, hosts("abe")}, {2, hosts("abcde")}}})
 	require.Equal(t, []electorate{hosts("abcde"), hosts("abcde"), hosts("abe")}, c.electorates())
 	require.False(t, allow(c.electorates(), setOf(hosts("cde")), nil), "a and b may be in the epoch of a, b and e")
 	c.propose(proposal{3, hosts("abc")}) // it says nothing about epoch 2
 	require.Equal(t, []electorate{hosts("abcde"), hosts("abcde"), hosts("abe"), hosts("abc")}, c.electorates())
 	require.Equal(t, uint64(3), c.last())
-	c.merge(&charter{Epoch: 2, Voters: hosts("abe")})
+	c.merge(&history{Epoch: 2, Voters: hosts("abe")})
 	require.Equal(t, []electorate{hosts("abe"), hosts("abc")}, c.electorates())
 	c.propose(proposal{2, hosts("cd")})
-	c.merge(&charter{Epoch: 3, Voters: hosts("abc"), Proposed: []proposal{{2, hosts("abe")}}})
+	c.merge(&history{Epoch: 3, Voters: hosts("abc"), Proposed: []proposal{{2, hosts("abe")}}})
 	require.Equal(t, []electorate{hosts("abc")}, c.electorates())
 	require.Empty(t, c.Proposed)
 }
@@ -102,13 +102,13 @@ func TestAllProposalsCount(t *testing.T) {
 // count them.
 func TestProposalSaysWhoHasEnded(t *testing.T) {
 	k := &client{stream: newStream(nil, newRunClock(time.Second), time.Minute)}
-	a := &Agent{uuid: "d", voter: voter{charter: &charter{Epoch: 2, Voters: electorate{"b", "c", "d"}}}}
+	a := &Agent{uuid: "d", voter: voter{history: &history{Epoch: 2, Voters: electorate{"b", "c", "d"}}}}
 	m := note(kindPropose, news{Voters: electorate{"b", "d"}, Ended: []string{"c"}})
 	m.epoch = 3
 	a.proposed(k, m)
 	a.proposed(k, m)
 	require.Equal(t, []string{"c"}, a.ended)
-	require.True(t, allow(a.charter.electorates(), setOf([]string{"d"}), setOf([]string{"b", "c"})))
+	require.True(t, allow(a.history.electorates(), setOf([]string{"d"}), setOf([]string{"b", "c"})))
 }
 
 // News of the current epoch may come while the next one is proposed: the proposal still counts.
@@ -117,17 +117,17 @@ func TestNewsKeepTheProposal(t *testing.T) {
 	a.now.Store(&attempt{})
 	n := news{Plan: plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}, {UUID: "c"}}}, Voters: electorate{"a", "b", "c"}}
 	a.news(1, n)
-	a.charter.propose(proposal{2, electorate{"a", "c"}})
+	a.history.propose(proposal{2, electorate{"a", "c"}})
 	a.news(1, n)
-	require.Equal(t, []electorate{{"a", "b", "c"}, {"a", "c"}}, a.charter.electorates())
+	require.Equal(t, []electorate{{"a", "b", "c"}, {"a", "c"}}, a.history.electorates())
 	a.news(2, n)
-	require.Equal(t, []electorate{{"a", "b", "c"}}, a.charter.electorates())
+	require.Equal(t, []electorate{{"a", "b", "c"}}, a.history.electorates())
 }
 
-// The charter of a large job fits in the registration of a launcher, whatever the coordinator knows.
-func TestCharterOfManyHosts(t *testing.T) {
-	const n = 4000 // less than half of what maxCharterFrame permits
-	c := &charter{Epoch: 7, Lost: newUUID(), Reason: "silent", Running: []int{0, 1, 2, 3, 4, 5, 6, 7}}
+// The history of a large job fits in the registration of a launcher, whatever the coordinator knows.
+func TestHistoryOfManyHosts(t *testing.T) {
+	const n = 4000 // less than half of what maxHistoryFrame permits
+	c := &history{Epoch: 7, Lost: newUUID(), Reason: "silent", Running: []int{0, 1, 2, 3, 4, 5, 6, 7}}
 	for i := range n {
 		h := host{Host: fmt.Sprint("gpu-node-", i), PID: rand.IntN(1 << 22), UUID: newUUID(), NodeRank: i, Nodes: n, MinNodes: 1, LocalSize: 8,
 			MasterAddr: fmt.Sprintf("10.%d.%d.%d", rand.IntN(256), rand.IntN(256), rand.IntN(256)), MasterPort: 1024 + rand.IntN(1<<15), Control: "10.0.0.1:29478"}
@@ -142,17 +142,17 @@ func TestCharterOfManyHosts(t *testing.T) {
 		most int
 	}{
 		"a coordinator that has taken over":      {welcome{Running: true, Epoch: 9}, maxGuestFrame},
-		"a coordinator that knows the epoch":     {welcome{Elects: true, Epoch: 7}, maxCharterFrame / 2},
-		"a coordinator that has missed an epoch": {welcome{Elects: true, Epoch: 6}, maxCharterFrame / 2},
+		"a coordinator that knows the epoch":     {welcome{Elects: true, Epoch: 7}, maxHistoryFrame / 2},
+		"a coordinator that has missed an epoch": {welcome{Elects: true, Epoch: 6}, maxHistoryFrame / 2},
 	} {
-		m := note(kindRegister, host{Host: "h", UUID: newUUID(), Charter: c.excerpt(tc.to)})
+		m := note(kindRegister, host{Host: "h", UUID: newUUID(), History: c.excerpt(tc.to)})
 		t.Logf("%s gets %d bytes", name, m.bytes())
 		require.Less(t, m.bytes(), tc.most-1024, name)
 		var got host
 		require.NoError(t, m.record(&got))
-		require.Equal(t, c.Epoch, got.Charter.Epoch, name)
+		require.Equal(t, c.Epoch, got.History.Epoch, name)
 		if tc.to.Elects {
-			require.Equal(t, []int{n, n}, []int{len(got.Charter.Proposed[0].Voters), len(got.Charter.Plan.Hosts) + int(tc.to.Epoch-6)*n}, name)
+			require.Equal(t, []int{n, n}, []int{len(got.History.Proposed[0].Voters), len(got.History.Plan.Hosts) + int(tc.to.Epoch-6)*n}, name)
 		}
 	}
 }

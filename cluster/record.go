@@ -55,8 +55,8 @@ type host struct {
 	Unfit      string `json:"unfit,omitempty"`   // why the host cannot take part
 	Control    string `json:"control,omitempty"` // address of its port
 	Seed       bool   `json:"seed,omitempty"`
-	// Charter is set after the loss of a coordinator.
-	Charter *charter `json:"charter,omitempty"`
+	// History is set after the loss of a coordinator.
+	History *history `json:"history,omitempty"`
 }
 
 func (h host) member() Member { return Member{Rank: -1, Node: h.NodeRank, Host: h.Host, PID: h.PID} }
@@ -131,14 +131,14 @@ type news struct {
 	// Voters is set when an epoch begins.
 	Voters electorate `json:"voters,omitempty"`
 	Ledger ledger     `json:"ledger,omitzero"`
-	// In a proposal: Ended are hosts whose launchers are known to have ended, and Fresh are the
+	// In a proposal: Ended are hosts whose launchers are known to have ended, and NewMembers are the
 	// members that were not in the epoch before.
-	Ended []string `json:"ended,omitempty"`
-	Fresh []fresh  `json:"fresh,omitempty"`
+	Ended      []string    `json:"ended,omitempty"`
+	NewMembers []newMember `json:"newMembers,omitempty"`
 }
 
-// A fresh is a process that is proposed as a member for the first time.
-type fresh struct {
+// A newMember is a process that is proposed as a member for the first time.
+type newMember struct {
 	Agent string `json:"agent"` // UUID of its launcher
 	Local int    `json:"local"`
 	PID   int    `json:"pid"`

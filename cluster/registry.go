@@ -186,21 +186,21 @@ func (c *coordinator) gaveUp(p *peer) {
 
 // registerAgent adds a host, and proposes a plan if it is the last one.
 func (c *coordinator) registerAgent(p *peer) error {
-	if ch := p.host.Charter; ch != nil {
+	if ch := p.host.History; ch != nil {
 		if err := ch.check(); err != nil {
-			c.refuse(p, refusal{Reason: fmt.Sprintf("the charter of host %s: %v", p.host.Host, err)})
+			c.refuse(p, refusal{Reason: fmt.Sprintf("the history of host %s: %v", p.host.Host, err)})
 			return nil
 		}
 	}
-	if ch := p.host.Charter; ch != nil && ch.Run != c.run {
+	if ch := p.host.History; ch != nil && ch.Run != c.run {
 		c.refuse(p, refusal{Reason: fmt.Sprintf("host %s comes from another run of the job", p.host.Host)})
 		return nil
 	}
-	if c.succession != nil && p.host.Charter != nil {
+	if c.succession != nil && p.host.History != nil {
 		c.registerVoter(p)
 		return nil
 	}
-	if ch := p.host.Charter; ch != nil && c.plan != nil {
+	if ch := p.host.History; ch != nil && c.plan != nil {
 		c.checkTerm(leader{Term: ch.Term, Run: ch.Run, Name: "another host"})
 	}
 	if r := c.hostObjection(p.host); r != nil {
@@ -211,7 +211,7 @@ func (c *coordinator) registerAgent(p *peer) error {
 		return nil
 	}
 	c.admit(p)
-	p.ready, p.host.Charter = true, nil
+	p.ready, p.host.History = true, nil
 	if c.isElastic() {
 		c.admitHost(p)
 		return nil
@@ -236,8 +236,8 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return c.verdict
 	case n == 0:
 		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
-	case h.Charter != nil && !c.isElastic():
-		return &refusal{Reason: fmt.Sprintf("host %s comes from epoch %d of the job, and this coordinator has started another one", h.Host, h.Charter.Epoch)}
+	case h.History != nil && !c.isElastic():
+		return &refusal{Reason: fmt.Sprintf("host %s comes from epoch %d of the job, and this coordinator has started another one", h.Host, h.History.Epoch)}
 	case h.Unfit != "":
 		return &refusal{All: true, Reason: fmt.Sprintf("host %s cannot take part: %s", h.Host, h.Unfit)}
 	case h.Nodes != n:
@@ -277,7 +277,7 @@ func (c *coordinator) propose() {
 	c.lastTry++
 	c.attempt = c.lastTry
 	if s := c.succession; s != nil {
-		c.term = max(c.term, s.charter.Term+1)
+		c.term = max(c.term, s.history.Term+1)
 	}
 	m := say(kindPrepare, c.leads())
 	m.id = c.attempt

@@ -145,7 +145,7 @@ func (r *runner) firstWorld(ctx context.Context, start time.Time) (*World, error
 func (r *runner) next(ctx context.Context) (*World, error) {
 	for {
 		w, err := r.nextFrom(ctx)
-		if w != nil || err == nil || !r.isOrphan() {
+		if w != nil || err == nil || !r.hasLostCoordinator() {
 			return w, err
 		}
 		if err := r.followAgent(); errors.Is(err, errFinished) {
@@ -219,7 +219,7 @@ func (r *runner) answer(w *World, err error) error {
 	switch {
 	case r.parent.Err() != nil:
 		return cmp.Or(err, context.Cause(r.parent))
-	case r.isOrphan():
+	case r.hasLostCoordinator():
 		return nil
 	case r.k.ctx.Err() != nil:
 		return r.lost()

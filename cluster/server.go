@@ -243,7 +243,7 @@ func (s *server) serve(c *stranger) {
 	s.mu.Unlock()
 	l.most = maxGuestFrame
 	if !l.worker && hello.Elects {
-		l.most = maxCharterFrame
+		l.most = maxHistoryFrame
 	}
 	k := newConn(newStream(l, s.clock, s.cfg.self.LostAfter), peerAddr(c), l.worker)
 	if l.worker {

@@ -12,9 +12,9 @@ import (
 // collects agents until they are enough, and proposes itself to them. See failover.go for
 // the agents' side.
 type succession struct {
-	charter charter
+	history history
 	begun   instant
-	hosts   map[string]*charter // of the agents that have registered, by UUID
+	hosts   map[string]*history // of the agents that have registered, by UUID
 	waits   bool                // enough agents are present, and the others have some time
 	due     bool                // the others have had it
 	looked  bool                // this host has tried to reach all others
@@ -23,8 +23,8 @@ type succession struct {
 
 // The agents must agree before the coordinator continues the job.
 func (e candidacy) happen(c *coordinator) error {
-	c.run = e.charter.Run
-	c.succession = &succession{charter: e.charter, begun: c.now - e.ago, hosts: map[string]*charter{}}
+	c.run = e.history.Run
+	c.succession = &succession{history: e.history, begun: c.now - e.ago, hosts: map[string]*history{}}
 	if c.cfg.probes {
 		c.lookForVoters()
 	}
@@ -33,13 +33,13 @@ func (e candidacy) happen(c *coordinator) error {
 
 // missingVoters returns the hosts that may decide and have not registered, without those that have ended.
 func (s *succession) missingVoters(here map[string]bool) (out []host) {
-	not := setOf(s.charter.Ended)
+	not := setOf(s.history.Ended)
 	maps.Copy(not, here)
-	not[s.charter.Lost] = true
-	for _, u := range s.charter.hosts() {
-		if i := s.charter.Plan.nodeOf(u); !not[u] && i >= 0 {
+	not[s.history.Lost] = true
+	for _, u := range s.history.hosts() {
+		if i := s.history.Plan.nodeOf(u); !not[u] && i >= 0 {
 			not[u] = true
-			out = append(out, s.charter.Plan.Hosts[i])
+			out = append(out, s.history.Plan.Hosts[i])
 		}
 	}
 	return out
@@ -72,17 +72,17 @@ func (e probed) happen(c *coordinator) error {
 
 // registerVoter adds an agent that has lost its coordinator.
 func (c *coordinator) registerVoter(p *peer) {
-	s, ch := c.succession, p.host.Charter
-	p.host.Charter = nil
+	s, ch := c.succession, p.host.History
+	p.host.History = nil
 	c.admit(p)
 	p.ready = true
 	c.agents = append(c.agents, p)
 	s.hosts[p.host.UUID] = ch
-	s.charter.merge(ch)
+	s.history.merge(ch)
 	switch here := c.present(); {
 	case c.attempt == 0:
 		c.trySucceed()
-	case allow(s.charter.electorates(), here, setOf(s.charter.Ended)): // this agent must be asked, too
+	case allow(s.history.electorates(), here, setOf(s.history.Ended)): // this agent must be asked, too
 		c.propose()
 	default: // it knows of an epoch whose hosts are not enough here
 		c.withdraw()
@@ -177,12 +177,12 @@ func (c *coordinator) markEnded(a *peer) {
 // time to notice the loss.
 func (c *coordinator) trySucceed() {
 	s, here := c.succession, c.present()
-	ended := setOf(s.charter.Ended)
-	if c.attempt != 0 || c.closed || !allow(s.charter.electorates(), here, ended) {
+	ended := setOf(s.history.Ended)
+	if c.attempt != 0 || c.closed || !allow(s.history.electorates(), here, ended) {
 		return
 	}
-	others := without(s.charter.Voters, func(u string) bool {
-		return here[u] || ended[u] || u == s.charter.Lost || s.looked && !s.alive[u]
+	others := without(s.history.Voters, func(u string) bool {
+		return here[u] || ended[u] || u == s.history.Lost || s.looked && !s.alive[u]
 	})
 	if len(others) == 0 || s.due {
 		c.propose()
@@ -198,7 +198,7 @@ func (c *coordinator) trySucceed() {
 // has ended with its coordinator: each worker registers when its function has returned.
 func (c *coordinator) takeOver() {
 	s := c.succession
-	ch := &s.charter
+	ch := &s.history
 	c.succession, c.attempt = nil, 0
 	c.epoch = ch.last()
 	p := ch.Plan
@@ -232,14 +232,14 @@ func (c *coordinator) takeOver() {
 // awaitSurvivors waits for the workers of the hosts that are present, and records the others as lost.
 func (c *coordinator) awaitSurvivors(s *succession) {
 	e := c.elastic
-	for _, m := range s.charter.Members {
-		uuid := s.charter.hostOf(m)
+	for _, m := range s.history.Members {
+		uuid := s.history.hostOf(m)
 		at := place{uuid, m.LocalRank}
 		switch h := s.hosts[uuid]; {
-		case h == nil && uuid == s.charter.Lost && s.charter.Planned:
-			e.left = append(e.left, Departure{Member: m, Planned: true, Reason: "its launcher " + s.charter.Reason})
-		case h == nil && uuid == s.charter.Lost:
-			e.left = append(e.left, Departure{Member: m, Reason: "its host was lost: " + s.charter.Reason})
+		case h == nil && uuid == s.history.Lost && s.history.Planned:
+			e.left = append(e.left, Departure{Member: m, Planned: true, Reason: "its launcher " + s.history.Reason})
+		case h == nil && uuid == s.history.Lost:
+			e.left = append(e.left, Departure{Member: m, Reason: "its host was lost: " + s.history.Reason})
 		case h == nil && c.ended[uuid]:
 			e.left = append(e.left, Departure{Member: m, Reason: "the launcher of its host has ended"})
 		case h == nil:
@@ -280,7 +280,7 @@ func (c *coordinator) giveUpAbsent() {
 func (c *coordinator) awaitNewcomers(s *succession) {
 	e := c.elastic
 	for uuid, h := range s.hosts {
-		for local, pid := range h.Fresh {
+		for local, pid := range h.NewMembers {
 			at := place{uuid, local}
 			if _, ok := e.absent[at]; !ok {
 				e.absent[at] = Member{Rank: -1, LocalRank: local, PID: pid}
@@ -295,7 +295,7 @@ func (c *coordinator) awaitNewcomers(s *succession) {
 }
 
 // hostOf returns the UUID of the agent of a member.
-func (c *charter) hostOf(m Member) string {
+func (c *history) hostOf(m Member) string {
 	if m.Node < 0 || m.Node >= len(c.Plan.Hosts) {
 		return ""
 	}
@@ -372,7 +372,7 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	e := c.elastic
 	e.voters = c.voters(next)
 	e.proposed = append(e.proposed, e.voters)
-	m := say(kindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), Fresh: c.freshMembers()})
+	m := say(kindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), NewMembers: c.proposedMembers()})
 	m.epoch, m.id = c.epoch+1, e.try
 	for _, a := range c.agents {
 		a.asked = e.try
@@ -380,12 +380,12 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	}
 }
 
-// freshMembers returns the members of the proposal that are new. If this coordinator is lost, the next one
+// proposedMembers returns the members of the proposal that are new. If this coordinator is lost, the next one
 // waits for their functions: they may have begun the epoch.
-func (c *coordinator) freshMembers() (out []fresh) {
+func (c *coordinator) proposedMembers() (out []newMember) {
 	for _, r := range c.elastic.next.New {
 		p := c.elastic.peers[r]
-		out = append(out, fresh{Agent: p.home.agent, Local: p.home.local, PID: p.reg.PID})
+		out = append(out, newMember{Agent: p.home.agent, Local: p.home.local, PID: p.reg.PID})
 	}
 	return out
 }

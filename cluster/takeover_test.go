@@ -33,9 +33,9 @@ func takenOver(change func(*succession)) *paperJob {
 		for i := range p.Hosts {
 			ms = append(ms, Member{Rank: i, Node: i, PID: i, LocalSize: 1})
 		}
-		ch := charter{Epoch: 2, Proposed: []proposal{{3, electorate{"x", "a", "b", "c"}}}, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
-		j.succession = &succession{charter: ch, begun: j.now, hosts: map[string]*charter{"a": {Running: []int{0}}, "b": {Running: []int{0}},
-			"c": {Running: []int{0}, Exits: map[int][]Exit{0: {{PID: 3, Reason: "killed"}}}, Fresh: map[int]int{0: 103}}}}
+		ch := history{Epoch: 2, Proposed: []proposal{{3, electorate{"x", "a", "b", "c"}}}, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
+		j.succession = &succession{history: ch, begun: j.now, hosts: map[string]*history{"a": {Running: []int{0}}, "b": {Running: []int{0}},
+			"c": {Running: []int{0}, Exits: map[int][]Exit{0: {{PID: 3, Reason: "killed"}}}, NewMembers: map[int]int{0: 103}}}}
 		change(j.succession)
 		j.takeOver()
 	})
@@ -87,8 +87,8 @@ func TestTakeoverWithoutNewMember(t *testing.T) {
 func TestTakeoverWithoutLostMembers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := takenOver(func(s *succession) {
-			s.charter.Members = s.charter.Members[1:3]
-			s.hosts["c"] = &charter{}
+			s.history.Members = s.history.Members[1:3]
+			s.hosts["c"] = &history{}
 		})
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
@@ -106,7 +106,7 @@ func TestTakeoverAfterTwoRestarts(t *testing.T) {
 			m.ordered(Order{Start: true})
 		}
 		j := takenOver(func(s *succession) {
-			s.hosts["c"] = &charter{Running: slices.Collect(maps.Keys(m.running)), Exits: m.exits}
+			s.hosts["c"] = &history{Running: slices.Collect(maps.Keys(m.running)), Exits: m.exits}
 		})
 		require.Equal(t, map[place]bool{{"c", 0}: true}, j.elastic.expected)
 		j.register("a", 1, 2)
@@ -120,7 +120,7 @@ func TestTakeoverAfterTwoRestarts(t *testing.T) {
 // Another process registers in the place of a member whose exit no agent has reported: the member has left.
 func TestTakeoverMeetsAnotherProcess(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		j := takenOver(func(s *succession) { s.hosts["c"] = &charter{Running: []int{0}} })
+		j := takenOver(func(s *succession) { s.hosts["c"] = &history{Running: []int{0}} })
 		j.register("c", 203, 0)
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
@@ -161,12 +161,12 @@ func TestProposalNamesNewMembers(t *testing.T) {
 		j.settle("a")
 		require.Equal(t, phasePropose, j.elastic.phase)
 		j.hear(t, agent)
-		require.Equal(t, map[int]int{0: 201}, agent.fresh)
+		require.Equal(t, map[int]int{0: 201}, agent.newMembers)
 		agent.exited(Exit{PID: 201, Code: 1})
-		require.Empty(t, agent.fresh)
+		require.Empty(t, agent.newMembers)
 		j.do(j.form) // the coordinator does not know of the exit yet
 		j.hear(t, agent)
-		require.Empty(t, agent.fresh)
+		require.Empty(t, agent.newMembers)
 	})
 }
 

@@ -20,17 +20,17 @@ func (j *paperJob) agentOn(t *testing.T, u string) *Agent {
 	a := &Agent{uuid: u, cfg: Config{Notify: func(string) {}, LocalSize: 1}, voter: newVoter(1)}
 	a.now.Store(&attempt{})
 	j.hear(t, a)
-	require.NotNil(t, a.charter)
+	require.NotNil(t, a.history)
 	return a
 }
 
 // mayTakeOver reports whether hosts that have lost a coordinator may choose another one among themselves.
 func mayTakeOver(as ...*Agent) bool {
-	here, ch := map[string]bool{}, *as[0].charter
+	here, ch := map[string]bool{}, *as[0].history
 	var ended []string
 	for _, a := range as {
 		here[a.uuid] = true
-		ch.merge(a.charter)
+		ch.merge(a.history)
 		ended = append(ended, a.ended...)
 	}
 	return allow(ch.electorates(), here, setOf(ended))
@@ -84,11 +84,11 @@ func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
 	})
 }
 
-// Charters and news of another run of the job, or that contradict themselves, are refused with the reason.
-func TestCharterThatIsRefused(t *testing.T) {
+// Histories and news of another run of the job, or that contradict themselves, are refused with the reason.
+func TestHistoryThatIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		hosts := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
-		for want, ch := range map[string]charter{
+		for want, ch := range map[string]history{
 			"another run of the job":   {Run: "other", Epoch: 1},
 			"host number 2 of 2":       {Epoch: 1, Plan: hosts, Members: []Member{{Node: 2}}},
 			`host "a" decides twice`:   {Epoch: 1, Voters: electorate{"a", "a"}},
@@ -98,7 +98,7 @@ func TestCharterThatIsRefused(t *testing.T) {
 		} {
 			j := newPaperJob("a", "b")
 			p := j.newHost("c")
-			p.state, p.host.Charter = peerNew, &ch
+			p.state, p.host.History = peerNew, &ch
 			j.do(func() { require.NoError(t, j.registerAgent(p)) })
 			require.Equal(t, peerGone, p.state, want)
 			var r refusal
@@ -110,7 +110,7 @@ func TestCharterThatIsRefused(t *testing.T) {
 		require.NoError(t, a.news(1, news{By: leader{Term: 1, Run: "one"}, Plan: hosts, Voters: electorate{"a", "b"}}))
 		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "two", Name: "host x"}, Plan: hosts}), "host x in term 2 leads another run of the job")
 		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "one"}, Plan: hosts, Members: []Member{{Node: 5}}}), "rank 0 is on host number 5 of 2")
-		require.Equal(t, uint64(1), a.charter.Epoch)
+		require.Equal(t, uint64(1), a.history.Epoch)
 	})
 }
 
@@ -251,19 +251,19 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 	for _, h := range k.hosts {
 		k.take(h) // the messages of newPaperJob itself
 	}
-	ch := *as[0].charter
+	ch := *as[0].history
 	ch.Lost, ch.Reason = lost, "silent"
 	k.do(func() {
 		k.workers, k.elastic, k.plan, k.agents, k.electorates = nil, nil, nil, nil, nil
-		k.succession = &succession{charter: ch, begun: k.now, hosts: map[string]*charter{}}
+		k.succession = &succession{history: ch, begun: k.now, hosts: map[string]*history{}}
 		for _, a := range as {
-			own := *a.charter
+			own := *a.history
 			own.Lost, own.Ended, own.Term, own.Ledger = lost, a.ended, a.promised.Term, a.book
 			if pids[a.uuid] > 0 {
 				own.Running = []int{0}
 			}
 			p := k.hosts[a.uuid]
-			p.state, p.role, p.host.Charter = peerNew, roleAgent, &own
+			p.state, p.role, p.host.History = peerNew, roleAgent, &own
 			require.NoError(t, k.registerAgent(p))
 		}
 	})
@@ -307,9 +307,9 @@ func (j *paperJob) comesBack(t *testing.T, a *Agent, lost string) *peer {
 	t.Helper()
 	p := j.newHost(a.uuid)
 	p.state, p.host.Nodes, p.host.MinNodes = peerNew, j.cfg.agents, 1
-	ch := *a.charter
+	ch := *a.history
 	ch.Lost, ch.Term = lost, a.promised.Term
-	p.host.Charter = ch.excerpt(welcome{Running: true})
+	p.host.History = ch.excerpt(welcome{Running: true})
 	j.do(func() { require.NoError(t, j.registerAgent(p)) })
 	return p
 }
@@ -333,7 +333,7 @@ func TestReplacedCoordinator(t *testing.T) {
 				require.Equal(t, phasePropose, k.elastic.phase)
 				require.Equal(t, uint64(1), k.term)
 				k.hear(t, c)
-				require.Equal(t, []electorate{{"a", "b", "c", "d", "e", "f"}, {"b", "c", "d", "e"}}, c.charter.electorates())
+				require.Equal(t, []electorate{{"a", "b", "c", "d", "e", "f"}, {"b", "c", "d", "e"}}, c.history.electorates())
 				require.False(t, c.mayFollow(welcome{Running: true, Term: j.term}))
 				require.True(t, c.mayFollow(welcome{Running: true, Term: k.term}))
 				require.True(t, c.mayFollow(welcome{Elects: true}))
@@ -419,7 +419,7 @@ func TestHostsThatAMinorityHasLost(t *testing.T) {
 			k.events = as[u].event
 			as[u].k, as[u].life = k, t.Context()
 			k.dispatch(sent[len(sent)-1])
-			ch := as[u].mourn(k, as[u].now.Load(), context.Cause(k.ctx))
+			ch := as[u].loseCoordinator(k, as[u].now.Load(), context.Cause(k.ctx))
 			require.NotNil(t, ch, "it may choose another coordinator")
 			require.True(t, ch.isPossible())
 			require.Empty(t, ch.Ended, "the coordinator may live")

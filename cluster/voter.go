@@ -10,23 +10,23 @@ import (
 // coordinator. Like a coordinator, it is a function of what happens to it. Agent.mu guards it.
 type voter struct {
 	leadership
-	charter  *charter // nil unless the workers call Run and their first world is complete
-	running  map[int]bool
-	exits    map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch
-	owed     map[int]Exit   // failures for which no order has come
-	fresh    map[int]int    // PIDs of workers that were proposed as new members, by local rank
-	drains   *fault         // this host was asked to leave
-	stops    *fault         // the job was asked to end here
-	kills    bool           // all workers were asked to be killed here
-	done     bool           // the workers of this host have exited
-	book     ledger
-	finished bool     // the program has ended
-	over     bool     // the job goes on without this host, or its program has ended
-	ended    []string // hosts whose launchers are known to have ended
+	history    *history // nil unless the workers call Run and their first world is complete
+	running    map[int]bool
+	exits      map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch
+	owed       map[int]Exit   // failures for which no order has come
+	newMembers map[int]int    // PIDs of workers that were proposed as new members, by local rank
+	drains     *fault         // this host was asked to leave
+	stops      *fault         // the job was asked to end here
+	kills      bool           // all workers were asked to be killed here
+	done       bool           // the workers of this host have exited
+	book       ledger
+	finished   bool     // the program has ended
+	over       bool     // the job goes on without this host, or its program has ended
+	ended      []string // hosts whose launchers are known to have ended
 }
 
 func newVoter(workers int) voter {
-	v := voter{running: map[int]bool{}, exits: map[int][]Exit{}, owed: map[int]Exit{}, fresh: map[int]int{}}
+	v := voter{running: map[int]bool{}, exits: map[int][]Exit{}, owed: map[int]Exit{}, newMembers: map[int]int{}}
 	for local := range workers {
 		v.running[local] = true
 	}
@@ -37,8 +37,8 @@ func newVoter(workers int) voter {
 func (v *voter) exited(e Exit) {
 	delete(v.running, e.Local)
 	v.exits[e.Local] = append(v.exits[e.Local], e)
-	if v.fresh[e.Local] == e.PID {
-		delete(v.fresh, e.Local)
+	if v.newMembers[e.Local] == e.PID {
+		delete(v.newMembers, e.Local)
 	}
 	if e.Code != 0 && !e.Asked {
 		v.owed[e.Local] = e
@@ -84,17 +84,17 @@ func (v *voter) proposal(uuid string, epoch uint64, n news) error {
 	if err := v.follow(n.By); err != nil {
 		return err
 	}
-	if v.charter != nil {
-		v.charter.propose(proposal{epoch, n.Voters})
+	if v.history != nil {
+		v.history.propose(proposal{epoch, n.Voters})
 		for _, ended := range n.Ended {
 			if !slices.Contains(v.ended, ended) {
 				v.ended = append(v.ended, ended)
 			}
 		}
 	}
-	for _, f := range n.Fresh {
+	for _, f := range n.NewMembers {
 		if f.Agent == uuid && exitOf(v.exits[f.Local], f.PID) < 0 {
-			v.fresh[f.Local] = f.PID
+			v.newMembers[f.Local] = f.PID
 		}
 	}
 	return nil
@@ -111,8 +111,8 @@ func (v *voter) keep(n news) error {
 
 // begins records an epoch that has begun, and returns the place of this host in it, or nil if the host leaves the job.
 func (v *voter) begins(uuid string, epoch uint64, n news) (*placement, error) {
-	if v.charter != nil && epoch < v.charter.Epoch {
-		return nil, &badNews{epochsMustGrow(v.charter.Epoch, v.followed, epoch, n.By)}
+	if v.history != nil && epoch < v.history.Epoch {
+		return nil, &badNews{epochsMustGrow(v.history.Epoch, v.followed, epoch, n.By)}
 	}
 	if err := n.check(); err != nil {
 		return nil, &badNews{fmt.Errorf("cluster: the coordinator's news of epoch %d: %w", epoch, err)}
@@ -132,13 +132,13 @@ func (v *voter) begins(uuid string, epoch uint64, n news) (*placement, error) {
 	}
 	v.book.merge(n.Ledger)
 	if len(n.Voters) > 0 {
-		next := &charter{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members}
-		if v.charter != nil { // news may also come while an epoch is proposed
-			next.Proposed = v.charter.open(epoch)
+		next := &history{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members}
+		if v.history != nil { // news may also come while an epoch is proposed
+			next.Proposed = v.history.open(epoch)
 		}
-		v.charter = next
-	} else if v.charter != nil {
-		v.charter.Plan, v.charter.Members = n.Plan, n.Members // the members have places in the plan
+		v.history = next
+	} else if v.history != nil {
+		v.history.Plan, v.history.Members = n.Plan, n.Members // the members have places in the plan
 	}
 	return at, nil
 }
@@ -151,14 +151,14 @@ func (v *voter) accepts(hello welcome) bool {
 }
 
 // mayChoose reports whether this host may choose another coordinator after a loss.
-func (v *voter) mayChoose(how loss) bool { return how != notLost && v.charter != nil && !v.over }
+func (v *voter) mayChoose(how loss) bool { return how != notLost && v.history != nil && !v.over }
 
 // candidacy returns what this host knows after the loss of the coordinator that has said hello.
-func (v *voter) candidacy(how loss, hello welcome, reason string) *charter {
+func (v *voter) candidacy(how loss, hello welcome, reason string) *history {
 	if how == lostEnded || how == lostLeaving || how == lostResigned {
 		v.ended = append(v.ended, hello.Agent)
 	}
-	ch := *v.charter
+	ch := *v.history
 	ch.Run, ch.Ledger = v.followed.Run, v.book
 	ch.Term, ch.lostAfter = v.promised.Term, hello.LostAfter
 	ch.Planned = how == lostLeaving
@@ -167,7 +167,7 @@ func (v *voter) candidacy(how loss, hello welcome, reason string) *charter {
 	for local, exits := range v.exits {
 		ch.Exits[local] = slices.Clone(exits)
 	}
-	ch.Fresh = maps.Clone(v.fresh)
+	ch.NewMembers = maps.Clone(v.newMembers)
 	return &ch
 }
 
@@ -214,7 +214,7 @@ func (p *placement) rank(local int) int {
 }
 
 // addresses returns the addresses of the candidates in the order of succession.
-func (c *charter) addresses() []string {
+func (c *history) addresses() []string {
 	var out []string
 	ended := setOf(c.Ended)
 	for _, uuid := range c.hosts() {
@@ -230,7 +230,7 @@ func (c *charter) addresses() []string {
 }
 
 // isPossible reports whether all hosts without the lost one would be enough.
-func (c *charter) isPossible() bool {
+func (c *history) isPossible() bool {
 	all := setOf(c.hosts())
 	delete(all, c.Lost)
 	return allow(c.electorates(), all, setOf(c.Ended))

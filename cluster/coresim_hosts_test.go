@@ -1,0 +1,723 @@
+package cluster
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+	"time"
+)
+
+// A coreServer is a server: a coordinator with its connections.
+type coreServer struct {
+	s      *coreSim
+	agent  *coreAgent
+	c      *coordinator
+	links  map[*peer]*coreLink
+	wake   uint64
+	missed time.Duration
+	closed bool
+}
+
+func (a *coreAgent) serve(first event) {
+	a.srv = &coreServer{s: a.s, agent: a, links: map[*peer]*coreLink{}, c: newCoordinator(coordConfig{
+		agents: a.s.hosts, least: 1, joinBy: time.Minute, revokeBy: 5 * a.s.lostAfter, drainBy: 10 * a.s.lostAfter, probes: true,
+		again: restartPolicy{most: a.s.restarts, backoff: time.Second},
+		self:  welcome{Host: a.uuid, PID: 1, Rank: -1, Agent: a.uuid, Several: true, Heartbeat: a.s.lostAfter / 6, LostAfter: a.s.lostAfter}}, "run "+a.uuid, a.proc.clock())}
+	a.srv.step(first)
+}
+
+func (r *coreServer) step(e event) {
+	if r.closed || r.agent.proc.dead {
+		return
+	}
+	p := r.agent.proc
+	if p.missed-r.missed > r.s.lostAfter/4 {
+		r.missed = p.missed
+		r.step(stalled{})
+	}
+	for q, l := range r.links {
+		if q.heard = l.quiet[coreServed]; q.heard < 0 {
+			q.heard = p.clock()
+		}
+	}
+	actions, err := r.c.step(p.clock(), e)
+	if m, ok := e.(received); ok && err != nil {
+		r.s.violate("%s refuses a message of kind %d of %s: %v", p.name, m.m.kind, m.p.addr, err)
+	}
+	for _, a := range actions {
+		r.do(a)
+	}
+	if at, ok := r.c.next(); ok {
+		r.wake++
+		turn := r.wake
+		p.after(max(at-p.clock(), 0), func() {
+			if r.wake == turn {
+				r.step(nil)
+			}
+		})
+	}
+}
+
+func (r *coreServer) do(a action) {
+	s := r.s
+	switch a := a.(type) {
+	case send:
+		for _, p := range a.to {
+			if l := r.links[p]; l != nil {
+				l.send(coreMember, &a.m)
+			}
+		}
+	case hangUp:
+		if l := r.links[a.p]; l != nil {
+			l.send(coreMember, nil)
+		}
+	case hangUpGuests:
+		for _, l := range s.links {
+			if l.server == r && l.peer.role == roleNone {
+				l.send(coreMember, &a.m)
+				l.send(coreMember, nil)
+			}
+		}
+	case awaitNoLink:
+		if l := r.links[a.p]; l != nil {
+			l.noWait = true
+		}
+	case probe:
+		alive := map[string]bool{}
+		for _, h := range a.hosts {
+			if x := s.agentOf(h.UUID); x != nil && s.reaches(r.agent.proc.host, x.proc) && x.ended == "" {
+				alive[h.UUID] = true
+			}
+		}
+		r.agent.proc.after(a.limit, func() { r.step(probed{alive}) })
+	case notify:
+		s.say("%s: %s", r.agent.proc.name, a.line)
+	case observe:
+		if a.begun {
+			s.begins(r)
+		} else {
+			s.say("%s proposes epoch %d in term %d to %v", r.agent.proc.name, r.c.epoch+1, r.c.term, r.c.elastic.voters)
+			s.proposals++
+			s.trigger("propose", s.proposals, r.agent.proc.host)
+		}
+	}
+}
+
+// begins records that a coordinator begins an epoch.
+func (s *coreSim) begins(r *coreServer) {
+	c := &coreCommit{epoch: r.c.epoch, term: r.c.term, by: r, workers: map[*coreWorker]bool{}, hosts: r.c.electorates[0]}
+	for _, m := range r.c.world.Members {
+		c.members = append(c.members, nameOf(m))
+	}
+	s.say("%s begins epoch %d in term %d of %v for %v", r.agent.proc.name, c.epoch, c.term, c.members, c.hosts)
+	for _, o := range s.commits {
+		// A coordinator that others have replaced may get the last answer late. Its epoch then is one that its successor has
+		// counted as begun, and the others refuse it.
+		if o.epoch == c.epoch || o.epoch < c.epoch && o.term > c.term || o.epoch > c.epoch && o.term <= c.term {
+			s.violate("%s begins epoch %d of %v in term %d, and %s epoch %d of %v in term %d", r.agent.uuid, c.epoch, c.members, c.term, o.by.agent.uuid, o.epoch, o.members, o.term)
+		}
+	}
+	s.commits = append(s.commits, c)
+	s.trigger("commit", len(s.commits), r.agent.proc.host)
+}
+
+// close closes the coordinator of a host that does not coordinate.
+func (r *coreServer) close() {
+	if r == nil || r.closed {
+		return
+	}
+	r.step(closing{})
+	r.closed = true
+	for _, l := range r.s.links {
+		if l.server == r {
+			l.send(coreMember, &msg{kind: kindEnded, epoch: firstEpoch})
+			l.send(coreMember, nil)
+			l.reads[coreServed] = false
+		}
+	}
+}
+
+// connect connects a process to a coordinator, which has admitted it.
+func (r *coreServer) connect(p *coreProc, worker bool) *coreLink {
+	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, quiet: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
+	r.s.links = append(r.s.links, l)
+	r.links[l.peer] = l
+	r.step(connected{l.peer})
+	return l
+}
+
+func (s *coreSim) agentOf(uuid string) *coreAgent {
+	for _, a := range s.agents {
+		if a.uuid == uuid {
+			return a
+		}
+	}
+	return nil
+}
+
+// A coreAgent is a launcher, with the real decisions of its host as a voter.
+type coreAgent struct {
+	voter
+	s       *coreSim
+	proc    *coreProc
+	uuid    string
+	srv     *coreServer
+	link    *coreLink // to the coordinator that it follows
+	worker  *coreWorker
+	procs   []*coreProc // of all its workers
+	ended   string      // why the job has ended here
+	choice  *coreChoice
+	drained bool
+}
+
+// A coreChoice is the choice of a coordinator by a host.
+type coreChoice struct {
+	history  *history
+	begun    time.Duration
+	limit    time.Duration
+	link     *coreLink // where this host has registered
+	at       int       // the candidate
+	bound    bool
+	lastLook time.Duration
+}
+
+func (a *coreAgent) registerAt(r *coreServer, ch *history) *coreLink {
+	l := r.connect(a.proc, false)
+	l.receive, l.lost = a.receive, a.lostLink
+	h := host{Host: a.uuid, PID: 1, UUID: a.uuid, NodeRank: -1, Nodes: a.s.hosts, MinNodes: 1, Restarts: a.s.restarts, LocalSize: 1, Control: a.uuid, Seed: a.proc.host == 0, History: ch}
+	l.send(coreServed, &msg{kind: kindRegister, epoch: firstEpoch, id: registerAgent, rec: &record{value: &h}})
+	return l
+}
+
+func (a *coreAgent) reply(l *coreLink, k kind, m msg) {
+	l.send(coreServed, &msg{kind: k, epoch: m.epoch, id: m.id})
+}
+
+func (a *coreAgent) receive(l *coreLink, m msg) {
+	if a.ended != "" {
+		return
+	}
+	refused := func(err error) bool {
+		if err == nil {
+			return false
+		}
+		a.s.say("%s: %v", a.proc.name, err)
+		if strings.Contains(err.Error(), "fault of Chorus") {
+			a.s.violate("%s: %v", a.proc.name, err)
+		}
+		l.leave()
+		if l == a.link {
+			a.end(err.Error())
+		} else if c := a.choice; c != nil && c.link == l {
+			c.link, c.bound = nil, false
+		}
+		return true
+	}
+	switch m.kind {
+	case kindPrepare:
+		a.stay(l, m, refused)
+	case kindPlan:
+		p := m.rec.value.(plan)
+		if !refused(a.follow(p.By)) {
+			a.adopt(l)
+		}
+	case kindPropose:
+		if !refused(a.proposal(a.uuid, m.epoch, m.rec.value.(news))) {
+			a.reply(l, kindPrepared, m)
+		}
+	case kindLedger:
+		if !refused(a.keep(m.rec.value.(news))) {
+			a.reply(l, kindRecorded, m)
+		}
+	case kindNews:
+		if _, err := a.begins(a.uuid, m.epoch, m.rec.value.(news)); !refused(err) {
+			a.reply(l, kindPrepared, m)
+		}
+	case kindOrder:
+		a.obey(m.rec.value.(Order))
+	case kindFault:
+		f := m.rec.value.(fault)
+		a.end(f.Reason)
+	case kindHandover:
+		h := m.rec.value.(handover)
+		a.voter.ended = append(a.voter.ended, h.Ended...)
+		how := lostLeaving
+		if h.Failed {
+			how = lostResigned
+		}
+		l.leave()
+		a.lostLink(l, how, h.Reason)
+	case kindRefuse:
+		r := m.rec.value.(refusal)
+		a.s.say("%s is refused: %s", a.proc.name, r.Reason)
+		l.leave()
+		if l == a.link {
+			a.lostLink(l, lostByIt, r.Reason)
+		} else {
+			a.end(r.Reason)
+		}
+	case kindEnded:
+		if c := a.choice; c != nil && c.link == l {
+			l.leave()
+			a.lostLink(l, lostSilent, "closed")
+		}
+	}
+}
+
+// stay answers a coordinator that asks this host to stay with it.
+func (a *coreAgent) stay(l *coreLink, m msg, refused func(error) bool) {
+	c := a.choice
+	if c != nil && c.link != l {
+		return
+	}
+	if m.id == 0 {
+		if c != nil {
+			c.bound = false
+		}
+		return
+	}
+	if c != nil {
+		if refused(a.vote(m.rec.value.(leader))) {
+			return
+		}
+		c.bound = true
+	}
+	a.reply(l, kindPrepared, m)
+}
+
+// adopt follows the coordinator at the other end of a link.
+func (a *coreAgent) adopt(l *coreLink) {
+	if l == a.link {
+		return
+	}
+	a.s.say("%s follows %s", a.proc.name, l.server.agent.uuid)
+	a.link = l
+	if a.choice == nil {
+		a.spawn()
+		return
+	}
+	a.choice = nil
+	if a.srv != nil && a.srv != l.server {
+		a.srv.close()
+		a.srv = nil
+	}
+	for _, m := range a.repeats() {
+		l.send(coreServed, m.asReceived())
+	}
+}
+
+// asReceived returns the message as its receiver decodes it.
+func (m msg) asReceived() *msg {
+	if m.rec == nil {
+		return &m
+	}
+	switch v := m.rec.value.(type) {
+	case Exit:
+		m.rec = &record{value: &v}
+	case fault:
+		m.rec = &record{value: &v}
+	}
+	return &m
+}
+
+func (a *coreAgent) obey(o Order) {
+	a.ordered(o)
+	switch {
+	case o.Finish:
+	case o.Stop:
+		a.leaves()
+	case o.Kill:
+		if w := a.worker; w != nil && w.pid == o.PID {
+			w.exit(137)
+		}
+	case o.Start:
+		if a.s.starts++; a.s.starts > a.s.restarts {
+			a.s.violate("%d restarts were ordered, and %d are allowed", a.s.starts, a.s.restarts)
+		}
+		a.proc.after(o.After, func() {
+			if a.ended == "" && a.worker == nil {
+				a.spawn()
+			}
+		})
+	default: // no process is left here
+		a.finish()
+	}
+}
+
+// finish reports that no worker of this host is left.
+func (a *coreAgent) finish() {
+	if a.done = true; a.link != nil {
+		a.link.send(coreServed, &msg{kind: kindDone, epoch: firstEpoch})
+	}
+}
+
+// leaves ends a launcher whose host was drained.
+func (a *coreAgent) leaves() {
+	a.s.say("%s leaves", a.proc.name)
+	a.ended = "it was drained"
+	if a.worker != nil {
+		a.worker.exit(0)
+	}
+	a.kill()
+}
+
+// end ends the job on this host. Its launcher stops its workers after a grace and ends.
+func (a *coreAgent) end(reason string) {
+	if a.ended != "" {
+		return
+	}
+	a.s.say("%s ends: %s", a.proc.name, reason)
+	a.ended, a.choice = reason, nil
+	a.srv.close()
+	a.srv = nil
+	a.proc.after(3*time.Second, func() {
+		if a.worker != nil {
+			a.worker.exit(143)
+		}
+		a.kill()
+	})
+}
+
+// kill ends the process of the launcher, and the kernel closes its connections.
+func (a *coreAgent) kill() {
+	if a.proc.dead {
+		return
+	}
+	for _, l := range a.s.links {
+		for end, p := range l.procs {
+			if p == a.proc && !l.over[end] {
+				l.push(1-end, nil)
+			}
+			if p == a.proc {
+				l.reads[end] = false
+			}
+		}
+	}
+	a.proc.dead = true
+	if a.worker != nil {
+		a.worker.die()
+	}
+	a.s.changed()
+}
+
+// lostLink is called when the launcher has lost a coordinator.
+func (a *coreAgent) lostLink(l *coreLink, how loss, reason string) {
+	if a.ended != "" {
+		return
+	}
+	if c := a.choice; c != nil && c.link == l {
+		c.link, c.bound = nil, false
+		a.proc.after(firstRetry, a.look)
+		return
+	}
+	if l != a.link || a.choice != nil {
+		return
+	}
+	if a.srv != nil || !a.mayChoose(how) {
+		a.end("the coordinator was lost: " + reason)
+		return
+	}
+	ch := a.candidacy(how, l.server.c.cfg.self, reason)
+	a.s.say("%s has lost %s: %s", a.proc.name, ch.Lost, reason)
+	if !ch.isPossible() {
+		a.end("no majority is possible")
+		return
+	}
+	a.choice = &coreChoice{history: ch, begun: a.proc.clock(), limit: Timing{LostAfter: a.s.lostAfter}.successionTime(), at: -1}
+	if how == lostByIt {
+		a.choice.limit -= a.s.lostAfter
+	}
+	if slices.Contains(ch.addresses(), a.uuid) {
+		own := *ch
+		own.Plan.Hosts, own.Proposed, own.Ended = slices.Clone(ch.Plan.Hosts), slices.Clone(ch.Proposed), slices.Clone(ch.Ended)
+		own.Ledger.Restarts = slices.Clone(ch.Ledger.Restarts)
+		a.serve(candidacy{history: own})
+	}
+	a.look()
+}
+
+// look looks for the first candidate that answers, in the order of succession, or for a leader.
+func (a *coreAgent) look() {
+	c := a.choice
+	if c == nil || a.ended != "" {
+		return
+	}
+	if a.proc.clock()-c.begun > c.limit {
+		a.end("the hosts that are left have not agreed on another coordinator")
+		return
+	}
+	slow := slowAfter(a.s.lostAfter)
+	if c.link != nil && c.bound {
+		a.proc.after(slow, a.look)
+		return
+	}
+	all := c.history.addresses()
+	found := -1
+	var at *coreServer
+	leaders := a.proc.clock()-c.lastLook >= searchInterval
+	if leaders {
+		c.lastLook = a.proc.clock()
+	}
+	for i, uuid := range all {
+		if c.link != nil && i >= c.at && (!leaders || c.link.server.c.welcome().Running) {
+			break
+		}
+		r, waits := a.dial(uuid, c)
+		if r == nil {
+			if waits && found < 0 && c.link == nil {
+				break // it will be a candidate soon
+			}
+			continue
+		}
+		if running := r.c.welcome().Running; running || found < 0 && (c.link == nil || i < c.at) {
+			if found, at = i, r; running {
+				break
+			}
+		}
+	}
+	if at != nil && (c.link == nil || c.link.server != at) {
+		if c.link != nil {
+			c.link.leave()
+		}
+		c.at, c.bound = found, false
+		hello := at.c.welcome()
+		c.history.Term = a.promised.Term
+		ex := c.history.excerpt(hello)
+		mine := *ex
+		c.link = nil // answers may come at once
+		c.link = a.registerAt(at, &mine)
+	}
+	a.proc.after(slow/2+a.s.random(slow), a.look)
+}
+
+// dial connects to a host, and returns its coordinator, or the one that it follows, if this host may follow it. waits is true if the
+// host has not noticed the loss yet.
+func (a *coreAgent) dial(uuid string, c *coreChoice) (r *coreServer, waits bool) {
+	x := a.s.agentOf(uuid)
+	if x == nil || !a.s.reaches(a.proc.host, x.proc) || x.ended != "" {
+		return nil, false
+	}
+	if r = x.srv; r == nil || r.closed || r.c.handedOver {
+		if x.choice != nil || x.link == nil {
+			return nil, true
+		}
+		r = x.link.server
+		if r.agent.uuid == c.history.Lost {
+			return nil, a.proc.clock() < c.begun+a.s.lostAfter
+		}
+		if !a.s.reaches(a.proc.host, r.agent.proc) || r.closed || r.c.handedOver || !r.c.welcome().Running {
+			return nil, false
+		}
+	}
+	hello := r.c.welcome()
+	if a.accepts(hello) {
+		return r, false
+	}
+	if hello.Run == a.promised.Run && hello.Running {
+		l := r.connect(a.proc, false)
+		l.receive, l.lost = func(*coreLink, msg) {}, func(*coreLink, loss, string) {}
+		l.send(coreServed, &msg{kind: kindElsewhere, epoch: firstEpoch, rec: &record{value: &elsewhere{By: a.promised}}})
+		l.send(coreServed, nil)
+		l.reads[coreMember] = false
+	}
+	return nil, false
+}
+
+// A coreWorker is a process that calls Run.
+type coreWorker struct {
+	leadership
+	agent   *coreAgent
+	proc    *coreProc
+	pid     int
+	link    *coreLink
+	now     *coreCommit // of the function that runs
+	working bool        // the function does not know that its epoch has ended
+	seat    uint64
+	by      leader
+	rank    int
+	slow    time.Duration
+	turn    int
+	lostAt  time.Duration
+}
+
+func (a *coreAgent) spawn() {
+	s := a.s
+	s.lastPID++
+	w := &coreWorker{agent: a, pid: 1000 + s.lastPID, rank: -1}
+	if s.slow {
+		w.slow = s.random(2 * s.lostAfter)
+	}
+	defer func() { a.procs = append(a.procs, w.proc) }()
+	w.proc = &coreProc{s: s, host: a.proc.host, name: fmt.Sprintf("worker %s#%d", a.uuid, w.pid), missed: a.proc.missed}
+	a.worker = w
+	w.proc.after(50*time.Millisecond+s.random(50*time.Millisecond), w.follow)
+}
+
+// follow registers with the coordinator that the launcher follows.
+func (w *coreWorker) follow() {
+	a := w.agent
+	if a.ended != "" || a.proc.dead {
+		w.exit(1)
+		return
+	}
+	old := w.link
+	if a.proc.paused > 0 || a.choice != nil || a.link == nil || !a.link.reads[coreMember] || old != nil && a.link.server == old.server ||
+		!a.s.reaches(w.proc.host, a.link.server.agent.proc) || a.link.server.closed || a.link.server.c.handedOver || a.link.server.c.welcome().Elects {
+		if old != nil && a.choice == nil && a.link != nil && a.link.server == old.server && w.proc.clock()-w.lostAt > 2*a.s.lostAfter {
+			w.exit(1)
+			return
+		}
+		if w.proc.clock()-w.lostAt > (Timing{LostAfter: a.s.lostAfter}).successionTime()+5*a.s.lostAfter && w.lostAt > 0 {
+			w.exit(1)
+			return
+		}
+		w.proc.after(25*time.Millisecond+a.s.random(75*time.Millisecond), w.follow)
+		return
+	}
+	w.link = a.link.server.connect(w.proc, true)
+	w.link.receive, w.link.lost = w.receive, w.lostLink
+	reg := registration{Member: Member{Rank: w.rank, LocalSize: 1, Host: a.uuid, PID: w.pid, Node: -1}, Elastic: true, Agent: a.uuid, Least: 1, Seat: w.seat, By: w.by}
+	w.link.send(coreServed, &msg{kind: kindRegister, epoch: firstEpoch, id: registerWorker, rec: &record{value: &reg}})
+}
+
+func (w *coreWorker) answer(k kind, epoch, id uint64) {
+	w.link.send(coreServed, &msg{kind: k, epoch: epoch, id: id})
+}
+
+func (w *coreWorker) receive(l *coreLink, m msg) {
+	if l != w.link {
+		return
+	}
+	s := w.agent.s
+	switch m.kind {
+	case kindWorld:
+		v := m.rec.value.(*world)
+		if m.epoch <= w.seat {
+			s.violate("%s begins epoch %d after epoch %d", w.proc.name, m.epoch, w.seat)
+		}
+		if err := w.leadership.follow(v.By); err != nil {
+			s.say("%s: %v", w.proc.name, err)
+			if strings.Contains(err.Error(), "fault of Chorus") {
+				s.violate("%s: %v", w.proc.name, err)
+			}
+			w.exit(1)
+			return
+		}
+		w.begin(m.epoch, v, int(m.id))
+	case kindPropose:
+		w.answer(kindPrepared, m.epoch, m.id)
+	case kindRevoke, kindUntil:
+		if m.epoch == w.seat {
+			w.returns(func() { w.answer(kindRevoked, w.seat, 0) })
+		}
+	case kindHold:
+		if m.epoch == w.seat && w.now != nil {
+			w.answer(kindHeld, m.epoch, 0)
+		}
+	case kindDismiss, kindFinish:
+		w.returns(func() { w.exit(0) })
+	case kindFault, kindRefuse:
+		w.returns(func() { w.exit(1) })
+	case kindHandover, kindEnded:
+		l.leave()
+		w.lostLink(l, lostLeaving, "")
+	}
+}
+
+// begin begins the function of an epoch.
+func (w *coreWorker) begin(epoch uint64, v *world, rank int) {
+	s := w.agent.s
+	var names []string
+	for _, m := range v.Members {
+		names = append(names, nameOf(m))
+	}
+	w.seat, w.by, w.rank, w.now = epoch, v.By, rank, nil
+	for _, c := range s.commits {
+		if c.epoch == epoch && slices.Equal(c.members, names) {
+			w.now = c
+		}
+	}
+	if w.now == nil {
+		s.violate("%s begins epoch %d of %v, which nobody has begun", w.proc.name, epoch, names)
+		return
+	}
+	for _, a := range s.agents {
+		if o := a.worker; o != nil && o != w && o.now != nil && o.now.epoch < epoch && !o.proc.dead && slices.Contains(names, o.name()) {
+			s.violate("%s begins epoch %d while the function of epoch %d runs on %s", w.proc.name, epoch, o.now.epoch, o.proc.name)
+		}
+	}
+	w.turn++
+	w.working, w.now.workers[w] = true, true
+	s.live()
+}
+
+func (w *coreWorker) name() string { return fmt.Sprintf("%s/0#%d", w.agent.uuid, w.pid) }
+
+// returns lets the function return, and then calls f.
+func (w *coreWorker) returns(f func()) {
+	turn := w.turn
+	d := time.Duration(0)
+	if w.now != nil {
+		d = w.slow
+	}
+	w.stops()
+	w.proc.after(d+w.agent.s.random(time.Millisecond), func() {
+		if w.turn == turn {
+			w.now = nil
+			f()
+		}
+	})
+}
+
+// stops records that the function knows of the end of its epoch.
+func (w *coreWorker) stops() {
+	if w.now != nil {
+		delete(w.now.workers, w)
+	}
+	w.working = false
+}
+
+func (w *coreWorker) lostLink(l *coreLink, _ loss, _ string) {
+	if l != w.link {
+		return
+	}
+	w.lostAt = w.proc.clock()
+	w.returns(w.follow)
+}
+
+// exit ends the process, and its launcher reports that.
+func (w *coreWorker) exit(code int) {
+	if w.proc.dead {
+		return
+	}
+	w.die()
+	a := w.agent
+	a.proc.do(func() {
+		if a.worker == w {
+			a.worker = nil
+		}
+		if a.ended != "" && code != 0 {
+			return
+		}
+		e := Exit{Local: 0, Host: a.uuid, PID: w.pid, Code: code, Rank: w.rank, Reason: fmt.Sprintf("exited with code %d", code), Asked: a.drained}
+		a.exited(e)
+		if a.link != nil {
+			a.link.send(coreServed, &msg{kind: kindExit, epoch: firstEpoch, rec: &record{value: &e}})
+		}
+	})
+}
+
+// die ends the process without a word of its launcher.
+func (w *coreWorker) die() {
+	if w.proc.dead {
+		return
+	}
+	w.stops()
+	w.now = nil
+	if l := w.link; l != nil && l.reads[coreMember] {
+		l.send(coreServed, nil)
+		l.reads[coreMember] = false
+	}
+	w.proc.dead = true
+	w.agent.s.changed()
+}

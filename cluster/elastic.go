@@ -104,7 +104,7 @@ func (c *coordinator) beginElastic(start func()) {
 	}
 	c.electorates = []electorate{c.voters(c.plan)}
 	for _, a := range c.agents {
-		a.prepared = false
+		a.informed = false
 	}
 	c.act(observe{begun: true})
 	c.tellNews("")

@@ -416,7 +416,7 @@ func (a *Agent) event(k *client, m message) {
 			a.refuseLeader(k, err)
 			return
 		}
-		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
+		_ = k.send(message{kind: kindInformed, epoch: m.epoch}) // the reader handles a failure
 	case kindNote:
 		var f fault
 		if m.record(&f) == nil {

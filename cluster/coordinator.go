@@ -41,7 +41,7 @@ type coordinator struct {
 
 	agents  []*peer
 	late    []*peer // agents that came when the job was complete
-	attempt uint64  // number of the current PREPARE; 0 if none
+	attempt uint64  // number of the current request for votes; 0 if none
 	lastTry uint64
 	run     string // of the job; see leader
 	term    uint64
@@ -147,12 +147,12 @@ func (c *coordinator) handle(p *peer, m msg) error {
 
 func (c *coordinator) handleAgent(p *peer, m msg) error {
 	switch m.kind {
-	case kindPrepared:
-		if c.elastic != nil {
-			c.agentPrepared(p, m.id)
-			return nil
-		}
-		c.prepared(p, m.id)
+	case kindVote:
+		c.voted(p, m.id)
+	case kindAccepted:
+		c.accepted(p, m.id)
+	case kindInformed:
+		c.informed(p)
 	case kindRecorded:
 		c.recorded(p, m.id)
 	case kindExit:
@@ -340,7 +340,8 @@ type peer struct {
 	leaves    bool   // its workers were dismissed, and it leaves when the next epoch begins
 	recording uint64 // number of the last entry of the ledger that it was sent, and of the last that it has
 	recorded  uint64
-	prepared  bool   // it has accepted the current attempt
+	voted     bool   // it stays with this coordinator in the current attempt
+	informed  bool   // it knows of the first epoch
 	asked     uint64 // number of the last proposal that it was sent, and of the last one that it has
 	answered  uint64
 	ready     bool // no worker of an earlier attempt is running

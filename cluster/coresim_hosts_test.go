@@ -214,7 +214,7 @@ func (a *coreAgent) receive(l *coreLink, m msg) {
 		return true
 	}
 	switch m.kind {
-	case kindPrepare:
+	case kindRequestVote:
 		a.stay(l, m, refused)
 	case kindPlan:
 		p := m.rec.value.(plan)
@@ -223,7 +223,7 @@ func (a *coreAgent) receive(l *coreLink, m msg) {
 		}
 	case kindPropose:
 		if !refused(a.proposal(a.uuid, m.epoch, m.rec.value.(news))) {
-			a.reply(l, kindPrepared, m)
+			a.reply(l, kindAccepted, m)
 		}
 	case kindLedger:
 		if !refused(a.keep(m.rec.value.(news))) {
@@ -231,7 +231,7 @@ func (a *coreAgent) receive(l *coreLink, m msg) {
 		}
 	case kindNews:
 		if _, err := a.begins(a.uuid, m.epoch, m.rec.value.(news)); !refused(err) {
-			a.reply(l, kindPrepared, m)
+			a.reply(l, kindInformed, m)
 		}
 	case kindOrder:
 		a.obey(m.rec.value.(Order))
@@ -282,7 +282,7 @@ func (a *coreAgent) stay(l *coreLink, m msg, refused func(error) bool) {
 		}
 		c.bound = true
 	}
-	a.reply(l, kindPrepared, m)
+	a.reply(l, kindVote, m)
 }
 
 // adopt follows the coordinator at the other end of a link.

@@ -104,7 +104,7 @@ func (c *coordinator) beginElastic(start func()) {
 	}
 	c.electorates = []electorate{c.voters(c.plan)}
 	for _, a := range c.agents {
-		a.prepared = false
+		a.informed = false
 	}
 	c.act(observe{begun: true})
 	c.tellNews("")
@@ -213,7 +213,7 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 			return &refusal{Reason: "no launcher of this job has started it, or its host leaves the job"}
 		}
 	}
-	if d := c.excludedFor(reg.Host); d > 0 && reg.Seat == 0 {
+	if d := c.excludedFor(reg.Host); d > 0 && reg.Seat == 0 && !c.hasWaited(p.home, reg.Host) {
 		c.elastic.excused[p.home] = true
 		return &refusal{Reason: fmt.Sprintf("host %s is excluded for %v, because its processes failed too often", reg.Host, d.Round(time.Millisecond))}
 	}
@@ -227,6 +227,13 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 		c.loseWorker(q, openSession(*q.elastic.exit)) // its launcher has already started another one
 	}
 	return nil
+}
+
+// hasWaited reports whether the launcher of a process was ordered to start it after the exclusion of its host. The launcher's time may have
+// passed sooner, if this process was starved.
+func (c *coordinator) hasWaited(at place, host string) bool {
+	r := c.elastic.retries[at]
+	return r != nil && r.excluded == c.flappers[host].until
 }
 
 // arrivals describes the newcomers.
@@ -328,6 +335,9 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 		e.expected[at] = true
 		order.Start, order.Count = true, r.total
 		order.After = max(c.cfg.again.delay(r.inARow), c.excludedFor(a.host.Host))
+		if f := c.flappers[a.host.Host]; f != nil {
+			r.excluded = f.until
+		}
 		if !excused { // so that no coordinator forgets it
 			c.record(func() { c.send(a, say(kindOrder, order)) })
 			return

@@ -580,7 +580,7 @@ func (e *election) introduce(t try) error {
 // event runs on the reader goroutine of a client.
 func (e *election) event(k *client, m message) {
 	switch m.kind {
-	case kindPrepare:
+	case kindRequestVote:
 		var by leader
 		if m.id != 0 {
 			if err := m.record(&by); err != nil {
@@ -643,7 +643,7 @@ func (e *election) stay(k *client, attempt uint64, by leader) {
 		}
 	}
 	e.bound = k
-	_ = k.send(message{kind: kindPrepared, epoch: firstEpoch, id: attempt}) // the reader handles a failure
+	_ = k.send(message{kind: kindVote, epoch: firstEpoch, id: attempt}) // the reader handles a failure
 }
 
 // abandon decides to leave k, unless this host agreed to stay.

@@ -43,7 +43,7 @@ func (a *Agent) referral() welcome {
 
 // proposed answers the proposal of an epoch.
 func (a *Agent) proposed(k *client, m message) {
-	a.answer(k, m, kindPrepared, func(n news) error { return a.proposal(a.uuid, m.epoch, n) })
+	a.answer(k, m, kindAccepted, func(n news) error { return a.proposal(a.uuid, m.epoch, n) })
 }
 
 // keepLedger records the ledger of the coordinator on this host.

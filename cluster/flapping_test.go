@@ -94,3 +94,22 @@ func TestFlappingHostIsExcluded(t *testing.T) {
 	rs[0].awaitSize(t, 3)
 	finishAll(t, as, rs[0], bad, beside)
 }
+
+// A process that its launcher has started when the exclusion was over joins, although the coordinator's clock has stood still
+// meanwhile. One that was started before the exclusion began does not.
+func TestEndOfAnExclusion(t *testing.T) {
+	for waited, want := range map[bool]peerState{true: peerJoined, false: peerGone} {
+		j := newPaperJob("a", "b")
+		j.cfg.again = restartPolicy{most: 5, backoff: time.Second}
+		order := func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1}) }
+		if !waited {
+			j.do(order)
+		}
+		j.flappers = map[string]*flapper{"b": {until: j.now + time.Minute}}
+		if waited {
+			j.do(order)
+		}
+		j.sleep(2 * exitGrace)
+		require.Equal(t, want, j.register("b", 201, 0).state)
+	}
+}

@@ -20,54 +20,57 @@ type kind byte
 // Kinds of messages. Records are JSON, because they are rare and get new fields.
 // Store calls are binary, because values are arbitrary bytes.
 const (
-	kindWelcome    kind = iota + 1 // coordinator: welcome
-	kindRegister                   // member: Member, or host
-	kindBeat                       // both: see stream.heardBeat; the coordinator answers it at once
-	kindPrepare                    // coordinator to agents: nothing; id is the attempt
-	kindPrepared                   // agent or worker: nothing; id is the attempt
-	kindPlan                       // coordinator to agents: plan
-	kindWorld                      // coordinator to workers: world
-	kindWho                        // member: nothing; answered by kindRoll
-	kindAttendance                 // coordinator: roll
-	kindCall                       // worker: call
-	kindCancel                     // worker: nothing; id of the call
-	kindReply                      // coordinator: call
-	kindExit                       // agent: Exit
-	kindStop                       // agent: fault
-	kindDone                       // agent: nothing; its workers have exited
-	kindLeave                      // member: nothing
-	kindFault                      // coordinator: fault
-	kindNote                       // coordinator to agents: fault that does not stop hosts
-	kindEnded                      // coordinator: nothing
-	kindRefuse                     // coordinator: refusal
-	kindSilent                     // member: nothing; it disconnects from a silent coordinator
-	kindResume                     // member, first on a new link: id of the stream; epoch is the number of the request, and id of the last message received
-	kindResumed                    // coordinator: nothing; the stream continues on this link
-	kindKill                       // agent, and coordinator to agents: nothing; workers must not be given more time
-	kindPath                       // agent: pathReport
-	kindComplete                   // coordinator to agents: nothing; the world is complete
-	kindReady                      // agent: nothing; its workers have exited and can be started again
-	kindPropose                    // coordinator to workers: nothing, and to agents: news, of the next epoch; id is the attempt
-	kindRevoke                     // coordinator to workers: fault; the epoch ends
-	kindRevoked                    // worker: nothing; its function for this epoch has returned
-	kindFinished                   // worker: nothing; its function has returned nil
-	kindFailed                     // worker: fault; its function has returned an error
-	kindFinish                     // coordinator to workers: nothing; all functions have returned nil
-	kindDismiss                    // coordinator to workers: nothing; the host leaves the job
-	kindHold                       // coordinator to workers: nothing; no step may begin until kindUntil
-	kindHeld                       // worker: nothing; id is the number of steps begun
-	kindUntil                      // coordinator to workers: nothing; id is the last step of the epoch
-	kindOrder                      // coordinator to agents: Order
-	kindNews                       // coordinator to agents: news; the epoch has begun
-	kindDrain                      // agent: fault; its host leaves the job
-	kindStatus                     // agent: nothing; answered by kindReply with a Status
-	kindInquiry                    // coordinator to workers: nothing; id is the inquiry
-	kindReport                     // worker: its report; id is the inquiry
-	kindHandover                   // coordinator: handover; its host leaves the job
-	kindElsewhere                  // agent, before registration, and coordinator to agents: elsewhere
-	kindLedger                     // coordinator to agents: news with the ledger; id is the number of the entry
-	kindRecorded                   // agent: nothing; it has the ledger with the entry id
-	kindLast                       // one more than the last
+	kindWelcome     kind = iota + 1 // coordinator: welcome
+	kindRegister                    // member: Member, or host
+	kindBeat                        // both: see stream.heardBeat; the coordinator answers it at once
+	kindRequestVote                 // coordinator to agents: leader; it asks them to stay with it; id is the attempt, or 0 if they need not any more
+	kindVote                        // agent: nothing; it stays; id is the attempt
+	kindAccepted                    // agent: nothing; it has recorded the proposal of an epoch; id is the try
+	kindInformed                    // agent: nothing; it knows of the epoch in kindNews
+	kindPrepared                    // worker: nothing; it has the proposal of an epoch; id is the try
+	kindPlan                        // coordinator to agents: plan
+	kindWorld                       // coordinator to workers: world
+	kindWho                         // member: nothing; answered by kindRoll
+	kindAttendance                  // coordinator: roll
+	kindCall                        // worker: call
+	kindCancel                      // worker: nothing; id of the call
+	kindReply                       // coordinator: call
+	kindExit                        // agent: Exit
+	kindStop                        // agent: fault
+	kindDone                        // agent: nothing; its workers have exited
+	kindLeave                       // member: nothing
+	kindFault                       // coordinator: fault
+	kindNote                        // coordinator to agents: fault that does not stop hosts
+	kindEnded                       // coordinator: nothing
+	kindRefuse                      // coordinator: refusal
+	kindSilent                      // member: nothing; it disconnects from a silent coordinator
+	kindResume                      // member, first on a new link: id of the stream; epoch is the number of the request, and id of the last message received
+	kindResumed                     // coordinator: nothing; the stream continues on this link
+	kindKill                        // agent, and coordinator to agents: nothing; workers must not be given more time
+	kindPath                        // agent: pathReport
+	kindComplete                    // coordinator to agents: nothing; the world is complete
+	kindReady                       // agent: nothing; its workers have exited and can be started again
+	kindPropose                     // coordinator to workers: nothing, and to agents: news, of the next epoch; id is the attempt
+	kindRevoke                      // coordinator to workers: fault; the epoch ends
+	kindRevoked                     // worker: nothing; its function for this epoch has returned
+	kindFinished                    // worker: nothing; its function has returned nil
+	kindFailed                      // worker: fault; its function has returned an error
+	kindFinish                      // coordinator to workers: nothing; all functions have returned nil
+	kindDismiss                     // coordinator to workers: nothing; the host leaves the job
+	kindHold                        // coordinator to workers: nothing; no step may begin until kindUntil
+	kindHeld                        // worker: nothing; id is the number of steps begun
+	kindUntil                       // coordinator to workers: nothing; id is the last step of the epoch
+	kindOrder                       // coordinator to agents: Order
+	kindNews                        // coordinator to agents: news; the epoch has begun
+	kindDrain                       // agent: fault; its host leaves the job
+	kindStatus                      // agent: nothing; answered by kindReply with a Status
+	kindInquiry                     // coordinator to workers: nothing; id is the inquiry
+	kindReport                      // worker: its report; id is the inquiry
+	kindHandover                    // coordinator: handover; its host leaves the job
+	kindElsewhere                   // agent, before registration, and coordinator to agents: elsewhere
+	kindLedger                      // coordinator to agents: news with the ledger; id is the number of the entry
+	kindRecorded                    // agent: nothing; it has the ledger with the entry id
+	kindLast                        // one more than the last
 )
 
 // A message is the content of one frame.

@@ -44,7 +44,7 @@ func newPaperJob(uuids ...string) *paperJob {
 	j.do(func() {
 		j.commitWorld()
 		for _, a := range j.agents {
-			j.agentPrepared(a, 0)
+			j.informed(a)
 		}
 	})
 	return j
@@ -128,7 +128,7 @@ func (j *paperJob) settle(hosts ...string) {
 func (j *paperJob) answer(hosts ...string) {
 	j.do(func() {
 		for _, u := range hosts {
-			j.agentPrepared(j.hosts[u], j.elastic.try)
+			j.accepted(j.hosts[u], j.elastic.try)
 			if p := j.procs[u]; p != nil {
 				j.workerPrepared(p, j.elastic.try)
 			}

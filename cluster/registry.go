@@ -279,10 +279,10 @@ func (c *coordinator) propose() {
 	if s := c.succession; s != nil {
 		c.term = max(c.term, s.history.Term+1)
 	}
-	m := say(kindPrepare, c.leads())
+	m := say(kindRequestVote, c.leads())
 	m.id = c.attempt
 	for _, p := range c.agents {
-		p.prepared = false
+		p.voted = false
 		c.send(p, m)
 	}
 }
@@ -294,17 +294,18 @@ func (c *coordinator) withdraw() {
 	}
 	c.attempt = 0
 	for _, p := range c.agents {
-		c.send(p, msg{kind: kindPrepare, epoch: firstEpoch})
+		c.send(p, msg{kind: kindRequestVote, epoch: firstEpoch})
 	}
 }
 
-func (c *coordinator) prepared(p *peer, attempt uint64) {
+// voted records that an agent stays with this coordinator.
+func (c *coordinator) voted(p *peer, attempt uint64) {
 	if c.plan != nil || attempt != c.attempt || attempt == 0 {
 		return
 	}
-	p.prepared = true
+	p.voted = true
 	for _, q := range c.agents {
-		if !q.prepared {
+		if !q.voted {
 			return
 		}
 	}

@@ -35,6 +35,7 @@ type retries struct {
 	counted int // of one place: PID of the process whose exit was counted last
 	// inherited is counted of an earlier coordinator, until a process has come after it: its launcher may repeat the exit.
 	inherited int
+	excluded  instant // of one process: the end of the exclusion of its host that its last order to start has waited for
 	joined    instant // of one process: zero if it has not joined since its last start
 }
 

@@ -39,7 +39,7 @@ func TestTokenIsForWorkers(t *testing.T) {
 		if f, err = l.read(); err == nil {
 			answer, bad := decodeMessage(f.body)
 			require.NoError(t, bad)
-			require.NotContains(t, []kind{kindPlan, kindPrepare, kindRefuse}, answer.kind)
+			require.NotContains(t, []kind{kindPlan, kindRequestVote, kindRefuse}, answer.kind)
 		}
 	}
 	require.NoError(t, as[0].Context().Err())

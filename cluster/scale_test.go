@@ -131,14 +131,16 @@ func (x *crowd) join(i, n int) {
 	l, hello := to.persist(x.t)
 	x.agents[i] = newClient(l, to, "", "", hello, func(k *client, m message) {
 		switch m.kind {
-		case kindPrepare:
-			x.answer(k, slow, message{kind: kindPrepared, epoch: firstEpoch, id: m.id})
+		case kindRequestVote:
+			x.answer(k, slow, message{kind: kindVote, epoch: firstEpoch, id: m.id})
 		case kindPlan: // as a launcher, it starts its workers now
 			for local := range scaleWorkers {
 				x.all.Go(func() { x.joinWorker(i, local, uuid) })
 			}
-		case kindPropose, kindNews:
-			x.answer(k, slow, message{kind: kindPrepared, epoch: m.epoch, id: m.id})
+		case kindPropose:
+			x.answer(k, slow, message{kind: kindAccepted, epoch: m.epoch, id: m.id})
+		case kindNews:
+			x.answer(k, slow, message{kind: kindInformed, epoch: m.epoch})
 		}
 	})
 	m := note(kindRegister, host{Host: fmt.Sprint("h", i), UUID: uuid, NodeRank: i, Nodes: n, MinNodes: 1, LocalSize: scaleWorkers,

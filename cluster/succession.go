@@ -390,17 +390,20 @@ func (c *coordinator) proposedMembers() (out []newMember) {
 	return out
 }
 
-// agentPrepared records that an agent has the proposal, or knows of the first epoch.
-func (c *coordinator) agentPrepared(a *peer, try uint64) {
-	switch e := c.elastic; {
-	case e.start != nil:
-		a.prepared = true
-		if !slices.ContainsFunc(c.agents, func(a *peer) bool {
-			return !a.prepared && a.state != peerGone && slices.Contains(c.electorates[0], a.host.UUID)
-		}) {
-			c.startFirst()
-		}
-	case e.phase == phasePropose && try == e.try && a.asked == try:
+// informed records that an agent knows of an epoch. When all of the first epoch do, each of them can go on without this
+// coordinator, and the epoch begins.
+func (c *coordinator) informed(a *peer) {
+	a.informed = true
+	if e := c.elastic; e != nil && e.start != nil && !slices.ContainsFunc(c.agents, func(a *peer) bool {
+		return !a.informed && a.state != peerGone && slices.Contains(c.electorates[0], a.host.UUID)
+	}) {
+		c.startFirst()
+	}
+}
+
+// accepted records that an agent has the proposal.
+func (c *coordinator) accepted(a *peer, try uint64) {
+	if e := c.elastic; e != nil && e.phase == phasePropose && try == e.try && a.asked == try {
 		a.answered = try
 		c.checkPrepared()
 	}

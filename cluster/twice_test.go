@@ -270,7 +270,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 	k.sleep(time.Second) // the others have their time to come
 	for _, a := range as {
 		for _, m := range k.take(k.hosts[a.uuid]) {
-			if m.kind == kindPrepare && m.id == k.attempt {
+			if m.kind == kindRequestVote && m.id == k.attempt {
 				var by leader
 				require.NoError(t, m.record(&by))
 				require.NoError(t, a.voteFor(by))
@@ -279,7 +279,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 	}
 	k.do(func() {
 		for _, p := range k.agents {
-			k.prepared(p, k.attempt)
+			k.voted(p, k.attempt)
 		}
 	})
 	require.NotNil(t, k.elastic, "they are not enough")
@@ -294,7 +294,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 func (j *paperJob) allAnswer() {
 	j.do(func() {
 		for _, a := range slices.Clone(j.agents) {
-			j.agentPrepared(a, j.elastic.try)
+			j.accepted(a, j.elastic.try)
 		}
 		for _, p := range slices.Clone(j.elastic.peers) {
 			j.workerPrepared(p, j.elastic.try)

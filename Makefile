@@ -29,7 +29,7 @@ SERIAL = ./internal/archtest ./internal/memtrace ./internal/pickle ./gds/safeten
 	./internal/cublasltapi ./internal/cudadrv ./internal/cudahost ./internal/cufileapi ./internal/element ./internal/minifloat \
 	./internal/nvrtcapi ./internal/ptx ./internal/ptxtest ./internal/race ./examples/ddp ./examples/elastic ./examples/gpt/... ./examples/serve ./examples/sharded
 
-# These packages have long tests that run in one goroutine (tsan.Serial): they run twice, with the
+# These packages have long tests that run in one goroutine (testhost.Serial): they run twice, with the
 # race detector without those tests, and without it.
 TWICE = ./rng ./tensor ./internal/strided ./memory/internal/alloc
 
@@ -62,7 +62,7 @@ vuln: ## look for known vulnerabilities of the modules, if the database can be r
 	esac; rm -f vuln.log # go run exits with 1, and its last line has the status of the program
 
 # These packages use private names, the memory layout or the scheduler of Go's runtime.
-RUNTIME = ./internal/dl ./internal/flight ./internal/goroutine ./internal/handle ./internal/spinpool
+RUNTIME = ./internal/dl ./internal/flight ./internal/osthread ./internal/handle
 
 newest-ci: ## vet and test packages that depend on Go's runtime with the newest Go, if it can be downloaded in 30 s
 	@if v=$$(GOTOOLCHAIN=$(NEWEST) timeout 30 $(GO) version 2>&1); then echo "$$v"; \
@@ -109,9 +109,9 @@ cross: ## build without cgo and for arm64, and test the portable variants
 	$(if $(shell command -v qemu-aarch64),CGO_ENABLED=0 GOARCH=arm64 $(GO) test -exec qemu-aarch64 $(NO_C_LIBRARY))
 
 # The tests of these packages need no C library and start no programs, so an emulator runs them.
-NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/chart ./cmd/chorus/internal/memplot ./internal/dims \
-	./internal/env ./internal/goroutine ./internal/handle ./internal/kept ./internal/minifloat \
-	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/spinpool ./internal/torchfile
+NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/chart \
+	./internal/env ./internal/osthread ./internal/handle ./internal/minifloat \
+	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/torchfile
 
 generate: ## write docs/ENVIRONMENT.md
 	$(GO) test ./internal/env -run TestDocument -update

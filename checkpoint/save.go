@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/dims"
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/strided"
@@ -439,7 +439,7 @@ func (p *Part) box(shape []int) (box, error) {
 }
 
 func (p *Part) boxOfDim(shape []int) (box, error) {
-	dim, err := dims.Wrap(p.Dim, len(shape))
+	dim, err := element.WrapDim(p.Dim, len(shape))
 	if err == nil && len(shape) == 0 {
 		err = errors.New("a tensor of one element has no dimension")
 	}

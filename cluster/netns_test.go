@@ -17,7 +17,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testlan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var outages = flag.Int("outages", 1, "how many outages TestOutageBetweenHosts makes")
@@ -30,11 +30,11 @@ type process struct {
 
 // A lan is a network on whose hosts the test binary runs.
 type lan struct {
-	*testlan.LAN
+	*testhost.LAN
 	t *testing.T
 }
 
-func newLAN(t *testing.T, n int) *lan { return &lan{testlan.New(t, n), t} }
+func newLAN(t *testing.T, n int) *lan { return &lan{testhost.New(t, n), t} }
 
 // start runs the test binary on host i.
 func (l *lan) start(i int, vars []string, args ...string) *process {

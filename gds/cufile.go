@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
@@ -36,7 +36,7 @@ type cuFile struct {
 	buffers []*buffer
 }
 
-var cuFileKey kept.Key
+var cuFileKey handle.Key
 
 func cuFileOf(dev *device.Device) *cuFile {
 	sys := dev.System()

@@ -16,7 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -174,7 +174,7 @@ type lanes struct {
 	free []*lane
 }
 
-var lanesKey kept.Key
+var lanesKey handle.Key
 
 func lanesOf(dev *gpu.Device) *lanes {
 	return dev.Local(&lanesKey, func() any { return new(lanes) }).(*lanes)
@@ -305,7 +305,7 @@ type slot struct {
 
 func (x *slot) at(i int64) unsafe.Pointer { return unsafe.Pointer(&x.buf[i]) }
 
-var ringKey kept.Key
+var ringKey handle.Key
 
 // ringOf returns the ring of the device's System.
 func ringOf(dev *device.Device) (*ring, error) {

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
@@ -93,7 +93,7 @@ func checkFree(s *stream.Stream) error {
 // order (cudaMallocAsync). The driver's pool caches freed memory.
 type asyncAllocator struct{}
 
-var asyncKey kept.Key
+var asyncKey handle.Key
 
 func (asyncAllocator) Alloc(s *stream.Stream, bytes int) (uint64, error) {
 	if err := keepFreed(s.Device()); err != nil {

@@ -8,7 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/stream"
 )
@@ -231,7 +231,7 @@ type stage struct {
 }
 
 // stagersKey is the key of a device's stagers, by destination device.
-var stagersKey kept.Key
+var stagersKey handle.Key
 
 // copyStaged enqueues a copy between devices through pinned memory.
 func copyStaged[T Element](s *stream.Stream, dst, src Slice[T]) error {

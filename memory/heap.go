@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
@@ -41,8 +41,8 @@ type heap struct {
 }
 
 var (
-	heapKey   kept.Key // of the heap, once it exists
-	makingKey kept.Key // of the constructor of the heap
+	heapKey   handle.Key // of the heap, once it exists
+	makingKey handle.Key // of the constructor of the heap
 )
 
 // heapOf returns the device's heap. It fails if the options are invalid or if the
@@ -109,7 +109,7 @@ type heaps struct {
 	list []*heap
 }
 
-var heapsKey kept.Key
+var heapsKey handle.Key
 
 func (x *heaps) add(h *heap) {
 	x.mu.Lock()

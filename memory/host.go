@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
@@ -47,7 +47,7 @@ type hostBlock struct {
 	free  func() error // nil if it is part of the slab
 }
 
-var hostKey kept.Key
+var hostKey handle.Key
 
 // hostOf returns the allocator for dev's System.
 func hostOf(dev *device.Device) *host {

@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/sameuser"
 	"github.com/gochorus/chorus/stream"
@@ -196,7 +195,7 @@ type ipc struct {
 	mappings map[ipcKey]*ipcMapped // mapped memory of other processes
 }
 
-var ipcSystemKey kept.Key
+var ipcSystemKey handle.Key
 
 func ipcOf(dev *device.Device) *ipc {
 	return gpu.DeviceOf(dev).System().Local(&ipcSystemKey, func() any {

@@ -19,7 +19,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -217,7 +217,7 @@ func eachShareable(t *testing.T, fn func(t *testing.T, s *stream.Stream, kind st
 // Memory goes to another process and back, many times; nothing is left.
 func TestIPCOfProcesses(t *testing.T) {
 	eachShareable(t, func(t *testing.T, s *stream.Stream, kind string) {
-		exchanges := tsan.Rounds(100, 500)
+		exchanges := testhost.Rounds(100, 500)
 		if testing.Short() {
 			exchanges = 50
 		}

@@ -23,7 +23,7 @@ import (
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -201,7 +201,7 @@ func soon(t testing.TB, is func() bool) {
 func TestIPC(t *testing.T) {
 	for name, kind := range shareables {
 		t.Run(name, func(t *testing.T) {
-			for _, n := range []int{1, 1000, tsan.Rounds(1<<18+1, 3<<19)} {
+			for _, n := range []int{1, 1000, testhost.Rounds(1<<18+1, 3<<19)} {
 				a, b := aside(t), aside(t)
 				var freed atomic.Int32
 				x := kind(t, a, n, &freed)

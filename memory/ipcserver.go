@@ -23,7 +23,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/sameuser"
 	"github.com/gochorus/chorus/stream"
@@ -448,7 +448,7 @@ type mappedPages struct {
 	at    map[uint64]cudadrv.MemHandle
 }
 
-var pagesKey kept.Key
+var pagesKey handle.Key
 
 func pagesOf(d *device.Device) *mappedPages {
 	return gpu.DeviceOf(d).Local(&pagesKey, func() any { return &mappedPages{at: map[uint64]cudadrv.MemHandle{}} }).(*mappedPages)

@@ -8,7 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
@@ -64,7 +64,7 @@ func (l *lane) usePool(u *poolUse) (done func()) {
 	}
 }
 
-var laneKey kept.Key
+var laneKey handle.Key
 
 // laneOf returns the lane of an open stream.
 func laneOf(op string, s *stream.Stream) (*lane, error) {

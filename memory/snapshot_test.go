@@ -18,7 +18,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -353,7 +353,7 @@ func TestWalkSnapshotErrors(t *testing.T) {
 
 // A long history leaves nothing in memory if it is JSON, and little if it is a pickle.
 func TestWalkSnapshotKeepsNothing(t *testing.T) {
-	n := tsan.Rounds(10_000, 30_000)
+	n := testhost.Rounds(10_000, 30_000)
 	s := snapshot()
 	for len(s.Traces[0]) < n {
 		s.Traces[0] = append(s.Traces[0], s.Traces[0][1])

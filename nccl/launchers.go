@@ -13,8 +13,8 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/ranks"
-	"github.com/gochorus/chorus/internal/spinpool"
 )
 
 var configuredLaunchers sync.Once
@@ -24,7 +24,7 @@ var configuredLaunchers sync.Once
 func configureLaunchers() error {
 	d, err := env.LaunchPatience.Duration()
 	if err == nil {
-		configuredLaunchers.Do(func() { spinpool.Launchers.PollTime = d })
+		configuredLaunchers.Do(func() { osthread.Launchers.PollTime = d })
 	}
 	return err
 }

@@ -11,7 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
@@ -417,7 +417,7 @@ func TestPermutation(t *testing.T) {
 
 // All permutations of few elements are equally frequent, although their keys are often equal.
 func TestPermutationsAreUniform(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	s, g := newStream(t, devs[0]), rng.New(devs[0], 11)
 	x := upload(t, s, make([]uint8, 3)...)

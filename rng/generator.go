@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
 )
 
@@ -33,7 +33,7 @@ type Generator struct {
 // Generators with the same seed draw the same numbers.
 func New(dev *device.Device, seed uint64) *Generator { return &Generator{dev: dev, seed: seed} }
 
-var defaultKey kept.Key
+var defaultKey handle.Key
 
 // Default returns the default generator of the device, which is the same at every
 // call. It starts with a random seed, like torch.cuda.default_generators.

@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
@@ -78,7 +78,7 @@ type toolbox struct {
 	policy policy     // set before the first kernel
 }
 
-var toolboxKey kept.Key
+var toolboxKey handle.Key
 
 func tools(dev *device.Device) *toolbox {
 	return gpu.DeviceOf(dev).Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)

@@ -19,7 +19,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -203,7 +203,7 @@ func encoded[T memory.Element](xs []float64) []byte {
 
 // sort.cu and its Go functions sort alike, and correctly: equal keys keep their order.
 func TestSortSourceAgreesWithGo(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	t.Parallel()
 	b := newBench[int16](t, sortModule)
 	random := rand.New(rand.NewPCG(1, 2))
@@ -246,7 +246,7 @@ func TestSortSourceAgreesWithGo(t *testing.T) {
 
 // samples.cu and its Go functions have the same bits, because every sum is rounded alike.
 func TestSamplesSourceAgreesWithGo(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	t.Run("float32", func(t *testing.T) { samplesAgree[float32](t) })
 	t.Run("float16", func(t *testing.T) { samplesAgree[memory.Float16Bits](t) })
 	t.Run("float64", func(t *testing.T) { samplesAgree[float64](t) })
@@ -290,7 +290,7 @@ func samplesAgree[T Float](t *testing.T) {
 
 // draws.cu and its Go functions draw alike, but for some values next to a bound.
 func TestDrawsSourceAgreesWithGo(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	t.Run("float32", func(t *testing.T) { drawsAgree[float32](t) })
 	t.Run("bfloat16", func(t *testing.T) { drawsAgree[memory.BFloat16Bits](t) })
 	t.Run("float64", func(t *testing.T) { drawsAgree[float64](t) })

@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -142,7 +141,7 @@ type places struct {
 	s  *stream.Stream // stream of allocations and frees; nil before the first
 }
 
-var placesKey kept.Key
+var placesKey handle.Key
 
 // allPlaces holds the places of a System, which closes them.
 type allPlaces struct {

@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kept"
 )
 
 // Config are the options of New; nil means their zero values.
@@ -200,7 +199,7 @@ func (s *Stream) Close() error {
 	})
 }
 
-var defaultKey kept.Key
+var defaultKey handle.Key
 
 // Default returns the device's legacy default stream, the same one on every call
 // (torch.cuda.default_stream, CUstream 0). It is for code that shares the device
@@ -284,7 +283,7 @@ type poolLevel struct {
 	next    int
 }
 
-var poolKey kept.Key
+var poolKey handle.Key
 
 // FromPool returns a stream of the pool that the process shares; most calls do not create
 // one (torch.cuda.Stream). Each priority of a device has 32 streams, which are returned in

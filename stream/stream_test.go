@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -156,7 +156,7 @@ func TestStreamClosedBeforeItsMemory(t *testing.T) {
 
 // What is kept for a stream is made once and closed with it.
 func TestKeep(t *testing.T) {
-	var key kept.Key
+	var key handle.Key
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)

@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -503,7 +503,7 @@ func TestMatMulFactorsOnDevice(t *testing.T) {
 // An alpha of 0 leaves beta·Add + Bias and the epilogue, in place and out of place, with the
 // factors on the host and on the device, and in a graph.
 func TestMatMulZeroAlpha(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -611,7 +611,7 @@ func TestMatMulSumsWithoutAlgorithm(t *testing.T) {
 
 // TestMatMulSumsOfVectors: cuBLASLt stores wrong sums if c has one row or one column.
 func TestMatMulSumsOfVectors(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -720,7 +720,7 @@ var quick = &tensor.TuneConfig{MaxDuration: time.Millisecond, MaxIterations: 3, 
 // Tuning changes no operand, is done once for a kind of product, and its results are right,
 // also in another process that reads them.
 func TestTuneMatMul(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -762,7 +762,7 @@ func TestTuneMatMul(t *testing.T) {
 
 // A file of results has the validators of its device, and is refused as a whole by others.
 func TestTuneFile(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ctx := testgpu.Context(t)
 	open := func(i int) *lab {
@@ -826,7 +826,7 @@ func TestTuneFile(t *testing.T) {
 // TestTuneFileWithSplits reads algorithms that add parts of k in bfloat16, which the settings may
 // forbid. cuBLASLt checks the schemes of its own suggestions only.
 func TestTuneFileWithSplits(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	const inPlace, inFloat32 = "Lt_6_18_4_1_0_0_11_0_0", "Lt_6_18_4_2_0_0_11_0_0"
 	for _, tc := range []struct {
 		allowed  tensor.Reduction
@@ -867,7 +867,7 @@ func TestTuneFileWithSplits(t *testing.T) {
 
 // Products are recorded once each and tuned later from the file.
 func TestTuneRecorded(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)

@@ -14,7 +14,7 @@ import (
 // TestSerialTestsRun checks that make test runs the packages with tests that the race detector
 // skips a second time without it.
 func TestSerialTestsRun(t *testing.T) {
-	grep := exec.Command("grep", "-rl", "--include=*_test.go", "tsan[.]Serial(", ".")
+	grep := exec.Command("grep", "-rl", "--include=*_test.go", "testhost[.]Serial(", ".")
 	grep.Dir = "../.."
 	files, err := grep.Output()
 	require.NoError(t, err)

@@ -15,7 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/dl/dltest"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 const frameC = `
@@ -297,7 +297,7 @@ func TestClosuresOnForeignThreads(t *testing.T) {
 	lib := libc(t)
 	create, join := find(t, lib, "pthread_create"), find(t, lib, "pthread_join")
 	var sum atomic.Int64
-	n := tsan.Rounds(300, 3000)
+	n := testhost.Rounds(300, 3000)
 	for i := range n {
 		f := dl.OnceClosure(func() {
 			runtime.GC()

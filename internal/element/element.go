@@ -1,11 +1,14 @@
 // Package element reads and writes single elements of any type in host memory, and
 // converts between types like kernels and torch.
 //
+// WrapDim has torch's rule for the dimensions of a tensor.
+//
 // These functions are for few elements, or for uses without a faster alternative: host
 // tensors, and the Go stand-ins of kernels on virtual devices.
 package element
 
 import (
+	"fmt"
 	"math"
 	"unsafe"
 
@@ -201,4 +204,17 @@ func FMA(a, b, c float32) float32 {
 		s = math.Nextafter(s, math.Copysign(math.Inf(1), lost))
 	}
 	return float32(s)
+}
+
+// WrapDim returns the dimension that dim means of n dimensions: a negative dim counts from
+// the end (torch's maybe_wrap_dim). A tensor without dimensions counts as one with one.
+func WrapDim(dim, n int) (int, error) {
+	n = max(1, n)
+	if dim < -n || dim >= n {
+		return 0, fmt.Errorf("dimension out of range (expected to be in range of [%d, %d], but got %d)", -n, n-1, dim)
+	}
+	if dim < 0 {
+		dim += n
+	}
+	return dim, nil
 }

@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
@@ -71,7 +71,7 @@ type toolbox struct {
 	mu     sync.Mutex // held while kernels are loaded
 }
 
-var toolboxKey kept.Key
+var toolboxKey handle.Key
 
 func tools(dev *device.Device, ranks int) *toolbox {
 	all := gpu.DeviceOf(dev).Local(&toolboxKey, func() any {

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudahost"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 //go:embed testdata/host.h
@@ -87,7 +87,7 @@ func NormSourceOnHost(t *testing.T) string {
 // where epochs wrap around.
 func TestSourceOnTheHost(t *testing.T) {
 	code, shim := forHost(t, source), hostShim()
-	drawn := testgpu.Sample(t, tsan.Rounds(5, 2))
+	drawn := testgpu.Sample(t, testhost.Rounds(5, 2))
 	for i, m := range []struct {
 		element, op string
 		ranks       int // or any

@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 )
 
 // A choice is the algorithm for a Problem on a device.
@@ -188,7 +188,7 @@ type site struct {
 	handle    cublasltapi.Handle
 }
 
-var siteKey kept.Key
+var siteKey handle.Key
 
 // siteOf returns the site of a device.
 func siteOf(dev *device.Device) (*site, error) {
@@ -252,7 +252,7 @@ type handles struct {
 	list []func() error
 }
 
-var handlesKey kept.Key
+var handlesKey handle.Key
 
 func (x *handles) add(dev *gpu.Device, lt cublasltapi.API, h cublasltapi.Handle) {
 	x.mu.Lock()

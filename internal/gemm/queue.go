@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/memory"
@@ -43,7 +43,7 @@ type queue struct {
 	launch  func() error
 }
 
-var queueKey kept.Key
+var queueKey handle.Key
 
 func queueOf(s *stream.Stream) (*queue, error) {
 	if v, ok := gpu.StreamOf(s).Kept(&queueKey); ok {

@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/goroutine"
+	"github.com/gochorus/chorus/internal/osthread"
 )
 
 // Capturing reports whether the stream is being captured into a graph.
@@ -217,7 +217,7 @@ func (c *Capture) register(begin func() error) error {
 	if err := begin(); err != nil {
 		return err
 	}
-	c.goroutine = goroutine.ID()
+	c.goroutine = osthread.ID()
 	open.mu.Lock()
 	defer open.mu.Unlock()
 	open.list = append(open.list, c)
@@ -248,7 +248,7 @@ func find(match func(*Capture) bool) *Capture {
 // exclusive returns the capture that prevents the calling goroutine's thread from
 // beginning another one, or nil.
 func exclusive() *Capture {
-	me := goroutine.ID()
+	me := osthread.ID()
 	return find(func(c *Capture) bool { return c.goroutine == me && c.mode != cudadrv.CaptureRelaxed })
 }
 
@@ -258,7 +258,7 @@ func CaptureOf(sys *System) *Capture {
 	if !AnyCapture() {
 		return nil
 	}
-	me := goroutine.ID()
+	me := osthread.ID()
 	open.mu.Lock()
 	defer open.mu.Unlock()
 	for _, c := range slices.Backward(open.list) {
@@ -275,7 +275,7 @@ func (s *Stream) use() {
 	if !AnyCapture() {
 		return
 	}
-	me := goroutine.ID()
+	me := osthread.ID()
 	c := find(func(c *Capture) bool {
 		return c.goroutine == me && !slices.ContainsFunc(c.users, func(u user) bool { return u.stream == s && u.joined })
 	})

@@ -12,8 +12,8 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/goroutine"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
@@ -32,7 +32,7 @@ type Device struct {
 	mu      sync.Mutex // guards the first use
 	ctx     atomic.Uintptr
 	binding atomic.Pointer[cudadrv.Driver] // binds ctx with each call; nil if the driver cannot
-	local   kept.Map                       // see Local
+	local   handle.Map                     // see Local
 	watcher cudadrv.Watcher                // see Watcher
 	timing  atomic.Pointer[timing]         // nil until a timeline is recorded
 	kernels sync.Map                       // names, by cudadrv.Function
@@ -284,7 +284,7 @@ func (d *Device) DefaultPool() (pool cudadrv.MemPool, err error) {
 // one value per device with it. Two concurrent first users may both call make, and only
 // one result is kept, so the value must not own anything that has to be closed. The values
 // are dropped when the System is closed.
-func (d *Device) Local(key *kept.Key, make func() any) any {
+func (d *Device) Local(key *handle.Key, make func() any) any {
 	if v, ok := d.local.Load(key); ok {
 		return v
 	}
@@ -292,7 +292,7 @@ func (d *Device) Local(key *kept.Key, make func() any) any {
 }
 
 // Kept returns the value of Local for the key, if it exists.
-func (d *Device) Kept(key *kept.Key) (value any, ok bool) { return d.local.Load(key) }
+func (d *Device) Kept(key *handle.Key) (value any, ok bool) { return d.local.Load(key) }
 
 // Context returns the primary context, creating it on first use.
 func (d *Device) Context() (cudadrv.Context, error) {
@@ -463,7 +463,7 @@ func refuseHost(op string, name func() string) error {
 // unsafe in a capture, such as querying a stream, and whether another goroutine captures.
 // It returns nil if there is none.
 func forbids() (c *Capture, others bool) {
-	me := goroutine.ID()
+	me := osthread.ID()
 	c = find(func(c *Capture) bool { return c.mode != cudadrv.CaptureRelaxed && c.goroutine == me })
 	if c != nil {
 		return c, false

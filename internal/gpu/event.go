@@ -7,7 +7,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 )
 
 // An EventRef has an event of the driver. The public type embeds it.
@@ -36,7 +36,7 @@ type Events struct {
 	spare map[*Device][]cudadrv.Event
 }
 
-var eventsKey kept.Key
+var eventsKey handle.Key
 
 // Events returns the System's pool of events.
 func (s *System) Events() *Events {

@@ -11,12 +11,12 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 )
 
 // The keys of a device's data about its peers: the peers that it can access, the peers
 // whose access is enabled, and the peers that may access its memory.
-var reachKey, peerKey, guestsKey kept.Key
+var reachKey, peerKey, guestsKey handle.Key
 
 // CanAccessPeer reports whether kernels on d can read and write peer's memory. Both belong
 // to one System.
@@ -165,7 +165,7 @@ type pair struct {
 	tested atomic.Bool
 }
 
-var pairKey kept.Key
+var pairKey handle.Key
 
 // pairWith returns the pair of two devices, which is stored in the device with the lower
 // ordinal.

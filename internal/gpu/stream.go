@@ -11,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kept"
 )
 
 // A StreamKind says who owns the driver's stream.
@@ -32,7 +31,7 @@ type Stream struct {
 	h     cudadrv.Stream
 	kind  StreamKind
 	refs  atomic.Int32 // one for the open public type, and one for each call of Retain
-	kept  kept.Map     // see Keep
+	kept  handle.Map   // see Keep
 }
 
 // A StreamRef has a Stream. The public type embeds it.
@@ -186,7 +185,7 @@ type companion struct {
 // Keep returns the value for the key. The first call makes it with open, and the end of
 // the stream closes it. Other packages store one value per stream with it. Later calls
 // take no lock.
-func (s *Stream) Keep(key *kept.Key, open func() (value any, close func() error, err error)) (value any, err error) {
+func (s *Stream) Keep(key *handle.Key, open func() (value any, close func() error, err error)) (value any, err error) {
 	if v, ok := s.Kept(key); ok {
 		return v, nil
 	}
@@ -205,7 +204,7 @@ func (s *Stream) Keep(key *kept.Key, open func() (value any, close func() error,
 }
 
 // Kept returns the value of Keep for the key, if it exists.
-func (s *Stream) Kept(key *kept.Key) (value any, ok bool) {
+func (s *Stream) Kept(key *handle.Key) (value any, ok bool) {
 	c, ok := s.kept.Load(key)
 	if !ok {
 		return nil, false

@@ -11,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
-	"github.com/gochorus/chorus/internal/goroutine"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/osthread"
 )
 
 // ErrClosed is returned, wrapped with the operation, by methods after Close.
@@ -45,7 +45,7 @@ type System struct {
 
 	closed    atomic.Bool
 	syncDebug atomic.Int32
-	local     kept.Map // see Local
+	local     handle.Map // see Local
 }
 
 // A SystemRef refers to a System. The public type embeds it.
@@ -79,7 +79,7 @@ func (s *System) Closed() bool { return s.closed.Load() }
 
 // Local returns the value for the key, and calls make on first use, like Device.Local for
 // one device. Close calls the Close methods of the values before it releases the contexts.
-func (s *System) Local(key *kept.Key, make func() any) any {
+func (s *System) Local(key *handle.Key, make func() any) any {
 	if v, ok := s.local.Load(key); ok {
 		return v
 	}
@@ -104,7 +104,7 @@ func (s *System) Close() error {
 }
 
 // callbacks are the OS threads that are running a host callback of a stream.
-var callbacks goroutine.Threads
+var callbacks osthread.Threads
 
 // EnterCallback records that a host callback runs on the calling OS thread, until leave.
 func EnterCallback() (leave func()) { return callbacks.Enter() }

@@ -8,7 +8,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
@@ -499,7 +499,7 @@ type marks struct {
 	never map[cudadrv.Event]bool // events that graphs or other processes record, too
 }
 
-var marksKey kept.Key
+var marksKey handle.Key
 
 // marksOf returns the System's marks.
 func marksOf(s *System) *marks {

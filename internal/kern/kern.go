@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
@@ -126,7 +126,7 @@ func Await(x HasCall, ready func() bool) bool { return x.call().Await(ready) }
 
 // A PerDevice has one value for each device, such as a struct of kernels. The zero PerDevice
 // is ready to use.
-type PerDevice[T any] struct{ key kept.Key }
+type PerDevice[T any] struct{ key handle.Key }
 
 type loading[T any] struct {
 	once  sync.Once

@@ -9,7 +9,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kept"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -26,7 +25,7 @@ type accounts struct {
 	list []*func() (Use, bool)
 }
 
-var accountsKey kept.Key
+var accountsKey handle.Key
 
 func accountsOf(dev *device.Device) *accounts {
 	return gpu.DeviceOf(dev).Local(&accountsKey, func() any { return &accounts{} }).(*accounts)
@@ -211,7 +210,7 @@ func WayBetween(a, b *device.Device) (Way, error) {
 
 // openKey is the key of a device's set of peers. The direct way to each peer is open and
 // tested.
-var openKey kept.Key
+var openKey handle.Key
 
 // findWay also reports whether the way is final.
 func findWay(a, b *device.Device) (by Way, final bool, err error) {

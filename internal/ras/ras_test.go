@@ -14,7 +14,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/ras/rastest"
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var oneRank = rastest.Answer(rastest.Rank{Host: "10.0.0.1", PID: 1})
@@ -101,7 +101,7 @@ func TestAskSlowService(t *testing.T) {
 }
 
 func TestAskWithoutService(t *testing.T) {
-	_, err := ras.AskPatiently(fmt.Sprint("127.0.0.1:", testport.Reserve(t)), time.Minute)
+	_, err := ras.AskPatiently(fmt.Sprint("127.0.0.1:", testhost.Reserve(t)), time.Minute)
 	require.ErrorContains(t, err, "connection refused")
 	_, err = ras.Ask("not an address")
 	require.ErrorContains(t, err, "not an address")

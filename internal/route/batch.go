@@ -6,8 +6,8 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/ranks"
-	"github.com/gochorus/chorus/internal/spinpool"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -215,7 +215,7 @@ func (b *Batch) execute() {
 	switch {
 	case b.allBy(ranks.CopyEngines):
 		b.executeByEngines()
-	case b.concurrent() && spinpool.Launchers.Try(len(b.plan), b):
+	case b.concurrent() && osthread.Launchers.Try(len(b.plan), b):
 	case len(b.plan) == 1 || b.allBy(ranks.Kernels):
 		b.executeInTurn()
 	default:
@@ -278,7 +278,7 @@ func (b *Batch) failRest(err error) {
 	}
 }
 
-// Do executes operation i alone, for spinpool.Pool.
+// Do executes operation i alone, for osthread.Pool.
 func (b *Batch) Do(i int) {
 	s := &b.plan[i]
 	switch s.op.Service {

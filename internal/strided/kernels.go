@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
@@ -54,7 +54,7 @@ type kernels struct {
 	sumWide *kernel.Kernel // 16 bytes at a time
 }
 
-var toolboxKey kept.Key
+var toolboxKey handle.Key
 
 // kernelsOf returns the kernels of a device. The first call loads them.
 func kernelsOf(dev *device.Device) (*kernels, error) {

@@ -16,7 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -119,7 +119,7 @@ func TestCopyLargeRows(t *testing.T) {
 
 // Flatten puts tensors one after the other, to several places.
 func TestFlatten(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	eachPair(t, func(t *testing.T, s, o *stream.Stream) {
 		r := random(t)
 		for _, n := range []int{0, 1, 5, 600} {

@@ -21,7 +21,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // Each runs fn as subtest virtual and, if there are n GPUs, as subtest cuda. With
@@ -226,14 +226,14 @@ func Sample(t testing.TB, n int) func() bool {
 
 // SampleRaced is Sample if the race detector watches the test. Without it every case runs.
 func SampleRaced(t testing.TB, n int) func() bool {
-	return Sample(t, tsan.Rounds(n, 1))
+	return Sample(t, testhost.Rounds(n, 1))
 }
 
 // TurnsRaced returns a function that selects one of n variants for the case with a number:
 // the next case has the next variant. Without the race detector, and with -thorough, each
 // case has all variants. The test logs the seed of the first choice; -sampleseed repeats it.
 func TurnsRaced(t testing.TB, n int) func(number, variant int) bool {
-	if *thorough || !tsan.On {
+	if *thorough || !testhost.On {
 		return func(int, int) bool { return true }
 	}
 	seed := drawnSeed()

@@ -8,7 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // The peaks are those of what there was on all streams together at one moment.
@@ -164,7 +164,7 @@ func TestManyGoroutines(t *testing.T) {
 }
 
 // rounds is how many blocks each of many goroutines allocates.
-var rounds = tsan.Rounds(1000, 3000)
+var rounds = testhost.Rounds(1000, 3000)
 
 // work allocates so many blocks, some of which other streams use, and some of which
 // are freed while memory is given back.

@@ -5,7 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 func TestWrongAddresses(t *testing.T) {
@@ -57,7 +57,7 @@ func TestWrongAddresses(t *testing.T) {
 }
 
 func TestAbsurdSizes(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	m := newMachine(t, 1<<62)
 	d := m.device("")
 	a := must(d.Default().Arena(m.stream()))

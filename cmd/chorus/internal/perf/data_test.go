@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -55,7 +55,7 @@ func TestReductionsAreExact(t *testing.T) {
 		for op := Sum; op <= MulSum; op++ {
 			for _, n := range []int{1, 2, 3, 4, 7, 8, 16, 33, 300} {
 				p := newPattern(d.t, op, n)
-				for range tsan.Rounds(5, 50) {
+				for range testhost.Rounds(5, 50) {
 					sum, total := 0, 0.0
 					low, high, product := math.Inf(1), math.Inf(-1), 1.0
 					for _, rank := range r.Perm(n) {

@@ -1,5 +1,7 @@
-// Package testport reserves ports for tests that start several processes.
-package testport
+// Package testhost has what tests ask of the host they run on: whether the race detector
+// watches them, free ports for several processes, and networks of hosts, which are network
+// namespaces on a bridge of this machine.
+package testhost
 
 import (
 	"fmt"
@@ -8,6 +10,25 @@ import (
 	"strconv"
 	"testing"
 )
+
+// Rounds returns n if the race detector watches this test binary, or all. The detector slows
+// a program down by ten and lets every sync.Pool drop objects at random, so tests that count
+// allocations, or that draw many programs, do less.
+func Rounds(n, all int) int {
+	if On {
+		return n
+	}
+	return all
+}
+
+// Serial skips a long test of one goroutine if the race detector watches it. make test runs the
+// package a second time without the detector; internal/archtest checks that.
+func Serial(t testing.TB) {
+	t.Helper()
+	if On {
+		t.Skip("the test runs in one goroutine: make test runs it without the race detector")
+	}
+}
 
 // Systems give ports from 32768 to outgoing connections, so such a connection can take any port
 // there between its reservation and its use.

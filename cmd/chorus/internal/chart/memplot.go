@@ -1,13 +1,10 @@
-// Package memplot draws memory over time as a self-contained SVG or HTML file.
-package memplot
+package chart
 
 import (
 	"fmt"
 	"html"
 	"io"
 	"strconv"
-
-	"github.com/gochorus/chorus/cmd/chorus/internal/chart"
 )
 
 // A Plot is a plot of quantities in bytes.
@@ -33,8 +30,8 @@ type Line struct {
 }
 
 const (
-	mostTicks = 8   // of an axis
-	mostSteps = 660 // of an area, about one for each pixel
+	memoryTicks = 8   // of an axis
+	mostSteps   = 660 // of an area, about one for each pixel
 )
 
 // WriteSVG writes the plot as SVG.
@@ -43,7 +40,7 @@ func (p *Plot) WriteSVG(w io.Writer) error { return p.chart().WriteSVG(w) }
 // WriteHTML writes an HTML page with the plot.
 func (p *Plot) WriteHTML(w io.Writer) error {
 	_, err := fmt.Fprintf(w, "<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>%s</title>\n<style>%sbody{margin:24px;overflow-x:auto}</style></head>\n<body>\n%s</body>\n</html>\n",
-		html.EscapeString(p.Title), chart.Style, p.chart().SVG())
+		html.EscapeString(p.Title), Style, p.chart().SVG())
 	return err
 }
 
@@ -66,7 +63,7 @@ func (p *Plot) scale() scale {
 		top = max(top, l.Value)
 	}
 	s.step = 1
-	for top/s.step >= mostTicks {
+	for top/s.step >= memoryTicks {
 		s.step *= 2
 	}
 	s.most = (top/s.step + 1) * s.step
@@ -74,20 +71,20 @@ func (p *Plot) scale() scale {
 }
 
 // chart returns the chart. Its legend shows the largest value of each area and line.
-func (p *Plot) chart() *chart.Chart {
+func (p *Plot) chart() *Chart {
 	s := p.scale()
 	events := s.values * s.events
-	c := &chart.Chart{
+	c := &Chart{
 		Title: p.Title, Note: p.Note,
-		X: chart.Linear(p.XLabel, float64(events), float64(decimalStep(events)), func(v float64) string { return strconv.Itoa(int(v)) }),
-		Y: chart.Linear("memory in bytes", float64(s.most), float64(s.step), func(v float64) string { return Bytes(int64(v)) }),
+		X: Linear(p.XLabel, float64(events), float64(decimalStep(events)), func(v float64) string { return strconv.Itoa(int(v)) }),
+		Y: Linear("memory in bytes", float64(s.most), float64(s.step), func(v float64) string { return Bytes(int64(v)) }),
 	}
 	for _, a := range p.Areas {
-		c.Series = append(c.Series, chart.Series{Name: a.Name + ", at most " + Bytes(most(a.Values)), Points: s.outline(a.Values), Filled: true})
+		c.Series = append(c.Series, Series{Name: a.Name + ", at most " + Bytes(most(a.Values)), Points: s.outline(a.Values), Filled: true})
 	}
 	for _, l := range p.Lines {
 		y := float64(l.Value)
-		c.Series = append(c.Series, chart.Series{Name: l.Name + " " + Bytes(l.Value), Points: []chart.Point{{Y: y}, {X: float64(events), Y: y}}, Dashed: true})
+		c.Series = append(c.Series, Series{Name: l.Name + " " + Bytes(l.Value), Points: []Point{{Y: y}, {X: float64(events), Y: y}}, Dashed: true})
 	}
 	return c
 }
@@ -103,7 +100,7 @@ func most(values []int64) (most int64) {
 func decimalStep(n int) int {
 	for power := 1; ; power *= 10 {
 		for _, m := range []int{1, 2, 5} {
-			if n/(m*power) <= mostTicks {
+			if n/(m*power) <= memoryTicks {
 				return m * power
 			}
 		}
@@ -112,12 +109,12 @@ func decimalStep(n int) int {
 
 // outline returns the steps of an area's upper edge. If several values share a pixel, it
 // uses the largest one, because the peak of the memory matters.
-func (s scale) outline(values []int64) (points []chart.Point) {
+func (s scale) outline(values []int64) (points []Point) {
 	group := (len(values) + mostSteps - 1) / mostSteps
 	last := int64(0)
 	to := func(i int, v int64) {
 		x := float64(i * s.events)
-		points = append(points, chart.Point{X: x, Y: float64(last)}, chart.Point{X: x, Y: float64(v)})
+		points = append(points, Point{X: x, Y: float64(last)}, Point{X: x, Y: float64(v)})
 		last = v
 	}
 	to(0, 0)

@@ -1,6 +1,6 @@
-//go:build race
+//go:build !race
 
-package tsan
+package testhost
 
 // On reports whether the race detector watches this test binary.
-const On = true
+const On = false

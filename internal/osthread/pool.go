@@ -1,8 +1,4 @@
-// Package spinpool runs the parts of a short job concurrently on threads that poll for
-// work. Handing a part to a goroutine that sleeps on a dedicated thread takes tens of
-// microseconds, more than many driver calls; handing it to a polling thread takes a
-// fifth of a microsecond.
-package spinpool
+package osthread
 
 import (
 	"runtime"

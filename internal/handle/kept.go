@@ -1,6 +1,4 @@
-// Package kept lets packages store values with objects of another package. A lookup takes
-// no lock and a few nanoseconds.
-package kept
+package handle
 
 import (
 	"slices"

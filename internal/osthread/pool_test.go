@@ -1,4 +1,4 @@
-package spinpool
+package osthread
 
 import (
 	"runtime"

@@ -1,6 +1,4 @@
-// Package testlan makes networks of hosts for tests: network namespaces on a bridge of this machine,
-// whose cables tests can cut.
-package testlan
+package testhost
 
 import (
 	"fmt"

@@ -1,4 +1,4 @@
-package memplot
+package chart
 
 import (
 	"encoding/xml"
@@ -9,11 +9,9 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/gochorus/chorus/cmd/chorus/internal/chart"
 )
 
-func example() *Plot {
+func memoryExample() *Plot {
 	return &Plot{Title: "trace <1> & more", Note: "a note", XLabel: "calls of the allocator",
 		Areas: []Area{
 			{Name: "reserved", Values: []int64{0, 4 << 30, 4 << 30, 8 << 30}},
@@ -54,7 +52,7 @@ func texts(t *testing.T, svg string) (list []string) {
 
 func TestSVG(t *testing.T) {
 	var b strings.Builder
-	require.NoError(t, example().WriteSVG(&b))
+	require.NoError(t, memoryExample().WriteSVG(&b))
 	got := texts(t, b.String())
 	require.ElementsMatch(t, []string{"trace <1> & more", "reserved, at most 8 GiB", "allocated, at most 7 GiB", "recorded 9 GiB",
 		"0 B", "2 GiB", "4 GiB", "6 GiB", "8 GiB", "10 GiB", "0", "1", "2", "3", "4", "calls of the allocator", "memory in bytes", "a note"}, got)
@@ -62,17 +60,17 @@ func TestSVG(t *testing.T) {
 
 // Each value holds until the next, and the area is closed.
 func TestOutline(t *testing.T) {
-	c := example().chart()
+	c := memoryExample().chart()
 	const g = 1 << 30
-	require.Equal(t, []chart.Point{{X: 0}, {X: 0}, {X: 1}, {X: 1, Y: 3 * g}, {X: 2, Y: 3 * g}, {X: 2, Y: g}, {X: 3, Y: g}, {X: 3, Y: 7 * g}, {X: 4, Y: 7 * g}, {X: 4}}, c.Series[1].Points)
-	require.Equal(t, []chart.Point{{X: 0, Y: 9 * g}, {X: 4, Y: 9 * g}}, c.Series[2].Points)
+	require.Equal(t, []Point{{X: 0}, {X: 0}, {X: 1}, {X: 1, Y: 3 * g}, {X: 2, Y: 3 * g}, {X: 2, Y: g}, {X: 3, Y: g}, {X: 3, Y: 7 * g}, {X: 4, Y: 7 * g}, {X: 4}}, c.Series[1].Points)
+	require.Equal(t, []Point{{X: 0, Y: 9 * g}, {X: 4, Y: 9 * g}}, c.Series[2].Points)
 }
 
 func TestHTML(t *testing.T) {
 	var b strings.Builder
-	require.NoError(t, example().WriteHTML(&b))
+	require.NoError(t, memoryExample().WriteHTML(&b))
 	require.Contains(t, b.String(), "<title>trace &lt;1&gt; &amp; more</title>")
-	require.Contains(t, b.String(), example().chart().SVG())
+	require.Contains(t, b.String(), memoryExample().chart().SVG())
 	require.NotContains(t, b.String(), "http")
 }
 
@@ -88,12 +86,12 @@ func TestManyValues(t *testing.T) {
 	require.NoError(t, p.WriteSVG(&b))
 	require.Contains(t, texts(t, b.String()), "a, at most 1 TiB")
 	require.Less(t, b.Len(), 60_000)
-	require.True(t, slices.ContainsFunc(p.chart().Series[0].Points, func(q chart.Point) bool { return q.Y == 1<<40 }))
+	require.True(t, slices.ContainsFunc(p.chart().Series[0].Points, func(q Point) bool { return q.Y == 1<<40 }))
 }
 
 // The axis counts events if a value stands for several.
 func TestStep(t *testing.T) {
-	p := example()
+	p := memoryExample()
 	p.Step = 100
 	var b strings.Builder
 	require.NoError(t, p.WriteSVG(&b))
@@ -106,15 +104,15 @@ func TestEmpty(t *testing.T) {
 	var b strings.Builder
 	require.NoError(t, (&Plot{Areas: []Area{{}, {Values: []int64{0}}}}).WriteSVG(&b))
 	texts(t, b.String())
-	require.ErrorIs(t, (&Plot{}).WriteSVG(broken{}), errBroken)
-	require.ErrorIs(t, (&Plot{}).WriteHTML(broken{}), errBroken)
+	require.ErrorIs(t, (&Plot{}).WriteSVG(broken{}), errBrokenWriter)
+	require.ErrorIs(t, (&Plot{}).WriteHTML(broken{}), errBrokenWriter)
 }
 
-var errBroken = errors.New("broken")
+var errBrokenWriter = errors.New("broken")
 
 type broken struct{}
 
-func (broken) Write([]byte) (int, error) { return 0, errBroken }
+func (broken) Write([]byte) (int, error) { return 0, errBrokenWriter }
 
 func TestBytes(t *testing.T) {
 	for n, want := range map[int64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 7734391296: "7.2 GiB", 1 << 62: "4 EiB"} {

@@ -69,7 +69,7 @@ type setting struct {
 	threads int
 	chunk   int64
 	depth   int
-	wait    time.Duration // patience
+	wait    time.Duration // pollTime
 	cold    bool          // nothing is in the page cache
 }
 

@@ -73,8 +73,8 @@ func (c *cuFile) start() (cufileapi.API, error) {
 	select {
 	case r := <-opened:
 		return api, failed("cuFileDriverOpen", r)
-	case <-time.After(openPatience):
-		return nil, fmt.Errorf("cuFileDriverOpen has not returned for %v", openPatience)
+	case <-time.After(openTimeout):
+		return nil, fmt.Errorf("cuFileDriverOpen has not returned for %v", openTimeout)
 	}
 }
 
@@ -93,8 +93,8 @@ func logFolder() (string, error) {
 	return path, d.Close()
 }
 
-// openPatience is the maximum time that cuFile may take to examine the machine.
-var openPatience = 10 * time.Second
+// openTimeout is the maximum time that cuFile may take to examine the machine.
+var openTimeout = 10 * time.Second
 
 // Close closes the driver.
 func (c *cuFile) Close() error {

@@ -89,9 +89,9 @@ func TestCuFileIsRefused(t *testing.T) {
 
 // A cuFile that does not come back is given up.
 func TestCuFileHangs(t *testing.T) {
-	was := openPatience
-	openPatience = 20 * time.Millisecond
-	defer func() { openPatience = was }()
+	was := openTimeout
+	openTimeout = 20 * time.Millisecond
+	defer func() { openTimeout = was }()
 	r := newRig(t, virtualWith(t, "hang@cuFileDriverOpen#1"))
 	f, err := Open(r.path, &FileConfig{Engine: CuFile})
 	require.NoError(t, err)

@@ -72,7 +72,7 @@ func (w *worker) read() error {
 		if err := t.fetch(win, w.held[i].slot); err != nil {
 			return err
 		}
-		if err := w.copy(i, win, w.lane.upload); err != nil {
+		if err := w.copy(i, win, w.copyStream.upload); err != nil {
 			return err
 		}
 	}
@@ -175,7 +175,7 @@ func (w *worker) write() error {
 			t.spare()
 			return w.all(w.store)
 		}
-		if err := w.copy(i, win, w.lane.download); err != nil {
+		if err := w.copy(i, win, w.copyStream.download); err != nil {
 			return err
 		}
 	}

@@ -23,10 +23,10 @@ import (
 // A worker moves windows one after the other, while the copies of earlier windows are in
 // progress. It belongs to one goroutine.
 type worker struct {
-	t    *transfer
-	lane *lane
-	held []held
-	turn int
+	t          *transfer
+	copyStream *copyStream
+	held       []held
+	turn       int
 }
 
 // held is a slot of a worker.
@@ -38,11 +38,11 @@ type held struct {
 }
 
 func newWorker(t *transfer) (*worker, error) {
-	l, err := takeLane(gpu.DeviceOf(t.dev))
+	l, err := takeCopyStream(gpu.DeviceOf(t.dev))
 	if err != nil {
 		return nil, err
 	}
-	return &worker{t: t, lane: l, held: make([]held, min(t.f.depth, maxDepth))}, nil
+	return &worker{t: t, copyStream: l, held: make([]held, min(t.f.depth, maxDepth))}, nil
 }
 
 // freeSlot returns the index of a slot without pending copies, after finish has handled its
@@ -109,11 +109,11 @@ func (w *worker) drop(h *held) error {
 
 // release releases everything, when no copies are pending.
 func (w *worker) release() error {
-	errs := []error{w.lane.drain()}
+	errs := []error{w.copyStream.drain()}
 	for i := range w.held {
 		errs = append(errs, w.drop(&w.held[i]))
 	}
-	giveLane(w.lane)
+	giveCopyStream(w.copyStream)
 	return errors.Join(errs...)
 }
 
@@ -130,7 +130,7 @@ func (w *worker) copy(i int, win window, move func(ptr cudadrv.DevicePtr, host u
 		j = next
 	}
 	h.flying = true
-	return w.lane.mark(i)
+	return w.copyStream.mark(i)
 }
 
 // land waits for the copies of a slot, and reports whether there were any.
@@ -140,7 +140,7 @@ func (w *worker) land(i int) (bool, error) {
 		return false, nil
 	}
 	h.flying = false
-	if err := w.lane.await(i); err != nil {
+	if err := w.copyStream.await(i); err != nil {
 		return false, err
 	}
 	return true, nil
@@ -160,32 +160,32 @@ func (w *worker) all(finish func(i int) error) error {
 // maxDepth is the maximum number of slots of a worker.
 const maxDepth = 4
 
-// A lane is a stream for the copies of one worker, with an event for each slot. A device
-// keeps its lanes for later calls, until its context is released.
-type lane struct {
+// A copyStream is a stream for the copies of one worker, with an event for each slot. A device
+// keeps its copyStreams for later calls, until its context is released.
+type copyStream struct {
 	dev    *gpu.Device
 	stream cudadrv.Stream
 	events [maxDepth]cudadrv.Event
 }
 
-// lanes are the unused lanes of a device.
-type lanes struct {
+// copyStreams are the unused copyStreams of a device.
+type copyStreams struct {
 	mu   sync.Mutex
-	free []*lane
+	free []*copyStream
 }
 
-var lanesKey handle.Key
+var copyStreamsKey handle.Key
 
-func lanesOf(dev *gpu.Device) *lanes {
-	return dev.Local(&lanesKey, func() any { return new(lanes) }).(*lanes)
+func copyStreamsOf(dev *gpu.Device) *copyStreams {
+	return dev.Local(&copyStreamsKey, func() any { return new(copyStreams) }).(*copyStreams)
 }
 
-// takeLane returns an idle lane.
-func takeLane(dev *gpu.Device) (*lane, error) {
-	if l := lanesOf(dev).take(); l != nil {
+// takeCopyStream returns an idle copyStream.
+func takeCopyStream(dev *gpu.Device) (*copyStream, error) {
+	if l := copyStreamsOf(dev).take(); l != nil {
 		return l, nil
 	}
-	l := &lane{dev: dev}
+	l := &copyStream{dev: dev}
 	if err := l.allocate(); err != nil {
 		l.close()
 		return nil, err
@@ -193,8 +193,8 @@ func takeLane(dev *gpu.Device) (*lane, error) {
 	return l, nil
 }
 
-// take returns an existing lane, or nil.
-func (x *lanes) take() *lane {
+// take returns an existing copyStream, or nil.
+func (x *copyStreams) take() *copyStream {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	n := len(x.free)
@@ -206,15 +206,15 @@ func (x *lanes) take() *lane {
 	return l
 }
 
-// giveLane returns a drained lane.
-func giveLane(l *lane) {
-	list := lanesOf(l.dev)
+// giveCopyStream returns a drained copyStream.
+func giveCopyStream(l *copyStream) {
+	list := copyStreamsOf(l.dev)
 	list.mu.Lock()
 	defer list.mu.Unlock()
 	list.free = append(list.free, l)
 }
 
-func (l *lane) allocate() (err error) {
+func (l *copyStream) allocate() (err error) {
 	l.stream, err = l.dev.NewStream(0)
 	for i := range l.events {
 		if err != nil {
@@ -227,7 +227,7 @@ func (l *lane) allocate() (err error) {
 
 // close destroys the resources that open has created. Resources that the driver does not
 // destroy are released with the context.
-func (l *lane) close() {
+func (l *copyStream) close() {
 	for _, e := range l.events {
 		if e != 0 {
 			_ = l.dev.DestroyEvent(e)
@@ -238,29 +238,29 @@ func (l *lane) close() {
 	}
 }
 
-func (l *lane) upload(dst cudadrv.DevicePtr, src unsafe.Pointer, bytes int64) error {
+func (l *copyStream) upload(dst cudadrv.DevicePtr, src unsafe.Pointer, bytes int64) error {
 	return l.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemcpyHtoDAsync(dst, src, uintptr(bytes), l.stream)
 	})
 }
 
-func (l *lane) download(src cudadrv.DevicePtr, dst unsafe.Pointer, bytes int64) error {
+func (l *copyStream) download(src cudadrv.DevicePtr, dst unsafe.Pointer, bytes int64) error {
 	return l.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemcpyDtoHAsync(dst, src, uintptr(bytes), l.stream)
 	})
 }
 
-// mark records event i after the operations on the lane.
-func (l *lane) mark(i int) error { return l.dev.RecordEvent(l.events[i], l.stream) }
+// mark records event i after the operations on the copyStream.
+func (l *copyStream) mark(i int) error { return l.dev.RecordEvent(l.events[i], l.stream) }
 
-// patience is how long a worker polls for the end of its copies before its thread sleeps.
+// pollTime is how long a worker polls for the end of its copies before its thread sleeps.
 // Waking the thread, especially in a virtual machine, may take longer than the copies.
 // Tests change it.
-var patience = 200 * time.Microsecond
+var pollTime = 200 * time.Microsecond
 
 // await waits for event i. Only copies precede it, so the wait is short.
-func (l *lane) await(i int) error {
-	for start := time.Now(); time.Since(start) < patience; runtime.Gosched() {
+func (l *copyStream) await(i int) error {
+	for start := time.Now(); time.Since(start) < pollTime; runtime.Gosched() {
 		if passed, err := l.passed(i); passed || err != nil {
 			return err
 		}
@@ -269,10 +269,10 @@ func (l *lane) await(i int) error {
 }
 
 // passed reports whether event i has passed.
-func (l *lane) passed(i int) (bool, error) { return l.dev.QueryEvent(l.events[i]) }
+func (l *copyStream) passed(i int) (bool, error) { return l.dev.QueryEvent(l.events[i]) }
 
-// drain waits for everything on the lane.
-func (l *lane) drain() error { return l.dev.SyncStream(l.stream) }
+// drain waits for everything on the copyStream.
+func (l *copyStream) drain() error { return l.dev.SyncStream(l.stream) }
 
 // A ring limits the pinned memory that all files of a System use. The memory comes from
 // package memory, which caches it for the next call until memory.EmptyHostCache. Waiting

@@ -167,10 +167,10 @@ func TestShortCallsInBetween(t *testing.T) {
 }
 
 // Streams and events are kept for later calls.
-func TestLanesAreKept(t *testing.T) {
+func TestCopyStreamsAreKept(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		r := newRig(t, devs[0])
-		before := len(lanesOf(gpu.DeviceOf(devs[0])).free)
+		before := len(copyStreamsOf(gpu.DeviceOf(devs[0])).free)
 		require.Positive(t, before)
 		for range 3 {
 			r.usable(t)
@@ -181,8 +181,8 @@ func TestLanesAreKept(t *testing.T) {
 		for range 5 {
 			require.ErrorIs(t, f.Load(testgpu.Context(t), r.s, r.x, 0), unix.EIO)
 		}
-		require.LessOrEqual(t, len(lanesOf(gpu.DeviceOf(devs[0])).free), max(before, 3))
-		require.GreaterOrEqual(t, len(lanesOf(gpu.DeviceOf(devs[0])).free), before)
+		require.LessOrEqual(t, len(copyStreamsOf(gpu.DeviceOf(devs[0])).free), max(before, 3))
+		require.GreaterOrEqual(t, len(copyStreamsOf(gpu.DeviceOf(devs[0])).free), before)
 	})
 }
 

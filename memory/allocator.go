@@ -215,14 +215,14 @@ func noMemory(err error) error {
 type allocatorSource struct{ a Allocator }
 
 func (s allocatorSource) Alloc(l alloc.Stream, bytes uint64) (uint64, error) {
-	p, err := s.a.Alloc(l.(*lane).s, int(bytes))
+	p, err := s.a.Alloc(l.(*streamCache).s, int(bytes))
 	return p, noMemory(err)
 }
 
 // Free passes the default stream if the segment's stream was destroyed, because all
 // work of that stream has completed.
 func (s allocatorSource) Free(on alloc.Stream, addr, bytes uint64) error {
-	l := on.(*lane)
+	l := on.(*streamCache)
 	if l.ended.Load() {
 		return s.a.Free(stream.Default(l.heap.dev), addr, int(bytes))
 	}
@@ -378,9 +378,9 @@ const absurd = 1 << 60
 
 // A loan is an allocated block.
 type loan struct {
-	l     *lane
+	l     *streamCache
 	bytes int
-	users []*lane // other streams that use the block
+	users []*streamCache // other streams that use the block
 }
 
 // uncached makes an engine. The heap is locked, or not shared yet.
@@ -409,7 +409,7 @@ func (e *uncached) find(addr uint64) *loan {
 	return nil
 }
 
-func (e *uncached) alloc(l *lane, bytes int) (addr uint64, err error) {
+func (e *uncached) alloc(l *streamCache, bytes int) (addr uint64, err error) {
 	e.h.markUsed()
 	if e.h.closed.Load() {
 		return 0, e.explain(bytes, alloc.ErrClosed)
@@ -452,7 +452,7 @@ func (e *uncached) reserve(bytes int) bool {
 
 // addLoan replaces a reservation by the block that the Allocator has returned, if it
 // succeeded.
-func (e *uncached) addLoan(l *lane, addr uint64, bytes int, err error) error {
+func (e *uncached) addLoan(l *streamCache, addr uint64, bytes int, err error) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.asked -= int64(bytes)
@@ -525,7 +525,7 @@ func (x *loan) refuseCapture() error {
 
 // RecordStream records that another stream uses a block.
 func (e *uncached) RecordStream(addr uint64, s alloc.Stream) error {
-	l := s.(*lane)
+	l := s.(*streamCache)
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	x := e.find(addr)

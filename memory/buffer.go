@@ -60,7 +60,7 @@ func (b *Buffer) in() *mem.Buffer { return mem.BufferOf(b) }
 // If the device is out of memory, Alloc first returns all cached memory to the driver
 // and tries again. If that fails too, the error is an *OutOfMemoryError.
 func Alloc(s *stream.Stream, bytes int) (*Buffer, error) {
-	l, err := laneOf("memory: allocate", s)
+	l, err := streamCacheOf("memory: allocate", s)
 	if err != nil {
 		return nil, err
 	}
@@ -94,7 +94,7 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 	if s == b.in().Stream {
 		return nil
 	}
-	l, err := laneOf("memory: record stream", s)
+	l, err := streamCacheOf("memory: record stream", s)
 	if err != nil {
 		return err
 	}
@@ -109,7 +109,7 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 }
 
 // addUser takes over one reference to the stream, unless the buffer already has one.
-func (b *Buffer) addUser(s *stream.Stream, l *lane) (added bool, err error) {
+func (b *Buffer) addUser(s *stream.Stream, l *streamCache) (added bool, err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.in().Owner.Closed() {
@@ -165,7 +165,7 @@ func (b *Buffer) giveBack() error {
 		if err := b.by.Free(uint64(b.ptr)); err != nil {
 			errs = append(errs, b.heap.pointer("free", uint64(b.ptr), err))
 		}
-		b.heap.tidy()
+		b.heap.releasePending()
 	}
 	for _, s := range b.users {
 		if err := b.letGo(s); err != nil {
@@ -371,7 +371,7 @@ func sizeOf[T Element]() int {
 // It may be called by several goroutines. Goroutines that use different streams do not
 // wait for each other.
 func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
-	l, err := laneOf("memory: allocate", s)
+	l, err := streamCacheOf("memory: allocate", s)
 	if err != nil {
 		return 0, err
 	}
@@ -406,11 +406,11 @@ func FreeRaw(d *device.Device, ptr uint64) error {
 // RecordStreamRaw is Buffer.RecordStream for memory of AllocRaw. ptr may be any address
 // within the memory. s may be on another device.
 func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
-	l, err := laneOf("memory: record stream", s)
+	l, err := streamCacheOf("memory: record stream", s)
 	if err != nil {
 		return err
 	}
-	defer l.heap.tidy()
+	defer l.heap.releasePending()
 	err = l.heap.owner(ptr).RecordStream(ptr, l)
 	if err == nil {
 		return nil
@@ -434,7 +434,7 @@ func (h *heap) others() []*heap {
 // free frees an address through the engine that allocated it.
 func (h *heap) free(ptr uint64) error {
 	err := h.native.Free(ptr)
-	h.tidy()
+	h.releasePending()
 	if err == nil {
 		return nil
 	}

@@ -28,8 +28,8 @@ type heap struct {
 	cached *uncached                // the engine while caching is on, guarded by mu
 	plain  *uncached                // the engine while caching is off, set by the first switch, guarded by mu
 
-	owes   atomic.Bool // retired is not empty
-	closed atomic.Bool // the System was closed
+	hasPending atomic.Bool // retired is not empty
+	closed     atomic.Bool // the System was closed
 
 	mu      sync.Mutex
 	spare   []*event
@@ -172,16 +172,16 @@ type grant struct {
 }
 
 // plain returns the arena for an allocation that needs no special handling, or nil.
-func (l *lane) plain() *alloc.Arena {
-	if gpu.AnyCapture() || l.pool.Load() != nil || l.heap.engine.Load() != nil || l.heap.owes.Load() || l.heap.dev.Err() != nil {
+func (l *streamCache) plain() *alloc.Arena {
+	if gpu.AnyCapture() || l.pool.Load() != nil || l.heap.engine.Load() != nil || l.heap.hasPending.Load() || l.heap.dev.Err() != nil {
 		return nil
 	}
 	return l.arena.Load()
 }
 
-// alloc allocates memory for operations on the lane's stream: from the pool of the
+// alloc allocates memory for operations on the streamCache's stream: from the pool of the
 // stream's capture, from the pool in use, or from the engine of the heap.
-func (l *lane) alloc(bytes int) (g grant, err error) {
+func (l *streamCache) alloc(bytes int) (g grant, err error) {
 	if bytes < 0 {
 		return grant{}, fmt.Errorf("memory: allocate %d bytes on %s: the size is negative", bytes, l.heap.dev)
 	}
@@ -214,7 +214,7 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 		}
 	}
 	g.addr, err = a.Alloc(uint64(bytes))
-	l.heap.tidy()
+	l.heap.releasePending()
 	if err != nil {
 		return grant{}, l.heap.explain(bytes, err)
 	}
@@ -224,7 +224,7 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 
 // capturing returns the arena for the capture that the stream takes part in, or nil if
 // the stream is not captured.
-func (l *lane) capturing() (*alloc.Arena, error) {
+func (l *streamCache) capturing() (*alloc.Arena, error) {
 	const op = "memory: allocate"
 	pool, err := gpu.StreamOf(l.s).CapturePool()
 	if errors.Is(err, device.Status(cudadrv.ErrorStreamCaptureInvalidated)) {
@@ -262,11 +262,11 @@ func (h *heap) owner(addr uint64) freer {
 type auditor struct{ cudadrv.Auditor }
 
 func (a auditor) Lend(s alloc.Stream, addr, bytes uint64) {
-	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*lane).s).Raw())
+	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
 }
 
 func (a auditor) Return(s alloc.Stream, addr, bytes uint64) {
-	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*lane).s).Raw())
+	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
 }
 
 // EmptyCache returns all cached memory that is not in use to the driver
@@ -282,7 +282,7 @@ func EmptyCache(d *device.Device) error {
 
 func (h *heap) empty() error {
 	err := h.native.Empty()
-	h.tidy()
+	h.releasePending()
 	if a, ok := h.async(); ok {
 		err = errors.Join(err, a.trim(h.dev))
 	}

@@ -184,8 +184,8 @@ func (b *Buffer) awaitUsers() error {
 
 // ipc is the state of a System for memory shared with other processes.
 type ipc struct {
-	patience time.Duration // timeout of a request
-	farewell time.Duration // timeout of a close request
+	timeout      time.Duration // timeout of a request
+	closeTimeout time.Duration // timeout of a close request
 
 	mu     sync.Mutex
 	server *ipcServer          // set once this process has shared memory
@@ -199,7 +199,7 @@ var ipcSystemKey handle.Key
 
 func ipcOf(dev *device.Device) *ipc {
 	return gpu.DeviceOf(dev).System().Local(&ipcSystemKey, func() any {
-		return &ipc{patience: ipcPatience, farewell: ipcFarewell, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
+		return &ipc{timeout: ipcTimeout, closeTimeout: ipcCloseTimeout, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
 	}).(*ipc)
 }
 
@@ -291,13 +291,13 @@ func (x *ipc) unlink(l *ipcLink) {
 // ask sends a request and returns its answer, with files that the caller closes. After
 // a connection error all further requests on the link fail; the link is closed by the
 // last unlink.
-func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswer, files []int, err error) {
+func (x *ipc) ask(l *ipcLink, q *ipcRequest, timeout time.Duration) (a ipcAnswer, files []int, err error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.silent != nil {
 		return a, nil, l.silent
 	}
-	err = l.conn.SetDeadline(time.Now().Add(patience))
+	err = l.conn.SetDeadline(time.Now().Add(timeout))
 	if err == nil {
 		err = sendPacket(l.conn, q, nil)
 	}
@@ -308,7 +308,7 @@ func (x *ipc) ask(l *ipcLink, q *ipcRequest, patience time.Duration) (a ipcAnswe
 		x.mu.Lock()
 		delete(x.links, l.name)
 		x.mu.Unlock()
-		l.silent, l.hasty = fmt.Errorf("that process does not answer: %w", err), patience < x.patience
+		l.silent, l.hasty = fmt.Errorf("that process does not answer: %w", err), timeout < x.timeout
 		return a, nil, l.silent
 	}
 	if a.Error != "" {
@@ -325,7 +325,7 @@ func (x *ipc) askToOpen(h *IPCHandle) (*ipcLink, ipcAnswer, error) {
 		if err != nil {
 			return nil, ipcAnswer{}, err
 		}
-		a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token}, x.patience)
+		a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token}, x.timeout)
 		if err == nil {
 			return l, a, nil
 		}
@@ -353,7 +353,7 @@ func (x *ipc) openHandle(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	leave := func() {
 		// If the process has ended, its server state is gone. If the process is
 		// stopped, it reads this request when it continues.
-		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export}, x.farewell)
+		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export}, x.closeTimeout)
 		x.unlink(l)
 	}
 	if !a.fits(h) {
@@ -510,7 +510,7 @@ func (m *ipcMapped) askPages(x *ipc, l *ipcLink, a *ipcAnswer) (done uintptr, er
 	page := uintptr(a.PageBytes)
 	for n := 0; n < a.Pages && err == nil; {
 		var files []int
-		if _, files, err = x.ask(l, &ipcRequest{Op: "pages", Export: m.key.export, From: n}, x.patience); err != nil {
+		if _, files, err = x.ask(l, &ipcRequest{Op: "pages", Export: m.key.export, From: n}, x.timeout); err != nil {
 			break
 		}
 		if len(files) == 0 || len(files) > a.Pages-n {

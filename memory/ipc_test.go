@@ -147,7 +147,7 @@ func aside(t testing.TB) *stream.Stream {
 }
 
 // patient gives other processes much time to answer a request to close.
-func patient(dev *device.Device) { ipcOf(dev).farewell = time.Minute }
+func patient(dev *device.Device) { ipcOf(dev).closeTimeout = time.Minute }
 
 // ints returns numbers that ascend. Nobody else has the slice yet, so the race detector need
 // not look at it.
@@ -595,12 +595,12 @@ func TestSlowCloseFailsNoOpening(t *testing.T) {
 			go answerOpenings(c, closing)
 		}
 	}()
-	x := &ipc{patience: time.Minute, farewell: 200 * time.Millisecond, links: map[string]*ipcLink{}}
+	x := &ipc{timeout: time.Minute, closeTimeout: 200 * time.Millisecond, links: map[string]*ipcLink{}}
 	l, err := x.link(ln.Addr().String())
 	require.NoError(t, err)
 	slow := make(chan error)
 	go func() {
-		_, _, err := x.ask(l, &ipcRequest{Op: "close"}, x.farewell)
+		_, _, err := x.ask(l, &ipcRequest{Op: "close"}, x.closeTimeout)
 		slow <- err
 	}()
 	<-closing

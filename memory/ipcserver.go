@@ -505,9 +505,9 @@ func (m *mappedPages) find(addr, bytes uint64) (first, page uint64, handles []cu
 // connection ends, all openings of that process end.
 
 const (
-	tokenBytes  = 16
-	ipcPatience = 10 * time.Second
-	ipcFarewell = time.Second
+	tokenBytes      = 16
+	ipcTimeout      = 10 * time.Second
+	ipcCloseTimeout = time.Second
 	// ipcPacket is the size of the packet buffer; every packet fits.
 	ipcPacket = 4096
 	// ipcFiles is the number of file descriptors in a packet; the system's limit is

@@ -93,7 +93,7 @@ func (p *Pool) ID() [2]uint64 { return p.id }
 // Use applies. Freed memory stays in the pool, whenever it is freed.
 func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	const op = "memory: use a pool"
-	l, err := laneOf(op, s)
+	l, err := streamCacheOf(op, s)
 	if err != nil {
 		return err
 	}
@@ -152,8 +152,8 @@ func (p *Pool) part(h *heap, captured bool) (*alloc.Pool, error) {
 	return x, nil
 }
 
-// captured returns the arena for a capture on the lane's stream.
-func (p *Pool) captured(l *lane) (*alloc.Arena, error) {
+// captured returns the arena for a capture on the streamCache's stream.
+func (p *Pool) captured(l *streamCache) (*alloc.Arena, error) {
 	part, err := p.part(l.heap, true)
 	if err != nil {
 		return nil, err

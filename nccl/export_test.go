@@ -43,8 +43,8 @@ func (c *Communicator) ReplaceNCCL(api ncclapi.API) (old ncclapi.API) {
 	return old
 }
 
-// LeaveClique makes the other ranks of c behave as if c were in another process.
-func (c *Communicator) LeaveClique() { c.leaveClique() }
+// LeaveLocalRanks makes the other ranks of c behave as if c were in another process.
+func (c *Communicator) LeaveLocalRanks() { c.leaveLocalRanks() }
 
 // MostInFlight is the bound on the operations of processes that share GPUs.
 const MostInFlight = mostInFlight

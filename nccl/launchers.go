@@ -42,7 +42,7 @@ func (g *group) concurrent() bool {
 		return false
 	}
 	for i := range g.ops {
-		if o := &g.ops[i]; o.Captured || o.comm.clique != g.comms[0].clique {
+		if o := &g.ops[i]; o.Captured || o.comm.localRanks != g.comms[0].localRanks {
 			return false
 		}
 	}

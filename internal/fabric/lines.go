@@ -28,7 +28,7 @@ func (r *Rank) Supports(a Algorithm) error {
 
 // missesLines returns the reason why lines between this rank and the others may be torn,
 // according to the driver, or "" if they arrive whole.
-func (r *Rank) missesLines(cards []card) (string, error) {
+func (r *Rank) missesLines(infos []rankInfo) (string, error) {
 	p, err := r.dev.Properties()
 	if err != nil {
 		return "", err
@@ -36,11 +36,11 @@ func (r *Rank) missesLines(cards []card) (string, error) {
 	if !keepsLines(p.Major, p.Minor) {
 		return fmt.Sprintf("compute capability %d.%d on rank %d, and not 7.0, 8.0 or from 9.0 on", p.Major, p.Minor, r.rank), nil
 	}
-	for i := range cards {
-		if i == r.rank || cards[i].GPU == cards[r.rank].GPU {
+	for i := range infos {
+		if i == r.rank || infos[i].GPU == infos[r.rank].GPU {
 			continue
 		}
-		peer := r.seen(&cards[i])
+		peer := r.seen(&infos[i])
 		if peer == nil {
 			return fmt.Sprintf("a link between ranks %d and %d that the driver does not tell of, since the process of rank %[1]d does not see the other GPU", r.rank, i), nil
 		}
@@ -189,11 +189,11 @@ func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange
 	}
 	x, failed := r.newTrial(s)
 	defer func() { err = errors.Join(err, x.close()) }()
-	if err := Confer(ctx, exchange, r.ranks, failed); err != nil {
+	if err := Agree(ctx, exchange, r.ranks, failed); err != nil {
 		return err // a rank without memory would keep the others waiting
 	}
 	torn, failed := r.try(ctx, s, x)
-	said, err := confer(ctx, exchange, r.ranks, torn, failed)
+	said, err := agree(ctx, exchange, r.ranks, torn, failed)
 	if err != nil {
 		return err
 	}

@@ -94,41 +94,41 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 		return r.allocate(ctx, s)
 	}
 	mine, failed := r.prepare(ctx, s)
-	cards, err := confer(ctx, exchange, r.ranks, mine, failed)
+	infos, err := agree(ctx, exchange, r.ranks, mine, failed)
 	if err != nil {
 		return err
 	}
-	if err := agree(cards); err != nil {
+	if err := compareRanks(infos); err != nil {
 		return err
 	}
-	r.blocks = blocksOf(cards)
-	handles, err := r.share(ctx, exchange, cards)
+	r.blocks = blocksOf(infos)
+	handles, err := r.share(ctx, exchange, infos)
 	if err != nil {
 		return err
 	}
-	if failed = r.link(s, cards, handles); failed == nil {
+	if failed = r.link(s, infos, handles); failed == nil {
 		failed = r.probe(ctx, s)
 	}
-	if _, err = confer(ctx, exchange, r.ranks, true, failed); err != nil {
+	if _, err = agree(ctx, exchange, r.ranks, true, failed); err != nil {
 		return err
 	}
 	if failed = r.probed(ctx, s); failed == nil {
-		failed = r.begin(ctx, s, cards[0].Epoch)
+		failed = r.begin(ctx, s, infos[0].Epoch)
 	}
 	noLines := ""
 	if failed == nil {
-		noLines, failed = r.missesLines(cards)
+		noLines, failed = r.missesLines(infos)
 	}
-	said, err := confer(ctx, exchange, r.ranks, noLines, failed)
+	said, err := agree(ctx, exchange, r.ranks, noLines, failed)
 	if err == nil {
 		r.noLines = firstOf(said)
 	}
 	return err
 }
 
-// prepare allocates the rank's resources, and makes its card.
-func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error) {
-	c = card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole, Epoch: anyEpoch()}
+// prepare allocates the rank's resources, and makes its rankInfo.
+func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err error) {
+	c = rankInfo{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole, Epoch: anyEpoch()}
 	if r.ranks > maxRanks {
 		return c, unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
 	}
@@ -199,20 +199,20 @@ func (r *Rank) begin(ctx context.Context, s *stream.Stream, epoch uint64) error 
 
 // share returns the handles of the scratch memory of each rank, for ranks of other
 // processes. They are empty if all ranks are in this process.
-func (r *Rank) share(ctx context.Context, exchange Exchange, cards []card) ([]memory.IPCHandle, error) {
-	if !slices.ContainsFunc(cards, func(c card) bool { return c.Process != cards[0].Process }) {
+func (r *Rank) share(ctx context.Context, exchange Exchange, infos []rankInfo) ([]memory.IPCHandle, error) {
+	if !slices.ContainsFunc(infos, func(c rankInfo) bool { return c.Process != infos[0].Process }) {
 		return make([]memory.IPCHandle, r.ranks), nil
 	}
 	mine, failed := r.peers[0].words.IPCHandle()
-	return confer(ctx, exchange, r.ranks, mine, failed)
+	return agree(ctx, exchange, r.ranks, mine, failed)
 }
 
 // link maps the scratch memory of the other ranks, in the order of the ranks after this
 // one.
-func (r *Rank) link(s *stream.Stream, cards []card, handles []memory.IPCHandle) error {
+func (r *Rank) link(s *stream.Stream, infos []rankInfo, handles []memory.IPCHandle) error {
 	for k := 1; k < r.ranks; k++ {
 		peer := (r.rank + k) % r.ranks
-		if err := r.reach(s, &cards[peer], handles[peer]); err != nil {
+		if err := r.reach(s, &infos[peer], handles[peer]); err != nil {
 			return fmt.Errorf("the memory of rank %d: %w", peer, err)
 		}
 	}
@@ -220,7 +220,7 @@ func (r *Rank) link(s *stream.Stream, cards []card, handles []memory.IPCHandle) 
 }
 
 // reach appends the scratch memory of a rank to peers.
-func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
+func (r *Rank) reach(s *stream.Stream, c *rankInfo, h memory.IPCHandle) error {
 	if _, process := here(); c.Process != process {
 		return r.reachFar(s, c, h)
 	}
@@ -241,7 +241,7 @@ func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 
 // reachFar is reach for a rank of another process. If its GPU is not visible in this
 // process, access cannot be queried: it is assumed if the driver maps the memory.
-func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
+func (r *Rank) reachFar(s *stream.Stream, c *rankInfo, h memory.IPCHandle) error {
 	peer := r.seen(c)
 	if peer != nil && peer != r.dev {
 		can, err := r.dev.CanAccessPeer(peer)
@@ -274,7 +274,7 @@ func (r *Rank) sameScratch(words memory.Slice[uint64]) error {
 }
 
 // seen returns the GPU of a rank if it is visible in this process, or nil.
-func (r *Rank) seen(c *card) *device.Device {
+func (r *Rank) seen(c *rankInfo) *device.Device {
 	for _, peer := range r.dev.System().Devices() {
 		if uuid, err := gpu.DeviceOf(peer).UUID(); err == nil && uuid == c.GPU {
 			return peer
@@ -317,8 +317,8 @@ func (r *Rank) free() error {
 // Open calls it several times, in the same order on all ranks.
 type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
 
-// A card describes a rank to the other ranks.
-type card struct {
+// A rankInfo describes a rank to the other ranks.
+type rankInfo struct {
 	Rank, Ranks, Bytes int
 	Host, Process      string // of the rank
 	GPU                string // its UUID
@@ -343,9 +343,9 @@ type word[T any] struct {
 	Value T
 }
 
-// confer exchanges values. If a rank has failed, that rank returns its own error and the
+// agree exchanges values. If a rank has failed, that rank returns its own error and the
 // others return an error that names it.
-func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
+func agree[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
 	text, err := json.Marshal(word[T]{verdictOf(failed), mine})
 	if err != nil {
 		return nil, err
@@ -374,21 +374,21 @@ func confer[T any](ctx context.Context, exchange Exchange, ranks int, mine T, fa
 	return values, nil
 }
 
-// Confer returns an error on all ranks if a rank has failed. The failed ranks get their own
+// Agree returns an error on all ranks if a rank has failed. The failed ranks get their own
 // error, and the others get an error that names the first failed rank. All ranks agree on
 // whether it matches errors.ErrUnsupported.
-func Confer(ctx context.Context, exchange Exchange, ranks int, failed error) error {
-	_, err := confer(ctx, exchange, ranks, true, failed)
+func Agree(ctx context.Context, exchange Exchange, ranks int, failed error) error {
+	_, err := agree(ctx, exchange, ranks, true, failed)
 	return err
 }
 
-// agree returns the reason why the ranks cannot form a group, the same on all ranks.
-func agree(cards []card) error {
+// compareRanks returns the reason why the ranks cannot form a group, the same on all ranks.
+func compareRanks(infos []rankInfo) error {
 	gpus := map[string]int{} // the first rank on each GPU
-	for i := range cards {
-		c := &cards[i]
+	for i := range infos {
+		c := &infos[i]
 		other, twice := gpus[c.GPU]
-		switch first := &cards[0]; {
+		switch first := &infos[0]; {
 		case c.Rank != i:
 			return fmt.Errorf("the exchange has rank %d in the place of rank %d", c.Rank, i)
 		case c.Ranks != first.Ranks || c.Bytes != first.Bytes:
@@ -410,18 +410,18 @@ func agree(cards []card) error {
 // blocksOf returns the maximum number of blocks of a kernel, the same on all ranks. A kernel
 // waits for the kernels of the other ranks, so the kernels of all ranks on one GPU must be
 // resident at once. They leave some multiprocessors to copies and other kernels.
-func blocksOf(cards []card) int {
+func blocksOf(infos []rankInfo) int {
 	ranks := map[string]int{}
-	for i := range cards {
-		ranks[cards[i].GPU]++
+	for i := range infos {
+		ranks[infos[i].GPU]++
 	}
 	blocks := maxBlocks
-	for i := range cards {
+	for i := range infos {
 		parts := 1
-		if n := ranks[cards[i].GPU]; n > 1 {
+		if n := ranks[infos[i].GPU]; n > 1 {
 			parts = n + 1
 		}
-		blocks = min(blocks, max(cards[i].Blocks/parts, 1))
+		blocks = min(blocks, max(infos[i].Blocks/parts, 1))
 	}
 	return blocks
 }

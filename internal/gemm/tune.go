@@ -102,12 +102,12 @@ var online atomic.Pointer[TuneOptions]
 // SetOnline makes products be tuned at their first use; nil turns that off.
 func SetOnline(o *TuneOptions) { online.Store(o) }
 
-// onlinePatience is the limit of one tuning at the first use.
-const onlinePatience = time.Minute
+// onlineTimeout is the limit of one tuning at the first use.
+const onlineTimeout = time.Minute
 
 // tuneFirst tunes the call in progress. If that fails, the default stays.
 func (q *queue) tuneFirst(o *TuneOptions) error {
-	ctx, cancel := context.WithTimeout(context.Background(), onlinePatience)
+	ctx, cancel := context.WithTimeout(context.Background(), onlineTimeout)
 	defer cancel()
 	_, failed := q.tune(ctx, o)
 	if q.dev.Err() != nil {

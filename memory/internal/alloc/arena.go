@@ -18,13 +18,13 @@ type Arena struct {
 	audits bool
 	owed   []piece // freed after the stream ended, and not yet reported to the auditor
 
-	shelves  [kinds]shelf
-	pocket   block
-	pocketOK fitted
-	missed   uint       // frees since the pocket was last useful
-	segments []*segment // from a Source, allocated for this arena
-	spans    [kinds]*segment
-	waiting  waiting
+	freeLists   [kinds]freeList
+	lastFreed   block
+	lastFreedOK fitted
+	missed      uint       // frees since lastFreed was last useful
+	segments    []*segment // from a Source, allocated for this arena
+	spans       [kinds]*segment
+	waiting     waiting
 }
 
 // Alloc returns the address of at least n bytes, n > 0, for use in the order of the
@@ -42,13 +42,13 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	if a.waiting.any() {
 		a.collect()
 	}
-	if p := a.pocket; p.s != nil {
-		if a.fromPocket(size) {
-			addr = a.handPocket(p, size, n, stack)
+	if p := a.lastFreed; p.s != nil {
+		if a.fromLastFreed(size) {
+			addr = a.splitLastFreed(p, size, n, stack)
 			d.unlockDomain(a.domain)
 			return addr, nil
 		}
-		a.emptyPocket()
+		a.flushLastFreed()
 	}
 	b := a.bestFree(s, k, size)
 	if b.nothing() {
@@ -65,7 +65,7 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	return addr, nil
 }
 
-// bestFree returns the best free block and leaves it on its shelf, or nothing.
+// bestFree returns the best free block and leaves it in its free list, or nothing.
 func (a *Arena) bestFree(s *Settings, k kind, size uint64) block {
 	if a.pool.closed.Load() || a.stream == nil {
 		return block{} // grow returns the error
@@ -77,9 +77,9 @@ func (a *Arena) bestFree(s *Settings, k kind, size uint64) block {
 	return b
 }
 
-// pick returns the best block on the arena's own shelves.
+// pick returns the best block on the arena's own freeLists.
 func (a *Arena) pick(s *Settings, k kind, size uint64) block {
-	e, ok := a.shelves[k].best(size)
+	e, ok := a.freeLists[k].best(size)
 	if !ok {
 		return block{}
 	}
@@ -110,21 +110,21 @@ func (a *Arena) worthSplitting(s *Settings, g *segment, rest, size uint64) bool 
 	return rest > smallMost && (size < s.MaxSplit || g.span != nil)
 }
 
-// hand allocates the first size bytes of a block that is on a shelf. The domain is
+// hand allocates the first size bytes of a block that is in a free list. The domain is
 // locked.
 func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack) uint64 {
 	k, m, x := b.s.kind, &a.domain.meter, b.slot()
-	shelf := &a.shelves[k]
+	freeList := &a.freeLists[k]
 	if x.place&isMoved != 0 || b.s.home != a {
-		shelf = &b.arena().shelves[k]
+		freeList = &b.arena().freeLists[k]
 	}
 	counts := b.s.span == nil // torch does not count expandable segments here
 	wasSplit := x.size != b.s.units
 	e := entry{uint64(x.size) * unit, b.key()}
 	if a.worthSplitting(s, b.s, e.size-size, size) {
 		rest := b.cut(size)
-		shelf.swap(e, entry{e.size - size, e.key + size/unit})
-		rest.slot().setOver(shelf.searches)
+		freeList.swap(e, entry{e.size - size, e.key + size/unit})
+		rest.slot().setOver(freeList.searches)
 		switch {
 		case counts && wasSplit:
 			m.down(k, InactiveSplitBytes, int64(size))
@@ -133,7 +133,7 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 			m.up(k, InactiveSplitBytes, int64(e.size-size))
 		}
 	} else {
-		shelf.drop(e)
+		freeList.drop(e)
 		size = e.size
 		if counts && wasSplit {
 			m.down(k, InactiveSplit, 1)
@@ -143,7 +143,7 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 	if a.pool.base != nil {
 		b.setArena(a)
 	}
-	addr := a.lend(b, x, size, requested, stack)
+	addr := a.markAllocated(b, x, size, requested, stack)
 	if size >= s.MaxSplit {
 		x.over |= isOversize
 		a.device.oversize.up(&a.device.oversize.blocks)
@@ -151,15 +151,16 @@ func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack)
 	return addr
 }
 
-// lend completes every allocation.
-func (a *Arena) lend(b block, x *slot, size, requested uint64, stack *Stack) uint64 {
+// markAllocated marks b as in use and updates statistics, history and the auditor. Every
+// allocation ends here.
+func (a *Arena) markAllocated(b block, x *slot, size, requested uint64, stack *Stack) uint64 {
 	addr := b.addr()
 	x.place |= isUsed
 	x.setOver(size - requested)
 	if stack != nil {
 		b.keep().stack = stack
 	}
-	a.domain.meter.lend(b.s.kind, int64(size), int64(requested))
+	a.domain.meter.markAllocated(b.s.kind, int64(size), int64(requested))
 	if a.audits {
 		a.device.cfg.Auditor.Lend(a.stream, addr, size)
 	}
@@ -208,28 +209,28 @@ func (a *Arena) put(b block, x *slot, s *Settings) {
 	a.domain.meter.retire(b.s.kind, int64(size), int64(requested))
 	a.device.note(ActionFreeCompleted, b.addr(), requested, a, nil)
 	if a.audits {
-		a.giveAuditor(b.addr(), size)
+		a.reportFreed(b.addr(), size)
 	}
 	x.place |= isPending // so that no neighbor merges with it
-	if !a.pocket.nothing() {
-		a.emptyPocket()
+	if !a.lastFreed.nothing() {
+		a.flushLastFreed()
 	}
-	if a.pocketed(b, x, s) {
+	if a.keepLastFreed(b, x, s) {
 		return
 	}
 	x.place &^= isPending
-	a.shelve(b)
+	a.insertFree(b)
 }
 
-// shelve merges a free block with its free neighbors and puts it on its shelf.
-func (a *Arena) shelve(b block) {
+// insertFree merges a free block with its free neighbors and puts it in its free list.
+func (a *Arena) insertFree(b block) {
 	if b.s.slots != nil && a.pool.base == nil {
-		a.shelvePlain(b)
+		a.insertFreePlain(b)
 		return
 	}
 	k, m := b.s.kind, &a.domain.meter
 	b, joined, bytes := a.join(b)
-	a.shelves[k].add(b)
+	a.freeLists[k].add(b)
 	if b.s.span != nil {
 		return
 	}
@@ -242,10 +243,10 @@ func (a *Arena) shelve(b block) {
 	m.change(k, InactiveSplitBytes, change)
 }
 
-// shelvePlain is shelve for a segment without holes and with blocks of one arena only.
+// insertFreePlain is insertFree for a segment without holes and with blocks of one arena only.
 // It does the same in one pass, because every free of a program comes here.
-func (a *Arena) shelvePlain(b block) {
-	s, shelf, m := b.s, &a.shelves[b.s.kind], &a.domain.meter
+func (a *Arena) insertFreePlain(b block) {
+	s, freeList, m := b.s, &a.freeLists[b.s.kind], &a.domain.meter
 	x := s.slot(b.u)
 	parts, units := int64(1), int64(x.size) // the increase of InactiveSplit and InactiveSplitBytes
 	var old entry                           // the neighbor's entry, which the merged block replaces
@@ -262,7 +263,7 @@ func (a *Arena) shelvePlain(b block) {
 	if n := b.behind(x); n.s != nil {
 		if y := s.slot(n.u); y.place&(isUsed|isPending) == 0 {
 			if old.size > 0 {
-				shelf.drop(old)
+				freeList.drop(old)
 			}
 			old = entry{uint64(y.size) * unit, n.key()}
 			x.size += y.size
@@ -277,13 +278,13 @@ func (a *Arena) shelvePlain(b block) {
 	if x.size == s.units { // the neighbors were free parts, the whole segment is not
 		parts, units = parts-1, units-int64(x.size)
 	}
-	shelf.swap(old, entry{uint64(x.size) * unit, b.key()})
-	x.setOver(shelf.searches)
+	freeList.swap(old, entry{uint64(x.size) * unit, b.key()})
+	x.setOver(freeList.searches)
 	m.change(s.kind, InactiveSplit, parts)
 	m.change(s.kind, InactiveSplitBytes, units*unit)
 }
 
-// join merges b, which is on no shelf, with its free neighbors. It returns the number
+// join merges b, which is on no freeList, with its free neighbors. It returns the number
 // of neighbors and their bytes.
 func (a *Arena) join(b block) (whole block, joined int, bytes uint64) {
 	if p := b.prev(); p.joins(b) {
@@ -300,13 +301,13 @@ func (a *Arena) join(b block) (whole block, joined int, bytes uint64) {
 	return b, joined, bytes
 }
 
-// pull removes a free block from its shelf or from the holes.
+// pull removes a free block from its freeList or from the holes.
 func (a *Arena) pull(b block) {
 	if b.slot().has(isHole) {
 		b.s.span.fill(b)
 		return
 	}
-	a.shelves[b.s.kind].remove(b)
+	a.freeLists[b.s.kind].remove(b)
 }
 
 // A Gauge is one of torch's statistics.
@@ -366,9 +367,9 @@ func (m *meter) down(k kind, g Gauge, n int64) {
 	m.r[g][both].now -= n
 }
 
-// lend counts an allocation, giveBack a free, and retire a freed block that no stream
+// markAllocated counts an allocation, giveBack a free, and retire a freed block that no stream
 // uses any more.
-func (m *meter) lend(k kind, size, requested int64) {
+func (m *meter) markAllocated(k kind, size, requested int64) {
 	m.up(k, Allocation, 1)
 	m.up(k, AllocatedBytes, size)
 	m.up(k, Active, 1)

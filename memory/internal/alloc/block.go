@@ -47,7 +47,7 @@ func (b block) addr() uint64 { return b.s.addr + uint64(b.u)*unit }
 func (b block) size() uint64 { return uint64(b.slot().size) * unit }
 func (b block) end() uint64  { return b.addr() + b.size() }
 
-// isFree reports whether the block is free: it is on a shelf or is a hole.
+// isFree reports whether the block is free: it is in a free list or is a hole.
 func (x *slot) isFree() bool { return x.size != 0 && x.place&(isUsed|isPending) == 0 }
 
 func (x *slot) has(flag uint16) bool { return x.place&flag != 0 }

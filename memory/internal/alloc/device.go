@@ -268,11 +268,11 @@ type domain struct {
 	records  map[block]*record // of the few blocks that have one
 }
 
-// lock locks the domain and empties the pockets. Allocations and frees lock only mu.
+// lock locks the domain and empties lastFreed. Allocations and frees lock only mu.
 func (d *domain) lock() {
 	d.mu.Lock()
 	for _, a := range d.arenas {
-		a.emptyPocket()
+		a.flushLastFreed()
 	}
 }
 
@@ -380,7 +380,7 @@ var ErrClosed = errors.New("the memory pool was closed")
 // ErrEnded is the error of an allocation on a destroyed stream.
 var ErrEnded = errors.New("the stream was destroyed meanwhile")
 
-// A NoMemoryError reports that every step of the ladder failed. It matches ErrNoMemory.
+// A NoMemoryError reports that every step of the fallbacks failed. It matches ErrNoMemory.
 type NoMemoryError struct {
 	Requested uint64 // bytes
 	Wanted    uint64 // bytes requested from the driver; 0 if no device has as much
@@ -420,9 +420,9 @@ func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 		e.PoolFree -= free(o.domain)
 		e.Private -= uint64(o.domain.meter.r[AllocatedBytes][both].now)
 	}
-	e.Largest = a.shelves[k].largest()
+	e.Largest = a.freeLists[k].largest()
 	if a.pool.base != nil {
-		e.Largest = max(e.Largest, a.pool.base.shelves[k].largest())
+		e.Largest = max(e.Largest, a.pool.base.freeLists[k].largest())
 	}
 	return e
 }
@@ -623,9 +623,9 @@ func (p *Pool) tell(addr, bytes uint64, taken bool) error {
 // A piece is an address range that was allocated.
 type piece struct{ addr, bytes uint64 }
 
-// giveAuditor reports a freed piece to the auditor. If the arena has no stream, the
+// reportFreed reports a freed piece to the auditor. If the arena has no stream, the
 // report is postponed until the arena has one again.
-func (a *Arena) giveAuditor(addr, bytes uint64) {
+func (a *Arena) reportFreed(addr, bytes uint64) {
 	if a.stream == nil {
 		a.owed = append(a.owed, piece{addr, bytes})
 		return
@@ -633,11 +633,11 @@ func (a *Arena) giveAuditor(addr, bytes uint64) {
 	a.device.cfg.Auditor.Return(a.stream, addr, bytes)
 }
 
-// payAuditor makes the postponed reports, in the order of the arena's new stream.
-func (a *Arena) payAuditor() {
+// reportPostponed makes the postponed reports, in the order of the arena's new stream.
+func (a *Arena) reportPostponed() {
 	for _, p := range a.owed {
 		if a.device.table.segment(p.addr) != nil { // otherwise the segment was returned to the driver
-			a.giveAuditor(p.addr, p.bytes)
+			a.reportFreed(p.addr, p.bytes)
 		}
 	}
 	a.owed = nil

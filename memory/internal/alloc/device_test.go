@@ -45,7 +45,7 @@ func TestWrongAddresses(t *testing.T) {
 	refuse(list[1]+512, PointerError{Within: list[1], Size: 1024, Used: true}, "and is not its beginning")
 	refuse(large+3<<20, PointerError{Within: large, Size: 5 << 20, Used: true}, "lies in the block of 5242880 bytes")
 
-	require.NoError(t, d.Free(list[1])) // to the pocket
+	require.NoError(t, d.Free(list[1])) // to lastFreed
 	refuse(list[1], PointerError{Within: list[1], Size: 1024}, "was freed before")
 	require.NoError(t, d.Free(list[2])) // becomes part of the one before
 	refuse(list[2], PointerError{Within: list[1], Size: 2048}, "was freed before")

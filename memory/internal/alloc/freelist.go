@@ -5,7 +5,7 @@ import (
 	"math/bits"
 )
 
-// A shelf has the free blocks of one arena and kind, and finds the best block for a
+// A freeList has the free blocks of one arena and kind, and finds the best block for a
 // request: the smallest block that is large enough, and among equal ones the first by
 // segment and address.
 //
@@ -13,7 +13,7 @@ import (
 // of two, so that most lists have a single block. One bit per list says whether the
 // list has blocks, and one bit per word of these bits says whether the word is not
 // zero.
-type shelf struct {
+type freeList struct {
 	lists    []list // nil before the first block
 	words    [classWords]uint64
 	top      uint64
@@ -38,16 +38,16 @@ func class(size uint64) int {
 	return min(exactClasses+16*(octave-20)+part, classes-1)
 }
 
-func (s *shelf) add(b block) {
+func (s *freeList) add(b block) {
 	x := b.slot()
 	s.put(entry{uint64(x.size) * unit, b.key()})
 	x.setOver(s.searches)
 }
 
-func (s *shelf) remove(b block) { s.drop(entry{b.size(), b.key()}) }
+func (s *freeList) remove(b block) { s.drop(entry{b.size(), b.key()}) }
 
 // put adds an entry.
-func (s *shelf) put(e entry) {
+func (s *freeList) put(e entry) {
 	if s.lists == nil {
 		s.lists = make([]list, classes)
 	}
@@ -59,7 +59,7 @@ func (s *shelf) put(e entry) {
 }
 
 // drop removes an entry.
-func (s *shelf) drop(e entry) {
+func (s *freeList) drop(e entry) {
 	s.changes++
 	c := class(e.size)
 	s.lists[c].remove(e)
@@ -73,7 +73,7 @@ func (s *shelf) drop(e entry) {
 
 // swap replaces an entry, which may be empty, by another one, which often belongs at the
 // same place.
-func (s *shelf) swap(old, e entry) {
+func (s *freeList) swap(old, e entry) {
 	if old.size == 0 {
 		s.put(e)
 		return
@@ -87,10 +87,10 @@ func (s *shelf) swap(old, e entry) {
 }
 
 // age returns the number of searches since the block became free.
-func (s *shelf) age(b block) uint64 { return s.searches - b.slot().over47() }
+func (s *freeList) age(b block) uint64 { return s.searches - b.slot().over47() }
 
 // best returns the best entry of at least size bytes.
-func (s *shelf) best(size uint64) (e entry, ok bool) {
+func (s *freeList) best(size uint64) (e entry, ok bool) {
 	s.searches++
 	if s.top == 0 {
 		return entry{}, false
@@ -108,7 +108,7 @@ func (s *shelf) best(size uint64) (e entry, ok bool) {
 }
 
 // after returns the entry after e.
-func (s *shelf) after(e entry) (next entry, ok bool) {
+func (s *freeList) after(e entry) (next entry, ok bool) {
 	c := class(e.size)
 	if next, ok := s.lists[c].after(e); ok {
 		return next, true
@@ -120,7 +120,7 @@ func (s *shelf) after(e entry) (next entry, ok bool) {
 }
 
 // following returns the first class after c that has blocks, or -1.
-func (s *shelf) following(c int) int {
+func (s *freeList) following(c int) int {
 	w := c / 64
 	if later := s.words[w] & (^uint64(1) << (c % 64)); later != 0 {
 		return w*64 + bits.TrailingZeros64(later)
@@ -134,7 +134,7 @@ func (s *shelf) following(c int) int {
 }
 
 // from returns the entries of at least size bytes, sorted by size.
-func (s *shelf) from(size uint64) (list []entry) {
+func (s *freeList) from(size uint64) (list []entry) {
 	if s.lists == nil {
 		return nil
 	}
@@ -149,7 +149,7 @@ func (s *shelf) from(size uint64) (list []entry) {
 }
 
 // largest returns the bytes of the largest block, or 0.
-func (s *shelf) largest() uint64 {
+func (s *freeList) largest() uint64 {
 	if s.top == 0 {
 		return 0
 	}
@@ -159,38 +159,38 @@ func (s *shelf) largest() uint64 {
 
 // blocks returns the free blocks of a kind of at least size bytes, sorted by size.
 func (a *Arena) blocks(k kind, size uint64) (list []block) {
-	for _, e := range a.shelves[k].from(size) {
+	for _, e := range a.freeLists[k].from(size) {
 		list = append(list, a.domain.block(k, e.key))
 	}
 	return list
 }
 
-// A pocket holds the last freed block, unmerged: programs often request the same size
+// The field lastFreed is the last freed block, unmerged, because programs often request the same size
 // again at once, and then neither a merge nor a split is necessary. The block in the
-// pocket counts as free, and every other access to the state empties the pocket. The
+// lastFreed counts as free, and every other access to the state empties lastFreed. The
 // block is allocated only if the best fit would have returned the same address.
 
-// fitted caches the properties of the block in the pocket. They are valid while the
-// shelf does not change, so they stay valid while one size is freed and allocated
+// fitted caches the properties of the block in lastFreed. They are valid while the
+// freeList does not change, so they stay valid while one size is freed and allocated
 // again.
 type fitted struct {
 	b       block
 	size    uint32 // units
-	changes uint64 // of the shelf
+	changes uint64 // of the freeList
 	alone   bool   // the block before it is not free
-	parts   int64  // how much InactiveSplit would grow if the block were shelved; -1 means not at all
+	parts   int64  // how much InactiveSplit would grow if the block were inFreeList; -1 means not at all
 	asked   bool   // fits is valid
 	fits    bool   // a request of its size would get it
 }
 
-// pocketed puts a freed block into the pocket, which is empty, if the block may wait
+// keepLastFreed puts a freed block into lastFreed, which is empty, if the block may wait
 // there.
-func (a *Arena) pocketed(b block, x *slot, s *Settings) bool {
-	if a.pool.base != nil || a.stream == nil || a.pool.closed.Load() || s.MaxSplit != math.MaxUint64 || !a.pocketPays() {
+func (a *Arena) keepLastFreed(b block, x *slot, s *Settings) bool {
+	if a.pool.base != nil || a.stream == nil || a.pool.closed.Load() || s.MaxSplit != math.MaxUint64 || !a.lastFreedPays() {
 		return false
 	}
-	f := &a.pocketOK
-	if f.b != b || f.size != x.size || f.changes != a.shelves[b.s.kind].changes {
+	f := &a.lastFreedOK
+	if f.b != b || f.size != x.size || f.changes != a.freeLists[b.s.kind].changes {
 		*f = a.fit(b, x)
 	}
 	if !f.alone {
@@ -202,22 +202,22 @@ func (a *Arena) pocketed(b block, x *slot, s *Settings) bool {
 	if f.parts >= 0 && (m.near(k, InactiveSplit, f.parts) || m.near(k, InactiveSplitBytes, int64(x.size)*unit)) {
 		return false
 	}
-	a.pocket = b
+	a.lastFreed = b
 	return true
 }
 
-// pocketPays reports whether to try the pocket: always while it is useful, and
+// lastFreedPays reports whether to try lastFreed: always while it is useful, and
 // sometimes while it is not.
-func (a *Arena) pocketPays() bool {
+func (a *Arena) lastFreedPays() bool {
 	a.missed++
 	return a.missed < 8 || a.missed%16 == 0
 }
 
 // fit examines the neighbors of a freed block.
 func (a *Arena) fit(b block, x *slot) fitted {
-	f := fitted{b: b, size: x.size, changes: a.shelves[b.s.kind].changes, alone: !shelved(b.ahead(x)), parts: 1}
+	f := fitted{b: b, size: x.size, changes: a.freeLists[b.s.kind].changes, alone: !inFreeList(b.ahead(x)), parts: 1}
 	units := x.size
-	if n := b.behind(x); shelved(n) {
+	if n := b.behind(x); inFreeList(n) {
 		units += n.slot().size
 		f.parts = 0
 	}
@@ -228,23 +228,23 @@ func (a *Arena) fit(b block, x *slot) fitted {
 }
 
 // fits reports whether a request of the block's size would get it: after a merge with
-// the next block it must be a better fit than any block on the shelf.
+// the next block it must be a better fit than any block in the free list.
 func (a *Arena) fits(b block) bool {
-	shelf, x := &a.shelves[b.s.kind], b.slot()
+	freeList, x := &a.freeLists[b.s.kind], b.slot()
 	size := uint64(x.size) * unit
 	joined := entry{size, b.key()}
-	best, ok := shelf.best(size)
-	if n := b.behind(x); shelved(n) {
+	best, ok := freeList.best(size)
+	if n := b.behind(x); inFreeList(n) {
 		joined.size += n.size()
 		if ok && best.key == n.key() {
-			best, ok = shelf.after(best)
+			best, ok = freeList.after(best)
 		}
 	}
 	return !ok || joined.before(&best)
 }
 
-// shelved reports whether a block, which may be nothing, is on a shelf.
-func shelved(b block) bool {
+// inFreeList reports whether a block, which may be nothing, is in a free list.
+func inFreeList(b block) bool {
 	if b.nothing() {
 		return false
 	}
@@ -252,18 +252,18 @@ func shelved(b block) bool {
 	return x.isFree() && !x.has(isHole)
 }
 
-// emptyPocket moves the block in the pocket to its shelf.
-func (a *Arena) emptyPocket() {
-	if b := a.pocket; !b.nothing() {
-		a.pocket = block{}
+// flushLastFreed moves the block in lastFreed to its freeList.
+func (a *Arena) flushLastFreed() {
+	if b := a.lastFreed; !b.nothing() {
+		a.lastFreed = block{}
 		b.slot().place &^= isPending
-		a.shelve(b)
+		a.insertFree(b)
 	}
 }
 
-// fromPocket reports whether a request for size bytes gets the block in the pocket.
-func (a *Arena) fromPocket(size uint64) bool {
-	f := &a.pocketOK
+// fromLastFreed reports whether a request for size bytes gets the block in lastFreed.
+func (a *Arena) fromLastFreed(size uint64) bool {
+	f := &a.lastFreedOK
 	if uint64(f.size)*unit != size {
 		return false
 	}
@@ -273,12 +273,12 @@ func (a *Arena) fromPocket(size uint64) bool {
 	return f.fits
 }
 
-// handPocket allocates the block in the pocket. The domain is locked.
-func (a *Arena) handPocket(b block, size, requested uint64, stack *Stack) uint64 {
-	a.pocket, a.missed = block{}, 0
+// splitLastFreed allocates the block in lastFreed. The domain is locked.
+func (a *Arena) splitLastFreed(b block, size, requested uint64, stack *Stack) uint64 {
+	a.lastFreed, a.missed = block{}, 0
 	x := b.slot()
 	x.place &^= isPending
-	return a.lend(b, x, size, requested, stack)
+	return a.markAllocated(b, x, size, requested, stack)
 }
 
 // The sizes of torch's allocator.

@@ -6,7 +6,7 @@ import (
 	"slices"
 )
 
-// grow is Alloc when no free block fits. It returns a block that is on its shelf, with
+// grow is Alloc when no free block fits. It returns a block that is in its free list, with
 // the domain locked.
 func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
@@ -24,9 +24,9 @@ func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 	if a.stream == nil {
 		return block{}, ErrEnded
 	}
-	steps := ladder
+	steps := fallbacks
 	if s.ThrowOnMallocOOM {
-		steps = ladder[:2] // including the driver
+		steps = fallbacks[:2] // including the driver
 	}
 	for _, step := range steps {
 		b, err := step(a, s, k, size)
@@ -46,12 +46,12 @@ func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 // A step tries to find a block. If it finds one it locks the domain. growth is held.
 type step func(a *Arena, s *Settings, k kind, size uint64) (block, error)
 
-// ladder is the order of the attempts: first the steps that cost the stream nothing,
+// fallbacks is the order of the attempts: first the steps that cost the stream nothing,
 // then the driver, then the steps that make other streams wait.
-var ladder []step
+var fallbacks []step
 
 func init() {
-	ladder = []step{
+	fallbacks = []step{
 		(*Arena).afterCollecting,
 		(*Arena).afterCollectingGarbage,
 		(*Arena).fromSpare,
@@ -75,7 +75,7 @@ func (a *Arena) lookAgain(s *Settings, k kind, size uint64) block {
 func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (block, error) {
 	a.domain.lock()
 	a.collect()
-	a.emptyPocket() // the search covers only the shelves
+	a.flushLastFreed() // the search covers only the freeLists
 	return a.lookAgain(s, k, size), nil
 }
 
@@ -146,7 +146,7 @@ func (a *Arena) fromSource(s *Settings, k kind, size uint64) (block, error) {
 	}
 	d.note(ActionSegmentAlloc, addr, n, a, stack)
 	b := block{seg, 0}
-	home.shelves[k].add(b)
+	home.freeLists[k].add(b)
 	return b, nil
 }
 
@@ -346,7 +346,7 @@ func (a *Arena) withdraw(goes func(*segment) bool) (gone []*segment) {
 	})
 	for _, s := range gone {
 		b := block{s, 0}
-		b.arena().shelves[s.kind].remove(b)
+		b.arena().freeLists[s.kind].remove(b)
 	}
 	return gone
 }
@@ -389,7 +389,7 @@ func (a *Arena) restore(gone []*segment) {
 	for _, s := range gone {
 		a.segments = append(a.segments, s)
 		b := block{s, 0}
-		b.arena().shelves[s.kind].add(b)
+		b.arena().freeLists[s.kind].add(b)
 	}
 	a.device.unlockDomain(a.domain)
 }
@@ -483,4 +483,4 @@ func (a *Arena) idleLarge(fn func(s *segment, age uint64)) {
 
 // age returns the number of searches for a large block since the idle segment became
 // free.
-func (a *Arena) age(s *segment) uint64 { return a.shelves[large].age(block{s, 0}) }
+func (a *Arena) age(s *segment) uint64 { return a.freeLists[large].age(block{s, 0}) }

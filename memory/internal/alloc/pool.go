@@ -113,7 +113,7 @@ func (p *Pool) arenaOf(s Stream) (*Arena, error) {
 	for _, seg := range a.segments {
 		seg.stream = s
 	}
-	a.payAuditor()
+	a.reportPostponed()
 	a.domain.mu.Unlock()
 	return a, nil
 }
@@ -235,14 +235,14 @@ func (p *Pool) Rejoin() {
 	d.unlockDomain(p.domain)
 }
 
-// adoptBlock moves a free block from the shelf of its arena to the shelf of a.
+// adoptBlock moves a free block from the freeList of its arena to the freeList of a.
 func (a *Arena) adoptBlock(b block) {
 	k, m := b.s.kind, &a.domain.meter
-	b.arena().shelves[k].remove(b)
+	b.arena().freeLists[k].remove(b)
 	b.setArena(a)
 	part := b.split()
 	whole, joined, _ := a.join(b)
-	a.shelves[k].add(whole)
+	a.freeLists[k].add(whole)
 	m.change(k, InactiveSplit, -int64(joined))
 	if part && !whole.split() {
 		m.down(k, InactiveSplit, 1)

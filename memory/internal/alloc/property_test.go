@@ -17,7 +17,7 @@ var soak = flag.Int("soak", 100_000, "how many operations TestSoak does")
 func TestRandomPrograms(t *testing.T) {
 	testhost.Serial(t)
 	for i := range 40 {
-		between := 1 + i%2*6 // a look empties the pockets
+		between := 1 + i%2*6 // a look empties lastFreed
 		play(t, rand.Uint64(), 1500, between)
 	}
 }

@@ -143,7 +143,7 @@ func (r *reference) inactive() (blocks, bytes int64) {
 	return blocks, bytes
 }
 
-// Neither the lists nor the pocket change which block a request gets, nor any peak.
+// Neither the lists nor lastFreed change which block a request gets, nor any peak.
 func TestBestFit(t *testing.T) {
 	testhost.Serial(t)
 	for _, conf := range []string{"", "roundup_power2_divisions:4", "large_segment_size_mb:12", "max_split_size_mb:24", "max_split_size_mb:32,max_non_split_rounding_mb:22"} {

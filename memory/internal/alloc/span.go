@@ -267,7 +267,7 @@ func (a *Arena) mapped(s *segment, at, page uint64) {
 	}
 	b.slot().place &^= isHole
 	b, _, _ = a.join(b)
-	a.shelves[s.kind].add(b)
+	a.freeLists[s.kind].add(b)
 	a.device.note(ActionSegmentMap, at, size, a, nil)
 }
 
@@ -371,11 +371,11 @@ func (a *Arena) setAside(list []vacancy) ([]vacancy, error) {
 		return nil, nil
 	}
 	for i, v := range list {
-		a.shelves[v.segment.kind].remove(v.block)
+		a.freeLists[v.segment.kind].remove(v.block)
 		before, b, behind := v.block.carve(v.addr, v.bytes)
 		for _, r := range [...]block{before, behind} {
 			if !r.nothing() {
-				a.shelves[v.segment.kind].add(r)
+				a.freeLists[v.segment.kind].add(r)
 			}
 		}
 		b.slot().place |= isPending
@@ -396,7 +396,7 @@ func (a *Arena) putBack(list []vacancy) {
 	for _, v := range list {
 		v.block.slot().place &^= isPending
 		b, _, _ := a.join(v.block)
-		a.shelves[v.segment.kind].add(b)
+		a.freeLists[v.segment.kind].add(b)
 	}
 }
 

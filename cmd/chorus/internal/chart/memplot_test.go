@@ -104,15 +104,9 @@ func TestEmpty(t *testing.T) {
 	var b strings.Builder
 	require.NoError(t, (&Plot{Areas: []Area{{}, {Values: []int64{0}}}}).WriteSVG(&b))
 	texts(t, b.String())
-	require.ErrorIs(t, (&Plot{}).WriteSVG(broken{}), errBrokenWriter)
-	require.ErrorIs(t, (&Plot{}).WriteHTML(broken{}), errBrokenWriter)
+	require.ErrorIs(t, (&Plot{}).WriteSVG(broken{}), errBroken)
+	require.ErrorIs(t, (&Plot{}).WriteHTML(broken{}), errBroken)
 }
-
-var errBrokenWriter = errors.New("broken")
-
-type broken struct{}
-
-func (broken) Write([]byte) (int, error) { return 0, errBrokenWriter }
 
 func TestBytes(t *testing.T) {
 	for n, want := range map[int64]string{0: "0 B", 1023: "1023 B", 1024: "1 KiB", 1536: "1.5 KiB", 7734391296: "7.2 GiB", 1 << 62: "4 EiB"} {
@@ -120,7 +114,7 @@ func TestBytes(t *testing.T) {
 	}
 }
 
-func TestTicks(t *testing.T) {
+func TestMemoryTicks(t *testing.T) {
 	for n, want := range map[int]int{1: 1, 8: 1, 9: 2, 17: 2, 18: 5, 17557: 2000, 1_000_000: 200_000} {
 		require.Equal(t, want, decimalStep(n), "%d", n)
 	}

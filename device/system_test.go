@@ -86,7 +86,7 @@ func TestSyncDebug(t *testing.T) {
 			require.Equal(t, 1, bytes.Count(logged.Bytes(), []byte("\n")), "one line each: %s", logged)
 			require.Contains(t, logged.String(), "called a synchronizing CUDA operation")
 			require.Contains(t, logged.String(), "device="+d.String())
-			require.Contains(t, logged.String(), "blocking_test.go:", "the line of the program")
+			require.Contains(t, logged.String(), "system_test.go:", "the line of the program")
 		}
 		logged.Reset()
 		inner()

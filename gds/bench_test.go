@@ -147,7 +147,7 @@ func benchRead(b *testing.B, devs []*device.Device, path string, with setting) {
 	defer f.Close()
 	tune(f, with.chunk, with.depth)
 	if with.wait != 0 {
-		setPatience(b, with.wait)
+		setPollTime(b, with.wait)
 	}
 	size, err := f.Size()
 	require.NoError(b, err)

@@ -53,8 +53,8 @@ func openFile(t testing.TB, path string, cfg *FileConfig) *File {
 	return f
 }
 
-// setPatience changes how long workers ask before they sleep, for one test.
-func setPatience(t testing.TB, d time.Duration) {
+// setPollTime changes how long workers ask before they sleep, for one test.
+func setPollTime(t testing.TB, d time.Duration) {
 	t.Helper()
 	was := pollTime
 	pollTime = d

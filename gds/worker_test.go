@@ -187,9 +187,9 @@ func TestCopyStreamsAreKept(t *testing.T) {
 }
 
 // A worker sleeps until its copies are done only when asking for them takes too long.
-func TestPatience(t *testing.T) {
+func TestPollTime(t *testing.T) {
 	for wait, is := range map[time.Duration]error{time.Hour: nil, 0: device.ErrorInvalidValue} {
-		setPatience(t, wait)
+		setPollTime(t, wait)
 		dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuEventSynchronize#*=CUDA_ERROR_INVALID_VALUE"})[0]
 		s, content := newStream(t, dev), randomBytes(40*minSlot)
 		f := openFile(t, writeFile(t, content), &FileConfig{Threads: 2})

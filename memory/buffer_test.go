@@ -41,7 +41,7 @@ func TestPointerErrors(t *testing.T) {
 					require.Equal(t, []uint64{p + at, p, 5120}, []uint64{e.Address, e.Block, e.Size})
 					require.ErrorContains(t, e, fmt.Sprintf("%#x lies in the block of 5120 bytes at %#x and is not its beginning", p+at, p))
 					require.Contains(t, e.Error(), "it was allocated at ")
-					require.Contains(t, e.Allocated.String(), "raw_test.go:")
+					require.Contains(t, e.Allocated.String(), "buffer_test.go:")
 				}
 				require.NoError(t, memory.FreeRaw(d, p), "what is wrong changes nothing")
 
@@ -50,7 +50,7 @@ func TestPointerErrors(t *testing.T) {
 				require.ErrorContains(t, e, "was freed before")
 				require.Contains(t, e.Error(), "; it was allocated at ")
 				require.Contains(t, e.Error(), "; it was freed at ")
-				require.Contains(t, e.Freed.String(), "raw_test.go:")
+				require.Contains(t, e.Freed.String(), "buffer_test.go:")
 				require.NotEqual(t, e.Allocated.String(), e.Freed.String())
 
 				require.NoError(t, memory.RecordHistory(d, nil))

@@ -315,8 +315,8 @@ func (c *Communicator) needs(f ncclapi.Func) error {
 // A localRanks is the set of ranks of one communicator in this process. Only these ranks can
 // be compared without communication.
 type localRanks struct {
-	key   string
-	board flight.Board // compares the operations that the ranks issue
+	key        string
+	mismatches flight.MismatchTable // compares the operations that the ranks issue
 
 	mu      sync.Mutex
 	members []*member // by rank
@@ -350,7 +350,7 @@ func (c *Communicator) enterLocalRanks(key string) {
 	defer q.mu.Unlock()
 	q.members = append(q.members, &member{c.rec, weak.Make(c)})
 	slices.SortFunc(q.members, func(a, b *member) int { return cmp.Compare(a.Rank, b.Rank) })
-	q.board.Ranks(len(q.members))
+	q.mismatches.Ranks(len(q.members))
 	h := fnv.New64a()
 	_, _ = h.Write([]byte(key)) // hashed because the key itself is a secret
 	c.rec.Group = strconv.FormatUint(h.Sum64(), 16)

@@ -276,7 +276,7 @@ func (o *operation) record(t int64) error {
 	if leaves {
 		c.markLatest(t)
 	}
-	if c.localRanks.board.Post(&o.Op) {
+	if c.localRanks.mismatches.Post(&o.Op) {
 		return nil
 	}
 	err := c.errMismatch(o)
@@ -332,7 +332,7 @@ func (c *Communicator) mark(s *stream.Stream, k flight.Mark) {
 // unrecord undoes record. Operations that were recorded later on the same communicator
 // must be undone first.
 func (o *operation) unrecord() {
-	o.comm.localRanks.board.Unpost(&o.Op)
+	o.comm.localRanks.mismatches.Unpost(&o.Op)
 	o.comm.rec.Remove(o.Record)
 }
 

@@ -339,21 +339,21 @@ func (k Kind) String() string { return Kinds[k].Name }
 // Plain returns the name that users read, such as "all-reduce".
 func (k Kind) Plain() string { return Kinds[k].Plain }
 
-// A Board compares the collectives that the ranks of one process issue.
-type Board struct {
-	slots   [boardSize]atomic.Uint64 // number and signature of each of the last collectives
-	several atomic.Bool              // the process has several ranks
+// A MismatchTable compares the collectives that the ranks of one process issue.
+type MismatchTable struct {
+	slots   [mismatchSlots]atomic.Uint64 // number and signature of each of the last collectives
+	several atomic.Bool                  // the process has several ranks
 }
 
-// boardSize is the maximum distance between two compared ranks, in collectives.
-const boardSize = 256
+// mismatchSlots is the maximum distance between two compared ranks, in collectives.
+const mismatchSlots = 256
 
 // Ranks sets the number of ranks in this process.
-func (b *Board) Ranks(n int) { b.several.Store(n > 1) }
+func (b *MismatchTable) Ranks(n int) { b.several.Store(n > 1) }
 
 // Post compares a scheduled collective with the collectives that other ranks of the
 // process issued under the same number, and records it for later ranks. It takes no lock.
-func (b *Board) Post(o *Op) (fits bool) {
+func (b *MismatchTable) Post(o *Op) (fits bool) {
 	if Kinds[o.Kind].Peer || !b.several.Load() {
 		return true
 	}
@@ -373,18 +373,18 @@ func (b *Board) Post(o *Op) (fits bool) {
 }
 
 // Unpost removes a collective that NCCL has refused.
-func (b *Board) Unpost(o *Op) {
+func (b *MismatchTable) Unpost(o *Op) {
 	if !Kinds[o.Kind].Peer && b.several.Load() {
-		b.slot(o.Number).CompareAndSwap(posted(o.Number, o.Signature), posted(o.Number-boardSize, 0))
+		b.slot(o.Number).CompareAndSwap(posted(o.Number, o.Signature), posted(o.Number-mismatchSlots, 0))
 	}
 }
 
 // slot returns the slot of a collective. Consecutive collectives use different cache
 // lines, so that ranks at slightly different positions do not contend for a line.
-func (b *Board) slot(number uint64) *atomic.Uint64 {
+func (b *MismatchTable) slot(number uint64) *atomic.Uint64 {
 	const line = 8 // slots
-	i := number % boardSize
-	return &b.slots[i%(boardSize/line)*line+i/(boardSize/line)]
+	i := number % mismatchSlots
+	return &b.slots[i%(mismatchSlots/line)*line+i/(mismatchSlots/line)]
 }
 
 func posted(number uint64, signature uint32) uint64 {

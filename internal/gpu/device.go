@@ -235,8 +235,8 @@ func (d *Device) fail(op string, r cudadrv.Result) error { return d.sys.errs.Fai
 // Err returns the sticky error that made the device unusable for the process, or nil.
 func (d *Device) Err() error { return d.sys.errs.Lost(d.ordinal) }
 
-// answerPatience is the maximum time to wait for the driver's answer about a lost device.
-const answerPatience = 100 * time.Millisecond
+// answerTimeout is the maximum time to wait for the driver's answer about a lost device.
+const answerTimeout = 100 * time.Millisecond
 
 // Because adds the sticky error of a lost device to an error of a library above the
 // driver. Such a library reports only that CUDA failed, and may be the first to notice the
@@ -248,7 +248,7 @@ func (d *Device) Because(err error) error {
 	if d.Err() == nil && d.ctx.Load() != 0 {
 		// On a lost device this call fails with the sticky error. If the driver does not
 		// answer because of a launch, the device is not lost.
-		poll.Within(answerPatience, func() error {
+		poll.Within(answerTimeout, func() error {
 			return d.Do(func(drv cudadrv.Driver) cudadrv.Result {
 				_, _, r := drv.MemGetInfo()
 				return r

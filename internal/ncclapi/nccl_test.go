@@ -20,7 +20,7 @@ func TestResults(t *testing.T) {
 }
 
 func TestEveryResultIsNamed(t *testing.T) {
-	constants := dltest.Constants(t, "result.go", "Result")
+	constants := dltest.Constants(t, "nccl.go", "Result")
 	for name, v := range constants {
 		require.Contains(t, results, Result(v), name)
 	}

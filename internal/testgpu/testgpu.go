@@ -249,8 +249,8 @@ func drawnSeed() uint64 {
 	return rand.Uint64()
 }
 
-// A Board is a comm.Rendezvous for ranks that are goroutines of one process.
-type Board struct {
+// A Exchange is a comm.Rendezvous for ranks that are goroutines of one process.
+type Exchange struct {
 	mu     *sync.Mutex
 	values map[string][]byte
 	posted *sync.Cond
@@ -259,29 +259,29 @@ type Board struct {
 	size   int
 }
 
-// Boards returns the boards of size ranks.
-func Boards(ctx context.Context, size int) []*Board {
+// Exchanges returns the boards of size ranks.
+func Exchanges(ctx context.Context, size int) []*Exchange {
 	mu := &sync.Mutex{}
 	values, posted := map[string][]byte{}, sync.NewCond(mu)
 	context.AfterFunc(ctx, posted.Broadcast)
-	bs := make([]*Board, size)
+	bs := make([]*Exchange, size)
 	for i := range bs {
-		bs[i] = &Board{mu, values, posted, ctx, i, size}
+		bs[i] = &Exchange{mu, values, posted, ctx, i, size}
 	}
 	return bs
 }
 
 // Rank returns the rank.
-func (b *Board) Rank() int { return b.rank }
+func (b *Exchange) Rank() int { return b.rank }
 
 // Size returns the number of ranks.
-func (b *Board) Size() int { return b.size }
+func (b *Exchange) Size() int { return b.size }
 
 // Context returns the context of all ranks.
-func (b *Board) Context() context.Context { return b.ctx }
+func (b *Exchange) Context() context.Context { return b.ctx }
 
 // Set publishes a value, once for each key.
-func (b *Board) Set(_ context.Context, key string, value []byte) error {
+func (b *Exchange) Set(_ context.Context, key string, value []byte) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.values[key] != nil {
@@ -293,7 +293,7 @@ func (b *Board) Set(_ context.Context, key string, value []byte) error {
 }
 
 // Get waits for a value.
-func (b *Board) Get(ctx context.Context, key string) ([]byte, error) {
+func (b *Exchange) Get(ctx context.Context, key string) ([]byte, error) {
 	defer context.AfterFunc(ctx, b.posted.Broadcast)()
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -307,7 +307,7 @@ func (b *Board) Get(ctx context.Context, key string) ([]byte, error) {
 }
 
 // Add adds to a number and returns the sum.
-func (b *Board) Add(_ context.Context, key string, delta int64) (int64, error) {
+func (b *Exchange) Add(_ context.Context, key string, delta int64) (int64, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	n, _ := strconv.ParseInt(string(b.values[key]), 10, 64) // no value is 0
@@ -317,7 +317,7 @@ func (b *Board) Add(_ context.Context, key string, delta int64) (int64, error) {
 }
 
 // Delete deletes a key and reports whether it had a value.
-func (b *Board) Delete(_ context.Context, key string) (bool, error) {
+func (b *Exchange) Delete(_ context.Context, key string) (bool, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	_, had := b.values[key]
@@ -326,7 +326,7 @@ func (b *Board) Delete(_ context.Context, key string) (bool, error) {
 }
 
 // Has reports whether a key has a value.
-func (b *Board) Has(key string) bool {
+func (b *Exchange) Has(key string) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.values[key] != nil

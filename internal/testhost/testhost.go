@@ -1,6 +1,6 @@
-// Package testhost has what tests ask of the host they run on: whether the race detector
-// watches them, free ports for several processes, and networks of hosts, which are network
-// namespaces on a bridge of this machine.
+// Package testhost tells tests about the host they run on: whether the race detector watches
+// them, and which ports are free. It also makes networks of hosts, which are network namespaces
+// on a bridge of this machine.
 package testhost
 
 import (

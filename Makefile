@@ -33,8 +33,8 @@ test: ## run all tests
 
 # The packages that own goroutines and locks. The others only call them.
 GOROUTINES = ./checkpoint ./cluster ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/connlimit ./internal/differ ./internal/dl \
-	./internal/flight ./internal/gpu ./internal/handle ./internal/kept ./internal/launch ./internal/nvml ./internal/poll ./internal/race \
-	./internal/ras ./internal/route ./internal/sanitizer ./internal/spinpool ./internal/status ./internal/strided ./internal/virtual/... \
+	./internal/flight ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll ./internal/race \
+	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/status ./internal/strided ./internal/virtual/... \
 	./memory/... ./nccl ./rng ./stream
 
 # The race detector needs cgo, and cgo needs a C compiler.
@@ -63,7 +63,7 @@ vuln: ## look for known vulnerabilities of the modules, if the database can be r
 	esac; rm -f vuln.log # go run exits with 1, and its last line has the status of the program
 
 # These packages use private names, the memory layout or the scheduler of Go's runtime.
-RUNTIME = ./internal/dl ./internal/flight ./internal/goroutine ./internal/handle ./internal/spinpool
+RUNTIME = ./internal/dl ./internal/flight ./internal/osthread ./internal/handle
 
 newest-ci: ## vet and test packages that depend on Go's runtime with the newest Go, if it can be downloaded in 30 s
 	@if v=$$(GOTOOLCHAIN=$(NEWEST) timeout 30 $(GO) version 2>&1); then echo "$$v"; \
@@ -111,9 +111,9 @@ cross: ## build without cgo and for arm64, and test the portable variants
 	$(if $(shell command -v qemu-aarch64),CGO_ENABLED=0 GOARCH=arm64 $(GO) test -exec qemu-aarch64 $(NO_C_LIBRARY))
 
 # The tests of these packages need no C library and start no programs, so an emulator runs them.
-NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/chart ./cmd/chorus/internal/memplot ./internal/dims \
-	./internal/env ./internal/goroutine ./internal/handle ./internal/kept ./internal/minifloat \
-	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/spinpool ./internal/torchfile
+NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/chart \
+	./internal/env ./internal/osthread ./internal/handle ./internal/minifloat \
+	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/torchfile
 
 generate: ## write docs/ENVIRONMENT.md
 	$(GO) test ./internal/env -run TestDocument -update

@@ -1,12 +1,15 @@
 package checkpoint
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"io"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strings"
 
@@ -313,3 +316,234 @@ func formatOf(t memory.DType) (safetensors.DType, bool) {
 	}
 	return 0, false
 }
+
+// openDistributed opens a folder of torch.distributed.checkpoint.
+func (c *Checkpoint) openDistributed(cfg *gds.FileConfig, folder string) error {
+	path := filepath.Join(folder, torchfile.MetadataName)
+	root, err := os.OpenRoot(folder)
+	if err != nil {
+		return fmt.Errorf("checkpoint: open %s: %w", folder, err)
+	}
+	defer root.Close()
+	text, err := safefile.ReadIn(root, torchfile.MetadataName, torchfile.MostMetadata)
+	if err != nil {
+		return fmt.Errorf("checkpoint: open %s: %w", path, err)
+	}
+	m, err := torchfile.ReadMetadata(text)
+	if err != nil {
+		return fmt.Errorf("checkpoint: open %s: %w", path, err)
+	}
+	o := &opening{c: c, cfg: within(cfg, root), folder: folder, files: map[string]int{}}
+	for i := range m.Tensors {
+		if err := o.add(&m.Tensors[i]); err != nil {
+			return err
+		}
+	}
+	o.sort()
+	return nil
+}
+
+// count counts the bytes of a tensor, because several chunks may have one place.
+func (o *opening) count(t *torchfile.Distributed) error {
+	o.data += int64(product(t.Shape) * t.DType.Bits() / 8)
+	if err := torchfile.CheckBytes(o.data, o.size); err != nil {
+		return fmt.Errorf("checkpoint: open %s: tensor %q of shape %v: %w", o.folder, t.Name, t.Shape, err)
+	}
+	return nil
+}
+
+// sort brings the chunks of each file into the file's order.
+func (o *opening) sort() {
+	for _, file := range slices.Backward(slices.Sorted(maps.Values(o.files))) {
+		all := o.c.headers[file].Tensors
+		slices.SortFunc(all, func(a, b safetensors.Tensor) int { return cmp.Compare(a.Begin, b.Begin) })
+		for i := range slices.Backward(all) {
+			o.c.where[all[i].Name] = place{file, i} // at last the first chunk
+		}
+	}
+	o.c.sortInfos()
+}
+
+// An opening is a folder of torch.distributed.checkpoint that is being opened.
+type opening struct {
+	c      *Checkpoint
+	cfg    *gds.FileConfig // for names in the folder
+	folder string
+	files  map[string]int // by name
+	size   int64          // bytes of the files
+	data   int64          // bytes of the tensors
+}
+
+// file returns the number of a file, which it opens if it is not open.
+func (o *opening) file(name string) (int, error) {
+	if i, ok := o.files[name]; ok {
+		return i, nil
+	}
+	f, err := gds.Open(name, o.cfg)
+	if err != nil {
+		return 0, err
+	}
+	o.c.files = append(o.c.files, f)
+	size, err := f.Size()
+	if err != nil {
+		return 0, err
+	}
+	o.files[name], o.size = len(o.c.files)-1, o.size+size
+	o.c.headers = append(o.c.headers, &safetensors.Header{Size: size})
+	return o.files[name], nil
+}
+
+// add adds a tensor. If it has one chunk in row-major order, it is a run of the file.
+func (o *opening) add(t *torchfile.Distributed) error {
+	s := &scattered{shape: t.Shape, size: t.DType.Bits() / 8}
+	whole := false
+	var first place
+	for i := range t.Chunks {
+		k := &t.Chunks[i]
+		file, err := o.file(k.File)
+		if err != nil {
+			return err
+		}
+		x, err := o.chunk(t, k, file)
+		if err != nil {
+			return &TensorError{Op: "open", Path: o.c.files[file].Path(), Tensor: t.Name, Offset: k.Offset, Err: err}
+		}
+		b := boxOf(x, file, k.Offset)
+		b.at = k.At
+		s.boxes = append(s.boxes, b)
+		whole = len(t.Chunks) == 1 && x.Contiguous()
+		h := o.c.headers[file]
+		if i == 0 {
+			first = place{file, len(h.Tensors)}
+		}
+		e := entryOf(x)
+		e.Begin, e.End = e.Begin+k.Offset, e.End+k.Offset
+		h.Tensors = append(h.Tensors, e)
+	}
+	if err := o.count(t); err != nil {
+		return err
+	}
+	if !whole {
+		o.c.scatter(t.Name, s)
+	}
+	if err := o.c.add(first, &safetensors.Tensor{Name: t.Name, DType: t.DType, Shape: t.Shape}); err != nil {
+		return fmt.Errorf("checkpoint: open %s: %w", o.folder, err)
+	}
+	return nil
+}
+
+// chunk reads the description of a chunk, and compares it with the metadata.
+func (o *opening) chunk(t *torchfile.Distributed, k *torchfile.Chunk, file int) (*torchfile.Tensor, error) {
+	if size := o.c.headers[file].Size; k.Offset+k.Length > size {
+		return nil, fmt.Errorf("the chunk at %v has %d bytes, but the file ends at byte %d", k.At, k.Length, size)
+	}
+	x, err := torchfile.Read(io.NewSectionReader(hostReader{o.c.files[file]}, k.Offset, k.Length), k.Length)
+	if err != nil {
+		return nil, err
+	}
+	if len(x.Tensors) != 1 || x.Tensors[0].DType != t.DType || !slices.Equal(x.Tensors[0].Shape, k.N) {
+		return nil, fmt.Errorf("the chunk at %v is not one tensor of type %s and shape %v", k.At, t.DType, k.N)
+	}
+	x.Tensors[0].Name = t.Name
+	return &x.Tensors[0], nil
+}
+
+// addTorch adds the tensors of a file of torch.save. It returns a header that describes them.
+func (c *Checkpoint) addTorch(f *gds.File, size int64, only func(name string) bool) (*safetensors.Header, error) {
+	x, err := torchfile.Read(hostReader{f}, size)
+	if err != nil {
+		return nil, err
+	}
+	slices.SortFunc(x.Tensors, func(a, b torchfile.Tensor) int {
+		return cmp.Or(cmp.Compare(a.Offset, b.Offset), cmp.Compare(a.Name, b.Name))
+	})
+	h := &safetensors.Header{Size: size, Metadata: x.Values}
+	file := len(c.files) - 1
+	for i := range x.Tensors {
+		t := &x.Tensors[i]
+		h.Tensors = append(h.Tensors, entryOf(t))
+		if only != nil && !only(t.Name) {
+			continue
+		}
+		if err := c.add(place{file, i}, &h.Tensors[i]); err != nil {
+			return nil, err
+		}
+		if !t.Contiguous() {
+			c.scatter(t.Name, &scattered{shape: t.Shape, size: t.Size(), boxes: []filed{boxOf(t, file, 0)}})
+		}
+	}
+	return h, nil
+}
+
+// entryOf describes a tensor like the header of a safetensors file. If the tensor is a view
+// with strides, its end is where a contiguous tensor would end.
+func entryOf(t *torchfile.Tensor) safetensors.Tensor {
+	return safetensors.Tensor{Name: t.Name, DType: t.DType, Shape: t.Shape, Begin: t.Offset, End: t.Offset + int64(t.Elements()*t.Size())}
+}
+
+// boxOf returns the place of a tensor that begins at an offset of a file.
+func boxOf(t *torchfile.Tensor, file int, base int64) filed {
+	return filed{at: make([]int, len(t.Shape)), n: t.Shape, file: file, off: base + t.Offset, strides: t.Strides}
+}
+
+func (c *Checkpoint) scatter(name string, s *scattered) {
+	if c.scattered == nil {
+		c.scattered = map[string]*scattered{}
+	}
+	c.scattered[name] = s
+}
+
+// add adds a tensor of a file to the checkpoint.
+func (c *Checkpoint) add(at place, t *safetensors.Tensor) error {
+	path := c.files[at.file].Path()
+	if other, taken := c.where[t.Name]; taken {
+		return fmt.Errorf("tensor %q is in %s, too", t.Name, c.files[other.file].Path())
+	}
+	c.where[t.Name] = at
+	c.infos = append(c.infos, Info{Name: t.Name, DType: dtypeOf(t.DType), Format: t.DType, Shape: t.Shape, File: path})
+	return nil
+}
+
+// openManifest opens the checkpoint of a Saver, with whole tensors.
+func (c *Checkpoint) openManifest(cfg *gds.FileConfig, folder string) error {
+	s, err := openSaved(folder, cfg)
+	if err != nil {
+		return err
+	}
+	base := len(c.files)
+	c.files, c.headers = append(c.files, s.files.files...), append(c.headers, s.files.headers...)
+	c.addMetadata(s.files.metadata)
+	for i := range s.m.Tensors {
+		t := &s.m.Tensors[i]
+		format, _ := safetensors.ParseDType(t.DType) // checked when it was read
+		x := &scattered{shape: []int{t.Rows, t.Width}, size: format.Bits() / 8}
+		for j := range t.Parts {
+			p := &t.Parts[j]
+			at := s.files.where[p.Key]
+			x.boxes = append(x.boxes, filed{at: []int{0, p.Start}, n: []int{t.Rows, p.Len}, file: base + at.file,
+				off: s.files.headers[at.file].Tensors[at.tensor].Begin, strides: []int{p.Len, 1}})
+		}
+		at := s.files.where[t.Parts[0].Key]
+		if err := c.add(place{base + at.file, at.tensor}, &safetensors.Tensor{Name: t.Name, DType: format, Shape: t.Shape}); err != nil {
+			return fmt.Errorf("checkpoint: open %s: %w", folder, err)
+		}
+		if len(t.Parts) > 1 {
+			if x.size == 0 {
+				return fmt.Errorf("checkpoint: open %s: tensor %q of %s has several parts: %w", folder, t.Name, format, errors.ErrUnsupported)
+			}
+			c.scatter(t.Name, x)
+		}
+	}
+	c.sortInfos()
+	return nil
+}
+
+func (c *Checkpoint) sortInfos() {
+	slices.SortFunc(c.infos, func(a, b Info) int {
+		x, y := c.where[a.Name], c.where[b.Name]
+		return cmp.Or(cmp.Compare(x.file, y.file), cmp.Compare(x.tensor, y.tensor))
+	})
+}
+
+// isSaved reports whether a Saver has written the folder.
+func isSaved(folder string) bool { return exists(filepath.Join(folder, manifestName)) }

@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // loseRank saves while the last rank is killed before it has written its file. Rank 0 waits for
@@ -103,7 +103,7 @@ func TestKilledSaves(t *testing.T) {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	stride := 1
-	if tsan.On {
+	if testhost.On {
 		stride = 7
 	}
 	killed, seen := 0, map[int64]bool{}

@@ -11,11 +11,16 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strconv"
+	"strings"
 
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/files"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // ReshardConfig are the options of Reshard; nil means their defaults.
@@ -208,4 +213,188 @@ func (r *resharding) describe(sums []map[string]hash.Hash) {
 	if r.m.Values == nil {
 		r.m.Values = []json.RawMessage{json.RawMessage("null")}
 	}
+}
+
+// Export writes all tensors as safetensors files on the host, without a device: the file at
+// path, which ends in .safetensors. If the tensors have more than MaxFileBytes, Export writes
+// several files and an index, as Save does, which replace older files in the same way. Each
+// tensor is stored whole and contiguous.
+//
+// If cfg has no Metadata, the files have the metadata of the checkpoint, and "format": "pt",
+// which Hugging Face's readers want. Export needs 8 MiB of memory for each file that it writes
+// at the same time, at most 16, and returns when the files are on the disk.
+func (c *Checkpoint) Export(ctx context.Context, path string, cfg *SaveConfig) error {
+	var sc SaveConfig
+	if cfg != nil {
+		sc = *cfg
+	}
+	if !strings.HasSuffix(path, extension) || sc.MaxFileBytes < 0 {
+		return fmt.Errorf("checkpoint: export to %s in files of %d bytes: want a name that ends in %s, and 0 bytes or more", path, sc.MaxFileBytes, extension)
+	}
+	if sc.Metadata == nil {
+		sc.Metadata = c.headerTexts()
+	}
+	out, err := newOutput(path, c.entries(), &sc)
+	if err != nil {
+		return err
+	}
+	defer out.close() // removes files that were not committed
+	if err := out.open(); err != nil {
+		return err
+	}
+	moved := progress(sc.Progress, c.Bytes())
+	err = each(ctx, numbers(len(out.files)), func(ctx context.Context, number string) error {
+		i, _ := strconv.Atoi(number)
+		return files.Of(out.files[i]).WriteHost(func(w io.Writer) error {
+			return c.writeFile(ctx, w, out.starts[i], out.headers[i], nil, moved)
+		})
+	})
+	if err != nil {
+		return err
+	}
+	return out.commit(ctx)
+}
+
+// headerTexts returns the metadata of the checkpoint, and the format.
+func (c *Checkpoint) headerTexts() map[string]string {
+	texts := map[string]string{"format": "pt"}
+	maps.Copy(texts, c.metadata)
+	return texts
+}
+
+// entries describes the tensors for the header of a file.
+func (c *Checkpoint) entries() []safetensors.Tensor {
+	var all []safetensors.Tensor
+	for _, t := range c.infos {
+		all = append(all, safetensors.Tensor{Name: t.Name, DType: t.Format, Shape: t.Shape})
+	}
+	return all
+}
+
+// numbers returns the numbers below n as texts.
+func numbers(n int) []string {
+	all := make([]string, n)
+	for i := range all {
+		all[i] = strconv.Itoa(i)
+	}
+	return all
+}
+
+// writeFile writes a safetensors file. digest returns the hash of a tensor, or digest is nil.
+func (c *Checkpoint) writeFile(ctx context.Context, w io.Writer, start []byte, h *safetensors.Header, digest func(name string) hash.Hash, moved func(int)) error {
+	if _, err := w.Write(start); err != nil {
+		return err
+	}
+	host := make([]byte, verifyChunk)
+	for i := range h.Tensors {
+		t := &h.Tensors[i]
+		to := w
+		if digest != nil {
+			to = io.MultiWriter(w, digest(t.Name))
+		}
+		for at := int64(0); at < t.Bytes(); at += int64(len(host)) {
+			n := min(int64(len(host)), t.Bytes()-at)
+			if err := c.read(ctx, t.Name, host[:n], at); err != nil {
+				return err
+			}
+			if _, err := to.Write(host[:n]); err != nil {
+				return fmt.Errorf("tensor %q at byte %d: %w", t.Name, t.Begin+at, err)
+			}
+			if moved != nil {
+				moved(int(n))
+			}
+		}
+	}
+	return nil
+}
+
+// Weights are the tensors of a checkpoint on one rank, in one allocation, each at an address
+// that is a multiple of 512 bytes.
+type Weights struct {
+	rank, ranks int
+	slab        tensor.Tensor
+	parts       map[string]*placed
+	order       []*placed // the tensors of all ranks
+}
+
+func newWeights(l *local, ranks int, slab tensor.Tensor, tensors []*placed) *Weights {
+	w := &Weights{rank: l.rank, ranks: ranks, slab: slab, parts: map[string]*placed{}, order: tensors}
+	for _, t := range tensors {
+		if t.cut.holds(l.rank) {
+			w.parts[t.info.Name] = t
+		}
+	}
+	return w
+}
+
+// Names returns the names of the rank's tensors, in the order of the files.
+func (w *Weights) Names() []string {
+	names := make([]string, 0, len(w.parts))
+	for _, t := range w.order {
+		if w.parts[t.info.Name] != nil {
+			names = append(names, t.info.Name)
+		}
+	}
+	return names
+}
+
+// Tensor returns the rank's part of a tensor, in the memory of the weights. To use it after
+// Close, keep a Retain of the tensor.
+func (w *Weights) Tensor(name string) (tensor.Tensor, error) {
+	t, err := w.part(name)
+	if err != nil {
+		return tensor.Tensor{}, err
+	}
+	return cutOut(w.slab, t.at[w.rank], t.to, t.cut.shapeOf(w.rank, t.info.Shape)...)
+}
+
+// Part returns the rank's part of a tensor: the range of a dimension, or -1 and an empty range
+// if the rank has the whole tensor.
+func (w *Weights) Part(name string) (dim int, r Range, err error) {
+	t, err := w.part(name)
+	if err != nil || t.cut.dim < 0 {
+		return -1, Range{}, err
+	}
+	return t.cut.dim, t.cut.ranges[w.rank], nil
+}
+
+func (w *Weights) part(name string) (*placed, error) {
+	t := w.parts[name]
+	if t != nil {
+		return t, nil
+	}
+	for _, o := range w.order {
+		if o.info.Name == name {
+			return nil, fmt.Errorf("checkpoint: weights: rank %d has no part of tensor %q: the plan gave it to others", w.rank, name)
+		}
+	}
+	return nil, fmt.Errorf("checkpoint: weights: there is no tensor %q", name)
+}
+
+// Get returns the rank's part of a tensor as a slice of its elements, in the memory of the
+// weights. The elements must be of type T. If a shape is given, the part must have it.
+func Get[T memory.Element](w *Weights, name string, shape ...int) (memory.Slice[T], error) {
+	x, err := w.Tensor(name)
+	if err != nil {
+		return memory.Slice[T]{}, err
+	}
+	if want := memory.DTypeOf[T](); x.DType() != want {
+		return memory.Slice[T]{}, fmt.Errorf("checkpoint: weights: tensor %q is of type %s: want %s", name, x.DType(), want)
+	}
+	if len(shape) > 0 && !slices.Equal(shape, x.Shape()) {
+		return memory.Slice[T]{}, fmt.Errorf("checkpoint: weights: tensor %q has shape %v: want %v", name, x.Shape(), shape)
+	}
+	return tensor.Slice[T](x)
+}
+
+// Bytes returns the size of the rank's memory, with its padding.
+func (w *Weights) Bytes() int { return w.slab.Bytes() }
+
+// Close frees the memory in the order of the stream that loaded it: the group's, or the stream
+// of LoadOn. It is idempotent and safe on nil.
+func (w *Weights) Close() error {
+	if w == nil {
+		return nil
+	}
+	return w.slab.Close()
 }

@@ -103,7 +103,7 @@ func TestRanksAgreeToRestore(t *testing.T) {
 func joined(t *testing.T, devs []*device.Device) []*comm.Group {
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup
-	for i, b := range testgpu.Boards(testgpu.Context(t), len(devs)) {
+	for i, b := range testgpu.Exchanges(testgpu.Context(t), len(devs)) {
 		wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], nil) })
 	}
 	wg.Wait()

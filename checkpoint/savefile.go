@@ -9,8 +9,19 @@ import (
 	"fmt"
 	"hash"
 	"io"
+	"io/fs"
+	"math"
+	"os"
 	"path/filepath"
+	"strings"
 	"sync"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/gds"
+	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/files"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // A fileWriter writes the file of one rank, and computes digests on the way.
@@ -211,4 +222,267 @@ func writeReport(fs fileSystem, temp string, rank int, r *rankReport) error {
 		return err
 	}
 	return fs.Rename(path+".new", path)
+}
+
+// A fileSystem is the calls of a save. Tests let them fail.
+type fileSystem interface {
+	MkdirAll(path string) error
+	Mkdir(path string) error
+	Create(path string) (savingFile, error)
+	ReadFile(path string) ([]byte, error)
+	Rename(from, to string) error
+	Exchange(a, b string) error // lets two folders trade their names at once; see trade
+	Remove(path string) error
+	RemoveAll(path string) error
+	SyncFolder(path string) error
+}
+
+type savingFile interface {
+	io.WriterAt
+	io.Closer
+	Reserve(size int64) error // allocates the bytes on the disk, if the file system can do so
+	Sync() error
+}
+
+// systemFiles are the file system of the operating system. All paths are in a folder that the user has named: other links in
+// them do not lead out of it, because who can write to the folder would choose the files to write or remove. The folder is
+// opened for each call, because the user may make it again.
+type systemFiles struct{ folder string }
+
+// in calls fn with the folder and a path in it.
+func (f systemFiles) in(path string, fn func(root *os.Root, name string) error) error {
+	root, err := os.OpenRoot(f.folder)
+	if err != nil {
+		return err
+	}
+	defer root.Close()
+	name, err := filepath.Rel(f.folder, path)
+	if err != nil {
+		return err
+	}
+	return fn(root, name)
+}
+
+func (f systemFiles) MkdirAll(path string) error {
+	if err := os.MkdirAll(f.folder, 0o777); err != nil {
+		return err
+	}
+	return f.in(path, func(root *os.Root, name string) error { return root.MkdirAll(name, 0o777) })
+}
+
+func (f systemFiles) Mkdir(path string) error {
+	return f.in(path, func(root *os.Root, name string) error { return root.Mkdir(name, 0o777) })
+}
+
+func (f systemFiles) Create(path string) (savingFile, error) {
+	var out *os.File
+	err := f.in(path, func(root *os.Root, name string) (err error) {
+		out, err = root.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o666)
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	return systemFile{out}, nil
+}
+
+func (f systemFiles) ReadFile(path string) (text []byte, err error) {
+	return text, f.in(path, func(root *os.Root, name string) (err error) {
+		text, err = safefile.ReadIn(root, name, manifestLimit)
+		return err
+	})
+}
+
+func (f systemFiles) Rename(from, to string) error {
+	return f.in(from, func(root *os.Root, from string) error {
+		return f.in(to, func(_ *os.Root, to string) error { return root.Rename(from, to) })
+	})
+}
+
+func (f systemFiles) Remove(path string) error {
+	return f.in(path, func(root *os.Root, name string) error { return root.Remove(name) })
+}
+
+func (f systemFiles) RemoveAll(path string) error {
+	err := f.in(path, func(root *os.Root, name string) error { return root.RemoveAll(name) })
+	if errors.Is(err, fs.ErrNotExist) { // not even the folder
+		return nil
+	}
+	return err
+}
+
+func (f systemFiles) Exchange(a, b string) error {
+	return f.inFolderOf(a, func(da *os.File) error {
+		return f.inFolderOf(b, func(db *os.File) error {
+			if err := unix.Renameat2(int(da.Fd()), filepath.Base(a), int(db.Fd()), filepath.Base(b), unix.RENAME_EXCHANGE); err != nil {
+				return &os.LinkError{Op: "exchange", Old: a, New: b, Err: err}
+			}
+			return nil
+		})
+	})
+}
+
+func (f systemFiles) SyncFolder(path string) error {
+	return f.open(path, (*os.File).Sync)
+}
+
+// inFolderOf calls fn with the open folder that has a path's last element.
+func (f systemFiles) inFolderOf(path string, fn func(*os.File) error) error {
+	return f.open(filepath.Dir(path), fn)
+}
+
+// open calls fn with an open folder.
+func (f systemFiles) open(path string, fn func(*os.File) error) error {
+	return f.in(path, func(root *os.Root, name string) error {
+		dir, err := root.OpenFile(name, os.O_RDONLY|unix.O_DIRECTORY|unix.O_NONBLOCK, 0)
+		if err != nil {
+			return err
+		}
+		return errors.Join(fn(dir), dir.Close())
+	})
+}
+
+type systemFile struct{ *os.File }
+
+// WriteAt also lets the disk begin, so that Sync is short. Sync returns the errors of the disk.
+func (f systemFile) WriteAt(data []byte, off int64) (int, error) {
+	n, err := f.File.WriteAt(data, off)
+	if err == nil {
+		_ = unix.SyncFileRange(int(f.Fd()), off, int64(n), unix.SYNC_FILE_RANGE_WRITE)
+	}
+	return n, err
+}
+
+func (f systemFile) Reserve(size int64) error {
+	for {
+		switch err := unix.Fallocate(int(f.Fd()), 0, 0, size); err {
+		case unix.EINTR:
+		case nil, unix.EOPNOTSUPP, unix.ENOSYS:
+			return nil
+		default:
+			return &os.PathError{Op: fmt.Sprintf("allocate %d bytes for", size), Path: f.Name(), Err: err}
+		}
+	}
+}
+
+// writeWhole writes a small file to the disk.
+func writeWhole(files fileSystem, path string, data []byte) error {
+	f, err := files.Create(path)
+	if err != nil {
+		return err
+	}
+	n, err := f.WriteAt(data, 0)
+	if err == nil && n < len(data) {
+		err = io.ErrShortWrite
+	}
+	if err == nil {
+		err = f.Sync()
+	}
+	return errors.Join(err, f.Close())
+}
+
+const (
+	extension      = ".safetensors"
+	indexExtension = ".index.json" // behind the name of a checkpoint of one file
+)
+
+// An output is the files of a checkpoint that is being written. They have other names until
+// commit.
+type output struct {
+	path    string
+	cfg     *SaveConfig
+	shards  []safetensors.Shard
+	headers []*safetensors.Header
+	starts  [][]byte // the first bytes of each file
+	files   []*gds.File
+}
+
+// newOutput divides tensors into files.
+func newOutput(path string, infos []safetensors.Tensor, cfg *SaveConfig) (*output, error) {
+	o := &output{path: path, cfg: cfg}
+	most := cfg.MaxFileBytes
+	if most == 0 {
+		most = math.MaxInt64
+	}
+	var err error
+	if o.shards, err = safetensors.Split(strings.TrimSuffix(filepath.Base(path), extension), infos, most); err != nil {
+		return nil, fmt.Errorf("checkpoint: save %s: %w", path, err)
+	}
+	for _, s := range o.shards {
+		h, start, err := safetensors.NewHeader(s.Tensors, cfg.Metadata)
+		if err != nil {
+			return nil, fmt.Errorf("checkpoint: save %s: %w", path, err)
+		}
+		o.headers, o.starts = append(o.headers, h), append(o.starts, start)
+	}
+	return o, nil
+}
+
+// file returns the path of a file.
+func (o *output) file(i int) string { return filepath.Join(filepath.Dir(o.path), o.shards[i].File) }
+
+// open makes the files.
+func (o *output) open() error {
+	for i := range o.shards {
+		f, err := gds.Create(o.file(i), o.cfg.File)
+		if err != nil {
+			return err
+		}
+		o.files = append(o.files, f)
+	}
+	return nil
+}
+
+// create makes the files, with their headers, and reserves their room.
+func (o *output) create() error {
+	if err := o.open(); err != nil {
+		return err
+	}
+	for i, f := range o.files {
+		if err := files.Of(f).Begin(o.starts[i], o.headers[i].Size); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// commit lets the files replace the old ones, and then the index. If there is one file, an
+// index of that name belongs to an older checkpoint, and Open would read it first.
+func (o *output) commit(ctx context.Context) error {
+	for _, f := range o.files {
+		if err := f.Commit(ctx); err != nil {
+			return err
+		}
+	}
+	if len(o.shards) > 1 {
+		return o.writeIndex(ctx)
+	}
+	if err := os.Remove(o.path + indexExtension); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return fmt.Errorf("checkpoint: save %s: remove the index of an older checkpoint: %w", o.path, err)
+	}
+	return nil
+}
+
+func (o *output) writeIndex(ctx context.Context) error {
+	x, err := safetensors.NewIndex(o.shards)
+	if err != nil {
+		return fmt.Errorf("checkpoint: save %s: %w", o.path, err)
+	}
+	f, err := gds.Create(o.path+indexExtension, o.cfg.File)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if err := files.Of(f).WriteHost(x.Write); err != nil {
+		return err
+	}
+	return f.Commit(ctx)
+}
+
+// close closes the files, and removes those that were not committed.
+func (o *output) close() error {
+	if o == nil {
+		return nil
+	}
+	return closeAll(o.files)
 }

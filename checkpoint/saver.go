@@ -4,10 +4,15 @@ import (
 	"cmp"
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
+	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -15,6 +20,8 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -359,4 +366,236 @@ func (v *Saver) release() error {
 		errs = append(errs, l.close())
 	}
 	return errors.Join(errs...)
+}
+
+// assignWriters decides which rank writes which part. by has the parts of each rank. A part that
+// several ranks have goes to the one that writes the fewest bytes so far, the largest parts
+// first. All ranks compute the same. Together the parts must be whole tensors.
+func assignWriters(by [][]partInfo) (*manifest, error) {
+	m := &manifest{Version: manifestVersion, Ranks: len(by), Block: blockBytes}
+	names := map[string]int{}
+	var offers []offer
+	for rank, parts := range by {
+		for _, p := range parts {
+			i, ok := names[p.Name]
+			if !ok {
+				i = len(m.Tensors)
+				names[p.Name] = i
+				m.Tensors = append(m.Tensors, savedTensor{Name: p.Name, DType: p.Format.String(), Shape: p.Shape, Rows: 1, Width: p.Box.Rows * p.Box.Width})
+			}
+			t := &m.Tensors[i]
+			if t.DType != p.Format.String() || !slices.Equal(t.Shape, p.Shape) {
+				return nil, fmt.Errorf("tensor %q is %s %v on rank %d, and %s %v on another: want the same", p.Name, p.Format, p.Shape, rank, t.DType, t.Shape)
+			}
+			if !p.whole() {
+				t.Rows, t.Width = p.Box.Rows, p.Box.Width
+			}
+			offers = append(offers, offer{p, rank, i})
+		}
+	}
+	if err := m.assign(offers); err != nil {
+		return nil, err
+	}
+	for i := range m.Tensors {
+		if err := m.Tensors[i].check(); err != nil {
+			return nil, err
+		}
+	}
+	slices.SortFunc(m.Tensors, func(a, b savedTensor) int { return cmp.Compare(a.Name, b.Name) })
+	return m, nil
+}
+
+// An offer is a part that a rank could write.
+type offer struct {
+	partInfo
+	rank, tensor int
+}
+
+// assign chooses a rank for each part.
+func (m *manifest) assign(offers []offer) error {
+	slices.SortStableFunc(offers, func(a, b offer) int {
+		return cmp.Or(cmp.Compare(b.bytes(), a.bytes()), cmp.Compare(a.Name, b.Name), cmp.Compare(a.Box.Start, b.Box.Start), cmp.Compare(a.Box.Len, b.Box.Len))
+	})
+	load := make([]int64, m.Ranks)
+	for i := 0; i < len(offers); {
+		first, best := offers[i], offers[i].rank
+		for ; i < len(offers) && offers[i].tensor == first.tensor && offers[i].Box == first.Box; i++ {
+			if r := offers[i].rank; load[r] < load[best] {
+				best = r
+			}
+		}
+		t := &m.Tensors[first.tensor]
+		if first.Box.Len == 0 && product(t.Shape) > 0 {
+			continue // a rank without elements
+		}
+		p := savedPart{Key: first.Name, Start: first.Box.Start, Len: first.Box.Len, rank: best, stored: first.Stored, info: first.partInfo}
+		if first.whole() {
+			p.Len, p.stored = t.Width, t.Shape
+		} else {
+			if t.Rows != first.Box.Rows || t.Width != first.Box.Width {
+				return fmt.Errorf("tensor %q is cut along different dimensions by different ranks: want one", first.Name)
+			}
+			p.Key = fmt.Sprintf("%s@%d", first.Name, first.Box.Start)
+		}
+		load[best] += first.bytes()
+		t.Parts = append(t.Parts, p)
+	}
+	return nil
+}
+
+// lay gives each writing rank its file, and returns the headers by file.
+func (m *manifest) lay() (headers []*safetensors.Header, starts [][]byte, err error) {
+	at := make([]int, m.Ranks)
+	lists := make([][]safetensors.Tensor, m.Ranks)
+	keys := map[string]bool{}
+	for i := range m.Tensors {
+		for _, p := range m.Tensors[i].Parts {
+			if keys[p.Key] {
+				return nil, nil, fmt.Errorf("tensor %q would be in the files twice: rename it", p.Key)
+			}
+			keys[p.Key] = true
+			lists[p.rank] = append(lists[p.rank], safetensors.Tensor{Name: p.Key, DType: p.info.Format, Shape: p.stored})
+		}
+	}
+	for rank, list := range lists {
+		if len(list) == 0 {
+			continue
+		}
+		h, start, err := safetensors.NewHeader(list, map[string]string{"format": "pt"})
+		if err != nil {
+			return nil, nil, err
+		}
+		at[rank] = len(m.Files)
+		m.Files = append(m.Files, savedFile{Name: fmt.Sprintf("rank-%05d.safetensors", rank), Bytes: h.Size, rank: rank})
+		headers, starts = append(headers, h), append(starts, start)
+	}
+	for i := range m.Tensors {
+		for j := range m.Tensors[i].Parts {
+			m.Tensors[i].Parts[j].File = at[m.Tensors[i].Parts[j].rank]
+		}
+	}
+	return headers, starts, nil
+}
+
+// A fence says which run and epoch of a job saves, so that processes of an earlier epoch, which may run
+// on after the job has gone on without them, replace nothing.
+//
+// Each epoch has a folder of its own for saves that are not complete. The first thing that a Saver does is to
+// rename the folders of earlier epochs. A save of an earlier epoch can then not give its folder a name, because
+// the rename of a path that does not exist fails. There is no comparison that another process could overtake, and no lock.
+type fence struct {
+	Job   string `json:"job"`
+	Run   string `json:"run"` // each start of the job has another one
+	Term  uint64 `json:"term"`
+	Epoch uint64 `json:"epoch"`
+}
+
+// A fencer is a membership of package cluster.
+type fencer interface {
+	Job() string
+	Fence() (run string, term, epoch uint64)
+}
+
+// fenceOf returns the fence of a group, or nil if it was not joined in a job.
+func fenceOf(g *comm.Group) *fence {
+	r, ok := groups.Of(g).Rendezvous().(fencer)
+	if !ok {
+		return nil
+	}
+	f := &fence{Job: r.Job()}
+	if f.Run, f.Term, f.Epoch = r.Fence(); f.Run == "" {
+		return nil
+	}
+	return f
+}
+
+// earlier reports whether f is an earlier epoch of o's run.
+func (f *fence) earlier(o *fence) bool {
+	return f.Run == o.Run && (f.Epoch < o.Epoch || f.Epoch == o.Epoch && f.Term < o.Term)
+}
+
+// fencePrefix begins the names of the folders of epochs.
+const fencePrefix = tempPrefix + "epoch-"
+
+// name returns the name of the folder of an epoch.
+func (f *fence) name() string {
+	run := sha256.Sum256([]byte(f.Job + "\x00" + f.Run))
+	return fmt.Sprintf("%s%s-%d-%d", fencePrefix, hex.EncodeToString(run[:8]), f.Epoch, f.Term)
+}
+
+// parse reads the name of the folder of another epoch. Its run is f's, or "" for another run.
+func (f *fence) parse(name string) (o fence, ok bool) {
+	rest, ok := strings.CutPrefix(name, fencePrefix)
+	if !ok {
+		return o, false
+	}
+	run, rest, _ := strings.Cut(rest, "-")
+	if n, err := fmt.Sscanf(rest, "%d-%d", &o.Epoch, &o.Term); n != 2 || err != nil {
+		return o, false
+	}
+	if mine, _, _ := strings.Cut(strings.TrimPrefix(f.name(), fencePrefix), "-"); mine == run {
+		o.Run = f.Run
+	}
+	return o, true
+}
+
+// claim makes the folder of this epoch, and then ends the saves of earlier epochs and of other runs.
+func (f *fence) claim(files fileSystem, folder, nonce string) error {
+	own := filepath.Join(folder, f.name())
+	if err := files.Mkdir(own); err != nil && !errors.Is(err, fs.ErrExist) {
+		return err
+	}
+	entries, err := os.ReadDir(folder)
+	if err != nil {
+		return err
+	}
+	for _, e := range entries {
+		o, ok := f.parse(e.Name())
+		if ok && f.earlier(&o) {
+			return errors.Join(fmt.Errorf("epoch %d of the job saves to this folder, and this process is in epoch %d", o.Epoch, f.Epoch), files.RemoveAll(own))
+		}
+	}
+	for _, e := range entries {
+		if o, ok := f.parse(e.Name()); !ok || o == (fence{Run: f.Run, Term: f.Term, Epoch: f.Epoch}) {
+			continue
+		}
+		over := filepath.Join(folder, tempPrefix+stepPrefix+"over-"+nonce+strings.TrimPrefix(e.Name(), fencePrefix))
+		if err := files.Rename(filepath.Join(folder, e.Name()), over); errors.Is(err, fs.ErrNotExist) {
+			continue
+		} else if err != nil {
+			return err
+		}
+		if err := files.RemoveAll(over); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// unfinished returns the folder for saves that are not complete.
+func (v *Saver) unfinished() string {
+	if v.fence == nil {
+		return v.folder
+	}
+	return filepath.Join(v.folder, v.fence.name())
+}
+
+// makeTemp makes the folder of a save. It does not make the folder of the epoch, which a later epoch may have renamed.
+func (job *saveJob) makeTemp(files fileSystem) error {
+	if job.fence == nil {
+		return files.MkdirAll(job.temp)
+	}
+	err := files.Mkdir(job.temp)
+	if errors.Is(err, fs.ErrExist) {
+		return nil
+	}
+	return err
+}
+
+// fenced explains the error of a save that a later epoch of the job, or another run, has ended.
+func (v *Saver) fenced(err error) error {
+	if err == nil || v.fence == nil || exists(v.unfinished()) {
+		return err
+	}
+	return fmt.Errorf("epoch %d of job %q does not save to this folder any more: a later epoch or another run of the job has begun to: %w", v.fence.Epoch, v.fence.Job, err)
 }

@@ -7,6 +7,8 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/files"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // A scattered tensor is not one run of a file in row-major order: it is a view with strides,
@@ -198,4 +200,177 @@ func (g *gatherer) scatter(from []byte, out int, axes []axis) {
 func (g *gatherer) read(file int, p []byte, off int64) error {
 	_, err := files.Of(g.c.files[file]).ReadHost(g.ctx, p, off)
 	return err
+}
+
+// fillScattered reads the local ranks' parts of scattered tensors by the host, and copies them
+// to the devices. It comes before the rounds, which tell other processes of failures.
+func (m *executor) fillScattered(ctx context.Context, c *Checkpoint, all []*Weights, tensors []*placed) {
+	if scatteredBytes(m.peers.locals, tensors) == 0 {
+		return
+	}
+	for i, w := range all {
+		d := m.locals[i]
+		for _, t := range tensors {
+			if t.scattered == nil || !t.cut.holds(d.rank) || t.bytes(d.rank) == 0 || m.failed() {
+				continue
+			}
+			if err := m.fillOne(ctx, c, w, d, t); err != nil {
+				m.setError(d, &TensorError{Op: m.op, Path: t.info.File, Tensor: t.info.Name, Offset: c.begin(t.info.Name), Err: err})
+			}
+		}
+		if err := d.stream.Sync(ctx); err != nil {
+			m.setError(d, err)
+		}
+	}
+}
+
+// scatteredBytes is how many bytes fillScattered moves.
+func scatteredBytes(locals []*local, tensors []*placed) (n int64) {
+	for _, t := range tensors {
+		for _, l := range locals {
+			if t.scattered != nil && t.cut.holds(l.rank) {
+				n += int64(t.cut.elements(l.rank) * t.from)
+			}
+		}
+	}
+	return n
+}
+
+// fillOne fills a rank's part of a tensor. The part is a run of each row of the tensor.
+func (m *executor) fillOne(ctx context.Context, c *Checkpoint, w *Weights, d *worker, t *placed) error {
+	f := &t.flat
+	run := f.ranges[d.rank]
+	host := make([]byte, min(verifyChunk/t.from, run.Len*f.outer)*t.from)
+	staged, err := tensor.Make(d.stream, memory.Uint8, len(host))
+	if err != nil {
+		return err
+	}
+	defer staged.Close()
+	// The rows of the part follow each other in memory, so that a chunk may have several.
+	total := run.Len * f.outer
+	for at := 0; at < total; at += len(host) / t.from {
+		n := min(len(host)/t.from, total-at)
+		for k := 0; k < n; {
+			row, column := (at+k)/run.Len, (at+k)%run.Len
+			more := min(run.Len-column, n-k)
+			if err := c.gather(ctx, t.scattered, host[k*t.from:(k+more)*t.from], row*f.width+run.Start+column); err != nil {
+				return err
+			}
+			k += more
+		}
+		if err := d.put(w, t, staged, host[:n*t.from], at, n); err != nil {
+			return err
+		}
+		if m.moved != nil {
+			m.moved(n * t.from)
+		}
+	}
+	return nil
+}
+
+// put copies n elements on the host to a rank's part, from element at on.
+func (d *worker) put(w *Weights, t *placed, staged tensor.Tensor, host []byte, at, n int) error {
+	x, err := view(staged, 0, len(host))
+	if err == nil {
+		err = x.CopyFrom(d.stream, host)
+	}
+	if err != nil {
+		return err
+	}
+	from, err := cutOut(staged, 0, t.info.DType, n)
+	if err != nil {
+		return err
+	}
+	to, err := cutOut(w.slab, t.at[d.rank]+at*t.to.Size(), t.to, n)
+	if err != nil {
+		return err
+	}
+	return tensor.Copy(d.stream, to, from)
+}
+
+const (
+	// smallTensor is the largest size in the file of a batched tensor. The parts of larger
+	// tensors are further apart than the gaps that a read covers.
+	smallTensor = 2 * files.GapBytes
+	// mostBatch is the size of a batch, large enough for an efficient read.
+	mostBatch = 4 << 20
+	// batchAlign is the alignment of tensors in a batch. It fits every element, and most
+	// files, whose tensors then need one copy.
+	batchAlign = 8
+)
+
+// A batch is small tensors that one rank reads for all. Each rank copies its parts from its
+// staging buffer.
+type batch struct {
+	tensors []*placed
+	bytes   int
+}
+
+func (s *scheduler) addSmall(t *placed) {
+	if one := (batch{tensors: []*placed{t}}); len(one.needers(s.ranks)) == 0 {
+		return
+	}
+	if s.small.bytes+t.fileBytes() > min(mostBatch, s.budget) {
+		s.flushBatch()
+	}
+	s.small.tensors = append(s.small.tensors, t)
+	s.small.bytes += roundUp(t.fileBytes(), batchAlign)
+}
+
+// flushBatch lets the rank with the least work read the batch, sends the batch to the other
+// ranks that need a part, and cuts the parts out.
+func (s *scheduler) flushBatch() {
+	b := s.small
+	s.small = batch{}
+	who := b.needers(s.ranks)
+	if len(who) == 0 {
+		return
+	}
+	s.room(who)
+	reader := who[0]
+	for _, rank := range who {
+		if s.reads(rank) < s.reads(reader) {
+			reader = rank
+		}
+	}
+	at := make([]int, s.ranks)
+	for _, rank := range who {
+		at[rank] = s.open.ranks[rank].stage(b.bytes)
+		s.load[rank] += b.bytes // it is in the staging buffers of all these ranks
+	}
+	for _, rank := range who {
+		if rank != reader {
+			s.open.sends = append(s.open.sends, send{from: reader, to: rank, packed: true, batch: true, fromAt: at[reader], toAt: at[rank], bytes: b.bytes})
+		}
+	}
+	place := 0
+	for _, t := range b.tensors {
+		w := &s.open.ranks[reader]
+		if t.fileBytes() > 0 {
+			w.reads = append(w.reads, read{file: t.file, off: t.off, size: t.fileBytes(), staged: true, at: at[reader] + place})
+		}
+		for _, rank := range who {
+			if g := t.flat.ranges[rank]; t.flat.outer*g.Len > 0 {
+				s.open.ranks[rank].parts = append(s.open.ranks[rank].parts, copying{of: t, rows: t.flat.outer, width: t.flat.width, from: g, staged: at[rank] + place, at: t.at[rank]})
+			}
+		}
+		place += roundUp(t.fileBytes(), batchAlign)
+	}
+}
+
+// reads is how many bytes a rank reads in the open round.
+func (s *scheduler) reads(rank int) int64 { return s.open.ranks[rank].reads.bytes() }
+
+// needers returns the ranks that get a part of the batch.
+func (b *batch) needers(ranks int) []int {
+	var who []int
+	for rank := range ranks {
+		for _, t := range b.tensors {
+			if t.flat.outer*t.flat.ranges[rank].Len > 0 {
+				who = append(who, rank)
+				break
+			}
+		}
+	}
+	return who
 }

@@ -18,8 +18,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
-	"github.com/gochorus/chorus/internal/testlan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var outages = flag.Int("outages", 1, "how many outages TestOutageBetweenHosts makes")
@@ -32,7 +31,7 @@ type process struct {
 
 // A lan is a network on whose hosts the test binary runs.
 type lan struct {
-	*testlan.LAN
+	*testhost.LAN
 	t *testing.T
 }
 
@@ -40,10 +39,10 @@ type lan struct {
 var lans = make(chan struct{}, max(2, runtime.NumCPU()/2))
 
 func newLAN(t *testing.T, n int) *lan {
-	tsan.Timed(t)
+	testhost.Timed(t)
 	lans <- struct{}{}
 	t.Cleanup(func() { <-lans })
-	return &lan{testlan.New(t, n), t}
+	return &lan{testhost.New(t, n), t}
 }
 
 // start runs the test binary on host i.

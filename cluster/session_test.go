@@ -10,7 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // quick is a timing for tests that lose members; brisk enough to wait for and
@@ -51,7 +51,7 @@ func joinWorld(t *testing.T, n int, change func(rank int, c *JoinConfig)) []*Ses
 // until the test ends.
 func freeAddr(t *testing.T) string {
 	t.Helper()
-	return fmt.Sprintf("127.0.0.1:%d", testport.Reserve(t))
+	return fmt.Sprintf("127.0.0.1:%d", testhost.Reserve(t))
 }
 
 // every runs f once per session at the same time.

@@ -55,7 +55,7 @@ var _, _ comm.Deleter = (*cluster.World)(nil), (*cluster.Session)(nil)
 // TestDumpsAreDeleted checks that the dumps stay while a rank may read them, and not longer.
 func TestDumpsAreDeleted(t *testing.T) {
 	ctx := testgpu.Context(t)
-	gs, dumps := joinBoards(t, func(_ int, b *testgpu.Board) comm.Rendezvous { return b })
+	gs, dumps := joinBoards(t, func(_ int, b *testgpu.Exchange) comm.Rendezvous { return b })
 	for rank := range 2 {
 		_ = comm.Analyzed(ctx, gs[rank], time.Minute, errors.New("late"))
 	}
@@ -73,7 +73,7 @@ func TestDumpsStayForALateRank(t *testing.T) {
 	goOn := make(chan struct{})
 	release := sync.OnceFunc(func() { close(goOn) })
 	defer release()
-	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Board) comm.Rendezvous {
+	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Exchange) comm.Rendezvous {
 		if rank == 0 {
 			return b
 		}
@@ -92,7 +92,7 @@ func TestDumpsStayForALateRank(t *testing.T) {
 // TestDumpsStayWithoutOneOfThem has a rank that cannot write its dump.
 func TestDumpsStayWithoutOneOfThem(t *testing.T) {
 	ctx := testgpu.Context(t)
-	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Board) comm.Rendezvous {
+	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Exchange) comm.Rendezvous {
 		if rank != 2 {
 			return b
 		}
@@ -109,11 +109,11 @@ func TestDumpsStayWithoutOneOfThem(t *testing.T) {
 
 // joinBoards joins a group of three ranks whose boards are wrapped, and returns a function that lists the ranks
 // whose dumps are in the store.
-func joinBoards(t *testing.T, wrap func(rank int, b *testgpu.Board) comm.Rendezvous) (gs []*comm.Group, dumps func() []int) {
+func joinBoards(t *testing.T, wrap func(rank int, b *testgpu.Exchange) comm.Rendezvous) (gs []*comm.Group, dumps func() []int) {
 	t.Helper()
 	ctx := testgpu.Context(t)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	boards := testgpu.Boards(ctx, len(devs))
+	boards := testgpu.Exchanges(ctx, len(devs))
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup
 	for i, b := range boards {
@@ -133,7 +133,7 @@ func joinBoards(t *testing.T, wrap func(rank int, b *testgpu.Board) comm.Rendezv
 
 // A dumpBoard calls a function before its rank writes its dump, and does not write it if the function fails.
 type dumpBoard struct {
-	*testgpu.Board
+	*testgpu.Exchange
 	before func() error
 }
 
@@ -143,7 +143,7 @@ func (b *dumpBoard) Set(ctx context.Context, key string, value []byte) error {
 			return err
 		}
 	}
-	return b.Board.Set(ctx, key, value)
+	return b.Exchange.Set(ctx, key, value)
 }
 
 // TestNoVerdictWithoutDifference compares ranks that have completed everything.

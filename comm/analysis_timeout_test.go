@@ -17,7 +17,7 @@ import (
 )
 
 // An impatient board limits each wait for a request, as the store of a job does.
-type impatient struct{ *testgpu.Board }
+type impatient struct{ *testgpu.Exchange }
 
 func (b impatient) Get(ctx context.Context, key string) ([]byte, error) {
 	if strings.HasSuffix(key, "dump/wanted") {
@@ -25,7 +25,7 @@ func (b impatient) Get(ctx context.Context, key string) ([]byte, error) {
 		ctx, cancel = context.WithTimeout(ctx, shortTimeout/100)
 		defer cancel()
 	}
-	return b.Board.Get(ctx, key)
+	return b.Exchange.Get(ctx, key)
 }
 
 // joinImpatient makes a group of one rank for each device over impatient boards.
@@ -33,7 +33,7 @@ func joinImpatient(t *testing.T, devs []*device.Device, limit time.Duration) []*
 	t.Helper()
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup
-	for i, b := range testgpu.Boards(testgpu.Context(t), len(devs)) {
+	for i, b := range testgpu.Exchanges(testgpu.Context(t), len(devs)) {
 		wg.Go(func() {
 			gs[i], errs[i] = comm.Join(testgpu.Context(t), impatient{b}, devs[i], &comm.Config{NCCL: &nccl.Config{Timeout: limit}})
 		})

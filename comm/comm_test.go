@@ -89,9 +89,9 @@ func TestMismatches(t *testing.T) {
 	})
 }
 
-type board = testgpu.Board
+type board = testgpu.Exchange
 
-var boards = testgpu.Boards
+var boards = testgpu.Exchanges
 
 func TestJoin(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {

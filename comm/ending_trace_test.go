@@ -16,7 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -70,7 +70,7 @@ func TestEveryRankWritesItsRecorder(t *testing.T) {
 // TestEveryEndLeavesFiles lets rank 1 of 8 processes end in ten ways. Each rank that can still write leaves its flight
 // recorder, which says how the group ended there, and the files together name rank 1.
 func TestEveryEndLeavesFiles(t *testing.T) {
-	tsan.Timed(t)
+	testhost.Timed(t)
 	for _, c := range []struct {
 		way    string
 		writes bool // rank 1

@@ -20,18 +20,18 @@ import (
 
 // A countingBoard counts the calls of all ranks.
 type countingBoard struct {
-	*testgpu.Board
+	*testgpu.Exchange
 	calls *atomic.Int64
 }
 
 func (b countingBoard) Set(ctx context.Context, key string, value []byte) error {
 	b.calls.Add(1)
-	return b.Board.Set(ctx, key, value)
+	return b.Exchange.Set(ctx, key, value)
 }
 
 func (b countingBoard) Get(ctx context.Context, key string) ([]byte, error) {
 	b.calls.Add(1)
-	return b.Board.Get(ctx, key)
+	return b.Exchange.Get(ctx, key)
 }
 
 // A gatheringBoard gets several values by one call, as a store of package cluster does.
@@ -40,7 +40,7 @@ type gatheringBoard struct{ countingBoard }
 func (b gatheringBoard) GetAll(ctx context.Context, keys ...string) (all [][]byte, err error) {
 	b.calls.Add(1)
 	for _, key := range keys {
-		value, err := b.Board.Get(ctx, key)
+		value, err := b.Exchange.Get(ctx, key)
 		if err != nil {
 			return nil, err
 		}
@@ -53,7 +53,7 @@ func (b gatheringBoard) GetAll(ctx context.Context, keys ...string) (all [][]byt
 func eachRank(t *testing.T, ranks int, gathers bool, fn func(rank int, r comm.Rendezvous) error) int {
 	var calls atomic.Int64
 	var wg sync.WaitGroup
-	for rank, b := range testgpu.Boards(t.Context(), ranks) {
+	for rank, b := range testgpu.Exchanges(t.Context(), ranks) {
 		var r comm.Rendezvous = countingBoard{b, &calls}
 		if gathers {
 			r = gatheringBoard{countingBoard{b, &calls}}
@@ -99,7 +99,7 @@ func TestExchange(t *testing.T) {
 // TestExchangeOfWrongValues reads what a faulty rank 0 publishes.
 func TestExchangeOfWrongValues(t *testing.T) {
 	for name, value := range map[string]string{"empty": "", "long": "\xff\xff\xff\xff", "cut": "\x00\x00\x00\x03\x05ab", "few": "\x00\x00\x00\x01\x00", "many": "\x00\x00\x00\x03\x00\x00\x00"} {
-		bs := testgpu.Boards(t.Context(), 2)
+		bs := testgpu.Exchanges(t.Context(), 2)
 		require.NoError(t, bs[0].Set(t.Context(), "x/0/all/0", []byte(value)))
 		_, err := comm.ExchangeBy(bs[1], "x/")(t.Context(), []byte("1"))
 		require.ErrorIs(t, err, comm.ErrMismatch, name)
@@ -128,7 +128,7 @@ func TestCallsOfAJoin(t *testing.T) {
 
 // A hostBoard has the name of a host, as sessions do.
 type hostBoard struct {
-	*testgpu.Board
+	*testgpu.Exchange
 	host string
 }
 
@@ -139,7 +139,7 @@ func TestJoinNamesHosts(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	errs := make([]error, 2)
 	var wg sync.WaitGroup
-	for i, b := range testgpu.Boards(t.Context(), 2) {
+	for i, b := range testgpu.Exchanges(t.Context(), 2) {
 		wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), hostBoard{b, "pod-a"}, devs[0], nil) })
 	}
 	wg.Wait()

@@ -109,7 +109,7 @@ func (j *joining) run(ctx context.Context) (err error) {
 	if err := j.group.setInitialTuning(ctx); err != nil {
 		return err
 	}
-	return fabric.Confer(ctx, exchange, j.r.Size(), nil) // no rank returns a group before all ranks have one
+	return fabric.Agree(ctx, exchange, j.r.Size(), nil) // no rank returns a group before all ranks have one
 }
 
 // A rankInfo describes a rank to rank 0.

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/tensor"
@@ -126,7 +126,7 @@ func TestBatch(t *testing.T) {
 // Groups and batches allocate nothing beside the virtual NCCL, which a batch of package nccl
 // calls in the same way.
 func TestBatchesDoNotAllocate(t *testing.T) {
-	if tsan.On {
+	if testhost.On {
 		t.Skip("with the race detector a sync.Pool drops some of its objects")
 	}
 	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))

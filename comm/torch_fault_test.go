@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
@@ -50,7 +50,7 @@ func torchOverFaults(t *testing.T, _ bool) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			for _, call := range []string{"cuMemcpyDtoDAsync", "cuLaunchKernel", "cuEventCreate", "cuEventRecord", "cuStreamWaitEvent"} {
-				stride := tsan.Rounds(4, 1) // under the race detector, each fourth call fails
+				stride := testhost.Rounds(4, 1) // under the race detector, each fourth call fails
 				failed, tried := 0, 0
 				for n := 1 + rand.IntN(stride); failed == tried; n += stride {
 					tried++

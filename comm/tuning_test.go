@@ -26,7 +26,7 @@ import (
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -431,7 +431,7 @@ func TestDeterministic(t *testing.T) {
 				comm.SetOwnBytes(t, 2<<10, 1<<10)
 				devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n})
 				g := tunedInOrder(t, devs, block, seed)
-				require.NoError(t, orderCases(testgpu.Context(t), g, testgpu.Rounds(tsan.Rounds(3, 12), 200), 4000, seed))
+				require.NoError(t, orderCases(testgpu.Context(t), g, testgpu.Rounds(testhost.Rounds(3, 12), 200), 4000, seed))
 			})
 		}
 	}
@@ -531,7 +531,7 @@ func joinInOrder(t *testing.T, devs []*device.Device, seed uint64) {
 	for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
 		errs := make([]error, len(devs))
 		var all sync.WaitGroup
-		for i, b := range testgpu.Boards(ctx, len(devs)) {
+		for i, b := range testgpu.Exchanges(ctx, len(devs)) {
 			all.Go(func() {
 				g, err := comm.Join(ctx, b, devs[i], &comm.Config{Deterministic: &comm.Order{}, Strategy: s})
 				if err != nil {
@@ -553,7 +553,7 @@ func TestDeterministicEndsWithItsRanks(t *testing.T) {
 		ctx := testgpu.Context(t)
 		gs, errs := make([]*comm.Group, 2), make([]error, 2)
 		var all sync.WaitGroup
-		for i, b := range testgpu.Boards(ctx, 2) {
+		for i, b := range testgpu.Exchanges(ctx, 2) {
 			all.Go(func() { gs[i], errs[i] = comm.Join(ctx, b, devs[i], &comm.Config{Deterministic: &comm.Order{}}) })
 		}
 		all.Wait()
@@ -684,7 +684,7 @@ func TestDeterministicOption(t *testing.T) {
 	}
 	errs := make([]error, 2)
 	var all sync.WaitGroup
-	for i, b := range testgpu.Boards(ctx, 2) {
+	for i, b := range testgpu.Exchanges(ctx, 2) {
 		all.Go(func() {
 			_, errs[i] = comm.Join(ctx, b, devs[i], &comm.Config{Deterministic: &comm.Order{Block: i}, NCCL: &nccl.Config{Timeout: time.Minute}})
 		})

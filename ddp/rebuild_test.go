@@ -41,7 +41,7 @@ func TestRebuildTakesRank0sOrder(t *testing.T) {
 		buckets := make([][][]int, 2)
 		errs := make([]error, 2)
 		var wg sync.WaitGroup
-		for i, b := range testgpu.Boards(t.Context(), 2) {
+		for i, b := range testgpu.Exchanges(t.Context(), 2) {
 			wg.Go(func() {
 				buckets[i], errs[i] = rebuilt(testgpu.Context(t), b, devs[i], lens, [][]int{{1, 0, 2}, {2, 1, 0}}[i])
 			})

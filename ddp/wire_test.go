@@ -2,6 +2,7 @@ package ddp_test
 
 import (
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"testing"
 
@@ -160,4 +161,18 @@ func refused[T memory.Element](g *comm.Group, cfg *ddp.ReducerConfig, x memory.S
 		return err
 	}
 	return red.Close()
+}
+
+// A step with a missing gradient and a NaN leaves nothing that the next step is blamed for.
+func TestVerifyForgetsAFailedStep(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		m, red := powerModel(t, g, memory.Float32, &ddp.ReducerConfig{Verify: true}, []int{2}, []int{3})
+		s := g.Stream(0)
+		write(t, g, 0, m.grads[0][1], []float64{1, math.NaN(), 1})
+		require.NoError(t, red.Ready(s, 1))
+		require.ErrorContains(t, red.Finish(s), "gradient 0 of 2 is not ready")
+		write(t, g, 0, m.grads[0][1], []float64{1, 1, 1})
+		reduceAll(t, g, red, 2)
+	})
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"sync/atomic"
 
+	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 )
@@ -100,4 +101,187 @@ func ask[T any](d *Device, call func(drv cudadrv.Driver, h cudadrv.Device) (T, c
 		return r
 	})
 	return v, err
+}
+
+// A Feature is a hardware feature that devices have from a compute capability on. A
+// program may define more features.
+type Feature struct {
+	Name         string
+	Major, Minor int // the first compute capability that has it
+}
+
+// The features that programs check to choose number types.
+var (
+	TensorCores = Feature{"tensor cores", 7, 0}
+	BFloat16    = Feature{"bfloat16 arithmetic", 8, 0}  // torch.cuda.is_bf16_supported, without emulation
+	TF32        = Feature{"TF32 matrix products", 8, 0} // torch.cuda.is_tf32_supported
+	Float8      = Feature{"8-bit float matrix products", 8, 9}
+)
+
+// Supports reports whether the device has a feature. No context is created.
+func (d *Device) Supports(f Feature) (bool, error) {
+	major, minor, err := d.Capability()
+	if err != nil {
+		return false, err
+	}
+	return major > f.Major || major == f.Major && minor >= f.Minor, nil
+}
+
+// Require returns an *UnsupportedError if the device lacks a feature.
+func (d *Device) Require(f Feature) error {
+	ok, err := d.Supports(f)
+	if err != nil || ok {
+		return err
+	}
+	arch, err := d.Arch()
+	if err != nil {
+		return err
+	}
+	return &UnsupportedError{Feature: f.Name, Need: fmt.Sprintf("a device of sm_%d%d or newer", f.Major, f.Minor),
+		Have: fmt.Sprintf("%s of %s", d, arch)}
+}
+
+// Arch returns the architecture that code for the device is compiled for, such as "sm_90":
+// an entry of torch.cuda.get_arch_list.
+func (d *Device) Arch() (string, error) {
+	major, minor, err := d.Capability()
+	return fmt.Sprintf("sm_%d%d", major, minor), err
+}
+
+// OrVirtual is Default for programs that are also useful without a GPU, such as the
+// examples: if CHORUS_BACKEND permits it and no GPU is visible, it opens virtual devices.
+// note is then a line for the user that says so, and empty otherwise.
+func OrVirtual() (s *System, note string, err error) {
+	c, err := backend.Choose()
+	if err != nil {
+		return nil, "", err
+	}
+	if c.NoGPU == "" {
+		s, err = Default()
+		return s, "", err
+	}
+	s, err = NewSystem(&SystemConfig{Backend: c.Backend, VirtualDevices: c.Devices})
+	return s, c.Note("virtual devices"), err
+}
+
+type currentKey struct{}
+
+// NewContext returns a context with dev as the current device, for code that uses torch's
+// current device (torch.cuda.device). It does not affect the thread and creates no
+// CUDA context. stream.NewContext makes its stream's device current too.
+func NewContext(ctx context.Context, dev *Device) context.Context {
+	return context.WithValue(ctx, currentKey{}, dev)
+}
+
+// Current returns the device that NewContext made current, or nil if there is none.
+// torch.cuda.current_device would return the first device then.
+func Current(ctx context.Context) *Device {
+	d, _ := ctx.Value(currentKey{}).(*Device)
+	return d
+}
+
+// Properties are constant properties of a device; torch.cuda.get_device_properties.
+type Properties struct {
+	Name                 string `json:"name"`
+	UUID                 string `json:"uuid"`       // as nvidia-smi prints it: GPU-xxxxxxxx-xxxx-xxxx-xxxx-xxxxxxxxxxxx
+	PCIBusID             string `json:"pci_bus_id"` // such as "0000:1b:00.0"
+	Major                int    `json:"major"`      // compute capability
+	Minor                int    `json:"minor"`
+	TotalMemory          uint64 `json:"total_memory"` // bytes
+	Multiprocessors      int    `json:"multiprocessors"`
+	ThreadsPerMultiproc  int    `json:"threads_per_multiprocessor"`
+	ThreadsPerBlock      int    `json:"threads_per_block"`
+	WarpSize             int    `json:"warp_size"`
+	L2CacheSize          int    `json:"l2_cache_size"`               // bytes
+	SharedMemoryPerBlock int    `json:"shared_memory_per_block"`     // bytes
+	SharedMemoryPerMulti int    `json:"shared_memory_per_multiproc"` // bytes
+	ClockRateKHz         int    `json:"clock_rate_khz"`
+	MemoryClockRateKHz   int    `json:"memory_clock_rate_khz"`
+	MemoryBusWidthBits   int    `json:"memory_bus_width_bits"`
+	MemoryPoolsSupported bool   `json:"memory_pools_supported"`
+}
+
+// Properties queries the driver for all properties. No context is created.
+func (d *Device) Properties() (*Properties, error) {
+	p := new(Properties)
+	var err error
+	if p.Name, err = d.Name(); err != nil {
+		return nil, err
+	}
+	if p.UUID, err = gpu.DeviceOf(d).UUID(); err != nil {
+		return nil, err
+	}
+	p.PCIBusID, err = ask(d, func(drv cudadrv.Driver, h cudadrv.Device) (string, cudadrv.Result) { return drv.DeviceGetPCIBusID(h) })
+	if err != nil {
+		return nil, err
+	}
+	total, err := ask(d, func(drv cudadrv.Driver, h cudadrv.Device) (uintptr, cudadrv.Result) { return drv.DeviceTotalMem(h) })
+	if err != nil {
+		return nil, err
+	}
+	p.TotalMemory = uint64(total)
+	if err := p.attributes(d); err != nil {
+		return nil, err
+	}
+	return p, nil
+}
+
+// attributes queries the attributes, which are numbers.
+func (p *Properties) attributes(d *Device) (err error) {
+	pools := 0
+	for _, a := range []struct {
+		to   *int
+		attr cudadrv.Attribute
+	}{
+		{&p.Major, cudadrv.AttrComputeCapabilityMajor},
+		{&p.Minor, cudadrv.AttrComputeCapabilityMinor},
+		{&p.Multiprocessors, cudadrv.AttrMultiprocessorCount},
+		{&p.ThreadsPerMultiproc, cudadrv.AttrMaxThreadsPerMultiprocessor},
+		{&p.ThreadsPerBlock, cudadrv.AttrMaxThreadsPerBlock},
+		{&p.WarpSize, cudadrv.AttrWarpSize},
+		{&p.L2CacheSize, cudadrv.AttrL2CacheSize},
+		{&p.SharedMemoryPerBlock, cudadrv.AttrMaxSharedMemoryPerBlock},
+		{&p.SharedMemoryPerMulti, cudadrv.AttrMaxSharedMemoryPerSM},
+		{&p.ClockRateKHz, cudadrv.AttrClockRate},
+		{&p.MemoryClockRateKHz, cudadrv.AttrMemoryClockRate},
+		{&p.MemoryBusWidthBits, cudadrv.AttrGlobalMemoryBusWidth},
+		{&pools, cudadrv.AttrMemoryPoolsSupported},
+	} {
+		if *a.to, err = d.attribute(a.attr); err != nil {
+			return err
+		}
+	}
+	p.MemoryPoolsSupported = pools != 0
+	return nil
+}
+
+// Capability returns the compute capability, such as 9, 0 for an H200; it
+// mirrors torch.cuda.get_device_capability.
+func (d *Device) Capability() (major, minor int, err error) {
+	if major, err = d.attribute(cudadrv.AttrComputeCapabilityMajor); err != nil {
+		return 0, 0, err
+	}
+	minor, err = d.attribute(cudadrv.AttrComputeCapabilityMinor)
+	return major, minor, err
+}
+
+func (d *Device) attribute(a cudadrv.Attribute) (int, error) {
+	v, err := gpu.DeviceOf(d).Attribute(a)
+	return int(v), err
+}
+
+// StartProfiler makes the profiler that the process runs under, such as Nsight Systems
+// with --capture-range=cudaProfilerApi, collect from now on; it mirrors
+// torch.cuda.profiler.start. Without a profiler, or if the profiler collects already, it
+// does nothing. It creates the device's context, enqueues nothing, and returns at once. To
+// exclude operations that are already enqueued, call Sync first.
+func (d *Device) StartProfiler() error {
+	return gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStart() })
+}
+
+// StopProfiler ends the collection that StartProfiler began; it mirrors
+// torch.cuda.profiler.stop. Call Sync first, or operations that are still running are not
+// collected.
+func (d *Device) StopProfiler() error {
+	return gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStop() })
 }

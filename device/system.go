@@ -7,9 +7,12 @@ import (
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
@@ -185,3 +188,102 @@ func Count() (int, error) {
 	}
 	return n, nil
 }
+
+// A Library is a shared library that Chorus uses.
+type Library struct {
+	Name    string // "CUDA driver", "NCCL", "NVRTC", "cuBLAS", "cuBLASLt" or "cuFile"
+	Version string // as the library reports it, or ""
+	Path    string // the file that was loaded, or "built in" for virtual devices
+	Err     error  // why it cannot be used, or nil
+}
+
+// Libraries opens every library that Chorus can use and returns which file each one came
+// from. If a library is missing, its Err is set.
+func (s *System) Libraries() []Library {
+	sys := gpu.SystemOf(s)
+	libs := []Library{s.describe("CUDA driver", sys.Driver, nil, func() (string, error) {
+		v, r := sys.Driver.DriverGetVersion()
+		if r != cudadrv.Success {
+			return "", s.fail("cuDriverGetVersion", -1, r)
+		}
+		return fmt.Sprintf("CUDA %d.%d", v/1000, v%1000/10), nil
+	})}
+	nccl, err := sys.NCCL()
+	libs = append(libs, s.describe("NCCL", nccl, err, func() (string, error) {
+		v, r := nccl.GetVersion()
+		if r != ncclapi.Success {
+			return "", fmt.Errorf("ncclGetVersion: %w", r)
+		}
+		return ncclapi.VersionText(v), nil
+	}))
+	if sys.Machine == nil { // virtual devices have no compiler
+		rtc, err := sys.NVRTC()
+		libs = append(libs, s.describe("NVRTC", rtc, err, func() (string, error) {
+			major, minor, r := rtc.Version()
+			if r != nvrtcapi.Success {
+				return "", fmt.Errorf("nvrtcVersion: %w", r)
+			}
+			return fmt.Sprintf("%d.%d", major, minor), nil
+		}))
+	}
+	blas, err := sys.CUBLAS()
+	libs = append(libs, s.describe("cuBLAS", blas, err, func() (string, error) { return "", nil }))
+	lt, err := sys.CUBLASLt()
+	libs = append(libs, s.describe("cuBLASLt", lt, err, func() (string, error) {
+		v := lt.GetVersion()
+		return fmt.Sprintf("%d.%d.%d", v/10000, v/100%100, v%100), nil
+	}))
+	file, err := sys.CuFile()
+	return append(libs, s.describe("cuFile", file, err, func() (string, error) {
+		v, r := file.GetVersion()
+		if r != cufileapi.Success {
+			return "", fmt.Errorf("cuFileGetVersion: %w", r)
+		}
+		return cufileapi.VersionText(v), nil
+	}))
+}
+
+func (s *System) describe(name string, lib any, err error, version func() (string, error)) Library {
+	l := Library{Name: name, Err: err}
+	if err != nil {
+		return l
+	}
+	l.Path = "built in"
+	if f, ok := lib.(interface{ Path() string }); ok {
+		l.Path = f.Path()
+	}
+	l.Version, l.Err = version()
+	return l
+}
+
+// A SyncDebug says how to handle a call that makes the host wait for a stream;
+// torch.cuda.set_sync_debug_mode.
+type SyncDebug int32
+
+// The modes. Any other value is SyncError.
+const (
+	SyncOff   = SyncDebug(gpu.SyncOff)   // the call waits; torch's "default"
+	SyncWarn  = SyncDebug(gpu.SyncWarn)  // the call is logged through log/slog, and waits
+	SyncError = SyncDebug(gpu.SyncError) // the call fails with ErrSynchronizing and does not wait
+)
+
+// ErrSynchronizing is the error of calls that would make the host wait under SyncError. It
+// is wrapped with the name of the call.
+var ErrSynchronizing = gpu.ErrSynchronizing
+
+// SetSyncDebug detects calls that make the host wait although it should run ahead of its
+// devices. It applies to all devices of the System and all goroutines until restore is
+// called, which restores the previous mode:
+//
+//	defer sys.SetSyncDebug(device.SyncError)()
+//
+// As in torch, Stream.Sync and the copies to and from ordinary host memory are detected
+// before they enqueue anything. Device.Sync and Event.Sync, whose purpose is to wait, are
+// not detected, nor is Query, which does not wait.
+func (s *System) SetSyncDebug(mode SyncDebug) (restore func()) {
+	before := gpu.SystemOf(s).SetSyncDebug(int32(mode))
+	return func() { gpu.SystemOf(s).SetSyncDebug(before) }
+}
+
+// SyncDebug returns the mode; torch.cuda.get_sync_debug_mode.
+func (s *System) SyncDebug() SyncDebug { return SyncDebug(gpu.SystemOf(s).SyncDebug()) }

@@ -10,7 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // Each example that runs by itself, and what its output says in the end.
@@ -47,7 +47,7 @@ func programs(t *testing.T) string {
 	}
 	dir := t.TempDir()
 	args := []string{"build", "-ldflags=-s -w", "-o", dir + string(filepath.Separator)}
-	if tsan.On {
+	if testhost.On {
 		args = append(args, "-race")
 	}
 	for name := range outputs {

@@ -69,7 +69,7 @@ type setting struct {
 	threads int
 	chunk   int64
 	depth   int
-	wait    time.Duration // patience
+	wait    time.Duration // pollTime
 	cold    bool          // nothing is in the page cache
 }
 
@@ -147,7 +147,7 @@ func benchRead(b *testing.B, devs []*device.Device, path string, with setting) {
 	defer f.Close()
 	tune(f, with.chunk, with.depth)
 	if with.wait != 0 {
-		setPatience(b, with.wait)
+		setPollTime(b, with.wait)
 	}
 	size, err := f.Size()
 	require.NoError(b, err)

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -88,9 +89,9 @@ func TestCuFileIsRefused(t *testing.T) {
 
 // A cuFile that does not come back is given up.
 func TestCuFileHangs(t *testing.T) {
-	was := openPatience
-	openPatience = 20 * time.Millisecond
-	defer func() { openPatience = was }()
+	was := openTimeout
+	openTimeout = 20 * time.Millisecond
+	defer func() { openTimeout = was }()
 	r := newRig(t, virtualWith(t, "hang@cuFileDriverOpen#1"))
 	f, err := Open(r.path, &FileConfig{Engine: CuFile})
 	require.NoError(t, err)
@@ -211,4 +212,23 @@ func TestCuFileReadOnly(t *testing.T) {
 	require.NoError(t, w.Save(testgpu.Context(t), r.s, r.x, 0))
 	require.Positive(t, w.Status().CuFile.BytesWritten)
 	require.NoError(t, w.Commit(testgpu.Context(t)))
+}
+
+// TestUnknownDisk checks what is said of a file that cuFile did not register.
+func TestUnknownDisk(t *testing.T) {
+	defer func(folder string) { udevFolder = folder }(udevFolder)
+	udevFolder = t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(udevFolder, "b254:1"), nil, 0o600))
+	require.Empty(t, unknownDisk(unix.Mkdev(254, 1)))
+	require.Contains(t, unknownDisk(unix.Mkdev(254, 16)), udevFolder+"/b254:16")
+	require.Contains(t, unknownDisk(unix.Mkdev(0, 27)), "no disk")
+
+	f, err := os.Open(t.TempDir())
+	require.NoError(t, err)
+	defer f.Close()
+	require.NoError(t, unregistered(cufileapi.Success, int(f.Fd())))
+	err = unregistered(cufileapi.HandleNotRegistered, int(f.Fd()))
+	require.ErrorIs(t, err, cufileapi.HandleNotRegistered)
+	require.Contains(t, err.Error(), "disk")
+	require.NotContains(t, unregistered(cufileapi.InvalidFileType, int(f.Fd())).Error(), "disk")
 }

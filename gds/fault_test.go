@@ -392,7 +392,7 @@ func TestDriverFaults(t *testing.T) {
 	} {
 		t.Run(fault, func(t *testing.T) {
 			if strings.HasPrefix(fault, "cuEventSynchronize") {
-				setPatience(t, 0)
+				setPollTime(t, 0)
 			}
 			dev := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: fault}).Devices()[0]
 			failed := 0

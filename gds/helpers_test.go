@@ -53,10 +53,10 @@ func openFile(t testing.TB, path string, cfg *FileConfig) *File {
 	return f
 }
 
-// setPatience changes how long workers ask before they sleep, for one test.
-func setPatience(t testing.TB, d time.Duration) {
+// setPollTime changes how long workers ask before they sleep, for one test.
+func setPollTime(t testing.TB, d time.Duration) {
 	t.Helper()
-	was := patience
-	patience = d
-	t.Cleanup(func() { patience = was })
+	was := pollTime
+	pollTime = d
+	t.Cleanup(func() { pollTime = was })
 }

@@ -3,9 +3,15 @@ package kernel
 import (
 	"errors"
 	"fmt"
+	"math"
+	"reflect"
+	"regexp"
+	"slices"
 	"strings"
 	"unsafe"
 
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/virtual/machine"
@@ -176,4 +182,422 @@ var numberParams = [...]Param{
 	memory.Bool: B8, memory.Int8: I8, memory.Uint8: U8, memory.Int16: I16, memory.Uint16: U16, memory.Int32: I32, memory.Uint32: U32,
 	memory.Int64: I64, memory.Uint64: U64, memory.Float16: F16, memory.BFloat16: BF16, memory.Float32: F32, memory.Float64: F64,
 	memory.Float8E4M3: U8, memory.Float8E5M2: U8,
+}
+
+// A field of an argument struct is one parameter of a kernel.
+type field struct {
+	name   string
+	offset uintptr
+	param  Param
+	elem   memory.DType // of the number, or of the slice
+}
+
+// A fieldType is an element type, and the Go types of a number, of a slice in device memory,
+// and of a slice of the host.
+type fieldType struct {
+	number, slice, host reflect.Type
+	elem                memory.DType
+}
+
+var fieldTypes = []fieldType{
+	typeOf[bool](), typeOf[int8](), typeOf[uint8](), typeOf[int16](), typeOf[uint16](), typeOf[int32](), typeOf[uint32](),
+	typeOf[int64](), typeOf[uint64](), typeOf[memory.Float16Bits](), typeOf[memory.BFloat16Bits](), typeOf[float32](),
+	typeOf[float64](), typeOf[memory.Float8E4M3Bits](), typeOf[memory.Float8E5M2Bits](),
+}
+
+func typeOf[T memory.Element]() fieldType {
+	return fieldType{reflect.TypeFor[T](), reflect.TypeFor[memory.Slice[T]](), reflect.TypeFor[[]T](), memory.DTypeOf[T]()}
+}
+
+// fieldsOf returns the fields of an argument struct.
+func fieldsOf(t reflect.Type) ([]field, error) {
+	if t.Kind() != reflect.Struct {
+		return nil, fmt.Errorf("the arguments are of type %v: want a struct with a field for each parameter", t)
+	}
+	if t.NumField() > maxArgs {
+		return nil, fmt.Errorf("%v has %d fields: at most %d", t, t.NumField(), maxArgs)
+	}
+	var fs []field
+	for i := range t.NumField() {
+		f := t.Field(i)
+		at := slices.IndexFunc(fieldTypes, func(t fieldType) bool { return f.Type == t.number || f.Type == t.slice })
+		if at < 0 {
+			return nil, fmt.Errorf("field %s of %v is of type %v: want a memory.Slice, or a number such as int32 or float32", f.Name, t, f.Type)
+		}
+		p := field{name: f.Name, offset: f.Offset, param: Pointer, elem: fieldTypes[at].elem}
+		if f.Type == fieldTypes[at].number {
+			p.param = numberParams[p.elem]
+		}
+		fs = append(fs, p)
+	}
+	return fs, nil
+}
+
+// encode converts the struct at p to arguments, which are zero or of an earlier launch.
+func encode(fs []field, p unsafe.Pointer, args []Arg) {
+	for i := range fs {
+		f, a := &fs[i], &args[i]
+		at := unsafe.Add(p, f.offset)
+		a.kind, a.elem = f.param, f.elem
+		if f.param == Pointer { // as Ptr does; slices of all types have one layout
+			x := (*memory.Slice[uint8])(at)
+			a.bits, a.argDevice = x.Ptr(), kern.On(x.Device(), x.Len()*f.elem.Size())
+			a.err = mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)
+			continue
+		}
+		a.argDevice, a.err = argDevice{}, nil
+		switch f.elem.Size() {
+		case 1:
+			a.bits = uint64(*(*uint8)(at))
+		case 2:
+			a.bits = uint64(*(*uint16)(at))
+		case 4:
+			a.bits = uint64(*(*uint32)(at))
+		default:
+			a.bits = *(*uint64)(at)
+		}
+	}
+}
+
+// decode writes the arguments of a launch on a virtual device to the struct at p. inputs
+// has the parameters that the kernel does not write through.
+func decode(fs []field, c *Call, p unsafe.Pointer, inputs []bool) {
+	call := kern.CallOf(c)
+	for i := range fs {
+		f := &fs[i]
+		at := unsafe.Add(p, f.offset)
+		bits := call.Bits(i, f.param.virtual())
+		if f.param == Pointer {
+			bytes := call.Bits(len(fs)+i, machine.Int64Param)
+			h := (*mem.SliceHeader)(at)
+			h.Offset, h.Len = uintptr(bits), int(bytes)/f.elem.Size()
+			c.spans = append(c.spans, span{bits, bits + bytes, inputs[i]})
+			continue
+		}
+		switch f.elem.Size() {
+		case 1:
+			*(*uint8)(at) = uint8(bits)
+		case 2:
+			*(*uint16)(at) = uint16(bits)
+		case 4:
+			*(*uint32)(at) = uint32(bits)
+		default:
+			*(*uint64)(at) = bits
+		}
+	}
+}
+
+// compareFields returns an error if the fields contradict the parameters in the source.
+func compareFields(fs []field, ps []declared) error {
+	if ps == nil {
+		return fmt.Errorf("its parameters cannot be read in the source: declare it once, without macros and templates among the parameters, or use a Def with Params")
+	}
+	if len(ps) != len(fs) {
+		return fmt.Errorf("it has %d parameters in the source, but its arguments have %d fields", len(ps), len(fs))
+	}
+	for i := range fs {
+		f, p := &fs[i], &ps[i]
+		if at := slices.IndexFunc(ps, f.hasNameOf); at >= 0 && at != i && !f.hasNameOf(*p) {
+			return fmt.Errorf("field %d is %s, but parameter %d is %q and %q is parameter %d: order the fields as the parameters", i, f.name, i, p.text, ps[at].text, at)
+		}
+		if !f.fits(p) {
+			return fmt.Errorf("parameter %d is %q in the source, but field %s is %s", i, p.text, f.name, f.goType())
+		}
+	}
+	return nil
+}
+
+// hasNameOf reports whether the field and the parameter have one name, as in Go and in C.
+func (f *field) hasNameOf(p declared) bool {
+	return strings.EqualFold(f.name, strings.ReplaceAll(p.name, "_", ""))
+}
+
+func (f *field) fits(p *declared) bool {
+	if f.param == Pointer {
+		return p.pointer && p.takes(f.elem)
+	}
+	return !p.pointer && (p.types == nil || slices.Contains(p.types, f.elem))
+}
+
+// goType returns the type of the field for messages.
+func (f *field) goType() string {
+	if f.param == Pointer {
+		return "a slice of " + f.elem.String()
+	}
+	return f.elem.String()
+}
+
+// A signature is the parsed signature of the last function template of a source.
+type signature struct {
+	name     string
+	params   []parameter
+	byReturn bool // the function returns its only output
+}
+
+type parameter struct {
+	name string
+	role role // input, output or scalar
+}
+
+var (
+	template = regexp.MustCompile(`template\s*<\s*([^>]*)>\s*([\w:\s]+?)\s+(\w+)\s*\(`)
+	oneType  = regexp.MustCompile(`^(?:typename|class)\s+\w+\s*$`)
+	words    = regexp.MustCompile(`\w+`)
+)
+
+// parse parses the source of an element-wise function.
+func parse(code string) (*signature, error) {
+	code = withoutComments(code)
+	all := template.FindAllStringSubmatchIndex(code, -1)
+	if len(all) == 0 {
+		return nil, fmt.Errorf("there is no function template: want template <typename T> T name(T x, ...) { ... }")
+	}
+	m := all[len(all)-1]
+	sig := &signature{name: code[m[6]:m[7]]}
+	if types := code[m[2]:m[3]]; !oneType.MatchString(types) {
+		return nil, fmt.Errorf("%s is a template of <%s>: want one type, <typename T>", sig.name, types)
+	}
+	before := words.FindAllString(code[m[4]:m[5]], -1)
+	sig.byReturn = before[len(before)-1] != "void"
+	list, rest, ok := strings.Cut(code[m[1]:], ")")
+	if !ok || !strings.HasPrefix(strings.TrimSpace(rest), "{") {
+		return nil, fmt.Errorf("%s has no body behind its parameters: want name(T x, ...) { ... }", sig.name)
+	}
+	for i, text := range strings.Split(list, ",") {
+		p, err := parseParameter(text)
+		if err != nil {
+			return nil, fmt.Errorf("parameter %d of %s, %q: %w", i, sig.name, strings.TrimSpace(text), err)
+		}
+		sig.params = append(sig.params, p)
+	}
+	outputs := len(sig.named(output))
+	switch {
+	case sig.byReturn && outputs > 0:
+		return nil, fmt.Errorf("%s returns a result and has outputs, T&: want one or the other", sig.name)
+	case !sig.byReturn && outputs == 0:
+		return nil, fmt.Errorf("%s returns nothing and has no output, T&", sig.name)
+	}
+	return sig, nil
+}
+
+// parseParameter parses a parameter: T x, const T& x, or T& x for an output.
+func parseParameter(text string) (p parameter, err error) {
+	names := words.FindAllString(text, -1)
+	switch {
+	case len(names) < 2:
+		return p, errors.New("it has no type or no name")
+	case strings.ContainsAny(text, "*[<="):
+		return p, errors.New("want T x, or T& x for an output")
+	}
+	p.name = names[len(names)-1]
+	if strings.Contains(text, "&") && !slices.Contains(names, "const") {
+		p.role = output
+	}
+	return p, nil
+}
+
+// named returns the names of the parameters with a role.
+func (s *signature) named(r role) (names []string) {
+	for _, p := range s.params {
+		if p.role == r {
+			names = append(names, p.name)
+		}
+	}
+	return names
+}
+
+func (s *signature) outputs() int {
+	if s.byReturn {
+		return 1
+	}
+	return len(s.named(output))
+}
+
+// An Operand is an argument of an Elementwise: an input, an output, a single number for an
+// input, or a value for a named parameter.
+type Operand struct {
+	role  role
+	dtype memory.DType // of the elements; for a number: bool, int64 or float64
+	raw   uint64
+	n     int
+	dev   *device.Device
+	err   error
+	name  string
+	bits  uint64 // value of a number, as an int64 or a float64
+}
+
+type role uint8
+
+const (
+	input role = iota
+	output
+	number // for an input
+	scalar // for a named parameter
+)
+
+// In is the next input. A slice with one element is used for every element of the other
+// slices.
+func In[T memory.Element](x memory.Slice[T]) Operand { return slice(x, input) }
+
+// Out is the next output. It may be one of the inputs, but not a part of one.
+func Out[T memory.Element](x memory.Slice[T]) Operand { return slice(x, output) }
+
+func slice[T memory.Element](x memory.Slice[T], r role) Operand {
+	return Operand{role: r, dtype: x.DType(), raw: x.Ptr(), n: x.Len(), dev: x.Device(), err: mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)}
+}
+
+// A Value is a number on the host.
+type Value interface {
+	bool | int | int8 | int16 | int32 | int64 | uint8 | uint16 | uint32 | float32 | float64
+}
+
+// Number is the next input: one number for all elements. As in torch it determines the
+// type of the computation only if it has a higher category than the slices: bool, then
+// integers, then floats.
+func Number[T Value](v T) Operand { return value(number, "", v) }
+
+// Set replaces the default of a parameter. It does not affect the type of the computation.
+func Set[T Value](name string, v T) Operand { return value(scalar, name, v) }
+
+func value[T Value](r role, name string, v T) Operand {
+	a := numberOf(v)
+	return Operand{role: r, name: name, dtype: a.dtype, bits: a.bits}
+}
+
+type numeral struct {
+	dtype memory.DType
+	bits  uint64
+}
+
+func numberOf[T Value](v T) numeral {
+	switch v := any(v).(type) {
+	case bool:
+		if v {
+			return numeral{memory.Bool, 1}
+		}
+		return numeral{memory.Bool, 0}
+	case float32:
+		return numeral{memory.Float64, math.Float64bits(float64(v))}
+	case float64:
+		return numeral{memory.Float64, math.Float64bits(v)}
+	case int:
+		return integer(v)
+	case int8:
+		return integer(v)
+	case int16:
+		return integer(v)
+	case int32:
+		return integer(v)
+	case int64:
+		return integer(v)
+	case uint8:
+		return integer(v)
+	case uint16:
+		return integer(v)
+	case uint32:
+		return integer(v)
+	}
+	return numeral{}
+}
+
+func integer[T int | int8 | int16 | int32 | int64 | uint8 | uint16 | uint32](v T) numeral {
+	return numeral{memory.Int64, uint64(int64(v))}
+}
+
+// arg passes a number as a long long or a double.
+func (o *Operand) arg() Arg {
+	if o.dtype == memory.Float64 {
+		return Arg{kind: F64, bits: o.bits}
+	}
+	return Arg{kind: I64, bits: o.bits}
+}
+
+// promoted are the types in the table of promotions, in the order of its rows and columns.
+var promoted = [...]memory.DType{memory.Bool, memory.Uint8, memory.Int8, memory.Int16, memory.Int32, memory.Int64,
+	memory.Float16, memory.BFloat16, memory.Float32, memory.Float64}
+
+// promotions is torch.promote_types: the smallest type that represents the numbers of
+// both. A 16-bit float type is considered to represent all integers, regardless of range;
+// two different 16-bit float types need a float32.
+var promotions = func() [len(promoted)][len(promoted)]memory.DType {
+	const (
+		bl = memory.Bool
+		u1 = memory.Uint8
+		i1 = memory.Int8
+		i2 = memory.Int16
+		i4 = memory.Int32
+		i8 = memory.Int64
+		f2 = memory.Float16
+		bf = memory.BFloat16
+		f4 = memory.Float32
+		f8 = memory.Float64
+	)
+	return [len(promoted)][len(promoted)]memory.DType{
+		{bl, u1, i1, i2, i4, i8, f2, bf, f4, f8}, // bool
+		{u1, u1, i2, i2, i4, i8, f2, bf, f4, f8}, // uint8
+		{i1, i2, i1, i2, i4, i8, f2, bf, f4, f8}, // int8
+		{i2, i2, i2, i2, i4, i8, f2, bf, f4, f8}, // int16
+		{i4, i4, i4, i4, i4, i8, f2, bf, f4, f8}, // int32
+		{i8, i8, i8, i8, i8, i8, f2, bf, f4, f8}, // int64
+		{f2, f2, f2, f2, f2, f2, f2, f4, f4, f8}, // float16
+		{bf, bf, bf, bf, bf, bf, f4, bf, f4, f8}, // bfloat16
+		{f4, f4, f4, f4, f4, f4, f4, f4, f4, f8}, // float32
+		{f8, f8, f8, f8, f8, f8, f8, f8, f8, f8}, // float64
+	}
+}()
+
+// Promote returns the smallest type that represents the numbers of both a and b
+// (torch.promote_types). If one is memory.Invalid, it returns the other one. Some pairs
+// have no such type: unsigned integers of 16 bits or more with other integers, and 8-bit
+// floats with any other type.
+func Promote(a, b memory.DType) (memory.DType, error) {
+	switch {
+	case a == b || b == memory.Invalid:
+		return a, nil
+	case a == memory.Invalid:
+		return b, nil
+	case element.IsFloat8(a) || element.IsFloat8(b):
+		return 0, fmt.Errorf("no type has the numbers of both %s and %s: convert one of them", a, b)
+	}
+	row, column := placeOf(a), placeOf(b)
+	switch {
+	case row >= 0 && column >= 0:
+		return promotions[row][column], nil
+	case element.IsFloat(a): // b is an unsigned integer of 16 bits or more
+		return a, nil
+	case element.IsFloat(b):
+		return b, nil
+	}
+	return 0, fmt.Errorf("torch has no type for the numbers of both %s and %s: convert one of them", a, b)
+}
+
+func placeOf(t memory.DType) int {
+	for i, p := range promoted {
+		if p == t {
+			return i
+		}
+	}
+	return -1
+}
+
+// resultType is torch.result_type for slices with the promoted type arrays, and for single
+// numbers with the type numbers: bool, int64 or float64. A number counts only if it has a
+// higher category, and then a float32 is enough.
+func resultType(arrays, numbers memory.DType) (memory.DType, error) {
+	if numbers == memory.Float64 {
+		numbers = memory.Float32
+	}
+	switch {
+	case element.IsFloat(arrays):
+		return arrays, nil
+	case arrays == memory.Invalid || arrays == memory.Bool || element.IsFloat(numbers):
+		return Promote(arrays, numbers)
+	}
+	return arrays, nil
+}
+
+// CanCast reports whether a result of type from may be stored as type to (torch.can_cast):
+// floats not as integers, and other types not as bool.
+func CanCast(from, to memory.DType) bool {
+	return !(element.IsFloat(from) && !element.IsFloat(to)) && !(from != memory.Bool && to == memory.Bool)
 }

@@ -1,10 +1,14 @@
 package kernel
 
 import (
+	"fmt"
+	"strings"
 	"unsafe"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
@@ -56,4 +60,80 @@ func ReadAddress[T memory.Element](c *Call, p uint64, n int) []T {
 func UpdateAddress[T memory.Element](c *Call, p uint64, n int) []T {
 	c.checkWrite(p, n*int(unsafe.Sizeof(*new(T))))
 	return machine.WriteOf[T](kern.CallOf(c), cudadrv.DevicePtr(p), n)
+}
+
+// accessesOf returns how a kernel uses the memory at each parameter, for the sanitizer: r for
+// reading, w for writing, - for neither. A pointer that the parser does not understand counts as
+// a read, the weaker use, so that the sanitizer reports only conflicts that exist.
+func accessesOf(src *Source, d *Def, said []declared) string {
+	if given := kern.Accesses(src, d.Name); given != "" {
+		return given
+	}
+	accesses := []byte(strings.Repeat("-", len(d.Params)))
+	for i, p := range d.Params {
+		switch {
+		case p != Pointer:
+		case said == nil || said[i].constant() || !said[i].pointer:
+			accesses[i] = 'r'
+		default:
+			accesses[i] = 'w'
+		}
+	}
+	return string(accesses)
+}
+
+// constant reports whether the declaration is of a pointer to constants: const T*.
+func (p *declared) constant() bool {
+	before, _, _ := strings.Cut(p.text, "*")
+	for _, word := range words.FindAllString(before, -1) {
+		if word == "const" {
+			return true
+		}
+	}
+	return false
+}
+
+// usesOf returns the function that lists the memory of a launch. The sanitizer calls it with
+// the params of the launch, which are the ptrs of a frame.
+func usesOf(accesses string) func(params unsafe.Pointer) []cudadrv.Use {
+	return func(params unsafe.Pointer) (uses []cudadrv.Use) {
+		f := (*frame)(params)
+		for i, a := range accesses {
+			if a != '-' && f.bytes[i] > 0 {
+				uses = append(uses, cudadrv.Use{Ptr: cudadrv.DevicePtr(f.vals[i]), Bytes: f.bytes[i], Write: a == 'w'})
+			}
+		}
+		return uses
+	}
+}
+
+// ArchList returns the architectures of the Chorus kernels, as torch.cuda.get_arch_list
+// does for torch's. They are PTX, which the driver compiles for every GPU with that
+// compute capability or a later one.
+func ArchList() []string { return []string{fmt.Sprintf("compute_%d", ptx.Arch)} }
+
+// GencodeFlags returns ArchList as flags of nvcc, as
+// torch.cuda.get_gencode_flags does.
+func GencodeFlags() string {
+	return fmt.Sprintf("-gencode compute=compute_%[1]d,code=compute_%[1]d", ptx.Arch)
+}
+
+// embedded returns the source's PTX. While the archive is empty it returns none and no
+// error; NVRTC then compiles the source.
+func embedded(dev *device.Device, src *Source) ([]byte, error) {
+	archive := kern.Archive(src)
+	if n, err := archive.Len(); err != nil || n == 0 {
+		return nil, err
+	}
+	e, err := archive.Find(ptx.Digest(src.CUDA, src.Options))
+	if err != nil {
+		return nil, err
+	}
+	if e == nil {
+		return nil, fmt.Errorf("kernel: load %s: there is no PTX for this source with the options %q: run make ptx", src.Name, src.Options)
+	}
+	if err := dev.Require(device.Feature{Name: "kernel: load " + src.Name, Major: e.Arch / 10, Minor: e.Arch % 10}); err != nil {
+		return nil, err
+	}
+	return e.Text, nil
 }

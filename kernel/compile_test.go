@@ -1,13 +1,21 @@
 package kernel
 
 import (
+	"bytes"
+	"errors"
+	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
+	"syscall"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 )
 
@@ -102,4 +110,371 @@ func TestFindHeaders(t *testing.T) {
 func TestIncludeFolders(t *testing.T) {
 	require.Equal(t, []string{"/a", "/b", "/c", "/d", "/e"},
 		includeFolders([]string{"--include-path=/a", "-I/b", "-DX", "-I", "/c", "--include-path", "/d", "-I=/e"}))
+}
+
+// fakeNVRTC compiles nothing: its binary names all that it was given.
+type fakeNVRTC struct {
+	nvrtcapi.API
+	minor int32
+	log   string // makes a compilation fail
+	image []byte // the binary, instead of what names the inputs
+
+	mu       sync.Mutex
+	programs []string
+	compiled int
+}
+
+func (f *fakeNVRTC) Version() (int32, int32, nvrtcapi.Result) { return 13, f.minor, nvrtcapi.Success }
+
+func (f *fakeNVRTC) SupportedArchs() ([]int32, nvrtcapi.Result) {
+	return []int32{75, 80, 86, 90, 100}, nvrtcapi.Success
+}
+
+func (f *fakeNVRTC) GetPTX(p nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
+	b, r := f.GetCUBIN(p)
+	return append([]byte("PTX "), b...), r
+}
+
+func (f *fakeNVRTC) CreateProgram(source, name string) (nvrtcapi.Program, nvrtcapi.Result) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.programs = append(f.programs, name+"|"+source)
+	return nvrtcapi.Program(len(f.programs)), nvrtcapi.Success
+}
+
+func (f *fakeNVRTC) CompileProgram(p nvrtcapi.Program, options []string) nvrtcapi.Result {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.compiled++
+	f.programs[p-1] += "|" + strings.Join(options, " ")
+	if f.log != "" {
+		return nvrtcapi.ErrorCompilation
+	}
+	return nvrtcapi.Success
+}
+
+func (f *fakeNVRTC) GetCUBIN(p nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.image != nil {
+		return f.image, nvrtcapi.Success
+	}
+	return []byte(strings.Repeat(f.programs[p-1], 100)), nvrtcapi.Success
+}
+
+func (f *fakeNVRTC) GetProgramLog(nvrtcapi.Program) (string, nvrtcapi.Result) {
+	return f.log, nvrtcapi.Success
+}
+func (f *fakeNVRTC) DestroyProgram(nvrtcapi.Program) nvrtcapi.Result { return nvrtcapi.Success }
+
+func fakeCompiler(folder string) (*compiler, *fakeNVRTC) {
+	f := &fakeNVRTC{}
+	return &compiler{rtc: f, arch: 90, store: &store{folder: folder, limit: storeLimit}}, f
+}
+
+func kernelFiles(t *testing.T, folder string) []string {
+	t.Helper()
+	found, err := filepath.Glob(filepath.Join(folder, "*"+storeSuffix))
+	require.NoError(t, err)
+	return found
+}
+
+// Whatever changes the binary changes the key, and nothing else does.
+func TestStoreKey(t *testing.T) {
+	base := Source{Name: "a.cu", CUDA: "#include <mine.h>\nx", Options: []string{"-DA", "-DB"}}
+	dir := t.TempDir()
+	include := t.TempDir()
+	header := func(name, text string) {
+		require.NoError(t, os.WriteFile(filepath.Join(include, name), []byte(text), 0o644))
+	}
+	base.Options = append(base.Options, "--include-path="+include)
+	header("mine.h", "#include \"deeper.h\"\n")
+	header("deeper.h", "1")
+	c, f := fakeCompiler(dir)
+	change := func(what string, want int, edit func(c *compiler, f *fakeNVRTC, s *Source)) {
+		t.Helper()
+		d, g, s := *c, &fakeNVRTC{}, base
+		d.rtc = g
+		edit(&d, g, &s)
+		image, err := d.binary(&s)
+		require.NoError(t, err)
+		require.Equal(t, want, g.compiled, what)
+		require.NotEmpty(t, image)
+	}
+	first, err := c.binary(&base)
+	require.NoError(t, err)
+	require.Equal(t, 1, f.compiled)
+	again, err := c.binary(&base)
+	require.NoError(t, err)
+	require.Equal(t, first, again)
+	require.Equal(t, 1, f.compiled)
+
+	change("nothing", 0, func(*compiler, *fakeNVRTC, *Source) {})
+	change("kernels are not compiled in", 0, func(_ *compiler, _ *fakeNVRTC, s *Source) { s.Kernels = []Def{{Name: "f"}} })
+	change("source", 1, func(_ *compiler, _ *fakeNVRTC, s *Source) { s.CUDA += " " })
+	change("name", 1, func(_ *compiler, _ *fakeNVRTC, s *Source) { s.Name = "b.cu" })
+	change("options", 1, func(_ *compiler, _ *fakeNVRTC, s *Source) { s.Options = append([]string{"-DA-DB"}, s.Options[2:]...) })
+	change("architecture", 1, func(c *compiler, _ *fakeNVRTC, _ *Source) { c.arch = 80 })
+	change("compiler", 1, func(_ *compiler, f *fakeNVRTC, _ *Source) { f.minor = 1 })
+	header("unused.h", "1")
+	change("a header that is not included", 0, func(*compiler, *fakeNVRTC, *Source) {})
+	header("deeper.h", "2")
+	change("a header", 1, func(*compiler, *fakeNVRTC, *Source) {})
+	change("the same header", 0, func(*compiler, *fakeNVRTC, *Source) {})
+	change("no store", 1, func(c *compiler, _ *fakeNVRTC, _ *Source) { c.store = nil })
+	change("CUDA's headers", 1, func(c *compiler, _ *fakeNVRTC, _ *Source) { c.toolkit = include })
+}
+
+func TestStoreFilesArePrivate(t *testing.T) {
+	dir := filepath.Join(t.TempDir(), "deep", "er")
+	c, f := fakeCompiler(dir)
+	_, err := c.binary(&Source{Name: "a.cu"})
+	require.NoError(t, err)
+	st, err := os.Stat(dir)
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o700), st.Mode().Perm())
+	files := kernelFiles(t, dir)
+	require.Len(t, files, 1)
+	st, err = os.Stat(files[0])
+	require.NoError(t, err)
+	require.Equal(t, os.FileMode(0o600), st.Mode().Perm())
+
+	for i, mode := range []os.FileMode{0o602, 0o620} { // somebody else may have written it
+		require.NoError(t, os.Chmod(files[0], mode))
+		_, err = c.binary(&Source{Name: "a.cu"})
+		require.NoError(t, err)
+		require.Equal(t, 2+i, f.compiled)
+		st, err = os.Stat(files[0])
+		require.NoError(t, err)
+		require.Equal(t, os.FileMode(0o600), st.Mode().Perm(), "it was replaced")
+	}
+}
+
+// A spoilt file is compiled anew and replaced, never loaded.
+func TestStoreSpoiltFile(t *testing.T) {
+	src := &Source{Name: "a.cu", CUDA: "x"}
+	for what, spoil := range map[string]func(b []byte) []byte{
+		"empty":          func(b []byte) []byte { return nil },
+		"header only":    func(b []byte) []byte { return b[:len(storeFormat)+32] },
+		"truncated":      func(b []byte) []byte { return b[:len(b)-1] },
+		"longer":         func(b []byte) []byte { return append(b, 0) },
+		"a bit":          func(b []byte) []byte { b[len(b)/2] ^= 1; return b },
+		"its seal":       func(b []byte) []byte { b[len(storeFormat)] ^= 1; return b },
+		"another format": func(b []byte) []byte { b[len(storeFormat)-2]++; return b },
+		"zeros":          func(b []byte) []byte { return make([]byte, len(b)) },
+	} {
+		c, f := fakeCompiler(t.TempDir())
+		want, err := c.binary(src)
+		require.NoError(t, err)
+		path := kernelFiles(t, c.store.folder)[0]
+		good, err := os.ReadFile(path)
+		require.NoError(t, err)
+		require.NoError(t, os.WriteFile(path, spoil(bytes.Clone(good)), 0o600))
+		got, err := c.binary(src)
+		require.NoError(t, err, what)
+		require.Equal(t, want, got, what)
+		require.Equal(t, 2, f.compiled, what)
+		now, err := os.ReadFile(path)
+		require.NoError(t, err)
+		require.Equal(t, good, now, what)
+	}
+
+	// A sound file under the name of another key is no better.
+	c, f := fakeCompiler(t.TempDir())
+	_, err := c.binary(src)
+	require.NoError(t, err)
+	a := kernelFiles(t, c.store.folder)[0]
+	other := &Source{Name: "b.cu", CUDA: "y"}
+	want, err := c.binary(other)
+	require.NoError(t, err)
+	for _, b := range kernelFiles(t, c.store.folder) {
+		if b != a {
+			data, err := os.ReadFile(a)
+			require.NoError(t, err)
+			require.NoError(t, os.WriteFile(b, data, 0o600))
+		}
+	}
+	got, err := c.binary(other)
+	require.NoError(t, err)
+	require.Equal(t, want, got)
+	require.Equal(t, 3, f.compiled)
+}
+
+// A folder that cannot be used costs a compilation and is no error.
+func TestStoreUnusableFolder(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "file")
+	require.NoError(t, os.WriteFile(file, nil, 0o600))
+	for _, folder := range []string{file, filepath.Join(file, "below"), "/proc/none"} {
+		c, f := fakeCompiler(folder)
+		for range 2 {
+			_, err := c.binary(&Source{Name: "a.cu"})
+			require.NoError(t, err, folder)
+		}
+		require.Equal(t, 2, f.compiled)
+	}
+}
+
+func TestStoreForgetsWhatIsOldOrTooMuch(t *testing.T) {
+	c, _ := fakeCompiler(t.TempDir())
+	age := func(name string, by time.Duration) string {
+		path := filepath.Join(c.store.folder, name)
+		require.NoError(t, os.WriteFile(path, make([]byte, 1000), 0o600))
+		then := time.Now().Add(-by)
+		require.NoError(t, os.Chtimes(path, then, then))
+		return path
+	}
+	ancient := age("ancient.kernel", storeAge+time.Hour)
+	left := age(".new-1", tempAge+time.Minute) // of a writer that was killed
+	writing := age(".new-2", time.Second)
+	foreign := age("README", 2*storeAge)
+	old, young := age("old.kernel", 50*time.Hour), age("young.kernel", time.Hour)
+	c.store.save("k", make([]byte, 100))
+	require.NoFileExists(t, ancient)
+	require.NoFileExists(t, left)
+	for _, p := range []string{writing, foreign, old, young} {
+		require.FileExists(t, p)
+	}
+	c.store.limit = 1500
+	c.store.save("l", make([]byte, 100))
+	require.NoFileExists(t, old)
+	require.FileExists(t, young)
+	_, ok := c.store.load("k")
+	require.True(t, ok)
+
+	// What is used stays.
+	path := filepath.Join(c.store.folder, "k"+storeSuffix)
+	then := time.Now().Add(-storeAge / 2)
+	require.NoError(t, os.Chtimes(path, then, then))
+	_, ok = c.store.load("k")
+	require.True(t, ok)
+	st, err := os.Stat(path)
+	require.NoError(t, err)
+	require.WithinDuration(t, time.Now(), st.ModTime(), time.Minute)
+}
+
+func TestStoreGoroutines(t *testing.T) {
+	c, _ := fakeCompiler(t.TempDir())
+	var wg sync.WaitGroup
+	errs := make(chan error, 64)
+	for g := range 8 {
+		wg.Go(func() {
+			for i := range 50 {
+				src := &Source{Name: "a.cu", CUDA: fmt.Sprint(i % 5)}
+				image, err := c.binary(src)
+				if err == nil && !bytes.HasPrefix(image, []byte("a.cu|"+src.CUDA+"|")) {
+					err = fmt.Errorf("goroutine %d got %.20q for source %s", g, image, src.CUDA)
+				}
+				if err != nil {
+					errs <- err
+					return
+				}
+			}
+		})
+	}
+	wg.Wait()
+	close(errs)
+	require.NoError(t, <-errs)
+	require.Len(t, kernelFiles(t, c.store.folder), 5)
+}
+
+const storeWorker = "KERNEL_TEST_STORE"
+
+// Processes that compile the same at once, one of them killed while it writes,
+// all get what they compiled.
+func TestStoreProcesses(t *testing.T) {
+	if folder := os.Getenv(storeWorker); folder != "" {
+		c, f := fakeCompiler(folder)
+		for i := range 200 {
+			src := &Source{Name: "a.cu", CUDA: fmt.Sprint(i % 20)}
+			image, err := c.binary(src)
+			require.NoError(t, err)
+			require.True(t, bytes.HasPrefix(image, []byte("a.cu|"+src.CUDA+"|")))
+		}
+		require.LessOrEqual(t, f.compiled, 20)
+		return
+	}
+	dir := t.TempDir()
+	// What a writer leaves that was killed before it could rename its file.
+	require.NoError(t, os.WriteFile(filepath.Join(dir, ".new-killed"), []byte(storeFormat+"half"), 0o600))
+	var all []*exec.Cmd
+	outs := make([]bytes.Buffer, 8)
+	for i := range outs {
+		cmd := exec.Command(os.Args[0], "-test.run=^TestStoreProcesses$")
+		cmd.Env = append(os.Environ(), storeWorker+"="+dir)
+		cmd.Stdout, cmd.Stderr = &outs[i], &outs[i]
+		require.NoError(t, cmd.Start())
+		all = append(all, cmd)
+	}
+	require.NoError(t, all[0].Process.Kill())
+	for i, cmd := range all {
+		err := cmd.Wait()
+		var dead *exec.ExitError
+		if i == 0 && errors.As(err, &dead) {
+			continue
+		}
+		require.NoError(t, err, "%s", &outs[i])
+	}
+	require.Len(t, kernelFiles(t, dir), 20)
+	for _, path := range kernelFiles(t, dir) {
+		key := strings.TrimSuffix(filepath.Base(path), storeSuffix)
+		_, ok := (&store{folder: dir, limit: storeLimit}).load(key)
+		require.True(t, ok, path)
+	}
+}
+
+// A binary from a folder that another user can change, or of another user, is compiled anew.
+func TestStoreTrustsThisUserOnly(t *testing.T) {
+	dir := t.TempDir()
+	require.NoError(t, os.Chmod(dir, 0o700))
+	c, f := fakeCompiler(dir)
+	compiles := func(why string, want int) {
+		t.Helper()
+		before := f.compiled
+		_, err := c.binary(&Source{Name: "a.cu"})
+		require.NoError(t, err)
+		require.Equal(t, want, f.compiled-before, why)
+	}
+	compiles("the store is empty", 1)
+	compiles("the store has it", 0)
+	path := kernelFiles(t, dir)[0]
+	for _, mode := range []os.FileMode{0o777, 0o777 | os.ModeSticky, 0o770, 0o720} {
+		require.NoError(t, os.Chmod(dir, mode))
+		compiles(fmt.Sprintf("a folder of mode %v", mode), 1)
+	}
+	require.NoError(t, os.Chmod(dir, 0o700))
+	compiles("the folder is this user's again", 0)
+
+	require.NoError(t, os.Rename(path, path+"-moved"))
+	require.NoError(t, syscall.Mkfifo(path, 0o600))
+	compiles("a named pipe", 1)
+	require.NoError(t, os.Remove(path))
+	require.NoError(t, os.Symlink(path+"-moved", path))
+	compiles("a link", 1)
+	c.store.limit = 10
+	compiles("a file above the limit", 1)
+	c.store.limit = storeLimit
+
+	if os.Geteuid() != 0 {
+		t.Skip("only root can give the folder to another user")
+	}
+	compiles("a new file", 1)
+	require.NoError(t, os.Chown(kernelFiles(t, dir)[0], 65534, 65534))
+	compiles("a file of another user", 1)
+	require.NoError(t, os.Chown(dir, 65534, 65534))
+	compiles("a folder of another user", 1)
+}
+
+func TestUserStore(t *testing.T) {
+	home := t.TempDir()
+	t.Setenv("XDG_CACHE_HOME", home)
+	t.Setenv(env.KernelCache.Name, "")
+	require.Equal(t, filepath.Join(home, "chorus", "kernels"), userStore().folder)
+	t.Setenv(env.KernelCache.Name, "/some/where")
+	require.Equal(t, "/some/where", userStore().folder)
+	t.Setenv(env.KernelCache.Name, "off")
+	require.Nil(t, userStore())
+	t.Setenv(env.KernelCache.Name, "")
+	t.Setenv("XDG_CACHE_HOME", "")
+	t.Setenv("HOME", "")
+	require.Nil(t, userStore())
 }

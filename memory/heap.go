@@ -3,13 +3,16 @@ package memory
 import (
 	"errors"
 	"fmt"
+	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
@@ -25,8 +28,8 @@ type heap struct {
 	cached *uncached                // the engine while caching is on, guarded by mu
 	plain  *uncached                // the engine while caching is off, set by the first switch, guarded by mu
 
-	owes   atomic.Bool // retired is not empty
-	closed atomic.Bool // the System was closed
+	hasPending atomic.Bool // retired is not empty
+	closed     atomic.Bool // the System was closed
 
 	mu      sync.Mutex
 	spare   []*event
@@ -38,8 +41,8 @@ type heap struct {
 }
 
 var (
-	heapKey   kept.Key // of the heap, once it exists
-	makingKey kept.Key // of the constructor of the heap
+	heapKey   handle.Key // of the heap, once it exists
+	makingKey handle.Key // of the constructor of the heap
 )
 
 // heapOf returns the device's heap. It fails if the options are invalid or if the
@@ -106,7 +109,7 @@ type heaps struct {
 	list []*heap
 }
 
-var heapsKey kept.Key
+var heapsKey handle.Key
 
 func (x *heaps) add(h *heap) {
 	x.mu.Lock()
@@ -169,16 +172,16 @@ type grant struct {
 }
 
 // plain returns the arena for an allocation that needs no special handling, or nil.
-func (l *lane) plain() *alloc.Arena {
-	if gpu.AnyCapture() || l.pool.Load() != nil || l.heap.engine.Load() != nil || l.heap.owes.Load() || l.heap.dev.Err() != nil {
+func (l *streamCache) plain() *alloc.Arena {
+	if gpu.AnyCapture() || l.pool.Load() != nil || l.heap.engine.Load() != nil || l.heap.hasPending.Load() || l.heap.dev.Err() != nil {
 		return nil
 	}
 	return l.arena.Load()
 }
 
-// alloc allocates memory for operations on the lane's stream: from the pool of the
+// alloc allocates memory for operations on the streamCache's stream: from the pool of the
 // stream's capture, from the pool in use, or from the engine of the heap.
-func (l *lane) alloc(bytes int) (g grant, err error) {
+func (l *streamCache) alloc(bytes int) (g grant, err error) {
 	if bytes < 0 {
 		return grant{}, fmt.Errorf("memory: allocate %d bytes on %s: the size is negative", bytes, l.heap.dev)
 	}
@@ -211,7 +214,7 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 		}
 	}
 	g.addr, err = a.Alloc(uint64(bytes))
-	l.heap.tidy()
+	l.heap.releasePending()
 	if err != nil {
 		return grant{}, l.heap.explain(bytes, err)
 	}
@@ -221,7 +224,7 @@ func (l *lane) alloc(bytes int) (g grant, err error) {
 
 // capturing returns the arena for the capture that the stream takes part in, or nil if
 // the stream is not captured.
-func (l *lane) capturing() (*alloc.Arena, error) {
+func (l *streamCache) capturing() (*alloc.Arena, error) {
 	const op = "memory: allocate"
 	pool, err := gpu.StreamOf(l.s).CapturePool()
 	if errors.Is(err, device.Status(cudadrv.ErrorStreamCaptureInvalidated)) {
@@ -259,9 +262,419 @@ func (h *heap) owner(addr uint64) freer {
 type auditor struct{ cudadrv.Auditor }
 
 func (a auditor) Lend(s alloc.Stream, addr, bytes uint64) {
-	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*lane).s).Raw())
+	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
 }
 
 func (a auditor) Return(s alloc.Stream, addr, bytes uint64) {
-	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*lane).s).Raw())
+	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
+}
+
+// EmptyCache returns all cached memory that is not in use to the driver
+// (torch.cuda.empty_cache), except the memory of an open Pool. The host waits for the
+// streams that RecordStream named for freed blocks. A segment stays if a part is in use.
+func EmptyCache(d *device.Device) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	return h.empty()
+}
+
+func (h *heap) empty() error {
+	err := h.native.Empty()
+	h.releasePending()
+	if a, ok := h.async(); ok {
+		err = errors.Join(err, a.trim(h.dev))
+	}
+	if err != nil {
+		return fmt.Errorf("memory: empty the cache of %s: %w", h.dev, err)
+	}
+	return nil
+}
+
+// StatsOf returns the statistics of the device's allocator (torch.cuda.memory_stats).
+// All values are of one moment; the call visits every stream that has allocated. For
+// cudaMallocAsync and for allocators of ChangeAllocator, only the allocations and the
+// reserved memory are known. If the program used both such an allocator and the caching
+// allocator, each peak is the sum of their two peaks, which may be from different
+// times.
+func StatsOf(d *device.Device) (Stats, error) {
+	h, err := heapOf(d)
+	if err != nil {
+		return Stats{}, err
+	}
+	s := h.nativeStats()
+	h.mu.Lock()
+	engines := slices.Clone(h.engines)
+	h.mu.Unlock()
+	for _, e := range engines {
+		if err := e.add(&s); err != nil {
+			return Stats{}, fmt.Errorf("memory: read the statistics of %s: %w", d, err)
+		}
+	}
+	return s, nil
+}
+
+func (h *heap) nativeStats() Stats {
+	r, c := h.native.ReadAll(), h.native.Counts()
+	s := Stats{
+		OversizeAllocations: Stat(c.OversizeBlocks), OversizeSegments: Stat(c.OversizeSegments),
+		AllocRetries: c.Retries, OOMs: c.OutOfMemory, SyncAllStreams: c.Syncs, DeviceAllocs: c.Taken, DeviceFrees: c.Given,
+		MaxSplitSize: -1,
+	}
+	if most := options.Load().MaxSplit; most != math.MaxUint64 {
+		s.MaxSplitSize = int64(most)
+	}
+	for g, to := range map[alloc.Gauge]*PoolStats{
+		alloc.Allocation: &s.Allocation, alloc.Segments: &s.Segment, alloc.Active: &s.Active, alloc.InactiveSplit: &s.InactiveSplit,
+		alloc.AllocatedBytes: &s.AllocatedBytes, alloc.ReservedBytes: &s.ReservedBytes, alloc.ActiveBytes: &s.ActiveBytes,
+		alloc.InactiveSplitBytes: &s.InactiveSplitBytes, alloc.RequestedBytes: &s.RequestedBytes,
+	} {
+		*to = PoolStats{All: Stat(r[g].All), Small: Stat(r[g].Small), Large: Stat(r[g].Large)}
+	}
+	return s
+}
+
+// add adds the engine's statistics to s.
+func (e *uncached) add(s *Stats) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	x := e.stats
+	if a, ok := e.a.(asyncAllocator); ok {
+		var err error
+		if x.ReservedBytes.All.Current, x.ReservedBytes.All.Peak, err = a.reserved(e.h.dev); err != nil {
+			return err
+		}
+	}
+	to, from := s.ofEngines(), x.ofEngines()
+	for i := range to {
+		to[i].sum(*from[i])
+	}
+	s.OOMs += x.OOMs
+	s.DeviceAllocs += x.DeviceAllocs
+	s.DeviceFrees += x.DeviceFrees
+	return nil
+}
+
+// ofEngines returns the statistics of s that an engine also keeps.
+func (s *Stats) ofEngines() []*Stat {
+	return []*Stat{&s.Allocation.All, &s.Active.All, &s.AllocatedBytes.All, &s.ActiveBytes.All, &s.RequestedBytes.All, &s.ReservedBytes.All}
+}
+
+func (s *Stat) sum(o Stat) {
+	s.Current += o.Current
+	s.Peak += o.Peak
+	s.Allocated += o.Allocated
+	s.Freed += o.Freed
+}
+
+// ResetPeakStats resets the peaks to the current values
+// (torch.cuda.reset_peak_memory_stats).
+func ResetPeakStats(d *device.Device) error {
+	return resetStats(d, (*alloc.Device).ResetPeaks, (*uncached).resetPeaks)
+}
+
+// ResetAccumulatedStats sets the totals of allocated and freed memory, retries and
+// errors to zero (torch.cuda.reset_accumulated_memory_stats).
+func ResetAccumulatedStats(d *device.Device) error {
+	return resetStats(d, (*alloc.Device).ResetSums, (*uncached).resetSums)
+}
+
+func resetStats(d *device.Device, native func(*alloc.Device), engine func(*uncached) error) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	native(h.native)
+	h.mu.Lock()
+	engines := slices.Clone(h.engines)
+	h.mu.Unlock()
+	var errs []error
+	for _, e := range engines {
+		errs = append(errs, engine(e))
+	}
+	if err := errors.Join(errs...); err != nil {
+		return fmt.Errorf("memory: reset the statistics of %s: %w", d, err)
+	}
+	return nil
+}
+
+func (e *uncached) resetPeaks() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, s := range e.stats.ofEngines() {
+		s.Peak = s.Current
+	}
+	if a, ok := e.a.(asyncAllocator); ok {
+		return a.resetPeak(e.h.dev)
+	}
+	return nil
+}
+
+func (e *uncached) resetSums() error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for _, s := range e.stats.ofEngines() {
+		s.Allocated, s.Freed = 0, 0
+	}
+	e.stats.OOMs, e.stats.DeviceAllocs, e.stats.DeviceFrees = 0, 0, 0
+	return nil
+}
+
+// Allocated returns the bytes that the program has allocated on the device, with the
+// rounded size of each block (torch.cuda.memory_allocated).
+func Allocated(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.AllocatedBytes.All.Current, err
+}
+
+// MaxAllocated returns the peak of Allocated since ResetPeakStats
+// (torch.cuda.max_memory_allocated).
+func MaxAllocated(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.AllocatedBytes.All.Peak, err
+}
+
+// Reserved returns the bytes that the allocator has reserved from the driver, used or
+// cached
+// (torch.cuda.memory_reserved, torch.cuda.memory_cached).
+func Reserved(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.ReservedBytes.All.Current, err
+}
+
+// MaxReserved returns the peak of Reserved since ResetPeakStats
+// (torch.cuda.max_memory_reserved, torch.cuda.max_memory_cached).
+func MaxReserved(d *device.Device) (int64, error) {
+	s, err := StatsOf(d)
+	return s.ReservedBytes.All.Peak, err
+}
+
+// SetFraction limits how much memory the allocator reserves from the driver: a fraction
+// of the device's memory, from 0 to 1. Allocations beyond it are out of memory
+// (torch.cuda.set_per_process_memory_fraction). Memory that is already reserved stays
+// reserved. 1 means no limit.
+func SetFraction(d *device.Device, fraction float64) error {
+	h, err := heapOf(d)
+	if err != nil {
+		return err
+	}
+	if !(fraction >= 0 && fraction <= 1) {
+		return fmt.Errorf("memory: limit the memory of %s to %g of all: want a number from 0 to 1", d, fraction)
+	}
+	h.native.SetFraction(fraction)
+	return nil
+}
+
+// Fraction returns the fraction set by SetFraction, or else by the options
+// (torch.cuda.get_per_process_memory_fraction).
+func Fraction(d *device.Device) (float64, error) {
+	h, err := heapOf(d)
+	if err != nil {
+		return 0, err
+	}
+	return h.native.Fraction(), nil
+}
+
+// The names of the backends in the options.
+const (
+	backendNative = "native"
+	backendAsync  = "cudaMallocAsync"
+)
+
+// options are the options of all devices, nil before their first use.
+var options = new(atomic.Pointer[alloc.Settings])
+
+// optionsText is the text of the options. It is stored before them.
+var optionsText atomic.Pointer[string]
+
+// environment reads the options from the environment, unless SetAllocatorSettings was
+// called before.
+var environment = sync.OnceValue(func() error {
+	v := env.AllocConf
+	if !v.IsSet() {
+		if v = env.TorchAcceleratorAllocConf; !v.IsSet() {
+			v = env.TorchAllocConf
+		}
+	}
+	text := v.Value()
+	s, err := alloc.ParseSettings(text)
+	if err != nil {
+		return fmt.Errorf("memory: %s: %w", v.Name, err)
+	}
+	optionsText.CompareAndSwap(nil, &text)
+	options.CompareAndSwap(nil, &s)
+	return nil
+})
+
+// settings returns the options. The error reports invalid options in the environment.
+func settings() (alloc.Settings, error) {
+	if s := options.Load(); s != nil {
+		return *s, nil
+	}
+	if err := environment(); err != nil {
+		return alloc.Settings{}, err
+	}
+	return *options.Load(), nil
+}
+
+// SetAllocatorSettings changes the options of the allocators, in torch's format, such
+// as "max_split_size_mb:128,expandable_segments:True", for later allocations
+// (torch.cuda.memory._set_allocator_settings). Options that the text does not name get
+// their defaults. The backend changes only for devices that this package has not used
+// yet. If it fails, the options do not change. It may be called at any time.
+func SetAllocatorSettings(conf string) error {
+	s, err := alloc.ParseSettings(conf)
+	if err != nil {
+		return fmt.Errorf("memory: set the allocator's options: %w", err)
+	}
+	optionsText.Store(&conf)
+	options.Store(&s)
+	return nil
+}
+
+// Backend returns the name of the device's allocator: "native", "cudaMallocAsync", or
+// "pluggable" for an allocator of ChangeAllocator (torch.cuda.get_allocator_backend).
+func Backend(d *device.Device) (string, error) {
+	h, err := heapOf(d)
+	if err != nil {
+		return "", err
+	}
+	if _, ok := h.async(); ok {
+		return backendAsync, nil
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.cached != nil {
+		return "pluggable", nil
+	}
+	return backendNative, nil
+}
+
+// pages allocates physical memory from the driver and maps it, for expandable segments.
+// Its methods are called one at a time, except reopen.
+type pages struct {
+	h    *heap
+	size uint64
+	// reach is the size of a segment's address range in bytes. It exceeds the device's
+	// memory, so that there is always room after the last block.
+	reach uint64
+	prop  cudadrv.MemAllocationProp
+	known *mappedPages
+}
+
+// leastPage is the minimum page size, even if the driver supports smaller pages: the
+// size of a small segment.
+const leastPage = 2 << 20
+
+// newPages returns nil if the device does not support virtual memory management.
+func newPages(h *heap, total uint64) (alloc.PageSource, error) {
+	d := h.dev
+	attr := func(a cudadrv.Attribute) (bool, error) {
+		v, err := gpu.DeviceOf(d).Attribute(a)
+		return v != 0, err
+	}
+	can, err := attr(cudadrv.AttrVMMSupported)
+	if err != nil || !can {
+		return nil, err
+	}
+	p := &pages{h: h, prop: cudadrv.MemAllocationProp{Device: gpu.DeviceOf(d).Handle()}, known: pagesOf(d)}
+	fd, err := attr(cudadrv.AttrPosixFDHandleSupported)
+	if err != nil {
+		return nil, err
+	}
+	if fd {
+		p.prop.HandleTypes = cudadrv.MemHandlePosixFD
+	}
+	if p.prop.GPUDirectRDMACapable, err = attr(cudadrv.AttrGPUDirectRDMAWithVMM); err != nil {
+		return nil, err
+	}
+	var least uintptr
+	err = gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		least, r = drv.MemGetAllocationGranularity(p.prop, cudadrv.MemGranularityMinimum)
+		return r
+	})
+	if err != nil {
+		return nil, err
+	}
+	p.size = (leastPage + uint64(least) - 1) / uint64(least) * uint64(least)
+	p.reach = (total + total/8 + p.size - 1) / p.size * p.size
+	gpu.DeviceOf(d).OnPeer(p.reopen)
+	return p, nil
+}
+
+func (p *pages) PageSize() uint64 { return p.size }
+func (p *pages) Reach() uint64    { return p.reach }
+
+func (p *pages) Reserve(bytes uint64) (addr uint64, err error) {
+	err = gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+		a, r := drv.MemAddressReserve(uintptr(bytes), uintptr(p.size), 0)
+		addr = uint64(a)
+		return r
+	})
+	return addr, err
+}
+
+func (p *pages) Unreserve(addr, bytes uint64) error {
+	return gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemAddressFree(cudadrv.DevicePtr(addr), uintptr(bytes))
+	})
+}
+
+func (p *pages) Create() (page uint64, err error) {
+	err = gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+		m, r := drv.MemCreate(uintptr(p.size), p.prop)
+		page = uint64(m)
+		return r
+	})
+	return page, noMemory(err)
+}
+
+func (p *pages) Release(page uint64) error {
+	return gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(cudadrv.MemHandle(page)) })
+}
+
+func (p *pages) Map(addr, page uint64) error {
+	err := gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemMap(cudadrv.DevicePtr(addr), uintptr(p.size), 0, cudadrv.MemHandle(page))
+	})
+	if err == nil {
+		p.known.mapped(addr, p.size, cudadrv.MemHandle(page))
+	}
+	return noMemory(err)
+}
+
+func (p *pages) Unmap(addr, bytes uint64) error {
+	err := gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemUnmap(cudadrv.DevicePtr(addr), uintptr(bytes))
+	})
+	if err == nil {
+		p.known.unmapped(addr, bytes)
+	}
+	return err
+}
+
+// Open gives the device, and the peers that can access its memory, access to the range.
+func (p *pages) Open(addr, bytes uint64) error {
+	devices := []cudadrv.Device{gpu.DeviceOf(p.h.dev).Handle()}
+	for _, peer := range gpu.DeviceOf(p.h.dev).Guests() {
+		devices = append(devices, peer.Handle())
+	}
+	return noMemory(p.access(addr, bytes, devices...))
+}
+
+// reopen gives a new peer access to all mapped pages.
+func (p *pages) reopen(peer *gpu.Device) error {
+	for _, at := range p.known.addresses() {
+		if err := p.access(at, p.size, peer.Handle()); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (p *pages) access(addr, bytes uint64, devices ...cudadrv.Device) error {
+	return gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemSetAccess(cudadrv.DevicePtr(addr), uintptr(bytes), cudadrv.MemAccessReadWrite, devices...)
+	})
 }

@@ -4,11 +4,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
+	"sync"
+	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/sameuser"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -175,4 +180,379 @@ func (b *Buffer) awaitUsers() error {
 		}
 	}
 	return nil
+}
+
+// ipc is the state of a System for memory shared with other processes.
+type ipc struct {
+	timeout      time.Duration // timeout of a request
+	closeTimeout time.Duration // timeout of a close request
+
+	mu     sync.Mutex
+	server *ipcServer          // set once this process has shared memory
+	links  map[string]*ipcLink // to the processes whose memory is open here, by socket
+
+	mapping  sync.Mutex            // held while mapping and unmapping
+	mappings map[ipcKey]*ipcMapped // mapped memory of other processes
+}
+
+var ipcSystemKey handle.Key
+
+func ipcOf(dev *device.Device) *ipc {
+	return gpu.DeviceOf(dev).System().Local(&ipcSystemKey, func() any {
+		return &ipc{timeout: ipcTimeout, closeTimeout: ipcCloseTimeout, links: map[string]*ipcLink{}, mappings: map[ipcKey]*ipcMapped{}}
+	}).(*ipc)
+}
+
+// serve returns the server. The first call starts it.
+func (x *ipc) serve() (*ipcServer, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.server == nil {
+		v, err := newServer()
+		if err != nil {
+			return nil, err
+		}
+		x.server = v
+	}
+	return x.server, nil
+}
+
+func (x *ipc) collect() error {
+	x.mu.Lock()
+	v := x.server
+	x.mu.Unlock()
+	if v == nil {
+		return nil
+	}
+	return v.collect()
+}
+
+// Close stops the server and the connections when the System is closed.
+func (x *ipc) Close() error {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.server != nil {
+		x.server.close()
+	}
+	for _, l := range x.links {
+		l.conn.Close()
+	}
+	return nil
+}
+
+// An ipcLink is the connection to a process whose memory is open here.
+type ipcLink struct {
+	name string
+	uses int // guarded by ipc.mu
+
+	mu     sync.Mutex // one request at a time
+	conn   *net.UnixConn
+	silent error // why the connection failed
+	hasty  bool  // it failed in a request that had less time than others
+}
+
+// link returns a connection to the process for one opening, which ends with unlink.
+func (x *ipc) link(name string) (*ipcLink, error) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if x.server != nil && x.server.name == name {
+		return nil, fmt.Errorf("the memory is this process's own: use the slice that it has: %w", device.ErrorInvalidContext)
+	}
+	if l := x.links[name]; l != nil {
+		l.uses++
+		return l, nil
+	}
+	c, err := net.DialUnix("unixpacket", nil, &net.UnixAddr{Name: name, Net: "unixpacket"})
+	if err != nil {
+		return nil, fmt.Errorf("that process is gone, or in another container: %w", err)
+	}
+	if err := sameuser.Check(c); err != nil {
+		c.Close()
+		return nil, err
+	}
+	l := &ipcLink{name: name, uses: 1, conn: c}
+	x.links[name] = l
+	return l, nil
+}
+
+// unlink releases the connection of one opening; the last one closes it.
+func (x *ipc) unlink(l *ipcLink) {
+	x.mu.Lock()
+	defer x.mu.Unlock()
+	if l.uses--; l.uses > 0 {
+		return
+	}
+	l.conn.Close()
+	if x.links[l.name] == l {
+		delete(x.links, l.name)
+	}
+}
+
+// ask sends a request and returns its answer, with files that the caller closes. After
+// a connection error all further requests on the link fail; the link is closed by the
+// last unlink.
+func (x *ipc) ask(l *ipcLink, q *ipcRequest, timeout time.Duration) (a ipcAnswer, files []int, err error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.silent != nil {
+		return a, nil, l.silent
+	}
+	err = l.conn.SetDeadline(time.Now().Add(timeout))
+	if err == nil {
+		err = sendPacket(l.conn, q, nil)
+	}
+	if err == nil {
+		files, err = receivePacket(l.conn, &a)
+	}
+	if err != nil {
+		x.mu.Lock()
+		delete(x.links, l.name)
+		x.mu.Unlock()
+		l.silent, l.hasty = fmt.Errorf("that process does not answer: %w", err), timeout < x.timeout
+		return a, nil, l.silent
+	}
+	if a.Error != "" {
+		return a, nil, errors.New(a.Error)
+	}
+	return a, files, nil
+}
+
+// askToOpen asks the process of a handle to open its memory. It connects again if a request to close has
+// failed on the connection meanwhile: the process may only have been too slow for that.
+func (x *ipc) askToOpen(h *IPCHandle) (*ipcLink, ipcAnswer, error) {
+	for {
+		l, err := x.link(h.Socket)
+		if err != nil {
+			return nil, ipcAnswer{}, err
+		}
+		a, _, err := x.ask(l, &ipcRequest{Op: "open", Export: h.Export, Token: h.Token}, x.timeout)
+		if err == nil {
+			return l, a, nil
+		}
+		hasty := l.failedInHaste()
+		x.unlink(l)
+		if !hasty {
+			return nil, ipcAnswer{}, err
+		}
+	}
+}
+
+// failedInHaste reports whether the connection failed in a request that had less time than others.
+func (l *ipcLink) failedInHaste() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.hasty
+}
+
+// openHandle maps the memory of a handle and makes it b's memory.
+func (x *ipc) openHandle(s *stream.Stream, h *IPCHandle, b *Buffer) error {
+	l, a, err := x.askToOpen(h)
+	if err != nil {
+		return err
+	}
+	leave := func() {
+		// If the process has ended, its server state is gone. If the process is
+		// stopped, it reads this request when it continues.
+		_, _, _ = x.ask(l, &ipcRequest{Op: "close", Export: h.Export}, x.closeTimeout)
+		x.unlink(l)
+	}
+	if !a.fits(h) {
+		leave()
+		return errors.New("the handle is damaged: it reaches beyond the memory that is shared")
+	}
+	m, err := x.mapHandle(s.Device(), l, h, &a)
+	if err != nil {
+		leave()
+		return err
+	}
+	if err := follow(s, h); err != nil {
+		err = errors.Join(err, x.exit(m))
+		leave()
+		return err
+	}
+	b.ptr, b.imported = m.base+cudadrv.DevicePtr(h.Offset), true
+	b.foreign = func() error {
+		err := x.exit(m)
+		leave()
+		return err
+	}
+	return nil
+}
+
+// follow makes s wait for the operations that precede the handle.
+func follow(s *stream.Stream, h *IPCHandle) error {
+	if len(h.Event) == 0 {
+		return nil
+	}
+	e, err := stream.OpenEvent(s.Device(), stream.EventHandle(h.Event))
+	if err != nil {
+		return err
+	}
+	return errors.Join(s.Wait(e), e.Close())
+}
+
+// An ipcKey identifies mapped memory: a segment by its handle, or the pages of one
+// export.
+type ipcKey struct {
+	dev     *device.Device
+	segment cudadrv.IpcMemHandle
+	socket  string
+	export  uint64
+}
+
+// An ipcMapped is a mapping of another process's memory.
+type ipcMapped struct {
+	key   ipcKey
+	base  cudadrv.DevicePtr
+	bytes uintptr
+	pages bool // the bytes are mapped pages, not a segment
+	uses  int
+}
+
+// mapHandle maps the memory of a handle. All openings of the same memory share one mapping.
+func (x *ipc) mapHandle(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) (*ipcMapped, error) {
+	key := ipcKey{dev: dev}
+	if a.Pages == 0 {
+		key.segment = cudadrv.IpcMemHandle(h.Segment)
+	} else {
+		key.socket, key.export = h.Socket, h.Export
+	}
+	x.mapping.Lock()
+	defer x.mapping.Unlock()
+	m := x.mappings[key]
+	if m == nil {
+		m = &ipcMapped{key: key, pages: a.Pages > 0}
+		if err := m.mapMemory(x, l, a); err != nil {
+			return nil, err
+		}
+	}
+	if uintptr(a.High) > m.bytes {
+		err := fmt.Errorf("it sent an invalid answer: the memory would have at least %d bytes, and has %d", a.High, m.bytes)
+		if m.uses == 0 {
+			err = errors.Join(err, m.close())
+		}
+		return nil, err
+	}
+	m.uses++
+	x.mappings[key] = m
+	return m, nil
+}
+
+func (m *ipcMapped) mapMemory(x *ipc, l *ipcLink, a *ipcAnswer) error {
+	if m.pages {
+		return m.openPages(x, l, a)
+	}
+	return m.openSegment()
+}
+
+// close unmaps the memory.
+func (m *ipcMapped) close() error {
+	if m.pages {
+		return m.unmap(m.bytes)
+	}
+	return gpu.DeviceOf(m.key.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
+}
+
+// exit undoes enter. All operations that used the memory have completed.
+func (x *ipc) exit(m *ipcMapped) error {
+	x.mapping.Lock()
+	defer x.mapping.Unlock()
+	if m.uses--; m.uses > 0 {
+		return nil
+	}
+	delete(x.mappings, m.key)
+	return m.close()
+}
+
+func (m *ipcMapped) openSegment() error {
+	err := gpu.DeviceOf(m.key.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		m.base, r = drv.IpcOpenMemHandle(m.key.segment, cudadrv.IpcMemLazyEnablePeerAccess)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	err = gpu.DeviceOf(m.key.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		_, m.bytes, r = drv.MemGetAddressRange(m.base)
+		return r
+	})
+	if err != nil {
+		return errors.Join(err, m.close())
+	}
+	return nil
+}
+
+// openPages maps the pages at consecutive addresses.
+func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
+	dev := m.key.dev
+	m.bytes = uintptr(a.PageBytes) * uintptr(a.Pages)
+	err := gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		m.base, r = drv.MemAddressReserve(m.bytes, 0, 0)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	done, err := m.askPages(x, l, a)
+	if err == nil {
+		err = gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.MemSetAccess(m.base, m.bytes, cudadrv.MemAccessReadWrite, gpu.DeviceOf(dev).Handle())
+		})
+	}
+	if err != nil {
+		return errors.Join(err, m.unmap(done))
+	}
+	return nil
+}
+
+// askPages gets the pages as files and maps them. It returns the number of mapped bytes.
+func (m *ipcMapped) askPages(x *ipc, l *ipcLink, a *ipcAnswer) (done uintptr, err error) {
+	page := uintptr(a.PageBytes)
+	for n := 0; n < a.Pages && err == nil; {
+		var files []int
+		if _, files, err = x.ask(l, &ipcRequest{Op: "pages", Export: m.key.export, From: n}, x.timeout); err != nil {
+			break
+		}
+		if len(files) == 0 || len(files) > a.Pages-n {
+			err = fmt.Errorf("it sent %d pages of %d", len(files), a.Pages-n)
+		}
+		for i := 0; i < len(files) && err == nil; i++ {
+			if err = m.mapPage(done, page, files[i]); err == nil {
+				done += page
+			}
+		}
+		closeFiles(files)
+		n += len(files)
+	}
+	return done, err
+}
+
+// mapPage maps one page. The mapping alone keeps the physical memory alive.
+func (m *ipcMapped) mapPage(at, bytes uintptr, file int) error {
+	dev := m.key.dev
+	var h cudadrv.MemHandle
+	err := gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		h, r = drv.MemImportFromShareableHandle(int32(file), cudadrv.MemHandlePosixFD)
+		return r
+	})
+	if err != nil {
+		return err
+	}
+	err = gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemMap(m.base+cudadrv.DevicePtr(at), bytes, 0, h)
+	})
+	return errors.Join(err, gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemRelease(h) }))
+}
+
+// unmap unmaps the first bytes and frees the address range.
+func (m *ipcMapped) unmap(bytes uintptr) error {
+	dev := m.key.dev
+	var err error
+	if bytes > 0 {
+		err = gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemUnmap(m.base, bytes) })
+	}
+	if err != nil {
+		return err
+	}
+	return gpu.DeviceOf(dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.MemAddressFree(m.base, m.bytes) })
 }

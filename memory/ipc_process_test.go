@@ -19,7 +19,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -217,7 +217,7 @@ func eachShareable(t *testing.T, fn func(t *testing.T, s *stream.Stream, kind st
 // Memory goes to another process and back, many times; nothing is left.
 func TestIPCOfProcesses(t *testing.T) {
 	eachShareable(t, func(t *testing.T, s *stream.Stream, kind string) {
-		exchanges := tsan.Rounds(100, 500)
+		exchanges := testhost.Rounds(100, 500)
 		if testing.Short() {
 			exchanges = 50
 		}
@@ -390,11 +390,11 @@ func TestIPCOfAStoppedProcess(t *testing.T) {
 		require.NoError(t, err)
 		theirs, mine = append(theirs, x), append(mine, y)
 	}
-	ipcOf(b.Device()).farewell = 50 * time.Millisecond
+	ipcOf(b.Device()).closeTimeout = 50 * time.Millisecond
 	v := ipcOf(a.Device()).server
 	v.mu.Lock() // as if it were stopped
 	require.NoError(t, mine[0].Close())
-	ipcOf(b.Device()).farewell = time.Hour // which the others do not wait again
+	ipcOf(b.Device()).closeTimeout = time.Hour // which the others do not wait again
 	for _, y := range mine[1:] {
 		require.NoError(t, y.Close())
 	}
@@ -409,7 +409,7 @@ func TestIPCOfAStoppedProcess(t *testing.T) {
 // A process that does not answer is given up.
 func TestIPCWithoutAnAnswer(t *testing.T) {
 	a, b := aside(t), aside(t)
-	ipcOf(b.Device()).patience = 50 * time.Millisecond
+	ipcOf(b.Device()).timeout = 50 * time.Millisecond
 	var freed atomic.Int32
 	x := plainSlice(t, a, 8, &freed)
 	h, err := x.IPCHandle()
@@ -421,7 +421,7 @@ func TestIPCWithoutAnAnswer(t *testing.T) {
 	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
 	require.ErrorContains(t, err, "that process does not answer")
 	nothingOpen(t, b)
-	ipcOf(b.Device()).patience = ipcPatience
+	ipcOf(b.Device()).timeout = ipcTimeout
 	y, err := OpenIPC[int32](b, h)
 	require.NoError(t, err)
 	require.NoError(t, x.Close())

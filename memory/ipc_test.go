@@ -23,7 +23,7 @@ import (
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -147,7 +147,7 @@ func aside(t testing.TB) *stream.Stream {
 }
 
 // patient gives other processes much time to answer a request to close.
-func patient(dev *device.Device) { ipcOf(dev).farewell = time.Minute }
+func patient(dev *device.Device) { ipcOf(dev).closeTimeout = time.Minute }
 
 // ints returns numbers that ascend. Nobody else has the slice yet, so the race detector need
 // not look at it.
@@ -201,7 +201,7 @@ func soon(t testing.TB, is func() bool) {
 func TestIPC(t *testing.T) {
 	for name, kind := range shareables {
 		t.Run(name, func(t *testing.T) {
-			for _, n := range []int{1, 1000, tsan.Rounds(1<<18+1, 3<<19)} {
+			for _, n := range []int{1, 1000, testhost.Rounds(1<<18+1, 3<<19)} {
 				a, b := aside(t), aside(t)
 				var freed atomic.Int32
 				x := kind(t, a, n, &freed)
@@ -595,12 +595,12 @@ func TestSlowCloseFailsNoOpening(t *testing.T) {
 			go answerOpenings(c, closing)
 		}
 	}()
-	x := &ipc{patience: time.Minute, farewell: 200 * time.Millisecond, links: map[string]*ipcLink{}}
+	x := &ipc{timeout: time.Minute, closeTimeout: 200 * time.Millisecond, links: map[string]*ipcLink{}}
 	l, err := x.link(ln.Addr().String())
 	require.NoError(t, err)
 	slow := make(chan error)
 	go func() {
-		_, _, err := x.ask(l, &ipcRequest{Op: "close"}, x.farewell)
+		_, _, err := x.ask(l, &ipcRequest{Op: "close"}, x.closeTimeout)
 		slow <- err
 	}()
 	<-closing

@@ -1,18 +1,32 @@
 package memory
 
 import (
+	"context"
 	"crypto/rand"
 	"crypto/subtle"
 	"encoding/hex"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"maps"
+	"math"
 	"net"
+	"os"
+	"slices"
 	"sync"
+	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/stream"
 )
 
 // An ipcServer serves processes that have handles of a System's memory.
@@ -261,4 +275,360 @@ func (v *ipcServer) close() {
 		p.open = map[*ipcExport]int{}
 		p.conn.Close()
 	}
+}
+
+// An ipcExport is the state of a buffer that has IPC handles.
+type ipcExport struct {
+	server *ipcServer
+	id     uint64
+	token  []byte
+	buf    *Buffer
+
+	low     int                  // offset of the buffer in the mapped memory
+	segment cudadrv.IpcMemHandle // of plain memory
+	pages   []cudadrv.MemHandle  // of mapped memory
+	page    int                  // size of each in bytes
+	event   *stream.Event        // after the preceding operations; nil if the host waits for them
+
+	// server.mu guards these.
+	receivers int  // open openings
+	opened    int  // openings in total
+	closed    bool // by the owner, while receivers > 0
+	changed   chan struct{}
+}
+
+// share returns a handle for the whole buffer. The operations that are already enqueued
+// on its stream come before the receivers' operations.
+func (b *Buffer) share() (IPCHandle, error) {
+	if err := gpu.StreamOf(b.in().Stream).RefuseCapture("share", "make the handle before the capture"); err != nil {
+		return IPCHandle{}, err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.in().Owner.Closed() {
+		return IPCHandle{}, device.ErrClosed
+	}
+	if b.export == nil {
+		e, err := newExport(b)
+		if err != nil {
+			return IPCHandle{}, err
+		}
+		b.export = e
+	}
+	return b.export.handle()
+}
+
+// newExport determines how the buffer's memory is shared. b.mu is held.
+func newExport(b *Buffer) (*ipcExport, error) {
+	if b.imported {
+		return nil, errors.New("the memory belongs to another process: ask that for a handle")
+	}
+	e := &ipcExport{buf: b, token: make([]byte, tokenBytes), changed: make(chan struct{})}
+	_, _ = rand.Read(e.token) // crypto/rand.Read never fails
+	if err := e.find(); err != nil {
+		return nil, err
+	}
+	if gpu.DeviceOf(b.Device()).System().Machine == nil { // virtual events cannot be shared with another process
+		var err error
+		if e.event, err = stream.NewEvent(b.Device(), &stream.EventConfig{Interprocess: true}); err != nil {
+			return nil, err
+		}
+	}
+	server, err := ipcOf(b.Device()).serve()
+	if err == nil {
+		e.server = server
+		server.add(e)
+		return e, nil
+	}
+	return nil, errors.Join(err, e.event.Close())
+}
+
+// find finds the segment, or the pages, that the buffer lies in.
+func (e *ipcExport) find() error {
+	b := e.buf
+	if base, page, handles := pagesOf(b.Device()).find(uint64(b.ptr), uint64(b.bytes)); len(handles) > 0 {
+		e.low, e.page, e.pages = int(uint64(b.ptr)-base), int(page), handles
+		return nil
+	}
+	var base cudadrv.DevicePtr
+	err := gpu.DeviceOf(b.Device()).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		base, _, r = drv.MemGetAddressRange(b.ptr)
+		return r
+	})
+	if err == nil {
+		err = gpu.DeviceOf(b.Device()).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+			e.segment, r = drv.IpcGetMemHandle(b.ptr)
+			return r
+		})
+	}
+	if errors.Is(err, device.ErrorInvalidValue) {
+		return fmt.Errorf("the memory is not of a kind that processes share, as that of backend:cudaMallocAsync is not: %w", err)
+	}
+	e.low = int(b.ptr - base)
+	return err
+}
+
+// handle records the preceding operations and returns the handle.
+func (e *ipcExport) handle() (IPCHandle, error) {
+	b := e.buf
+	uuid, err := gpu.DeviceOf(b.Device()).UUID()
+	if err != nil {
+		return IPCHandle{}, err
+	}
+	h := IPCHandle{Device: uuid, Offset: e.low, PID: os.Getpid(), Socket: e.server.name, Export: e.id, Token: e.token}
+	if len(e.pages) == 0 {
+		h.Segment = e.segment[:]
+	}
+	if e.event == nil {
+		if err := gpu.DeviceOf(b.Device()).Blocking("memory: ipc handle"); err != nil {
+			return IPCHandle{}, err
+		}
+		return h, syncBeside(b.in().Stream)
+	}
+	event, err := e.event.IPCHandle()
+	if err == nil {
+		err = gpu.DeviceOf(b.Device()).RecordEvent(gpu.EventOf(e.event), gpu.StreamOf(b.in().Stream).Raw())
+	}
+	h.Event = event[:]
+	return h, err
+}
+
+// keep records that the owner has closed the buffer, and reports whether the memory
+// must stay for the receivers. Buffer.mu is held.
+func (e *ipcExport) keep() bool {
+	if e == nil {
+		return false
+	}
+	e.server.mu.Lock()
+	defer e.server.mu.Unlock()
+	if e.receivers > 0 {
+		e.closed = true
+		return true
+	}
+	e.server.remove(e)
+	_ = e.event.Close() // an event that cannot be destroyed does no harm
+	return false
+}
+
+// await waits until there were n openings.
+func (e *ipcExport) await(ctx context.Context, n int) error {
+	for {
+		e.server.mu.Lock()
+		opened, changed := e.opened, e.changed
+		e.server.mu.Unlock()
+		if opened >= n {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return fmt.Errorf("opened %d times, not %d: %w", opened, n, context.Cause(ctx))
+		}
+	}
+}
+
+// finish frees memory that the owner has closed, after the last receiver. It fails
+// while a stream that used the memory is captured.
+func (e *ipcExport) finish() (done bool, err error) {
+	b := e.buf
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if err := b.refuseCapture(); err != nil {
+		return false, err
+	}
+	return true, errors.Join(b.giveBack(), e.event.Close())
+}
+
+// mappedPages has the physical memory that is mapped at each address of a device, in
+// pages of one size. The code that maps and unmaps pages reports to it, so that
+// IPCHandle can export the pages. They are created with cudadrv.MemHandlePosixFD.
+type mappedPages struct {
+	mu    sync.RWMutex
+	bytes uint64 // of a page
+	at    map[uint64]cudadrv.MemHandle
+}
+
+var pagesKey handle.Key
+
+func pagesOf(d *device.Device) *mappedPages {
+	return gpu.DeviceOf(d).Local(&pagesKey, func() any { return &mappedPages{at: map[uint64]cudadrv.MemHandle{}} }).(*mappedPages)
+}
+
+// mapped records a page of the given size at its address.
+func (m *mappedPages) mapped(addr, bytes uint64, h cudadrv.MemHandle) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.bytes = bytes
+	m.at[addr] = h
+}
+
+// unmapped removes the pages of a range.
+func (m *mappedPages) unmapped(addr, bytes uint64) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.bytes == 0 {
+		return
+	}
+	for at := addr; at-addr < bytes; at += m.bytes {
+		delete(m.at, at)
+	}
+}
+
+// addresses returns the addresses of all pages.
+func (m *mappedPages) addresses() []uint64 {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	return slices.Collect(maps.Keys(m.at))
+}
+
+// find returns the consecutive pages that contain a range of addresses, and the address
+// of the first page. It returns none if the range is plain memory.
+func (m *mappedPages) find(addr, bytes uint64) (first, page uint64, handles []cudadrv.MemHandle) {
+	m.mu.RLock()
+	defer m.mu.RUnlock()
+	if m.bytes == 0 || bytes == 0 {
+		return 0, 0, nil
+	}
+	first = addr &^ (m.bytes - 1)
+	for at := first; at < addr+bytes; at += m.bytes {
+		h, ok := m.at[at]
+		if !ok {
+			return 0, 0, nil
+		}
+		handles = append(handles, h)
+	}
+	return first, m.bytes, handles
+}
+
+// Processes that share memory talk over a packet socket: one request, one answer. The
+// owner of the memory identifies the other process by its connection. When the
+// connection ends, all openings of that process end.
+
+const (
+	tokenBytes      = 16
+	ipcTimeout      = 10 * time.Second
+	ipcCloseTimeout = time.Second
+	// ipcPacket is the size of the packet buffer; every packet fits.
+	ipcPacket = 4096
+	// ipcFiles is the number of file descriptors in a packet; the system's limit is
+	// 253.
+	ipcFiles = 128
+)
+
+// An ipcRequest is a request of a process that opens memory.
+type ipcRequest struct {
+	Op     string // "open", "pages" or "close"
+	Export uint64
+	Token  []byte `json:",omitempty"` // for "open"
+	From   int    `json:",omitempty"` // for "pages": the first wanted page
+}
+
+// An ipcAnswer is the answer to an ipcRequest. The answer to "pages" also carries
+// files.
+type ipcAnswer struct {
+	Error string `json:",omitempty"`
+	// Low and High are the bounds of the shared memory within the mapped memory.
+	Low, High int `json:",omitempty"`
+	// Pages and PageBytes describe memory that is sent as file descriptors.
+	Pages     int `json:",omitempty"`
+	PageBytes int `json:",omitempty"`
+}
+
+// fits reports whether the memory of the answer contains the memory of the handle. Another
+// process has written both.
+func (a *ipcAnswer) fits(h *IPCHandle) bool {
+	switch {
+	case a.Low < 0 || a.Pages < 0 || (a.Pages > 0) != (len(h.Segment) == 0):
+		return false
+	case a.Pages > 0 && (a.PageBytes <= 0 || a.Pages > math.MaxInt/a.PageBytes || a.High > a.Pages*a.PageBytes):
+		return false
+	}
+	return a.Low <= h.Offset && h.Offset <= a.High && h.Bytes >= 0 && h.Bytes <= a.High-h.Offset
+}
+
+func sendPacket(c *net.UnixConn, v any, files []int) error {
+	text, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	var rights []byte
+	if len(files) > 0 {
+		rights = unix.UnixRights(files...)
+	}
+	_, _, err = c.WriteMsgUnix(text, rights, nil)
+	return err
+}
+
+// receivePacket also returns the files, which the caller closes.
+func receivePacket(c *net.UnixConn, v any) (files []int, err error) {
+	text, rights := make([]byte, ipcPacket), make([]byte, unix.CmsgSpace(4*ipcFiles))
+	n, m, flags, _, err := c.ReadMsgUnix(text, rights)
+	if err != nil {
+		return nil, err
+	}
+	if m > 0 {
+		if files, err = filesIn(rights[:m]); err != nil {
+			return nil, err
+		}
+	}
+	switch {
+	case n == 0:
+		err = io.EOF
+	case flags&(unix.MSG_TRUNC|unix.MSG_CTRUNC) != 0:
+		err = errors.New("a packet was cut off")
+	default:
+		err = json.Unmarshal(text[:n], v)
+		plain.Record(v)
+	}
+	if err != nil {
+		closeFiles(files)
+		return nil, err
+	}
+	return files, nil
+}
+
+func filesIn(rights []byte) (files []int, err error) {
+	list, err := unix.ParseSocketControlMessage(rights)
+	for i := range list {
+		got, e := unix.ParseUnixRights(&list[i])
+		files, err = append(files, got...), errors.Join(err, e)
+	}
+	if err != nil {
+		closeFiles(files)
+		return nil, err
+	}
+	return files, nil
+}
+
+func closeFiles(files []int) {
+	for _, f := range files {
+		_ = unix.Close(f)
+	}
+}
+
+// hungUp reports whether the other process has closed the connection.
+func hungUp(c *net.UnixConn) bool {
+	gone := false
+	err := control(c, func(fd int) error {
+		list := []unix.PollFd{{Fd: int32(fd), Events: unix.POLLRDHUP}}
+		n, err := unix.Poll(list, 0)
+		for err == unix.EINTR { // a signal of Go's scheduler interrupted the call
+			n, err = unix.Poll(list, 0)
+		}
+		gone = n > 0 && list[0].Revents&(unix.POLLRDHUP|unix.POLLHUP|unix.POLLERR) != 0
+		return err
+	})
+	return gone || err != nil
+}
+
+func control(c syscall.Conn, fn func(fd int) error) error {
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return err
+	}
+	var inner error
+	if err := raw.Control(func(fd uintptr) { inner = fn(int(fd)) }); err != nil {
+		return err
+	}
+	return inner
 }

@@ -8,13 +8,13 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
 
-// A lane is the state of a stream in the allocators. Each stream has one.
-type lane struct {
+// A streamCache is the state of a stream in the allocators. Each stream has one.
+type streamCache struct {
 	s     *stream.Stream
 	heap  *heap
 	arena atomic.Pointer[alloc.Arena] // of the default pool; set by its first use
@@ -31,10 +31,10 @@ type poolUse struct {
 	arena atomic.Pointer[alloc.Arena] // set by its first use
 }
 
-// of returns the arena that the lane's stream allocates from. The first call may take
+// of returns the arena that the streamCache's stream allocates from. The first call may take
 // over the arena of a closed stream, and then makes this stream wait for that one,
 // which would invalidate a capture of this stream.
-func (u *poolUse) of(l *lane) (*alloc.Arena, error) {
+func (u *poolUse) of(l *streamCache) (*alloc.Arena, error) {
 	if a := u.arena.Load(); a != nil {
 		return a, nil
 	}
@@ -47,7 +47,7 @@ func (u *poolUse) of(l *lane) (*alloc.Arena, error) {
 
 // usePool makes the stream allocate from a part of a pool until done is called. Several
 // goroutines may do that at the same time, in any order of their ends.
-func (l *lane) usePool(u *poolUse) (done func()) {
+func (l *streamCache) usePool(u *poolUse) (done func()) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.uses = append(l.uses, u)
@@ -64,43 +64,43 @@ func (l *lane) usePool(u *poolUse) (done func()) {
 	}
 }
 
-var laneKey kept.Key
+var streamCacheKey handle.Key
 
-// laneOf returns the lane of an open stream.
-func laneOf(op string, s *stream.Stream) (*lane, error) {
+// streamCacheOf returns the streamCache of an open stream.
+func streamCacheOf(op string, s *stream.Stream) (*streamCache, error) {
 	if s == nil || !gpu.StreamOf(s).Open() {
 		return nil, gpu.CheckStream(op, s, nil)
 	}
-	if v, ok := gpu.StreamOf(s).Kept(&laneKey); ok {
-		return v.(*lane), nil
+	if v, ok := gpu.StreamOf(s).Kept(&streamCacheKey); ok {
+		return v.(*streamCache), nil
 	}
-	return openLane(s)
+	return openStreamCache(s)
 }
 
-func openLane(s *stream.Stream) (*lane, error) {
-	v, err := gpu.StreamOf(s).Keep(&laneKey, func() (any, func() error, error) {
+func openStreamCache(s *stream.Stream) (*streamCache, error) {
+	v, err := gpu.StreamOf(s).Keep(&streamCacheKey, func() (any, func() error, error) {
 		h, err := heapOf(s.Device())
 		if err != nil {
 			return nil, nil, err
 		}
-		l := &lane{s: s, heap: h}
+		l := &streamCache{s: s, heap: h}
 		return l, l.handOver, nil
 	})
 	if err != nil {
 		return nil, err
 	}
-	return v.(*lane), nil
+	return v.(*streamCache), nil
 }
 
 // handOver passes the stream's memory on to others when the stream is destroyed.
-func (l *lane) handOver() error {
+func (l *streamCache) handOver() error {
 	l.ended.Store(true)
 	l.heap.native.End(l) // returns after all goroutines that found the stream open have left
 	return nil
 }
 
 // current returns the stream's arena of the default pool.
-func (l *lane) current() (*alloc.Arena, error) {
+func (l *streamCache) current() (*alloc.Arena, error) {
 	if a := l.arena.Load(); a != nil {
 		return a, nil
 	}
@@ -118,7 +118,7 @@ func (l *lane) current() (*alloc.Arena, error) {
 
 // Record returns an event, or nil while the stream is captured, because the event would
 // become part of the graph.
-func (l *lane) Record() (alloc.Event, error) {
+func (l *streamCache) Record() (alloc.Event, error) {
 	status := cudadrv.CaptureNone
 	err := l.heap.do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		status, r = drv.StreamIsCapturing(gpu.StreamOf(l.s).Raw())
@@ -143,11 +143,11 @@ func (l *lane) Record() (alloc.Event, error) {
 }
 
 // idle reports whether all operations of the stream have completed.
-func (l *lane) idle() (bool, error) {
+func (l *streamCache) idle() (bool, error) {
 	return gpu.DeviceOf(l.heap.dev).ReadyBeside(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamQuery(gpu.StreamOf(l.s).Raw()) })
 }
 
-func (l *lane) Wait(e alloc.Event) error {
+func (l *streamCache) Wait(e alloc.Event) error {
 	x, ok := e.(*event)
 	if !ok {
 		return nil
@@ -158,38 +158,38 @@ func (l *lane) Wait(e alloc.Event) error {
 }
 
 // Sync fails if the stream is captured: the wait would invalidate the capture.
-func (l *lane) Sync() error {
+func (l *streamCache) Sync() error {
 	if err := gpu.StreamOf(l.s).RefuseCapture("memory: free", "captured operations have not run and cannot be waited for"); err != nil {
 		return fmt.Errorf("%w: %w", alloc.ErrBusy, err)
 	}
 	return l.heap.do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(gpu.StreamOf(l.s).Raw()) })
 }
 
-func (l *lane) Number() uint64 { return uint64(gpu.StreamOf(l.s).Raw()) }
-func (l *lane) Ended() bool    { return l.ended.Load() }
-func (l *lane) Retain() bool   { return gpu.StreamOf(l.s).Retain() }
+func (l *streamCache) Number() uint64 { return uint64(gpu.StreamOf(l.s).Raw()) }
+func (l *streamCache) Ended() bool    { return l.ended.Load() }
+func (l *streamCache) Retain() bool   { return gpu.StreamOf(l.s).Retain() }
 
 // Release retires the stream. It is called with the allocator's locks held, and the
-// destruction of the stream needs these locks, so tidy releases the stream later.
-func (l *lane) Release() { l.heap.retire(l.s) }
+// destruction of the stream needs these locks, so releasePending releases the stream later.
+func (l *streamCache) Release() { l.heap.retire(l.s) }
 
-// retire makes the next tidy release the stream.
+// retire makes the next releasePending release the stream.
 func (h *heap) retire(s *stream.Stream) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
 	h.retired = append(h.retired, s)
-	h.owes.Store(true)
+	h.hasPending.Store(true)
 }
 
-// tidy releases the retired streams. It is called after each operation.
-func (h *heap) tidy() {
-	if !h.owes.Load() || gpu.InCallback() {
+// releasePending releases the retired streams. It is called after each operation.
+func (h *heap) releasePending() {
+	if !h.hasPending.Load() || gpu.InCallback() {
 		return
 	}
 	h.mu.Lock()
 	list := h.retired
 	h.retired = nil
-	h.owes.Store(false)
+	h.hasPending.Store(false)
 	h.mu.Unlock()
 	for _, s := range list {
 		_ = gpu.StreamOf(s).Release() // a stream that cannot be destroyed does no harm

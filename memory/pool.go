@@ -3,6 +3,7 @@ package memory
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -92,7 +93,7 @@ func (p *Pool) ID() [2]uint64 { return p.id }
 // Use applies. Freed memory stays in the pool, whenever it is freed.
 func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	const op = "memory: use a pool"
-	l, err := laneOf(op, s)
+	l, err := streamCacheOf(op, s)
 	if err != nil {
 		return err
 	}
@@ -151,8 +152,8 @@ func (p *Pool) part(h *heap, captured bool) (*alloc.Pool, error) {
 	return x, nil
 }
 
-// captured returns the arena for a capture on the lane's stream.
-func (p *Pool) captured(l *lane) (*alloc.Arena, error) {
+// captured returns the arena for a capture on the streamCache's stream.
+func (p *Pool) captured(l *streamCache) (*alloc.Arena, error) {
 	part, err := p.part(l.heap, true)
 	if err != nil {
 		return nil, err
@@ -227,4 +228,100 @@ func (p *Pool) release() error {
 		return fmt.Errorf("memory: close a pool: %w", err)
 	}
 	return nil
+}
+
+// A capturePool is a Pool with the methods that captures use (mem.CapturePool).
+type capturePool Pool
+
+// Begin lets the capture of a graph allocate from the pool until End.
+func (c *capturePool) Begin(graph string) error {
+	const op = "memory: allocate from a pool"
+	p := (*Pool)(c)
+	if err := p.check(op); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.busy != "" {
+		return fmt.Errorf("%s: the capture of %s is using it: captures that share a pool come one after another", op, p.busy)
+	}
+	p.busy = graph
+	for key, x := range p.parts {
+		if key.captured {
+			x.Begin()
+		}
+	}
+	return nil
+}
+
+// End undoes Begin.
+func (c *capturePool) End() {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.busy = ""
+	for key, x := range c.parts {
+		if key.captured {
+			x.Rejoin()
+		}
+	}
+}
+
+// Hold keeps the memory for a graph.
+func (c *capturePool) Hold(gpu.Holder) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.refs++
+}
+
+// LetGo undoes Hold. An error of the device was reported before.
+func (c *capturePool) LetGo(gpu.Holder) { _ = (*Pool)(c).release() }
+
+// A watcher is a callback for the segments of a pool.
+type watcher struct {
+	fn    func(d *device.Device, ptr, bytes uint64, taken bool) error
+	parts map[partKey]*alloc.Watcher // guarded by the pool's lock
+}
+
+// Watch calls fn for the segments of the pool (mem.CapturePool).
+func (c *capturePool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) error) (stop func() error, err error) {
+	const op = "memory: watch a pool"
+	p := (*Pool)(c)
+	if err := p.check(op); err != nil {
+		return nil, err
+	}
+	w := &watcher{fn: fn, parts: map[partKey]*alloc.Watcher{}}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for key, x := range p.parts {
+		if err := w.add(key, x); err != nil {
+			return nil, fmt.Errorf("%s: %w", op, errors.Join(err, w.stop(p)))
+		}
+	}
+	p.watch = append(p.watch, w)
+	return sync.OnceValue(func() error {
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		p.watch = slices.DeleteFunc(p.watch, func(o *watcher) bool { return o == w })
+		return w.stop(p)
+	}), nil
+}
+
+// add starts to watch a part of the pool. The pool is locked.
+func (w *watcher) add(key partKey, x *alloc.Pool) error {
+	a := &alloc.Watcher{Segment: func(addr, bytes uint64, taken bool) error { return w.fn(key.h.dev, addr, bytes, taken) }}
+	err := x.Watch(a)
+	if err == nil {
+		w.parts[key] = a
+	}
+	return err
+}
+
+// stop stops watching. The pool is locked.
+func (w *watcher) stop(p *Pool) error {
+	var errs []error
+	for key, a := range w.parts {
+		errs = append(errs, p.parts[key].Unwatch(a))
+	}
+	clear(w.parts)
+	return errors.Join(errs...)
 }

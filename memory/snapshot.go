@@ -1,5 +1,18 @@
 package memory
 
+import (
+	"bufio"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"iter"
+	"math"
+	"strconv"
+
+	"github.com/gochorus/chorus/internal/pickle"
+)
+
 // A Snapshot describes the memory of the allocators of all devices at one moment, and
 // its history (torch.cuda.memory_snapshot, torch.cuda.memory._snapshot). In JSON the
 // fields have torch's names. Sizes are in bytes.
@@ -98,3 +111,351 @@ type SnapshotSettings struct {
 }
 
 type divisions [16]uint64
+
+// mostDevices bounds the ordinals, because there is one trace for each ordinal.
+const mostDevices = 4096
+
+// check validates the invariants that readers of the format rely on: segments do not
+// overlap and are sorted by address, and the blocks of each segment fill it.
+// WritePickle and WriteJSON call it.
+func (s *Snapshot) check() error {
+	if t := s.Settings.GarbageCollectionThreshold; math.IsNaN(t) || math.IsInf(t, 0) {
+		return fmt.Errorf("memory: snapshot: the garbage collection threshold is %v", t)
+	}
+	end := uint64(0)
+	for i := range s.Segments {
+		g := &s.Segments[i]
+		if g.Device < 0 || g.Device >= mostDevices {
+			return fmt.Errorf("memory: snapshot: the segment at %#x is of device %d: want 0 to %d", g.Address, g.Device, mostDevices-1)
+		}
+		if i > 0 && g.Address < end {
+			return fmt.Errorf("memory: snapshot: the segment at %#x comes after one that ends at %#x", g.Address, end)
+		}
+		if err := g.check(); err != nil {
+			return fmt.Errorf("memory: snapshot: the segment of %d bytes at %#x: %w", g.TotalSize, g.Address, err)
+		}
+		end = g.Address + g.TotalSize
+	}
+	return nil
+}
+
+func (g *Segment) check() error {
+	if len(g.Blocks) == 0 {
+		return errors.New("it has no blocks")
+	}
+	at := g.Address
+	allocated, active, requested := uint64(0), uint64(0), uint64(0)
+	for _, b := range g.Blocks {
+		if b.Address != at {
+			return fmt.Errorf("a block is at %#x: want %#x, where the last one ends", b.Address, at)
+		}
+		if b.RequestedSize > b.Size {
+			return fmt.Errorf("the block of %d bytes at %#x was requested with %d", b.Size, b.Address, b.RequestedSize)
+		}
+		switch b.State {
+		case blockAllocated:
+			allocated += b.Size
+			fallthrough
+		case blockPendingFree:
+			active += b.Size
+			requested += b.RequestedSize
+		case blockInactive:
+		default:
+			return fmt.Errorf("the block of %d bytes at %#x has the state %q", b.Size, b.Address, b.State)
+		}
+		at += b.Size
+	}
+	if at != g.Address+g.TotalSize {
+		return fmt.Errorf("its blocks end at %#x: want %#x", at, g.Address+g.TotalSize)
+	}
+	if allocated != g.AllocatedSize || active != g.ActiveSize || requested != g.RequestedSize {
+		return fmt.Errorf("its blocks have %d, %d and %d bytes allocated, active and requested: the segment says %d, %d and %d",
+			allocated, active, requested, g.AllocatedSize, g.ActiveSize, g.RequestedSize)
+	}
+	return nil
+}
+
+// traces returns the traces, extended to one for each device that has a segment:
+// readers look them up by ordinal.
+func (s *Snapshot) traces() [][]TraceEntry {
+	traces := s.Traces
+	for _, g := range s.Segments {
+		for len(traces) <= g.Device {
+			traces = append(traces[:len(traces):len(traces)], nil)
+		}
+	}
+	return traces
+}
+
+// mostStacks is the number of stacks that WalkSnapshot keeps to share them between entries.
+const mostStacks = 1024
+
+// WalkSnapshot reads a snapshot like ReadSnapshot, but passes the entries of its traces to
+// fn, in their order, instead of keeping them. Histories that are larger than memory can
+// thus be read: an entry of JSON leaves nothing behind, and an entry of a pickle leaves about
+// fifty bytes. The result has no Traces. If fn returns an error, WalkSnapshot returns it.
+//
+// The limits are the limits of ReadSnapshot, except that the values of entries do not count.
+func WalkSnapshot(r io.Reader, fn func(device int, e TraceEntry) error) (*Snapshot, error) {
+	w := &snapshotWalk{fn: fn, reader: newSnapshotReader()}
+	v, err := readValue(r, w.entry)
+	switch {
+	case w.failed != nil:
+		return nil, w.failed
+	case w.reader.err != nil:
+		return nil, readError(w.reader.err)
+	case err != nil:
+		return nil, readError(err)
+	}
+	s, err := snapshotOf(v)
+	if err != nil {
+		return nil, readError(err)
+	}
+	for device, entries := range s.Traces { // written in a way that no known writer uses
+		for _, e := range entries {
+			if err := fn(device, e); err != nil {
+				return nil, err
+			}
+		}
+	}
+	s.Traces = nil
+	return s, nil
+}
+
+// A snapshotWalk is one call of WalkSnapshot.
+type snapshotWalk struct {
+	fn     func(device int, e TraceEntry) error
+	reader *snapshotReader
+	device int
+	count  int   // entries of the device so far
+	failed error // of fn
+}
+
+func (w *snapshotWalk) entry(device int, v any) error {
+	if device != w.device {
+		w.device, w.count = device, 0
+	}
+	e := w.reader.entry("entry", v)
+	if w.reader.err != nil {
+		w.reader.err = fmt.Errorf("trace %d: entry %d: %w", device, w.count, w.reader.err)
+		return w.reader.err
+	}
+	w.count++
+	if len(w.reader.frames) > mostStacks {
+		clear(w.reader.frames)
+	}
+	w.failed = w.fn(device, e)
+	return w.failed
+}
+
+// WritePickle writes the snapshot for Python's pickle.load and for
+// pytorch.org/memory_viz (torch.cuda.memory._dump_snapshot). Frames that several
+// entries share by sharing the slice are written once.
+func (s *Snapshot) WritePickle(w io.Writer) error {
+	if err := s.check(); err != nil {
+		return err
+	}
+	f := frameLists{}
+	err := pickle.Encode(w, pickle.Dict{
+		{Key: "segments", Value: sequence(s.Segments, f.segment)},
+		{Key: "device_traces", Value: sequence(s.traces(), func(t *[]TraceEntry) any { return sequence(*t, f.entry) })},
+		{Key: "allocator_settings", Value: s.Settings.dict()},
+	})
+	if err != nil {
+		return fmt.Errorf("memory: snapshot: %w", err)
+	}
+	return nil
+}
+
+// sequence is a list whose items are converted while they are written.
+func sequence[T any](list []T, value func(*T) any) iter.Seq[any] {
+	return func(yield func(any) bool) {
+		for i := range list {
+			if !yield(value(&list[i])) {
+				return
+			}
+		}
+	}
+}
+
+// frameLists has the lists that were made of frames, by the first and how many.
+type frameLists map[frameKey]*pickle.List
+
+type frameKey struct {
+	first *Frame
+	n     int
+}
+
+func (f frameLists) list(frames Stack) any {
+	if len(frames) == 0 {
+		return pickle.List{}
+	}
+	key := frameKey{&frames[0], len(frames)}
+	if f[key] == nil {
+		l := make(pickle.List, len(frames))
+		for i, fr := range frames {
+			l[i] = pickle.Dict{{Key: "name", Value: fr.Name}, {Key: "filename", Value: fr.Filename}, {Key: "line", Value: fr.Line}}
+		}
+		f[key] = &l
+	}
+	return f[key]
+}
+
+func (f frameLists) segment(g *Segment) any {
+	return pickle.Dict{
+		{Key: "device", Value: g.Device},
+		{Key: "address", Value: g.Address},
+		{Key: "total_size", Value: g.TotalSize},
+		{Key: "allocated_size", Value: g.AllocatedSize},
+		{Key: "active_size", Value: g.ActiveSize},
+		{Key: "requested_size", Value: g.RequestedSize},
+		{Key: "stream", Value: g.Stream},
+		{Key: "segment_type", Value: string(g.Type)},
+		{Key: "segment_pool_id", Value: poolID(g.Pool)},
+		{Key: "is_expandable", Value: g.Expandable},
+		{Key: "frames", Value: f.list(g.Frames)},
+		{Key: "blocks", Value: sequence(g.Blocks, f.block)},
+	}
+}
+
+func (f frameLists) block(b *Block) any {
+	return pickle.Dict{
+		{Key: "address", Value: b.Address},
+		{Key: "size", Value: b.Size},
+		{Key: "requested_size", Value: b.RequestedSize},
+		{Key: "state", Value: string(b.State)},
+		{Key: "frames", Value: f.list(b.Frames)},
+	}
+}
+
+func (f frameLists) entry(e *TraceEntry) any {
+	where := pickle.Item{Key: "addr", Value: e.Address}
+	if e.Action == traceOOM {
+		where = pickle.Item{Key: "device_free", Value: e.DeviceFree}
+	}
+	d := pickle.Dict{
+		{Key: "action", Value: string(e.Action)},
+		where,
+		{Key: "size", Value: e.Size},
+		{Key: "stream", Value: e.Stream},
+		{Key: "time_us", Value: e.Time},
+		{Key: "segment_pool_id", Value: poolID(e.Pool)},
+	}
+	if e.Frames != nil {
+		d = append(d, pickle.Item{Key: "frames", Value: f.list(e.Frames)})
+	}
+	return d
+}
+
+func poolID(id [2]uint64) pickle.Tuple { return pickle.Tuple{id[0], id[1]} }
+
+func (s *SnapshotSettings) dict() pickle.Dict {
+	divisions := pickle.Dict{}
+	for i, n := range s.Divisions {
+		divisions = append(divisions, pickle.Item{Key: strconv.Itoa(1 << i), Value: n})
+	}
+	return pickle.Dict{
+		{Key: "PYTORCH_CUDA_ALLOC_CONF", Value: s.Conf},
+		{Key: "max_split_size", Value: s.MaxSplitSize},
+		{Key: "garbage_collection_threshold", Value: s.GarbageCollectionThreshold},
+		{Key: "expandable_segments", Value: s.ExpandableSegments},
+		{Key: "pinned_num_register_threads", Value: s.PinnedRegisterThreads},
+		{Key: "release_lock_on_cudamalloc", Value: s.ReleaseLockOnMalloc},
+		{Key: "pinned_use_cuda_host_register", Value: s.PinnedHostRegister},
+		{Key: "graph_capture_record_stream_reuse", Value: s.RecordStreamReuse},
+		{Key: "roundup_power2_divisions", Value: divisions},
+	}
+}
+
+// WriteJSON writes the same as WritePickle as a JSON object, with one segment and
+// one entry of the traces on each line.
+func (s *Snapshot) WriteJSON(w io.Writer) error {
+	if err := s.check(); err != nil {
+		return err
+	}
+	j := &jsonWriter{w: bufio.NewWriter(w)}
+	j.text(`{"segments":[`)
+	for i := range s.Segments {
+		j.item(i, &s.Segments[i])
+	}
+	j.text(`],"device_traces":[`)
+	for i, t := range s.traces() {
+		if i > 0 {
+			j.text(",")
+		}
+		j.text("[")
+		for k := range t {
+			j.item(k, &t[k])
+		}
+		j.text("]")
+	}
+	j.text(`],"allocator_settings":`)
+	j.item(0, &s.Settings)
+	j.text("}\n")
+	if j.err == nil {
+		j.err = j.w.Flush()
+	}
+	if j.err != nil {
+		return fmt.Errorf("memory: snapshot: %w", j.err)
+	}
+	return nil
+}
+
+// A jsonWriter writes values one by one and keeps the first error.
+type jsonWriter struct {
+	w   *bufio.Writer
+	err error
+}
+
+func (j *jsonWriter) text(s string) {
+	if j.err == nil {
+		_, j.err = j.w.WriteString(s)
+	}
+}
+
+// item writes the ith item of a list.
+func (j *jsonWriter) item(i int, v any) {
+	if i > 0 {
+		j.text(",")
+	}
+	text, err := json.Marshal(v)
+	if j.err == nil {
+		j.err = err
+	}
+	j.text("\n" + string(text))
+}
+
+// MarshalJSON writes the keys of torch's dictionary for such an entry.
+func (e TraceEntry) MarshalJSON() ([]byte, error) {
+	type plain TraceEntry // without this method
+	v := struct {
+		plain
+		Address    *uint64 `json:"addr,omitempty"`
+		DeviceFree *uint64 `json:"device_free,omitempty"`
+		Frames     Stack   `json:"frames,omitempty"`
+	}{plain: plain(e), Frames: e.Frames}
+	if e.Action == traceOOM {
+		v.DeviceFree = &e.DeviceFree
+	} else {
+		v.Address = &e.Address
+	}
+	return json.Marshal(v)
+}
+
+// MarshalJSON writes an object with the sizes in MiB as keys, as torch does.
+func (d divisions) MarshalJSON() ([]byte, error) {
+	sizes := map[string]uint64{}
+	for i, n := range d {
+		sizes[strconv.Itoa(1<<i)] = n
+	}
+	return json.Marshal(sizes)
+}
+
+// MarshalJSON writes an empty list, not null, for an empty stack: readers iterate over
+// it.
+func (s Stack) MarshalJSON() ([]byte, error) {
+	if len(s) == 0 {
+		return []byte("[]"), nil
+	}
+	return json.Marshal([]Frame(s))
+}

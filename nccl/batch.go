@@ -11,9 +11,9 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/ranks"
-	"github.com/gochorus/chorus/internal/spinpool"
 )
 
 // An Issuer accepts the operations of one rank. A *Communicator enqueues each operation at
@@ -289,7 +289,7 @@ func (g *group) enqueueLocked() error {
 	if err := g.record(); err != nil {
 		return err
 	}
-	if g.concurrent() && spinpool.Launchers.Try(len(g.ops), g) {
+	if g.concurrent() && osthread.Launchers.Try(len(g.ops), g) {
 		return g.finish(g.errs)
 	}
 	if err := g.execute(ncclapi.API.GroupEnd); err != nil {

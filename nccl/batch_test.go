@@ -255,7 +255,7 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			require.ErrorIs(t, err, nccl.ErrorInvalidUsage, name)
 			require.ErrorContains(t, err, "their buffers overlap", name)
 			if devs[0].System().Backend() == "virtual" {
-				require.Regexp(t, `group_test.go:\d+\) and .*group_test.go:\d+\), on rank`, err.Error(), name)
+				require.Regexp(t, `batch_test.go:\d+\) and .*batch_test.go:\d+\), on rank`, err.Error(), name)
 			}
 			require.Equal(t, in, contents(t, ranks, xs), "nothing was enqueued")
 		}

@@ -178,7 +178,7 @@ func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, l
 	if inherited || cfg.Name == "" {
 		c.nameChild(k, raw, childName)
 	}
-	return k.connect(ctx, name, c.clique.key+"/"+childName, func() ncclapi.Result {
+	return k.connect(ctx, name, c.localRanks.key+"/"+childName, func() ncclapi.Result {
 		return create(k.h, raw)
 	})
 }
@@ -237,7 +237,7 @@ func (c *Communicator) finishInit(key string) error {
 	if c.size == 1 {
 		c.rec.SetUnordered()
 	}
-	c.enterClique(key)
+	c.enterLocalRanks(key)
 	c.account()
 	handle.Init(c, &c.owner, handle.About{Kind: "nccl communicator", On: c.dev})
 	return nil
@@ -312,72 +312,72 @@ func (c *Communicator) needs(f ncclapi.Func) error {
 	return needs(f.Name(), f.Since(), c.version)
 }
 
-// A clique is the set of ranks of one communicator in this process. Only these ranks can
+// A localRanks is the set of ranks of one communicator in this process. Only these ranks can
 // be compared without communication.
-type clique struct {
-	key   string
-	board flight.Board // compares the operations that the ranks issue
+type localRanks struct {
+	key        string
+	mismatches flight.MismatchTable // compares the operations that the ranks issue
 
 	mu      sync.Mutex
 	members []*member // by rank
 }
 
-// A member is one rank of a clique. It does not keep the communicator alive.
+// A member is one rank of a localRanks. It does not keep the communicator alive.
 type member struct {
 	*flight.Recorder
 	comm weak.Pointer[Communicator]
 }
 
-var cliques struct {
+var localRankSets struct {
 	mu    sync.Mutex
-	byKey map[string]*clique
+	byKey map[string]*localRanks
 }
 
-// enterClique adds the rank to the clique of the communicators made from the same id.
-func (c *Communicator) enterClique(key string) {
+// enterLocalRanks adds the rank to the localRanks of the communicators made from the same id.
+func (c *Communicator) enterLocalRanks(key string) {
 	registerStatus()
-	cliques.mu.Lock()
-	defer cliques.mu.Unlock()
-	q := cliques.byKey[key]
+	localRankSets.mu.Lock()
+	defer localRankSets.mu.Unlock()
+	q := localRankSets.byKey[key]
 	if q == nil {
-		q = &clique{key: key}
-		if cliques.byKey == nil {
-			cliques.byKey = map[string]*clique{}
+		q = &localRanks{key: key}
+		if localRankSets.byKey == nil {
+			localRankSets.byKey = map[string]*localRanks{}
 		}
-		cliques.byKey[key] = q
+		localRankSets.byKey[key] = q
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.members = append(q.members, &member{c.rec, weak.Make(c)})
 	slices.SortFunc(q.members, func(a, b *member) int { return cmp.Compare(a.Rank, b.Rank) })
-	q.board.Ranks(len(q.members))
+	q.mismatches.Ranks(len(q.members))
 	h := fnv.New64a()
 	_, _ = h.Write([]byte(key)) // hashed because the key itself is a secret
 	c.rec.Group = strconv.FormatUint(h.Sum64(), 16)
-	c.clique = q
+	c.localRanks = q
 }
 
-// leaveClique removes the rank, and with the last rank the clique.
-func (c *Communicator) leaveClique() {
-	q := c.clique
+// leaveLocalRanks removes the rank, and with the last rank the localRanks.
+func (c *Communicator) leaveLocalRanks() {
+	q := c.localRanks
 	if q == nil {
 		return // it was never added
 	}
-	cliques.mu.Lock()
-	defer cliques.mu.Unlock()
+	localRankSets.mu.Lock()
+	defer localRankSets.mu.Unlock()
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	q.members = slices.DeleteFunc(q.members, func(m *member) bool { return m.Recorder == c.rec })
-	if len(q.members) == 0 && cliques.byKey[q.key] == q {
-		delete(cliques.byKey, q.key)
+	if len(q.members) == 0 && localRankSets.byKey[q.key] == q {
+		delete(localRankSets.byKey, q.key)
 	}
 }
 
 // others returns the other ranks in this process.
 func (c *Communicator) others() []*member {
-	c.clique.mu.Lock()
-	defer c.clique.mu.Unlock()
-	return slices.DeleteFunc(slices.Clone(c.clique.members), func(m *member) bool { return m.Recorder == c.rec })
+	c.localRanks.mu.Lock()
+	defer c.localRanks.mu.Unlock()
+	return slices.DeleteFunc(slices.Clone(c.localRanks.members), func(m *member) bool { return m.Recorder == c.rec })
 }
 
 // recorders returns the flight recorders of ranks.
@@ -393,9 +393,9 @@ func recorders(list []*member) []*flight.Recorder {
 func liveRecorders() []*flight.Recorder { return recorders(liveMembers()) }
 
 func liveMembers() (list []*member) {
-	cliques.mu.Lock()
-	defer cliques.mu.Unlock()
-	for _, q := range cliques.byKey {
+	localRankSets.mu.Lock()
+	defer localRankSets.mu.Unlock()
+	for _, q := range localRankSets.byKey {
 		q.mu.Lock()
 		list = append(list, q.members...)
 		q.mu.Unlock()

@@ -35,7 +35,7 @@ type Communicator struct {
 
 	rec                *flight.Recorder
 	marks              *flight.Marks
-	clique             *clique
+	localRanks         *localRanks
 	watch              *flight.Watch
 	runWatch           func()  // watch.Run, made once
 	settings           *Config // as given, for children
@@ -379,7 +379,7 @@ func (c *Communicator) releaseResources() {
 		_ = c.nan.Close() // the memory is the communicator's, so there is nothing to report
 	}
 	if c.failed.Load() == nil {
-		c.leaveClique()
+		c.leaveLocalRanks()
 	}
 }
 
@@ -442,7 +442,7 @@ func (c *Communicator) Close() error {
 		if c.failed.Load() != nil {
 			c.writeTraces()
 		}
-		defer c.leaveClique()
+		defer c.leaveLocalRanks()
 		defer c.traces.Do(func() {}) // waits for a trace that is being written, and none begins afterwards
 		return c.abortAs("closed the communicator")
 	})
@@ -513,7 +513,7 @@ func (c *Communicator) leave() error {
 	close(c.ending)
 	defer close(c.ended)
 	defer c.releaseResources()
-	defer c.leaveClique()
+	defer c.leaveLocalRanks()
 	c.life.Lock()
 	defer c.life.Unlock()
 	return relaxed(c.dev, func() error { return c.check("ncclCommDestroy", c.api.CommDestroy(*c.h)) })

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 )
@@ -352,7 +352,7 @@ type encryption struct {
 	started bool   // NCCL may have opened connections
 }
 
-var encryptionKey kept.Key
+var encryptionKey handle.Key
 
 // encryptionOf returns the state for the System of a device.
 func encryptionOf(dev *device.Device) *encryption {

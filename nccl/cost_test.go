@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -150,7 +150,7 @@ func TestOperationsDoNotAllocate(t *testing.T) {
 // requireNoAllocation checks that issue allocates nothing. Under the race detector it skips
 // what takes a batch from a sync.Pool, which drops batches at random there.
 func requireNoAllocation(t *testing.T, name string, pooled bool, issue func() error) {
-	if pooled && tsan.On {
+	if pooled && testhost.On {
 		return
 	}
 	require.Zero(t, testgpu.Allocs(500, func() { _ = issue() }), name)

@@ -22,7 +22,7 @@ func sharing(t *testing.T, timeout time.Duration) ([]rank, []memory.Slice[int64]
 	t.Setenv(env.ShareGPUs.Name, "yes")
 	ranks, xs := afterOnce(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 8, timeout)
 	for _, r := range ranks {
-		r.c.LeaveClique()
+		r.c.LeaveLocalRanks()
 	}
 	return ranks, xs
 }

@@ -7,7 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/spinpool"
+	"github.com/gochorus/chorus/internal/osthread"
 )
 
 // SetAbortTimeout changes for a test how long an abort may take.
@@ -20,14 +20,14 @@ func SetAbortTimeout(t *testing.T, d time.Duration) {
 // awake when it returns.
 func WakeLaunchers(t *testing.T, n int) {
 	procs := runtime.GOMAXPROCS(2*n + 1)
-	old := spinpool.Launchers
-	spinpool.Launchers = &spinpool.Pool{PollTime: time.Hour}
+	old := osthread.Launchers
+	osthread.Launchers = &osthread.Pool{PollTime: time.Hour}
 	t.Cleanup(func() {
-		spinpool.Launchers.Close()
-		spinpool.Launchers = old
+		osthread.Launchers.Close()
+		osthread.Launchers = old
 		runtime.GOMAXPROCS(procs)
 	})
-	for !spinpool.Launchers.Try(n, idle{}) {
+	for !osthread.Launchers.Try(n, idle{}) {
 		runtime.Gosched()
 	}
 }
@@ -43,8 +43,8 @@ func (c *Communicator) ReplaceNCCL(api ncclapi.API) (old ncclapi.API) {
 	return old
 }
 
-// LeaveClique makes the other ranks of c behave as if c were in another process.
-func (c *Communicator) LeaveClique() { c.leaveClique() }
+// LeaveLocalRanks makes the other ranks of c behave as if c were in another process.
+func (c *Communicator) LeaveLocalRanks() { c.leaveLocalRanks() }
 
 // MostInFlight is the bound on the operations of processes that share GPUs.
 const MostInFlight = mostInFlight

@@ -340,7 +340,7 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 	return t
 }
 
-// errMismatch makes the error of an operation that the board of the ranks refused.
+// errMismatch makes the error of an operation that the mismatches of the ranks refused.
 func (c *Communicator) errMismatch(o *operation) *MismatchError {
 	c.rec.CountError(flight.ReasonMismatch)
 	mine := c.rec.Entry(o.Record)

@@ -13,8 +13,8 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/ranks"
-	"github.com/gochorus/chorus/internal/spinpool"
 )
 
 var configuredLaunchers sync.Once
@@ -24,7 +24,7 @@ var configuredLaunchers sync.Once
 func configureLaunchers() error {
 	d, err := env.LaunchPatience.Duration()
 	if err == nil {
-		configuredLaunchers.Do(func() { spinpool.Launchers.PollTime = d })
+		configuredLaunchers.Do(func() { osthread.Launchers.PollTime = d })
 	}
 	return err
 }
@@ -42,7 +42,7 @@ func (g *group) concurrent() bool {
 		return false
 	}
 	for i := range g.ops {
-		if o := &g.ops[i]; o.Captured || o.comm.clique != g.comms[0].clique {
+		if o := &g.ops[i]; o.Captured || o.comm.localRanks != g.comms[0].localRanks {
 			return false
 		}
 	}

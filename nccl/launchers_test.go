@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -19,7 +19,7 @@ import (
 // A group of one operation for each rank goes to NCCL from as many threads: the fault
 // plan fails every group of NCCL's own.
 func TestGroupsWithoutNCCLs(t *testing.T) {
-	rounds := tsan.Rounds(10, 30)
+	rounds := testhost.Rounds(10, 30)
 	for n := 2; n <= 4; n++ {
 		t.Run(fmt.Sprint(n), func(t *testing.T) {
 			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n, Faults: "ncclGroupStart#*=ncclInternalError"})

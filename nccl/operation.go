@@ -276,7 +276,7 @@ func (o *operation) record(t int64) error {
 	if leaves {
 		c.markLatest(t)
 	}
-	if c.clique.board.Post(&o.Op) {
+	if c.localRanks.mismatches.Post(&o.Op) {
 		return nil
 	}
 	err := c.errMismatch(o)
@@ -332,7 +332,7 @@ func (c *Communicator) mark(s *stream.Stream, k flight.Mark) {
 // unrecord undoes record. Operations that were recorded later on the same communicator
 // must be undone first.
 func (o *operation) unrecord() {
-	o.comm.clique.board.Unpost(&o.Op)
+	o.comm.localRanks.mismatches.Unpost(&o.Op)
 	o.comm.rec.Remove(o.Record)
 }
 
@@ -473,8 +473,8 @@ func (g *group) addEndsOfAll(o *operation) {
 
 // comparePairs compares the communicator, sender and receiver of two transfers.
 func comparePairs(a, b transferEnd) int {
-	if a.o.comm.clique != b.o.comm.clique {
-		return strings.Compare(a.o.comm.clique.key, b.o.comm.clique.key)
+	if a.o.comm.localRanks != b.o.comm.localRanks {
+		return strings.Compare(a.o.comm.localRanks.key, b.o.comm.localRanks.key)
 	}
 	return cmp.Or(cmp.Compare(a.from, b.from), cmp.Compare(a.to, b.to))
 }

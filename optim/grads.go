@@ -8,6 +8,8 @@ import (
 	"strconv"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -265,4 +267,78 @@ func (g *Grads) Close() error {
 		return nil
 	}
 	return errors.Join(g.norms.close(), g.table.close(), g.parts.Close(), g.values.Close(), g.done.Close())
+}
+
+// A span is the memory of a contiguous tensor, from a first address up to, and without, an end.
+type span struct {
+	from, end uint64
+	name      string
+}
+
+type spans []span
+
+func (x *spans) add(t *tensor.Tensor, name string) {
+	if t.Len() > 0 {
+		*x = append(*x, span{t.Ptr(), t.Ptr() + uint64(t.Bytes()), name})
+	}
+}
+
+// apart returns an error that names two spans with common memory, if there are such.
+func (x spans) apart(op string) error {
+	slices.SortStableFunc(x, func(a, b span) int { return cmp.Compare(a.from, b.from) })
+	for i := 1; i < len(x); i++ {
+		if a, b := x[i-1], x[i]; b.from < a.end {
+			return refuse(op, "%s and %s share memory: give each its own", a.name, b.name)
+		}
+	}
+	return nil
+}
+
+// apartFrom returns an error if y and a span have common memory. The spans are sorted, as apart
+// leaves them.
+func (x spans) apartFrom(op string, y span) error {
+	i, _ := slices.BinarySearchFunc(x, y.from, func(s span, from uint64) int { return cmp.Compare(s.end, from+1) })
+	if i < len(x) && x[i].from < y.end {
+		return refuse(op, "%s and %s share memory: give each its own", x[i].name, y.name)
+	}
+	return nil
+}
+
+// watched tells the sanitizer, if there is one, which tensors a launch found in its table. It
+// returns err, the error of the launch.
+func watched(s *stream.Stream, name string, err error, list func() []cudadrv.Use) error {
+	if err == nil {
+		gpu.StreamOf(s).Uses(name, false, list)
+	}
+	return err
+}
+
+// useOf returns the use of a contiguous tensor.
+func useOf(x *tensor.Tensor, write bool) cudadrv.Use {
+	return cudadrv.Use{Ptr: cudadrv.DevicePtr(x.Ptr()), Bytes: uint64(x.Bytes()), Write: write}
+}
+
+// uses lists the memory that a step finds in its table.
+func (o *Optimizer) uses() (uses []cudadrv.Use) {
+	for i := range o.params {
+		p := &o.params[i]
+		uses = append(uses, useOf(&p.Value, true), useOf(&p.Grad, false), useOf(&p.Copy, true))
+		for k := range p.states {
+			uses = append(uses, useOf(&p.states[k], true))
+		}
+	}
+	return uses
+}
+
+// reads lists the gradients as read.
+func (g *Grads) reads() []cudadrv.Use { return g.uses(false) }
+
+// writes lists the gradients as written.
+func (g *Grads) writes() []cudadrv.Use { return g.uses(true) }
+
+func (g *Grads) uses(write bool) (uses []cudadrv.Use) {
+	for i := range g.list {
+		uses = append(uses, useOf(&g.list[i], write))
+	}
+	return uses
 }

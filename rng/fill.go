@@ -1,8 +1,14 @@
 package rng
 
 import (
+	"fmt"
 	"math"
+	"math/bits"
 
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -130,3 +136,401 @@ const wideRange = 1 << 28
 
 // number encodes a floating-point parameter.
 func number(v float64) uint64 { return math.Float64bits(v) }
+
+// The advances of torch's generator for fills with a parameter in device memory, whatever their
+// length. torch rounds the second from 10 up to a multiple of 4.
+const (
+	poissonAdvance   = 20
+	bernoulliAdvance = 12
+)
+
+// Poisson fills x with Poisson-distributed counts (torch.poisson). If the rate of an element is
+// negative or NaN, which stops the device in torch, its value is NaN.
+func Poisson[T Float, R Param[T]](g *Generator, s *stream.Stream, x memory.Slice[T], rate R) error {
+	const op = "rng: poisson"
+	r := paramOf[T](rate)
+	if !r.isSlice() && !(r.number >= 0) {
+		return refuse("poisson", "rate", r.number, ">= 0")
+	}
+	if !r.isSlice() { // torch's rates have the type of the result
+		r.number = formatOf[T]().round(r.number)
+	}
+	return fillBy(op, "poisson_kernel", g, s, x, &r, "rate", poissonAdvance)
+}
+
+func bernoulliOf[T Number | bool](g *Generator, s *stream.Stream, x memory.Slice[T], p param) error {
+	return fillBy("rng: bernoulli", "bernoulli_kernel", g, s, x, &p, "p", bernoulliAdvance)
+}
+
+// fillBy performs a fill by a kernel of draws.cu with one parameter.
+func fillBy[T memory.Element](op, name string, g *Generator, s *stream.Stream, x memory.Slice[T], p *param, what string, advance uint64) error {
+	g, err := check(op, g, s, x)
+	if err != nil {
+		return err
+	}
+	if err := p.check(op, what, regionOf("the filled slice", x), true, s.Device()); err != nil || x.Len() == 0 {
+		return err
+	}
+	l, err := launcherOf[T](op, s, drawsModule)
+	if err != nil {
+		return err
+	}
+	at, err := g.draw(s, advance)
+	if err != nil {
+		return fmt.Errorf("%s: %w", op, err)
+	}
+	return l.each(name, x.Len(), kernel.Ptr(x), count(x.Len()), kernel.Scalar(at.seed), kernel.Scalar(at.offset), at.launch,
+		p.at, kernel.Scalar(p.number), p.type32(), kernel.Scalar(p.step()))
+}
+
+// normalOf is Normal with a slice as mean or std. Like torch, it draws values with mean 0 and
+// multiplies and adds afterwards, and rounds each time.
+func normalOf[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, std param) error {
+	const op = "rng: normal"
+	g, err := check(op, g, s, x)
+	if err != nil {
+		return err
+	}
+	out := regionOf("the filled slice", x)
+	if err := mean.check(op, "mean", out, false, s.Device()); err != nil {
+		return err
+	}
+	if err := std.check(op, "std", out, false, s.Device()); err != nil || x.Len() == 0 {
+		return err
+	}
+	l, err := launcherOf[T](op, s, drawsModule)
+	if err != nil {
+		return err
+	}
+	spread := 1.0
+	if !std.isSlice() {
+		spread = std.number
+	}
+	if err := run(g, s, x, normal, number(0), number(spread), 0); err != nil {
+		return err
+	}
+	mean.number = formatOf[T]().round(mean.number)
+	return l.each("normal_kernel", x.Len(), kernel.Ptr(x), count(x.Len()),
+		mean.at, kernel.Scalar(mean.number), mean.type32(), kernel.Scalar(mean.step()),
+		std.at, kernel.Scalar(std.number), std.type32(), kernel.Scalar(std.step()))
+}
+
+func refuse(op, name string, v float64, want string) error {
+	return fmt.Errorf("rng: %s: %s = %v: want %s", op, name, v, want)
+}
+
+func checkUniform(f *format, from, to float64) error {
+	for _, b := range []struct {
+		name string
+		v    float64
+	}{{"from", from}, {"to", to}} {
+		if !(math.Abs(b.v) <= f.most) {
+			return fmt.Errorf("rng: uniform: %s = %v is out of bounds for %s", b.name, b.v, f.dtype)
+		}
+	}
+	if from > to {
+		return fmt.Errorf("rng: uniform: from = %v, to = %v: want from <= to", from, to)
+	}
+	if to-from > f.most {
+		return fmt.Errorf("rng: uniform: from = %v, to = %v: %s cannot hold the difference: want at most %v", from, to, f.dtype, f.most)
+	}
+	return nil
+}
+
+// checkFromTo returns the bounds, moved inward to numbers that the type represents.
+func checkFromTo(f *format, from, to int64) (int64, int64, error) {
+	if from >= to {
+		return 0, 0, fmt.Errorf("rng: random: from = %d, to = %d: want from < to", from, to)
+	}
+	for _, b := range []struct {
+		name string
+		v    int64
+	}{{"from", from}, {"to - 1", to - 1}} {
+		if !f.holds(b.v) {
+			return 0, 0, fmt.Errorf("rng: random: %s = %d is out of bounds for %s", b.name, b.v, f.dtype)
+		}
+	}
+	if f.digits == 0 {
+		return from, to, nil
+	}
+	f0, t0 := f.up(from), f.down(to)
+	if f0 >= t0 {
+		return 0, 0, fmt.Errorf("rng: random: from = %d, to = %d: %s has no number between them", from, to, f.dtype)
+	}
+	return f0, t0, nil
+}
+
+// up returns from or, if rounding to the type could give a number below from, a
+// larger number. It implements torch's rule with torch's rounding.
+func (f *format) up(from int64) int64 {
+	next := whole(f.of(from + 1))
+	if next >= from {
+		return from
+	}
+	return next + f.gap(from+1)
+}
+
+// down is up for the upper bound.
+func (f *format) down(to int64) int64 {
+	last := whole(f.of(to - 1))
+	if last < to {
+		return to
+	}
+	return last - f.gap(to-1)
+}
+
+// gap returns the distance between adjacent numbers of the type near v.
+func (f *format) gap(v int64) int64 {
+	return 1 << max(bits.Len64(magnitude(v))-f.digits, 0)
+}
+
+func magnitude(v int64) uint64 {
+	if v < 0 {
+		return -uint64(v)
+	}
+	return uint64(v)
+}
+
+// whole converts like x86. torch's bounds depend on that: the result of an
+// overflow is the smallest int64.
+func whole(v float64) int64 {
+	if v >= 1<<63 || v < -1<<63 || v != v {
+		return math.MinInt64
+	}
+	return int64(v)
+}
+
+// check validates the arguments of a fill and returns the generator.
+func check[T memory.Element](op string, g *Generator, s *stream.Stream, x memory.Slice[T]) (*Generator, error) {
+	if err := gpu.CheckStream(op, s, nil); err != nil {
+		return nil, err
+	}
+	if g == nil {
+		g = Default(s.Device())
+	}
+	if g.dev != s.Device() {
+		return nil, fmt.Errorf("%s: the generator belongs to %s, the stream to %s: use a generator of the stream's device", op, name(g.dev), s.Device())
+	}
+	return g, mem.Check(op, x.Buffer(), x.Len(), s.Device())
+}
+
+// A region is the memory of a slice.
+type region struct {
+	name  string // in errors
+	dtype memory.DType
+	at    uint64
+	n     int
+}
+
+func regionOf[T memory.Element](name string, x memory.Slice[T]) region {
+	return region{name, x.DType(), x.Ptr(), x.Len()}
+}
+
+func (r region) end() uint64 { return r.at + uint64(r.n*r.dtype.Size()) }
+
+func (r region) String() string {
+	return fmt.Sprintf("%s (%d elements of %s at %#x)", r.name, r.n, r.dtype, r.at)
+}
+
+// apart returns an error if the fill would overwrite numbers of in before it has read them. With
+// inPlace, in may be the same elements as out: a thread reads element i of in before it
+// writes element i of out, and no other thread reads or writes it.
+func apart(op string, in, out region, inPlace bool) error {
+	if in.n == 0 || out.n == 0 || in.end() <= out.at || out.end() <= in.at {
+		return nil
+	}
+	if !inPlace {
+		return fmt.Errorf("%s: %s and %s share memory: want separate memory", op, in, out)
+	}
+	if in.at == out.at && in.n == out.n && in.dtype.Size() == out.dtype.Size() {
+		return nil
+	}
+	return fmt.Errorf("%s: %s and %s share memory: want the same elements of the same size, or separate memory", op, in, out)
+}
+
+func name(dev *device.Device) string {
+	if dev == nil {
+		return "no device"
+	}
+	return dev.String()
+}
+
+// A format describes an element type for fills and stand-ins.
+type format struct {
+	dtype  memory.DType
+	c      string                // the type in rng.cu
+	wide   bool                  // torch computes in float64, otherwise in float32
+	digits int                   // significand bits; 0 for integers
+	most   float64               // the largest value of a floating-point type
+	low    int64                 // the smallest value of an integer type
+	top    uint64                // the largest value of an integer type
+	round  func(float64) float64 // to the nearest value of a floating-point type
+}
+
+func (f *format) holds(v int64) bool {
+	if f.digits > 0 {
+		return math.Abs(float64(v)) <= f.most
+	}
+	return v >= f.low && (v < 0 || uint64(v) <= f.top)
+}
+
+var formats = [...]format{
+	memory.Bool:     {dtype: memory.Bool, c: "bool", top: 1},
+	memory.Int8:     {dtype: memory.Int8, c: "i8", low: math.MinInt8, top: math.MaxInt8},
+	memory.Uint8:    {dtype: memory.Uint8, c: "u8", top: math.MaxUint8},
+	memory.Int16:    {dtype: memory.Int16, c: "i16", low: math.MinInt16, top: math.MaxInt16},
+	memory.Uint16:   {dtype: memory.Uint16, c: "u16", top: math.MaxUint16},
+	memory.Int32:    {dtype: memory.Int32, c: "i32", low: math.MinInt32, top: math.MaxInt32},
+	memory.Uint32:   {dtype: memory.Uint32, c: "u32", top: math.MaxUint32},
+	memory.Int64:    {dtype: memory.Int64, c: "i64", low: math.MinInt64, top: math.MaxInt64},
+	memory.Uint64:   {dtype: memory.Uint64, c: "u64", top: math.MaxUint64},
+	memory.Float16:  {dtype: memory.Float16, c: "Half", digits: 11, most: 65504, round: func(v float64) float64 { return fromHalf(toHalf(float32(v))) }},
+	memory.BFloat16: {dtype: memory.BFloat16, c: "BFloat", digits: 8, most: 0x1.fep127, round: func(v float64) float64 { return fromBFloat(toBFloat(float32(v))) }},
+	memory.Float32:  {dtype: memory.Float32, c: "float", digits: 24, most: math.MaxFloat32, round: func(v float64) float64 { return float64(float32(v)) }},
+	memory.Float64:  {dtype: memory.Float64, c: "double", wide: true, digits: 53, most: math.MaxFloat64, round: func(v float64) float64 { return v }},
+}
+
+// of returns v rounded to a floating-point type like in torch, through float32
+// unless f is wide.
+func (f *format) of(v int64) float64 {
+	if f.wide {
+		return float64(v)
+	}
+	return f.round(float64(float32(v)))
+}
+
+// minus returns a-b as an element of a floating-point type.
+func (f *format) minus(a, b float64) float64 {
+	if f.wide {
+		return a - b
+	}
+	return f.round(float64(float32(a) - float32(b)))
+}
+
+func formatOf[T memory.Element]() *format { return &formats[memory.DTypeOf[T]()] }
+
+// caster returns the conversion from the type that torch computes in.
+func caster[T memory.Element]() func(float64) T {
+	var f any
+	var z T
+	switch any(z).(type) {
+	case bool:
+		f = func(v float64) bool { return v != 0 }
+	case int8:
+		f = func(v float64) int8 { return int8(int64(v)) }
+	case uint8:
+		f = func(v float64) uint8 { return uint8(int64(v)) }
+	case int16:
+		f = func(v float64) int16 { return int16(int64(v)) }
+	case int32:
+		f = func(v float64) int32 { return int32(int64(v)) }
+	case int64:
+		f = func(v float64) int64 { return int64(v) }
+	case memory.Float16Bits:
+		f = func(v float64) memory.Float16Bits { return toHalf(float32(v)) }
+	case memory.BFloat16Bits:
+		f = func(v float64) memory.BFloat16Bits { return toBFloat(float32(v)) }
+	case float32:
+		f = func(v float64) float32 { return float32(v) }
+	case float64:
+		f = func(v float64) float64 { return v }
+	}
+	return f.(func(float64) T)
+}
+
+// counter returns the conversion from an integer.
+func counter[T memory.Element]() func(int64) T {
+	var f any
+	var z T
+	switch any(z).(type) {
+	case bool:
+		f = func(v int64) bool { return v != 0 }
+	case int8:
+		f = func(v int64) int8 { return int8(v) }
+	case uint8:
+		f = func(v int64) uint8 { return uint8(v) }
+	case int16:
+		f = func(v int64) int16 { return int16(v) }
+	case uint16:
+		f = func(v int64) uint16 { return uint16(v) }
+	case int32:
+		f = func(v int64) int32 { return int32(v) }
+	case uint32:
+		f = func(v int64) uint32 { return uint32(v) }
+	case int64:
+		f = func(v int64) int64 { return v }
+	case uint64:
+		f = func(v int64) uint64 { return uint64(v) }
+	case memory.Float16Bits:
+		f = func(v int64) memory.Float16Bits { return toHalf(float32(v)) }
+	case memory.BFloat16Bits:
+		f = func(v int64) memory.BFloat16Bits { return toBFloat(float32(v)) }
+	case float32:
+		f = func(v int64) float32 { return float32(v) }
+	case float64:
+		f = func(v int64) float64 { return float64(v) }
+	}
+	return f.(func(int64) T)
+}
+
+// toHalf rounds to the nearest float16, ties to even.
+//
+//go:norace
+func toHalf(x float32) memory.Float16Bits {
+	b := math.Float32bits(x)
+	sign, e, m := uint16(b>>16&0x8000), int(b>>23&0xff), b&0x7fffff
+	switch {
+	case e == 0xff && m != 0:
+		return 0x7fff // the GPU's result for a NaN
+	case e >= 127+16:
+		return memory.Float16Bits(sign | 0x7c00)
+	case e < 127-25:
+		return memory.Float16Bits(sign)
+	}
+	shift := uint(13)
+	m |= 0x800000
+	if e < 127-14 { // subnormal: fewer bits are left
+		shift += uint(127 - 14 - e)
+		e = 127 - 15 // exponent 0, with an explicit leading one
+	} else {
+		m &= 0x7fffff
+	}
+	v := uint32(e-(127-15))<<10 + m>>shift
+	rest, half := m&(1<<shift-1), uint32(1)<<(shift-1)
+	if rest > half || rest == half && v&1 == 1 {
+		v++ // a carry out of the significand increments the exponent
+	}
+	return memory.Float16Bits(sign | uint16(v))
+}
+
+func fromHalf(h memory.Float16Bits) float64 {
+	e, m := int(h>>10&31), float64(h&0x3ff)
+	v := math.Ldexp(1+m/1024, e-15)
+	switch {
+	case e == 31 && m != 0:
+		return math.NaN()
+	case e == 31:
+		v = math.Inf(1)
+	case e == 0:
+		v = math.Ldexp(m, -24)
+	}
+	if h>>15 == 1 {
+		return -v
+	}
+	return v
+}
+
+// toBFloat rounds to the nearest bfloat16, ties to even.
+//
+//go:norace
+func toBFloat(x float32) memory.BFloat16Bits {
+	if x != x {
+		return 0x7fff
+	}
+	b := math.Float32bits(x)
+	return memory.BFloat16Bits((b + 0x7fff + b>>16&1) >> 16)
+}
+
+func fromBFloat(b memory.BFloat16Bits) float64 {
+	return float64(math.Float32frombits(uint32(b) << 16))
+}

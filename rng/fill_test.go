@@ -4,14 +4,17 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
+	"github.com/gochorus/chorus/stream"
 )
 
 // What torch refuses is refused, before the generator moves.
@@ -265,4 +268,293 @@ func BenchmarkFill(b *testing.B) {
 			require.NoError(b, s.Sync(context.Background()))
 		})
 	}
+}
+
+// upload copies numbers to a slice that the test closes.
+func upload[T memory.Element](t testing.TB, s *stream.Stream, xs ...T) memory.Slice[T] {
+	t.Helper()
+	x, err := memory.MakeFrom(s, xs)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, x.Close()) })
+	return x
+}
+
+// repeated returns samples elements that repeat the given ones.
+func repeated[T any](xs ...T) []T {
+	all := make([]T, samples)
+	for i := range all {
+		all[i] = xs[i%len(xs)]
+	}
+	return all
+}
+
+// every returns each kth element from the first on.
+func every(xs []float64, first, k int) (out []float64) {
+	for i := first; i < len(xs); i += k {
+		out = append(out, xs[i])
+	}
+	return out
+}
+
+// The draws of draws.cu have the distributions that their names say.
+func TestDrawDistributions(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		t.Run("cauchy", func(t *testing.T) {
+			xs := draw(t, s, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Cauchy(g, s, x, 1, 2) })
+			shape(t, xs, 1e-5, func(x float64) float64 { return 0.5 + math.Atan((x-1)/2)/math.Pi })
+			xs = draw(t, s, func(g *rng.Generator, x memory.Slice[float64]) error { return rng.Cauchy(g, s, x, -3, 0.5) })
+			shape(t, xs, 1e-12, func(x float64) float64 { return 0.5 + math.Atan((x+3)/0.5)/math.Pi })
+		})
+		t.Run("poisson", func(t *testing.T) {
+			rates := []float64{0.5, 12, 63, 64, 500, 4000, 4001, 1e5}
+			r := upload(t, s, repeated(rates...)...)
+			xs := draw(t, s, func(g *rng.Generator, x memory.Slice[float64]) error { return rng.Poisson(g, s, x, r) })
+			for i, rate := range rates {
+				moments(t, every(xs, i, len(rates)), rate, rate, 3+1/rate)
+			}
+			one := draw(t, s, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Poisson(g, s, x, 3) })
+			moments(t, one, 3, 3, 3+1./3)
+		})
+		t.Run("bernoulli", func(t *testing.T) {
+			ps := []float32{0.25, 0.5, 0.9, 0.01, 0.75}
+			p := upload(t, s, repeated(ps...)...)
+			xs := draw(t, s, func(g *rng.Generator, x memory.Slice[bool]) error { return rng.Bernoulli(g, s, x, p) })
+			for i, p := range ps {
+				v := float64(p) * (1 - float64(p))
+				moments(t, every(xs, i, len(ps)), float64(p), v, (1-3*v)/v)
+			}
+		})
+		t.Run("normal", func(t *testing.T) {
+			means, stds := []float64{0, -3, 100}, []float32{1, 0.5, 4, 2}
+			mean, std := upload(t, s, repeated(means...)...), upload(t, s, repeated(stds...)...)
+			xs := draw(t, s, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Normal(g, s, x, mean, std) })
+			for i := range 12 {
+				sd := float64(stds[i%4])
+				moments(t, every(xs, i, 12), means[i%3], sd*sd, 3)
+			}
+			one := upload(t, s, 0.25)
+			xs = draw(t, s, func(g *rng.Generator, x memory.Slice[float32]) error { return rng.Normal(g, s, x, one, 3) })
+			moments(t, xs, 0.25, 9, 3)
+		})
+	})
+}
+
+// The numbers of a slice that torch refuses have the documented results.
+func TestNumbersOfSlices(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, g := newStream(t, devs[0]), rng.New(devs[0], 3)
+		p := upload(t, s, -1, math.NaN(), 2, math.Inf(1), 1, 0)
+		require.Equal(t, []float32{0, 0, 1, 1, 1, 0}, fetch(t, s, 6, func(x memory.Slice[float32]) error { return rng.Bernoulli(g, s, x, p) }))
+		rates := upload(t, s, -1, math.NaN(), 0, 1e12)
+		got := fetch(t, s, 4, func(x memory.Slice[float64]) error { return rng.Poisson(g, s, x, rates) })
+		require.True(t, math.IsNaN(got[0]) && math.IsNaN(got[1]), "%v", got)
+		require.Equal(t, []float64{0, math.MaxUint32}, got[2:])
+		require.EqualValues(t, 12+20, g.Offset(), "torch's advances")
+	})
+}
+
+// Parameters in device memory are validated before the generator moves.
+func TestInvalidSlices(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	s, g := newStream(t, devs[0]), rng.New(devs[0], 1)
+	x, b := upload(t, s, make([]float32, 8)...), upload(t, s, make([]int8, 200)...)
+	out := upload(t, s, make([]int64, 8)...)
+	three := upload(t, s, 1., 2., 3.)
+	far := upload(t, newStream(t, devs[1]), 1.)
+	for _, c := range []struct {
+		err  error
+		want string
+	}{
+		{rng.Poisson(g, s, x, three), "rng: poisson: rate has 3 elements: want 1, or 8 as the result"},
+		{rng.Poisson(g, s, x, -1), "rate = -1: want >= 0"},
+		{rng.Bernoulli(g, s, x, three), "rng: bernoulli: p has 3 elements"},
+		{rng.Bernoulli(g, s, b, b), "rng: bernoulli: p is a slice of int8: want a slice of floating-point numbers"},
+		{rng.Bernoulli(g, s, x, far), "the buffer is of virtual:1, the operation runs on virtual:0"},
+		{rng.Normal(g, s, x, three, 1), "rng: normal: mean has 3 elements"},
+		{rng.Normal(g, s, x, 0, three), "rng: normal: std has 3 elements"},
+		{rng.Cauchy(g, s, x, 0, 0), "rng: cauchy: sigma = 0: want > 0"},
+		{rng.Permutation(g, s, b), "rng: permutation: 200 elements: int8 does not represent all numbers below"},
+		{rng.Multinomial(g, s, out, x, 3, true), "rng: multinomial: 3 categories in 8 weights"},
+		{rng.Multinomial(g, s, out, x, 0, true), "0 categories"},
+		{rng.Multinomial(g, s, out.Slice(0, 7), x, 4, true), "7 samples of 2 distributions"},
+		{rng.Multinomial(g, s, out, x.Slice(0, 4), 4, false), "8 samples of 4 categories without replacement"},
+	} {
+		require.ErrorContains(t, c.err, c.want)
+	}
+	require.NoError(t, rng.Permutation(g, s, memory.Slice[int64]{}))
+	require.Zero(t, g.Offset())
+}
+
+// A permutation has each number once, in every element type that can hold them.
+func TestPermutation(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, g := newStream(t, devs[0]), rng.New(devs[0], 5)
+		for _, n := range []int{1, 2, 3, 257, 30_083, 30_084, 200_003} {
+			before := g.Offset()
+			xs := fetch(t, s, n, func(x memory.Slice[int32]) error { return rng.Permutation(g, s, x) })
+			ordered := slices.IsSorted(xs)
+			slices.Sort(xs)
+			for i, x := range xs {
+				require.EqualValues(t, i, x)
+			}
+			require.False(t, ordered && n > 3, "%d elements in order", n)
+			p, err := devs[0].Properties()
+			require.NoError(t, err)
+			threads := min((n+255)/256, p.Multiprocessors*(p.ThreadsPerMultiproc/256)) * 256
+			require.EqualValues(t, ((n-1)/(2*threads)+1)*4+(n+3)/4*4, g.Offset()-before, "the advance for %d", n)
+		}
+		again := func() []memory.Float16Bits {
+			return fetch(t, s, 2048, func(x memory.Slice[memory.Float16Bits]) error { return rng.Permutation(rng.New(devs[0], 9), s, x) })
+		}
+		require.Equal(t, again(), again())
+		wide := fetch(t, s, 2048, func(x memory.Slice[int64]) error { return rng.Permutation(rng.New(devs[0], 9), s, x) })
+		for i, v := range again() {
+			require.EqualValues(t, wide[i], rng.FromHalf(v), "the permutation depends on the type")
+		}
+	})
+}
+
+// All permutations of few elements are equally frequent, although their keys are often equal.
+func TestPermutationsAreUniform(t *testing.T) {
+	testhost.Serial(t)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s, g := newStream(t, devs[0]), rng.New(devs[0], 11)
+	x := upload(t, s, make([]uint8, 3)...)
+	const rounds = 3000
+	count, got := map[[3]uint8]float64{}, make([]uint8, 3)
+	for range rounds {
+		require.NoError(t, rng.Permutation(g, s, x))
+		require.NoError(t, x.CopyTo(s, got))
+		count[[3]uint8(got)]++
+	}
+	chi := 0.0 // its mean is 5 and its variance 10
+	for _, c := range count {
+		chi += (c - rounds/6.) * (c - rounds/6.) / (rounds / 6.)
+	}
+	require.Len(t, count, 6)
+	require.Less(t, chi, 5+sigmas*math.Sqrt(10))
+}
+
+// weightsOf returns rows of weights that differ between the rows.
+func weightsOf(rows, columns int) []float64 {
+	w := make([]float64, rows*columns)
+	for i := range w {
+		w[i] = float64((i*7 + i/columns) % 5) // some are 0
+	}
+	return w
+}
+
+// Samples with replacement, and single samples, are as frequent as the weights say.
+func TestMultinomialFrequencies(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, g := newStream(t, devs[0]), rng.New(devs[0], 21)
+		const rows, columns, n = 3, 11, 20_000
+		w := weightsOf(rows, columns)
+		weights := upload(t, s, w...)
+		many := fetch(t, s, rows*n, func(x memory.Slice[int64]) error { return rng.Multinomial(g, s, x, weights, columns, true) })
+		var repeatedRows []float64
+		for row := range rows {
+			frequent(t, many[row*n:(row+1)*n], w[row*columns:(row+1)*columns])
+		}
+		for range n {
+			repeatedRows = append(repeatedRows, w[:columns]...)
+		}
+		single := upload(t, s, repeatedRows...)
+		frequent(t, fetch(t, s, n, func(x memory.Slice[int64]) error { return rng.Multinomial(g, s, x, single, columns, false) }), w[:columns])
+	})
+}
+
+// frequent compares the samples with the weights by a chi-squared test.
+func frequent(t *testing.T, samples []int64, weights []float64) {
+	t.Helper()
+	count, sum := make([]float64, len(weights)), 0.0
+	for _, at := range samples {
+		count[at]++
+	}
+	for _, w := range weights {
+		sum += w
+	}
+	chi, free := 0.0, -1.0
+	for i, w := range weights {
+		if w == 0 {
+			require.Zero(t, count[i], "category %d has weight 0", i)
+			continue
+		}
+		want := w / sum * float64(len(samples))
+		chi += (count[i] - want) * (count[i] - want) / want
+		free++
+	}
+	require.Less(t, chi, free+sigmas*math.Sqrt(2*free))
+}
+
+// Without replacement the samples of a row differ, and the first has the weights' frequencies.
+// Rows that are not a distribution give -1.
+func TestMultinomialWithoutReplacement(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, g := newStream(t, devs[0]), rng.New(devs[0], 22)
+		const rows, columns, k = 4000, 6, 3
+		row := []float32{1, 0, 2, 5, 0.5, 3}
+		w := slices.Concat(slices.Repeat(row, rows), []float32{1, -1, 1, 1, 1, 1}, make([]float32, columns),
+			[]float32{1, 1, float32(math.NaN()), 1, 1, 1}, []float32{1, 1, 1, float32(math.Inf(1)), 1, 1})
+		weights := upload(t, s, w...)
+		got := fetch(t, s, (rows+4)*k, func(x memory.Slice[int64]) error { return rng.Multinomial(g, s, x, weights, columns, false) })
+		var first []int64
+		for r := range rows {
+			some := got[r*k : (r+1)*k]
+			first = append(first, some[0])
+			require.True(t, some[0] != some[1] && some[1] != some[2] && some[0] != some[2], "%v", some)
+		}
+		frequent(t, first, []float64{1, 0, 2, 5, 0.5, 3})
+		for _, v := range got[rows*k:] {
+			require.EqualValues(t, -1, v)
+		}
+		for _, v := range fetch(t, s, (rows+4)*2, func(x memory.Slice[int64]) error { return rng.Multinomial(g, s, x, weights, columns, true) })[rows*2:] {
+			require.EqualValues(t, -1, v)
+		}
+	})
+}
+
+// Each launch of a graph draws what the same calls draw without a graph.
+func TestDrawsInGraphs(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		const n = 300
+		rates, w := upload(t, s, 3.5), upload(t, s, weightsOf(3, 100)...)
+		x, p, k := upload(t, s, make([]float32, n)...), upload(t, s, make([]int32, n)...), upload(t, s, make([]int64, 30)...)
+		calls := func(g *rng.Generator) error {
+			for _, call := range []func() error{
+				func() error { return rng.Poisson(g, s, x, rates) },
+				func() error { return rng.Permutation(g, s, p) },
+				func() error { return rng.Multinomial(g, s, k, w, 100, true) },
+				func() error { return rng.Multinomial(g, s, k.Slice(0, 15), w, 100, false) },
+			} {
+				if err := call(); err != nil {
+					return err
+				}
+			}
+			return rng.Bernoulli(g, s, x.Slice(0, 100), rates)
+		}
+		read := func() ([]float32, []int32, []int64) {
+			a, b, c := make([]float32, n), make([]int32, n), make([]int64, 30)
+			require.NoError(t, x.CopyTo(s, a))
+			require.NoError(t, p.CopyTo(s, b))
+			require.NoError(t, k.CopyTo(s, c))
+			return a, b, c
+		}
+		plain, captured := rng.New(devs[0], 5), rng.New(devs[0], 5)
+		require.NoError(t, calls(plain)) // loads the kernels
+		require.NoError(t, plain.SetOffset(0))
+		g := capture(t, func() error { return calls(captured) }, s)
+		for range 3 {
+			require.NoError(t, calls(plain))
+			a, b, c := read()
+			require.NoError(t, g.Launch(s))
+			a2, b2, c2 := read()
+			require.Equal(t, a, a2)
+			require.Equal(t, b, b2)
+			require.Equal(t, c, c2)
+			require.Equal(t, plain.State(), captured.State())
+		}
+	})
 }

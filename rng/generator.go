@@ -2,13 +2,15 @@ package rng
 
 import (
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"sync"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/kernel"
 )
 
 // StateSize is the number of bytes of a generator's state.
@@ -31,7 +33,7 @@ type Generator struct {
 // Generators with the same seed draw the same numbers.
 func New(dev *device.Device, seed uint64) *Generator { return &Generator{dev: dev, seed: seed} }
 
-var defaultKey kept.Key
+var defaultKey handle.Key
 
 // Default returns the default generator of the device, which is the same at every
 // call. It starts with a random seed, like torch.cuda.default_generators.
@@ -171,3 +173,228 @@ func (g *Generator) take(increment uint64) (seed, offset uint64) {
 // randomSeed returns a seed of 53 bits, like torch's random seeds, so that a
 // float64 can represent it.
 func randomSeed() uint64 { return rand.Uint64() >> 11 }
+
+// The functions below apply to the default generators of several devices. Without
+// devices they apply to all devices of the default System, as in torch. They
+// process one device after another, so concurrent fills may see some generators
+// before and others after the change.
+
+// ManualSeedAll sets the seed of the devices' default generators
+// (torch.cuda.manual_seed_all).
+func ManualSeedAll(seed uint64, devs ...*device.Device) error {
+	devs, err := all("manual seed", devs)
+	if err != nil {
+		return err
+	}
+	for _, d := range devs {
+		Default(d).ManualSeed(seed)
+	}
+	return nil
+}
+
+// SeedAll sets one random seed for the devices' default generators and returns it
+// (torch.cuda.seed_all).
+func SeedAll(devs ...*device.Device) (uint64, error) {
+	seed := randomSeed()
+	return seed, ManualSeedAll(seed, devs...)
+}
+
+// StateAll returns the states of the devices' default generators in the order of
+// the devices (torch.cuda.get_rng_state_all).
+func StateAll(devs ...*device.Device) ([][StateSize]byte, error) {
+	devs, err := all("state", devs)
+	if err != nil {
+		return nil, err
+	}
+	states := make([][StateSize]byte, len(devs))
+	for i, d := range devs {
+		states[i] = Default(d).State()
+	}
+	return states, nil
+}
+
+// SetStateAll sets the states of the devices' default generators, one for each
+// device (torch.cuda.set_rng_state_all). If it fails, no state has changed.
+func SetStateAll(states [][StateSize]byte, devs ...*device.Device) error {
+	devs, err := all("set state", devs)
+	if err != nil {
+		return err
+	}
+	if len(states) != len(devs) {
+		return fmt.Errorf("rng: set state of %d devices: got %d states", len(devs), len(states))
+	}
+	for i := range states {
+		if _, _, err := decode(states[i][:]); err != nil {
+			return fmt.Errorf("rng: set state of %s: %w", devs[i], err)
+		}
+	}
+	for i, d := range devs {
+		if err := Default(d).SetState(states[i][:]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func all(op string, devs []*device.Device) ([]*device.Device, error) {
+	if len(devs) == 0 {
+		d, err := device.All()
+		if err != nil {
+			return nil, fmt.Errorf("rng: %s of all devices: %w", op, err)
+		}
+		return d, nil
+	}
+	for i, d := range devs {
+		if d == nil {
+			return nil, fmt.Errorf("rng: %s: device %d of %d is nil", op, i, len(devs))
+		}
+	}
+	return devs, nil
+}
+
+// A position is the position of a generator within a captured function.
+type position struct {
+	fixed  bool   // every launch uses this seed and offset
+	seed   uint64 // if fixed
+	offset uint64 // relative to the generator's offset at the launch, unless fixed
+}
+
+// mark identifies the state of a position that is not fixed, because offsets are
+// multiples of 4. Such a state contains the serial number of the capture instead
+// of the seed.
+const mark = 3
+
+// move moves to a fixed position: in the graph that the calling goroutine captures, or immediately.
+func (g *Generator) move(p position) {
+	if c := g.capturing(); c != nil {
+		c.move(p)
+		return
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.seed, g.offset = p.seed, p.offset
+}
+
+// position returns the position in the graph that the calling goroutine captures,
+// if any.
+func (g *Generator) position() (position, bool) {
+	c := g.capturing()
+	if c == nil {
+		return position{}, false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return c.now, true
+}
+
+// capturing returns the draws from g of the calling goroutine's capture, or nil
+// if the goroutine does not capture.
+func (g *Generator) capturing() *captured {
+	if g.dev == nil {
+		return nil
+	}
+	open := gpu.CaptureOf(gpu.DeviceOf(g.dev).System())
+	if open == nil {
+		return nil
+	}
+	c, _ := g.captured(open.Stream, open.ID) // the end of a capture that was invalidated says so
+	return c
+}
+
+func (c *captured) move(p position) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.now = p
+}
+
+func (c *captured) state() [StateSize]byte {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.now.fixed {
+		return encode(c.now.seed, c.now.offset)
+	}
+	return encode(c.serial, c.now.offset|mark)
+}
+
+// draw advances the position and returns the start of a fill's numbers.
+func (c *captured) draw(increment uint64) (place, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	p := place{c.now.seed, c.now.offset, kernel.Address(0)}
+	if !c.now.fixed {
+		if err := c.locate(); err != nil {
+			return place{}, err
+		}
+		p.launch = kernel.Address(c.at)
+	}
+	c.now.offset += increment
+	return p, nil
+}
+
+// locate allocates the memory for seed and offset at the first use. c.mu is held.
+func (c *captured) locate() error {
+	if c.at != 0 {
+		return nil
+	}
+	p := placesOf(c.gen.dev)
+	s, err := p.stream()
+	if err != nil {
+		return err
+	}
+	if !gpu.StreamOf(s).Retain() {
+		return gpu.CheckStream("rng", s, nil)
+	}
+	if c.at, err = p.alloc(s); err != nil {
+		return errors.Join(err, gpu.StreamOf(s).Release())
+	}
+	c.places, c.last = p, s
+	return nil
+}
+
+// launch moves the generator to its position after a launch of the graph, and
+// returns the previous position.
+func (g *Generator) launch(end position) (seed, offset uint64) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	seed, offset = g.seed, g.offset
+	if end.fixed {
+		g.seed, g.offset = end.seed, end.offset
+	} else {
+		g.offset += end.offset
+	}
+	return seed, offset
+}
+
+// philox is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel random
+// numbers: as easy as 1, 2, 3"): four random words for a counter and a key.
+//
+//go:norace
+func philox(counter [4]uint32, key [2]uint32) [4]uint32 {
+	c0, c1, c2, c3 := counter[0], counter[1], counter[2], counter[3]
+	k0, k1 := key[0], key[1]
+	for range 10 {
+		p, q := 0xD2511F53*uint64(c0), 0xCD9E8D57*uint64(c2)
+		c0, c1, c2, c3 = uint32(q>>32)^c1^k0, uint32(q), uint32(p>>32)^c3^k1, uint32(p)
+		k0 += 0x9E3779B9
+		k1 += 0xBB67AE85
+	}
+	return [4]uint32{c0, c1, c2, c3}
+}
+
+// words returns the nth draw of a thread.
+//
+//go:norace
+func words(seed, offset uint64, thread uint32, nth int) [4]uint32 {
+	n := offset/4 + uint64(nth)
+	return philox([4]uint32{uint32(n), uint32(n >> 32), thread, 0}, [2]uint32{uint32(seed), uint32(seed >> 32)})
+}
+
+// unit32 returns a value in (0, 1], the middle of one of 2^32 intervals within
+// the precision of float32. The sum is rounded once, as in rng.cu.
+func unit32(x uint32) float32 { return float32(float64(float32(x))*0x1p-32 + 0x1p-33) }
+
+// unit64 returns a value in (0, 1], the middle of one of 2^53 intervals.
+func unit64(x, y uint32) float64 { return float64(mix(x, y))*0x1p-53 + 0x1p-54 }
+
+// mix returns 53 random bits.
+func mix(x, y uint32) uint64 { return uint64(x) ^ uint64(y)<<21 }

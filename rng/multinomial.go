@@ -179,3 +179,147 @@ func (m *sampling[T]) sorted(waits memory.Slice[T]) (err error) {
 	}
 	return m.each("sample_first", m.x.Len(), kernel.Ptr(m.x), kernel.Ptr(o.values[0]), kernel.Ptr(m.bad), count(m.rows), count(m.columns), count(m.samples))
 }
+
+// Permutation fills x with the numbers from 0 to x.Len()-1 in random order (torch.randperm). T
+// must represent x.Len()-1. It needs 24 bytes of temporary memory for each element, from the
+// caching allocator.
+func Permutation[T Number](g *Generator, s *stream.Stream, x memory.Slice[T]) (err error) {
+	const op = "rng: permutation"
+	g, err = check(op, g, s, x)
+	if err != nil || x.Len() == 0 {
+		return err
+	}
+	n, f := x.Len(), formatOf[T]()
+	if !f.holds(int64(n-1)) || f.digits > 0 && n > 1<<f.digits+1 {
+		return fmt.Errorf("%s: %d elements: %s does not represent all numbers below", op, n, f.dtype)
+	}
+	if n > math.MaxInt32 {
+		return fmt.Errorf("%s: %d elements: want at most %d", op, n, math.MaxInt32)
+	}
+	l, err := launcherOf[T](op, s, sortModule)
+	if err != nil {
+		return err
+	}
+	o, err := newSorter(l, n)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, o.close()) }()
+	bits := keyBits(n)
+	if err := o.randomKeys(g, bits); err != nil {
+		return err
+	}
+	if err := o.sort(bits); err != nil {
+		return err
+	}
+	at, err := g.draw(s, uint64(n+3)&^3)
+	if err != nil {
+		return fmt.Errorf("%s: %w", op, err)
+	}
+	if err := l.each("permutation_ties", n, kernel.Ptr(o.keys[0]), kernel.Ptr(o.values[0]), count(n),
+		kernel.Scalar(at.seed), kernel.Scalar(at.offset), at.launch); err != nil {
+		return err
+	}
+	return l.each("permutation_store", n, kernel.Ptr(x), kernel.Ptr(o.values[0]), count(n))
+}
+
+// keyBits returns the length of random keys in bits, as torch chooses it: n keys are all
+// different with a probability of at least 0.9.
+func keyBits(n int) int {
+	v := float64(n)
+	return min(64, int(math.Ceil(math.Log2(v-(6*v*v+1)/(12*math.Log(0.9))))))
+}
+
+// randomKeys draws the keys: torch draws integers of 32 bits if they suffice.
+func (o *sorter) randomKeys(g *Generator, bits int) (err error) {
+	n := o.keys[0].Len()
+	mask := kernel.Scalar(^uint64(0) >> (64 - bits))
+	if bits > 32 {
+		keys, err := memory.View[int64](o.keys[0].Buffer(), 0, n)
+		if err != nil {
+			return err
+		}
+		if err := RandomFromTo(g, o.stream, keys, math.MinInt64, math.MaxInt64); err != nil {
+			return err
+		}
+		return o.each("permutation_keys", n, kernel.Ptr(o.keys[0]), kernel.Address(0), count(n), mask)
+	}
+	narrow, err := memory.View[int32](o.keys[1].Buffer(), 0, n)
+	if err != nil {
+		return err
+	}
+	if err := RandomFromTo(g, o.stream, narrow, math.MinInt32, math.MaxInt32); err != nil {
+		return err
+	}
+	return o.each("permutation_keys", n, kernel.Ptr(o.keys[0]), kernel.Ptr(narrow), count(n), mask)
+}
+
+// These constants must agree with sort.cu.
+const (
+	digits    = 256
+	digitBits = 8
+	tile      = 4096
+)
+
+// mostParts bounds the number of blocks of the sort.
+const mostParts = 1024
+
+// A sorter sorts 64-bit keys on the stream of a launcher. The values are the indexes of the keys
+// before.
+type sorter struct {
+	launcher
+	keys    [2]memory.Slice[uint64] // the keys, and a copy
+	values  [2]memory.Slice[uint32]
+	counts  memory.Slice[uint32] // of each digit in each block; then of each digit
+	blocks  int
+	part    int  // keys of a block
+	indexed bool // values are set
+}
+
+func newSorter(l launcher, n int) (*sorter, error) {
+	o := &sorter{launcher: l}
+	o.part = max((n+mostParts-1)/mostParts, 1)
+	o.part = (o.part + tile - 1) / tile * tile
+	o.blocks = max((n+o.part-1)/o.part, 1)
+	var errs [5]error
+	for i := range 2 {
+		o.keys[i], errs[2*i] = memory.Make[uint64](l.stream, n)
+		o.values[i], errs[2*i+1] = memory.Make[uint32](l.stream, n)
+	}
+	o.counts, errs[4] = memory.Make[uint32](l.stream, digits*(o.blocks+1))
+	if err := errors.Join(errs[:]...); err != nil {
+		return nil, fmt.Errorf("%s: %w", l.op, errors.Join(err, o.close()))
+	}
+	return o, nil
+}
+
+// close frees the memory in the order of the stream.
+func (o *sorter) close() error {
+	return errors.Join(o.keys[0].Close(), o.keys[1].Close(), o.values[0].Close(), o.values[1].Close(), o.counts.Close())
+}
+
+// sort sorts keys[0] by its low bits, with values[0]. Equal keys keep their order.
+func (o *sorter) sort(bits int) error {
+	n := count(o.keys[0].Len())
+	part := count(o.part)
+	counts, totals := o.counts.Slice(0, digits*o.blocks), o.counts.Slice(digits*o.blocks, digits*(o.blocks+1))
+	for shift := 0; shift < bits; shift += digitBits {
+		values := kernel.Address(0)
+		if o.indexed {
+			values = kernel.Ptr(o.values[0])
+		}
+		s := kernel.Scalar(uint32(shift))
+		err := errors.Join(
+			o.launch("sort_count", o.blocks, digits, kernel.Ptr(o.keys[0]), kernel.Ptr(counts), n, part, s),
+			o.launch("sort_scan", digits, digits, kernel.Ptr(counts), kernel.Ptr(totals), kernel.Scalar(uint32(o.blocks))),
+			o.launch("sort_scatter", o.blocks, digits, kernel.Ptr(o.keys[0]), values, kernel.Ptr(o.keys[1]), kernel.Ptr(o.values[1]),
+				kernel.Ptr(counts), kernel.Ptr(totals), n, part, s))
+		if err != nil {
+			return fmt.Errorf("%s: sort: %w", o.op, err)
+		}
+		o.keys[0], o.keys[1] = o.keys[1], o.keys[0]
+		o.values[0], o.values[1] = o.values[1], o.values[0]
+		o.indexed = true
+	}
+	return nil
+}

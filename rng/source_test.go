@@ -14,7 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -86,7 +86,7 @@ func trials() []*trial {
 // rng.cu, compiled as C++, and the Go functions give the same bytes where the
 // result is exact, and else the same within the bounds that hold for recordings.
 func TestSourceAgreesWithGo(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	t.Parallel()
 	cxx, err := exec.LookPath("g++")
 	if err != nil {

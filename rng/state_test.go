@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
 )
@@ -45,7 +45,7 @@ func TestStateInCapture(t *testing.T) {
 	})
 }
 
-var statePrograms = flag.Int("programs", tsan.Rounds(6, 10), "how many random programs TestStatePrograms captures")
+var statePrograms = flag.Int("programs", testhost.Rounds(6, 10), "how many random programs TestStatePrograms captures")
 
 // A program draws, saves, restores and seeds. Captured and launched it draws what it draws
 // without a graph, each time that it runs, and leaves the generator at the same place.

@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
@@ -93,7 +93,7 @@ func floats[T rng.Float](t *testing.T, s *stream.Stream, epsilon float64) {
 
 // The fills have the distributions that their names say, whatever torch does.
 func TestDistributions(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
 		t.Run("float32", func(t *testing.T) { floats[float32](t, s, 0x1p-23) })

@@ -224,3 +224,113 @@ func (e *Event) check(op string) error {
 	}
 	return nil
 }
+
+// An EventHandle identifies an interprocess event for other processes of the host
+// (CUipcEventHandle). It is plain data that can be sent by any means.
+type EventHandle [64]byte
+
+// IPCHandle returns a handle that OpenEvent of another process opens (cuIpcGetEventHandle,
+// torch.cuda.Event.ipc_handle). The event must be made with EventConfig.Interprocess.
+func (e *Event) IPCHandle() (EventHandle, error) {
+	const op = "stream: handle of an event"
+	if err := e.check(op); err != nil {
+		return EventHandle{}, err
+	}
+	if gpu.EventFlagsOf(e)&cudadrv.EventInterprocess == 0 || e.opened {
+		return EventHandle{}, fmt.Errorf("%s on %s: the event must be made here, with EventConfig.Interprocess: %w",
+			op, e.dev, device.ErrorInvalidHandle)
+	}
+	gpu.DeviceOf(e.dev).RecordedElsewhere(gpu.EventOf(e))
+	var h cudadrv.IpcEventHandle
+	err := gpu.DeviceOf(e.dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		h, r = drv.IpcGetEventHandle(gpu.EventOf(e))
+		return r
+	})
+	return EventHandle(h), err
+}
+
+// OpenEvent opens an event of another process (cuIpcOpenEventHandle,
+// torch.cuda.Event.from_ipc_handle). dev must be the GPU that the event was created
+// on. Either process may record it and wait for it. The process that created the event
+// must close it last.
+//
+// The process that created the event cannot open it. Virtual devices share events between
+// two Systems of one process, which simulate two processes, and not between real
+// processes: then the error matches device.ErrorNotSupported.
+func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
+	const op = "stream: open event"
+	if dev == nil {
+		return nil, fmt.Errorf("%s: no device given", op)
+	}
+	const flags = cudadrv.EventInterprocess | cudadrv.EventDisableTiming
+	e := &Event{dev: dev, opened: true}
+	err := gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		raw, r := drv.IpcOpenEventHandle(cudadrv.IpcEventHandle(h))
+		e.eventRef = gpu.NewEventRef(raw, flags)
+		return r
+	})
+	if err != nil && gpu.DeviceOf(dev).System().Machine != nil && errors.Is(err, device.ErrorNotSupported) {
+		err = fmt.Errorf("virtual devices share no events between processes: %w", err)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", op, err)
+	}
+	gpu.DeviceOf(dev).RecordedElsewhere(gpu.EventOf(e))
+	handle.Init(e, &e.owner, handle.About{Kind: "event", On: dev, Frequent: true})
+	return e, nil
+}
+
+// recordExternal records the event on a captured stream, for each launch of the graph.
+func (e *Event) recordExternal(s *Stream) error {
+	if err := gpu.StreamOf(s).Captured((*recordedEvent)(e)); err != nil {
+		return err
+	}
+	return gpu.DeviceOf(e.dev).RecordExternal(gpu.EventOf(e), gpu.StreamOf(s).Raw())
+}
+
+// waitExternal makes a captured stream wait for the event in each launch of the graph.
+func (s *Stream) waitExternal(e *Event) error {
+	g := gpu.StreamOf(s)
+	if err := g.Captured((*awaitedEvent)(e)); err != nil {
+		return err
+	}
+	return gpu.DeviceOf(s.dev).WaitExternal(g.Raw(), gpu.EventOf(e))
+}
+
+// hold keeps the event in the driver for a graph.
+func (e *Event) hold() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.graphs++
+}
+
+// letGo destroys the event if it is closed and no graph has it any more.
+func (e *Event) letGo() {
+	e.mu.Lock()
+	e.graphs--
+	last := e.graphs == 0 && e.closed
+	e.mu.Unlock()
+	if last {
+		_ = gpu.DeviceOf(e.dev).DestroyEvent(gpu.EventOf(e)) // a lost device has reported its error
+	}
+}
+
+// An awaitedEvent is an event that graphs wait for.
+type awaitedEvent Event
+
+func (e *awaitedEvent) Hold(gpu.Holder)  { (*Event)(e).hold() }
+func (e *awaitedEvent) LetGo(gpu.Holder) { (*Event)(e).letGo() }
+
+// A recordedEvent is an event that graphs record.
+type recordedEvent Event
+
+func (e *recordedEvent) Hold(gpu.Holder)  { (*Event)(e).hold() }
+func (e *recordedEvent) LetGo(gpu.Holder) { (*Event)(e).letGo() }
+
+// Prepare does nothing before a launch.
+func (e *recordedEvent) Prepare(gpu.HasStream) error { return nil }
+
+// Launched notes that a launch has recorded the event.
+func (e *recordedEvent) Launched(gpu.HasStream) { e.recorded.Store(true) }
+
+var _ gpu.Preparer = (*recordedEvent)(nil)

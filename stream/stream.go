@@ -4,10 +4,12 @@ import (
 	"context"
 	"fmt"
 	"math"
+	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 )
@@ -195,4 +197,190 @@ func (s *Stream) Close() error {
 		}
 		return g.Release()
 	})
+}
+
+var defaultKey handle.Key
+
+// Default returns the device's legacy default stream, the same one on every call
+// (torch.cuda.default_stream, CUstream 0). It is for code that shares the device
+// with other users of CUDA, such as PyTorch in the same process, whose work is
+// on that stream.
+//
+// In CUDA the default stream and the blocking streams of the process wait for each other.
+// Streams of Chorus are non-blocking, so only events order them with it. It cannot be
+// closed or captured; a graph may be launched on it.
+func Default(dev *device.Device) *Stream {
+	if dev == nil {
+		return nil // methods and functions report that no stream was given
+	}
+	return gpu.DeviceOf(dev).Local(&defaultKey, func() any {
+		s := &Stream{dev: dev}
+		gpu.StreamOf(s).Adopt(gpu.DeviceOf(dev), gpu.DefaultStream, 0)
+		handle.InitForever(&gpu.StreamOf(s).Owner)
+		return s
+	}).(*Stream)
+}
+
+// The special values that cuda.h defines for a CUstream.
+const (
+	handleLegacy    = 1
+	handlePerThread = 2
+)
+
+// External wraps a CUstream that other code has made on dev, such as a stream of PyTorch
+// in the same process (torch.cuda.ExternalStream). Close closes only the wrapper. The
+// CUstream must live until then and until the work on it has completed. Handle returns it.
+// 0 is Default.
+//
+// The stream must belong to the device's primary context, as all streams of the CUDA
+// runtime and of PyTorch do; External checks that. CUDA cannot check that cuStream is a
+// stream at all: if it is not, the process may crash.
+func External(dev *device.Device, cuStream uintptr) (*Stream, error) {
+	const op = "stream: external"
+	switch {
+	case dev == nil:
+		return nil, fmt.Errorf("%s: no device given", op)
+	case cuStream == 0 || cuStream == handleLegacy:
+		return Default(dev), nil
+	case cuStream == handlePerThread:
+		return nil, fmt.Errorf("%s: CU_STREAM_PER_THREAD is another stream on each OS thread, and goroutines change theirs: make a stream: %w",
+			op, device.ErrorInvalidHandle)
+	}
+	own, err := gpu.DeviceOf(dev).Context()
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", op, err)
+	}
+	var of cudadrv.Context
+	err = gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		of, r = drv.StreamGetCtx(cudadrv.Stream(cuStream))
+		return r
+	})
+	if err != nil {
+		return nil, fmt.Errorf("%s: %#x: %w", op, cuStream, err)
+	}
+	if of != own {
+		return nil, fmt.Errorf("%s: %#x belongs to another context than the primary one of %s: is it a stream of another device? %w",
+			op, cuStream, dev, device.ErrorInvalidContext)
+	}
+	s := &Stream{dev: dev}
+	gpu.StreamOf(s).Adopt(gpu.DeviceOf(dev), gpu.ExternalStream, cudadrv.Stream(cuStream))
+	handle.Init(s, &gpu.StreamOf(s).Owner, handle.About{Kind: "external stream", On: dev})
+	return s, nil
+}
+
+// poolStreams is the number of streams in the pool per priority and device, the same as in
+// torch.
+const poolStreams = 32
+
+// pool has a device's shared streams by priority, from 0 downwards.
+type pool struct {
+	mu     sync.Mutex
+	levels []poolLevel
+}
+
+type poolLevel struct {
+	streams [poolStreams]*Stream // each created when it is first returned
+	next    int
+}
+
+var poolKey handle.Key
+
+// FromPool returns a stream of the pool that the process shares; most calls do not create
+// one (torch.cuda.Stream). Each priority of a device has 32 streams, which are returned in
+// turn: the 33rd call returns the first one again, and its users then wait for each other.
+// The streams live as long as the device; Close does nothing. For an exclusive stream use
+// New.
+//
+// priority is at most 0. Streams with a lower number run first. A number below the
+// device's PriorityRange means its greatest priority.
+func FromPool(dev *device.Device, priority int) (*Stream, error) {
+	const op = "stream: from pool"
+	if err := checkPriority(op, dev, priority); err != nil {
+		return nil, err
+	}
+	p := gpu.DeviceOf(dev).Local(&poolKey, func() any { return new(pool) }).(*pool)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.levels == nil {
+		_, greatest, err := PriorityRange(dev)
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", op, err)
+		}
+		p.levels = make([]poolLevel, 1-greatest)
+	}
+	priority = max(priority, 1-len(p.levels))
+	l := &p.levels[-priority]
+	s := l.streams[l.next]
+	if s == nil {
+		var err error
+		if s, err = create(op, dev, gpu.PooledStream, priority); err != nil {
+			return nil, err
+		}
+		handle.InitForever(&gpu.StreamOf(s).Owner)
+		l.streams[l.next] = s
+	}
+	l.next = (l.next + 1) % poolStreams
+	return s, nil
+}
+
+// PriorityRange returns the numbers of the lowest and of the highest priority of streams
+// on dev: 0 and -5 on an H200 (cuCtxGetStreamPriorityRange,
+// torch.cuda.Stream.priority_range).
+func PriorityRange(dev *device.Device) (least, greatest int, err error) {
+	if dev == nil {
+		return 0, 0, fmt.Errorf("stream: priority range: no device given")
+	}
+	err = gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		l, g, r := drv.CtxGetStreamPriorityRange()
+		least, greatest = int(l), int(g)
+		return r
+	})
+	return least, greatest, err
+}
+
+// Priority returns the stream's priority within its device's range
+// (cuStreamGetPriority).
+func (s *Stream) Priority() (int, error) {
+	if err := s.check("stream: priority"); err != nil {
+		return 0, err
+	}
+	var p int32
+	err := gpu.DeviceOf(s.dev).Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		p, r = drv.StreamGetPriority(gpu.StreamOf(s).Raw())
+		return r
+	})
+	return int(p), err
+}
+
+// checkPriority validates the arguments of calls that make a stream.
+func checkPriority(op string, dev *device.Device, priority int) error {
+	if dev == nil {
+		return fmt.Errorf("%s: no device given", op)
+	}
+	if priority > 0 {
+		return fmt.Errorf("%s on %s: priority %d: want 0, or less for a greater priority: %w", op, dev, priority, device.ErrorInvalidValue)
+	}
+	return nil
+}
+
+type currentKey struct{ dev *device.Device }
+
+// NewContext returns a context with s as the current stream of its device, and with this
+// device as the current device (device.Current), for code that uses torch's current stream
+// (torch.cuda.stream). The current streams of other devices, and the parent context, do
+// not change. If s is nil, NewContext returns ctx.
+func NewContext(ctx context.Context, s *Stream) context.Context {
+	if s == nil {
+		return ctx
+	}
+	return context.WithValue(device.NewContext(ctx, s.dev), currentKey{s.dev}, s)
+}
+
+// Current returns the stream that NewContext made current for dev, or else its
+// Default (torch.cuda.current_stream).
+func Current(ctx context.Context, dev *device.Device) *Stream {
+	if s, ok := ctx.Value(currentKey{dev}).(*Stream); ok {
+		return s
+	}
+	return Default(dev)
 }

@@ -2,14 +2,16 @@ package stream_test
 
 import (
 	"context"
+	"math"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -154,7 +156,7 @@ func TestStreamClosedBeforeItsMemory(t *testing.T) {
 
 // What is kept for a stream is made once and closed with it.
 func TestKeep(t *testing.T) {
-	var key kept.Key
+	var key handle.Key
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
@@ -208,4 +210,217 @@ func TestEnqueueAllocatesNothing(t *testing.T) {
 			t.Fatal(err)
 		}
 	}))
+}
+
+// Each priority of each device has 32 streams, given out in turn.
+func TestPoolGoesRound(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		least, greatest, err := stream.PriorityRange(devs[0])
+		require.NoError(t, err)
+		require.Zero(t, least)
+		require.Negative(t, greatest)
+		all := map[*stream.Stream]bool{}
+		for _, dev := range devs {
+			for _, priority := range []int{0, greatest} {
+				var round []*stream.Stream
+				for range 32 {
+					s, err := stream.FromPool(dev, priority)
+					require.NoError(t, err)
+					require.False(t, all[s], "no stream is given out twice in a round")
+					all[s], round = true, append(round, s)
+					got, err := s.Priority()
+					require.NoError(t, err)
+					require.Equal(t, priority, got)
+					require.NoError(t, s.Close(), "it stays open for the others")
+				}
+				for i := range 32 {
+					s, err := stream.FromPool(dev, priority)
+					require.NoError(t, err)
+					require.True(t, s.Equal(round[i]) && s == round[i])
+					require.NoError(t, s.Sync(testgpu.Context(t)))
+				}
+			}
+		}
+		require.Len(t, all, 4*32)
+	})
+}
+
+// Taking a stream from the pool costs no allocation once it is there.
+func TestPoolAllocatesNothing(t *testing.T) {
+	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
+	take := func() { must(stream.FromPool(dev, 0)) }
+	for range 32 {
+		take()
+	}
+	require.Zero(t, testgpu.Allocs(100, take))
+	require.Zero(t, testgpu.Allocs(100, func() { stream.Default(dev) }))
+}
+
+func TestPriorities(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		_, greatest, err := stream.PriorityRange(devs[0])
+		require.NoError(t, err)
+		for _, asked := range []int{greatest - 1, math.MinInt} {
+			s, err := stream.FromPool(devs[0], asked)
+			require.NoError(t, err)
+			got, err := s.Priority()
+			require.NoError(t, err)
+			require.Equal(t, greatest, got)
+			own, err := stream.New(devs[0], &stream.Config{Priority: asked})
+			require.NoError(t, err)
+			got, err = own.Priority()
+			require.NoError(t, err)
+			require.Equal(t, greatest, got)
+			require.NoError(t, own.Close())
+		}
+		_, err = stream.FromPool(devs[0], 1)
+		require.ErrorIs(t, err, device.ErrorInvalidValue)
+		require.ErrorContains(t, err, "priority 1: want 0, or less")
+		_, err = stream.New(devs[0], &stream.Config{Priority: 1})
+		require.ErrorIs(t, err, device.ErrorInvalidValue)
+		_, err = stream.FromPool(nil, 0)
+		require.ErrorContains(t, err, "no device given")
+		_, _, err = stream.PriorityRange(nil)
+		require.ErrorContains(t, err, "no device given")
+	})
+}
+
+// The default stream orders work as others do, and is nobody's to end.
+func TestDefault(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := stream.Default(devs[0])
+		require.Same(t, s, stream.Default(devs[0]))
+		require.Zero(t, s.Handle())
+		require.Contains(t, s.String(), "the default stream on ")
+		x, err := memory.MakeFrom(s, []int32{1, 2, 3})
+		require.NoError(t, err)
+		side := newStream(t, devs[0])
+		require.NoError(t, side.WaitStream(s))
+		require.NoError(t, x.RecordStream(side))
+		out := make([]int32, 3)
+		require.NoError(t, x.CopyTo(side, out))
+		require.Equal(t, []int32{1, 2, 3}, out)
+		require.NoError(t, s.WaitStream(side))
+		require.NoError(t, x.Close())
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+		require.ErrorContains(t, s.Close(), "cannot be closed")
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+		require.Nil(t, stream.Default(nil))
+	})
+}
+
+func TestDefaultTakesPartInNoCapture(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		def, s := stream.Default(devs[0]), newStream(t, devs[0])
+		_, err := graph.Capture([]*stream.Stream{def}, func() error { return nil }, nil)
+		require.ErrorIs(t, err, graph.ErrorUnsupported)
+		require.ErrorContains(t, err, "take one of New or FromPool")
+		e, err := stream.NewEvent(devs[0], nil)
+		require.NoError(t, err)
+		defer e.Close()
+		x, err := graph.Capture([]*stream.Stream{s}, func() error {
+			var ce *device.CaptureError
+			require.ErrorAs(t, def.WaitStream(s), &ce)
+			require.NoError(t, e.Record(s))
+			require.ErrorAs(t, def.Wait(e), &ce)
+			require.ErrorContains(t, ce, "let another stream wait")
+			return nil
+		}, nil)
+		require.NoError(t, err, "the capture is still good")
+		require.NoError(t, x.Launch(def))
+		require.NoError(t, def.Sync(testgpu.Context(t)))
+		require.NoError(t, x.Close())
+	})
+}
+
+// A wrapped stream is the same queue, and outlives its wrapper.
+func TestExternal(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		w, err := stream.External(devs[0], s.Handle())
+		require.NoError(t, err)
+		require.True(t, w.Equal(s))
+		require.Equal(t, s.Handle(), w.Handle())
+		x, err := memory.MakeFrom(s, []int32{4, 5})
+		require.NoError(t, err)
+		out := make([]int32, 2)
+		require.NoError(t, x.CopyTo(w, out), "no event is needed between them")
+		require.Equal(t, []int32{4, 5}, out)
+		require.NoError(t, w.Close())
+		require.NoError(t, w.Close())
+		require.ErrorIs(t, w.Sync(testgpu.Context(t)), device.ErrClosed)
+		require.NoError(t, x.Close())
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+
+		for _, h := range []uintptr{0, 1} {
+			d, err := stream.External(devs[0], h)
+			require.NoError(t, err)
+			require.Same(t, stream.Default(devs[0]), d)
+		}
+		_, err = stream.External(devs[0], 2)
+		require.ErrorContains(t, err, "CU_STREAM_PER_THREAD")
+		_, err = stream.External(nil, s.Handle())
+		require.ErrorContains(t, err, "no device given")
+	})
+}
+
+func TestExternalOfAnotherDevice(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[1])
+		_, err := stream.External(devs[0], s.Handle())
+		require.ErrorContains(t, err, "is it a stream of another device?")
+		require.ErrorIs(t, err, device.ErrorInvalidContext)
+	})
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	_, err := stream.External(devs[0], 0xdead0)
+	require.ErrorIs(t, err, device.ErrorInvalidHandle, "virtual devices know what is no stream")
+}
+
+// Handles of one system mean something else in another.
+func TestTwoSystems(t *testing.T) {
+	a := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	b := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	s, o := newStream(t, a[0]), newStream(t, b[0])
+	require.ErrorContains(t, s.WaitStream(o), "belongs to another system")
+	e, err := o.Record(nil)
+	require.NoError(t, err)
+	defer e.Close()
+	require.ErrorContains(t, s.Wait(e), "belongs to another system")
+	require.ErrorContains(t, e.Record(s), "belongs to another system")
+	x, err := memory.Make[int32](o, 10)
+	require.NoError(t, err)
+	defer x.Close()
+	require.ErrorContains(t, x.Zero(s), "belongs to another system")
+}
+
+// A system that is closed has no streams any more.
+func TestPoolAfterSystemClose(t *testing.T) {
+	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1})
+	dev := sys.Devices()[0]
+	var all []*stream.Stream
+	for range 32 { // each one of the pool
+		all = append(all, must(stream.FromPool(dev, 0)))
+	}
+	for _, s := range append(all, stream.Default(dev)) {
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+		x, err := memory.Make[int32](s, 10)
+		require.NoError(t, err)
+		require.NoError(t, x.Close())
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+	}
+	require.NoError(t, sys.Close())
+	_, err := stream.FromPool(dev, 0)
+	require.ErrorIs(t, err, device.ErrClosed)
+	for _, s := range append(all, stream.Default(dev)) {
+		_, err := memory.Make[int32](s, 10)
+		require.ErrorIs(t, err, device.ErrClosed)
+		require.ErrorIs(t, s.Sync(testgpu.Context(t)), device.ErrClosed)
+	}
+}
+
+func must[T any](v T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return v
 }

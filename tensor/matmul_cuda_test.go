@@ -13,7 +13,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -168,7 +168,7 @@ func (l *lab) enqueueTime() time.Duration {
 // TestMatMulSupport tries all types with all epilogues. What virtual devices support, a GPU
 // must support; otherwise the virtual devices are wrong.
 func TestMatMulSupport(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	virtual := map[string]bool{}
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)

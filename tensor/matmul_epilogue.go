@@ -1,11 +1,16 @@
 package tensor
 
 import (
+	"errors"
 	"fmt"
 
+	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gemm"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
 )
 
 // An Epilogue is an operation on each element of a product, in the same kernel.
@@ -196,4 +201,195 @@ func (m *multiplication) setAux(t Tensor, mask bool) error {
 		m.Problem.Aux = gemm.Layout{Type: gemm.MaskType, LD: int64(8 * ld), Stride: int64(8 * stride)}
 	}
 	return nil
+}
+
+// setScales sets what only products of 8-bit floats have.
+func (m *multiplication) setScales(cfg *MatMulConfig) (err error) {
+	if !m.Float8 {
+		if cfg.ScaleA.at().DType != memory.Invalid || cfg.ScaleB.at().DType != memory.Invalid || cfg.ScaleResult.at().DType != memory.Invalid || cfg.AMax.at().DType != memory.Invalid || cfg.FastAccum {
+			return fmt.Errorf("a scale, AMax or FastAccum is set, which only products of 8-bit floats have")
+		}
+		return nil
+	}
+	m.FastAccum = cfg.FastAccum
+	if !float8(m.c.at().DType) && (cfg.ScaleResult.at().DType != memory.Invalid || cfg.AMax.at().DType != memory.Invalid) {
+		return fmt.Errorf("field ScaleResult or AMax is set, which only a c of 8-bit floats has")
+	}
+	if m.At.ScaleD, err = m.scalar("ScaleResult", &cfg.ScaleResult, memory.Float32); err != nil {
+		return err
+	}
+	if m.At.AMax, err = m.scalar("AMax", &cfg.AMax, memory.Float32); err != nil {
+		return err
+	}
+	if cfg.ScaleA.Len() > 1 || cfg.ScaleB.Len() > 1 {
+		return m.setRowScales(cfg)
+	}
+	a, err := m.scalar("ScaleA", &cfg.ScaleA, memory.Float32)
+	if err != nil {
+		return err
+	}
+	b, err := m.scalar("ScaleB", &cfg.ScaleB, memory.Float32)
+	if err != nil {
+		return err
+	}
+	m.orderScales(a, b)
+	return nil
+}
+
+// orderScales sets the scales of a and b.
+func (m *multiplication) orderScales(a, b cudadrv.DevicePtr) {
+	m.At.ScaleA, m.At.ScaleB = a, b
+	if m.swapped {
+		m.At.ScaleA, m.At.ScaleB = b, a
+	}
+}
+
+// setRowScales sets a scale for each row of a and each column of b.
+func (m *multiplication) setRowScales(cfg *MatMulConfig) error {
+	if m.Batch > 1 || len(m.c.at().Shape) != 2 || float8(m.c.at().DType) {
+		return fmt.Errorf("field ScaleA and ScaleB have several elements: that needs a c of two dimensions that is not an 8-bit float")
+	}
+	rows, cols := m.c.at().Shape[0], m.c.at().Shape[1]
+	a, err := m.vector("ScaleA", &cfg.ScaleA, [2]int{rows, 1})
+	if err != nil {
+		return err
+	}
+	b, err := m.vector("ScaleB", &cfg.ScaleB, [2]int{1, cols})
+	if err != nil {
+		return err
+	}
+	m.RowScales = true
+	m.orderScales(a, b)
+	return nil
+}
+
+func (m *multiplication) vector(name string, t *Tensor, shape [2]int) (cudadrv.DevicePtr, error) {
+	if t.at().DType == memory.Invalid {
+		return 0, fmt.Errorf("%s is not set: set both scales if one has several elements", name)
+	}
+	at, err := m.extra(name, t)
+	if err != nil {
+		return 0, err
+	}
+	if t.at().DType != memory.Float32 || len(t.at().Shape) != 2 || [2]int(t.at().Shape) != shape || !t.Contiguous() {
+		return 0, fmt.Errorf("%s is %s of shape %v with strides %v: want float32 of shape %v, contiguous", name, t.at().DType, t.at().Shape, t.at().Strides, shape)
+	}
+	return at, nil
+}
+
+// checkWhole checks what depends on several parts of the product.
+func (m *multiplication) checkWhole(cfg *MatMulConfig) error {
+	if cfg.BiasGrad.at().DType != memory.Invalid && m.empty() {
+		return fmt.Errorf("field BiasGrad is set, but c has no elements")
+	}
+	if m.empty() || !m.Float8 {
+		return nil
+	}
+	anyLayout, err := requireFloat8(m.s.Device())
+	if err != nil {
+		return err
+	}
+	if m.K > 0 && !anyLayout && (m.TransA != cublasapi.Trans || m.TransB != cublasapi.NoTrans) {
+		return fmt.Errorf("8-bit floats need an a that is contiguous in rows and a b that is contiguous in columns, as in a·w.T(): their strides are %v and %v", m.a.at().Strides, m.b.at().Strides)
+	}
+	cols := m.c.at().Shape[len(m.c.at().Shape)-1]
+	if m.K%16 != 0 || cols%16 != 0 {
+		return fmt.Errorf("8-bit floats need a k and an n that are multiples of 16: they are %d and %d", m.K, cols)
+	}
+	from, inputs := m.At.A|m.At.B, gemm.Layout{LD: m.Problem.A.LD | m.Problem.B.LD, Stride: m.Problem.A.Stride | m.Problem.B.Stride}
+	if m.K == 0 { // a and b are not read
+		from, inputs = 0, gemm.Layout{}
+	}
+	for _, x := range [...]struct {
+		name string
+		at   cudadrv.DevicePtr
+		l    gemm.Layout
+		size int64
+	}{
+		{"a or b", from, inputs, 1},
+		{"c", m.At.D, m.Problem.D, int64(m.c.at().DType.Size())},
+		{"Add", m.At.C, m.Problem.C, int64(max(1, cfg.Add.at().DType.Size()))},
+		{"Bias", m.At.Bias, gemm.Layout{}, 1},
+	} {
+		if uint64(x.at)%16 != 0 || x.l.LD*x.size%16 != 0 || x.l.Stride*x.size%16 != 0 {
+			return fmt.Errorf("%s has an address or strides that are not multiples of 16 bytes, which 8-bit floats need", x.name)
+		}
+	}
+	return nil
+}
+
+// sums reports whether the epilogue sums an input.
+func (cfg *MatMulConfig) sums() bool { return cfg.Epilogue == SumA || cfg.Epilogue == SumB }
+
+// sumsOfVector reports whether c has one row or one column, and the epilogue sums an input.
+// cuBLASLt 13 stores wrong sums for some of these products.
+func (m *multiplication) sumsOfVector(cfg *MatMulConfig) bool {
+	return cfg.sums() && min(m.M, m.N) == 1
+}
+
+// multiplyAndSum enqueues the product without its epilogue, and then the sums: they are the
+// product of the input with ones.
+func multiplyAndSum(s *stream.Stream, c, a, b Tensor, cfg *MatMulConfig) error {
+	chosen, err := matMulSettings(cfg)
+	if err != nil {
+		return err
+	}
+	settings := *chosen
+	settings.FP16Reduction = max(settings.FP16Reduction, FullPrecision) // as cuBLASLt sums inputs
+	settings.BF16Reduction = max(settings.BF16Reduction, FullPrecision)
+	plain := *cfg
+	plain.Epilogue, plain.BiasGrad = NoEpilogue, Tensor{}
+	if err := MatMul(s, c, a, b, &plain); err != nil {
+		return err
+	}
+	if cfg.Epilogue == SumA {
+		return sum(s, cfg.BiasGrad, a, -1, &settings)
+	}
+	return sum(s, cfg.BiasGrad, b, -2, &settings)
+}
+
+// sum enqueues to = the sums of x over its last dimension (-1) or its last but one (-2).
+func sum(s *stream.Stream, to, x Tensor, dim int, settings *MatMulSettings) error {
+	shape := x.Shape()
+	k := shape[len(shape)+dim]
+	ones, err := makeOnes(s, x.DType(), k)
+	if err != nil {
+		return err
+	}
+	sums, err := to.Unsqueeze(dim)
+	if err == nil && dim == -1 {
+		err = withView(ones, k, 1, func(ones Tensor) error { return MatMul(s, sums, x, ones, &MatMulConfig{Settings: settings}) })
+	} else if err == nil {
+		err = withView(ones, 1, k, func(ones Tensor) error { return MatMul(s, sums, ones, x, &MatMulConfig{Settings: settings}) })
+	}
+	return errors.Join(err, ones.Close())
+}
+
+func withView(x Tensor, rows, cols int, fn func(Tensor) error) error {
+	v, err := x.View(rows, cols)
+	if err != nil {
+		return err
+	}
+	return fn(v)
+}
+
+// makeOnes returns n ones of a type.
+func makeOnes(s *stream.Stream, t memory.DType, n int) (Tensor, error) {
+	bytes, err := Make(s, memory.Uint8, n)
+	if err != nil {
+		return Tensor{}, err
+	}
+	ones, err := Make(s, t, n)
+	if err == nil && n > 0 {
+		err = gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
+			return drv.MemsetD8Async(cudadrv.DevicePtr(bytes.Ptr()), 1, uintptr(n), gpu.StreamOf(s).Raw())
+		})
+	}
+	if err == nil {
+		err = Copy(s, ones, bytes)
+	}
+	if err = errors.Join(err, bytes.Close()); err != nil {
+		return Tensor{}, errors.Join(err, ones.Close())
+	}
+	return ones, nil
 }

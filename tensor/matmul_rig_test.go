@@ -10,14 +10,14 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
 )
 
 var (
-	products     = flag.Int("products", tsan.Rounds(80, 400), "random products of TestMatMulRandom on each backend")
+	products     = flag.Int("products", testhost.Rounds(80, 400), "random products of TestMatMulRandom on each backend")
 	productsSeed = flag.Uint64("productsseed", 0, "the seed of TestMatMulRandom; 0 means a new one")
 )
 

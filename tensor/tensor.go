@@ -145,3 +145,155 @@ func (t Tensor) Contiguous() bool { return t.at().Contiguous() }
 // the operations that are enqueued on s at the time of Close (torch.Tensor.record_stream).
 // It does nothing for a Go slice.
 func (t Tensor) RecordStream(s *stream.Stream) error { return t.at().RecordStream(s) }
+
+// Copy enqueues the copy of src to dst on s, a stream of either's device, between any two
+// layouts, types, devices and the host (torch.Tensor.copy_ with non_blocking). src is
+// expanded to the shape of dst. Numbers are converted as in torch: to floats by rounding
+// to nearest, to integers by truncation, and to bool by a comparison with 0. If the type
+// cannot represent a number, the result is undefined.
+//
+// If both tensors are contiguous in the same order, Copy is one copy of the driver, and so
+// are long rows of a tensor on another device that become contiguous. All other copies use
+// one kernel, which accesses the other device directly if the hardware supports it. If it
+// does not, strided tensors are packed for the transfer. As with memory.Copy, work on the
+// other device must be ordered with s, and memory of other streams must be recorded.
+//
+// If dst is in host memory, the host waits, as for Slice.CopyTo. If src is pinned the host
+// does not wait; other host memory may change when Copy returns. Strided or converted host
+// memory is packed first.
+//
+// The first copy or sum by a kernel on a device loads the kernels, and the driver may wait for all work of the device
+// then. If a collective waits for a rank that is not enqueued yet, such a copy hangs, so copy a short tensor before.
+//
+// The elements of dst must not overlap, and dst must not share memory with src, unless
+// both are the same elements; then Copy does nothing.
+func Copy(s *stream.Stream, dst, src Tensor) error { return strided.Copy(s, *dst.at(), *src.at()) }
+
+// CopyAll enqueues the copy of each tensor of src to the corresponding tensor of dst on s,
+// like Copy. One kernel makes up to 120 copies (torch._foreach_copy_), also between
+// devices that kernels can access, for tensors that need no conversion and are small and
+// contiguous, or consist of contiguous rows. The tensors of dst must not share memory with
+// each other or with tensors of src.
+func CopyAll(s *stream.Stream, dst, src []Tensor) error { return strided.CopyAll(s, dst, src) }
+
+// Add enqueues dst = a + b on s (torch.add with out), for tensors of one shape on the
+// device of s. The sum has the type that torch promotes a and b to; the 16-bit floats
+// are added in float. It is rounded to the type of dst, which must not be of a lower category.
+// Bools are or-ed. 8-bit floats, which torch does not add, are added in
+// float and rounded. dst may be a or b. The first sum may wait for the device, as in Copy.
+func Add(s *stream.Stream, dst, a, b Tensor) error {
+	return strided.Add(s, *dst.at(), *a.at(), *b.at())
+}
+
+// ChannelsLast reports whether the strides are torch's memory format channels_last, for
+// four dimensions, or channels_last_3d, for five.
+func (t Tensor) ChannelsLast() bool {
+	a := t.at()
+	n := len(a.Shape)
+	if n != 4 && n != 5 || a.Strides[1] == 0 {
+		return false
+	}
+	least := 0
+	for _, d := range channelsLastOrder(n) {
+		switch {
+		case a.Shape[d] == 0 || a.Strides[d] < least:
+			return false
+		case d == 0 && least == a.Strides[1]:
+			return false // ambiguous: all dimensions but the first are 1
+		}
+		least = a.Strides[d] * max(1, a.Shape[d])
+	}
+	return true
+}
+
+// channelsLastOrder returns the dimensions from the innermost to the outermost.
+func channelsLastOrder(n int) []int {
+	order := []int{1}
+	for d := n - 1; d >= 2; d-- {
+		order = append(order, d)
+	}
+	return append(order, 0)
+}
+
+// Chunk divides a dimension into at most n views of equal length, the last one possibly
+// shorter (torch.chunk): each has an nth of the length, rounded up, so there may be fewer
+// than n. A dimension of length 0 gives n empty views.
+func (t Tensor) Chunk(n, dim int) ([]Tensor, error) {
+	d, err := t.dim("chunk", dim)
+	if err != nil {
+		return nil, err
+	}
+	if n < 1 {
+		return nil, fmt.Errorf("tensor: chunk dimension %d of shape %v into %d: want 1 or more", dim, t.at().Shape, n)
+	}
+	all := t.at().Shape[d]
+	if all == 0 {
+		return t.SplitSizes(make([]int, n), d)
+	}
+	return t.Split((all+n-1)/n, d)
+}
+
+// Split divides a dimension into views of the given length, the last one possibly shorter
+// (torch.split).
+func (t Tensor) Split(size, dim int) ([]Tensor, error) {
+	d, err := t.dim("split", dim)
+	if err != nil {
+		return nil, err
+	}
+	all := t.at().Shape[d]
+	if size < 0 || size == 0 && all > 0 {
+		return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %d: want 1 or more", dim, t.at().Shape, size)
+	}
+	if all == 0 {
+		return []Tensor{{strided.New(t.view())}}, nil
+	}
+	out := make([]Tensor, 0, (all+size-1)/size)
+	for at := 0; at < all; at += size {
+		out = append(out, t.part(d, at, min(size, all-at), out))
+	}
+	return out, nil
+}
+
+// SplitSizes divides a dimension into views of the given lengths (torch.split_with_sizes).
+func (t Tensor) SplitSizes(sizes []int, dim int) ([]Tensor, error) {
+	d, err := t.dim("split", dim)
+	if err != nil {
+		return nil, err
+	}
+	sum, all := 0, t.at().Shape[d]
+	for _, n := range sizes {
+		if n < 0 {
+			return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %v: want no negative sizes", dim, t.at().Shape, sizes)
+		}
+		sum = min(sum+min(n, all+1), all+1) // does not overflow
+	}
+	if sum != all {
+		return nil, fmt.Errorf("tensor: split dimension %d of shape %v by %v: want sizes that sum exactly to %d", dim, t.at().Shape, sizes, all)
+	}
+	out := make([]Tensor, 0, len(sizes))
+	at := 0
+	for _, n := range sizes {
+		out = append(out, t.part(d, at, n, out))
+		at += n
+	}
+	return out, nil
+}
+
+// part is narrow for a divided dimension. Shapes and strides are immutable, so parts can
+// share them with the part before.
+func (t Tensor) part(d, from, n int, before []Tensor) Tensor {
+	a := t.at().Borrow()
+	a.Offset += from * a.Strides[d] * a.DType.Size()
+	if i := len(before) - 1; i >= 0 && before[i].at().Shape[d] == n {
+		a.Shape = before[i].at().Shape
+	} else {
+		a.Shape = slices.Clone(a.Shape)
+		a.Shape[d] = n
+	}
+	return Tensor{strided.New(a)}
+}
+
+// Unflatten returns views of a one-dimensional tensor with the shapes of other tensors,
+// one after the other from its start (torch._utils._unflatten_dense_tensors). They are
+// contiguous.
+func (t Tensor) Unflatten(like []Tensor) ([]Tensor, error) { return strided.Unflatten(t, like) }

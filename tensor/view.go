@@ -4,8 +4,9 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/gochorus/chorus/internal/dims"
+	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/strided"
+	"github.com/gochorus/chorus/memory"
 )
 
 // view returns an array that borrows the memory of t, with its own copies of the shape and
@@ -16,13 +17,13 @@ func (t Tensor) view() strided.Array {
 	return v
 }
 
-// dim is dims.Wrap for an operation that needs a dimension.
+// dim is element.Wrap for an operation that needs a dimension.
 func (t Tensor) dim(op string, dim int) (int, error) {
 	shape := t.at().Shape
 	if len(shape) == 0 {
 		return 0, fmt.Errorf("tensor: %s: the tensor has no dimensions", op)
 	}
-	d, err := dims.Wrap(dim, len(shape))
+	d, err := element.WrapDim(dim, len(shape))
 	if err != nil {
 		return 0, fmt.Errorf("tensor: %s of shape %v: %w", op, shape, err)
 	}
@@ -151,7 +152,7 @@ func (t Tensor) Select(dim, index int) (Tensor, error) {
 // (torch.unsqueeze).
 func (t Tensor) Unsqueeze(dim int) (Tensor, error) {
 	v, stride := t.view(), 1
-	d, err := dims.Wrap(dim, len(v.Shape)+1)
+	d, err := element.WrapDim(dim, len(v.Shape)+1)
 	if err != nil {
 		return Tensor{}, fmt.Errorf("tensor: unsqueeze shape %v: %w", v.Shape, err)
 	}
@@ -235,4 +236,43 @@ func viewStrides(shape, strides, as []int) ([]int, bool) {
 		end = begin
 	}
 	return out, true
+}
+
+// ViewDType returns the same bytes as elements of another type, without a copy
+// (torch.Tensor.view of a dtype). If the sizes differ, the last dimension changes with
+// them: its elements must be contiguous, and the larger size must divide the last
+// dimension, the other strides and the offset.
+func (t Tensor) ViewDType(as memory.DType) (Tensor, error) {
+	v := t.view()
+	from, to := v.DType.Size(), as.Size()
+	fail := func(format string, args ...any) (Tensor, error) {
+		return Tensor{}, fmt.Errorf("tensor: view %v as %s: %s", t, as, fmt.Sprintf(format, args...))
+	}
+	switch {
+	case from == 0:
+		return fail("there is no tensor")
+	case to == 0:
+		return fail("that is not an element type")
+	case v.Offset%to != 0:
+		return fail("it begins at byte %d of its memory: want a multiple of %d", v.Offset, to)
+	}
+	v.DType = as
+	if from == to {
+		return of(v, nil)
+	}
+	last := len(v.Shape) - 1
+	if last < 0 || v.Strides[last] != 1 {
+		return fail("elements of another size need a last dimension whose elements lie side by side")
+	}
+	if v.Shape[last]*from%to != 0 {
+		return fail("%d bytes of the last dimension are not a multiple of %d", v.Shape[last]*from, to)
+	}
+	v.Shape[last] = v.Shape[last] * from / to
+	for i, n := range v.Strides[:last] {
+		if n*from%to != 0 {
+			return fail("the stride %d of dimension %d does not fit", n, i)
+		}
+		v.Strides[i] = n * from / to
+	}
+	return of(v, nil)
 }

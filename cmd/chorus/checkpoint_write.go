@@ -6,12 +6,15 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"path/filepath"
 	"strings"
 
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/checkpoint"
+	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/torchfile"
 )
 
 const reshardLong = `Write a checkpoint to another number of files.
@@ -138,5 +141,132 @@ func (f *writeFlags) export(ctx context.Context, out io.Writer, from, to string,
 		return err
 	}
 	_, err = fmt.Fprintf(out, "%s: %d tensors, %s\n", plain.Text(to), len(c.Infos()), gigabytes(c.Bytes()))
+	return err
+}
+
+// errDifferent is the error of a comparison that found a difference and has printed it.
+var errDifferent = exitCode(launch.ExitFailed)
+
+const verifyLong = `Compare the bytes of checkpoints with the digests that were computed when they were saved.
+
+A path is a step of a training, or a folder with steps, which are all verified. The error
+names the file, the tensor and its offset in the file, for each damaged tensor.
+
+For files that are not steps of a training the command checks that their headers are valid and that
+the files have the bytes of all tensors. Files of torch.save and of torch.distributed.checkpoint
+have a CRC-32 of each entry, which the command compares with the bytes; the error names the file
+and the entry. Safetensors files have no digests. The command does not check their elements, and
+says so.`
+
+func newVerifyCommand() *cobra.Command {
+	var asJSON bool
+	c := &cobra.Command{
+		Use:     "verify [flags] path...",
+		Short:   "Compare the bytes of checkpoints with their digests",
+		Long:    verifyLong,
+		Example: "  chorus checkpoint verify runs/7\n  chorus checkpoint verify runs/7/step-00001000 --json",
+		Args:    paths(1, 1<<20, "one path or more"),
+		RunE: func(c *cobra.Command, args []string) error {
+			return interruptible(c, func(ctx context.Context, out io.Writer) error { return verify(ctx, out, args, asJSON) })
+		},
+	}
+	c.Flags().BoolVar(&asJSON, "json", false, "results in JSON")
+	return c
+}
+
+// A verifyReport is the result for one checkpoint.
+type verifyReport struct {
+	Path   string   `json:"path"`
+	Bytes  int64    `json:"bytes"`
+	Digest bool     `json:"digests"`         // of a step of a training
+	CRC32  int      `json:"crc32,omitempty"` // number of entries of files of torch whose CRC-32 was compared
+	Errors []string `json:"errors,omitempty"`
+
+	unchecked int // files or entries whose elements were not checked
+}
+
+func verify(ctx context.Context, out io.Writer, args []string, asJSON bool) error {
+	reports, failed := []verifyReport{}, false
+	for _, path := range args {
+		folders, err := stepsOf(path)
+		if err != nil {
+			return err
+		}
+		if len(folders) == 0 {
+			folders = []string{path}
+		}
+		for _, folder := range folders {
+			r := verifyOne(ctx, folder)
+			if ctx.Err() != nil {
+				return errors.New("interrupted")
+			}
+			failed = failed || len(r.Errors) > 0
+			if reports = append(reports, r); asJSON {
+				continue
+			}
+			if err := r.write(out); err != nil {
+				return err
+			}
+		}
+	}
+	if asJSON {
+		if err := encode(out, reports); err != nil {
+			return err
+		}
+	}
+	if failed {
+		return errDifferent
+	}
+	return nil
+}
+
+// hasManifest reports whether a path is a step of a training.
+func hasManifest(path string) bool {
+	_, err := os.Lstat(filepath.Join(path, "manifest.json"))
+	return err == nil || strings.HasPrefix(filepath.Base(path), "step-")
+}
+
+func verifyOne(ctx context.Context, path string) verifyReport {
+	r := verifyReport{Path: path, Digest: hasManifest(path)}
+	var err error
+	if r.Digest {
+		var s *checkpoint.Saved
+		if s, err = checkpoint.OpenSaved(path); err == nil {
+			r.Bytes = s.Bytes()
+			err = errors.Join(s.Verify(ctx), s.Close())
+		}
+	} else {
+		var c *checkpoint.Checkpoint
+		if c, err = checkpoint.Open([]string{path}, nil); err == nil {
+			r.Bytes = c.Bytes()
+			var sums torchfile.Sums
+			sums, r.unchecked, err = checkSums(ctx, path, c)
+			r.CRC32, r.unchecked = sums.Checked, r.unchecked+sums.Without
+			err = errors.Join(err, c.Close())
+		}
+	}
+	if err != nil {
+		r.Errors = strings.Split(err.Error(), "\n")
+	}
+	return r
+}
+
+func (r *verifyReport) write(out io.Writer) error {
+	text := fmt.Sprintf("%s: %s, all digests match\n", plain.Text(r.Path), gigabytes(r.Bytes))
+	switch {
+	case len(r.Errors) > 0:
+		text = ""
+		for _, e := range r.Errors {
+			text += fmt.Sprintf("%s: damaged: %s\n", plain.Text(r.Path), plain.Text(e))
+		}
+	case r.CRC32 > 0:
+		text = fmt.Sprintf("%s: %s, checked: the headers, that the files have the bytes of all tensors, and the CRC-32 of %d entries\n", plain.Text(r.Path), gigabytes(r.Bytes), r.CRC32)
+		if r.unchecked > 0 {
+			text = fmt.Sprintf("%s; not checked: %d files or entries without a CRC-32\n", strings.TrimSuffix(text, "\n"), r.unchecked)
+		}
+	case !r.Digest:
+		text = fmt.Sprintf("%s: %s, checked: the headers, and that the files have the bytes of all tensors; not checked: the elements, because the files have no digests\n", plain.Text(r.Path), gigabytes(r.Bytes))
+	}
+	_, err := io.WriteString(out, text)
 	return err
 }

@@ -1,13 +1,28 @@
 package main
 
 import (
+	"context"
+	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"os"
+	"slices"
+	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/cmd/chorus/internal/doctor"
+	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
 )
 
 const doctorLong = `Check whether this host is ready for a job on its GPUs: driver and libraries, the health of
@@ -107,4 +122,404 @@ func (f *doctorFlags) print(out io.Writer, r *doctor.Report) error {
 func isTerminal(f *os.File) bool {
 	info, err := f.Stat()
 	return err == nil && info.Mode()&os.ModeCharDevice != 0 && os.Getenv("TERM") != "dumb"
+}
+
+const (
+	readTime     = 4500 * time.Millisecond // limit of all checks that only read
+	exchangeTime = 30 * time.Second        // limit of the exchanges between hosts
+)
+
+// A visit is the part of one process in the check of all hosts of a job. A process alone is a job
+// of one host.
+type visit struct {
+	*doctorFlags
+	m      *member
+	store  *cluster.Store
+	nodes  []string // names of the hosts by node
+	checks []*doctor.Check
+	host   *doctor.Host // nil unless this process has local rank 0
+}
+
+// findings are the message of one host to rank 0.
+type findings struct {
+	Results []doctor.Result
+	Facts   *doctor.Facts
+}
+
+// run checks this host, and in a job all hosts. Rank 0 prints.
+func (f *doctorFlags) run(ctx context.Context, out io.Writer) error {
+	sess, err := cluster.Attach(ctx)
+	if err != nil {
+		return err
+	}
+	defer sess.Close()
+	v := &visit{doctorFlags: f, m: &member{Session: sess}, store: sess.Prefix("doctor"), nodes: hostNames(sess.Members())}
+	if err := v.prepare(); err != nil {
+		return err
+	}
+	report, err := v.examine(ctx)
+	if err != nil {
+		return err
+	}
+	if report != nil {
+		err = f.print(out, report)
+	}
+	return errors.Join(err, sess.Shutdown(ctx))
+}
+
+// hostNames returns a name for each node. Two agents on one machine get different names.
+func hostNames(members []cluster.Member) []string {
+	var list []string
+	for _, m := range members {
+		for m.Node >= len(list) {
+			list = append(list, "")
+		}
+		list[m.Node] = m.Host
+	}
+	for i, name := range list {
+		if slices.Index(list, name) < i {
+			list[i] = fmt.Sprintf("%s/%d", name, i)
+		}
+	}
+	return list
+}
+
+// prepare selects the checks and opens the host.
+func (v *visit) prepare() (err error) {
+	v.Job = len(v.nodes) > 1
+	if v.checks, err = v.Select(doctor.Checks); err != nil {
+		return usage(err)
+	}
+	if v.m.LocalRank() != 0 {
+		return nil
+	}
+	if v.host, err = doctor.NewHost(); err != nil {
+		return err
+	}
+	if v.m.Size() == 1 {
+		v.nodes = []string{v.host.Name}
+	} else {
+		v.host.Name, v.host.Ranks = v.nodes[v.m.Node()], v.m.LocalSize()
+	}
+	return nil
+}
+
+// examine runs the checks. It returns the report on rank 0, and nil on the others.
+func (v *visit) examine(ctx context.Context) (*doctor.Report, error) {
+	if v.host != nil {
+		if err := v.read(ctx); err != nil {
+			return nil, err
+		}
+	}
+	var report *doctor.Report
+	if v.m.isFirst() {
+		var err error
+		if report, err = v.collect(ctx); err != nil {
+			return nil, err
+		}
+	}
+	if v.Measure {
+		if err := v.measure(ctx, report); err != nil {
+			return nil, err
+		}
+	}
+	if report != nil {
+		report.Counts = doctor.Count(report.Results)
+	}
+	return report, nil
+}
+
+// read checks this host without loading it, and sends the findings.
+func (v *visit) read(ctx context.Context) error {
+	limited, cancel := context.WithTimeout(ctx, readTime)
+	defer cancel()
+	reads := slices.DeleteFunc(slices.Clone(v.checks), func(c *doctor.Check) bool { return c.Measures })
+	mine := findings{Results: doctor.Run(limited, v.host, reads)}
+	if v.Job {
+		mine.Facts = v.host.Facts(limited, reads)
+		exchanging, cancel := context.WithTimeout(ctx, exchangeTime)
+		defer cancel()
+		doctor.Exchange(exchanging, v.store, v.host, mine.Facts, v.m.Node(), len(v.nodes))
+	}
+	if err := ctx.Err(); err != nil { // interrupted: the results are not complete
+		return err
+	}
+	text, err := json.Marshal(mine)
+	if err != nil {
+		return err
+	}
+	return v.store.Set(ctx, resultsKey(v.m.Node()), text)
+}
+
+func resultsKey(node int) string { return fmt.Sprintf("results/%d", node) }
+
+// collect returns the findings of all hosts.
+func (v *visit) collect(ctx context.Context) (*doctor.Report, error) {
+	r := &doctor.Report{Version: version(), Hosts: v.nodes}
+	var facts []*doctor.Facts
+	for node, name := range v.nodes {
+		text, err := v.store.Get(ctx, resultsKey(node))
+		if err != nil {
+			return nil, err
+		}
+		var one findings
+		if err := json.Unmarshal(text, &one); err != nil {
+			return nil, fmt.Errorf("the results of host %s: %w", name, err)
+		}
+		plain.Record(&one.Results)
+		r.Results, facts = append(r.Results, one.Results...), append(facts, one.Facts)
+	}
+	if v.Job {
+		r.Results = append(r.Results, doctor.Compare(v.checks, facts)...)
+	}
+	return r, nil
+}
+
+// measure measures all GPUs together, unless the results of rank 0 have a reason against it.
+func (v *visit) measure(ctx context.Context, report *doctor.Report) error {
+	if report != nil {
+		if err := v.store.Set(ctx, "measure", []byte(doctor.CanMeasure(report.Results))); err != nil {
+			return err
+		}
+	}
+	refusal, err := v.store.Get(ctx, "measure")
+	if err != nil {
+		return err
+	}
+	measured := notMeasured(string(refusal))
+	if len(refusal) == 0 {
+		measured = v.m.measured(ctx)
+	}
+	if report != nil {
+		v.host.Measured = measured
+		loads := slices.DeleteFunc(slices.Clone(v.checks), func(c *doctor.Check) bool { return !c.Measures })
+		report.Results = append(report.Results, doctor.Run(ctx, v.host, loads)...)
+	}
+	return ctx.Err()
+}
+
+// peers tests the copies between all pairs of GPUs of this process.
+func (m *member) peers() doctor.Speed {
+	if len(m.devs) == 1 {
+		return doctor.Speed{Missing: "each process has one GPU: start chorus doctor --measure without chorus run"}
+	}
+	if env.P2P.Value() == "off" {
+		return doctor.Speed{Missing: env.P2P.Name + "=off: direct copies are not in use"}
+	}
+	tested := 0
+	for i, a := range m.devs {
+		for _, b := range m.devs[:i] {
+			can, err := a.CanAccessPeer(b)
+			if err != nil {
+				return doctor.Speed{Missing: err.Error()}
+			}
+			if !can {
+				continue
+			}
+			works, err := gpu.DeviceOf(a).PeerWorks(gpu.DeviceOf(b))
+			if err != nil {
+				return doctor.Speed{Missing: err.Error()}
+			}
+			if !works {
+				return doctor.Speed{Reason: fmt.Sprintf("wrong data between GPUs %d and %d", b.Ordinal(), a.Ordinal())}
+			}
+			tested++
+		}
+	}
+	if tested == 0 {
+		return doctor.Speed{OK: true, Reason: "no pair has direct access"}
+	}
+	return doctor.Speed{OK: true, Reason: fmt.Sprintf("direct copies between all %d pairs bring the right data", tested)}
+}
+
+// copiesInTurn measures the copies of all ranks: the processes of a host one after the other.
+func (m *member) copiesInTurn(ctx context.Context, g *comm.Group) ([]doctor.Copy, error) {
+	most := 1
+	for _, x := range m.Members() {
+		most = max(most, x.LocalSize)
+	}
+	var mine []doctor.Copy
+	for i := range most {
+		if i == m.LocalRank() {
+			mine = m.copies(ctx)
+		}
+		if err := g.Barrier(ctx); err != nil {
+			return nil, err
+		}
+	}
+	all, err := comm.GatherValues(ctx, g, nil, mine...)
+	for rank := range all {
+		all[rank].Rank = rank
+	}
+	return all, err
+}
+
+// copies measures the copies of the GPUs of this process, one after the other.
+func (m *member) copies(ctx context.Context) []doctor.Copy {
+	list := make([]doctor.Copy, len(m.devs))
+	bytes := 256 << 20
+	if m.virtual() {
+		bytes = 1 << 10
+	}
+	for i, d := range m.devs {
+		c, err := measureCopy(ctx, d, bytes)
+		if err != nil {
+			c.Missing = err.Error()
+		}
+		c.Rank, c.OnlyMemory = i, m.virtual()
+		list[i] = c
+	}
+	return list
+}
+
+// measureCopy measures copies of pinned memory in both directions.
+func measureCopy(ctx context.Context, d *device.Device, bytes int) (c doctor.Copy, err error) {
+	p, err := d.Properties()
+	if err != nil {
+		return c, err
+	}
+	c.Product = p.Name
+	s, err := stream.New(d, nil)
+	if err != nil {
+		return c, err
+	}
+	defer func() { err = errors.Join(err, s.Close()) }()
+	x, err := memory.Make[uint8](s, bytes)
+	if err != nil {
+		return c, err
+	}
+	defer func() { err = errors.Join(err, x.Close()) }()
+	host, err := memory.MakePinned[uint8](d, bytes)
+	if err != nil {
+		return c, err
+	}
+	defer func() { err = errors.Join(err, host.Close()) }()
+	if c.ToGPU, err = bandwidth(ctx, s, bytes, func() error { return x.CopyFromPinned(s, host) }); err != nil {
+		return c, err
+	}
+	c.FromGPU, err = bandwidth(ctx, s, bytes, func() error { return x.CopyToPinned(s, host) })
+	return c, err
+}
+
+// repeats is the number of timed copies. The fastest one counts.
+const repeats = 4
+
+// bandwidth times a copy on the device, in 10^9 bytes a second.
+func bandwidth(ctx context.Context, s *stream.Stream, bytes int, issue func() error) (_ float64, err error) {
+	var marks [2]*stream.Event
+	for i := range marks {
+		if marks[i], err = stream.NewEvent(s.Device(), &stream.EventConfig{Timing: true}); err != nil {
+			return 0, err
+		}
+		defer func() { err = errors.Join(err, marks[i].Close()) }()
+	}
+	best := time.Duration(0)
+	for i := range repeats {
+		if err := errors.Join(marks[0].Record(s), issue(), marks[1].Record(s), marks[1].Sync(ctx)); err != nil {
+			return 0, err
+		}
+		took, err := marks[1].Elapsed(marks[0])
+		if err != nil {
+			return 0, err
+		}
+		if i == 0 || took < best {
+			best = took
+		}
+	}
+	return float64(bytes) / max(best.Seconds(), 1e-9) / 1e9, nil
+}
+
+// notMeasured returns measurements that have a reason for their absence.
+func notMeasured(reason string) *doctor.Measured {
+	none := doctor.Speed{Missing: reason}
+	return &doctor.Measured{Peers: none, Pairs: none, AllReduce: none, Pinned: none}
+}
+
+// measured measures the GPUs of all processes together. All processes call it.
+func (m *member) measured(ctx context.Context) *doctor.Measured {
+	if err := m.find(0); err != nil {
+		return notMeasured(err.Error())
+	}
+	if m.Size() == 1 && len(m.devs) == 1 {
+		all := notMeasured("one GPU: the check needs two")
+		all.Copies, all.Pinned = m.copies(ctx), m.pinned()
+		return all
+	}
+	g, err := m.group(ctx, nil)
+	if err != nil {
+		return notMeasured(err.Error())
+	}
+	defer g.Close()
+	all := &doctor.Measured{Peers: m.peers(), Pinned: m.pinned()}
+	if all.Copies, err = m.copiesInTurn(ctx, g); err != nil {
+		return notMeasured(err.Error())
+	}
+	all.Pairs = speedOf(measurePairs(ctx, g, m.virtual()))
+	all.AllReduce = speedOf(measureAllReduce(ctx, g, m.virtual()))
+	if err := g.Shutdown(ctx); err != nil {
+		return notMeasured(err.Error())
+	}
+	return all
+}
+
+// virtual reports whether the devices are virtual, and then small sizes suffice.
+func (m *member) virtual() bool { return m.devs[0].System().Backend() != backend.CUDA }
+
+func measurePairs(ctx context.Context, g *comm.Group, virtual bool) (*perf.Report, error) {
+	p := &perf.PairPlan{Bytes: 64 << 20, Iterations: 5, Warmups: 1}
+	if virtual {
+		p.Bytes, p.Iterations = 1<<10, 1
+	}
+	return perf.MeasurePairs(ctx, g, p)
+}
+
+func measureAllReduce(ctx context.Context, g *comm.Group, virtual bool) (*perf.Report, error) {
+	bytes, iterations := 1<<30, 10
+	if virtual {
+		bytes, iterations = 1<<10, 1
+	}
+	op, err := perf.Find("all_reduce")
+	if err != nil {
+		return nil, err
+	}
+	types, err := perf.ParseDTypes("float")
+	sums, err2 := perf.ParseReductions("sum")
+	if err := errors.Join(err, err2); err != nil {
+		return nil, err
+	}
+	return perf.Run(ctx, g, &perf.Plan{
+		Operations: []*perf.Operation{op}, DTypes: types, Reductions: sums, Sizes: perf.Sizes{Min: bytes, Max: bytes, Step: 1},
+		Iterations: iterations, Warmups: 2, Checks: 1,
+	}, nil)
+}
+
+// speedOf returns the verdict of a report. The times of virtual devices say nothing about a host.
+func speedOf(r *perf.Report, err error) doctor.Speed {
+	switch {
+	case err != nil:
+		return doctor.Speed{Missing: err.Error()}
+	case r.Verdict == nil:
+		return doctor.Speed{Missing: "no known bandwidth of the links of " + r.Device}
+	case r.Backend != backend.CUDA:
+		return doctor.Speed{Missing: r.Verdict.Reason}
+	}
+	return doctor.Speed{OK: r.Verdict.OK, Reason: r.Verdict.Reason}
+}
+
+// pinned pins memory for the first GPU of this process and frees it.
+func (m *member) pinned() doctor.Speed {
+	most, err := env.GDSPinned.Int()
+	if err != nil {
+		return doctor.Speed{Missing: err.Error()}
+	}
+	for _, n := range []int{64 << 20, most} {
+		x, err := memory.MakePinned[byte](m.devs[0], n)
+		if err != nil {
+			return doctor.Speed{Reason: fmt.Sprintf("%d MiB cannot be pinned: %v", n>>20, err)}
+		}
+		if err := x.Close(); err != nil {
+			return doctor.Speed{Missing: err.Error()}
+		}
+	}
+	return doctor.Speed{OK: true, Reason: fmt.Sprintf("64 MiB and %d MiB were pinned", most>>20)}
 }

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/cmd/chorus/internal/doctor"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 func TestDoctorFlags(t *testing.T) {
@@ -77,7 +77,7 @@ func TestDoctorHelp(t *testing.T) {
 
 // TestDoctorJob checks two hosts whose variables differ. Rank 0 prints the results of both.
 func TestDoctorJob(t *testing.T) {
-	seed := net.JoinHostPort("127.0.0.1", strconv.Itoa(testport.Reserve(t)))
+	seed := net.JoinHostPort("127.0.0.1", strconv.Itoa(testhost.Reserve(t)))
 	var outs, errs [2]string
 	var codes [2]int
 	var wg sync.WaitGroup

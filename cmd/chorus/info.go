@@ -1,13 +1,20 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"io"
+	"runtime"
+	"runtime/debug"
+	"strings"
 	"text/tabwriter"
 
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/launch"
 )
 
 func newInfoCommand() *cobra.Command {
@@ -173,3 +180,183 @@ func (r *report) printTelemetry(w io.Writer) {
 }
 
 func gib(bytes uint64) string { return fmt.Sprintf("%.1f GiB", float64(bytes)/(1<<30)) }
+
+// A reading holds the sensor values of a device. Values without a sensor are
+// omitted.
+type reading struct {
+	Utilization    *int             `json:"utilization_percent,omitempty"`
+	MemoryActivity *int             `json:"memory_activity_percent,omitempty"`
+	Temperature    *int             `json:"temperature_celsius,omitempty"`
+	PowerDraw      *int             `json:"power_draw_milliwatts,omitempty"`
+	ClockRate      *int             `json:"clock_rate_mhz,omitempty"`
+	MemoryUsed     *uint64          `json:"memory_used_bytes,omitempty"`
+	NVLinks        []bool           `json:"nvlinks_up,omitempty"`
+	Processes      []device.Process `json:"processes,omitempty"`
+	Missing        string           `json:"missing,omitempty"` // why a value is omitted
+}
+
+// read queries all sensors of a device. A missing sensor is not an error.
+func read(d *device.Device) (*reading, error) {
+	r := new(reading)
+	var wrong error
+	note := func(err error) bool {
+		switch {
+		case err == nil:
+		case !errors.Is(err, errors.ErrUnsupported):
+			wrong = errors.Join(wrong, err)
+		case r.Missing == "":
+			r.Missing = err.Error()
+		}
+		return err == nil
+	}
+	for _, s := range []struct {
+		to   **int
+		from func() (int, error)
+	}{
+		{&r.Utilization, d.Utilization}, {&r.MemoryActivity, d.MemoryActivity}, {&r.Temperature, d.Temperature},
+		{&r.PowerDraw, d.PowerDraw}, {&r.ClockRate, d.ClockRate},
+	} {
+		if v, err := s.from(); note(err) {
+			*s.to = &v
+		}
+	}
+	if v, err := d.MemoryUsed(); note(err) {
+		r.MemoryUsed = &v
+	}
+	var err error
+	r.NVLinks, err = d.NVLinks()
+	note(err)
+	r.Processes, err = d.Processes()
+	note(err)
+	return r, wrong
+}
+
+// String returns one line, or "" if no value is known.
+func (r *reading) String() string {
+	var parts []string
+	add := func(format string, v *int) {
+		if v != nil {
+			parts = append(parts, fmt.Sprintf(format, *v))
+		}
+	}
+	add("busy %d%%", r.Utilization)
+	add("memory active %d%%", r.MemoryActivity)
+	add("%d °C", r.Temperature)
+	if r.PowerDraw != nil {
+		parts = append(parts, fmt.Sprintf("%.0f W", float64(*r.PowerDraw)/1000))
+	}
+	add("%d MHz", r.ClockRate)
+	if r.MemoryUsed != nil {
+		parts = append(parts, mib(*r.MemoryUsed)+" used")
+	}
+	if len(r.NVLinks) > 0 {
+		up := 0
+		for _, u := range r.NVLinks {
+			if u {
+				up++
+			}
+		}
+		parts = append(parts, fmt.Sprintf("%d of %d NVLinks up", up, len(r.NVLinks)))
+	}
+	if r.MemoryUsed != nil && r.Processes == nil {
+		parts = append(parts, "no processes are running")
+	}
+	for _, p := range r.Processes {
+		parts = append(parts, fmt.Sprintf("process %d uses %s", p.PID, mib(p.MemoryBytes)))
+	}
+	return strings.Join(parts, ", ")
+}
+
+func mib(bytes uint64) string { return fmt.Sprintf("%.0f MiB", float64(bytes)/(1<<20)) }
+
+// released and commit are the version and the commit of a release. The release program sets them
+// by -ldflags=-X, because the go command records neither in a checkout without tags.
+var released, commit string
+
+func newVersionCommand() *cobra.Command {
+	return &cobra.Command{
+		Use:   "version",
+		Short: "Show the version, the commit, and how the command was built",
+		Args:  noArgs,
+		RunE: func(c *cobra.Command, _ []string) error {
+			info, _ := debug.ReadBuildInfo()
+			return printVersion(c.OutOrStdout(), info)
+		},
+	}
+}
+
+// version returns the module's version from the build information.
+func version() string {
+	info, _ := debug.ReadBuildInfo()
+	return versionOf(info)
+}
+
+func versionOf(info *debug.BuildInfo) string {
+	if released != "" {
+		return released
+	}
+	if info == nil || info.Main.Version == "" {
+		return "(devel)"
+	}
+	return info.Main.Version
+}
+
+// printVersion prints one line for each fact. Settings that are not known are omitted: go install
+// of a released version records no commit.
+func printVersion(w io.Writer, info *debug.BuildInfo) error {
+	lines := []string{"chorus " + versionOf(info)}
+	settings := map[string]string{}
+	if info != nil {
+		for _, s := range info.Settings {
+			settings[s.Key] = s.Value
+		}
+	}
+	switch hash := settings["vcs.revision"]; {
+	case hash != "":
+		if settings["vcs.modified"] == "true" {
+			hash += ", with changes"
+		}
+		lines = append(lines, "commit     "+hash, "committed  "+settings["vcs.time"])
+	case commit != "":
+		lines = append(lines, "commit     "+commit)
+	}
+	lines = append(lines, "go         "+runtime.Version(), "platform   "+runtime.GOOS+"/"+runtime.GOARCH)
+	for _, key := range []string{"CGO_ENABLED", "-tags", "-ldflags", "-trimpath", "-race"} {
+		if v := settings[key]; v != "" {
+			lines = append(lines, fmt.Sprintf("%-10s %s", strings.TrimPrefix(strings.ToLower(key), "-"), v))
+		}
+	}
+	_, err := fmt.Fprintln(w, strings.Join(lines, "\n"))
+	return err
+}
+
+// findDevices counts this host's devices without opening a driver, because the
+// launcher must not hold a device and must start its workers at once. procs is
+// the number of processes requested; 0 means one for each device.
+func findDevices(procs int) (launch.Devices, error) {
+	c, err := backend.Choose()
+	if _, wrong := errors.AsType[*env.ValueError](err); wrong {
+		return launch.Devices{}, usage(err)
+	}
+	if err != nil {
+		return launch.Devices{}, err
+	}
+	d := launch.Devices{Count: c.Devices, Backend: c.Backend}
+	if c.Backend == backend.CUDA {
+		return d, nil
+	}
+	// Virtual devices cost nothing: create one for each process, unless the
+	// environment sets their number.
+	if procs > d.Count && !env.VirtualDevices.IsSet() {
+		if procs > backend.MaxVirtualDevices {
+			return d, &launch.UsageError{Reason: fmt.Sprintf("%d virtual devices: want 1 to %d", procs, backend.MaxVirtualDevices)}
+		}
+		d.Count = procs
+		d.Env = append(d.Env, fmt.Sprintf("%s=%d", env.VirtualDevices.Name, procs))
+	}
+	if c.NoGPU != "" {
+		d.Env = append(d.Env, env.Backend.Name+"="+backend.Virtual)
+		d.Note = c.Note(fmt.Sprintf("%d virtual devices", d.Count))
+	}
+	return d, nil
+}

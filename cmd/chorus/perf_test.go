@@ -17,7 +17,7 @@ import (
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // self is the test binary, which is the command when commandVar says so.
@@ -139,7 +139,7 @@ func TestPerfOfProcesses(t *testing.T) {
 // launcher told them to end.
 func TestPerfOfAKilledProcess(t *testing.T) {
 	cmd := exec.Command(self(t), "run", "--nproc-per-node", "3", "--", "sh", "-c",
-		`echo pid $RANK $$; exec "$0" perf all_reduce -b 1K -e 32M -f 2 -n "$1"`, self(t), fmt.Sprint(tsan.Rounds(150, 1500)))
+		`echo pid $RANK $$; exec "$0" perf all_reduce -b 1K -e 32M -f 2 -n "$1"`, self(t), fmt.Sprint(testhost.Rounds(150, 1500)))
 	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
 	var errs strings.Builder
 	cmd.Stderr = &errs

@@ -1,7 +1,9 @@
 package main
 
 import (
+	"context"
 	"fmt"
+	"net"
 	"os"
 	"os/signal"
 	"strconv"
@@ -244,6 +246,88 @@ func start(cmd *cobra.Command, cfg *launch.Config) error {
 	defer signal.Stop(pipe)
 	if code := launch.Run(cmd.Context(), cfg); code != 0 {
 		return exitCode(code)
+	}
+	return nil
+}
+
+// monitored serves the state of a job: to chorus status always, and as metrics and a page at addr
+// unless it is empty. It does so at once, so that chorus status finds a job whose hosts join. The
+// result is called when all hosts have joined.
+func monitored(ctx context.Context, addr string, source *monitor.Source, exits *monitor.Exits, say func(level, text string)) (func(*cluster.Agent) func(), error) {
+	var metrics net.Listener
+	if addr != "" {
+		ln, public, err := monitor.Listen(ctx, addr)
+		if err != nil {
+			return nil, usage(err)
+		}
+		metrics = ln
+		say("INFO", fmt.Sprintf("metrics and a page of the job: http://%s/", ln.Addr()))
+		if public {
+			say("WARN", fmt.Sprintf("warning: everyone who reaches %s can read the names of hosts and groups, and the progress and memory of the job", ln.Addr()))
+		}
+	}
+	s := monitor.NewServer(source, monitor.Labels{Version: version(), Exits: exits})
+	if local, err := monitor.ListenLocal(); err != nil {
+		say("WARN", fmt.Sprintf("chorus status will not find this job: %v", err))
+	} else {
+		s.Serve(local, nil)
+	}
+	if metrics != nil {
+		s.Serve(metrics, monitor.TrustedHosts(addr))
+	}
+	return func(a *cluster.Agent) func() {
+		source.Join(a)
+		return func() { _ = s.Close() } // the process ends
+	}, nil
+}
+
+// petFlags are the variables with which torchrun's flags can be set, and Kubeflow's torch policy
+// sets nothing else.
+var petFlags = []struct{ name, flag string }{
+	{"PET_NNODES", "nnodes"}, {"PET_NPROC_PER_NODE", "nproc-per-node"}, {"PET_NODE_RANK", "node-rank"}, {"PET_MAX_RESTARTS", "max-restarts"},
+}
+
+// setPET sets the flags that the command line does not have to the values of torchrun's
+// variables. Chorus's own variables precede them.
+func (f *runFlags) setPET(cmd *cobra.Command) error {
+	for _, p := range petFlags {
+		value, ok := os.LookupEnv(p.name)
+		if !ok || value == "" || cmd.Flags().Changed(p.flag) {
+			continue
+		}
+		if p.flag == "nproc-per-node" && value == "gpu" {
+			value = "auto"
+		}
+		err := cmd.Flags().Set(p.flag, value)
+		if err == nil {
+			err = f.check()
+		}
+		if err != nil {
+			return &launch.UsageError{Reason: fmt.Sprintf("%s=%q: %v", p.name, value, err)}
+		}
+	}
+	if host := os.Getenv("PET_MASTER_ADDR"); host != "" && len(f.seeds) == 0 && env.Seeds.Value() == "" && f.nnodes != "1" {
+		if port := os.Getenv("PET_MASTER_PORT"); port != "" {
+			host = net.JoinHostPort(host, port)
+		}
+		f.seeds = []string{host}
+	}
+	return nil
+}
+
+// check validates the numbers of hosts, processes and restarts.
+func (f *runFlags) check() error {
+	if _, _, err := f.nodes(); err != nil {
+		return err
+	}
+	if _, err := f.procs(); err != nil {
+		return err
+	}
+	if f.logFormat != "text" && f.logFormat != "json" {
+		return &launch.UsageError{Reason: fmt.Sprintf("--log-format %s: want text or json", f.logFormat)}
+	}
+	if f.maxRestarts < 0 {
+		return &launch.UsageError{Reason: fmt.Sprintf("--max-restarts %d: want 0 or more", f.maxRestarts)}
 	}
 	return nil
 }

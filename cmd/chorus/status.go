@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -14,7 +15,10 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
+	"github.com/gochorus/chorus/cmd/chorus/internal/timeline"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 const statusLong = `Show the state of a job that chorus run has started: its epoch and hosts, and for each
@@ -135,4 +139,139 @@ func terminalSize(f *os.File) (rows, columns int) {
 		return 24, 80
 	}
 	return int(size.rows), int(size.columns)
+}
+
+const timelineLong = `Read the files that CHORUS_TIMELINE or package timeline has recorded.
+
+Set CHORUS_TIMELINE to a directory before the job starts. Each process then writes one file
+there: when its streams ran kernels, copies, collectives and graphs, what the host waited for,
+the events of the allocator, and nvtx ranges. Copy the files of all hosts into one directory.
+Processes of a host share a clock. The clocks of hosts are compared by the ends of their common
+collectives, so a shift of some microseconds between hosts remains.`
+
+func newTimelineCommand() *cobra.Command {
+	c := parentCommand("timeline", "Merge and summarize recorded timelines of all ranks")
+	c.Long = timelineLong
+	c.AddCommand(newTimelineMergeCommand(), newTimelineSummaryCommand())
+	return c
+}
+
+func newTimelineMergeCommand() *cobra.Command {
+	var out string
+	c := &cobra.Command{
+		Use:   "merge [flags] directory",
+		Short: "Write one file with the timelines of all ranks for Perfetto",
+		Long: `Write one file with the timelines of all ranks, in Chrome's JSON format. Open it in
+https://ui.perfetto.dev. Each rank is a process and each stream a thread. Arrows lead from the
+rank that arrived last in a collective to the other ranks, and from sends to receives.`,
+		Example: "  CHORUS_TIMELINE=timeline chorus run -- ./train\n  chorus timeline merge timeline -o trace.json",
+		RunE: func(c *cobra.Command, args []string) error {
+			job, err := loadTimeline(c, args)
+			if err != nil {
+				return err
+			}
+			f, err := safefile.Create(out)
+			if err != nil {
+				return fmt.Errorf("timeline: merge: %w", err)
+			}
+			w := bufio.NewWriter(f)
+			if err := errors.Join(job.WriteTrace(w), w.Flush(), f.Close()); err != nil {
+				return fmt.Errorf("timeline: merge: %w", err)
+			}
+			fmt.Fprintf(c.OutOrStdout(), "%s has the timelines of %d ranks: open it in https://ui.perfetto.dev\n", out, len(job.Ranks))
+			return nil
+		},
+	}
+	c.Flags().StringVarP(&out, "output", "o", "trace.json", "file to write")
+	return c
+}
+
+func newTimelineSummaryCommand() *cobra.Command {
+	var asJSON bool
+	c := &cobra.Command{
+		Use:   "summary [flags] directory",
+		Short: "Print how much of the communication is hidden behind kernels",
+		Long: `Print shares of the time for each rank and each step:
+  compute        kernels, copies or fills ran
+  communication  collectives, sends or receives ran
+  exposed        communication ran and nothing else
+  overlap        both ran
+  gaps           nothing ran
+
+Steps are nvtx ranges whose names begin with "step". If there are none, a step lasts from one
+launch of a graph to the next. A range is a time of the host: end it after a wait for the device.
+On CUDA a graph counts as compute, because its operations are not recorded one by one.`,
+		Example: "  chorus timeline summary timeline",
+		RunE: func(c *cobra.Command, args []string) error {
+			job, err := loadTimeline(c, args)
+			if err != nil {
+				return err
+			}
+			if s := job.Summarize(); asJSON {
+				return encode(c.OutOrStdout(), s)
+			} else {
+				return s.WriteText(c.OutOrStdout())
+			}
+		},
+	}
+	c.Flags().BoolVar(&asJSON, "json", false, "report in JSON")
+	return c
+}
+
+func loadTimeline(c *cobra.Command, args []string) (*timeline.Job, error) {
+	if len(args) != 1 {
+		return nil, usageError(c, errors.New("want one directory"))
+	}
+	if info, err := os.Stat(args[0]); err == nil && !info.IsDir() {
+		return nil, usageError(c, fmt.Errorf("%s is not a directory", args[0]))
+	}
+	return timeline.Load(args[0])
+}
+
+const analyzeLong = `Find the rank or the hardware that made a job hang, from the flight recorders of all ranks.
+
+Set CHORUS_NCCL_TRACE_FILE to a prefix, such as /shared/trace-, before the job starts. Each
+process then writes its recorders to a file when an operation times out or the job loses a
+process. Copy the files of all hosts into one folder. PyTorch's dumps (TORCH_FR_DUMP_TEMP_FILE)
+are accepted too, as pickles or JSON, if their names still end in the rank. So is the output of
+ncclras --format=json (NCCL 2.28.7 and newer), in which running jobs may have unequal counts.
+
+The command compares the operations of the ranks in each group: the operation, type, size,
+reduction and root. Then it finds the ranks that other ranks wait for. The first paragraph of the
+output is the verdict. Other findings and a table of each group follow. A state is what the process
+observed before it wrote the file: an operation that is not known to have completed may have
+completed. Remove the files of earlier runs first.
+
+The exit code is 0 if there is no difference, 1 if there is a finding, and 64 for a mistake in
+the command line.`
+
+func newAnalyzeCommand() *cobra.Command {
+	var asJSON bool
+	c := &cobra.Command{
+		Use:     "analyze [flags] path...",
+		Short:   "Find the cause of a hang in the flight recorders of all ranks",
+		Long:    analyzeLong,
+		Example: "  chorus analyze traces/\n  chorus analyze --json trace-0 trace-1 trace-2",
+		RunE: func(c *cobra.Command, paths []string) error {
+			if len(paths) == 0 {
+				return usageError(c, errors.New("no file or folder given"))
+			}
+			job, err := analyze.Load(paths)
+			if err != nil {
+				return err
+			}
+			r := job.Analyze()
+			if asJSON {
+				err = encode(c.OutOrStdout(), r)
+			} else {
+				err = r.WriteText(c.OutOrStdout())
+			}
+			if err == nil && r.Kind != analyze.KindNone {
+				return errDifferent
+			}
+			return err
+		},
+	}
+	c.Flags().BoolVar(&asJSON, "json", false, "report in JSON")
+	return c
 }

@@ -28,7 +28,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 func TestGuides(t *testing.T) {
@@ -92,7 +92,7 @@ func (d *desktop) follow(t *testing.T, guide string) error {
 	if err != nil {
 		return err
 	}
-	port := strconv.Itoa(testport.Reserve(t))
+	port := strconv.Itoa(testhost.Reserve(t))
 	out, err := d.shell(t, strings.ReplaceAll(script, "29477", port))
 	outs := strings.Split(strings.ReplaceAll(out, port, "29477"), mark)
 	if err != nil {

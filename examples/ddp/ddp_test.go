@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // The test binary is the program when this is set.
@@ -92,7 +92,7 @@ func TestTwoHosts(t *testing.T) {
 	for _, strategy := range []string{"nccl", "own"} {
 		t.Run(strategy, func(t *testing.T) {
 			t.Setenv("CHORUS_COMM_STRATEGY", strategy)
-			seed := net.JoinHostPort("127.0.0.1", strconv.Itoa(testport.Reserve(t)))
+			seed := net.JoinHostPort("127.0.0.1", strconv.Itoa(testhost.Reserve(t)))
 			host := func(n string) cluster.Config {
 				return cluster.Config{Job: "two", Nodes: 2, Host: "host" + n, Bind: "127.0.0." + n, Seeds: []string{seed},
 					Secret: []byte("sixteen bytes or more")}

@@ -18,7 +18,7 @@ import (
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // asLauncher has a launcherConfig in JSON. The test binary is then a launcher.
@@ -99,7 +99,7 @@ func launchHost(t *testing.T, i, port int, lines chan<- line) *exec.Cmd {
 // The launcher that coordinates is killed during the training. The ranks of the other hosts go on
 // in the same processes, and end with equal parameters.
 func TestTrainingSurvivesTheCoordinator(t *testing.T) {
-	port := testport.Reserve(t)
+	port := testhost.Reserve(t)
 	lines := make(chan line, 10000)
 	var cmds []*exec.Cmd
 	for i := range 3 {

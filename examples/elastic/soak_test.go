@@ -24,8 +24,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/testlan"
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var (
@@ -69,7 +68,7 @@ type soakHost struct {
 type soak struct {
 	t     *testing.T
 	rnd   *rand.Rand
-	lan   *testlan.LAN // nil: all hosts are on the loopback
+	lan   *testhost.LAN // nil: all hosts are on the loopback
 	port  int
 	procs int // workers of each host
 	until string
@@ -91,10 +90,10 @@ type soak struct {
 
 func newSoak(t *testing.T, hosts, procs int) *soak {
 	seed := uint64(time.Now().UnixNano())
-	s := &soak{t: t, rnd: rand.New(rand.NewPCG(seed, 1)), port: testport.Reserve(t), procs: procs, lines: make(chan line, 10000),
+	s := &soak{t: t, rnd: rand.New(rand.NewPCG(seed, 1)), port: testhost.Reserve(t), procs: procs, lines: make(chan line, 10000),
 		sums: map[string]int{}, faults: map[string]int{}, moved: time.Now()}
-	if hosts > 1 && testlan.Lacks() == "" {
-		s.lan = testlan.New(t, hosts)
+	if hosts > 1 && testhost.Lacks() == "" {
+		s.lan = testhost.New(t, hosts)
 	}
 	dir := t.TempDir()
 	s.until = filepath.Join(dir, "steps")

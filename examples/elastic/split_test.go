@@ -19,9 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
-	"github.com/gochorus/chorus/internal/testlan"
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var splits = flag.Int("splits", 1, "how often TestNoJobRunsTwice makes each fault")
@@ -65,7 +63,7 @@ var worksIn = regexp.MustCompile(`works in epoch (\d+) of (.*), pid (\d+)`)
 
 // A bench is a job on the hosts of a network, whose launchers have the default time limits.
 type bench struct {
-	*testlan.LAN
+	*testhost.LAN
 	t     *testing.T
 	cmds  []*exec.Cmd
 	lines chan line
@@ -80,12 +78,12 @@ type bench struct {
 
 // newBench starts launchers. slow has the time that the functions of a host need to return.
 func newBench(t *testing.T, hosts int, slow map[int]time.Duration) *bench {
-	tsan.Timed(t)
-	b := &bench{LAN: testlan.New(t, hosts), t: t, lines: make(chan line, 10000), worlds: map[string]string{}, last: make([]string, hosts),
+	testhost.Timed(t)
+	b := &bench{LAN: testhost.New(t, hosts), t: t, lines: make(chan line, 10000), worlds: map[string]string{}, last: make([]string, hosts),
 		at: make([]time.Time, hosts), ended: make([]bool, hosts), pids: map[int]map[string]int{}}
 	self, err := os.Executable()
 	require.NoError(t, err)
-	port := testport.Reserve(t)
+	port := testhost.Reserve(t)
 	var seeds []string
 	for i := range hosts {
 		seeds = append(seeds, fmt.Sprintf("%s:%d", b.IP(i), port))
@@ -252,9 +250,10 @@ func TestNoJobRunsTwice(t *testing.T) {
 		{"reset connections and lost packets", func(t *testing.T) ([]int, []int) {
 			b := newBench(t, 3, nil)
 			b.work()
-			b.dropAll([]int{0}, []int{1, 2})
 			for _, j := range []int{1, 2} {
-				b.Do("ip netns exec %s ss -K dst %s", b.NS(0), b.IP(j))
+				b.Do("ip -n %s route add blackhole %s/32", b.NS(0), b.IP(j)) // so that nobody connects again
+				b.Do("ip netns exec %s ss -K dst %s", b.NS(j), b.IP(0))      // the coordinator gets the reset
+				b.Do("ip -n %s route add blackhole %s/32", b.NS(j), b.IP(0))
 			}
 			return b.settled(), []int{1, 2}
 		}},

@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/examples/gpt/kernels"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -144,7 +144,7 @@ func TestLosses(t *testing.T) {
 	for _, v := range virtual {
 		t.Run(fmt.Sprintf("virtual/%+v", v), func(t *testing.T) {
 			steps := 5
-			if tsan.On { // the third step depends on everything that a step does
+			if testhost.On { // the third step depends on everything that a step does
 				steps = 3
 			}
 			v.check(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: v.ranks}), testgpu.Rounds(steps, 60))

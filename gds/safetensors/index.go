@@ -132,3 +132,148 @@ func local(file string) string {
 	}
 	return ""
 }
+
+// ReadIndex reads an index of size bytes, at most 100,000,000. File names must not
+// contain directories, so that an index cannot name other files. Invalid content
+// is a *FormatError; other errors come from r. Like the reference implementation,
+// it ignores unknown keys besides "weight_map" and "metadata".
+func ReadIndex(r io.ReaderAt, size int64) (*Index, error) {
+	if size > maxHeader {
+		return nil, &FormatError{Reason: fmt.Sprintf("the index has %d bytes: want at most %d", size, maxHeader)}
+	}
+	text, err := readString(r, 0, max(size, 0))
+	if err != nil {
+		return nil, err
+	}
+	p := indexParser{scanner: scanner{text: text}}
+	p.object("for the index", p.entry)
+	p.end()
+	if p.index.WeightMap == nil {
+		p.fail(0, "weight_map is missing: the file is not an index of safetensors files")
+	}
+	if p.err != nil {
+		return nil, p.err
+	}
+	return &p.index, nil
+}
+
+type indexParser struct {
+	scanner
+	index Index
+}
+
+func (p *indexParser) entry(at int, key string) {
+	switch key {
+	case "weight_map":
+		if p.index.WeightMap != nil {
+			p.fail(at, "weight_map occurs twice")
+			return
+		}
+		p.weights()
+	case "metadata":
+		if p.index.Metadata != nil {
+			p.fail(at, "metadata occurs twice")
+			return
+		}
+		p.peek()
+		from := p.at
+		p.object("for metadata", func(int, string) { p.skip() })
+		p.index.Metadata = json.RawMessage(p.text[from:p.at])
+	default:
+		p.skip()
+	}
+}
+
+// weights reads the map. It counts the entries first, so that the map does not grow.
+func (p *indexParser) weights() {
+	n := p.members("for weight_map")
+	p.index.WeightMap = make(map[string]string, n)
+	p.object("for weight_map", func(at int, key string) {
+		p.name = key
+		before := len(p.index.WeightMap)
+		p.peek()
+		place := p.at
+		file := p.string("for the file of a tensor")
+		if reason := local(file); reason != "" {
+			p.fail(place, "%s", reason)
+		}
+		if p.index.WeightMap[key] = file; len(p.index.WeightMap) == before {
+			p.fail(at, "duplicate name")
+		}
+		p.name = ""
+	})
+}
+
+// A Shard is one file of a checkpoint with several files.
+type Shard struct {
+	File    string
+	Tensors []Tensor
+}
+
+// Split divides tensors, in their order, into files with at most maxBytes of
+// tensors; a larger tensor gets a separate file. The file names are
+// name-00001-of-00003.safetensors or, for a single file, name.safetensors. The
+// usual name is "model".
+func Split(name string, tensors []Tensor, maxBytes int64) ([]Shard, error) {
+	if reason := local(name); reason != "" {
+		return nil, fmt.Errorf("safetensors: split: %s", reason)
+	}
+	if maxBytes <= 0 {
+		return nil, fmt.Errorf("safetensors: split: files of at most %d bytes: want 1 or more", maxBytes)
+	}
+	shards, err := divide(tensors, maxBytes)
+	if err != nil {
+		return nil, err
+	}
+	if len(shards) == 1 {
+		shards[0].File = name + ".safetensors"
+		return shards, nil
+	}
+	for i := range shards {
+		shards[i].File = fmt.Sprintf("%s-%05d-of-%05d.safetensors", name, i+1, len(shards))
+	}
+	return shards, nil
+}
+
+// divide is Split without names. Without tensors it returns one empty file.
+func divide(tensors []Tensor, maxBytes int64) ([]Shard, error) {
+	shards := make([]Shard, 1)
+	room := maxBytes
+	for _, t := range tensors {
+		n, err := t.size()
+		if err != nil {
+			return nil, err
+		}
+		last := &shards[len(shards)-1]
+		if n > room && len(last.Tensors) > 0 {
+			shards = append(shards, Shard{})
+			last, room = &shards[len(shards)-1], maxBytes
+		}
+		last.Tensors = append(last.Tensors, t)
+		room -= n
+	}
+	return shards, nil
+}
+
+// NewIndex returns the index of the shards, with the total size of all tensors as
+// "total_size". It fails if a tensor is in two shards.
+func NewIndex(shards []Shard) (*Index, error) {
+	x := &Index{WeightMap: map[string]string{}}
+	total := int64(0)
+	for _, s := range shards {
+		for _, t := range s.Tensors {
+			if first, ok := x.WeightMap[t.Name]; ok {
+				return nil, misfit(s.File, t.Name, "is also in %q", first)
+			}
+			x.WeightMap[t.Name] = s.File
+			n, err := t.size()
+			if err != nil {
+				return nil, err
+			}
+			total += n
+		}
+	}
+	var err error
+	x.Metadata, err = json.Marshal(map[string]int64{"total_size": total})
+	return x, err
+}

@@ -21,8 +21,8 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/connlimit", "internal/dims", "internal/env", "internal/goroutine", "internal/handle", "internal/jsonfile", "internal/kept", "internal/minifloat", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testgpu/tsan", "internal/testlan", "internal/testport", "cmd/chorus/internal/chart", "internal/pickle", "internal/spinpool"},
-	{"internal/torchfile", "internal/ras", "cmd/chorus/internal/memplot", "internal/timeline"},
+	{"gds/safetensors", "internal/connlimit", "internal/env", "internal/handle", "internal/jsonfile", "internal/minifloat", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
+	{"internal/torchfile", "internal/ras", "internal/timeline"},
 	{"internal/ras/rastest"},
 	{"internal/analyze"},
 	{"memory/internal/alloc", "internal/cudahost"},
@@ -59,7 +59,7 @@ var layers = [][]string{
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/testport", "internal/testgpu/tsan", "internal/testgpu/spin", "internal/ptxtest", "internal/testlan", "internal/dl/dltest"}
+var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgpu/spin", "internal/ptxtest", "internal/dl/dltest"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.

@@ -50,7 +50,7 @@ var instead = map[string]string{
 	s                                       *stream.Stream
 	weights, weightGrads, bias, biasGrads memory.Slice[float32]
 )`,
-	"ddp/norm.go": `var (
+	"ddp/gradient.go": `var (
 	err   error
 	s     *stream.Stream
 	g     *comm.Group

@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/internal/virtual"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
@@ -103,7 +103,7 @@ func open(t *testing.T, name string) *backend.System {
 // Virtual devices of any number pass the suite.
 func TestMachines(t *testing.T) {
 	counts := []int{1, 2, 3, 4}
-	if tsan.On {
+	if testhost.On {
 		counts = []int{3}
 	}
 	for _, devices := range counts {

@@ -15,7 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
@@ -87,7 +87,7 @@ func runRank() {
 // test runs the suite and prints the time that it took.
 func test(c *virtualtest.Child, r *farRank) {
 	r.Counts, r.Medium, r.Large, r.Huge = []int{0, 1, 1001}, 72<<10, 1<<20, 64<<20
-	if tsan.On {
+	if testhost.On {
 		r.Medium, r.Large, r.Huge = 0, 72<<10, 1<<20
 	}
 	var err error

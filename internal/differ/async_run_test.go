@@ -18,7 +18,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -26,7 +26,7 @@ import (
 )
 
 var (
-	asyncFlag  = flag.Int("async", tsan.Rounds(60, 600), "how many host-asynchronous `programs` to run")
+	asyncFlag  = flag.Int("async", testhost.Rounds(60, 600), "how many host-asynchronous `programs` to run")
 	asyncLimit = flag.Duration("asynclimit", 30*time.Second, "how `long` a host-asynchronous program may take before it hangs")
 )
 

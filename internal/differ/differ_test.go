@@ -18,11 +18,11 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var (
-	programs = flag.Int("programs", tsan.Rounds(500, 10_000), "how many `programs` to run")
+	programs = flag.Int("programs", testhost.Rounds(500, 10_000), "how many `programs` to run")
 	seedFlag = flag.Uint64("seed", 1, "the `seed` of the programs")
 	from     = flag.Int("from", 0, "the `index` of the first program")
 	parallel = flag.Int("parallel", 0, "how many `processes` run programs; 0 is one for each processor, -1 none: the test runs them")

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // A regression is a program that once differed.
@@ -89,7 +89,7 @@ func TestPrintedProgramsCompile(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "main.go")
 	require.NoError(t, os.WriteFile(file, []byte(code), 0o600))
 	args := []string{"vet", file}
-	if tsan.On { // the packages are compiled already
+	if testhost.On { // the packages are compiled already
 		args = []string{"vet", "-race", file}
 	}
 	out, err := exec.Command("go", args...).CombinedOutput()

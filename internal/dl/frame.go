@@ -1,9 +1,14 @@
 package dl
 
 import (
+	"bytes"
 	"runtime"
 	"sync"
+	"sync/atomic"
+	"syscall"
 	"unsafe"
+
+	"github.com/ebitengine/purego"
 )
 
 const (
@@ -206,4 +211,142 @@ func (f *Frame) DoString(fn uintptr) string {
 	s := GoString(f.Call(fn))
 	f.Put()
 	return s
+}
+
+// Callback returns a C function pointer that calls fn. Its parameters and its optional
+// result must be integers or addresses. A process can make about 2000 callbacks and none
+// is ever freed, so use it only for functions that live as long as the process. C may call
+// it on any thread; a panic in fn ends the process.
+func Callback(fn any) uintptr { return purego.NewCallback(fn) }
+
+// A Closure identifies a Go function that C may call as void fn(void *closure). All
+// closures share one C function pointer.
+type Closure uintptr
+
+var closures struct {
+	last atomic.Uintptr
+	byID sync.Map // Closure to *held
+}
+
+// held is a function with its reference count.
+type held struct {
+	fn   func()
+	refs atomic.Int32
+	once bool
+}
+
+// NewClosure makes a closure of fn with one reference, for the caller. It exists until the
+// last reference is released.
+func NewClosure(fn func()) Closure { return newClosure(fn, false) }
+
+// OnceClosure is NewClosure for a function whose call releases the reference.
+func OnceClosure(fn func()) Closure { return newClosure(fn, true) }
+
+func newClosure(fn func(), once bool) Closure {
+	c := Closure(closures.last.Add(1))
+	h := &held{fn: fn, once: once}
+	h.refs.Store(1)
+	closures.byID.Store(c, h)
+	return c
+}
+
+// Call calls the function, as C does through CallClosure. It does nothing for a released
+// closure.
+func (c Closure) Call() {
+	h, ok := c.held()
+	if !ok {
+		return
+	}
+	if h.once {
+		defer c.Release()
+	}
+	h.fn()
+}
+
+// Retain adds a reference.
+func (c Closure) Retain() {
+	if h, ok := c.held(); ok {
+		h.refs.Add(1)
+	}
+}
+
+// Release drops a reference.
+func (c Closure) Release() {
+	if h, ok := c.held(); ok && h.refs.Add(-1) == 0 {
+		closures.byID.Delete(c)
+	}
+}
+
+func (c Closure) held() (*held, bool) {
+	v, ok := closures.byID.Load(c)
+	if !ok {
+		return nil, false
+	}
+	return v.(*held), true
+}
+
+// CallClosure and ReleaseClosure return the C functions that call and release a Closure
+// by its number.
+var (
+	CallClosure    = sync.OnceValue(func() uintptr { return Callback(func(c uintptr) { Closure(c).Call() }) })
+	ReleaseClosure = sync.OnceValue(func() uintptr { return Callback(func(c uintptr) { Closure(c).Release() }) })
+)
+
+// Pointer converts an address from C to a pointer. The memory must belong to C: the
+// garbage collector neither moves nor frees it.
+func Pointer(address uint64) unsafe.Pointer {
+	// Not unsafe.Pointer(uintptr), which go vet reports.
+	return *(*unsafe.Pointer)(unsafe.Pointer(&address))
+}
+
+// GoString copies the NUL-terminated string at a C address; 0 is "".
+func GoString(address uintptr) string {
+	if address == 0 {
+		return ""
+	}
+	p := Pointer(uint64(address))
+	n := 0
+	for *(*byte)(unsafe.Add(p, n)) != 0 {
+		n++
+	}
+	return string(unsafe.Slice((*byte)(p), n))
+}
+
+// CString returns the text of a buffer that C filled, up to its first NUL.
+func CString(b []byte) string {
+	if i := bytes.IndexByte(b, 0); i >= 0 {
+		b = b[:i]
+	}
+	return string(b)
+}
+
+// CallErrno calls a function that returns a word and sets errno on failure. The Errno is 0
+// if the function did not set errno. A missing function returns ENOSYS, as a missing
+// system call does. The frame is returned to the pool.
+func (t *Table[N, R]) CallErrno(n N, f *Frame) (uintptr, syscall.Errno) {
+	if !t.Has(n) {
+		f.Put()
+		return ^uintptr(0), syscall.ENOSYS
+	}
+	// errno belongs to the thread.
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	f.before, f.subject = t.before, t.subject
+	errno := errnoOfThread()
+	if errno == nil {
+		return f.do(t.fns[n]), 0
+	}
+	*errno = 0
+	r := f.do(t.fns[n])
+	return r, syscall.Errno(*errno)
+}
+
+// errnoOfThread returns the address of the calling thread's errno, or nil if it is
+// unknown.
+func errnoOfThread() *int32 {
+	fn := errnoLocation()
+	if fn == 0 {
+		return nil
+	}
+	return (*int32)(Pointer(uint64(Get().do(fn))))
 }

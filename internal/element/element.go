@@ -1,11 +1,15 @@
 // Package element reads and writes single elements of any type in host memory, and
 // converts between types like kernels and torch.
 //
+// WrapDim has torch's rule for the dimensions of a tensor.
+//
 // These functions are for few elements, or for uses without a faster alternative: host
 // tensors, and the Go stand-ins of kernels on virtual devices.
 package element
 
 import (
+	"fmt"
+	"math"
 	"unsafe"
 
 	"github.com/gochorus/chorus/memory"
@@ -185,4 +189,32 @@ func SetFloat(t memory.DType, b []byte, i int, v float64) {
 	default:
 		*as[float64](b, i) = v
 	}
+}
+
+// FMA returns a*b+c rounded once, as the instruction of GPUs does. The product is exact in
+// float64. Rounding the sum to odd, instead of to nearest, makes the second rounding correct.
+//
+//go:norace
+func FMA(a, b, c float32) float32 {
+	p, q := float64(a)*float64(b), float64(c)
+	s := p + q
+	v := s - p
+	lost := (p - (s - v)) + (q - v)
+	if lost != 0 && math.Float64bits(s)&1 == 0 {
+		s = math.Nextafter(s, math.Copysign(math.Inf(1), lost))
+	}
+	return float32(s)
+}
+
+// WrapDim returns the dimension that dim means of n dimensions: a negative dim counts from
+// the end (torch's maybe_wrap_dim). A tensor without dimensions counts as one with one.
+func WrapDim(dim, n int) (int, error) {
+	n = max(1, n)
+	if dim < -n || dim >= n {
+		return 0, fmt.Errorf("dimension out of range (expected to be in range of [%d, %d], but got %d)", -n, n-1, dim)
+	}
+	if dim < 0 {
+		dim += n
+	}
+	return dim, nil
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -220,7 +220,7 @@ func tabled[T memory.Element](t *testing.T, group []member, k kit[T]) {
 	t.Run(memory.DTypeOf[T]().String(), func(t *testing.T) {
 		drawn := func() bool { return true }
 		if group[0].s.Device().System().Backend() != "cuda" {
-			drawn = testgpu.Sample(t, tsan.Rounds(16, 8))
+			drawn = testgpu.Sample(t, testhost.Rounds(16, 8))
 		}
 		calls(group, k, func(c call) {
 			if drawn() {

@@ -1,8 +1,10 @@
 package fabric
 
 import (
+	"context"
 	_ "embed"
 	"fmt"
+	"sync"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -179,4 +181,80 @@ func foldKernel(dev *device.Device, dtype memory.DType, op flight.Reduction, fn 
 		}
 		return ks, nil
 	})
+}
+
+// standInFold returns the function that implements the kernel of a stage in Go, for virtual devices.
+func (f *format) standInFold(op flight.Reduction, stage Stage) func(*kernel.Call) {
+	return func(c *kernel.Call) {
+		x := Fold{
+			Base: c.Address(0), Stride: kernel.Get[uint64](c, 1), Own: c.Address(2), Mine: int(kernel.Get[uint32](c, 3)),
+			Ranks: int(kernel.Get[uint32](c, 4)), Block: int(kernel.Get[uint32](c, 5)), Dst: c.Address(6), Count: int(kernel.Get[uint64](c, 7)),
+			DType: f.dtype, Op: op, Stage: stage, All: int(kernel.Get[uint32](c, 9)),
+		}
+		in, out := x.sizes()
+		ranks := make([][]byte, x.Ranks)
+		for r := range ranks {
+			ranks[r] = kernel.ReadAddress[uint8](c, x.of(r), x.Count*in)
+		}
+		f.pieces(&x, kernel.UpdateAddress[uint8](c, x.Dst, x.Count*out), ranks)
+	}
+}
+
+// standInScale implements the kernel scale.
+func (f *format) standInScale(c *kernel.Call) {
+	size := f.dtype.Size()
+	bytes, bits := int(kernel.Get[uint64](c, 2))*size, kernel.Get[uint64](c, 3)
+	if c.Address(4) != 0 {
+		bits = 0
+		for i, b := range kernel.Read[uint8](c, 4, size) {
+			bits |= uint64(b) << (8 * i)
+		}
+	}
+	f.scale(kernel.Update[uint8](c, 1, bytes), kernel.Read[uint8](c, 0, bytes), bits)
+}
+
+// A Table is the Exchange of ranks in one process.
+type Table struct {
+	mu     sync.Mutex
+	ranks  int
+	rounds []*round
+}
+
+// A round has the messages of all ranks in one exchange.
+type round struct {
+	said [][]byte
+	left int
+	over chan struct{}
+}
+
+// NewTable makes a table for the given number of ranks.
+func NewTable(ranks int) *Table { return &Table{ranks: ranks} }
+
+// Seat returns the Exchange of a rank.
+func (t *Table) Seat(rank int) Exchange {
+	next := 0
+	return func(ctx context.Context, mine []byte) ([][]byte, error) {
+		r := t.say(next, rank, mine)
+		next++
+		select {
+		case <-r.over:
+			return r.said, nil
+		case <-ctx.Done():
+			return nil, context.Cause(ctx)
+		}
+	}
+}
+
+func (t *Table) say(n, rank int, what []byte) *round {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if n == len(t.rounds) {
+		t.rounds = append(t.rounds, &round{make([][]byte, t.ranks), t.ranks, make(chan struct{})})
+	}
+	r := t.rounds[n]
+	r.said[rank] = what
+	if r.left--; r.left == 0 {
+		close(r.over)
+	}
+	return r
 }

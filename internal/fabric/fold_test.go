@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -137,7 +137,7 @@ func TestFoldSourceAgreesWithGo(t *testing.T) {
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
-	drawn := testgpu.Sample(t, tsan.Rounds(30, 8))
+	drawn := testgpu.Sample(t, testhost.Rounds(30, 8))
 	for i := range foldFormats {
 		for op := range flight.NumReductions {
 			if f := &foldFormats[i]; drawn() || f.dtype == memory.BFloat16 && op == flight.Avg {

@@ -15,19 +15,19 @@ func FuzzCards(f *testing.F) {
 	f.Add([]byte(`{"Value":{"Rank":-1,"Ranks":2,"Bytes":-64,"Host":"h\u001b[K","Blocks":-9223372036854775808}}`))
 	f.Add([]byte(`{"Failed":"\r[rank 7]"}`))
 	f.Add([]byte(`[]`))
-	mine := card{Ranks: 2, Bytes: 64, Host: "h", Process: "p", GPU: "GPU-0", Blocks: 4}
+	mine := rankInfo{Ranks: 2, Bytes: 64, Host: "h", Process: "p", GPU: "GPU-0", Blocks: 4}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		exchange := func(_ context.Context, text []byte) ([][]byte, error) { return [][]byte{text, b}, nil }
-		cards, err := confer(t.Context(), exchange, 2, mine, nil)
+		infos, err := agree(t.Context(), exchange, 2, mine, nil)
 		if err == nil {
-			err = agree(cards)
+			err = compareRanks(infos)
 		}
 		if err != nil {
 			require.Equal(t, plain.Text(err.Error()), err.Error())
 			return
 		}
-		require.Equal(t, 1, cards[1].Rank)
-		require.Equal(t, mine.Bytes, cards[1].Bytes)
-		require.NotEqual(t, mine.GPU, cards[1].GPU)
+		require.Equal(t, 1, infos[1].Rank)
+		require.Equal(t, mine.Bytes, infos[1].Bytes)
+		require.NotEqual(t, mine.GPU, infos[1].GPU)
 	})
 }

@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -33,7 +33,7 @@ var (
 // operations by other ways, beside copies between the same GPUs.
 func TestLines(t *testing.T) {
 	each(t, []int{2, 3}, func(t *testing.T, devs []*device.Device) {
-		seed, batches := *lineSeed, testgpu.Rounds(tsan.Rounds(4, 8), 24)
+		seed, batches := *lineSeed, testgpu.Rounds(testhost.Rounds(4, 8), 24)
 		if seed == 0 {
 			seed = rand.Uint64()
 		}

@@ -16,7 +16,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -198,7 +198,7 @@ func TestNorm(t *testing.T) {
 		seed := rand.Uint64()
 		t.Log("seed ", seed)
 		group, rng := open(t, devs, &fabric.Config{Bytes: 1 << 20}), rand.New(rand.NewPCG(seed, 0))
-		for range testgpu.Rounds(tsan.Rounds(2, 4), 40) {
+		for range testgpu.Rounds(testhost.Rounds(2, 4), 40) {
 			c := normCase{
 				rows: 1 + rng.IntN(8), cols: 4 * (1 + rng.IntN(300)), inPlace: rng.IntN(2) == 0, eps: []float32{0, 1e-6, 0.5}[rng.IntN(3)],
 				algorithm: []fabric.Algorithm{fabric.Auto, fabric.OneShot, fabric.TwoShotPackets}[rng.IntN(3)], scale: []float32{0, 0, 0.01, 0.3}[rng.IntN(4)],

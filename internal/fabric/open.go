@@ -2,9 +2,15 @@ package fabric
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"os"
 	"slices"
+	"strings"
+	"sync"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
@@ -13,6 +19,7 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -87,41 +94,41 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 		return r.allocate(ctx, s)
 	}
 	mine, failed := r.prepare(ctx, s)
-	cards, err := confer(ctx, exchange, r.ranks, mine, failed)
+	infos, err := agree(ctx, exchange, r.ranks, mine, failed)
 	if err != nil {
 		return err
 	}
-	if err := agree(cards); err != nil {
+	if err := compareRanks(infos); err != nil {
 		return err
 	}
-	r.blocks = blocksOf(cards)
-	handles, err := r.share(ctx, exchange, cards)
+	r.blocks = blocksOf(infos)
+	handles, err := r.share(ctx, exchange, infos)
 	if err != nil {
 		return err
 	}
-	if failed = r.link(s, cards, handles); failed == nil {
+	if failed = r.link(s, infos, handles); failed == nil {
 		failed = r.probe(ctx, s)
 	}
-	if _, err = confer(ctx, exchange, r.ranks, true, failed); err != nil {
+	if _, err = agree(ctx, exchange, r.ranks, true, failed); err != nil {
 		return err
 	}
 	if failed = r.probed(ctx, s); failed == nil {
-		failed = r.begin(ctx, s, cards[0].Epoch)
+		failed = r.begin(ctx, s, infos[0].Epoch)
 	}
 	noLines := ""
 	if failed == nil {
-		noLines, failed = r.missesLines(cards)
+		noLines, failed = r.missesLines(infos)
 	}
-	said, err := confer(ctx, exchange, r.ranks, noLines, failed)
+	said, err := agree(ctx, exchange, r.ranks, noLines, failed)
 	if err == nil {
 		r.noLines = firstOf(said)
 	}
 	return err
 }
 
-// prepare allocates the rank's resources, and makes its card.
-func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c card, err error) {
-	c = card{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole, Epoch: anyEpoch()}
+// prepare allocates the rank's resources, and makes its rankInfo.
+func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err error) {
+	c = rankInfo{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole, Epoch: anyEpoch()}
 	if r.ranks > maxRanks {
 		return c, unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
 	}
@@ -192,20 +199,20 @@ func (r *Rank) begin(ctx context.Context, s *stream.Stream, epoch uint64) error 
 
 // share returns the handles of the scratch memory of each rank, for ranks of other
 // processes. They are empty if all ranks are in this process.
-func (r *Rank) share(ctx context.Context, exchange Exchange, cards []card) ([]memory.IPCHandle, error) {
-	if !slices.ContainsFunc(cards, func(c card) bool { return c.Process != cards[0].Process }) {
+func (r *Rank) share(ctx context.Context, exchange Exchange, infos []rankInfo) ([]memory.IPCHandle, error) {
+	if !slices.ContainsFunc(infos, func(c rankInfo) bool { return c.Process != infos[0].Process }) {
 		return make([]memory.IPCHandle, r.ranks), nil
 	}
 	mine, failed := r.peers[0].words.IPCHandle()
-	return confer(ctx, exchange, r.ranks, mine, failed)
+	return agree(ctx, exchange, r.ranks, mine, failed)
 }
 
 // link maps the scratch memory of the other ranks, in the order of the ranks after this
 // one.
-func (r *Rank) link(s *stream.Stream, cards []card, handles []memory.IPCHandle) error {
+func (r *Rank) link(s *stream.Stream, infos []rankInfo, handles []memory.IPCHandle) error {
 	for k := 1; k < r.ranks; k++ {
 		peer := (r.rank + k) % r.ranks
-		if err := r.reach(s, &cards[peer], handles[peer]); err != nil {
+		if err := r.reach(s, &infos[peer], handles[peer]); err != nil {
 			return fmt.Errorf("the memory of rank %d: %w", peer, err)
 		}
 	}
@@ -213,7 +220,7 @@ func (r *Rank) link(s *stream.Stream, cards []card, handles []memory.IPCHandle) 
 }
 
 // reach appends the scratch memory of a rank to peers.
-func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
+func (r *Rank) reach(s *stream.Stream, c *rankInfo, h memory.IPCHandle) error {
 	if _, process := here(); c.Process != process {
 		return r.reachFar(s, c, h)
 	}
@@ -234,7 +241,7 @@ func (r *Rank) reach(s *stream.Stream, c *card, h memory.IPCHandle) error {
 
 // reachFar is reach for a rank of another process. If its GPU is not visible in this
 // process, access cannot be queried: it is assumed if the driver maps the memory.
-func (r *Rank) reachFar(s *stream.Stream, c *card, h memory.IPCHandle) error {
+func (r *Rank) reachFar(s *stream.Stream, c *rankInfo, h memory.IPCHandle) error {
 	peer := r.seen(c)
 	if peer != nil && peer != r.dev {
 		can, err := r.dev.CanAccessPeer(peer)
@@ -267,7 +274,7 @@ func (r *Rank) sameScratch(words memory.Slice[uint64]) error {
 }
 
 // seen returns the GPU of a rank if it is visible in this process, or nil.
-func (r *Rank) seen(c *card) *device.Device {
+func (r *Rank) seen(c *rankInfo) *device.Device {
 	for _, peer := range r.dev.System().Devices() {
 		if uuid, err := gpu.DeviceOf(peer).UUID(); err == nil && uuid == c.GPU {
 			return peer
@@ -304,4 +311,255 @@ func (r *Rank) free() error {
 	}
 	r.peers = nil
 	return errors.Join(append(errs, r.control.Close(), r.host.Close())...)
+}
+
+// An Exchange sends each rank's message to all ranks and returns all messages, by rank.
+// Open calls it several times, in the same order on all ranks.
+type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
+
+// A rankInfo describes a rank to the other ranks.
+type rankInfo struct {
+	Rank, Ranks, Bytes int
+	Host, Process      string // of the rank
+	GPU                string // its UUID
+	Shares             bool   // whether it may share its GPU with other ranks
+	Blocks             int    // number of blocks that its multiprocessors can run at once
+	Scratch            uint64 // id of its scratch memory in its process
+	Epoch              uint64 // the initial epoch; all ranks use rank 0's
+}
+
+// anyEpoch returns a random initial epoch, so that data is unlikely to contain it: TwoShot
+// leaves data where later operations look for packets of their epoch. Kernels store it
+// multiplied by ticks.
+func anyEpoch() uint64 {
+	var b [8]byte
+	_, _ = rand.Read(b[:]) // crypto/rand.Read never fails
+	return binary.LittleEndian.Uint64(b[:])/(2*ticks) | 1<<32
+}
+
+// A word is a value of a rank for the other ranks, or its failure.
+type word[T any] struct {
+	verdict
+	Value T
+}
+
+// agree exchanges values. If a rank has failed, that rank returns its own error and the
+// others return an error that names it.
+func agree[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
+	text, err := json.Marshal(word[T]{verdictOf(failed), mine})
+	if err != nil {
+		return nil, err
+	}
+	all, err := exchange(ctx, text)
+	switch {
+	case err != nil:
+		return nil, errors.Join(failed, fmt.Errorf("exchange: %w", err))
+	case failed != nil:
+		return nil, failed
+	case len(all) != ranks:
+		return nil, fmt.Errorf("exchange: it gave what %d ranks have said: want %d", len(all), ranks)
+	}
+	values := make([]T, ranks)
+	for i := range values {
+		var said word[T]
+		if err := json.Unmarshal(all[i], &said); err != nil {
+			return nil, fmt.Errorf("exchange: what rank %d has said: %w", i, err)
+		}
+		plain.Record(&said)
+		if err := said.err(i); err != nil {
+			return nil, err
+		}
+		values[i] = said.Value
+	}
+	return values, nil
+}
+
+// Agree returns an error on all ranks if a rank has failed. The failed ranks get their own
+// error, and the others get an error that names the first failed rank. All ranks agree on
+// whether it matches errors.ErrUnsupported.
+func Agree(ctx context.Context, exchange Exchange, ranks int, failed error) error {
+	_, err := agree(ctx, exchange, ranks, true, failed)
+	return err
+}
+
+// compareRanks returns the reason why the ranks cannot form a group, the same on all ranks.
+func compareRanks(infos []rankInfo) error {
+	gpus := map[string]int{} // the first rank on each GPU
+	for i := range infos {
+		c := &infos[i]
+		other, twice := gpus[c.GPU]
+		switch first := &infos[0]; {
+		case c.Rank != i:
+			return fmt.Errorf("the exchange has rank %d in the place of rank %d", c.Rank, i)
+		case c.Ranks != first.Ranks || c.Bytes != first.Bytes:
+			return fmt.Errorf("rank %d wants %d ranks and %d bytes, rank 0 wants %d and %d: want the same on all",
+				i, c.Ranks, c.Bytes, first.Ranks, first.Bytes)
+		case c.Host != first.Host:
+			return unsupported("all ranks on one host", fmt.Sprintf("rank %d on another than rank 0", i))
+		case c.Shares != first.Shares:
+			return fmt.Errorf("ranks 0 and %d differ in %s: set it alike for all", i, env.ShareGPUs.Name)
+		case twice && !c.Shares:
+			return unsupported("a GPU for each rank, or "+env.ShareGPUs.Name+"=yes for tests", fmt.Sprintf("one for ranks %d and %d", other, i))
+		case !twice:
+			gpus[c.GPU] = i
+		}
+	}
+	return nil
+}
+
+// blocksOf returns the maximum number of blocks of a kernel, the same on all ranks. A kernel
+// waits for the kernels of the other ranks, so the kernels of all ranks on one GPU must be
+// resident at once. They leave some multiprocessors to copies and other kernels.
+func blocksOf(infos []rankInfo) int {
+	ranks := map[string]int{}
+	for i := range infos {
+		ranks[infos[i].GPU]++
+	}
+	blocks := maxBlocks
+	for i := range infos {
+		parts := 1
+		if n := ranks[infos[i].GPU]; n > 1 {
+			parts = n + 1
+		}
+		blocks = min(blocks, max(infos[i].Blocks/parts, 1))
+	}
+	return blocks
+}
+
+// here returns identifiers of the host and the process.
+var here = sync.OnceValues(func() (host, process string) {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		id = nil
+	}
+	name, _ := os.Hostname() // without the name, the other identifiers are sufficient
+	return strings.TrimSpace(string(id)) + "/" + name, fmt.Sprintf("%d/%s", os.Getpid(), rand.Text())
+})
+
+// Host returns an identifier of this host: the same in all its processes, and different on
+// other hosts.
+func Host() string {
+	host, _ := here()
+	return host
+}
+
+// A scratch is the scratch memory of a rank. If the rank is in this process, its memory
+// stays until all ranks that use it are closed, because they write to it.
+type scratch struct {
+	id    uint64 // 0 for memory of another process
+	words memory.Slice[uint64]
+	uses  int // guarded by scratches.mu
+
+	unaccount func() // ends the account of the memory
+}
+
+var scratches struct {
+	mu   sync.Mutex
+	last uint64
+	open map[uint64]*scratch
+}
+
+// newScratch registers memory, with one use.
+func newScratch(words memory.Slice[uint64]) *scratch {
+	t := &scratches
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	t.last++
+	x := &scratch{id: t.last, words: words, uses: 1}
+	if t.open == nil {
+		t.open = map[uint64]*scratch{}
+	}
+	t.open[x.id] = x
+	use := mem.Use{Owner: "memory of Chorus kernels for collectives", Bytes: uint64(words.Bytes()), Inside: true}
+	x.unaccount = mem.Account(words.Device(), func() (mem.Use, bool) { return use, true })
+	return x
+}
+
+// findScratch returns scratch memory that another rank of this process has registered, and
+// adds a use.
+func findScratch(id uint64) (*scratch, error) {
+	t := &scratches
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	x := t.open[id]
+	if x == nil {
+		return nil, errors.New("its scratch memory is gone")
+	}
+	x.uses++
+	return x, nil
+}
+
+// close ends one use.
+func (x *scratch) close() error {
+	if x == nil {
+		return nil
+	}
+	if x.id == 0 {
+		return x.words.Close()
+	}
+	t := &scratches
+	t.mu.Lock()
+	x.uses--
+	last := x.uses == 0
+	if last {
+		delete(t.open, x.id)
+	}
+	t.mu.Unlock()
+	if !last {
+		return nil
+	}
+	x.unaccount()
+	return x.words.Close()
+}
+
+// ErrAborted is the error of operations of a rank after Abort, and of its Err. The
+// destinations of aborted operations are undefined.
+var ErrAborted = errors.New("the rank was aborted")
+
+// errorf is fmt.Errorf with the package and the rank as prefix.
+func (r *Rank) errorf(op, format string, args ...any) error {
+	return fmt.Errorf("fabric: %s on rank %d of %d (%s): %w", op, r.rank, r.ranks, r.dev, fmt.Errorf(format, args...))
+}
+
+// A verdict is the outcome of a rank's part of Open: the reason for its failure, or empty.
+type verdict struct {
+	Failed     string `json:",omitempty"`
+	Need, Have string `json:",omitempty"` // of a *device.UnsupportedError
+}
+
+func verdictOf(err error) verdict {
+	if err == nil {
+		return verdict{}
+	}
+	v := verdict{Failed: err.Error()}
+	if x, ok := errors.AsType[*device.UnsupportedError](err); ok {
+		v.Need, v.Have = x.Need, x.Have
+	}
+	return v
+}
+
+// err returns the error for the other ranks.
+func (v *verdict) err(rank int) error {
+	switch {
+	case v.Failed == "":
+		return nil
+	case v.Need != "":
+		return &ToldError{rank, unsupported(v.Need, v.Have)}
+	}
+	return &ToldError{rank, errors.New(v.Failed)}
+}
+
+// A ToldError is the error of another rank; all ranks get it.
+type ToldError struct {
+	Rank int
+	Err  error
+}
+
+func (e *ToldError) Error() string { return fmt.Sprintf("rank %d cannot: %v", e.Rank, e.Err) }
+
+// Unwrap returns the other rank's error.
+func (e *ToldError) Unwrap() error { return e.Err }
+
+func unsupported(need, have string) error {
+	return &device.UnsupportedError{Feature: "a fabric", Need: need, Have: have}
 }

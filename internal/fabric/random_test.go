@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -259,12 +259,12 @@ func TestRandom(t *testing.T) {
 		seed := rand.Uint64()
 		t.Log("seed ", seed)
 		group := open(t, devs, &fabric.Config{Bytes: 1})
-		rounds := testgpu.Rounds(tsan.Rounds(12, 25), 100) // of 20 operations
+		rounds := testgpu.Rounds(testhost.Rounds(12, 25), 100) // of 20 operations
 		switch {
 		case devs[0].System().Backend() == "cuda":
 			rounds = 500
 		case len(devs) == 8:
-			rounds = testgpu.Rounds(tsan.Rounds(5, 10), 30)
+			rounds = testgpu.Rounds(testhost.Rounds(5, 10), 30)
 		}
 		var wg sync.WaitGroup
 		for _, m := range group {

@@ -7,10 +7,13 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
 )
 
 // A Rank is a rank of a group that Open has made. Its operations may be enqueued by any
@@ -139,3 +142,321 @@ func (r *Rank) Prepare(s gpu.HasStream) error {
 
 // Launched ends what Prepare began. For Chorus's own packages.
 func (r *Rank) Launched(s gpu.HasStream) { r.order.Launched(s) }
+
+// A Raw is a collective with validated operands, given by their addresses.
+type Raw struct {
+	Kind      flight.Kind
+	Algorithm Algorithm // of all-reduces
+	DType     memory.DType
+	Op        flight.Reduction
+	Root      int
+	Count     int    // elements of one rank's part; of all for AllReduces and Broadcasts
+	Dst, Src  uint64 // Src is not used if the rank only receives
+}
+
+// operation returns the properties of x that are the same on all ranks, and whether there
+// is a kernel with enough room.
+func (x *Raw) operation(r *Rank) (o operation, ok bool) {
+	o = operation{kind: x.Kind, algorithm: x.Algorithm, op: x.Op, root: x.Root, dtype: x.DType, bytes: x.Count * x.DType.Size(), dst: x.Dst, src: x.Src}
+	if !hasKernel[x.Kind] {
+		return o, false
+	}
+	if o.reduces() {
+		if o.format = formatOf[x.DType]; o.format < 0 || x.Op < 0 || x.Op >= flight.NumReductions {
+			return o, false
+		}
+	}
+	_, ok = o.fits(r)
+	return o, ok && r.ranks > 1 && o.bytes > 0
+}
+
+// Takes reports whether Enqueue supports the collective. Addresses do not matter, so the
+// answer is the same on all ranks.
+func (r *Rank) Takes(x *Raw) bool {
+	_, ok := x.operation(r)
+	return ok
+}
+
+// Enqueue enqueues a collective on s, a stream of the rank's device. Takes must have returned
+// true for it. Destination and source may be in place as in NCCL, except for AllToAlls,
+// whose operands must not overlap.
+func (r *Rank) Enqueue(s *stream.Stream, x *Raw) error {
+	if err := r.Err(); err != nil {
+		return err
+	}
+	o, ok := x.operation(r)
+	if !ok {
+		return r.errorf(x.Kind.Plain(), "%d elements of %s: there is no kernel for that", x.Count, x.DType)
+	}
+	if o.src == 0 {
+		o.src = o.dst
+	}
+	if err := r.enqueue(s, &o); err != nil {
+		return r.errorf(x.Kind.Plain(), "%w", err)
+	}
+	return nil
+}
+
+// An operation is an operation of one rank.
+type operation struct {
+	kind      flight.Kind
+	op        flight.Reduction
+	root      int
+	algorithm Algorithm
+
+	dtype    memory.DType
+	format   int // index in formats, for reductions
+	bytes    int // of one rank's part
+	dst, src uint64
+}
+
+// hasKernel has the collectives that have Chorus kernels.
+var hasKernel = [flight.NumKinds]bool{
+	flight.AllReduce: true, flight.Broadcast: true, flight.AllGather: true, flight.ReduceScatter: true, flight.AllToAll: true,
+}
+
+func (o *operation) reduces() bool {
+	return o.kind == flight.AllReduce || o.kind == flight.ReduceScatter
+}
+
+// fits chooses the algorithm and reports whether there is room for the operation; most is
+// the maximum size.
+func (o *operation) fits(r *Rank) (most int, ok bool) {
+	l := r.Limits()
+	most = l.Part
+	if o.kind == flight.AllReduce {
+		if o.algorithm == Auto && o.bytes <= l.AllReduce() {
+			o.algorithm = r.choose(o.bytes)
+		}
+		most = l.of(o.algorithm)
+	}
+	return most, r.ranks == 1 || o.bytes <= most
+}
+
+// enqueue launches the kernel.
+func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
+	k, g, err := o.kernel(r)
+	if err != nil {
+		return err
+	}
+	if err := gpu.StreamOf(s).Captured(r); err != nil {
+		return err
+	}
+	var args [rootParam + 1]kernel.Arg
+	copy(args[:], r.args[:])
+	args[signatureParam] = kernel.Scalar(o.signature())
+	args[inParam], args[outParam] = kernel.Address(o.src), kernel.Address(o.dst)
+	args[bytesParam], args[alignedParam] = kernel.Scalar(uint64(o.bytes)), kernel.Scalar(o.aligned())
+	n := rootParam
+	if o.kind == flight.Broadcast {
+		args[rootParam] = kernel.Scalar(uint32(o.root))
+		n++
+	}
+	if err := r.order.Begin(gpu.StreamOf(s)); err != nil {
+		return errors.Join(r.Err(), err)
+	}
+	defer r.order.End()
+	if err := r.Err(); err != nil {
+		return err
+	}
+	if err := k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:n]...); err != nil {
+		return err
+	}
+	gpu.StreamOf(s).Uses("kernel of "+o.kind.String(), r.ranks > 1, func() []cudadrv.Use { return o.uses(r) })
+	return nil
+}
+
+// uses lists the operands of this rank, for the sanitizer.
+func (o *operation) uses(r *Rank) []cudadrv.Use {
+	in, out := 1, 1
+	switch o.kind {
+	case flight.AllGather:
+		out = r.ranks
+	case flight.ReduceScatter:
+		in = r.ranks
+	case flight.AllToAll:
+		in, out = r.ranks, r.ranks
+	case flight.Broadcast:
+		if in = 0; o.root == r.rank {
+			in = 1
+		}
+	}
+	return []cudadrv.Use{{Ptr: cudadrv.DevicePtr(o.src), Bytes: uint64(in * o.bytes)}, {Ptr: cudadrv.DevicePtr(o.dst), Bytes: uint64(out * o.bytes), Write: true}}
+}
+
+// kernel returns the kernel of the operation and its grid.
+func (o *operation) kernel(r *Rank) (k *kernel.Kernel, g grid, err error) {
+	t := tools(r.dev, r.ranks)
+	switch o.kind {
+	case flight.AllReduce:
+		k, err = t.reducer(r.dev, allReduceFn+function(o.algorithm)-1, o.format, o.op)
+	case flight.ReduceScatter:
+		k, err = t.reducer(r.dev, reduceScatterFn, o.format, o.op)
+	case flight.AllGather:
+		k, err = t.mover(r.dev, allGatherFn)
+	case flight.AllToAll:
+		k, err = t.mover(r.dev, allToAllFn)
+	case flight.Broadcast:
+		k, err = t.mover(r.dev, broadcastFn)
+	}
+	return k, r.grid(o.algorithm.steps(o.bytes, r.ranks)), err
+}
+
+// signature is a hash of all properties that must be the same on all ranks. Packets and
+// signals carry it, so that a rank does not accept the data of another operation.
+func (o *operation) signature() uint64 {
+	x := uint64(o.kind) | uint64(o.algorithm)<<8 | uint64(o.dtype)<<16 | uint64(o.root)<<32
+	if o.reduces() {
+		x |= uint64(o.op) << 24
+	}
+	return scramble(scramble(x) + uint64(o.bytes))
+}
+
+// scramble is a bijective hash of a number.
+func scramble(x uint64) uint64 {
+	x = (x ^ x>>30 + 0x9e3779b97f4a7c15) * 0xbf58476d1ce4e5b9
+	x = (x ^ x>>27) * 0x94d049bb133111eb
+	return x ^ x>>31
+}
+
+// aligned is 1 if the rank's kernel may access several bytes of its operands at once. The
+// other ranks' operands may be aligned differently, because the data on the links is the
+// same.
+func (o *operation) aligned() uint32 {
+	unit := uint64(8)
+	bits := o.dst | o.src
+	switch {
+	case o.kind == flight.AllReduce && o.algorithm == TwoShot:
+		unit = 16
+	case o.kind != flight.AllReduce && o.kind != flight.Broadcast:
+		bits |= uint64(o.bytes) // the offset of each part
+	}
+	if bits%unit == 0 {
+		return 1
+	}
+	return 0
+}
+
+// An Algorithm is an algorithm for all-reduces.
+type Algorithm int
+
+// The algorithms. Packets are words of 8 bytes, sent as two halves with a mark each. The
+// marks show that the data has arrived, so no other wait is necessary, but packets take
+// twice the bytes.
+const (
+	Auto           Algorithm = iota // chosen by the numbers of bytes and ranks
+	OneShot                         // each rank sends all its elements to all ranks, in packets
+	TwoShotPackets                  // each rank reduces a part and sends the result to all ranks, in packets
+	TwoShot                         // the same with plain bytes, between barriers
+	TwoShotLines                    // the same in lines of 128 bytes with marks of 8 bytes; requires NVLink between all GPUs
+	algorithms
+)
+
+// String returns the name of the algorithm, such as "one-shot".
+func (a Algorithm) String() string {
+	if names := [algorithms]string{"auto", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines"}; a >= 0 && a < algorithms {
+		return names[a]
+	}
+	return fmt.Sprintf("algorithm %d", int(a))
+}
+
+// spans has, by the number of ranks, the maximum sizes for OneShot and for TwoShotPackets:
+// they are the fastest algorithms up to there. The values are measured for 2 H200s, and
+// otherwise estimated from a prototype. Fused norms must be smaller: see algorithmOf.
+var spans = [maxRanks + 1][2]int{
+	2: {1 << 20, 1 << 20},
+	3: {128 << 10, 256 << 10}, 4: {128 << 10, 256 << 10},
+	5: {32 << 10, 256 << 10}, 6: {32 << 10, 256 << 10}, 7: {32 << 10, 256 << 10}, 8: {32 << 10, 256 << 10},
+}
+
+// lineSpans has, by the number of ranks, the range of sizes for TwoShotLines, if it is
+// supported: above the first size, up to the second one. The values are measured for 2
+// H200s. The others are estimates from measurements of an earlier, longer kernel on 4.
+var lineSpans = [maxRanks + 1][2]int{
+	2: {384 << 10, 4 << 20}, 3: {128 << 10, 4 << 20}, 4: {128 << 10, 4 << 20},
+	5: {128 << 10, 4 << 20}, 6: {128 << 10, 4 << 20}, 7: {128 << 10, 4 << 20}, 8: {128 << 10, 4 << 20},
+}
+
+// choose returns the algorithm for a size, which must not exceed the limit of TwoShot.
+func (r *Rank) choose(bytes int) Algorithm {
+	l, span, lines := r.Limits(), spans[r.ranks], lineSpans[r.ranks]
+	switch {
+	case bytes > lines[0] && bytes <= min(lines[1], l.TwoShotLines):
+		return TwoShotLines
+	case bytes <= min(span[0], l.OneShot):
+		return OneShot
+	case bytes <= min(span[1], l.TwoShotPackets):
+		return TwoShotPackets
+	}
+	return TwoShot
+}
+
+// Limits are the maximum sizes of operations in bytes.
+type Limits struct {
+	// Of AllReduce, by algorithm; TwoShotLines is 0 if it is not supported.
+	OneShot, TwoShotPackets, TwoShot, TwoShotLines int
+
+	// Part is for one rank's part of the other collectives: the elements that a rank
+	// contributes to AllGather, gets from ReduceScatter, or sends to one other rank.
+	Part int
+}
+
+// AllReduce returns the maximum size of AllReduce with any algorithm.
+func (l Limits) AllReduce() int { return l.TwoShot }
+
+// Limits returns the maximum sizes of operations of r, the same on all ranks.
+func (r *Rank) Limits() Limits {
+	// A share, in packets or lines, must fit in a slot, and the shares of all ranks in a
+	// whole.
+	share := func(bytes int) int { return min(r.slot/bytes, r.whole/bytes/r.ranks) }
+	l := Limits{OneShot: r.slot / 2, TwoShotPackets: share(packetBytes) * r.ranks * 8, TwoShot: r.whole, Part: r.slot / 2}
+	if r.noLines == "" {
+		l.TwoShotLines = share(lineBytes) * r.ranks * lineWords * 8
+	}
+	return l
+}
+
+func (l *Limits) of(a Algorithm) int {
+	switch a {
+	case OneShot:
+		return l.OneShot
+	case TwoShotPackets:
+		return l.TwoShotPackets
+	case TwoShotLines:
+		return l.TwoShotLines
+	}
+	return l.TwoShot
+}
+
+// steps returns the number of threads that the algorithm can use: one for each word, cell or
+// line lane.
+func (a Algorithm) steps(bytes, ranks int) int {
+	switch a {
+	case TwoShotPackets:
+		return over(over(bytes, 8), ranks)
+	case TwoShot:
+		return over(over(bytes, 16), ranks)
+	case TwoShotLines:
+		return over(over(bytes, lineWords*8), ranks) * lineLanes
+	}
+	return over(bytes, 8)
+}
+
+// A grid is the number of blocks of a kernel, and of threads per block.
+type grid struct{ blocks, threads uint32 }
+
+// grid returns the grid for the given number of steps, the same on all ranks. Blocks are
+// small, to use as many multiprocessors as possible, until each multiprocessor has one.
+func (r *Rank) grid(steps int) grid {
+	if r.forced.threads != 0 {
+		return r.forced
+	}
+	threads := min(over(steps, warp)*warp, 4*warp)
+	for threads < maxThreads && steps > threads*r.blocks {
+		threads *= 2
+	}
+	return grid{uint32(min(over(steps, threads), r.blocks)), uint32(threads)}
+}
+
+// over is n / by, rounded up.
+func over(n, by int) int { return (n + by - 1) / by }

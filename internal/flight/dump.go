@@ -6,10 +6,15 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"os"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
+	"time"
 
+	"github.com/gochorus/chorus/internal/status"
+	"github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -185,4 +190,235 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 		e.Frames = []Frame{}
 	}
 	return e
+}
+
+// A source says where a dump comes from. It is a separate object, which PyTorch's
+// tools ignore.
+//
+// The state of an entry is what the host has observed: "scheduled", "started" or "completed". The recorder
+// does not record two events for each operation, so an operation that is "scheduled" may have started.
+// With "queued" it has not: its stream had not reached it when the host observed the stream. Entries with the same
+// batch were issued together. An operation whose record is above Accepted is in a call of NCCL that
+// has not returned.
+type source struct {
+	Format int           `json:"format"` // 1
+	Host   string        `json:"host"`
+	PID    int           `json:"pid"`
+	Clock  clockPair     `json:"clock"` // when the dump was written
+	Origin clockPair     `json:"clock_origin"`
+	Groups []sourceGroup `json:"groups"`
+}
+
+// A clockPair is one moment by two clocks. Times of entries are Origin's wall clock plus the
+// elapsed time of the monotonic clock, which all processes of a host share.
+type clockPair struct {
+	Wall      int64 `json:"wall_ns"`
+	Monotonic int64 `json:"monotonic_ns"`
+}
+
+// A sourceGroup describes the rank of a recorder.
+type sourceGroup struct {
+	Group      int64  `json:"pg_id"`
+	Rank       int    `json:"rank"`
+	WorldRank  *int   `json:"world_rank"`  // null if not known
+	WorldRanks []int  `json:"world_ranks"` // by rank; null if not known
+	WorldSize  int    `json:"world_size"`  // 0 if not known
+	Device     string `json:"device"`
+	UUID       string `json:"uuid"`
+	Capacity   int    `json:"capacity"`              // operations that the ring holds; 0 if the trace is off
+	Issued     uint64 `json:"issued"`                // record of the last operation
+	Accepted   uint64 `json:"accepted"`              // record of the last operation that NCCL has accepted
+	End        string `json:"end,omitempty"`         // how it ended on this rank, as noticed first
+	EndFollows bool   `json:"end_follows,omitempty"` // the cause may be another rank
+	Shortened  bool   `json:"shortened,omitempty"`   // the dump does not have all operations of the ring
+}
+
+func newSource() source {
+	host, _ := os.Hostname() // "" if it is not known
+	now := clockPair{Wall: time.Now().UnixNano(), Monotonic: nanotime()}
+	return source{
+		Format: 1, Host: host, PID: os.Getpid(), Clock: now,
+		Origin: clockPair{Wall: origin.UnixNano(), Monotonic: originNanos}, Groups: []sourceGroup{},
+	}
+}
+
+func (s *source) add(r *Recorder, shortened bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	g := sourceGroup{
+		Group: r.Number, Rank: r.Rank, WorldRanks: slices.Clone(r.world), WorldSize: r.worldSize, Device: r.Device, UUID: r.UUID,
+		Capacity: len(r.ring), Issued: r.last, Accepted: r.enqueued, Shortened: shortened, End: r.end, EndFollows: r.endFollows,
+	}
+	if r.hidden {
+		g.Capacity = 0
+	}
+	if r.Rank < len(r.world) {
+		g.WorldRank = &g.WorldRanks[r.Rank]
+	}
+	s.Groups = append(s.Groups, g)
+}
+
+// Reasons of failures of collectives.
+const (
+	ReasonTimeout  = "timeout"
+	ReasonPeerLost = "peer_lost"
+	ReasonMismatch = "mismatch" // ranks of this process issued different operations
+	ReasonAsync    = "async"    // the operation failed after it was enqueued
+	ReasonRefused  = "refused"  // the library did not accept it
+)
+
+// account counts the failures and the durations of the process's collectives for the status.
+var account struct {
+	mu        sync.Mutex
+	errors    map[[2]string]uint64 // by group and reason
+	durations map[[2]string]*status.Durations
+}
+
+var registerAccount = sync.OnceFunc(func() { status.Add("the account of collectives", describeAccount) })
+
+// mostGroups limits the names of groups in metrics; further groups count as "other".
+const mostGroups = 32
+
+// CountError counts a failure of a collective.
+func (r *Recorder) CountError(reason string) {
+	registerAccount()
+	group := r.Name
+	if group == "" {
+		group = "world"
+	}
+	account.mu.Lock()
+	defer account.mu.Unlock()
+	if account.errors == nil {
+		account.errors = map[[2]string]uint64{}
+	}
+	if _, known := account.errors[[2]string{group, reason}]; !known && len(account.errors) >= mostGroups {
+		group = "other"
+	}
+	account.errors[[2]string{group, reason}]++
+}
+
+// countDuration counts the time of a collective of a timeline. The time of a single
+// operation of a batch is not known.
+func countDuration(x *timeline.Record) {
+	if len(x.Ops) != 1 {
+		return
+	}
+	key := [2]string{plainName(x.Ops[0].Name), SizeNames[sizeClass(x.Bytes)]}
+	account.mu.Lock()
+	defer account.mu.Unlock()
+	if account.durations == nil {
+		account.durations = map[[2]string]*status.Durations{}
+	}
+	d := account.durations[key]
+	if d == nil {
+		d = &status.Durations{Op: key[0], Size: key[1]}
+		account.durations[key] = d
+	}
+	d.Add(float64(x.End-x.Begin) / 1e9)
+}
+
+// plainName returns the name of a kind for metrics, such as all_reduce.
+func plainName(name string) string {
+	for _, k := range Kinds {
+		if k.Name == name {
+			return strings.ReplaceAll(k.Plain, "-", "_")
+		}
+	}
+	return name
+}
+
+func describeAccount(p *status.Process) {
+	account.mu.Lock()
+	defer account.mu.Unlock()
+	for k, n := range account.errors {
+		p.Errors = append(p.Errors, status.Errors{Group: k[0], Reason: k[1], Count: n})
+	}
+	for _, d := range account.durations {
+		p.Durations = append(p.Durations, *d)
+	}
+}
+
+// A Suspicion is a range of operations. One of these operations may hang.
+type Suspicion struct {
+	First, Last Entry
+	Lost        bool          // an earlier operation, which the ring has overwritten, may hang too
+	Marked      bool          // a mark proves that one of the operations, or other work between them, has not completed
+	Begun       int64         // when the latest was issued, by the recorder's clock
+	Timeout     time.Duration // 0 means none
+}
+
+// Suspects returns the operations that may hang, if any: from the first one that is not
+// known to have completed up to the first mark ahead.
+func (r *Recorder) Suspects(ahead []Mark) (x Suspicion, found bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	e := r.oldest()
+	if e == nil {
+		return x, false
+	}
+	x = Suspicion{First: *e, Last: *e, Begun: e.Begun}
+	for id := r.resolved + 1; id < e.ID && !x.Lost; id++ {
+		x.Lost = r.find(id) == nil
+	}
+	last := r.running
+	for _, k := range ahead {
+		if k.Next > 0 && k.Next <= e.ID && k.Stream == e.stream {
+			x.Marked = true // the stream has not reached the first one
+			continue
+		}
+		if k.Record > r.resolved && (r.ordered() || k.Stream == e.stream) {
+			last, x.Marked = k.Record, true
+			x.Begun = min(x.Begun, k.At) // in case the ring has overwritten the operations before the mark
+			break
+		}
+	}
+	for id := e.ID; id <= last; id++ {
+		if l := r.find(id); l != nil && l.runs() && l.state == Scheduled && (r.ordered() || l.stream == e.stream) {
+			if x.Last = *l; x.Marked {
+				x.Begun = l.Begun
+			}
+		}
+	}
+	return x, true
+}
+
+// Narrow ends the range at the first collective that another rank of the process has not
+// issued, if that collective cannot complete here without that rank.
+func (x *Suspicion) Narrow(r *Recorder, others []*Recorder) {
+	if next, found := r.awaited(x.First, others); found && next.ID >= x.First.ID && next.ID < x.Last.ID && r.waitsFor(next, others) {
+		x.Last, x.Begun = next, next.Begun
+	}
+}
+
+// waitsFor reports whether a collective cannot complete on this rank before the ranks that
+// have not issued it do so.
+func (r *Recorder) waitsFor(e Entry, others []*Recorder) bool {
+	switch {
+	case e.N == 0 || e.Kind == AllGatherV || e.Kind == ReduceScatterV || e.Kind == AllToAllV:
+		return false // a rank may have an empty part and not wait
+	case !Kinds[e.Kind].Rooted:
+		return true
+	}
+	if Kinds[e.Kind].DstRoot { // the other ranks only send
+		return r.Rank == e.Root
+	}
+	for _, m := range others {
+		if issued, _ := m.Issued(); m.Rank == e.Root {
+			return issued < e.Collective
+		}
+	}
+	return false
+}
+
+// awaited returns the first collective from e on that another rank has not issued.
+func (r *Recorder) awaited(e Entry, others []*Recorder) (next Entry, found bool) {
+	fewest := uint64(math.MaxUint64)
+	for _, m := range others {
+		issued, _ := m.Issued()
+		fewest = min(fewest, issued)
+	}
+	if fewest == math.MaxUint64 {
+		return Entry{}, false
+	}
+	return r.Collective(max(fewest+1, e.Collective))
 }

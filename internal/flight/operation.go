@@ -4,8 +4,10 @@ import (
 	"fmt"
 	"path"
 	"runtime"
+	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/memory"
@@ -272,4 +274,225 @@ func Between(first, last Operation, lost bool) string {
 		text += " or an earlier operation that the flight recorder no longer has"
 	}
 	return text
+}
+
+// A Kind is the kind of an operation.
+type Kind uint8
+
+const (
+	AllReduce Kind = iota + 1 // 0 is invalid
+	Reduce
+	Broadcast
+	AllGather
+	ReduceScatter
+	AllToAll
+	Gather
+	Scatter
+	Send
+	Recv
+	AllGatherV
+	ReduceScatterV
+	AllToAllV
+	NumKinds // the number of kinds plus one
+)
+
+// A Sizing is the length of a buffer relative to an operation's count.
+type Sizing uint8
+
+const (
+	None Sizing = iota
+	One         // the count
+	All         // the count for each rank
+)
+
+// Kinds describes each Kind.
+var Kinds = [NumKinds]struct {
+	Name     string // NCCL's name, or a similar name if NCCL has none
+	Plain    string // the name that users read, such as "all-reduce"
+	Torch    string // name in PyTorch's traces, after "nccl:"
+	Reduces  bool
+	Rooted   bool
+	Peer     bool // the root is a peer
+	Dst, Src Sizing
+	DstRoot  bool // only the root has a destination
+	SrcRoot  bool // only the root has a source
+}{
+	AllReduce:     {Name: "ncclAllReduce", Plain: "all-reduce", Torch: "all_reduce", Reduces: true, Dst: One, Src: One},
+	Reduce:        {Name: "ncclReduce", Plain: "reduce", Torch: "reduce", Reduces: true, Rooted: true, Dst: One, Src: One, DstRoot: true},
+	Broadcast:     {Name: "ncclBroadcast", Plain: "broadcast", Torch: "broadcast", Rooted: true, Dst: One, Src: One, SrcRoot: true},
+	AllGather:     {Name: "ncclAllGather", Plain: "all-gather", Torch: "_all_gather_base", Dst: All, Src: One},
+	ReduceScatter: {Name: "ncclReduceScatter", Plain: "reduce-scatter", Torch: "_reduce_scatter_base", Reduces: true, Dst: One, Src: All},
+	AllToAll:      {Name: "ncclAlltoAll", Plain: "all-to-all", Torch: "all_to_all", Dst: All, Src: All},
+	Gather:        {Name: "ncclGather", Plain: "gather", Torch: "gather", Rooted: true, Dst: All, Src: One, DstRoot: true},
+	Scatter:       {Name: "ncclScatter", Plain: "scatter", Torch: "scatter", Rooted: true, Dst: One, Src: All, SrcRoot: true},
+	Send:          {Name: "ncclSend", Plain: "send", Torch: "send", Rooted: true, Peer: true, Src: One},
+	Recv:          {Name: "ncclRecv", Plain: "receive", Torch: "recv", Rooted: true, Peer: true, Dst: One},
+
+	AllGatherV:     {Name: "AllGatherV", Plain: "all-gather-v", Torch: "ALLGATHER_coalesced", Dst: All, Src: One},
+	ReduceScatterV: {Name: "ReduceScatterV", Plain: "reduce-scatter-v", Torch: "reduce_scatter_tensor_coalesced", Reduces: true, Dst: One, Src: All},
+	AllToAllV:      {Name: "AllToAllV", Plain: "all-to-all-v", Torch: "all_to_all", Dst: All, Src: All},
+}
+
+// String returns the name for messages, such as ncclAllReduce.
+func (k Kind) String() string { return Kinds[k].Name }
+
+// Label returns the name in metrics, such as "all_reduce".
+func (k Kind) Label() string { return strings.ReplaceAll(k.Plain(), "-", "_") }
+
+// Plain returns the name that users read, such as "all-reduce".
+func (k Kind) Plain() string { return Kinds[k].Plain }
+
+// A MismatchTable compares the collectives that the ranks of one process issue.
+type MismatchTable struct {
+	slots   [mismatchSlots]atomic.Uint64 // number and signature of each of the last collectives
+	several atomic.Bool                  // the process has several ranks
+}
+
+// mismatchSlots is the maximum distance between two compared ranks, in collectives.
+const mismatchSlots = 256
+
+// Ranks sets the number of ranks in this process.
+func (b *MismatchTable) Ranks(n int) { b.several.Store(n > 1) }
+
+// Post compares a scheduled collective with the collectives that other ranks of the
+// process issued under the same number, and records it for later ranks. It takes no lock.
+func (b *MismatchTable) Post(o *Op) (fits bool) {
+	if Kinds[o.Kind].Peer || !b.several.Load() {
+		return true
+	}
+	slot := b.slot(o.Number)
+	mine := posted(o.Number, o.Signature)
+	for {
+		theirs := slot.Load()
+		if ahead := int32(uint32(theirs>>32) - uint32(o.Number)); ahead > 0 {
+			return true // this rank is too far behind
+		} else if ahead == 0 {
+			return theirs == mine
+		}
+		if slot.CompareAndSwap(theirs, mine) {
+			return true
+		}
+	}
+}
+
+// Unpost removes a collective that NCCL has refused.
+func (b *MismatchTable) Unpost(o *Op) {
+	if !Kinds[o.Kind].Peer && b.several.Load() {
+		b.slot(o.Number).CompareAndSwap(posted(o.Number, o.Signature), posted(o.Number-mismatchSlots, 0))
+	}
+}
+
+// slot returns the slot of a collective. Consecutive collectives use different cache
+// lines, so that ranks at slightly different positions do not contend for a line.
+func (b *MismatchTable) slot(number uint64) *atomic.Uint64 {
+	const line = 8 // slots
+	i := number % mismatchSlots
+	return &b.slots[i%(mismatchSlots/line)*line+i/(mismatchSlots/line)]
+}
+
+func posted(number uint64, signature uint32) uint64 {
+	return uint64(uint32(number))<<32 | uint64(signature)
+}
+
+// Services returns the services of the latest collectives, at most n, and the number of
+// the first.
+func (r *Recorder) Services(n int) (first uint64, list []Service) {
+	return latest(r, n, func(e *Entry) Service { return e.Service })
+}
+
+// Signatures returns the signatures of the latest collectives, at most n, and the number of the first.
+func (r *Recorder) Signatures(n int) (first uint64, list []uint32) {
+	return latest(r, n, func(e *Entry) uint32 { return e.Signature })
+}
+
+// latest returns a property of the latest collectives, at most n, and the number of the first.
+func latest[T any](r *Recorder, n int, of func(*Entry) T) (first uint64, list []T) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0 && len(list) < n; id-- {
+		e := r.find(id)
+		if e == nil {
+			break
+		}
+		if !e.refused && !Kinds[e.Kind].Peer {
+			first, list = e.Collective, append(list, of(e))
+		}
+	}
+	slices.Reverse(list)
+	return first, list
+}
+
+// Collective returns the collective with a number, if the ring still has it.
+func (r *Recorder) Collective(number uint64) (e Entry, found bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0; id-- {
+		e := r.find(id)
+		if e == nil || e.Collective < number {
+			break
+		}
+		if e.Collective == number && !e.refused && !Kinds[e.Kind].Peer {
+			return *e, true
+		}
+	}
+	return Entry{}, false
+}
+
+// Issued returns the number of collectives, and the latest operation.
+func (r *Recorder) Issued() (collectives uint64, last Entry) {
+	last, _ = r.Final()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.collectives, last
+}
+
+// Final returns the latest operation that was issued to NCCL, and the latest that has
+// completed. If there is none, the record is 0.
+func (r *Recorder) Final() (issued, completed Entry) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0 && (issued.ID == 0 || completed.ID == 0); id-- {
+		e := r.find(id)
+		switch {
+		case e == nil:
+			return issued, completed
+		case e.refused:
+			continue
+		case issued.ID == 0:
+			issued = r.withFinalState(e)
+		}
+		if completed.ID == 0 && e.state == Completed {
+			completed = *e
+		}
+	}
+	return issued, completed
+}
+
+// started returns the latest operation that is known to have started, or an Entry without an ID.
+func (r *Recorder) started() Entry {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for id := r.last; id > 0; id-- {
+		e := r.find(id)
+		if e == nil {
+			break
+		}
+		if !e.refused && (e.started != 0 || e.state == Completed) {
+			return *e
+		}
+	}
+	return Entry{}
+}
+
+// withFinalState returns the entry with its final state. mu is held.
+func (r *Recorder) withFinalState(e *Entry) Entry {
+	x := *e
+	switch {
+	case x.state != Scheduled || x.Captured:
+	case x.ID == r.timedOut:
+		x.state = TimedOut
+	default:
+		x.state = r.finalState
+	}
+	return x
 }

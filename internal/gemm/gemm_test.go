@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/gemm"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -295,7 +295,7 @@ func (instant) MatmulDescSetAttribute(cublasltapi.MatmulDesc, cublasltapi.DescAt
 
 // After the first product of a kind, a product allocates nothing.
 func TestProductsAllocateNothing(t *testing.T) {
-	if tsan.On {
+	if testhost.On {
 		t.Skip("the race detector allocates")
 	}
 	b := newBench(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])

@@ -3,12 +3,17 @@ package gemm
 import (
 	"errors"
 	"fmt"
+	"math"
+	"math/bits"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/minifloat"
+	"github.com/gochorus/chorus/memory"
 )
 
 // A plan has the library objects of a Problem. Its address does not change, because C
@@ -206,4 +211,235 @@ func (q *queue) drop(p *plan) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// A Library is a preference between the two libraries.
+type Library uint8
+
+// The preferences.
+const (
+	Any      Library = iota // cuBLASLt, and cuBLAS for products that it lacks
+	CUBLAS                  // cuBLAS, and cuBLASLt for products that it lacks
+	CUBLASLt                // cuBLASLt only
+)
+
+// A Layout describes column-major matrices of a batch.
+type Layout struct {
+	Type   cublasapi.DType
+	LD     int64 // elements; bits for a mask
+	Stride int64 // from one matrix to the next, as LD
+}
+
+// A Problem is everything about a product except addresses and factors. It is the key of
+// descriptors and algorithms.
+type Problem struct {
+	M, N, K, Batch int64
+	A, B, C, D     Layout
+	Aux            Layout
+	Bias           Layout // LD is 0
+	TransA, TransB cublasapi.Op
+	Compute        cublasapi.ComputeType
+	Epilogue       cublasltapi.Epilogue
+	Schemes        cublasltapi.ReductionScheme // allowed when k is split; 0 forbids to split it
+	Carveout       int32                       // multiprocessors that the product leaves to others
+	NoSplitK       bool                        // cuBLAS, which may split k, must not be used
+	Separate       bool                        // C is not D
+	DeviceScalars  bool
+	Float8         bool
+	RowScales      bool // a scale for each row of op(A) and each column of op(B)
+	FastAccum      bool
+	Library        Library
+
+	align     [alignments]uint8 // logarithms of the addresses' alignments, at most 8
+	workspace int64
+}
+
+// The alignments of a Problem.
+const (
+	alignA = iota
+	alignB
+	alignC
+	alignD // includes the bias and the auxiliary buffer
+	alignments
+)
+
+// Pointers are the addresses of a product; 0 means that it has no such part.
+type Pointers struct {
+	A, B, C, D, Bias, Aux                cudadrv.DevicePtr
+	ScaleA, ScaleB, ScaleC, ScaleD, AMax cudadrv.DevicePtr
+	Alpha, Beta                          cudadrv.DevicePtr // of the scale type, if Problem.DeviceScalars
+}
+
+// A Product is D = epilogue(alpha·op(A)·op(B) + beta·C), for column-major matrices.
+type Product struct {
+	Problem
+	At      Pointers
+	Factors [2]float64 // alpha and beta on the host
+}
+
+// scaleType returns the type of alpha and beta.
+func (p *Problem) scaleType() cublasapi.DType {
+	switch p.Compute {
+	case cublasapi.Compute16F:
+		return cublasapi.R16F
+	case cublasapi.Compute64F:
+		return cublasapi.R64F
+	}
+	return cublasapi.R32F
+}
+
+// plain reports whether cuBLAS can compute the product.
+func (p *Problem) plain() bool {
+	small := max(p.M, p.N, p.K, p.Batch, p.A.LD, p.B.LD, p.D.LD) <= math.MaxInt32
+	return small && p.Epilogue == cublasltapi.EpilogueDefault && !p.Separate && !p.Float8 && !p.NoSplitK
+}
+
+// setAlignments derives the alignments from the addresses. If C is another matrix than D,
+// cuBLASLt chooses kernels that suit the columns of A, B and C, but may write D at addresses that
+// are not aligned, which loses the device. So the alignment of D includes its columns.
+func (p *Product) setAlignments() {
+	p.align = [alignments]uint8{alignment(p.At.A), alignment(p.At.B), alignment(p.At.C),
+		min(alignment(p.At.D), alignment(p.At.Bias), alignment(p.At.Aux))}
+	if p.Separate {
+		p.align[alignD] = min(p.align[alignD], p.D.columnAlignment())
+	}
+}
+
+// widestAccess is the logarithm of the largest alignment that a kernel needs of a column.
+const widestAccess = 4
+
+// columnAlignment returns the logarithm of the alignment of all columns, or 8 if kernels need no more.
+func (l *Layout) columnAlignment() uint8 {
+	a := bits.TrailingZeros64(uint64(l.LD*sizeOf(l.Type)) | uint64(l.Stride*sizeOf(l.Type)))
+	if a >= widestAccess {
+		return 8
+	}
+	return uint8(a)
+}
+
+// alignment returns the logarithm of the largest power of two up to 256 that divides p.
+func alignment(p cudadrv.DevicePtr) uint8 {
+	return uint8(min(bits.TrailingZeros64(uint64(p)), 8))
+}
+
+// String describes the product in errors and results of tuning, in the column-major terms of
+// the libraries.
+func (p *Problem) String() string {
+	ops := [2]byte{'n', 't'}
+	text := fmt.Sprintf("%c%c_%d_%d_%d_ld_%d_%d_%d_%d", ops[p.TransA&1], ops[p.TransB&1], p.M, p.N, p.K, p.A.LD, p.B.LD, p.C.LD, p.D.LD)
+	if p.Batch > 1 {
+		text += fmt.Sprintf("_b_%d_%d_%d_%d_%d", p.Batch, p.A.Stride, p.B.Stride, p.C.Stride, p.D.Stride)
+	}
+	return text
+}
+
+// scalars holds alpha and beta in the scale type.
+type scalars struct {
+	f64 [2]float64
+	f32 [2]float32
+	f16 [2]uint16
+}
+
+func (c *scalars) set(p *Product) {
+	for i, v := range p.Factors {
+		c.f64[i], c.f32[i] = v, float32(v)
+		if p.Compute == cublasapi.Compute16F {
+			c.f16[i] = minifloat.Float16.Encode(float32(v))
+		}
+	}
+}
+
+// of returns the addresses of alpha and beta.
+func (c *scalars) of(p *Product) (alpha, beta cublasapi.Scalar) {
+	if p.DeviceScalars {
+		return cublasapi.Scalar{Device: p.At.Alpha}, cublasapi.Scalar{Device: p.At.Beta}
+	}
+	at := [2]unsafe.Pointer{unsafe.Pointer(&c.f32[0]), unsafe.Pointer(&c.f32[1])}
+	switch p.scaleType() {
+	case cublasapi.R64F:
+		at = [2]unsafe.Pointer{unsafe.Pointer(&c.f64[0]), unsafe.Pointer(&c.f64[1])}
+	case cublasapi.R16F:
+		at = [2]unsafe.Pointer{unsafe.Pointer(&c.f16[0]), unsafe.Pointer(&c.f16[1])}
+	}
+	return cublasapi.Scalar{Host: at[0]}, cublasapi.Scalar{Host: at[1]}
+}
+
+// needsNoProduct reports whether cuBLASLt must not see that k is 0, or that alpha is 0. cuBLAS
+// accepts a k of 0.
+func (p *Product) needsNoProduct() bool {
+	if p.K == 0 {
+		return !p.plain()
+	}
+	return p.returnsEarly() && !p.DeviceScalars && p.Factors == [2]float64{0, 1}
+}
+
+// returnsEarly reports whether cuBLASLt does not write D if alpha is 0 and beta is 1. It takes
+// D = C for granted if C is a vector, even if D is another matrix or an epilogue follows.
+func (p *Product) returnsEarly() bool {
+	return min(p.M, p.N) == 1 &&
+		(p.Separate || p.Epilogue != cublasltapi.EpilogueDefault) &&
+		p.Epilogue != cublasltapi.EpilogueBGradA && p.Epilogue != cublasltapi.EpilogueBGradB
+}
+
+// replaceProduct replaces the matrices of the call in progress by zeros, in memory
+// of the stream that the caller frees, and alpha by 1; on the device by 0, because it may be NaN.
+func (q *queue) replaceProduct() (room uint64, err error) {
+	p := &q.now
+	const k = 16 // 8-bit floats need a multiple of it
+	bytes := int(k * max(p.M, p.N) * max(sizeOf(p.A.Type), sizeOf(p.B.Type)))
+	room, err = memory.AllocRaw(q.s, bytes)
+	if err != nil {
+		return room, err
+	}
+	zeros := cudadrv.DevicePtr(room)
+	p.K, p.TransA, p.TransB = k, cublasapi.Trans, cublasapi.NoTrans // the order of 8-bit floats
+	p.A.LD, p.A.Stride, p.B.LD, p.B.Stride = k, 0, k, 0
+	p.At.A, p.At.B, p.At.Alpha, p.Factors[0] = zeros, zeros, zeros, 1
+	return room, q.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemsetD8Async(zeros, 0, uintptr(bytes), gpu.StreamOf(q.s).Raw())
+	})
+}
+
+// maxColumns is the number of columns that are listed one by one. Matrices with more columns
+// and with gaps between them are not listed, because the gaps may belong to others.
+const maxColumns = 1 << 14
+
+// uses lists the matrices of the call in progress, for the sanitizer. It omits biases, scales
+// and auxiliary buffers.
+func (q *queue) uses() (uses []cudadrv.Use) {
+	p := &q.now
+	add := func(at cudadrv.DevicePtr, l Layout, rows, cols int64, write bool) {
+		size := sizeOf(l.Type)
+		batch := p.Batch
+		if l.LD == rows {
+			rows, cols = rows*cols, 1
+		}
+		if l.Stride == 0 {
+			batch = 1
+		}
+		if at == 0 || batch*cols > maxColumns {
+			return
+		}
+		for b := range batch {
+			for c := range cols {
+				first := cudadrv.DevicePtr((b*l.Stride + c*l.LD) * size)
+				uses = append(uses, cudadrv.Use{Ptr: at + first, Bytes: uint64(rows * size), Write: write})
+			}
+		}
+	}
+	stored := func(rows, cols int64, op cublasapi.Op) (int64, int64) {
+		if op == cublasapi.Trans {
+			return cols, rows
+		}
+		return rows, cols
+	}
+	rows, cols := stored(p.M, p.K, p.TransA)
+	add(p.At.A, p.A, rows, cols, false)
+	rows, cols = stored(p.K, p.N, p.TransB)
+	add(p.At.B, p.B, rows, cols, false)
+	if p.Separate {
+		add(p.At.C, p.C, p.M, p.N, false)
+	}
+	add(p.At.D, p.D, p.M, p.N, true)
+	return uses
 }

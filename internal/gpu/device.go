@@ -2,14 +2,18 @@ package gpu
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"runtime"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
@@ -28,7 +32,7 @@ type Device struct {
 	mu      sync.Mutex // guards the first use
 	ctx     atomic.Uintptr
 	binding atomic.Pointer[cudadrv.Driver] // binds ctx with each call; nil if the driver cannot
-	local   kept.Map                       // see Local
+	local   handle.Map                     // see Local
 	watcher cudadrv.Watcher                // see Watcher
 	timing  atomic.Pointer[timing]         // nil until a timeline is recorded
 	kernels sync.Map                       // names, by cudadrv.Function
@@ -231,8 +235,8 @@ func (d *Device) fail(op string, r cudadrv.Result) error { return d.sys.errs.Fai
 // Err returns the sticky error that made the device unusable for the process, or nil.
 func (d *Device) Err() error { return d.sys.errs.Lost(d.ordinal) }
 
-// answerPatience is the maximum time to wait for the driver's answer about a lost device.
-const answerPatience = 100 * time.Millisecond
+// answerTimeout is the maximum time to wait for the driver's answer about a lost device.
+const answerTimeout = 100 * time.Millisecond
 
 // Because adds the sticky error of a lost device to an error of a library above the
 // driver. Such a library reports only that CUDA failed, and may be the first to notice the
@@ -244,7 +248,7 @@ func (d *Device) Because(err error) error {
 	if d.Err() == nil && d.ctx.Load() != 0 {
 		// On a lost device this call fails with the sticky error. If the driver does not
 		// answer because of a launch, the device is not lost.
-		poll.Within(answerPatience, func() error {
+		poll.Within(answerTimeout, func() error {
 			return d.Do(func(drv cudadrv.Driver) cudadrv.Result {
 				_, _, r := drv.MemGetInfo()
 				return r
@@ -280,7 +284,7 @@ func (d *Device) DefaultPool() (pool cudadrv.MemPool, err error) {
 // one value per device with it. Two concurrent first users may both call make, and only
 // one result is kept, so the value must not own anything that has to be closed. The values
 // are dropped when the System is closed.
-func (d *Device) Local(key *kept.Key, make func() any) any {
+func (d *Device) Local(key *handle.Key, make func() any) any {
 	if v, ok := d.local.Load(key); ok {
 		return v
 	}
@@ -288,4 +292,182 @@ func (d *Device) Local(key *kept.Key, make func() any) any {
 }
 
 // Kept returns the value of Local for the key, if it exists.
-func (d *Device) Kept(key *kept.Key) (value any, ok bool) { return d.local.Load(key) }
+func (d *Device) Kept(key *handle.Key) (value any, ok bool) { return d.local.Load(key) }
+
+// Context returns the primary context, creating it on first use.
+func (d *Device) Context() (cudadrv.Context, error) {
+	if r := d.retain(); r != cudadrv.Success {
+		return 0, d.fail("cuDevicePrimaryCtxRetain", r)
+	}
+	return cudadrv.Context(d.ctx.Load()), nil
+}
+
+func (d *Device) bind() cudadrv.Result {
+	if d.ctx.Load() == 0 {
+		if r := d.retain(); r != cudadrv.Success {
+			return r
+		}
+	}
+	return d.sys.Driver.CtxSetCurrent(cudadrv.Context(d.ctx.Load()))
+}
+
+// retain retains the primary context, which NCCL, cuBLAS and PyTorch in the same process
+// use too.
+func (d *Device) retain() cudadrv.Result {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.ctx.Load() != 0 {
+		return cudadrv.Success
+	}
+	if d.sys.closed.Load() {
+		return cudadrv.ErrorDeinitialized // which Errors.Failed explains
+	}
+	c, r := d.sys.Driver.DevicePrimaryCtxRetain(d.handle)
+	if r == cudadrv.Success {
+		d.ctx.Store(uintptr(c))
+		if drv, ok := d.sys.Driver.(binder); ok {
+			b := drv.Bound(c)
+			d.binding.Store(&b)
+		}
+	}
+	return r
+}
+
+// A binder is a driver that can bind a context with each call. That takes half as long as
+// binding it in a separate call.
+type binder interface {
+	Bound(c cudadrv.Context) cudadrv.Driver
+}
+
+func (d *Device) release() error {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.ctx.Swap(0) == 0 {
+		return nil
+	}
+	d.binding.Store(nil)
+	d.local.Clear() // its values belonged to the context
+	return d.Ask(func(drv cudadrv.Driver) cudadrv.Result { return drv.DevicePrimaryCtxRelease(d.handle) })
+}
+
+// The modes of SetSyncDebug. Any other value is SyncError.
+const (
+	SyncOff int32 = iota
+	SyncWarn
+	SyncError
+)
+
+// ErrSynchronizing is returned, wrapped with the name of the call, by a call that would
+// make the host wait in the mode SyncError.
+var ErrSynchronizing = errors.New("called a synchronizing CUDA operation")
+
+// SetSyncDebug sets the mode of Blocking, and returns the previous mode.
+func (s *System) SetSyncDebug(mode int32) (before int32) { return s.syncDebug.Swap(mode) }
+
+// SyncDebug returns the mode of SetSyncDebug.
+func (s *System) SyncDebug() int32 { return s.syncDebug.Load() }
+
+// Blocking is called before op makes the host wait for work of d. It costs one
+// atomic load while the mode is SyncOff.
+func (d *Device) Blocking(op string) error {
+	mode := d.sys.SyncDebug()
+	if mode == SyncOff {
+		return nil
+	}
+	if mode == SyncWarn {
+		slog.Warn(ErrSynchronizing.Error(), "operation", op, "device", d.String(), "caller", caller())
+		return nil
+	}
+	return fmt.Errorf("%s on %s: %w, which SyncError forbids", op, d, ErrSynchronizing)
+}
+
+// caller returns the place in the program that called into Chorus.
+func caller() string {
+	pcs := make([]uintptr, 16)
+	frames := runtime.CallersFrames(pcs[:runtime.Callers(3, pcs)])
+	for {
+		f, more := frames.Next()
+		if !leadsToBlocking(f.Function) || !more {
+			return fmt.Sprintf("%s:%d", f.File, f.Line)
+		}
+	}
+}
+
+// leadsToBlocking reports whether a function belongs to the packages that call Blocking.
+func leadsToBlocking(function string) bool {
+	name, ours := strings.CutPrefix(function, "github.com/gochorus/chorus/")
+	room, _, _ := strings.Cut(name, ".")
+	return ours && (room == "internal/gpu" || room == "stream" || room == "memory")
+}
+
+// notRun explains why the host cannot wait for captured operations.
+const notRun = "captured operations have not run and cannot be waited for"
+
+// RefuseCapture returns an error if the stream is being captured. It costs almost nothing
+// while the process captures nothing.
+func (s *Stream) RefuseCapture(op, advice string) error {
+	if !AnyCapture() {
+		return nil
+	}
+	if yes, err := s.Capturing(); err != nil || !yes {
+		return nil // the call itself gets the driver's error
+	}
+	return s.dev.sys.errs.Captured(op, s.String(), advice)
+}
+
+// RefuseWait returns an error if the goroutine must not wait for the stream or query it:
+// because the stream is being captured, or because of a capture that the stream is not
+// part of.
+func (s *Stream) RefuseWait(op string) error {
+	if err := s.RefuseCapture(op, notRun); err != nil {
+		return err
+	}
+	return refuseHost(op, s.String)
+}
+
+// RefuseCaptured returns an error if the goroutine must not wait for an event of d or
+// query it: because the event was captured, or because of another capture.
+func (d *Device) RefuseCaptured(op string, captured bool) error {
+	if captured {
+		return d.sys.errs.Captured(op, "what the event recorded on "+d.String(), notRun)
+	}
+	return refuseHost(op, func() string { return "an event of " + d.String() })
+}
+
+// RefuseSync returns an error if a stream of the device has begun a capture.
+func (d *Device) RefuseSync(op string) error {
+	if c := find(func(c *Capture) bool { return c.Stream.dev == d }); c != nil {
+		return d.sys.errs.Captured(op, c.Stream.String(), notRun+": synchronize the device before or after the capture")
+	}
+	return nil
+}
+
+// refuseHost is RefuseWait for an object that is not part of a capture.
+func refuseHost(op string, name func() string) error {
+	if !AnyCapture() {
+		return nil
+	}
+	c, others := forbids()
+	if c == nil {
+		return nil
+	}
+	who, mode := "the goroutine that captures must not", "relaxed"
+	if others {
+		who, mode = "no goroutine may", "thread_local"
+	}
+	return c.Stream.dev.sys.errs.Captured(op, c.Stream.String(), fmt.Sprintf(
+		"in the mode %s %s wait for %s or ask for it: do so before or after the capture, or capture in the mode %s", c.modeName(), who, name(), mode))
+}
+
+// forbids returns the capture that forbids the calling goroutine calls that CUDA considers
+// unsafe in a capture, such as querying a stream, and whether another goroutine captures.
+// It returns nil if there is none.
+func forbids() (c *Capture, others bool) {
+	me := osthread.ID()
+	c = find(func(c *Capture) bool { return c.mode != cudadrv.CaptureRelaxed && c.goroutine == me })
+	if c != nil {
+		return c, false
+	}
+	c = find(func(c *Capture) bool { return c.mode == cudadrv.CaptureGlobal })
+	return c, c != nil
+}

@@ -10,7 +10,9 @@ import (
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/kept"
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/osthread"
 )
 
 // ErrClosed is returned, wrapped with the operation, by methods after Close.
@@ -43,7 +45,7 @@ type System struct {
 
 	closed    atomic.Bool
 	syncDebug atomic.Int32
-	local     kept.Map // see Local
+	local     handle.Map // see Local
 }
 
 // A SystemRef refers to a System. The public type embeds it.
@@ -77,7 +79,7 @@ func (s *System) Closed() bool { return s.closed.Load() }
 
 // Local returns the value for the key, and calls make on first use, like Device.Local for
 // one device. Close calls the Close methods of the values before it releases the contexts.
-func (s *System) Local(key *kept.Key, make func() any) any {
+func (s *System) Local(key *handle.Key, make func() any) any {
 	if v, ok := s.local.Load(key); ok {
 		return v
 	}
@@ -99,4 +101,115 @@ func (s *System) Close() error {
 		}
 	}
 	return first
+}
+
+// callbacks are the OS threads that are running a host callback of a stream.
+var callbacks osthread.Threads
+
+// EnterCallback records that a host callback runs on the calling OS thread, until leave.
+func EnterCallback() (leave func()) { return callbacks.Enter() }
+
+// InCallback reports whether the goroutine is in a host callback of a stream, which must
+// not wait for the driver. It costs almost nothing while no callback runs.
+func InCallback() bool { return callbacks.Has() }
+
+// LaunchHostFunc makes the stream call fn when everything enqueued on s so far has
+// completed. If s is captured, fn lives as long as the graph and its launches.
+func (s *Stream) LaunchHostFunc(fn func()) error {
+	c, err := s.current()
+	if err != nil {
+		return err
+	}
+	if c == nil && s.kind == ExternalStream {
+		if yes, err := s.Capturing(); err != nil {
+			return err
+		} else if yes { // into a graph that Chorus did not begin
+			return s.dev.sys.errs.Captured("stream: callback", s.String(), "capture it with package graph")
+		}
+	}
+	var f dl.Closure
+	if c == nil {
+		f = dl.OnceClosure(fn)
+	} else if f, err = s.captureClosure(fn); err != nil {
+		return err
+	}
+	err = s.dev.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.LaunchHostFunc(s.h, f) })
+	if err != nil && c == nil {
+		f.Release()
+	}
+	return err
+}
+
+// captureClosure makes a closure that the driver releases after the graph of the capture
+// and all its launches are destroyed.
+func (s *Stream) captureClosure(fn func()) (dl.Closure, error) {
+	var g cudadrv.Graph
+	err := s.dev.Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		g, r = drv.StreamGetCaptureGraph(s.h)
+		return r
+	})
+	if err != nil {
+		return 0, err
+	}
+	f := dl.NewClosure(fn)
+	var o cudadrv.UserObject
+	err = s.dev.Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		o, r = drv.UserObjectCreate(f)
+		return r
+	})
+	if err != nil {
+		f.Release()
+		return 0, err
+	}
+	err = s.dev.Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.GraphRetainUserObject(g, o, 1, cudadrv.GraphUserObjectMove)
+	})
+	if err != nil {
+		_ = s.dev.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.UserObjectRelease(o, 1) })
+		return 0, err
+	}
+	return f, s.Captured(holdClosure(f)) // graph.Exec.Update may give it to another graph
+}
+
+// holdClosure is a closure that implements Holdable.
+type holdClosure dl.Closure
+
+func (f holdClosure) Hold(Holder)  { dl.Closure(f).Retain() }
+func (f holdClosure) LetGo(Holder) { dl.Closure(f).Release() }
+
+// ErrCapturing is returned by Close of a graph that is being captured.
+var ErrCapturing = errors.New("the capture has not ended")
+
+// A Holder is a graph that holds the objects that it has captured. Close returns
+// ErrCapturing if it must wait for the end of the capture.
+type Holder interface {
+	fmt.Stringer
+	Close() error
+}
+
+// A Holdable is an object that must not be closed while a graph that captured it exists.
+type Holdable interface {
+	Hold(h Holder)
+	LetGo(h Holder)
+}
+
+// A Preparer is a Holdable that must be called before each launch of a graph, with the
+// stream of the launch. For example, a random number generator then sets its position in
+// the sequence. After a successful Prepare, Launched is called once, when the launch has
+// been enqueued or has failed; until then other calls of Prepare wait. The stream is a
+// public one.
+type Preparer interface {
+	Holdable
+	Prepare(s HasStream) error
+	Launched(s HasStream)
+}
+
+// Uses tells the sanitizer, if there is one, which memory an operation uses that was just
+// enqueued on s. Launches of package kernel need it only for memory whose address is not an
+// argument. The calls of list cost nothing without the sanitizer. meets means that the operation
+// waits for other devices, and they for it.
+func (s *Stream) Uses(name string, meets bool, list func() []cudadrv.Use) {
+	if w := s.dev.watcher; w != nil {
+		w.Used(cudadrv.Operation{Name: name, Stream: s.h, Uses: list(), Meets: meets})
+	}
 }

@@ -12,14 +12,14 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // severalHosts starts launchers on loopback addresses, the first of which is the only seed. A process is lost after
 // the given silence.
 func severalHosts(t *testing.T, n, least int, silence time.Duration, args ...string) ([]*setup, []*launched) {
 	t.Helper()
-	port := testport.Reserve(t)
+	port := testhost.Reserve(t)
 	var cfgs []*setup
 	var ls []*launched
 	for i := range n {
@@ -214,7 +214,7 @@ func TestElasticLauncherReplaced(t *testing.T) {
 // and also a worker that fails later.
 func TestElasticRestartAfterFailover(t *testing.T) {
 	t.Parallel()
-	port := testport.Reserve(t)
+	port := testhost.Reserve(t)
 	var ls []*launched
 	for i := range 3 {
 		c := workers(1, "elastic", "99", "2")

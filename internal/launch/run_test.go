@@ -14,7 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testport"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 func TestRunAllWell(t *testing.T) {
@@ -646,7 +646,7 @@ func TestRunMistakes(t *testing.T) {
 // twoHosts makes two configs that meet on two loopback addresses.
 func twoHosts(t *testing.T, a, b *setup) {
 	t.Helper()
-	port := testport.Reserve(t)
+	port := testhost.Reserve(t)
 	for i, c := range []*setup{a, b} {
 		c.Job = "two-" + fmt.Sprint(port)
 		c.Host = fmt.Sprintf("h%d", i)

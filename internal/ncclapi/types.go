@@ -1,6 +1,17 @@
 package ncclapi
 
-import "math"
+import (
+	"errors"
+	"fmt"
+	"math"
+	"os"
+	"sync"
+	"time"
+	"unsafe"
+
+	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/env"
+)
 
 // DType is ncclDataType_t.
 type DType int32
@@ -158,4 +169,217 @@ type SimInfo struct {
 	Version       uint32
 	EstimatedTime float32 // microseconds as NCCL's cost model has it; -1 when unknown
 	_             uint32
+}
+
+// newestKnown is the NCCL whose ncclConfig_t and ncclCollConfig_t Config and CollConfig have.
+// A newer library is told this version, and leaves the fields that came later at their
+// defaults.
+const newestKnown = 23203
+
+// newestProperties is the NCCL whose ncclCommProperties_t Properties has. A newer library must
+// be told this version: it would write fields behind the end of the struct.
+const newestProperties = 23007
+
+// configSizes has sizeof(ncclConfig_t) from each version that changed it. The
+// fields in between filled padding.
+var configSizes = []struct {
+	since int32
+	size  uintptr
+}{
+	{23203, 120},
+	{23102, 112},
+	{23003, 96},
+	{22902, 88},
+	{22803, 80},
+	{22703, 72},
+	{0, 48}, // 2.17 to 2.26
+}
+
+// NewConfig returns a Config that leaves every choice to the library, for a library of the
+// given version.
+func NewConfig(version int32) *Config {
+	c := &Config{
+		Blocking: Undefined, CGAClusterSize: Undefined, MinCTAs: Undefined, MaxCTAs: Undefined,
+		SplitShare: Undefined, TrafficClass: Undefined, CollnetEnable: Undefined, CTAPolicy: Undefined,
+		ShrinkShare: Undefined, NVLSCTAs: Undefined, NChannelsPerNetPeer: Undefined, NVLinkCentricSched: Undefined,
+		GraphUsageMode: Undefined, NumRMACtx: Undefined, MaxP2PPeers: Undefined, GraphStreamOrdering: Undefined,
+		LaunchOrderImplicit: Undefined, NumRMASig: Undefined, RMAEagerInit: Undefined, HostCFTMode: Undefined, NVLSHostMode: Undefined,
+	}
+	c.Stamp(version)
+	return c
+}
+
+// Stamp sets the fields that tell the loaded library how to read the Config. A library
+// does not notice a struct that is newer than itself, and ignores the rest, so the stamp
+// must have the library's version and not a header's.
+func (c *Config) Stamp(version int32) {
+	c.Magic, c.Version = ConfigMagic, uint32(min(version, newestKnown))
+	for _, s := range configSizes {
+		if version >= s.since {
+			c.Size = s.size
+			break
+		}
+	}
+}
+
+// TooNew returns the C name of the first field that is set although a library
+// of the given version does not know it, and the version that brought it; ""
+// means that there is none.
+func (c *Config) TooNew(version int32) (field string, since int32) {
+	for _, f := range []struct {
+		name  string
+		since int32
+		set   bool
+	}{
+		{"trafficClass", 22602, c.TrafficClass != Undefined},
+		{"commName", 22703, c.CommName != nil},
+		{"collnetEnable", 22703, c.CollnetEnable != Undefined},
+		{"CTAPolicy", 22703, c.CTAPolicy != Undefined},
+		{"shrinkShare", 22703, c.ShrinkShare != Undefined},
+		{"nvlsCTAs", 22703, c.NVLSCTAs != Undefined},
+		{"nChannelsPerNetPeer", 22803, c.NChannelsPerNetPeer != Undefined},
+		{"nvlinkCentricSched", 22803, c.NVLinkCentricSched != Undefined},
+		{"graphUsageMode", 22902, c.GraphUsageMode != Undefined},
+		{"numRmaCtx", 22902, c.NumRMACtx != Undefined},
+		{"maxP2pPeers", 23003, c.MaxP2PPeers != Undefined},
+		{"graphStreamOrdering", 23007, c.GraphStreamOrdering != Undefined},
+		{"launchOrderImplicit", 23102, c.LaunchOrderImplicit != Undefined},
+		{"numRmaSig", 23102, c.NumRMASig != Undefined},
+		{"rmaEagerInit", 23102, c.RMAEagerInit != Undefined},
+		{"hostCftMode", 23102, c.HostCFTMode != Undefined},
+		{"nvlsHostMode", 23203, c.NVLSHostMode != Undefined},
+	} {
+		if f.set && version < f.since {
+			return f.name, f.since
+		}
+	}
+	return "", 0
+}
+
+// propertiesSizes has sizeof(ncclCommProperties_t) from each version that changed it. NCCL
+// 2.29.2 has ginType as a byte in the padding before GINType.
+var propertiesSizes = []struct {
+	since int32
+	size  uintptr
+}{
+	{23003, unsafe.Sizeof(Properties{})},
+	{22907, unsafe.Offsetof(Properties{}.RailedGINType)},
+	{0, unsafe.Offsetof(Properties{}.NLSATeams)},
+}
+
+// NewProperties returns Properties for a library of the given version to fill in.
+func NewProperties(version int32) *Properties {
+	p := &Properties{Magic: ConfigMagic, Version: uint32(min(version, newestProperties))}
+	for _, s := range propertiesSizes {
+		if version >= s.since {
+			p.Size = s.size
+			break
+		}
+	}
+	return p
+}
+
+// NewSimInfo returns a SimInfo for a library of the given version.
+func NewSimInfo(version int32) *SimInfo {
+	s := &SimInfo{EstimatedTime: -1}
+	s.Stamp(version)
+	return s
+}
+
+// Stamp fills in what tells the loaded library how to read the SimInfo.
+func (s *SimInfo) Stamp(version int32) {
+	s.Size, s.Magic, s.Version = unsafe.Sizeof(*s), simInfoMagic, uint32(min(version, newestKnown))
+}
+
+// CollConfig is ncclCollConfig_t: the configuration of one collective, in its newest known
+// layout. Stamp sets how many bytes the loaded library reads.
+type CollConfig struct {
+	Size                  uintptr
+	Magic                 uint32
+	Version               uint32
+	Ext                   uintptr // options of other vendors' libraries, which Chorus does not use
+	MinCTAs               int32
+	MaxCTAs               int32
+	NVLSCTAs              int32
+	CGAClusterSize        int32
+	AlgSelection          *byte // nil means automatic
+	ForceAlgSelection     int32 // 1: a selection that NCCL cannot honour is an error
+	CTAPolicy             int32
+	UserProfilerTag       uint64  // the highest bit is NCCL's
+	LaunchCompletionEvent uintptr // a CUevent; 2.32
+}
+
+// NewCollConfig returns a CollConfig that leaves every choice to the library, for a library of
+// the given version.
+func NewCollConfig(version int32) *CollConfig {
+	c := &CollConfig{
+		MinCTAs: Undefined, MaxCTAs: Undefined, NVLSCTAs: Undefined, CGAClusterSize: Undefined,
+		ForceAlgSelection: 1, CTAPolicy: Undefined,
+	}
+	c.Stamp(version)
+	return c
+}
+
+// Stamp sets the fields that tell the loaded library how to read the CollConfig.
+func (c *CollConfig) Stamp(version int32) {
+	c.Magic, c.Version, c.Size = ConfigMagic, uint32(min(version, newestKnown)), unsafe.Sizeof(*c)
+	if version < sinceLaunchEvent {
+		c.Size = unsafe.Offsetof(c.LaunchCompletionEvent)
+	}
+}
+
+// sinceLaunchEvent is the first NCCL whose ncclCollConfig_t has launchCompletionEvent.
+const sinceLaunchEvent = 23203
+
+// TooNew is as of Config.
+func (c *CollConfig) TooNew(version int32) (field string, since int32) {
+	if c.LaunchCompletionEvent != 0 && version < sinceLaunchEvent {
+		return "launchCompletionEvent", sinceLaunchEvent
+	}
+	return "", 0
+}
+
+const hostIDName = "NCCL_HOSTID"
+
+// HostID returns NCCL's name for the host of this process, or "" if NCCL chooses it:
+// NCCL_HOSTID, or a name of this process alone if CHORUS_SHARE_GPUS is yes. NCCL refuses two
+// ranks of one host on one GPU, and connects ranks of two hosts over the network.
+func HostID() string {
+	if id := os.Getenv(hostIDName); id != "" || !SharesGPUs() {
+		return id
+	}
+	return ownHost()
+}
+
+// SharesGPUs reports whether CHORUS_SHARE_GPUS permits several processes on one GPU.
+func SharesGPUs() bool { return env.ShareGPUs.Value() == "yes" }
+
+var ownHost = sync.OnceValue(func() string {
+	host, _ := os.Hostname() // the rest of the name is sufficient
+	return fmt.Sprintf("chorus-%s-%d-%x", host, os.Getpid(), time.Now().UnixNano())
+})
+
+// libc has setenv: os.Setenv does not change the environment of C in a build without cgo.
+var libc = &dl.Spec{Name: "the C library", Sonames: []string{"libc.so.6"}}
+
+// setHostID makes NCCL read HostID. NCCL reads it once, when the first communicator is made.
+func setHostID() error {
+	if _, err := env.ShareGPUs.OneOf("yes", "no"); err != nil {
+		return err
+	}
+	if !SharesGPUs() || os.Getenv(hostIDName) != "" {
+		return nil
+	}
+	so, err := dl.Open(libc)
+	if err != nil {
+		return fmt.Errorf("nccl: set %s for %s: %w", hostIDName, env.ShareGPUs.Name, err)
+	}
+	setenv, ok := so.Symbol("setenv")
+	if !ok {
+		return fmt.Errorf("nccl: set %s for %s: %s has no setenv", hostIDName, env.ShareGPUs.Name, so.Path())
+	}
+	if dl.Get().String(hostIDName).String(HostID()).In(1).Do(setenv) != 0 {
+		return errors.New("nccl: the C library could not set " + hostIDName)
+	}
+	return nil
 }

@@ -1,8 +1,13 @@
 package pickle
 
 import (
+	"bytes"
+	"encoding/base64"
 	"errors"
 	"fmt"
+	"math/rand/v2"
+	"os/exec"
+	"runtime"
 	"strings"
 	"testing"
 
@@ -78,4 +83,160 @@ func TestObjectMistakes(t *testing.T) {
 		_, err := DecodeObjects(strings.NewReader(in), nil, recorder{})
 		require.ErrorContains(t, err, says, "%q", in)
 	}
+}
+
+// An itemOf has the list of an item, and its value as marked returns it.
+type itemOf struct {
+	list int
+	item any
+}
+
+func decodeItems(t *testing.T, p []byte) (rest any, got []itemOf) {
+	t.Helper()
+	rest, err := DecodeItems(bytes.NewReader(p), nil, "lists", func(list int, item any) error {
+		got = append(got, itemOf{list, marked(item)})
+		return nil
+	})
+	require.NoError(t, err)
+	return rest, got
+}
+
+// The items that are passed, and what remains, are together what Decode returns.
+func checkItems(t *testing.T, p []byte) {
+	t.Helper()
+	whole, err := Decode(bytes.NewReader(p), nil)
+	require.NoError(t, err)
+	rest, got := decodeItems(t, p)
+	lists, _ := whole.(*Dict).Get("lists")
+	left, _ := rest.(*Dict).Get("lists")
+	require.Len(t, *left.(*List), len(*lists.(*List)))
+	n := 0
+	for i, l := range *lists.(*List) {
+		for _, v := range *l.(*List) {
+			require.Equal(t, i, got[n].list)
+			require.Equal(t, marked(v), got[n].item)
+			n++
+		}
+		require.Empty(t, *(*left.(*List))[i].(*List))
+		*l.(*List) = nil
+	}
+	require.Len(t, got, n)
+	require.Equal(t, marked(whole), marked(rest))
+}
+
+func TestDecodeItems(t *testing.T) {
+	seed := rand.Uint64()
+	t.Log("seed ", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	frames := &List{"frame"}
+	for range 50 {
+		lists := List{}
+		for range r.IntN(4) {
+			l := &List{}
+			for range r.IntN(3) * r.IntN(3*batch/2) {
+				*l = append(*l, &Dict{{"action", "alloc"}, {"addr", r.IntN(1 << 20)}, {"frames", frames}, {"any", random(r, 3)}})
+			}
+			lists = append(lists, l)
+		}
+		var b bytes.Buffer
+		require.NoError(t, Encode(&b, Dict{{"before", random(r, 2)}, {"frames", frames}, {"lists", &lists}, {"after", random(r, 2)}}))
+		checkItems(t, b.Bytes())
+	}
+}
+
+func TestDecodeItemsOfPython(t *testing.T) {
+	path, err := exec.LookPath("python3")
+	if err != nil {
+		t.Skip("no python3 here: ", err)
+	}
+	out, err := exec.Command(path, "-c", `
+import base64, pickle
+f = [{"name": "f"}]
+def e(i): return {"action": "alloc", "addr": i, "frames": f, "own": [], "pool": (0, i)}
+for lists in [], [[]], [[e(1)]], [[e(i) for i in range(2500)]], [[e(1), e(2)], [], [e(3)], [e(i) for i in range(1001)]]:
+	for protocol in 2, 3, 4, 5:
+		p = pickle.dumps({"segments": [e(7)], "lists": lists, "settings": {"x": 1.5}}, protocol=protocol)
+		print(base64.b64encode(p).decode())`).Output()
+	require.NoError(t, err)
+	for line := range strings.Lines(string(out)) {
+		p, err := base64.StdEncoding.DecodeString(strings.TrimSpace(line))
+		require.NoError(t, err)
+		checkItems(t, p)
+	}
+}
+
+func TestDecodeItemsRefuses(t *testing.T) {
+	failed := errors.New("failed")
+	for _, c := range []struct{ pickle, want string }{
+		{"\x80\x02}X\x05\x00\x00\x00lists](]}q\x00ah\x00e.", `an item of "lists" occurs twice`},
+		{"\x80\x02}X\x05\x00\x00\x00lists](]Kaae", "failed"},
+		{"\x80\x02}X\x05\x00\x00\x00lists](]", "unexpected EOF"},
+	} {
+		_, err := DecodeItems(strings.NewReader(c.pickle), nil, "lists", func(_ int, item any) error {
+			if item == any(int64('a')) {
+				return failed
+			}
+			return nil
+		})
+		require.ErrorContains(t, err, c.want, "%q", c.pickle)
+	}
+	_, err := DecodeItems(strings.NewReader("\x80\x02}X\x05\x00\x00\x00lists](]Kaae"), nil, "lists", func(int, any) error { return failed })
+	require.ErrorIs(t, err, failed)
+}
+
+// An item that is used again and again does not free values for others.
+func TestItemsDoNotRaiseTheLimit(t *testing.T) {
+	dict := "}q\x00(" + strings.Repeat("NN", 1000) + "u"
+	p := "\x80\x02(" + dict + "0}X\x05\x00\x00\x00lists](]" + strings.Repeat("h\x00a", 100) + strings.Repeat("]", 5000)
+	p = strings.Replace(p, "0}", "}", 1)
+	_, err := DecodeItems(strings.NewReader(p), &Limits{Values: 5000}, "lists", func(int, any) error { return nil })
+	require.ErrorContains(t, err, "more than 5000 values")
+}
+
+// An item that a writer also puts into a list that stays does not stay there.
+func TestItemsInOtherLists(t *testing.T) {
+	const item = "}(" + "NNNN" + "u"
+	p := "\x80\x02}X\x05\x00\x00\x00lists](](" + item + "q\x00ee" + "s."
+	rest, err := DecodeItems(strings.NewReader(p), nil, "lists", func(_ int, item any) error {
+		require.Len(t, *item.(*Dict), 2)
+		return nil
+	})
+	require.NoError(t, err)
+	require.Equal(t, Dict{{"lists", &List{&List{}}}}, *rest.(*Dict))
+
+	var kept []*Dict
+	_, err = DecodeItems(strings.NewReader(p), nil, "lists", func(_ int, item any) error {
+		kept = append(kept, item.(*Dict))
+		return nil
+	})
+	require.NoError(t, err)
+	require.Empty(t, *kept[0])
+}
+
+// Items take almost no memory after they were passed.
+func TestItemsAreNotKept(t *testing.T) {
+	const n = 200_000
+	var b bytes.Buffer
+	l := &List{}
+	for i := range n {
+		*l = append(*l, &Dict{{"action", "alloc"}, {"addr", i}, {"size", 2 * i}, {"time", 3 * i}})
+	}
+	require.NoError(t, Encode(&b, Dict{{"lists", List{l}}}))
+	l = nil
+	heap := func() int64 {
+		runtime.GC()
+		var m runtime.MemStats
+		runtime.ReadMemStats(&m)
+		return int64(m.HeapAlloc)
+	}
+	before, most, i := heap(), int64(0), 0
+	_, err := DecodeItems(&b, &Limits{Values: 4 * n}, "lists", func(int, any) error {
+		if i++; i%(n/10) == 0 {
+			most = max(most, heap()-before)
+		}
+		return nil
+	})
+	require.NoError(t, err)
+	require.Equal(t, n, i)
+	require.Less(t, most, int64(40*n), "bytes for each item")
 }

@@ -17,7 +17,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // python runs testdata/pickles.py.
@@ -309,7 +309,7 @@ func TestMemory(t *testing.T) {
 	}
 	require.Less(t, cost([]byte("\x80\x02X\x00\x00\x00\x7f")), uint64(1<<20))
 	for _, op := range []byte{opMark, opEmptyDict, opEmptyList, opEmptyTuple, opNone} {
-		n := tsan.Rounds(1<<18, 1<<20)
+		n := testhost.Rounds(1<<18, 1<<20)
 		require.Less(t, cost(append([]byte{opProto, 2}, bytes.Repeat([]byte{op}, n)...)), uint64(200*n), "%q", op)
 	}
 }

@@ -1,6 +1,11 @@
 package race
 
-import "slices"
+import (
+	"fmt"
+	"runtime"
+	"slices"
+	"strings"
+)
 
 // A Clock holds, for each slot, the last epoch that is known to precede. Each stream has a
 // slot, and numbers its operations with epochs as they run. Clocks are immutable and
@@ -87,4 +92,93 @@ func (t *Slots) Take() Stamp {
 func (t *Slots) Put(s Stamp) {
 	t.last[s.Slot] = s.Epoch
 	t.free = append(t.free, s.Slot)
+}
+
+// A Conflict is two uses of the same bytes without an order. At least one use writes.
+type Conflict struct {
+	By     Access // the later call
+	Other  Access
+	Write  bool   // By writes
+	Lo, Hi uint64 // the bytes of the block that By uses
+	Block  fmt.Stringer
+}
+
+// String describes both uses and the cure.
+func (c *Conflict) String() string {
+	cure := "the two streams are not ordered: record an event after the first use and make the other stream wait for it"
+	if c.By.Stream == Host || c.Other.Stream == Host {
+		cure = "the host and the stream are not ordered: let the host wait for the stream first"
+	}
+	return fmt.Sprintf("race: %s %s bytes %d to %d of %v, which %v also uses, and %s", c.By, Verb(c.Write), c.Lo, c.Hi, c.Block, c.Other, cure)
+}
+
+// Verb returns "reads" or "writes".
+func Verb(write bool) string {
+	if write {
+		return "writes"
+	}
+	return "reads"
+}
+
+// A Place is the call stack of the call that enqueued an operation. It is nil if it is
+// unknown. It is resolved only for a report.
+type Place struct {
+	pcs []uintptr
+	n   int
+}
+
+// Here returns the place of the caller.
+func Here() *Place {
+	p := new(Place)
+	p.n = runtime.Callers(2, p.room())
+	return p
+}
+
+// Mark makes p the place of the caller, in the memory that it has.
+func (p *Place) Mark() { p.n = runtime.Callers(2, p.room()) }
+
+func (p *Place) room() []uintptr {
+	if p.pcs == nil {
+		p.pcs = make([]uintptr, 48)
+	}
+	return p.pcs
+}
+
+// String returns the file and the line of the program that called Chorus. If no such function
+// is on the stack, because Chorus called the driver on a goroutine, it is the outermost
+// function of Chorus.
+func (p *Place) String() string {
+	if p == nil {
+		return ""
+	}
+	place := ""
+	frames := runtime.CallersFrames(p.pcs[:p.n])
+	for more := true; more; {
+		var f runtime.Frame
+		f, more = frames.Next()
+		if f.File == "" || strings.HasPrefix(f.Function, "runtime.") {
+			continue
+		}
+		place = fmt.Sprintf("%s:%d", f.File, f.Line)
+		if !ofLibrary(f) {
+			break
+		}
+	}
+	return place
+}
+
+const module = "github.com/gochorus/chorus/"
+
+// ofLibrary reports whether a function belongs to Chorus's packages, without its programs,
+// examples and tests, or to the standard library, which calls functions for others.
+func ofLibrary(f runtime.Frame) bool {
+	if strings.HasSuffix(f.File, "_test.go") {
+		return false
+	}
+	name, ours := strings.CutPrefix(f.Function, module)
+	if !ours {
+		first, _, _ := strings.Cut(f.Function, "/")
+		return strings.HasPrefix(first, "sync.") || strings.HasPrefix(first, "slices.")
+	}
+	return !strings.HasPrefix(name, "examples/") && !strings.HasPrefix(name, "cmd/")
 }

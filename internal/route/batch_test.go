@@ -14,9 +14,9 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
-	"github.com/gochorus/chorus/internal/spinpool"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -215,10 +215,10 @@ func TestBatchesAreReused(t *testing.T) {
 // group of NCCL: the fault plan fails every group.
 func TestLaunchersExecuteBatches(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(8))
-	old := spinpool.Launchers
-	spinpool.Launchers = &spinpool.Pool{PollTime: time.Hour}
-	defer func() { spinpool.Launchers.Close(); spinpool.Launchers = old }()
-	for !spinpool.Launchers.Try(2, nothing{}) {
+	old := osthread.Launchers
+	osthread.Launchers = &osthread.Pool{PollTime: time.Hour}
+	defer func() { osthread.Launchers.Close(); osthread.Launchers = old }()
+	for !osthread.Launchers.Try(2, nothing{}) {
 		runtime.Gosched()
 	}
 	for _, s := range []Strategy{Tuned, OwnKernels, Windows} { // Tuned without measured times is NCCL

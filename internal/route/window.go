@@ -4,11 +4,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"log/slog"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -45,14 +47,14 @@ func (rs Routers) openWindows(ctx context.Context) error {
 func (r *Router) openWindow(ctx context.Context) error {
 	w := &window{comm: r.comm}
 	r.window = w
-	if err := fabric.Confer(ctx, r.exchange, r.comm.Size(), r.withRankName(w.allocate(r.stream))); err != nil {
+	if err := fabric.Agree(ctx, r.exchange, r.comm.Size(), r.withRankName(w.allocate(r.stream))); err != nil {
 		return err
 	}
 	var err error
 	if w.registered, err = r.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true); err != nil {
 		return hideUnsupported(err)
 	}
-	return fabric.Confer(ctx, r.exchange, r.comm.Size(), nil)
+	return fabric.Agree(ctx, r.exchange, r.comm.Size(), nil)
 }
 
 // hideUnsupported hides that an error is ErrUnsupported. The other ranks may support the operation
@@ -153,4 +155,112 @@ func copyBytes(s *stream.Stream, dst, src uint64, n int) error {
 	return gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		return drv.MemcpyDtoDAsync(cudadrv.DevicePtr(dst), cudadrv.DevicePtr(src), uintptr(n), gpu.StreamOf(s).Raw())
 	})
+}
+
+// openEngines records whether all ranks are in this process and can access each other's memory.
+func (rs Routers) openEngines() error {
+	if len(rs) != rs[0].comm.Size() {
+		return nil
+	}
+	for i := range rs {
+		for j := range i {
+			can, err := mem.Reach(rs[i].comm.Device(), rs[j].comm.Device())
+			if err != nil || !can {
+				return err
+			}
+		}
+	}
+	for _, r := range rs {
+		r.engines = true
+	}
+	return nil
+}
+
+// copyBetweenRanks performs an all-gather or an all-to-all with copy engines. Each rank fetches
+// its parts, from the next rank first, so that no two ranks fetch from the same rank at
+// the same time. The streams meet before, so that all sources are ready, and after, so
+// that no source changes before all ranks have fetched it.
+func copyBetweenRanks(ss []*stream.Stream, xs []ranks.Collective) error {
+	if err := synchronize(ss); err != nil {
+		return err
+	}
+	n, part := len(ss), xs[0].Bytes()
+	for step := range n {
+		for to := range n {
+			from := (to + step) % n
+			src, dst := xs[from].Src, xs[to].Dst+uint64(from*part)
+			if xs[0].Kind == flight.AllToAll {
+				src += uint64(to * part)
+			}
+			if src == dst {
+				continue // in place
+			}
+			if err := copyBytes(ss[to], dst, src, part); err != nil {
+				return errors.Join(err, synchronize(ss)) // copies that are already enqueued use the other ranks' memory
+			}
+		}
+	}
+	return synchronize(ss)
+}
+
+// synchronize makes each stream wait for all others.
+func synchronize(ss []*stream.Stream) error {
+	if err := gpu.Join(ss[0], ss); err != nil {
+		return err
+	}
+	return gpu.Fork(ss[0], ss)
+}
+
+// openKernels opens the Chorus kernels of the ranks, each with so much room, if the devices
+// support the strategy.
+func (rs Routers) openKernels(ctx context.Context, s Strategy, bytes int) error {
+	open := func(ctx context.Context, r *Router) (err error) {
+		c := r.comm
+		r.kernels, err = fabric.Open(ctx, r.stream, c.Rank(), c.Size(), r.exchange, &fabric.Config{Bytes: bytes})
+		if err != nil {
+			return err
+		}
+		if err = r.kernels.Supports(algorithms[s]); err != nil {
+			slog.Warn("chorus: this machine does not support the strategy, so NCCL executes all collectives", "strategy", s.String(), "rank", c.Rank(), "error", err)
+		}
+		return err
+	}
+	return rs.openEach(ctx, "Chorus kernels", open, func(r *Router) error {
+		own := r.kernels
+		r.kernels = nil
+		return own.Close()
+	})
+}
+
+// Up to how many bytes Chorus kernels are used: of an all-reduce, and of one rank's part of
+// the others. NCCL is not slower from about there on. With measured times the limit is
+// MostBytes.
+var (
+	kernelBytes     = 4 << 20
+	kernelPartBytes = 64 << 10
+)
+
+// MostBytes is the maximum size for measuring Chorus kernels, and for using them by measured
+// times. It is also the size of the pieces in which they execute an all-reduce in rank order.
+const MostBytes = 16 << 20
+
+// SetKernelBytes lets NCCL take over from Chorus kernels at other sizes, in tests.
+func SetKernelBytes(all, part int) (restore func()) {
+	old := [2]int{kernelBytes, kernelPartBytes}
+	kernelBytes, kernelPartBytes = all, part
+	return func() { kernelBytes, kernelPartBytes = old[0], old[1] }
+}
+
+func kernelLimit(x *ranks.Collective) int {
+	if x.Kind == flight.AllReduce {
+		return kernelBytes
+	}
+	return kernelPartBytes
+}
+
+var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines}
+
+// rawOf returns x as Chorus kernels take it.
+func rawOf(s Strategy, x *ranks.Collective) fabric.Raw {
+	return fabric.Raw{Kind: x.Kind, Algorithm: algorithms[s], DType: x.DType, Op: x.Op, Root: x.Root, Count: x.Count, Dst: x.Dst, Src: x.Src}
 }

@@ -1,6 +1,7 @@
 package safefile
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
@@ -219,4 +220,12 @@ func stat(f *os.File) (os.FileInfo, *syscall.Stat_t, error) {
 		return nil, nil, errors.New("the system does not report the owner")
 	}
 	return info, sys, nil
+}
+
+// EndsEarly reports whether a decoder failed because its file is truncated.
+func EndsEarly(err error) bool {
+	if s, ok := errors.AsType[*json.SyntaxError](err); ok {
+		return s.Error() == "unexpected end of JSON input" // of Decoder.Token after Decoder.More, since Go 1.27
+	}
+	return errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF)
 }

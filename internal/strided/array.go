@@ -4,6 +4,8 @@ import (
 	"fmt"
 	"math"
 	"slices"
+	"sync"
+	"unsafe"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/mem"
@@ -174,4 +176,149 @@ func (t Array) Expand(shape []int) (Array, error) {
 		}
 	}
 	return v, nil
+}
+
+// A Ref has the array of a tensor. The public tensor embeds it and has no other field.
+type Ref struct{ a Array }
+
+// New returns the Ref of a new tensor.
+func New(a Array) Ref { return Ref{a} }
+
+// At returns the array of a Ref, which package tensor has.
+func At(r *Ref) *Array { return &r.a }
+
+func (r Ref) array() Array { return r.a }
+
+// A Tensor is the public tensor.
+type Tensor interface{ array() Array }
+
+// Of returns the array of a tensor.
+func Of[T Tensor](t T) Array { return t.array() }
+
+// arrays returns the arrays of tensors, in place: a tensor consists of its Ref, and a Ref
+// of its Array.
+func arrays[T Tensor](ts []T) []Array {
+	return unsafe.Slice((*Array)(unsafe.Pointer(unsafe.SliceData(ts))), len(ts))
+}
+
+// arrayLists is arrays for lists of tensors.
+func arrayLists[T Tensor](lists [][]T) [][]Array {
+	return unsafe.Slice((*[]Array)(unsafe.Pointer(unsafe.SliceData(lists))), len(lists))
+}
+
+// tensors is the inverse of arrays.
+func tensors[T Tensor](as []Array) []T {
+	return unsafe.Slice((*T)(unsafe.Pointer(unsafe.SliceData(as))), len(as))
+}
+
+// Check returns an error if an operation on dev cannot use the tensor; see Array.Check.
+func Check[T Tensor](op string, t T, dev *device.Device) error {
+	x := t.array()
+	return x.Check(op, dev)
+}
+
+// CheckCopy returns the error that Copy returns for its tensors before it enqueues
+// anything, for callers that validate several copies first.
+func CheckCopy[T Tensor](op string, dst, src T) error {
+	to, from := dst.array(), src.array()
+	return checkCopy(op, &to, &from)
+}
+
+// Overlaps reports whether two tensors share memory. Like torch, it returns false for
+// tensors that are not dense.
+func Overlaps[T Tensor](a, b T) bool {
+	x, y := a.array(), b.array()
+	return overlaps(&x, &y)
+}
+
+// SameShape reports whether two tensors have the same dimensions.
+func SameShape[T Tensor](a, b T) bool { return slices.Equal(a.array().Shape, b.array().Shape) }
+
+// A storage is the memory of one or more arrays: a device's, or the host's.
+type storage struct {
+	buf  *memory.Buffer // nil if the memory is the host's
+	host hostMemory
+
+	mu   sync.Mutex
+	refs int // open references; 0 if the memory is borrowed
+}
+
+// A reference is a counted reference to a storage. Copies of an array share it: the first
+// Close of a copy releases it.
+type reference struct {
+	mem    *storage
+	closed bool // guarded by mem.mu
+}
+
+// Make allocates a dense array in the order of s, which takes over the shape and the
+// strides. The caller closes it.
+func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error) {
+	if t.Size() == 0 {
+		return Array{}, fmt.Errorf("tensor: make: %s is not an element type", t)
+	}
+	n, err := count(t, shape)
+	if err != nil {
+		return Array{}, err
+	}
+	buf, err := memory.Alloc(s, n*t.Size())
+	if err != nil {
+		return Array{}, err
+	}
+	own := &struct {
+		mem storage
+		ref reference // the first
+	}{mem: storage{buf: buf, refs: 1}}
+	own.ref.mem = &own.mem
+	return Array{mem: &own.mem, ref: &own.ref, DType: t, Shape: shape, Strides: strides}, nil
+}
+
+// Retain returns an array of the same elements that owns another reference to their
+// memory. It borrows if the memory has no owner, or was freed.
+func (t Array) Retain() Array { return t.retain(new(reference)) }
+
+// retain makes r the reference.
+func (t Array) retain(r *reference) Array {
+	t.ref = nil
+	if t.mem == nil {
+		return t
+	}
+	t.mem.mu.Lock()
+	defer t.mem.mu.Unlock()
+	if t.mem.refs > 0 {
+		t.mem.refs++
+		r.mem, t.ref = t.mem, r
+	}
+	return t
+}
+
+// Close releases the reference to the memory, once for all copies of the value. The last
+// reference frees the memory.
+func (t *Array) Close() error {
+	if t.ref == nil {
+		return nil
+	}
+	m := t.mem
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if t.ref.closed {
+		return nil
+	}
+	if m.refs == 1 {
+		if err := m.buf.Close(); err != nil {
+			return err
+		}
+	}
+	m.refs--
+	t.ref.closed = true
+	return nil
+}
+
+// Owned reports whether Close of the last reference frees the memory.
+func (t *Array) Owned() bool {
+	if t.mem == nil {
+		return false
+	}
+	t.mem.mu.Lock()
+	defer t.mem.mu.Unlock()
+	return t.mem.refs > 0
 }

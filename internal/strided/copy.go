@@ -3,9 +3,11 @@ package strided
 import (
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
@@ -251,4 +253,154 @@ func hostStrided(t memory.DType, shape, strides []int) (Array, error) {
 	x, err := MakeHost(t, shape)
 	x.Strides = strides
 	return x, err
+}
+
+// smallPiece is the maximum size of a contiguous copy in a kernel for many copies. For larger
+// copies, driver calls are faster.
+const smallPiece = 1 << 20
+
+// CopyAll enqueues the copy of each tensor of src to the corresponding tensor of dst; see
+// tensor.CopyAll. One kernel makes up to 120 copies of arrays that need no conversion and
+// are small and contiguous, or consist of contiguous rows.
+func CopyAll[T Tensor](s *stream.Stream, dst, src []T) error {
+	return copyAll(s, arrays(dst), arrays(src), smallPiece)
+}
+
+// CopyByKernel is CopyAll without copies by the driver, if a kernel can make them.
+func CopyByKernel[T Tensor](s *stream.Stream, dst, src []T) error {
+	return copyAll(s, arrays(dst), arrays(src), math.MaxInt)
+}
+
+// copyAll uses one driver call for each contiguous copy of more than most bytes.
+func copyAll(s *stream.Stream, dst, src []Array, most int) error {
+	const op = "tensor: copy all"
+	if len(dst) != len(src) {
+		return fmt.Errorf("%s: %d tensors to %d: want as many", op, len(src), len(dst))
+	}
+	for i := range src {
+		if err := checkCopy(op, &dst[i], &src[i]); err != nil {
+			return fmt.Errorf("%w (tensor %d of %d)", err, i, len(src))
+		}
+	}
+	x := sorterOn(s)
+	defer x.done()
+	for i := range src {
+		taken, err := x.take(dst[i], src[i], most)
+		if err == nil && !taken {
+			err = Copy(s, dst[i], src[i])
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return x.flush()
+}
+
+// take adds a copy to a launch for many, if possible.
+func (x *sorter) take(dst, src Array, most int) (bool, error) {
+	if (x.s == nil || !gpu.StreamOf(x.s).Open()) || dst.Len() == 0 || dst.IsHost() || src.IsHost() || same(&dst, &src) {
+		return false, nil
+	}
+	on, a, b := x.s.Device(), dst.Device(), src.Device()
+	if on != a && on != b {
+		return false, nil // Copy returns the error
+	}
+	src, err := src.as(dst.Shape)
+	if err != nil {
+		return false, err
+	}
+	p, ok := pieceOf(dst, src)
+	if !ok || p.rows == 1 && p.row > most {
+		return false, nil
+	}
+	if near, err := mem.Reach(on, a, b); err != nil || !near {
+		return false, err
+	}
+	return x.add(p)
+}
+
+// The minimum sizes, of a row and in total, for a copy of rows between devices by a copy
+// engine. The rows must be contiguous in the destination: a copy engine reads strided rows
+// faster than a kernel, but does not write them faster. Between devices the driver accepts
+// any pitch (the tests use 68 bytes on H200s); it needs the pitch of cuMemAllocPitch only
+// within one device.
+var (
+	engineRow   = 256
+	engineBytes = 1 << 20
+)
+
+// engineRows returns the copy of src to dst as a piece, and reports whether a copy engine
+// can copy its rows. The tensors have one shape and are on different devices.
+func engineRows(dst, src Array) (piece, bool) {
+	p, ok := pieceOf(dst, src)
+	return p, ok && p.rows > 1 && p.row >= engineRow && p.bytes() >= engineBytes &&
+		p.toStep == p.row && p.fromStep >= p.row && p.fromStep <= maxPitch
+}
+
+// ByEngine reports whether Copy uses a copy engine for a copy between two devices that can
+// access each other: of contiguous memory, or of long rows that become contiguous. The
+// tensors have the same shape.
+func ByEngine[T Tensor](dst, src T) bool {
+	to, from := dst.array(), src.array()
+	if p, ok := pieceOf(to, from); ok && p.rows == 1 {
+		return true
+	}
+	_, ok := engineRows(to, from)
+	return ok
+}
+
+// copyRows copies a piece, which is src to dst.
+func copyRows(s *stream.Stream, dst, src Array, p piece) error {
+	to, err := dst.rows(p.toStep, p)
+	if err != nil {
+		return err
+	}
+	from, err := src.rows(p.fromStep, p)
+	if err != nil {
+		return err
+	}
+	return copyPitched(s, to, from, p.row, p.rows)
+}
+
+// rows returns the memory that the rows of a piece occupy.
+func (t *Array) rows(pitch int, p piece) (pitched, error) {
+	x, err := memory.View[uint8](t.mem.buf, t.Offset, (p.rows-1)*pitch+p.row)
+	return pitched{x, pitch}, err
+}
+
+// maxPitch is the largest distance of two rows in bytes for a copy engine.
+const maxPitch = cudadrv.MaxPitch
+
+// pitched is memory with rows. A row starts every pitch bytes.
+type pitched struct {
+	memory.Slice[uint8]
+	pitch int // at most maxPitch
+}
+
+// copyPitched enqueues on s, a stream of either's device, the copy of a number of rows of
+// width bytes by a copy engine (cuMemcpy2DAsync). The devices reach each other (mem.Reach).
+// The caller orders work on the other device with s.
+func copyPitched(s *stream.Stream, dst, src pitched, width, rows int) error {
+	const op = "tensor: copy rows"
+	if err := gpu.CheckStream(op, s, nil); err != nil {
+		return err
+	}
+	if rows == 0 || width == 0 {
+		return nil
+	}
+	for _, x := range []pitched{dst, src} {
+		if err := mem.Check(op, x.Buffer(), x.Len(), nil); err != nil {
+			return err
+		}
+		if x.pitch < width || x.pitch > maxPitch || x.Len() < (rows-1)*x.pitch+width {
+			return fmt.Errorf("%s: %d of %d bytes, %d apart: there are %d bytes, and the pitch is at least the width and at most %d",
+				op, rows, width, x.pitch, x.Len(), maxPitch)
+		}
+	}
+	if s.Device() != src.Device() && s.Device() != dst.Device() {
+		return fmt.Errorf("%s from %s to %s: %s is of neither device", op, src.Device(), dst.Device(), s)
+	}
+	c := cudadrv.Memcpy2D{Dst: cudadrv.DevicePtr(dst.Ptr()), Src: cudadrv.DevicePtr(src.Ptr()),
+		DstPitch: uintptr(dst.pitch), SrcPitch: uintptr(src.pitch), WidthInBytes: uintptr(width), Height: uintptr(rows)}
+	return gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.Memcpy2DAsync(c, gpu.StreamOf(s).Raw()) })
 }

@@ -13,6 +13,8 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
@@ -409,5 +411,191 @@ func TestAdd(t *testing.T) {
 		f := allocate(t, s, memory.Float32, []int{2})
 		require.ErrorContains(t, tensor.Add(s, x, x, f), "the sum is of float32 and cannot be cast to int32")
 		require.ErrorContains(t, tensor.Add(s, x, x, allocate(t, s, memory.Int32, []int{3})), "want one shape")
+	})
+}
+
+// Many copies are made, whether one of many or by themselves.
+func TestCopyAll(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		seed := rand.Uint64()
+		t.Log("seed", seed)
+		r := rand.New(rand.NewPCG(seed, 6))
+		for range 20 {
+			var dst, src []tensor.Tensor
+			var to, from []*field
+			for range r.IntN(35) {
+				d := []memory.DType{memory.Int8, memory.Float32, memory.Float32, memory.Float32, memory.Float64}[r.IntN(5)]
+				of := d
+				if r.IntN(8) == 0 {
+					of = memory.Int32
+				}
+				shape := []int{r.IntN(5), 1 + r.IntN(9)}
+				place := s
+				if r.IntN(8) == 0 {
+					place = nil
+				}
+				a, b := fieldOf(t, r, s, d, shape), fieldOf(t, r, place, of, shape)
+				to, from = append(to, a), append(from, b)
+				dst, src = append(dst, a.view), append(src, b.view)
+			}
+			require.NoError(t, tensor.CopyAll(s, dst, src))
+			for i := range to {
+				require.Equal(t, want(to[i], from[i]), to[i].get(t, s), "%v to %v", src[i], dst[i])
+			}
+		}
+		// Of one memory and to one, at places that are aligned for a single element.
+		m, err := memory.MakeFrom(s, []float32{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11})
+		require.NoError(t, err)
+		defer m.Close()
+		flat, err := tensor.Of(m, 12)
+		require.NoError(t, err)
+		back := allocate(t, s, memory.Float32, []int{12})
+		var parts, own, again []tensor.Tensor
+		for _, at := range []int{1, 6} {
+			p, err := flat.Narrow(0, at, 4)
+			require.NoError(t, err)
+			q, err := back.Narrow(0, at, 4)
+			require.NoError(t, err)
+			parts, own, again = append(parts, p), append(own, allocate(t, s, memory.Float32, []int{4})), append(again, q)
+		}
+		require.NoError(t, tensor.CopyAll(s, own, parts))
+		require.NoError(t, tensor.CopyAll(s, again, own))
+		out := make([]float32, 12)
+		to, err := tensor.OfHost(out, 12)
+		require.NoError(t, err)
+		require.NoError(t, tensor.Copy(s, to, back))
+		require.Equal(t, []float32{1, 2, 3, 4}, out[1:5])
+		require.Equal(t, []float32{6, 7, 8, 9}, out[6:10])
+		x, y := allocate(t, s, memory.Int8, []int{2}), allocate(t, s, memory.Int8, []int{3})
+		require.ErrorContains(t, tensor.CopyAll(s, []tensor.Tensor{x, y}, []tensor.Tensor{x}), "1 tensors to 2")
+		require.ErrorContains(t, tensor.CopyAll(s, []tensor.Tensor{x, y}, []tensor.Tensor{x, x}), "(tensor 1 of 2)")
+
+		// One element for many is not a copy of pieces.
+		one, err := flat.Narrow(0, 5, 1)
+		require.NoError(t, err)
+		wide := allocate(t, s, memory.Float32, []int{8})
+		require.NoError(t, tensor.CopyAll(s, []tensor.Tensor{wide, again[0]}, []tensor.Tensor{one, own[0]}))
+		eight, err := to.Narrow(0, 0, 8)
+		require.NoError(t, err)
+		require.NoError(t, tensor.Copy(s, eight, wide))
+		require.Equal(t, []float32{5, 5, 5, 5, 5, 5, 5, 5}, out[:8])
+	})
+}
+
+// calls counts the calls of the driver that fn makes; nil on CUDA.
+func calls(d *device.Device, fn func()) map[string]int {
+	m := gpu.DeviceOf(d).System().Machine
+	if m == nil {
+		fn()
+		return nil
+	}
+	stop := m.CountCalls()
+	fn()
+	return stop()
+}
+
+// Rows of another device's tensor that become one run are a copy engine's, on a stream of
+// either device, and all arrives whoever copies.
+func TestRowsByEngine(t *testing.T) {
+	eachPair(t, func(t *testing.T, s, o *stream.Stream) {
+		strided.SetEngineBytes(t, 64, 1024)
+		r := random(t)
+		reach, err := mem.Reach(s.Device(), o.Device())
+		require.NoError(t, err)
+		for _, c := range []struct {
+			name     string
+			rows, n  int // elements of a row
+			of       int // the row that it is part of
+			to       int // the row in the destination
+			of1, to1 int // how many come before it
+			engine   bool
+		}{
+			{"long rows", 16, 64, 200, 64, 0, 0, true},
+			{"anywhere", 64, 16, 17, 16, 1, 0, true},
+			{"short rows", 80, 15, 17, 15, 0, 0, false},
+			{"few", 15, 16, 17, 16, 0, 0, false},
+			{"strided to strided", 16, 64, 200, 65, 3, 1, false},
+			{"dense to strided", 16, 64, 64, 200, 0, 9, false},
+			{"one run", 16, 64, 64, 64, 0, 0, false},
+		} {
+			t.Run(c.name, func(t *testing.T) {
+				for _, by := range []*stream.Stream{s, o} {
+					in, gap := make([]int32, c.rows*c.of), make([]int32, c.rows*c.to+8)
+					for i := range in {
+						in[i] = r.Int32()
+					}
+					for i := range gap {
+						gap[i] = r.Int32()
+					}
+					x, err := memory.MakeFrom(s, in)
+					require.NoError(t, err)
+					y, err := memory.MakeFrom(o, gap)
+					require.NoError(t, err)
+					src, err := tensor.Of(x, c.rows, c.of)
+					require.NoError(t, err)
+					src, err = src.Narrow(1, c.of1, c.n)
+					require.NoError(t, err)
+					dst, err := tensor.Of(y.Slice(4, 4+c.rows*c.to), c.rows, c.to)
+					require.NoError(t, err)
+					dst, err = dst.Narrow(1, c.to1, c.n)
+					require.NoError(t, err)
+					require.Equal(t, c.engine || c.name == "one run", strided.ByEngine(dst, src))
+
+					require.NoError(t, s.WaitStream(o))
+					require.NoError(t, o.WaitStream(s))
+					got := calls(s.Device(), func() { require.NoError(t, tensor.Copy(by, dst, src)) })
+					require.NoError(t, s.WaitStream(o))
+					require.NoError(t, o.WaitStream(s))
+					if got != nil {
+						require.Equal(t, c.engine && reach, got["cuMemcpy2DAsync"] == 1, "%v", got)
+						require.Equal(t, c.engine && reach || c.name == "one run", got["cuLaunchKernel"] == 0, "%v", got)
+					}
+					for i := range c.rows {
+						copy(gap[4+i*c.to+c.to1:][:c.n], in[i*c.of+c.of1:][:c.n])
+					}
+					out, kept := make([]int32, len(gap)), make([]int32, len(in))
+					require.NoError(t, y.CopyTo(o, out))
+					require.NoError(t, x.CopyTo(s, kept))
+					require.Equal(t, gap, out)
+					require.Equal(t, in, kept)
+					require.NoError(t, x.Close())
+					require.NoError(t, y.Close())
+				}
+			})
+		}
+	})
+}
+
+// Rows that share memory, or are one row again and again, are no rows of an engine's.
+func TestRowsThatAreNone(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		strided.SetEngineBytes(t, 64, 1024)
+		s, o := newStream(t, devs[0]), newStream(t, devs[1])
+		in := make([]int32, 64)
+		for i := range in {
+			in[i] = int32(i * i)
+		}
+		x, err := memory.MakeFrom(s, in)
+		require.NoError(t, err)
+		defer x.Close()
+		one, err := tensor.Of(x, 1, 64)
+		require.NoError(t, err)
+		many, err := one.Expand(32, 64)
+		require.NoError(t, err)
+		to := allocate(t, o, memory.Int32, []int{32, 64})
+		require.False(t, strided.ByEngine(to, many))
+		require.NoError(t, o.WaitStream(s))
+		require.NoError(t, tensor.Copy(o, to, many))
+		require.NoError(t, s.WaitStream(o))
+		out := make([]int32, 32*64)
+		flat, err := tensor.Slice[int32](to)
+		require.NoError(t, err)
+		require.NoError(t, flat.CopyTo(o, out))
+		for i, v := range out {
+			require.Equal(t, in[i%64], v)
+		}
+		half := allocate(t, o, memory.Float16, []int{32, 64})
+		require.False(t, strided.ByEngine(half, to), "another type")
 	})
 }

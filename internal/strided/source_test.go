@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -82,7 +82,7 @@ int main() {
 // The kernels, compiled as C++, and the functions that stand in for them give the
 // same bytes.
 func TestSourceAgreesWithGo(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	t.Parallel()
 	program := ptxtest.Host(t, cudahost.Shim()+source+hostMain)
 	seed := rand.Uint64()

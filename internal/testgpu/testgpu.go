@@ -3,18 +3,25 @@
 package testgpu
 
 import (
+	"bytes"
 	"context"
+	"flag"
 	"fmt"
+	"math"
+	"math/rand/v2"
 	"os"
 	"runtime"
+	"strconv"
 	"sync"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // Each runs fn as subtest virtual and, if there are n GPUs, as subtest cuda. With
@@ -170,4 +177,157 @@ func flushCleanups() {
 	case <-done:
 	case <-time.After(5 * time.Second):
 	}
+}
+
+// Allocs is testing.AllocsPerRun, but the least of ten rounds: other goroutines, such as those
+// of virtual devices, allocate too, and a call that allocates does so in every round.
+func Allocs(runs int, f func()) float64 {
+	least := math.Inf(1)
+	for round := 0; round < 10 && least > 0; round++ {
+		least = min(least, testing.AllocsPerRun(runs, f))
+	}
+	return least
+}
+
+// SameBits reports whether two slices of numbers have the same bits. It is fast for long
+// slices: the race detector checks each slice as one range.
+func SameBits[T any](a, b []T) bool { return bytes.Equal(bytesOf(a), bytesOf(b)) }
+
+func bytesOf[T any](x []T) []byte {
+	var z T
+	return unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(x))), len(x)*int(unsafe.Sizeof(z)))
+}
+
+var (
+	thorough   = flag.Bool("thorough", false, "run every case and all rounds of tests that run some of them by default")
+	sampleSeed = flag.Uint64("sampleseed", 0, "`seed` of the sampled cases; 0: random")
+)
+
+// Rounds returns n, or all with -thorough.
+func Rounds(n, all int) int {
+	if *thorough {
+		return all
+	}
+	return n
+}
+
+// Sample returns a function that reports whether the test should run its next
+// case: every case with -thorough, otherwise about one in n. The test logs the
+// seed; -sampleseed repeats the choice.
+func Sample(t testing.TB, n int) func() bool {
+	if *thorough || n <= 1 {
+		return func() bool { return true }
+	}
+	seed := drawnSeed()
+	t.Logf("sample seed %d: about one case in %d", seed, n)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	return func() bool { return rng.IntN(n) == 0 }
+}
+
+// SampleRaced is Sample if the race detector watches the test. Without it every case runs.
+func SampleRaced(t testing.TB, n int) func() bool {
+	return Sample(t, testhost.Rounds(n, 1))
+}
+
+// TurnsRaced returns a function that selects one of n variants for the case with a number:
+// the next case has the next variant. Without the race detector, and with -thorough, each
+// case has all variants. The test logs the seed of the first choice; -sampleseed repeats it.
+func TurnsRaced(t testing.TB, n int) func(number, variant int) bool {
+	if *thorough || !testhost.On {
+		return func(int, int) bool { return true }
+	}
+	seed := drawnSeed()
+	t.Logf("sample seed %d: one of %d variants for each case", seed, n)
+	first := rand.New(rand.NewPCG(seed, 0)).IntN(n)
+	return func(number, variant int) bool { return (first+number)%n == variant }
+}
+
+func drawnSeed() uint64 {
+	if *sampleSeed != 0 {
+		return *sampleSeed
+	}
+	return rand.Uint64()
+}
+
+// A Exchange is a comm.Rendezvous for ranks that are goroutines of one process.
+type Exchange struct {
+	mu     *sync.Mutex
+	values map[string][]byte
+	posted *sync.Cond
+	ctx    context.Context
+	rank   int
+	size   int
+}
+
+// Exchanges returns the boards of size ranks.
+func Exchanges(ctx context.Context, size int) []*Exchange {
+	mu := &sync.Mutex{}
+	values, posted := map[string][]byte{}, sync.NewCond(mu)
+	context.AfterFunc(ctx, posted.Broadcast)
+	bs := make([]*Exchange, size)
+	for i := range bs {
+		bs[i] = &Exchange{mu, values, posted, ctx, i, size}
+	}
+	return bs
+}
+
+// Rank returns the rank.
+func (b *Exchange) Rank() int { return b.rank }
+
+// Size returns the number of ranks.
+func (b *Exchange) Size() int { return b.size }
+
+// Context returns the context of all ranks.
+func (b *Exchange) Context() context.Context { return b.ctx }
+
+// Set publishes a value, once for each key.
+func (b *Exchange) Set(_ context.Context, key string, value []byte) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.values[key] != nil {
+		return fmt.Errorf("%s is set twice: earlier readers have a stale value", key)
+	}
+	b.values[key] = value
+	b.posted.Broadcast()
+	return nil
+}
+
+// Get waits for a value.
+func (b *Exchange) Get(ctx context.Context, key string) ([]byte, error) {
+	defer context.AfterFunc(ctx, b.posted.Broadcast)()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for b.values[key] == nil {
+		if ctx.Err() != nil {
+			return nil, context.Cause(ctx)
+		}
+		b.posted.Wait()
+	}
+	return b.values[key], nil
+}
+
+// Add adds to a number and returns the sum.
+func (b *Exchange) Add(_ context.Context, key string, delta int64) (int64, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	n, _ := strconv.ParseInt(string(b.values[key]), 10, 64) // no value is 0
+	b.values[key] = strconv.AppendInt(nil, n+delta, 10)
+	b.posted.Broadcast()
+	return n + delta, nil
+}
+
+// Delete deletes a key and reports whether it had a value.
+func (b *Exchange) Delete(_ context.Context, key string) (bool, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	_, had := b.values[key]
+	delete(b.values, key)
+	return had, nil
+}
+
+// Has reports whether a key has a value.
+func (b *Exchange) Has(key string) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.values[key] != nil
 }

@@ -9,11 +9,14 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
+	"unsafe"
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
@@ -357,4 +360,332 @@ func (r *Recorder) create() error {
 		r.file, r.buf = f, bufio.NewWriter(f)
 		return r.writeLine(&r.header)
 	}
+}
+
+// Kinds of records.
+const (
+	Kernel     = "kernel"
+	Copy       = "copy"
+	Fill       = "fill"
+	Collective = "collective" // a collective, a send or a receive, or several in one batch
+	Graph      = "graph"      // a launch of a graph
+	Callback   = "callback"   // a function of the host, in the order of a stream
+	Wait       = "wait"       // the host waits for a device
+	Driver     = "driver"     // the host is in a call that allocates or frees memory
+	Range      = "range"      // of nvtx
+	Instant    = "instant"    // a mark of nvtx
+	Memory     = "memory"     // an event of the allocator
+	Member     = "member"     // a rank of a communicator
+	Dropped    = "dropped"    // how many records are missing
+)
+
+// NoDevice is the device of a record of the host.
+const NoDevice = -1
+
+// A Header is the first line of a file.
+type Header struct {
+	Format    int    `json:"timeline"` // 1
+	Host      string `json:"host"`
+	Boot      string `json:"boot_id"` // processes with the same one share a monotonic clock
+	PID       int    `json:"pid"`
+	Rank      *int   `json:"rank,omitempty"` // null if the environment does not tell it
+	WorldSize int    `json:"world_size,omitempty"`
+	Wall      int64  `json:"origin_wall_ns"`
+	Monotonic int64  `json:"origin_monotonic_ns"`
+}
+
+// A Record is a line after the header.
+type Record struct {
+	Kind   string `json:"kind"`
+	Name   string `json:"name,omitempty"`
+	Begin  int64  `json:"begin_ns"`
+	End    int64  `json:"end_ns,omitempty"`
+	Device int    `json:"device"` // ordinal, or NoDevice
+	Stream uint64 `json:"stream,omitempty"`
+	Lane   bool   `json:"lane,omitempty"`   // a branch of a graph that was captured on the stream
+	Order  uint64 `json:"order,omitempty"`  // of the call that enqueued it, among all of the process
+	Parent uint64 `json:"parent,omitempty"` // order of the collective that it is a part of
+	Bytes  uint64 `json:"bytes,omitempty"`
+	Count  uint64 `json:"count,omitempty"` // of a Dropped record
+	Ops    []Op   `json:"operations,omitempty"`
+
+	Member *Membership `json:"member,omitempty"`
+}
+
+// An Op is an operation of a collective record.
+type Op struct {
+	Group    string `json:"group"` // the same on all ranks of the communicator
+	Name     string `json:"name"`  // such as ncclAllReduce
+	Sequence uint64 `json:"sequence"`
+	Transfer bool   `json:"transfer,omitempty"` // a send or a receive
+	Bytes    uint64 `json:"bytes"`
+	Rank     int    `json:"rank"` // in the group
+	Peer     int    `json:"peer"` // or the root; -1 means none
+}
+
+// A Membership describes a rank of a communicator.
+type Membership struct {
+	Group     string `json:"group"`
+	Label     string `json:"label,omitempty"` // the name that the program gave
+	Rank      int    `json:"rank"`
+	Size      int    `json:"size"`
+	World     []int  `json:"world_ranks,omitempty"` // by rank
+	WorldSize int    `json:"world_size,omitempty"`
+}
+
+// A Stream names a stream of a process.
+type Stream struct {
+	Device int
+	Handle uint64
+	Lane   bool
+}
+
+// A scope is a collective that is being enqueued on a stream. Everything that is enqueued on the
+// stream meanwhile is a part of it, and its time is the time of its parts.
+type scope struct {
+	rec     Record
+	pending int // parts that have not completed
+	closed  bool
+	ran     bool // a part has completed
+	whole   *Ticket
+}
+
+// A Ticket is an operation that is enqueued and has not completed.
+type Ticket struct {
+	r      *Recorder
+	rec    Record
+	scope  *scope
+	silent bool // only its scope is recorded
+	ended  bool
+}
+
+// Enqueue announces an operation that is about to be enqueued on a stream.
+func (r *Recorder) Enqueue(kind, name string, on Stream, bytes uint64) *Ticket {
+	t := &Ticket{r: r, rec: Record{Kind: kind, Name: name, Device: on.Device, Stream: on.Handle, Lane: on.Lane, Bytes: bytes}}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	t.rec.Order = r.order.Add(1)
+	r.outstanding++
+	r.join(t, on)
+	return t
+}
+
+// join makes the ticket a part of the collective that is being enqueued. mu is held.
+func (r *Recorder) join(t *Ticket, on Stream) {
+	if t.scope = r.open[on]; t.scope != nil {
+		t.scope.pending++
+		t.rec.Parent = t.scope.rec.Order
+		t.silent = t.silent || t.rec.Kind == Collective // the library's own name of the same operation
+	}
+}
+
+// Done records that the operation ran from begin to end.
+func (t *Ticket) Done(from, to time.Time) {
+	begin, end := t.r.At(from), t.r.At(to)
+	t.r.mu.Lock()
+	defer t.r.mu.Unlock()
+	if t.ended {
+		return // its collective was refused
+	}
+	t.ended = true
+	t.r.outstanding--
+	if t.rec.Begin, t.rec.End = begin, max(begin, end); !t.silent {
+		t.r.add(t.rec)
+	}
+	if s := t.scope; s != nil {
+		if !s.ran {
+			s.rec.Begin, s.rec.End, s.ran = begin, t.rec.End, true
+		}
+		s.rec.Begin, s.rec.End = min(s.rec.Begin, begin), max(s.rec.End, t.rec.End)
+		t.r.leave(s)
+	}
+}
+
+// Cancel forgets an operation that was refused. It does nothing on nil.
+func (t *Ticket) Cancel() {
+	if t == nil {
+		return
+	}
+	t.r.mu.Lock()
+	defer t.r.mu.Unlock()
+	t.cancel()
+}
+
+// cancel is Cancel for callers that hold mu.
+func (t *Ticket) cancel() {
+	if t == nil || t.ended {
+		return
+	}
+	t.ended = true
+	t.r.outstanding--
+	if t.scope != nil {
+		t.r.leave(t.scope)
+	}
+}
+
+// leave ends a part of a collective, and records the collective after its last part. mu is held.
+func (r *Recorder) leave(s *scope) {
+	if s.pending--; s.closed && s.pending == 0 && s.ran {
+		r.add(s.rec)
+		if r.observer != nil {
+			r.observer(&s.rec)
+		}
+	}
+}
+
+// Open begins a collective on a stream, or adds an operation to the collective that is being
+// enqueued there: the operations of a batch. It reports whether it began one.
+func (r *Recorder) Open(on Stream, op Op) (began bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := r.open[on]
+	if s == nil {
+		s = &scope{rec: Record{Kind: Collective, Name: op.Name, Device: on.Device, Stream: on.Handle, Order: r.order.Add(1)}}
+		r.open[on] = s
+		began = true
+	}
+	s.rec.Ops = append(s.rec.Ops, op)
+	s.rec.Bytes += op.Bytes
+	return began
+}
+
+// Whole returns a ticket for the time of the collective that is being enqueued on a stream: of
+// all its parts, even if the driver does not see them. It returns nil if there is none.
+func (r *Recorder) Whole(on Stream) *Ticket {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	t := &Ticket{r: r, silent: true}
+	if r.join(t, on); t.scope == nil {
+		return nil
+	}
+	t.scope.whole = t
+	r.outstanding++
+	return t
+}
+
+// Shut ends the collective on a stream: all its parts are enqueued.
+func (r *Recorder) Shut(on Stream) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if s := r.open[on]; s != nil {
+		delete(r.open, on)
+		s.closed = true
+		s.pending++ // so that leave records it if no part is pending
+		r.leave(s)
+	}
+}
+
+// Refuse removes the latest operation of the collective on a stream, and the collective with its
+// only operation.
+func (r *Recorder) Refuse(on Stream) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s := r.open[on]
+	if s == nil {
+		return
+	}
+	last := len(s.rec.Ops) - 1
+	s.rec.Bytes -= s.rec.Ops[last].Bytes
+	if s.rec.Ops = s.rec.Ops[:last]; last == 0 {
+		r.remove(on)
+	}
+}
+
+// Forget removes the open collectives of a group that has failed.
+func (r *Recorder) Forget(group string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	for on, s := range r.open {
+		if s.rec.Ops[0].Group == group {
+			r.remove(on)
+		}
+	}
+}
+
+// remove removes the open collective of a stream and the ticket for its time. mu is held.
+func (r *Recorder) remove(on Stream) {
+	s := r.open[on]
+	delete(r.open, on)
+	s.whole.cancel()
+}
+
+// unfinished reports whether an operation has not completed.
+func (r *Recorder) unfinished() bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.outstanding > 0
+}
+
+// monotonic reads the clock that all processes of a host share, and that time.Time uses.
+func monotonic() int64 {
+	const clockMonotonic = 1
+	var ts syscall.Timespec
+	if _, _, e := syscall.RawSyscall(syscall.SYS_CLOCK_GETTIME, clockMonotonic, uintptr(unsafe.Pointer(&ts)), 0); e != 0 {
+		return time.Now().UnixNano()
+	}
+	return ts.Nano()
+}
+
+// Host calls fn and records how long the host was in it.
+func (r *Recorder) Host(kind, name string, device int, bytes uint64, fn func()) {
+	x := Record{Kind: kind, Name: name, Device: device, Bytes: bytes, Begin: r.Now()}
+	fn()
+	x.End = r.Now()
+	r.Add(x)
+}
+
+// A Span is a range that has begun. A nil Span records nothing.
+type Span struct {
+	r   *Recorder
+	rec Record
+}
+
+// Start begins a range that any thread may end.
+func (r *Recorder) Start(name string) *Span {
+	return &Span{r, Record{Kind: Range, Name: name, Device: NoDevice, Begin: r.Now()}}
+}
+
+// End ends the range.
+func (s *Span) End() {
+	if s != nil {
+		x := s.rec
+		x.End = s.r.Now()
+		s.r.Add(x)
+	}
+}
+
+// maxDepth limits the open ranges of a thread. A goroutine that changes its thread leaves ranges
+// that nothing ends.
+const maxDepth = 256
+
+// Push begins a range of the calling thread. It forgets the outermost range if too many are open.
+func (r *Recorder) Push(name string) (depth int) {
+	tid, x := syscall.Gettid(), Record{Kind: Range, Name: name, Device: NoDevice, Begin: r.Now()}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	list := r.pushed[tid]
+	if len(list) == maxDepth {
+		list = slices.Delete(list, 0, 1)
+		r.dropped.Add(1)
+	}
+	r.pushed[tid] = append(list, x)
+	return len(list)
+}
+
+// Pop ends the range of the calling thread that began last.
+func (r *Recorder) Pop() (depth int) {
+	tid, now := syscall.Gettid(), r.Now()
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	list := r.pushed[tid]
+	if len(list) == 0 {
+		return -1 // it began before the recording
+	}
+	x := list[len(list)-1]
+	if r.pushed[tid] = list[:len(list)-1]; len(list) == 1 {
+		delete(r.pushed, tid)
+	}
+	x.End = now
+	r.add(x)
+	return len(list) - 1
 }

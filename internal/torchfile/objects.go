@@ -1,8 +1,11 @@
 package torchfile
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
+	"strconv"
 
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/pickle"
@@ -237,4 +240,221 @@ func device(_ *objects, args pickle.Tuple) (any, error) {
 		}
 	}
 	return nil, errors.New("it has no name")
+}
+
+// A flattener gives names to the tensors and values in an object: the keys and indices on the
+// way to them, with dots between.
+type flattener struct {
+	file  *File
+	taken map[string]bool
+	size  int64 // of the pickle, which limits the work
+	whole int64 // bytes of the file, which limit the bytes of tensors
+	data  int64 // bytes of tensors
+	count int64
+	bytes int64 // of names
+}
+
+// Limits for each byte of the pickle. A value takes at least a byte, but containers may be in
+// several places.
+const (
+	valuesOfByte = 2
+	namesOfByte  = 16 // bytes of names
+	slack        = 1 << 12
+)
+
+// lone is the name of an object that is in no container.
+const lone = "tensor"
+
+func (f *flattener) add(name string, v any, depth int) error {
+	if f.count++; f.count > slack+valuesOfByte*f.size {
+		return fmt.Errorf("it has more than %d values in a pickle of %d bytes", f.count-1, f.size)
+	}
+	if depth > mostDepth {
+		return fmt.Errorf("more than %d containers are in each other", mostDepth)
+	}
+	switch x := v.(type) {
+	case *pickle.Dict:
+		for _, item := range *x {
+			key, err := keyText(item.Key)
+			if err == nil {
+				err = f.add(join(name, key, depth), item.Value, depth+1)
+			}
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	case *pickle.List:
+		return f.addAll(name, *x, depth)
+	case pickle.Tuple:
+		return f.addAll(name, x, depth)
+	}
+	return f.addLeaf(name, v, depth)
+}
+
+func (f *flattener) addAll(name string, list []any, depth int) error {
+	for i, x := range list {
+		if err := f.add(join(name, strconv.Itoa(i), depth), x, depth+1); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+func (f *flattener) addLeaf(name string, v any, depth int) error {
+	if depth == 0 {
+		name = lone
+	}
+	if f.bytes += int64(len(name)); len(name) > mostName || f.bytes > slack+namesOfByte*f.size {
+		return fmt.Errorf("the name %.40q… is longer than %d bytes, or all names together are much longer than the pickle", name, mostName)
+	}
+	if f.taken[name] {
+		return fmt.Errorf("two values have the name %q, with dots between the keys", name)
+	}
+	f.taken[name] = true
+	switch x := v.(type) {
+	case *Tensor:
+		t := *x
+		t.Name = name
+		return f.addTensor(t)
+	case *storage:
+		t := Tensor{Name: name, DType: x.format, Offset: x.at, Strides: []int{1}}
+		t.Shape = []int{int(x.bytes) / t.Size()}
+		return f.addTensor(t)
+	}
+	f.file.Values[name] = valueText(v)
+	return nil
+}
+
+func (f *flattener) addTensor(t Tensor) error {
+	f.data += int64(t.Elements() * t.Size())
+	if err := CheckBytes(f.data, f.whole); err != nil {
+		return fmt.Errorf("tensor %q of shape %v: %w", t.Name, t.Shape, err)
+	}
+	f.file.Tensors = append(f.file.Tensors, t)
+	return nil
+}
+
+func join(name, key string, depth int) string {
+	if depth == 0 {
+		return key
+	}
+	return name + "." + key
+}
+
+func keyText(key any) (string, error) {
+	switch k := key.(type) {
+	case string:
+		return k, nil
+	case nil, bool, int64, uint64, float64:
+		return valueText(k), nil
+	}
+	return "", fmt.Errorf("a dictionary has a key of type %T: want a text or a number", key)
+}
+
+// valueText returns a plain value as JSON. Numbers that JSON lacks, and types, are texts.
+func valueText(v any) string {
+	switch x := v.(type) {
+	case dtype:
+		v = "torch." + x.name
+	case global:
+		v = string(x)
+	case storageType:
+		v = x.format.String()
+	}
+	text, err := json.Marshal(v)
+	if err != nil { // NaN, or an infinity
+		text, _ = json.Marshal(fmt.Sprint(v))
+	}
+	return string(text)
+}
+
+// A Tensor describes a tensor in a file of torch.save. Several tensors may share bytes.
+type Tensor struct {
+	Name    string
+	DType   safetensors.DType
+	Shape   []int
+	Strides []int // in elements, 0 or more
+	Offset  int64 // of the first element in the file, in bytes
+}
+
+// Size returns the size of an element in bytes.
+func (t *Tensor) Size() int { return t.DType.Bits() / 8 }
+
+// Contiguous reports whether the elements follow each other in the file in row-major order.
+func (t *Tensor) Contiguous() bool {
+	want := 1
+	for i := len(t.Shape) - 1; i >= 0; i-- {
+		if t.Shape[i] != 1 && t.Strides[i] != want && t.Elements() != 0 {
+			return false
+		}
+		want *= t.Shape[i]
+	}
+	return true
+}
+
+// Elements returns the number of elements.
+func (t *Tensor) Elements() int { return elements(t.Shape) }
+
+// mostElements is the maximum number of elements of a tensor, so that its size in bits is a
+// number for every type.
+const mostElements = math.MaxInt / 64
+
+// Views may repeat the bytes of a storage, such as the ones of Tensor.expand. A program that
+// copies the tensors would fill a disk from a few bytes if views were unlimited.
+const (
+	mostRepeats = 64      // bytes of tensors for each byte of the files
+	mostSmall   = 1 << 30 // bytes of tensors that files of any size may have
+)
+
+// CheckBytes returns an error if files of a number of bytes have too many bytes of tensors, each
+// counted as a whole: more than 64 times their size, and more than 1 GiB.
+func CheckBytes(tensors, files int64) error {
+	if tensors > mostSmall && (tensors-1)/mostRepeats >= files {
+		return fmt.Errorf("it has %d bytes or more of tensors in %d bytes, because views repeat elements: want at most %d times the size, or 1 GiB: save copies of the tensors without expand()",
+			tensors, files, mostRepeats)
+	}
+	return nil
+}
+
+// span returns how many elements lie from the first element in the file to the last one.
+func span(shape, strides []int) (int, error) {
+	n, last := 1, 0
+	for i, d := range shape {
+		stride := strides[i]
+		if d < 0 || stride < 0 {
+			return 0, fmt.Errorf("shape %v with strides %v: want numbers of 0 or more", shape, strides)
+		}
+		if d != 0 && n > mostElements/d {
+			return 0, fmt.Errorf("shape %v is larger than any memory", shape)
+		}
+		n *= d
+		if d > 1 && stride > 0 {
+			if stride > (math.MaxInt/8-last)/(d-1) {
+				return 0, fmt.Errorf("shape %v with strides %v is larger than any file", shape, strides)
+			}
+			last += (d - 1) * stride
+		}
+	}
+	if n == 0 {
+		return 0, nil
+	}
+	return last + 1, nil
+}
+
+// dtypes are the types of torch that safetensors files have, too, by their names in torch.
+var dtypes = map[string]safetensors.DType{
+	"bool": safetensors.Bool, "uint8": safetensors.U8, "int8": safetensors.I8, "int16": safetensors.I16, "int32": safetensors.I32,
+	"int64": safetensors.I64, "uint16": safetensors.U16, "uint32": safetensors.U32, "uint64": safetensors.U64,
+	"float16": safetensors.F16, "bfloat16": safetensors.BF16, "float32": safetensors.F32, "float64": safetensors.F64,
+	"float8_e4m3fn": safetensors.F8E4M3, "float8_e5m2": safetensors.F8E5M2, "float8_e8m0fnu": safetensors.F8E8M0,
+	"float8_e4m3fnuz": safetensors.F8E4M3FNUZ, "float8_e5m2fnuz": safetensors.F8E5M2FNUZ, "complex64": safetensors.C64,
+}
+
+// storages are the types of the elements of torch's storages.
+var storages = map[string]safetensors.DType{
+	"BoolStorage": safetensors.Bool, "ByteStorage": safetensors.U8, "CharStorage": safetensors.I8, "ShortStorage": safetensors.I16,
+	"IntStorage": safetensors.I32, "LongStorage": safetensors.I64, "HalfStorage": safetensors.F16, "BFloat16Storage": safetensors.BF16,
+	"FloatStorage": safetensors.F32, "DoubleStorage": safetensors.F64, "ComplexFloatStorage": safetensors.C64,
+	"UntypedStorage": safetensors.U8,
 }

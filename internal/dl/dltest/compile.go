@@ -2,12 +2,18 @@ package dltest
 
 import (
 	"flag"
+	"go/ast"
+	"go/constant"
+	"go/parser"
+	"go/token"
+	"go/types"
 	"os"
 	"os/exec"
 	"path/filepath"
 	"testing"
 
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/env"
 )
 
 var update = flag.Bool("update", false, "write the golden files instead of comparing with them")
@@ -69,4 +75,51 @@ func compiler(t *testing.T, names ...string) string {
 	}
 	t.Skipf("no compiler: none of %q is on PATH", names)
 	return ""
+}
+
+// Constants returns the constants of a type that a Go file of the package under test
+// declares. It skips the test if the source is missing.
+func Constants(t *testing.T, file, typ string) map[string]int64 {
+	t.Helper()
+	if _, err := os.Stat(file); err != nil {
+		t.Skipf("no source here: %v", err)
+	}
+	fset := token.NewFileSet()
+	f, err := parser.ParseFile(fset, file, nil, parser.SkipObjectResolution)
+	if err != nil {
+		t.Fatal(err)
+	}
+	// Other files and imports are missing, which constants do not need.
+	conf := types.Config{Error: func(error) {}}
+	info := types.Info{Defs: map[*ast.Ident]types.Object{}}
+	_, _ = conf.Check("p", fset, []*ast.File{f}, &info)
+	out := map[string]int64{}
+	for id, obj := range info.Defs {
+		c, ok := obj.(*types.Const)
+		if !ok {
+			continue
+		}
+		if named, ok := c.Type().(*types.Named); ok && named.Obj().Name() == typ {
+			v, _ := constant.Int64Val(c.Val())
+			out[id.Name] = v
+		}
+	}
+	if len(out) == 0 {
+		t.Fatalf("%s has no constant of type %s", file, typ)
+	}
+	return out
+}
+
+// RequireInstalled skips a test of an installed library if err says that it
+// could not be opened, or fails it where CHORUS_REQUIRE_GPU says that this
+// machine has GPUs.
+func RequireInstalled(t *testing.T, err error) {
+	t.Helper()
+	if err == nil {
+		return
+	}
+	if n, _ := env.RequireGPU.Int(); n > 0 {
+		t.Fatalf("%s=%d, but %v", env.RequireGPU.Name, n, err)
+	}
+	t.Skip(err)
 }

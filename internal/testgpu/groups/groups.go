@@ -29,7 +29,7 @@ func Join(t testing.TB, ctx context.Context, devs []*device.Device) ([]*comm.Gro
 	t.Helper()
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup
-	for i, b := range testgpu.Boards(ctx, len(devs)) {
+	for i, b := range testgpu.Exchanges(ctx, len(devs)) {
 		wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], nil) })
 	}
 	wg.Wait()

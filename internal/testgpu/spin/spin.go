@@ -3,6 +3,7 @@
 package spin
 
 import (
+	"sync"
 	"testing"
 	"time"
 
@@ -62,4 +63,17 @@ func (p *Spinner) On(s *stream.Stream, d time.Duration) {
 	if err := p.k.Launch(s, grid, kernel.Scalar(uint64(d))); err != nil {
 		p.t.Fatal(err)
 	}
+}
+
+// Hold blocks a stream after the operations enqueued so far, until open is called
+// or the test ends.
+func Hold(t testing.TB, s *stream.Stream) (open func()) {
+	t.Helper()
+	gate := make(chan struct{})
+	if err := s.Callback(func() { <-gate }); err != nil {
+		t.Fatal(err)
+	}
+	open = sync.OnceFunc(func() { close(gate) })
+	t.Cleanup(open)
+	return open
 }

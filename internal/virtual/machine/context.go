@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/goroutine"
+	"github.com/gochorus/chorus/internal/osthread"
 )
 
 // driver implements cudadrv.Driver. Its methods are in the files of the objects
@@ -22,7 +22,7 @@ type threads struct {
 
 	// hosts run a host function. A host function must not call the driver: CUDA may permit it
 	// and then hang.
-	hosts goroutine.Threads
+	hosts osthread.Threads
 }
 
 func (t *threads) bind(c cudadrv.Context) {

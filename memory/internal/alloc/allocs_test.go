@@ -7,7 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // A hit makes no Go allocation and no call of the driver.
@@ -31,7 +31,7 @@ func TestHitAllocatesNothing(t *testing.T) {
 
 // Random sizes make none either, once the lists have their lengths.
 func TestChurnAllocatesNothing(t *testing.T) {
-	if tsan.On {
+	if testhost.On {
 		t.Skip("the race detector allocates, and takes a minute here")
 	}
 	for _, most := range []float64{16, 24} {
@@ -66,7 +66,7 @@ func TestManySmallBlocks(t *testing.T) {
 		d := m.device(conf)
 		s, other := m.stream(), m.stream()
 		a := must(d.Default().Arena(s))
-		live := make([]uint64, tsan.Rounds(10_000, 100_000))
+		live := make([]uint64, testhost.Rounds(10_000, 100_000))
 		for i := range live {
 			live[i] = must(a.Alloc(512 + uint64(i%7)*512))
 		}

@@ -10,11 +10,11 @@ import (
 // check looks at every block of the device, and at the statistics.
 func (d *Device) check(t testing.TB) {
 	t.Helper()
-	c := checker{t: t, d: d, shelved: map[block]bool{}, holes: map[block]bool{}}
-	unlock(d.lockAll()) // and empty the pockets
+	c := checker{t: t, d: d, inFreeList: map[block]bool{}, holes: map[block]bool{}}
+	unlock(d.lockAll()) // and empty lastFreed
 	for _, p := range d.pools {
 		for _, a := range p.arenas {
-			c.shelves(a)
+			c.freeLists(a)
 		}
 		for _, a := range p.arenas {
 			for _, s := range a.segments {
@@ -28,18 +28,18 @@ func (d *Device) check(t testing.TB) {
 				}
 			}
 		}
-		if len(c.shelved) > 0 {
-			t.Fatalf("on a shelf, and in no segment of the pool: %v", c.shelved)
+		if len(c.inFreeList) > 0 {
+			t.Fatalf("on a shelf, and in no segment of the pool: %v", c.inFreeList)
 		}
 	}
 	c.gauges()
 }
 
 type checker struct {
-	t              testing.TB
-	d              *Device
-	want           [gauges][scopes]int64
-	shelved, holes map[block]bool
+	t                 testing.TB
+	d                 *Device
+	want              [gauges][scopes]int64
+	inFreeList, holes map[block]bool
 }
 
 // must is require.True, which costs more.
@@ -55,17 +55,17 @@ func (c *checker) count(k kind, g Gauge, n uint64) {
 	c.want[g][both] += int64(n)
 }
 
-func (c *checker) shelves(a *Arena) {
+func (c *checker) freeLists(a *Arena) {
 	for k := range kinds {
 		last := entry{}
-		for _, e := range a.shelves[k].from(unit) {
+		for _, e := range a.freeLists[k].from(unit) {
 			b := a.domain.block(k, e.key)
 			c.must(last.before(&e), "a shelf is in order")
 			c.must(b.slot().isFree() && !b.slot().has(isHole) && b.arena() == a && b.size() == e.size, "what is on a shelf is free")
-			c.shelved[b] = true
+			c.inFreeList[b] = true
 			last = e
 		}
-		c.must(a.shelves[k].largest() == last.size, "the last one is the largest")
+		c.must(a.freeLists[k].largest() == last.size, "the last one is the largest")
 	}
 }
 
@@ -113,8 +113,8 @@ func (c *checker) block(b block) {
 		c.must(c.holes[b], "a hole is listed")
 		delete(c.holes, b)
 	default:
-		c.must(c.shelved[b], "a free block is on a shelf")
-		delete(c.shelved, b)
+		c.must(c.inFreeList[b], "a free block is on a shelf")
+		delete(c.inFreeList, b)
 		if s.span == nil && b.split() {
 			c.count(s.kind, InactiveSplit, 1)
 			c.count(s.kind, InactiveSplitBytes, b.size())

@@ -8,7 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // scenario uses everything that asks the driver, and goes on after errors.
@@ -58,7 +58,7 @@ func scenario(m *machine, d *Device) (errs []error) {
 // Whichever call of the driver fails, the books stay right, and the allocator works
 // when the driver does.
 func TestEveryCallFails(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	for _, conf := range []string{"", "expandable_segments:True", "max_split_size_mb:25", "expandable_segments:True,per_process_memory_fraction:0.9,garbage_collection_threshold:0.2"} {
 		counting := newMachine(t, 140<<20)
 		scenario(counting, counting.device(conf))

@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/memtrace"
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 )
@@ -55,7 +55,7 @@ var gauges = []struct {
 
 // After each step of what torch's allocator did, the statistics are torch's.
 func TestSequences(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	for _, file := range fixtures(t, "alloc_stats*.json.gz") {
 		t.Run(filepath.Base(file), func(t *testing.T) {
 			list, err := memtrace.ReadStats(open(t, file))
@@ -113,7 +113,7 @@ func playSequence(t *testing.T, q memtrace.Sequence) {
 // A training run needs at most as much memory as with torch, and with expandable
 // segments hardly more than its tensors have.
 func TestTraces(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	for _, file := range fixtures(t, "trace_*.json.gz") {
 		t.Run(filepath.Base(file), func(t *testing.T) {
 			rec, err := memtrace.Read(open(t, file))

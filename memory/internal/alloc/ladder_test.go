@@ -17,7 +17,7 @@ func (m *machine) since() []string {
 }
 
 // What costs least is tried first.
-func TestLadder(t *testing.T) {
+func TestFallbacks(t *testing.T) {
 	m := newMachine(t, 90*mib)
 	d := m.device("")
 	lows := 0
@@ -53,7 +53,7 @@ func TestLadder(t *testing.T) {
 	d.check(t)
 }
 
-func TestLadderEnds(t *testing.T) {
+func TestFallbacksEnd(t *testing.T) {
 	m := newMachine(t, 100*mib)
 	d := m.device("")
 	a := must(d.Default().Arena(m.stream()))
@@ -79,7 +79,7 @@ func TestLadderEnds(t *testing.T) {
 }
 
 // Blocks that the stream has claimed are found although the last one is in the
-// pocket.
+// lastFreed.
 func TestClaimedBlocksAreFound(t *testing.T) {
 	m := newMachine(t, 40*mib)
 	d := m.device("")

@@ -1,9 +1,15 @@
 package alloc
 
 import (
+	"cmp"
 	"errors"
+	"runtime"
 	"slices"
+	"sync"
 	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/internal/timeline"
 )
 
 // A PoolID is torch's identifier of a pool: {0, 0} is the default pool, {n, 0} a pool
@@ -107,7 +113,7 @@ func (p *Pool) arenaOf(s Stream) (*Arena, error) {
 	for _, seg := range a.segments {
 		seg.stream = s
 	}
-	a.payAuditor()
+	a.reportPostponed()
 	a.domain.mu.Unlock()
 	return a, nil
 }
@@ -229,14 +235,14 @@ func (p *Pool) Rejoin() {
 	d.unlockDomain(p.domain)
 }
 
-// adoptBlock moves a free block from the shelf of its arena to the shelf of a.
+// adoptBlock moves a free block from the freeList of its arena to the freeList of a.
 func (a *Arena) adoptBlock(b block) {
 	k, m := b.s.kind, &a.domain.meter
-	b.arena().shelves[k].remove(b)
+	b.arena().freeLists[k].remove(b)
 	b.setArena(a)
 	part := b.split()
 	whole, joined, _ := a.join(b)
-	a.shelves[k].add(whole)
+	a.freeLists[k].add(whole)
 	m.change(k, InactiveSplit, -int64(joined))
 	if part && !whole.split() {
 		m.down(k, InactiveSplit, 1)
@@ -252,4 +258,272 @@ func (p *Pool) Close() error {
 		return nil // Empty returns the memory
 	}
 	return p.device.reclaim(p)
+}
+
+// Counts are the statistics that are not gauges.
+type Counts struct {
+	Retries, OutOfMemory, Syncs, Taken, Given int64
+	OversizeBlocks, OversizeSegments          Stat
+}
+
+// Counts returns the statistics that are not gauges.
+func (d *Device) Counts() Counts {
+	d.oversize.mu.Lock()
+	defer d.oversize.mu.Unlock()
+	return Counts{
+		Retries: d.retries.Load(), OutOfMemory: d.ooms.Load(), Syncs: d.syncs.Load(), Taken: d.taken.Load(), Given: d.given.Load(),
+		OversizeBlocks: d.oversize.blocks, OversizeSegments: d.oversize.segments,
+	}
+}
+
+// A SegmentInfo describes a segment, or a mapped part of an expandable segment.
+type SegmentInfo struct {
+	Addr       uint64
+	Size       uint64
+	Small      bool
+	Expandable bool
+	Graphs     bool // of a pool for captures
+	Stream     uint64
+	Pool       PoolID
+	Stack      *Stack
+	Blocks     []BlockInfo // contiguous, from Addr to Addr+Size
+}
+
+// A BlockInfo describes a block.
+type BlockInfo struct {
+	Addr      uint64
+	Size      uint64
+	Requested uint64
+	Used      bool // in use by a caller
+	Pending   bool // it was freed, but streams may still use it
+	Stack     *Stack
+}
+
+// Segments describes all segments, by address. The description of each arena is of one
+// moment; different arenas are described at different moments, so that no stream waits
+// for all others.
+func (d *Device) Segments() (list []SegmentInfo) {
+	d.growth.Lock()
+	defer d.growth.Unlock()
+	for _, p := range d.pools {
+		list = append(list, p.segments()...)
+	}
+	slices.SortFunc(list, func(x, y SegmentInfo) int { return cmp.Compare(x.Addr, y.Addr) })
+	return list
+}
+
+// Segments describes the segments of the pool.
+func (p *Pool) Segments() []SegmentInfo {
+	p.device.growth.Lock()
+	defer p.device.growth.Unlock()
+	return p.segments()
+}
+
+func (p *Pool) segments() (list []SegmentInfo) {
+	for _, a := range p.arenas {
+		a.domain.lock()
+		for _, s := range a.segments {
+			list = append(list, s.info()...)
+		}
+		for _, s := range a.spans {
+			if s != nil {
+				list = append(list, s.info()...)
+			}
+		}
+		a.domain.mu.Unlock()
+	}
+	return list
+}
+
+// info describes the mapped parts of a segment.
+func (s *segment) info() (list []SegmentInfo) {
+	hole := true
+	s.each(func(b block) {
+		x := b.slot()
+		if x.has(isHole) {
+			hole = true
+			return
+		}
+		if hole {
+			i := SegmentInfo{Addr: b.addr(), Small: s.kind == small, Expandable: s.span != nil, Graphs: s.home.pool.base != nil, Pool: s.home.pool.id, Stack: s.stack}
+			if s.home.stream != nil {
+				i.Stream = s.home.stream.Number()
+			}
+			list = append(list, i)
+		}
+		hole = false
+		part := &list[len(list)-1]
+		part.Size += b.size()
+		i := BlockInfo{Addr: b.addr(), Size: b.size(), Used: x.has(isUsed), Pending: x.has(isPending), Stack: b.stack()}
+		if !x.isFree() {
+			i.Requested = x.requested()
+		}
+		part.Blocks = append(part.Blocks, i)
+	})
+	return list
+}
+
+// History returns the recorded entries in chronological order. Before that it records
+// an ActionSnapshot.
+func (d *Device) History() []Entry {
+	h := d.history.Load()
+	if h == nil {
+		return nil
+	}
+	d.note(ActionSnapshot, 0, uint64(d.Read(ActiveBytes).All.Current), nil, nil)
+	return h.list()
+}
+
+// Reserved returns the bytes that the pool has reserved from the driver.
+func (p *Pool) Reserved() uint64 {
+	n := uint64(0)
+	for _, s := range p.Segments() {
+		n += s.Size
+	}
+	return n
+}
+
+// Allocated returns the bytes of the pool that are in use.
+func (p *Pool) Allocated() uint64 {
+	n := uint64(0)
+	for _, s := range p.Segments() {
+		for _, b := range s.Blocks {
+			if b.Used {
+				n += b.Size
+			}
+		}
+	}
+	return n
+}
+
+// An Action is a kind of Entry, with torch's names.
+type Action uint8
+
+// The actions.
+const (
+	ActionAlloc Action = iota
+	ActionFreeRequested
+	ActionFreeCompleted
+	ActionSegmentAlloc
+	ActionSegmentFree
+	ActionSegmentMap
+	ActionSegmentUnmap
+	ActionSnapshot
+	ActionOOM
+)
+
+var actionNames = [...]string{"alloc", "free_requested", "free_completed", "segment_alloc", "segment_free",
+	"segment_map", "segment_unmap", "snapshot", "oom"}
+
+func (a Action) String() string { return actionNames[a] }
+
+// An Entry is one recorded operation. For ActionOOM, Addr is the free memory of the
+// device.
+type Entry struct {
+	Action Action
+	Addr   uint64
+	Size   uint64
+	Stream uint64
+	Time   time.Time
+	Pool   PoolID
+	Stack  *Stack
+}
+
+// A Stack is a call stack in the program, innermost call first.
+type Stack struct{ PCs []uintptr }
+
+// stackDepth is the maximum depth of a Stack.
+const stackDepth = 32
+
+// HistoryConfig configures a History.
+type HistoryConfig struct {
+	Entries int  // the maximum number; the latest ones are kept. 0 keeps none
+	Stacks  bool // record stacks of allocations and frees
+}
+
+// A History records the operations on the memory of a device.
+type History struct {
+	cfg     HistoryConfig
+	mu      sync.Mutex
+	entries []Entry // a ring, once it is full
+	next    int
+}
+
+// Record starts a new history. A nil cfg stops the recording. Blocks keep the stacks
+// that they have.
+func (d *Device) Record(cfg *HistoryConfig) {
+	if cfg == nil {
+		d.history.Store(nil)
+		return
+	}
+	d.history.Store(&History{cfg: *cfg})
+}
+
+// stackOf returns the caller's stack if stacks are recorded.
+func (d *Device) stackOf() *Stack {
+	if h := d.history.Load(); h != nil && h.cfg.Stacks {
+		return callers()
+	}
+	return nil
+}
+
+func callers() *Stack {
+	var pcs [stackDepth]uintptr
+	n := runtime.Callers(3, pcs[:])
+	return &Stack{PCs: append([]uintptr(nil), pcs[:n]...)}
+}
+
+// note records an entry. It costs almost nothing while nothing is recorded.
+func (d *Device) note(action Action, addr, size uint64, a *Arena, stack *Stack) {
+	if h := d.history.Load(); h != nil {
+		h.note(action, addr, size, a, stack)
+	}
+	if t := timeline.Current(); t != nil {
+		t.Add(timeline.Record{Kind: timeline.Memory, Name: actionNames[action], Device: d.cfg.Ordinal, Begin: t.Now(), Bytes: size})
+	}
+}
+
+func (h *History) note(action Action, addr, size uint64, a *Arena, stack *Stack) {
+	if h.cfg.Entries > 0 {
+		e := Entry{Action: action, Addr: addr, Size: size, Time: time.Now(), Stack: stack}
+		if a != nil {
+			e.Pool = a.pool.id
+			if a.stream != nil {
+				e.Stream = a.stream.Number()
+			}
+		}
+		h.add(e)
+	}
+}
+
+func (h *History) add(e Entry) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if len(h.entries) < h.cfg.Entries {
+		h.entries = append(h.entries, e)
+		return
+	}
+	h.entries[h.next] = e
+	h.next = (h.next + 1) % len(h.entries)
+}
+
+// list returns the entries in chronological order.
+func (h *History) list() []Entry {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return append(append([]Entry(nil), h.entries[h.next:]...), h.entries[:h.next]...)
+}
+
+// last returns the stacks of the last allocation and free of the block at addr.
+func (h *History) last(addr uint64) (alloc, freed *Stack) {
+	for _, e := range h.list() {
+		switch {
+		case e.Addr != addr:
+		case e.Action == ActionAlloc:
+			alloc, freed = e.Stack, nil
+		case e.Action == ActionFreeRequested:
+			freed = e.Stack
+		}
+	}
+	return alloc, freed
 }

@@ -6,7 +6,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var soak = flag.Int("soak", 100_000, "how many operations TestSoak does")
@@ -15,16 +15,16 @@ var soak = flag.Int("soak", 100_000, "how many operations TestSoak does")
 // themselves, no two blocks overlap, memory changes streams in order, and all comes
 // back at the end.
 func TestRandomPrograms(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	for i := range 40 {
-		between := 1 + i%2*6 // a look empties the pockets
+		between := 1 + i%2*6 // a look empties lastFreed
 		play(t, rand.Uint64(), 1500, between)
 	}
 }
 
 // Long programs, looked at now and then. -soak=10000000 takes some minutes.
 func TestSoak(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	const program = 20_000
 	start := time.Now()
 	for range max(*soak/program, 1) {

@@ -9,7 +9,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/testgpu/tsan"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // A reference is torch's caching allocator of one stream, written as plainly as can
@@ -143,9 +143,9 @@ func (r *reference) inactive() (blocks, bytes int64) {
 	return blocks, bytes
 }
 
-// Neither the lists nor the pocket change which block a request gets, nor any peak.
+// Neither the lists nor lastFreed change which block a request gets, nor any peak.
 func TestBestFit(t *testing.T) {
-	tsan.Serial(t)
+	testhost.Serial(t)
 	for _, conf := range []string{"", "roundup_power2_divisions:4", "large_segment_size_mb:12", "max_split_size_mb:24", "max_split_size_mb:32,max_non_split_rounding_mb:22"} {
 		for range 12 {
 			seed := rand.Uint64()

@@ -181,7 +181,7 @@ func (a *Arena) claim() {
 		}
 	}
 	w.forgetQueues()
-	a.emptyPocket() // the search covers only the shelves
+	a.flushLastFreed() // the search covers only the freeLists
 }
 
 // await waits on the host until no stream uses the freed blocks. growth is held. The
@@ -206,7 +206,7 @@ func (a *Arena) await() {
 	}
 	w.queues = append(list, w.queues...)
 	w.forgetQueues()
-	a.emptyPocket() // the search for idle segments covers only the shelves
+	a.flushLastFreed() // the search for idle segments covers only the freeLists
 	a.device.unlockDomain(a.domain)
 }
 

@@ -2,8 +2,10 @@ package chart
 
 import (
 	"fmt"
+	"html"
 	"image/color"
 	"io"
+	"math"
 	"strings"
 
 	"gonum.org/v1/plot"
@@ -160,4 +162,142 @@ func shorten(style text.Style, word string, width vg.Length) string {
 		runes = runes[:len(runes)-1]
 	}
 	return string(runes) + "…"
+}
+
+// An Axis has at least two ticks, one at each end or near it.
+type Axis struct {
+	label     string
+	low, high float64
+	ticks     plot.ConstantTicks
+	log       bool
+}
+
+// mostTicks limits the ticks with a text.
+const mostTicks = 10
+
+// Linear returns an axis from 0 to at least high, with a tick after each step.
+func Linear(label string, high, step float64, text func(float64) string) Axis {
+	a := Axis{label: label, high: max(high, step)}
+	for v := 0.0; v <= a.high; v += step {
+		a.ticks = append(a.ticks, plot.Tick{Value: v, Label: text(v)})
+	}
+	return a
+}
+
+// Powers returns a logarithmic axis that contains low and high, with ticks at powers of 2.
+func Powers(label string, low, high float64, text func(float64) string) Axis {
+	first, last := math.Floor(math.Log2(low)), math.Ceil(math.Log2(high))
+	if first == last { // a single size is in the middle
+		first, last = max(first-1, min(first, 0)), last+1
+	}
+	var values []float64
+	for e := first; e <= last; e++ {
+		values = append(values, math.Exp2(e))
+	}
+	return logarithmic(label, values, values, text)
+}
+
+// Decades returns a logarithmic axis that contains low and high. It has ticks at 1, 2 and 5
+// times the powers of 10, or at powers of 10 if these are too many.
+func Decades(label string, low, high float64, text func(float64) string) Axis {
+	first, last := int(math.Floor(math.Log10(low)))-1, int(math.Ceil(math.Log10(high)))+1
+	var values, powers []float64
+	for e := first; e <= last; e++ {
+		for _, m := range []float64{1, 2, 5} {
+			v := m * math.Pow(10, float64(e))
+			if v*2.5 <= low || len(values) > 1 && values[len(values)-1] >= high {
+				continue // a later value, or an earlier one, is nearer
+			}
+			values = append(values, v)
+			if m == 1 {
+				powers = append(powers, v)
+			}
+		}
+	}
+	if len(values) > mostTicks {
+		return logarithmic(label, values, powers, text)
+	}
+	return logarithmic(label, values, values, text)
+}
+
+// logarithmic returns an axis over the values, with ticks at some of the candidates.
+func logarithmic(label string, values, candidates []float64, text func(float64) string) Axis {
+	a := Axis{label: label, low: values[0], high: values[len(values)-1], log: true}
+	every := (len(candidates) + mostTicks - 1) / mostTicks
+	for i := 0; i < len(candidates); i += every {
+		a.ticks = append(a.ticks, plot.Tick{Value: candidates[i], Label: text(candidates[i])})
+	}
+	return a
+}
+
+// apply sets an axis of gonum.
+func (a *Axis) apply(to *plot.Axis) {
+	to.Label.Text, to.Min, to.Max, to.Tick.Marker = a.label, a.low, a.high, a.ticks
+	if a.log {
+		to.Scale = plot.LogScale{}
+	}
+}
+
+// Colors are the colors of the series. Each has a contrast of at least 3 to Light and to Dark.
+var Colors = []color.NRGBA{
+	{0x2f, 0x74, 0xc8, 0xff}, {0xd0, 0x4a, 0x4a, 0xff}, {0x2f, 0x8f, 0x5b, 0xff}, {0x98, 0x68, 0xbe, 0xff},
+	{0xb9, 0x6f, 0x12, 0xff}, {0x7c, 0x7c, 0x78, 0xff}, {0x1f, 0x8c, 0x8c, 0xff}, {0xc2, 0x52, 0x9a, 0xff},
+	{0x79, 0x83, 0x1c, 0xff}, {0x66, 0x7f, 0xa8, 0xff}, {0xa8, 0x5f, 0x38, 0xff},
+}
+
+// Light and Dark are the colors of the background in the two modes.
+var Light, Dark = color.NRGBA{0xff, 0xff, 0xff, 0xff}, color.NRGBA{0x16, 0x16, 0x16, 0xff}
+
+// Style is CSS for a page or a file with charts.
+var Style = fmt.Sprintf(`:root{color-scheme:light dark;color:#1a1a19;background:%[1]s}
+.chart{color:#1a1a19;background:%[1]s;max-width:100%%;height:auto}
+.chart text{fill:currentColor;font-family:"Liberation Sans",Arial,Helvetica,sans-serif!important}
+@media(max-width:40rem){.chart{max-width:none}} /* a phone scrolls, so that the text stays readable */
+@media(prefers-color-scheme:dark){:root,.chart{color:#e8e6e1;background:%[2]s}}
+`, hex(Light), hex(Dark))
+
+func hex(c color.NRGBA) string { return fmt.Sprintf("#%02x%02x%02x", c.R, c.G, c.B) }
+
+// element returns the drawing as an svg element. gonum draws text and axes in black. The
+// element uses the color of the page's text instead, which follows the mode.
+func (c *Chart) element(canvas *vgsvg.Canvas, list []mark) string {
+	var drawing, b strings.Builder
+	_, _ = canvas.WriteTo(&drawing) // a strings.Builder does not fail
+	body := drawing.String()
+	body = body[strings.Index(body, "<g "):strings.LastIndex(body, "</svg>")]
+	w, h := canvas.Size()
+	fmt.Fprintf(&b, `<svg class="chart" role="img" aria-label="%s" width="%.0f" height="%.0f" viewBox="0 0 %[2]g %[3]g">`+"\n",
+		html.EscapeString(c.Title), float64(w), float64(h))
+	b.WriteString(strings.ReplaceAll(body, "stroke:#000000", "stroke:currentColor"))
+	for _, m := range list {
+		fmt.Fprintf(&b, `<circle cx="%.1f" cy="%.1f" r="3" fill="%s"><title>%s</title></circle>`+"\n",
+			float64(m.at.X), float64(h-m.at.Y), hex(m.color), html.EscapeString(m.text))
+	}
+	b.WriteString("</svg>\n")
+	return b.String()
+}
+
+// marks is a plot.Plotter that collects the positions of points with a text. A canvas of
+// gonum cannot draw a mark that shows a text.
+type marks struct {
+	series []Series
+	list   []mark
+}
+
+type mark struct {
+	at    vg.Point
+	color color.NRGBA
+	text  string
+}
+
+// Plot collects the positions on the canvas.
+func (m *marks) Plot(c draw.Canvas, p *plot.Plot) {
+	x, y := p.Transforms(&c)
+	for i, s := range m.series {
+		for _, q := range s.Points {
+			if q.Text != "" {
+				m.list = append(m.list, mark{vg.Point{X: x(q.X), Y: y(q.Y)}, Colors[i%len(Colors)], q.Text})
+			}
+		}
+	}
 }

@@ -1,9 +1,13 @@
 package monitor
 
 import (
+	"context"
 	"fmt"
+	"io"
 	"slices"
 	"strings"
+	"sync"
+	"text/tabwriter"
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
@@ -265,4 +269,233 @@ func (j *Job) byLag() []Rank {
 	list := slices.Clone(j.Ranks)
 	slices.SortStableFunc(list, func(a, b Rank) int { return int(min(max(worst(b)-worst(a), -1), 1)) })
 	return list
+}
+
+const (
+	// fresh is the age up to which a state is given to several readers. Many readers then cost
+	// the processes as much as one.
+	fresh = 400 * time.Millisecond
+	// maxInterval is the longest interval of a rate.
+	maxInterval = 30 * time.Second
+	// askTime limits a question to the coordinator.
+	askTime = 5 * time.Second
+)
+
+// A Source answers with the state of a job.
+type Source struct {
+	job   string
+	hosts int // that the job needs to start
+	since time.Time
+
+	mu   sync.Mutex
+	ask  func(context.Context) (*cluster.Status, error) // nil until the hosts have joined
+	host string
+	last *Job
+}
+
+// NewSource returns a Source of a job that waits for its hosts. The name may be empty.
+func NewSource(job string, hosts int) *Source {
+	return &Source{job: job, hosts: hosts, since: time.Now()}
+}
+
+// Join makes the Source ask the agent: all hosts have joined.
+func (s *Source) Join(a *cluster.Agent) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.ask, s.host = a.Status, a.Host()
+}
+
+// Host returns the name of this host in the job.
+func (s *Source) Host() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.host
+}
+
+// joining returns the state of a job whose hosts have not joined.
+func (s *Source) joining() *Job {
+	j := &Job{Job: s.job, Time: time.Now(), Hosts: []string{}, Ranks: []Rank{}, Groups: []Group{}}
+	if j.Job == "" {
+		j.Job = "without a name"
+	}
+	j.Findings = []string{fmt.Sprintf("the job waits since %s for its hosts: it needs %d to start", seconds(time.Since(s.since)), s.hosts)}
+	return j
+}
+
+// Job returns the state of the job. Rates refer to the state that was read before.
+func (s *Source) Job(ctx context.Context) (*Job, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.last != nil && time.Since(s.last.Time) < fresh {
+		return s.last, nil
+	}
+	if s.ask == nil {
+		return s.joining(), nil
+	}
+	ctx, cancel := context.WithTimeout(ctx, askTime)
+	defer cancel()
+	answer, err := s.ask(ctx)
+	if err != nil {
+		return nil, err
+	}
+	j := newJob(answer, time.Now())
+	if s.last != nil && j.Time.Sub(s.last.Time) <= maxInterval {
+		j.setRates(s.last)
+	}
+	s.last = j
+	return j, nil
+}
+
+// Print writes the state as a table, the ranks that are behind first. It writes at most lines
+// lines; 0 means all of them.
+func (j *Job) Print(out io.Writer, lines int) error {
+	var b strings.Builder
+	fmt.Fprintf(&b, "job %s  epoch %d  restarts %d  %s on %s  %s\n", j.Job, j.Epoch, j.Restarts,
+		count(len(j.Ranks), "rank"), count(len(j.Hosts), "host"), j.Time.Format(time.TimeOnly))
+	for _, f := range j.Findings {
+		fmt.Fprintln(&b, f)
+	}
+	if len(j.Findings) == 0 {
+		text := "no rank is behind"
+		j.members(func(_ *Rank, m *Member) {
+			if m.Behind > 0 {
+				text = fmt.Sprintf("no rank is behind for %s or more", seconds(minLag))
+			}
+		})
+		fmt.Fprintln(&b, text)
+	}
+	fmt.Fprintln(&b)
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "RANK\tHOST\tPID\tSTATE\tGROUP\tISSUED\tDONE\tBEHIND\tIN FLIGHT\tAGE\tRATE\tDEVICE\tMEMORY\tBUSY\tPOWER")
+	for _, r := range j.byLag() {
+		r.print(w, j.Interval > 0)
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	text := strings.Split(strings.TrimRight(b.String(), "\n"), "\n")
+	if lines > 1 && len(text) > lines {
+		text = append(text[:lines-1], fmt.Sprintf("and %d more lines; chorus status without --watch shows them", len(text)-lines+1))
+	}
+	for i := range text {
+		text[i] = strings.TrimRight(text[i], " ")
+	}
+	_, err := fmt.Fprintln(out, strings.Join(text, "\n"))
+	return err
+}
+
+// print writes one line for each group of the rank, and for each device.
+func (r *Rank) print(w io.Writer, rates bool) {
+	state := r.State
+	if state == "running" && r.Missing != "" {
+		state = "no report"
+	}
+	pid := "-"
+	if r.PID > 0 {
+		pid = fmt.Sprint(r.PID)
+	}
+	fmt.Fprintf(w, "%d\t%s\t%s\t%s", r.Rank, r.Host, pid, state)
+	for i := range max(len(r.Groups), len(r.Devices), 1) {
+		if i > 0 {
+			fmt.Fprint(w, "\t\t\t")
+		}
+		if i < len(r.Groups) {
+			r.Groups[i].print(w, rates)
+		} else {
+			fmt.Fprint(w, "\t-\t-\t-\t-\t-\t-\t-")
+		}
+		if i < len(r.Devices) {
+			d := &r.Devices[i]
+			fmt.Fprintf(w, "\t%s\t%s of %s\t%s\t%s", d.Name, size(float64(d.Allocated)), size(float64(d.Total)), optional(d.Utilization, 1, "%"), optional(d.PowerDraw, 1000, " W"))
+		} else {
+			fmt.Fprint(w, "\t-\t-\t-\t-")
+		}
+		fmt.Fprintln(w)
+	}
+}
+
+func (m *Member) print(w io.Writer, rates bool) {
+	behind, op, age, speed := "-", "-", "-", "-"
+	if m.Behind > 0 {
+		behind = fmt.Sprintf("%d for %s", m.Behind, seconds(m.Lag))
+	}
+	if m.Oldest != nil {
+		op, age = m.Oldest.Kind, seconds(time.Duration(m.Oldest.AgeNanos))
+	}
+	if m.State != "" {
+		op = m.State
+	}
+	if rates {
+		speed = size(m.BytesPerSecond) + "/s"
+	}
+	fmt.Fprintf(w, "\t%s\t%d\t%d\t%s\t%s\t%s\t%s", m.label(), m.Issued, m.Completed, behind, op, age, speed)
+}
+
+// optional returns the value of a sensor, divided by a unit.
+func optional(v *int, unit int, suffix string) string {
+	if v == nil {
+		return "-"
+	}
+	return fmt.Sprint(*v/unit) + suffix
+}
+
+func count(n int, what string) string {
+	if n == 1 {
+		return "1 " + what
+	}
+	return fmt.Sprintf("%d %ss", n, what)
+}
+
+// size returns a number of bytes with three digits.
+func size(bytes float64) string {
+	for _, unit := range []string{"B", "KiB", "MiB", "GiB"} {
+		if bytes < 1000 {
+			return fmt.Sprintf("%.3g %s", bytes, unit)
+		}
+		bytes /= 1024
+	}
+	return fmt.Sprintf("%.3g TiB", bytes)
+}
+
+// PrintMemory writes what uses the memory of each rank's devices, the largest use first.
+func (j *Job) PrintMemory(out io.Writer) error {
+	var b strings.Builder
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "RANK\tHOST\tDEVICE\tBYTES\tSHARE\tUSE")
+	for i := range j.Ranks {
+		r := &j.Ranks[i]
+		if len(r.Devices) == 0 {
+			why := "this rank has no device yet"
+			if r.Missing != "" {
+				why = r.Missing
+			}
+			fmt.Fprintf(w, "%d\t%s\t-\t-\t-\t%s\n", r.Rank, r.Host, why)
+		}
+		for k := range r.Devices {
+			r.printMemory(w, &r.Devices[k])
+		}
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	_, err := io.WriteString(out, b.String())
+	return err
+}
+
+// printMemory writes one line for each use of a device, and one for the free memory.
+func (r *Rank) printMemory(w io.Writer, d *status.Device) {
+	line := func(bytes uint64, use string) {
+		share := "-"
+		if d.Total > 0 {
+			share = fmt.Sprintf("%.1f%%", 100*float64(bytes)/float64(d.Total))
+		}
+		fmt.Fprintf(w, "%d\t%s\t%s\t%s\t%s\t%s\n", r.Rank, r.Host, d.Name, size(float64(bytes)), share, use)
+	}
+	if len(d.Uses) == 0 && d.Total > d.Free {
+		line(d.Total-d.Free, "in use; the process did not tell for what")
+	}
+	for _, u := range d.Uses {
+		line(u.Bytes, u.Owner)
+	}
+	line(d.Free, "free")
 }

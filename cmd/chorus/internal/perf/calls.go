@@ -1,6 +1,11 @@
 package perf
 
 import (
+	"context"
+	"errors"
+
+	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -188,3 +193,115 @@ func (o *Operation) offsets(l layout, rank int) (dst, src int) {
 	}
 	return 0, 0
 }
+
+// A localState is the state that the ranks of this process share.
+type localState struct {
+	barrier    barrier
+	localCalls [][]issue    // the calls of each local rank, if one rank issues for all
+	batch      *route.Batch // for these calls
+	batchErr   error        // of the last operation that one rank issued for all
+}
+
+// batched returns calls that issue the corresponding calls of all local ranks in one batch,
+// once all local ranks have reached them.
+func (r *rank) batched(ctx context.Context, calls []issue) []func() error {
+	r.localCalls[r.local] = calls
+	list := make([]func() error, len(calls))
+	for k := range calls {
+		list[k] = func() error {
+			return r.onFirst(ctx, func() error { return r.issueAll(k) })
+		}
+	}
+	return list
+}
+
+// unbatched returns calls that issue the calls of this rank only.
+func unbatched(calls []issue) []func() error {
+	list := make([]func() error, len(calls))
+	for k, call := range calls {
+		list[k] = func() error { return call(nil) }
+	}
+	return list
+}
+
+// onFirst runs fn on the first local rank when all local ranks have called onFirst, and
+// returns its error to all callers.
+func (r *rank) onFirst(ctx context.Context, fn func() error) error {
+	n := r.group.Locals()
+	r.barrier.wait(ctx, n)
+	if r.local == 0 && ctx.Err() == nil {
+		r.batchErr = fn()
+	}
+	r.barrier.wait(ctx, n)
+	if ctx.Err() != nil {
+		return context.Cause(ctx)
+	}
+	return r.batchErr
+}
+
+// issueAll issues call k of all local ranks in one batch.
+func (r *rank) issueAll(k int) error {
+	b := r.batch
+	defer b.Reset()
+	for _, calls := range r.localCalls {
+		if err := calls[k](b.Batch); err != nil {
+			return err
+		}
+	}
+	return b.Enqueue()
+}
+
+// A replay is a graph with all iterations of a plan, of one rank or of all local ranks.
+type replay struct {
+	rank *rank
+	exec *graph.Exec
+	all  bool
+}
+
+// capture captures the calls of the rank, or of all local ranks if p.together is set.
+func (r *rank) capture(ctx context.Context, p *Plan, calls []func() error) (*replay, error) {
+	iterate := func(issue func(k int) error) func() error {
+		return func() error {
+			for i := range p.Iterations {
+				if err := issue(i % len(calls)); err != nil {
+					return err
+				}
+			}
+			return nil
+		}
+	}
+	x := &replay{rank: r, all: p.together}
+	if !x.all {
+		var err error
+		x.exec, err = graph.Capture([]*stream.Stream{r.s}, iterate(func(k int) error { return calls[k]() }), nil)
+		return x, err
+	}
+	err := r.onFirst(ctx, func() (err error) {
+		x.exec, err = graph.Capture(r.group.Streams(), iterate(r.issueAll), nil)
+		return err
+	})
+	if err != nil {
+		return nil, errors.Join(err, x.close())
+	}
+	return x, nil
+}
+
+// launch launches the graph on the stream of the rank, or on the streams of all local ranks.
+func (x *replay) launch(ctx context.Context) error {
+	s := x.rank.s
+	if !x.all {
+		return x.exec.Launch(s)
+	}
+	return x.rank.onFirst(ctx, func() error {
+		all := x.rank.group.Streams()
+		if err := gpu.Join(s, all); err != nil {
+			return err
+		}
+		if err := x.exec.Launch(s); err != nil {
+			return err
+		}
+		return gpu.Fork(s, all)
+	})
+}
+
+func (x *replay) close() error { return x.exec.Close() } // only the first rank has the graph of all local ranks

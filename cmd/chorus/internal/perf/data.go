@@ -2,13 +2,17 @@ package perf
 
 import (
 	_ "embed"
+	"encoding/binary"
 	"fmt"
+	"math"
+	"strings"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -118,4 +122,317 @@ func (c *dataTables) check(s *stream.Stream, x memory.Slice[uint8], p piece, see
 		kernel.Scalar[uint32](uint32(p.first)), kernel.Scalar[uint32](uint32(p.ranks)), kernel.Scalar[uint32](seed),
 		kernel.Scalar[uint32](uint32(c.codes)), kernel.Scalar[uint32](uint32(c.limit)), kernel.Scalar[uint32](c.op), kernel.Scalar[uint32](c.weights),
 		kernel.Ptr(table), kernel.Scalar[uint64](c.tolerance), kernel.Ptr(wrong))
+}
+
+// A pattern is the test data of one element type and reduction: codes, the value
+// of each code in the type, and the values of reduced codes.
+type pattern struct {
+	codes     int      // number of codes: elements have codes 0 to codes-1
+	limit     int      // ranks from here on contribute zeros
+	op        uint32   // reduction of codes; see pattern.cu
+	weights   uint32   // 1 if odd ranks count twice
+	values    []uint64 // the bits of each code
+	results   []uint64 // the bits of each reduced code
+	tolerance uint64   // allowed difference of the bits of a result
+}
+
+// Reductions of codes.
+const (
+	codeSum uint32 = iota
+	codeMin
+	codeMax
+)
+
+// mostCodes limits the size of the tables.
+const mostCodes = 2048
+
+// newPattern builds the data for a reduction over n ranks; Moves means no reduction.
+func newPattern(t memory.DType, op Reduction, n int) *pattern {
+	p := &pattern{limit: n, codes: exact(t) + 1}
+	value := func(code int) float64 { return float64(code) }
+	result := value
+	switch op {
+	case Min:
+		p.op = codeMin
+	case Max:
+		p.op = codeMax
+	case Prod:
+		p.divide(exponents(t), n)
+		value = func(code int) float64 { return math.Ldexp(1, code) }
+		result = value
+	case Sum:
+		p.divide(exact(t), n)
+	case MulSum:
+		p.weights = 1
+		p.divide(exact(t)/2, n)
+	case Avg:
+		p.divide(exact(t), n)
+		result = func(sum int) float64 { return float64(sum) / float64(n) }
+		if n&(n-1) != 0 && isFloat(t) {
+			p.tolerance = 2 // 1/n is rounded, and the products are rounded again
+		}
+	}
+	for c := range p.codes {
+		p.values = append(p.values, bits(t, value(c)))
+	}
+	last := p.codes - 1
+	if p.op == codeSum {
+		last = last * p.limit << p.weights
+	}
+	for c := range last + 1 {
+		p.results = append(p.results, bits(t, result(c)))
+	}
+	return p
+}
+
+// divide assigns codes to n ranks such that their sum is at most most.
+func (p *pattern) divide(most, n int) {
+	each := max(most/n, 1)
+	p.codes, p.limit = each+1, min(n, max(most/each, 1))
+}
+
+// exact returns the largest n such that a type represents all integers up to n.
+func exact(t memory.DType) int {
+	switch t {
+	case memory.Int8:
+		return 127
+	case memory.Uint8:
+		return 255
+	case memory.BFloat16:
+		return 256
+	case memory.Float8E4M3:
+		return 16
+	case memory.Float8E5M2:
+		return 8
+	}
+	return mostCodes
+}
+
+// exponents returns the largest exponent of a power of two that a type represents.
+func exponents(t memory.DType) int {
+	switch t {
+	case memory.Int8:
+		return 6
+	case memory.Uint8:
+		return 7
+	case memory.Float8E4M3:
+		return 8
+	case memory.Float16, memory.Float8E5M2:
+		return 15
+	}
+	return 30
+}
+
+func isFloat(t memory.DType) bool {
+	switch t {
+	case memory.Float8E4M3, memory.Float8E5M2, memory.Float16, memory.BFloat16, memory.Float32, memory.Float64:
+		return true
+	}
+	return false
+}
+
+// mulSum returns the reduction that multiplies the elements of odd ranks by two.
+// It is created once for each element type.
+func (r *rank) mulSum(t memory.DType) (nccl.Op, error) {
+	if op, ok := r.factors[t]; ok {
+		return op, nil
+	}
+	make, ok := factorMakers[t]
+	if !ok {
+		return 0, fmt.Errorf("mulsum is not supported for %s", dtypeName(t))
+	}
+	p, err := make(r.c, r.c.Rank()%2 == 1)
+	if err != nil {
+		return 0, err
+	}
+	r.later(p.Close)
+	r.factors[t] = p.Op()
+	return p.Op(), nil
+}
+
+var factorMakers = map[memory.DType]func(c *nccl.Communicator, two bool) (*nccl.PreMulSum, error){
+	memory.Int8: factor[int8](1, 2), memory.Uint8: factor[uint8](1, 2), memory.Int32: factor[int32](1, 2),
+	memory.Uint32: factor[uint32](1, 2), memory.Int64: factor[int64](1, 2), memory.Uint64: factor[uint64](1, 2),
+	memory.Float32: factor[float32](1, 2), memory.Float64: factor[float64](1, 2),
+	memory.Float16:    factor(memory.Float16Of(1), memory.Float16Of(2)),
+	memory.BFloat16:   factor(memory.BFloat16Of(1), memory.BFloat16Of(2)),
+	memory.Float8E4M3: factor(memory.Float8E4M3Of(1), memory.Float8E4M3Of(2)),
+	memory.Float8E5M2: factor(memory.Float8E5M2Of(1), memory.Float8E5M2Of(2)),
+}
+
+func factor[T memory.Element](one, two T) func(*nccl.Communicator, bool) (*nccl.PreMulSum, error) {
+	return func(c *nccl.Communicator, twice bool) (*nccl.PreMulSum, error) {
+		if twice {
+			return nccl.NewPreMulSum(c, two)
+		}
+		return nccl.NewPreMulSum(c, one)
+	}
+}
+
+// dtypes maps the names of nccl-tests to types, in the order of NCCL's numbers.
+var dtypes = []struct {
+	name string
+	t    memory.DType
+}{
+	{"int8", memory.Int8}, {"uint8", memory.Uint8}, {"int32", memory.Int32}, {"uint32", memory.Uint32},
+	{"int64", memory.Int64}, {"uint64", memory.Uint64}, {"half", memory.Float16}, {"float", memory.Float32},
+	{"double", memory.Float64}, {"bfloat16", memory.BFloat16}, {"f8e4m3", memory.Float8E4M3}, {"f8e5m2", memory.Float8E5M2},
+}
+
+// ParseDTypes returns the types for a name of nccl-tests or of package memory, or
+// all types for "all".
+func ParseDTypes(name string) ([]memory.DType, error) {
+	var list []memory.DType
+	names := make([]string, len(dtypes))
+	for i, d := range dtypes {
+		names[i] = d.name
+		if name == "all" || name == d.name || name == d.t.String() {
+			list = append(list, d.t)
+		}
+	}
+	if list == nil {
+		return nil, fmt.Errorf("unknown element type %q: want all or one of %s", name, strings.Join(names, ", "))
+	}
+	return list, nil
+}
+
+// dtypeName returns the name of nccl-tests.
+func dtypeName(t memory.DType) string {
+	for _, d := range dtypes {
+		if d.t == t {
+			return d.name
+		}
+	}
+	return t.String()
+}
+
+// bits returns the bits of x converted to a type: rounded to the nearest value
+// for floats, and toward zero for integers.
+func bits(t memory.DType, x float64) uint64 {
+	switch t {
+	case memory.Float16:
+		return uint64(memory.Float16Of(float32(x)))
+	case memory.BFloat16:
+		return uint64(memory.BFloat16Of(float32(x)))
+	case memory.Float8E4M3:
+		return uint64(memory.Float8E4M3Of(float32(x)))
+	case memory.Float8E5M2:
+		return uint64(memory.Float8E5M2Of(float32(x)))
+	case memory.Float32:
+		return uint64(math.Float32bits(float32(x)))
+	case memory.Float64:
+		return math.Float64bits(x)
+	}
+	return uint64(int64(x))
+}
+
+// encode writes bits as elements of size bytes.
+func encode(all []uint64, size int) []byte {
+	var out []byte
+	for _, b := range all {
+		var word [8]byte
+		binary.LittleEndian.PutUint64(word[:], b)
+		out = append(out, word[:size]...)
+	}
+	return out
+}
+
+// A Reduction is a reduction operator.
+type Reduction int
+
+// The reductions of nccl-tests. MulSum multiplies the elements of each rank by
+// the rank's factor before it adds them.
+const (
+	Moves Reduction = iota // no reduction
+	Sum
+	Prod
+	Max
+	Min
+	Avg
+	MulSum
+)
+
+var reductions = [...]string{"none", "sum", "prod", "max", "min", "avg", "mulsum"}
+
+// String returns the name in the table.
+func (r Reduction) String() string { return reductions[r] }
+
+// ParseReductions returns the reduction with a name, or all reductions for "all".
+func ParseReductions(name string) ([]Reduction, error) {
+	if name == "all" {
+		return []Reduction{Sum, Prod, Max, Min, Avg, MulSum}, nil
+	}
+	for r := Sum; r <= MulSum; r++ {
+		if name == reductions[r] {
+			return []Reduction{r}, nil
+		}
+	}
+	return nil, fmt.Errorf("unknown reduction %q: want all or one of %s", name, strings.Join(reductions[1:], ", "))
+}
+
+// raw returns the NCCL operator. It is not valid for MulSum.
+func (r Reduction) raw() nccl.Op {
+	return [...]nccl.Op{nccl.Sum, nccl.Sum, nccl.Prod, nccl.Max, nccl.Min, nccl.Avg, nccl.Sum}[r]
+}
+
+// standIns are the Go implementations of pattern.cu's kernels, by element size in bytes.
+var standIns = map[int]func() (fill, check func(*kernel.Call)){
+	1: standInsOf[uint8], 2: standInsOf[uint16], 4: standInsOf[uint32], 8: standInsOf[uint64],
+}
+
+// codeOf is the function code of pattern.cu.
+func codeOf(i uint64, rank, seed, codes, limit uint32) uint32 {
+	if rank >= limit {
+		return 0
+	}
+	h := uint32(i)*0x9E3779B1 ^ uint32(i>>32) ^ rank*0x85EBCA77 ^ seed
+	h ^= h >> 16
+	h *= 0x7FEB352D
+	h ^= h >> 15
+	h *= 0x846CA68B
+	h ^= h >> 16
+	return h % codes
+}
+
+// tableLen returns the largest possible length of a table of codes.
+func tableLen(codes, ranks, weights uint32) int { return int((codes-1)*ranks<<weights) + 1 }
+
+func standInsOf[W uint8 | uint16 | uint32 | uint64]() (fill, check func(*kernel.Call)) {
+	fill = func(c *kernel.Call) {
+		n, from, rank, seed, codes, limit := int(kernel.Get[uint64](c, 1)), kernel.Get[uint64](c, 2), kernel.Get[uint32](c, 3), kernel.Get[uint32](c, 4), kernel.Get[uint32](c, 5), kernel.Get[uint32](c, 6)
+		p, table := kernel.Update[W](c, 0, n), kernel.Read[W](c, 7, int(codes))
+		for i := range p {
+			p[i] = table[codeOf(from+uint64(i), rank, seed, codes, limit)]
+		}
+	}
+	check = func(c *kernel.Call) {
+		n, from, first, ranks, seed := int(kernel.Get[uint64](c, 1)), kernel.Get[uint64](c, 2), kernel.Get[uint32](c, 3), kernel.Get[uint32](c, 4), kernel.Get[uint32](c, 5)
+		codes, limit, op, weights := kernel.Get[uint32](c, 6), kernel.Get[uint32](c, 7), kernel.Get[uint32](c, 8), kernel.Get[uint32](c, 9)
+		most := int(codes)
+		if ranks > 1 && op == codeSum {
+			most = tableLen(codes, limit, weights)
+		}
+		p, table := kernel.Read[W](c, 0, n), kernel.Read[W](c, 10, most)
+		bad := uint64(0)
+		for i := range p {
+			all := codeOf(from+uint64(i), first, seed, codes, limit) << (weights & first & 1)
+			for r := first + 1; r < first+ranks; r++ {
+				code := codeOf(from+uint64(i), r, seed, codes, limit) << (weights & r & 1)
+				switch op {
+				case codeSum:
+					all += code
+				case codeMin:
+					all = min(all, code)
+				default:
+					all = max(all, code)
+				}
+			}
+			want, got := table[all], p[i]
+			if uint64(max(want, got)-min(want, got)) > kernel.Get[uint64](c, 11) {
+				bad++
+			}
+		}
+		kernel.Update[uint64](c, 12, 1)[0] += bad
+	}
+	return fill, check
 }

@@ -1,6 +1,0 @@
-//go:build race
-
-package tsan
-
-// On reports whether the race detector watches this test binary.
-const On = true

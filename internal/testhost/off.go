@@ -1,0 +1,6 @@
+//go:build !race
+
+package testhost
+
+// On reports whether the race detector watches this test binary.
+const On = false

@@ -1,8 +1,0 @@
-package optim
-
-import "fmt"
-
-// refuse returns the error of an operation that changed nothing.
-func refuse(op, format string, args ...any) error {
-	return fmt.Errorf("optim: %s: %w", op, fmt.Errorf(format, args...))
-}

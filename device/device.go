@@ -76,12 +76,11 @@ func (d *Device) Sync(ctx context.Context) error {
 // MemoryInfo returns the free and the total memory of the device in bytes, as
 // the driver sees them. It mirrors torch.cuda.mem_get_info.
 func (d *Device) MemoryInfo() (free, total uint64, err error) {
-	err = gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
+	bytes, err := gpu.ValueInTime(gpu.DeviceOf(d), func(drv cudadrv.Driver) ([2]uint64, cudadrv.Result) {
 		f, t, r := drv.MemGetInfo()
-		free, total = uint64(f), uint64(t)
-		return r
+		return [2]uint64{uint64(f), uint64(t)}, r
 	})
-	return free, total, err
+	return bytes[0], bytes[1], err
 }
 
 // Err returns the sticky error that made the device unusable for the process, or nil. Err does

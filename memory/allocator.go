@@ -188,10 +188,8 @@ func (h *heap) async() (a asyncAllocator, ok bool) {
 type driverSource struct{ h *heap }
 
 func (s driverSource) Alloc(_ alloc.Stream, bytes uint64) (uint64, error) {
-	var p cudadrv.DevicePtr
-	err := gpu.DeviceOf(s.h.dev).DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
-		p, r = drv.MemAlloc(uintptr(bytes))
-		return r
+	p, err := gpu.ValueInTime(gpu.DeviceOf(s.h.dev), func(drv cudadrv.Driver) (cudadrv.DevicePtr, cudadrv.Result) {
+		return drv.MemAlloc(uintptr(bytes))
 	})
 	return uint64(p), noMemory(err)
 }

@@ -607,12 +607,10 @@ func (p *pages) PageSize() uint64 { return p.size }
 func (p *pages) Reach() uint64    { return p.reach }
 
 func (p *pages) Reserve(bytes uint64) (addr uint64, err error) {
-	err = gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
-		a, r := drv.MemAddressReserve(uintptr(bytes), uintptr(p.size), 0)
-		addr = uint64(a)
-		return r
+	a, err := gpu.ValueInTime(gpu.DeviceOf(p.h.dev), func(drv cudadrv.Driver) (cudadrv.DevicePtr, cudadrv.Result) {
+		return drv.MemAddressReserve(uintptr(bytes), uintptr(p.size), 0)
 	})
-	return addr, err
+	return uint64(a), err
 }
 
 func (p *pages) Unreserve(addr, bytes uint64) error {
@@ -622,12 +620,10 @@ func (p *pages) Unreserve(addr, bytes uint64) error {
 }
 
 func (p *pages) Create() (page uint64, err error) {
-	err = gpu.DeviceOf(p.h.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result {
-		m, r := drv.MemCreate(uintptr(p.size), p.prop)
-		page = uint64(m)
-		return r
+	m, err := gpu.ValueInTime(gpu.DeviceOf(p.h.dev), func(drv cudadrv.Driver) (cudadrv.MemHandle, cudadrv.Result) {
+		return drv.MemCreate(uintptr(p.size), p.prop)
 	})
-	return page, noMemory(err)
+	return uint64(m), noMemory(err)
 }
 
 func (p *pages) Release(page uint64) error {

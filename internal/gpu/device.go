@@ -133,6 +133,20 @@ func (d *Device) DoInTime(call Call) error {
 	return d.InTime(func() string { return cudadrv.NameOf(call) }, func() error { return d.DoRelaxed(call) })
 }
 
+// ValueInTime is DoInTime for a call that returns a value. A caller that captured a variable instead would race with a call
+// that goes on by itself.
+func ValueInTime[T any](d *Device, call func(cudadrv.Driver) (T, cudadrv.Result)) (v T, err error) {
+	var got T
+	err = d.DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
+		got, r = call(drv)
+		return r
+	})
+	if err != nil {
+		return v, err
+	}
+	return got, nil
+}
+
 // InTime calls fn, which makes rare calls of the driver or of a library, on another goroutine. It fails if fn
 // has not returned within CHORUS_DRIVER_TIMEOUT; fn then goes on by itself. op names the call for the error.
 func (d *Device) InTime(op func() string, fn func() error) error {

@@ -228,9 +228,8 @@ func (s *Stream) Wait(e cudadrv.Event) error { return s.dev.WaitEvent(s.h, e) }
 
 // NewStream makes a stream that does not synchronize with the legacy default stream.
 func (d *Device) NewStream(priority int32) (s cudadrv.Stream, err error) {
-	err = d.DoInTime(func(drv cudadrv.Driver) (r cudadrv.Result) {
-		s, r = drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, priority)
-		return r
+	s, err = ValueInTime(d, func(drv cudadrv.Driver) (cudadrv.Stream, cudadrv.Result) {
+		return drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, priority)
 	})
 	if err == nil {
 		d.streams.add(s)

@@ -89,6 +89,7 @@ soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each 
 	$(GO) test -count=1 -timeout 2h ./cluster -run 'TestManyAgents|TestStarts' -agents 1000 -starts 20 -started 64
 	$(SOAK) ./internal/launch -run TestElasticRandomHosts -hosts 100
 	$(SOAK) ./examples/elastic -run TestSoak -soak 1h
+	$(GO) test -count=1 -timeout 2h ./examples/elastic -run TestNoJobRunsTwice -splits 20
 	$(SOAK) ./internal/differ -programs 100000 -async 100000
 	$(GO) test -count=1 -timeout 2h ./examples/gpt -thorough
 	$(MAKE) fuzz

@@ -435,13 +435,6 @@ func (s *stream) closeLinks() {
 	}
 }
 
-// isOver reports whether the reader has ended.
-func (s *stream) isOver() bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return s.over
-}
-
 func (s *stream) hasHungUp() bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -50,8 +50,9 @@ func randomCore(seed uint64) (c coreConfig, calm bool) {
 		c.faults = append(c.faults, f)
 	}
 	// A coordinator that only hears nobody refuses one host after the other, until it is a minority. The others then do not know that it
-	// has given up, and may not be a majority without it.
-	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool { return f.Kind == "deafen" || f.Kind == "split" })
+	// has given up, and may not be a majority without it. If nobody hears a coordinator, it may lose all
+	// workers before the launchers notice, and end the job for want of restarts.
+	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool { return slices.Contains([]string{"deafen", "mute", "split"}, f.Kind) })
 	return c, rng.IntN(4) == 0 && !deaf
 }
 

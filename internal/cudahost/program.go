@@ -12,6 +12,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"syscall"
 
@@ -172,7 +173,7 @@ func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uin
 			size += len(a.Memory)
 		}
 	}
-	cmd := exec.CommandContext(ctx, p.path)
+	cmd := exec.CommandContext(ctx, p.path, strconv.Itoa(os.Getpid()))
 	var out, messages bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = &in, &out, &messages
 	if err := p.execute(cmd); err != nil {

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -183,7 +184,8 @@ func TestRunFails(t *testing.T) {
 	require.ErrorContains(t, err, "cuda_fp16.h")
 }
 
-// A kernel that spins ends soon after the program that runs it was killed.
+// A kernel that spins ends soon after the program that runs it was killed, also if that was before the kernel's
+// program began.
 func TestKernelEndsWithItsParent(t *testing.T) {
 	p := compile(t)
 	in := append(words(int32(len("endless"))), "endless"...)
@@ -191,21 +193,33 @@ func TestKernelEndsWithItsParent(t *testing.T) {
 	in = append(in, words(4, 0, 0, 0, 0, 0, 0)...) // 4 bytes of memory, which are 0
 	file := filepath.Join(t.TempDir(), "in")
 	require.NoError(t, os.WriteFile(file, in, 0o600))
-	parent := exec.Command("sh", "-c", `"$0" < "$1" & echo $!; wait`, p.path, file)
-	out, err := parent.StdoutPipe() // of both programs
-	require.NoError(t, err)
-	require.NoError(t, parent.Start())
-	var pid int
-	_, err = fmt.Fscan(out, &pid)
-	require.NoError(t, err)
-	require.Eventually(t, func() bool { // the kernel spins
-		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+	for script, spins := range map[string]bool{
+		`"$0" $$ < "$1" & echo $!; wait`: true,
+		`parent=$$; (while [ -d /proc/$parent ]; do sleep 0.01; done; exec "$0" $parent < "$1") & echo $!; wait`: false,
+	} {
+		parent := exec.Command("sh", "-c", script, p.path, file)
+		out, err := parent.StdoutPipe() // of both programs
 		require.NoError(t, err)
-		f := strings.Fields(string(stat))
-		return f[1] == "(host)" && f[13] != "0"
-	}, time.Minute, time.Millisecond)
-	require.NoError(t, parent.Process.Kill())
-	_, err = io.ReadAll(out) // ends when no program has it any more
-	require.NoError(t, err)
-	_ = parent.Wait()
+		require.NoError(t, parent.Start())
+		var pid int
+		_, err = fmt.Fscan(out, &pid)
+		require.NoError(t, err)
+		if spins {
+			require.Eventually(t, func() bool { // the kernel spins
+				stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
+				require.NoError(t, err)
+				f := strings.Fields(string(stat))
+				return f[1] == "(host)" && f[13] != "0"
+			}, time.Minute, time.Millisecond)
+		}
+		require.NoError(t, parent.Process.Kill())
+		state, err := parent.Process.Wait()
+		require.NoError(t, err)
+		require.Equal(t, -1, state.ExitCode())
+		require.NoError(t, out.(*os.File).SetReadDeadline(time.Now().Add(2*time.Minute)))
+		if _, err = io.ReadAll(out); err != nil { // ends when no program has it any more
+			_ = syscall.Kill(pid, syscall.SIGKILL)
+		}
+		require.NoError(t, err, script)
+	}
 }

@@ -101,7 +101,6 @@ static void checkParent(int) {
 
 static void watchParent() {
 	static char room[1 << 16];
-	parent = getppid();
 	stack_t stack = {};
 	stack.ss_sp = room, stack.ss_size = sizeof room;
 	struct sigaction action = {};
@@ -112,7 +111,9 @@ static void watchParent() {
 	setitimer(ITIMER_REAL, &every, nullptr);
 }
 
-int main() {
+// The argument is the parent's process identifier: getppid is another process's if the parent was killed before main.
+int main(int, char** args) {
+	parent = atoi(args[1]);
 	watchParent();
 	std::string name(number<unsigned>(), 0);
 	if (fread(&name[0], 1, name.size(), stdin) != name.size()) return 2;

@@ -25,6 +25,13 @@ func SetDirectBytes(t testing.TB, n int) {
 	t.Cleanup(func() { directBytes = old })
 }
 
+// SetCloseTimeout changes how long Close waits for the devices.
+func SetCloseTimeout(t testing.TB, d time.Duration) {
+	old := closeTimeout
+	closeTimeout = d
+	t.Cleanup(func() { closeTimeout = old })
+}
+
 // SetPairBytes does so for operations with one other device.
 func SetPairBytes(t testing.TB, n int) {
 	old := pairBytes

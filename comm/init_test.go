@@ -20,6 +20,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
@@ -56,6 +57,7 @@ var initProcesses = map[string]func(t *testing.T){
 	"alone":          initAlone,
 	"all devices":    initAllDevices,
 	"ended context":  initEndedContext,
+	"hanging driver": initHangingDriver,
 	"late":           initLate,
 	"lost":           initLost,
 	"fallback":       initFallback,
@@ -75,7 +77,10 @@ var initProcesses = map[string]func(t *testing.T){
 func TestInit(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"virtual", "cuda"} {
-		for name, ranks := range map[string]int{"world": 3, "ended context": 2, "late": 2} {
+		for name, ranks := range map[string]int{"world": 3, "ended context": 2, "late": 2, "hanging driver": 2} {
+			if backend == "cuda" && name == "hanging driver" {
+				continue // CUDA's driver does not hang on request
+			}
 			t.Run(backend+"/"+name, func(t *testing.T) {
 				if backend == "cuda" {
 					ranks = 2
@@ -224,6 +229,23 @@ func initEndedContext(t *testing.T) {
 		require.NoError(t, g.Close())
 	}
 	requireEnded(t, g)
+}
+
+// A rank whose devices cannot be closed leaves the job all the same, and says why.
+func initHangingDriver(t *testing.T) {
+	g, err := comm.Init(testgpu.Context(t), nil)
+	require.NoError(t, err)
+	if g.Rank() == 0 {
+		comm.SetCloseTimeout(t, 100*time.Millisecond)
+		gpu.SystemOf(g.Device(0).System()).Machine.HangNext("cuStreamDestroy")
+		require.ErrorContains(t, g.Close(), "the driver or NCCL does not answer")
+		require.Error(t, g.Session().Context().Err())
+	} else {
+		var left *cluster.BarrierError
+		require.ErrorAs(t, g.Session().Barrier(testgpu.Context(t), "end"), &left)
+		require.Equal(t, []int{0}, left.Left)
+		require.NoError(t, g.Close())
+	}
 }
 
 // Shutdown of rank 0 stays in the job until rank 1 leaves it, too: a barrier of rank 1 finds

@@ -415,6 +415,11 @@ func (m *model) launch(x *mExec, s *mStream) want {
 		}
 	}
 	effect := func(*launch) {
+		for _, a := range all { // what an earlier launch left there may be overwritten by that of other memory
+			if a.m.born != nil && a.m.born.freed && (a.m.reused || a.m.closed) {
+				clear(a.m.mask)
+			}
+		}
 		l := &launch{base: map[*mDraw]place{}}
 		for _, d := range x.draws {
 			l.base[d] = place{d.gen.seed, d.gen.offset}

@@ -26,10 +26,9 @@ func TestRegressions(t *testing.T) {
 	var list []regression
 	require.NoError(t, json.Unmarshal(text, &list))
 	replay := func(t *testing.T, cuda bool) {
-		w, err := newWorker(cuda)
-		require.NoError(t, err)
-		defer w.close()
 		for _, x := range list {
+			w, err := newWorker(cuda) // numbers of streams and addresses of memory as in a new process
+			require.NoError(t, err)
 			_, _, ok := predict(x.Program)
 			require.True(t, ok, "%s: the program has a race", x.Why)
 			for range 5 { // the order of streams differs from run to run
@@ -38,6 +37,7 @@ func TestRegressions(t *testing.T) {
 					break
 				}
 			}
+			w.close()
 		}
 	}
 	t.Run("virtual", func(t *testing.T) { replay(t, false) })

@@ -56,6 +56,17 @@ func (c Clock) JoinStamp(s Stamp) Clock {
 	return sum
 }
 
+// Covers reports whether JoinStamp would not change c. The stream's own slot does not decide it: the slot may be another
+// stream's by now, whose epochs follow those of the first one, and the stamp has also seen the slots of others.
+func (c Clock) Covers(s Stamp) bool {
+	for slot, epoch := range s.Seen {
+		if epoch > c.At(slot) {
+			return false
+		}
+	}
+	return c.At(s.Slot) >= s.Epoch
+}
+
 // after reports whether s follows, or is part of, the operation with the epoch on
 // the slot.
 func (s *Stamp) after(slot int, epoch uint64) bool {

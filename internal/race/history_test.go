@@ -109,3 +109,20 @@ func TestHistoryOfManyPieces(t *testing.T) {
 	require.True(t, found)
 	require.Equal(t, uint64(n+1+3*maxSpans), c.Epoch)
 }
+
+// A clock that has another stream's later epoch of a slot need not have seen what the first stream had seen.
+func TestCovers(t *testing.T) {
+	var slots Slots
+	branch, first := slots.Take(), slots.Take()
+	branch.Epoch++
+	first.Seen = first.Seen.JoinStamp(branch)
+	first.Epoch++
+	slots.Put(first)
+	second := slots.Take()
+	second.Epoch++
+	host := Clock(nil).JoinStamp(second)
+	require.Greater(t, host.At(first.Slot), first.Epoch)
+	require.False(t, host.Covers(first))
+	require.True(t, host.Covers(second))
+	require.True(t, host.JoinStamp(first).Covers(first))
+}

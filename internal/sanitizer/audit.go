@@ -40,7 +40,7 @@ func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.S
 		b.pieces.Set(lo, hi, race.Run{State: race.Captured}, true)
 		return
 	}
-	waited := t.host.At(q.now.Slot) >= q.now.Epoch
+	waited := t.host.Covers(q.now)
 	t.perform(&node{act: func(q *queue) {
 		by := race.Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: name, Stream: s, Where: where}
 		t.order(b, q, race.Conflict{By: by, Write: true, Lo: lo, Hi: hi})

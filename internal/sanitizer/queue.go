@@ -64,7 +64,7 @@ func (t *tracker) endQueue(q *queue) {
 func (t *tracker) reap() {
 	rest := t.ended[:0]
 	for _, e := range t.ended {
-		if t.host.At(e.last.Slot) >= e.last.Epoch {
+		if t.host.Covers(e.last) {
 			t.slots.Put(e.last)
 		} else {
 			rest = append(rest, e)

@@ -75,7 +75,7 @@ func (s *Stream) carryOut(name string, do func(*Op)) {
 // earlier operations, it has waited for this one too. m.mu is held.
 func (s *Stream) step(name string, do func(*Op)) {
 	m := s.dev.m
-	waited := m.host.At(s.now.Slot) >= s.now.Epoch
+	waited := m.host.Covers(s.now)
 	s.now.Seen = s.now.Seen.Join(m.host)
 	s.now.Epoch++
 	do(&Op{Name: name, s: s, host: m.host})

@@ -69,7 +69,7 @@ func (k *Mark) reached() bool {
 
 // seenBy reports whether the host has waited for the mark.
 func (k *Mark) seenBy(host race.Clock) bool {
-	return k.reached() && host.At(k.at.Slot) >= k.at.Epoch
+	return k.reached() && host.Covers(k.at)
 }
 
 // Await blocks until the streams of a device reach the marks or the device is

@@ -273,7 +273,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 			if m.kind == kindRequestVote && m.id == k.attempt {
 				var by leader
 				require.NoError(t, m.record(&by))
-				require.NoError(t, a.voteFor(by))
+				require.NoError(t, a.vote(by))
 			}
 		}
 	}
@@ -334,9 +334,9 @@ func TestReplacedCoordinator(t *testing.T) {
 				require.Equal(t, uint64(1), k.term)
 				k.hear(t, c)
 				require.Equal(t, []electorate{{"a", "b", "c", "d", "e", "f"}, {"b", "c", "d", "e"}}, c.history.electorates())
-				require.False(t, c.mayFollow(welcome{Running: true, Term: j.term}))
-				require.True(t, c.mayFollow(welcome{Running: true, Term: k.term}))
-				require.True(t, c.mayFollow(welcome{Elects: true}))
+				require.False(t, c.accepts(welcome{Running: true, Term: j.term}))
+				require.True(t, c.accepts(welcome{Running: true, Term: k.term}))
+				require.True(t, c.accepts(welcome{Elects: true}))
 				j.take(j.hosts["f"])
 				j.take(j.hosts["a"])
 				meets(t, j, c)
@@ -375,10 +375,10 @@ func TestTermsOfAnotherRun(t *testing.T) {
 
 		a := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		require.NoError(t, a.follow(leader{Term: 2, Run: "new"}))
-		require.True(t, a.mayFollow(welcome{Run: "new", Running: true, Term: 2}))
-		require.True(t, a.mayFollow(welcome{Run: "new", Elects: true}))
-		require.False(t, a.mayFollow(welcome{Run: "old", Running: true, Term: 7}))
-		require.False(t, a.mayFollow(welcome{Run: "old", Elects: true}))
+		require.True(t, a.accepts(welcome{Run: "new", Running: true, Term: 2}))
+		require.True(t, a.accepts(welcome{Run: "new", Elects: true}))
+		require.False(t, a.accepts(welcome{Run: "old", Running: true, Term: 7}))
+		require.False(t, a.accepts(welcome{Run: "old", Elects: true}))
 
 		tell(leader{Term: 1, Run: "new", Name: "host y (pid 8)"})
 		require.NotNil(t, j.faults.stop, "a greater term of the same run")

@@ -298,29 +298,7 @@ func (e *election) prepare(ctx context.Context) error {
 		a.serve(a.port.let(), nil)
 		return nil
 	}
-	return a.openPort(e.seeds)
-}
-
-// openPort opens the control port of a host that is not a seed.
-func (a *Agent) openPort(seeds []string) error {
-	if g := a.gossip; g != nil {
-		a.port.at, a.port.local = g.at, reachable(g.transport.tcp.Addr())
-		return nil
-	}
-	ip, err := ownIP(&a.cfg, seeds, "")
-	if err != nil {
-		return nil // no seed can be reached yet; this host cannot coordinate
-	}
-	ln, err := a.cfg.sys.listenAt(net.JoinHostPort(ip, "0"))
-	if err != nil {
-		return err
-	}
-	at := ln.Addr().String()
-	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
-		at = net.JoinHostPort(adv, strconv.Itoa(portOf(at)))
-	}
-	a.port.open(ln, at)
-	return nil
+	return a.port.openBeside(e.seeds)
 }
 
 // checkBind validates the address to listen on, so that a mistake is reported

@@ -138,7 +138,7 @@ func (j *paperJob) answer(hosts ...string) {
 
 // lose loses a host.
 func (j *paperJob) lose(host string) {
-	j.do(func() { j.loseHost(j.hosts[host], fault{Reason: "it burned", Code: -1}) })
+	j.do(func() { j.loseAgent(j.hosts[host], agentEnd{reason: "it burned"}) })
 }
 
 // take returns the queued messages of a peer, as it would receive them.

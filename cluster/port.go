@@ -40,6 +40,29 @@ func (p *port) open(ln net.Listener, at string) {
 	p.wg.Go(func() { acceptAll(ln, p.agent.notify, func(c net.Conn) { p.take(p.limiter.enter(c)) }) })
 }
 
+// openBeside opens the port of a host that is not a seed.
+func (p *port) openBeside(seeds []string) error {
+	a := p.agent
+	if g := a.gossip; g != nil {
+		p.at, p.local = g.at, reachable(g.transport.tcp.Addr())
+		return nil
+	}
+	ip, err := ownIP(&a.cfg, seeds, "")
+	if err != nil {
+		return nil // no seed can be reached yet; this host cannot coordinate
+	}
+	ln, err := a.cfg.sys.listenAt(net.JoinHostPort(ip, "0"))
+	if err != nil {
+		return err
+	}
+	at := ln.Addr().String()
+	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
+		at = net.JoinHostPort(adv, strconv.Itoa(portOf(at)))
+	}
+	p.open(ln, at)
+	return nil
+}
+
 // take hands a connection to the coordinator, or answers it. The connection keeps its place in the limiter until its
 // handshake is over.
 func (p *port) take(c *stranger) {

@@ -192,7 +192,10 @@ func TestDrainedHostsMustAnswer(t *testing.T) {
 func TestDrainedHostsAreDismissed(t *testing.T) {
 	for name, last := range map[string]func(*paperJob){
 		"answers": func(j *paperJob) { j.answer("e") },
-		"leaves":  func(j *paperJob) { j.do(func() { j.agentLeft(j.hosts["e"], false) }); j.answer("a", "b", "c", "d") },
+		"leaves": func(j *paperJob) {
+			j.do(func() { j.loseAgent(j.hosts["e"], agentEnd{ended: true, left: true}) })
+			j.answer("a", "b", "c", "d")
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

@@ -127,7 +127,7 @@ func TestFirstCandidate(t *testing.T) {
 func TestReplacedLeader(t *testing.T) {
 	v := newVoter(1)
 	v.promised = leader{Term: 3}
-	c := newSuccession(&v, &history{Epoch: 1, Voters: electorate{"a", "b", "x"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostSilent, 1)
+	c := newSuccession(&v, &history{Epoch: 1, Voters: voterSet{"a", "b", "x"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostSilent, 1)
 	c.candidates = []string{"a", "b"}
 	as := c.step(1, begin{})
 	require.Equal(t, []action{dial{1, "a", time.Second / 4}, dial{2, "b", time.Second / 4}}, as)
@@ -193,17 +193,17 @@ func TestRefusalOfAStrangerDuringAChoice(t *testing.T) {
 func TestRefusalOfAStrangerAtTheJoin(t *testing.T) {
 	t.Parallel()
 	cfgs := onLoopback(t, 2, 1)
-	stranger := refusingHost(t)
+	refusing := refusingHost(t)
 	for _, c := range cfgs {
 		c.NoGossip = true
-		c.Seeds = append([]string{stranger}, c.Seeds...)
+		c.Seeds = append([]string{refusing}, c.Seeds...)
 	}
 	as, errs := startAll(t, cfgs...)
 	require.NoError(t, errors.Join(errs...))
 	for _, a := range as {
 		a.Close()
 	}
-	cfgs[1].Seeds = []string{stranger}
+	cfgs[1].Seeds = []string{refusing}
 	_, err := Start(t.Context(), cfgs[1])
 	var auth *AuthError
 	require.ErrorAs(t, err, &auth)

@@ -54,9 +54,9 @@ func (c *runClock) sinceTick(now time.Duration) time.Duration {
 }
 
 const (
-	// joinPatience multiplies LostAfter until the world is complete: while all processes
+	// joinFactor multiplies LostAfter until the world is complete: while all processes
 	// start, hosts are busy, and nothing is lost if a dead host is noticed later.
-	joinPatience = 5
+	joinFactor = 5
 	// startTime is how long a complete list of hosts waits for the world to be complete
 	// before silence counts as usual, in units of LostAfter. A program may never attach.
 	startTime = 10

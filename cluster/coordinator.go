@@ -69,8 +69,8 @@ type (
 	}
 	// hangUp ends connections after the messages that were sent.
 	hangUp struct{ p *peer }
-	// hangUpGuests sends a message to all processes that have not registered, and ends their connections.
-	hangUpGuests struct{ m msg }
+	// hangUpUnregistered sends a message to all processes that have not registered, and ends their connections.
+	hangUpUnregistered struct{ m msg }
 	// admit lifts the limits of a peer that is not a member.
 	admit struct{ p *peer }
 	// awaitNoLink gives up the connection of a process that has exited as soon as it ends: the process will not connect again.
@@ -364,14 +364,14 @@ type coordinator struct {
 	// succession is set while this coordinator wants to replace one that was lost.
 	succession  *succession
 	elsewhere   instant         // when another coordinator was last known to run the job
-	electorates []electorate    // they agree on the next epoch
+	voterSets   []voterSet      // they agree on the next epoch
 	handedOver  bool            // another coordinator continues
 	ended       map[string]bool // hosts whose agents are known to have ended, by UUID
 	faults      faults
 	flappers    map[string]*flapper // by host name
 	gone        []Member            // timed out before the job was complete
-	verdict     *refusal            // why the job never became complete
-	told        map[int]bool        // ranks, or node numbers, that received the verdict
+	joinFailure *refusal            // why the job never became complete
+	notified    map[int]bool        // ranks, or node numbers, that received joinFailure
 
 	entries   []entry // that wait for launchers
 	lastEntry uint64
@@ -379,7 +379,7 @@ type coordinator struct {
 
 // newCoordinator returns a coordinator of a run of a job, which begins at now.
 func newCoordinator(cfg coordConfig, run string, now instant) *coordinator {
-	c := &coordinator{cfg: cfg, now: now, run: run, term: firstTerm, epoch: firstEpoch, faults: newFaults(), told: map[int]bool{}}
+	c := &coordinator{cfg: cfg, now: now, run: run, term: firstTerm, epoch: firstEpoch, faults: newFaults(), notified: map[int]bool{}}
 	c.started = now
 	c.after(waitLine, deadline{what: dueWaitLine})
 	return c
@@ -510,7 +510,7 @@ func (c *coordinator) mayCall(p *peer, epoch uint64) (byte, error) {
 
 // refuse rejects a peer and notifies the user of this host.
 func (c *coordinator) refuse(p *peer, r refusal) {
-	if c.verdict == nil {
+	if c.joinFailure == nil {
 		who := memberList([]Member{p.member()})
 		c.sayOf(p.addr, fmt.Sprintf("refused %s at %s: %s", who, p.addr, r.why()))
 	}
@@ -522,7 +522,7 @@ func (c *coordinator) refusePeer(p *peer, r refusal) {
 	p.state = peerGone
 	c.send(p, say(kindRefuse, r))
 	c.hangUp(p)
-	if c.verdict == nil {
+	if c.joinFailure == nil {
 		return
 	}
 	number, want := p.reg.Rank, c.size()
@@ -530,17 +530,17 @@ func (c *coordinator) refusePeer(p *peer, r refusal) {
 		number, want = p.host.NodeRank, c.cfg.agents
 	}
 	if number >= 0 && number < want {
-		c.told[number] = true
+		c.notified[number] = true
 	}
 }
 
-// hasToldAll reports whether all members know why none can join.
-func (c *coordinator) hasToldAll() bool {
+// hasNotifiedAll reports whether all members know why none can join.
+func (c *coordinator) hasNotifiedAll() bool {
 	want := c.size()
 	if c.cfg.agents > 0 {
 		want = c.cfg.agents
 	}
-	return c.verdict != nil && len(c.told) == want
+	return c.joinFailure != nil && len(c.notified) == want
 }
 
 // hasDrained reports whether all workers have left, or the job has failed.
@@ -617,7 +617,7 @@ func (c *coordinator) waitingLine() string {
 func (c *coordinator) silenceLimit() time.Duration {
 	limit := c.cfg.self.LostAfter
 	if c.world == nil && c.faults.lost == nil && (c.plan == nil || c.now-c.planned < startTime*limit) {
-		return joinPatience * limit
+		return joinFactor * limit
 	}
 	return limit
 }
@@ -695,13 +695,13 @@ func (p *peer) member() Member {
 	return p.reg.Member
 }
 
-// admit makes a guest a member. The event is a message of the peer.
+// admit makes an unregistered peer a member. The event is a message of the peer.
 func (c *coordinator) admit(p *peer) {
 	p.state = peerJoined
 	c.act(admit{p})
 }
 
-func (p *peer) isGuest() bool { return p.state == peerNew || p.state == peerGone }
+func (p *peer) isUnregistered() bool { return p.state == peerNew || p.state == peerGone }
 
 // leads returns the identity of the coordinator for its messages.
 func (c *coordinator) leads() leader {

@@ -37,7 +37,7 @@ func (r *coreServer) step(e event) {
 		r.step(stalled{})
 	}
 	for q, l := range r.links {
-		if q.heard = l.quiet[coreServed]; q.heard < 0 {
+		if q.heard = l.heardAt[coreServed]; q.heard < 0 {
 			q.heard = p.clock()
 		}
 	}
@@ -72,7 +72,7 @@ func (r *coreServer) do(a action) {
 		if l := r.links[a.p]; l != nil {
 			l.send(coreMember, nil)
 		}
-	case hangUpGuests:
+	case hangUpUnregistered:
 		for _, l := range s.links {
 			if l.server == r && l.peer.role == roleNone {
 				l.send(coreMember, &a.m)
@@ -106,7 +106,7 @@ func (r *coreServer) do(a action) {
 
 // begins records that a coordinator begins an epoch.
 func (s *coreSim) begins(r *coreServer) {
-	c := &coreCommit{epoch: r.c.epoch, term: r.c.term, by: r, workers: map[*coreWorker]bool{}, hosts: r.c.electorates[0]}
+	c := &coreCommit{epoch: r.c.epoch, term: r.c.term, by: r, workers: map[*coreWorker]bool{}, hosts: r.c.voterSets[0]}
 	for _, m := range r.c.world.Members {
 		c.members = append(c.members, nameOf(m))
 	}
@@ -140,7 +140,7 @@ func (r *coreServer) close() {
 
 // connect connects a process to a coordinator, which has admitted it.
 func (r *coreServer) connect(p *coreProc, worker bool) *coreLink {
-	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, quiet: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
+	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, heardAt: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
 	r.s.links = append(r.s.links, l)
 	r.links[l.peer] = l
 	r.step(connected{l.peer})

@@ -17,33 +17,33 @@ import (
 // more. The coordinator proposes the next world to its members, and commits it when all
 // have it. Epochs therefore never overlap.
 type elastic struct {
-	phase    phase
-	turn     uint64  // counts changes of phase
-	begun    instant // when the epoch ended
-	quiet    instant // until then, further losses are expected
-	last     fault   // the last loss
-	why      string  // why a planned change happens
-	left     []Departure
-	finished bool // all functions of the epoch have returned nil
-	over     bool // all functions have returned nil, or the job has failed
+	phase     phase
+	turn      uint64  // counts changes of phase
+	begun     instant // when the epoch ended
+	settlesAt instant // until then, further losses are expected
+	last      fault   // the last loss
+	why       string  // why a planned change happens
+	left      []Departure
+	finished  bool // all functions of the epoch have returned nil
+	over      bool // all functions have returned nil, or the job has failed
 	// members are the processes whose functions have all returned nil, by place.
 	members map[place]int
 	start   func() // sends the first world; nil afterwards
 
 	// The proposal.
 	try      uint64
-	proposed []electorate // of all proposals since the last epoch began
+	proposed []voterSet // of all proposals since the last epoch began
 	next     *world
 	hosts    *plan
 	peers    []*peer // in the order of next
-	voters   electorate
+	voters   voterSet
 
 	// expected are the places in which launchers start workers.
 	expected map[place]bool
 	retries  map[place]*retries
-	// excused are workers that were killed because their host is excluded: they are started again
+	// exempt are workers that were killed because their host is excluded: they are started again
 	// after that, and this does not count as a restart.
-	excused map[place]bool
+	exempt map[place]bool
 	// dying are the PIDs of members that launchers were told to kill, and whose exits are not reported yet.
 	dying map[place]int
 
@@ -89,7 +89,7 @@ const (
 func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
 
 func newElastic() *elastic {
-	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, excused: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
+	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, exempt: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
 }
 
 // beginElastic is called when the first world of processes that call Run is complete. start
@@ -105,7 +105,7 @@ func (c *coordinator) beginElastic(start func()) {
 		c.startFirst()
 		return
 	}
-	c.electorates = []electorate{c.voters(c.plan)}
+	c.voterSets = []voterSet{c.voters(c.plan)}
 	for _, a := range c.agents {
 		a.informed = false
 	}
@@ -217,7 +217,7 @@ func (c *coordinator) newcomerObjection(p *peer) *refusal {
 		}
 	}
 	if d := c.excludedFor(reg.Host); d > 0 && reg.Seat == 0 && !c.hasWaited(p.home, reg.Host) {
-		c.elastic.excused[p.home] = true
+		c.elastic.exempt[p.home] = true
 		return &refusal{Reason: fmt.Sprintf("host %s is excluded for %v, because its processes failed too often", reg.Host, d.Round(time.Millisecond))}
 	}
 	for _, q := range slices.Clone(c.workers) {
@@ -306,7 +306,7 @@ func (c *coordinator) countFailure(a *peer, at place, x Exit) {
 	if r := c.elastic.retries[at]; r != nil && r.joined != 0 {
 		run, r.joined = (c.now - r.joined), 0
 	}
-	if !c.elastic.excused[at] {
+	if !c.elastic.exempt[at] {
 		c.failedAfter(a.host.Host, run, fmt.Sprintf("local rank %d %s", x.Local, x.Reason))
 	}
 }
@@ -321,16 +321,16 @@ func (c *coordinator) isUnneeded(a *peer, x Exit) bool {
 func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	e := c.elastic
 	order := Order{Local: x.Local}
-	excused := e.excused[at] && c.cfg.again.most > 0
-	delete(e.excused, at)
+	exempt := e.exempt[at] && c.cfg.again.most > 0
+	delete(e.exempt, at)
 	r := e.retries[at]
 	if r == nil {
 		r = &retries{}
 		e.retries[at] = r
 	}
 	counted := r.inherited != 0 && r.inherited == x.PID // by an earlier coordinator, whose order did not arrive
-	if (excused || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
-		if !excused && !counted {
+	if (exempt || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
+		if !exempt && !counted {
 			r.failed(c.now)
 			r.counted = x.PID
 			c.retries.total++
@@ -341,7 +341,7 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 		if f := c.flappers[a.host.Host]; f != nil {
 			r.excluded = f.until
 		}
-		if !excused { // so that no coordinator forgets it
+		if !exempt { // so that no coordinator forgets it
 			c.record(func() { c.send(a, say(kindOrder, order)) })
 			return
 		}
@@ -371,7 +371,7 @@ func (c *coordinator) loseWorker(p *peer, f fault) {
 	case member && e.phase <= phaseHold:
 		c.revoke(f)
 	case e.phase == phaseRevoke && member:
-		e.quiet = c.now + settleTime
+		e.settlesAt = c.now + settleTime
 		c.inPhase(settleTime, dueSettled)
 	case e.phase == phasePropose && slices.Contains(e.peers, p):
 		c.form()
@@ -411,7 +411,7 @@ func (c *coordinator) sendKill(a *peer, local, pid int) {
 }
 
 // isHeard reports whether no heartbeat of an agent is overdue.
-func (c *coordinator) isHeard(a *peer) bool { return c.silent(a) <= c.cfg.self.quietAfter() }
+func (c *coordinator) isHeard(a *peer) bool { return c.silent(a) <= c.cfg.self.overdueAfter() }
 
 // heard returns the agents that are heard, by UUID.
 func (c *coordinator) heard() map[string]bool {
@@ -518,7 +518,7 @@ func (c *coordinator) revoke(f fault) {
 	for _, p := range c.epochMembers() {
 		c.send(p, m)
 	}
-	e.quiet = c.now + settleTime
+	e.settlesAt = c.now + settleTime
 	c.inPhase(settleTime, dueSettled)
 	c.inPhase(c.cfg.revokeBy, dueReturned)
 	c.checkReturned()
@@ -543,7 +543,7 @@ func (c *coordinator) killSilent(answered func(*peer) bool, reason string, ps []
 // checkReturned forms the next epoch if no function of the last one is running.
 func (c *coordinator) checkReturned() {
 	e := c.elastic
-	if e.phase != phaseHold && (e.phase != phaseRevoke || c.now < e.quiet) {
+	if e.phase != phaseHold && (e.phase != phaseRevoke || c.now < e.settlesAt) {
 		return
 	}
 	if len(e.absent) > 0 || len(e.dying) > 0 {
@@ -760,10 +760,10 @@ func (c *coordinator) workerPrepared(p *peer, try uint64) {
 // checkPrepared commits the proposal if all its workers and all agents have answered it. Only hosts that have
 // answered count: those that are merely connected could still choose another coordinator without knowing of the epoch.
 func (c *coordinator) checkPrepared() {
-	if slices.ContainsFunc(c.elastic.peers, func(q *peer) bool { return !q.elastic.prepared }) || slices.ContainsFunc(c.agents, c.owesAnswer) {
+	if slices.ContainsFunc(c.elastic.peers, func(q *peer) bool { return !q.elastic.prepared }) || slices.ContainsFunc(c.agents, c.hasNotAnswered) {
 		return
 	}
-	if c.plan != nil && !allow(c.electorates, c.answered(), c.ended) { // hosts that have come since are needed
+	if c.plan != nil && !allow(c.voterSets, c.answered(), c.ended) { // hosts that have come since are needed
 		c.form()
 		return
 	}
@@ -797,7 +797,7 @@ func (c *coordinator) commitEpoch() {
 	}
 	if c.plan != nil {
 		c.plan = c.planOfEpoch()
-		c.electorates, e.inherited = []electorate{e.voters}, false
+		c.voterSets, e.inherited = []voterSet{e.voters}, false
 	}
 	c.act(observe{begun: true})
 	c.tellNews(line)
@@ -870,7 +870,7 @@ func (c *coordinator) tellNews(line string) {
 	}
 	n := news{By: c.leads(), Plan: *c.plan, Members: c.world.Members, Line: line, Ledger: c.ledger()}
 	if !c.elastic.inherited {
-		n.Voters = c.electorates[0]
+		n.Voters = c.voterSets[0]
 	}
 	m := say(kindNews, n)
 	m.epoch = c.epoch
@@ -886,7 +886,7 @@ func (c *coordinator) checkHope() {
 	if c.cfg.agents > 0 && (c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents) && len(c.agents) < c.cfg.agents {
 		return // a host may come
 	}
-	if c.plan != nil && !allow(c.electorates, c.heard(), c.ended) { // this host is perhaps cut off, and the others can go on
+	if c.plan != nil && !allow(c.voterSets, c.heard(), c.ended) { // this host is perhaps cut off, and the others can go on
 		c.inPhase(c.cfg.self.LostAfter/8, dueHope)
 		return
 	}
@@ -1008,7 +1008,7 @@ func (c *coordinator) canHandOver(own *peer) bool {
 	ended[own.host.UUID] = true
 	delete(here, own.host.UUID)
 	// If a proposal has failed, the others cannot know whether its epoch has begun.
-	return allow(slices.Concat(c.electorates, c.elastic.proposed), here, ended)
+	return allow(slices.Concat(c.voterSets, c.elastic.proposed), here, ended)
 }
 
 // handOver tells all members that another host must coordinate. No epoch is running. This
@@ -1028,7 +1028,7 @@ func (c *coordinator) sendHandover(h handover, ps []*peer) {
 		p.state = peerGone
 		c.hangUp(p)
 	}
-	c.act(hangUpGuests{m})
+	c.act(hangUpUnregistered{m})
 }
 
 // dismissDrained removes the workers of hosts that leave, after their functions have

@@ -197,7 +197,7 @@ func (a *Agent) alone(ch *history, cause, err error) error {
 			}
 		}
 	}
-	why := minority(ch.electorates(), here, setOf(ch.Ended), ch.Epoch)
+	why := minority(ch.voterSets(), here, setOf(ch.Ended), ch.Epoch)
 	if why == "" {
 		why = fmt.Sprintf("the hosts that are left have not agreed on another coordinator: %v", err)
 	}

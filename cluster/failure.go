@@ -654,7 +654,7 @@ func (c *coordinator) failedAfter(host string, run time.Duration, reason string)
 	c.tellNews(fmt.Sprintf("host %s is excluded for %v: its processes failed %d times in a row within %v of their start; the last: %s",
 		host, d, f.inARow, shortRun*c.cfg.again.backoff, reason))
 	for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Host != host || p.elastic.exit != nil }) {
-		c.elastic.excused[p.home] = true
+		c.elastic.exempt[p.home] = true
 		c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: fmt.Sprintf("its host is excluded for %v", d)})
 	}
 	c.after(d, deadline{what: dueReturnTo})
@@ -775,7 +775,7 @@ func (c *coordinator) checkRecorded() {
 			c.entries = nil
 			return
 		}
-		if !allow(c.electorates, have, c.ended) {
+		if !allow(c.voterSets, have, c.ended) {
 			return
 		}
 		c.entries = c.entries[1:]

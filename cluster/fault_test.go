@@ -27,7 +27,7 @@ func judged() (j *paperJob, agent *peer, worker func(rank int) *peer) {
 // served returns a server with the coordinator and its peers, without goroutines.
 func (j *paperJob) served() (*server, func(*peer) *conn) {
 	s := &server{coordinator: j.coordinator, cfg: serverConfig{coordConfig: j.cfg}, clock: newRunClock(time.Second), quit: make(chan struct{}),
-		conns: map[string]*conn{}, allTold: make(chan struct{}), timer: time.AfterFunc(time.Hour, func() {})}
+		conns: map[string]*conn{}, allNotified: make(chan struct{}), timer: time.AfterFunc(time.Hour, func() {})}
 	for _, p := range slices.Concat(j.agents, j.workers) {
 		k := newConn(newStream(nil, s.clock, 0), p.addr, p.worker)
 		p.id = k.peer.id

@@ -48,7 +48,7 @@ func (r *runner) followAgent() error {
 	default:
 	}
 	limit := lost.hello.LostAfter
-	ctx, cancel := context.WithTimeout(r.parent, successionTime(limit)+joinPatience*limit)
+	ctx, cancel := context.WithTimeout(r.parent, successionTime(limit)+joinFactor*limit)
 	defer cancel()
 	begun := time.Now()
 	for delay := firstRetry; ; delay = min(2*delay, lastRetry/16) {

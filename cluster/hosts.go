@@ -80,8 +80,8 @@ func (c *coordinator) objection(reg registration) *refusal {
 		return r
 	}
 	switch {
-	case c.verdict != nil:
-		return c.verdict
+	case c.joinFailure != nil:
+		return c.joinFailure
 	case size == 0:
 		return &refusal{Reason: "some hosts of the job have not joined yet"}
 	case reg.Epoch > 0 && reg.Epoch != c.epoch:
@@ -111,10 +111,10 @@ func (c *coordinator) objection(reg registration) *refusal {
 // endJoin fails the incomplete job: it sends the reason to all members, also to
 // those that connect later.
 func (c *coordinator) endJoin(r refusal) {
-	if c.verdict != nil || c.world != nil || c.cfg.agents > 0 && c.plan != nil {
+	if c.joinFailure != nil || c.world != nil || c.cfg.agents > 0 && c.plan != nil {
 		return
 	}
-	c.verdict = &r
+	c.joinFailure = &r
 	for _, p := range slices.Concat(c.agents, c.workers) {
 		if p.state == peerJoined {
 			c.refusePeer(p, r)
@@ -235,8 +235,8 @@ func (c *coordinator) hostObjection(h host) *refusal {
 		return r
 	}
 	switch {
-	case c.verdict != nil:
-		return c.verdict
+	case c.joinFailure != nil:
+		return c.joinFailure
 	case n == 0:
 		return &refusal{Reason: "the coordinator's job was not started by chorus run"}
 	case h.History != nil && !c.isElastic():
@@ -477,7 +477,7 @@ func (c *coordinator) registerVoter(p *peer) {
 	switch here := c.present(); {
 	case c.attempt == 0:
 		c.trySucceed()
-	case allow(s.history.electorates(), here, setOf(s.history.Ended)): // this agent must be asked, too
+	case allow(s.history.voterSets(), here, setOf(s.history.Ended)): // this agent must be asked, too
 		c.propose()
 	default: // it knows of an epoch whose hosts are not enough here
 		c.withdraw()
@@ -573,7 +573,7 @@ func (c *coordinator) markEnded(a *peer) {
 func (c *coordinator) trySucceed() {
 	s, here := c.succession, c.present()
 	ended := setOf(s.history.Ended)
-	if c.attempt != 0 || c.closed || !allow(s.history.electorates(), here, ended) {
+	if c.attempt != 0 || c.closed || !allow(s.history.voterSets(), here, ended) {
 		return
 	}
 	others := without(s.history.Voters, func(u string) bool {
@@ -605,7 +605,7 @@ func (c *coordinator) takeOver() {
 	c.plan, c.planned = &p, c.now
 	c.world = &world{Members: ch.Members}
 	c.act(openStore{len(ch.Members)})
-	c.electorates, c.ended = ch.electorates(), setOf(ch.Ended)
+	c.voterSets, c.ended = ch.voterSets(), setOf(ch.Ended)
 	e := newElastic()
 	e.begun, e.inherited, e.takenOver = s.begun, true, c.now
 	took := "took over from a coordinator that was lost: " + ch.Reason
@@ -650,7 +650,7 @@ func (c *coordinator) awaitSurvivors(s *succession) {
 	}
 	c.awaitNewcomers(s)
 	c.setPhase(phaseRevoke)
-	e.quiet = c.now
+	e.settlesAt = c.now
 	c.inPhase(c.cfg.revokeBy, dueBack)
 	c.checkReturned()
 }
@@ -719,7 +719,7 @@ func (c *coordinator) giveUp(at place, reason string) {
 
 // voters returns the hosts of a plan in the order in which they would coordinate: this
 // one, the seeds, and the others.
-func (c *coordinator) voters(of *plan) electorate {
+func (c *coordinator) voters(of *plan) voterSet {
 	rank := func(h host) int {
 		switch {
 		case h.UUID == c.cfg.self.Agent:
@@ -731,21 +731,21 @@ func (c *coordinator) voters(of *plan) electorate {
 	}
 	hosts := slices.Clone(of.Hosts)
 	slices.SortStableFunc(hosts, func(a, b host) int { return cmp.Compare(rank(a), rank(b)) })
-	var out electorate
+	var out voterSet
 	for _, h := range hosts {
 		out = append(out, h.UUID)
 	}
 	return out
 }
 
-// votes reports whether a host belongs to the electorate of the epoch, and is not known to have ended.
+// votes reports whether a host belongs to the voter set of the epoch, and is not known to have ended.
 func (c *coordinator) votes(a *peer) bool {
-	return !c.ended[a.host.UUID] && slices.ContainsFunc(c.electorates, func(e electorate) bool { return slices.Contains(e, a.host.UUID) })
+	return !c.ended[a.host.UUID] && slices.ContainsFunc(c.voterSets, func(e voterSet) bool { return slices.Contains(e, a.host.UUID) })
 }
 
 // hasMajority reports whether the hosts that are left may form another epoch.
 func (c *coordinator) hasMajority() bool {
-	return c.plan == nil || allow(c.electorates, c.present(), c.ended)
+	return c.plan == nil || allow(c.voterSets, c.present(), c.ended)
 }
 
 // endMinority ends the job in this part of the network. After a takeover, hosts that have not come yet have some time.
@@ -754,7 +754,7 @@ func (c *coordinator) endMinority() {
 		c.after(left, deadline{what: dueMajority, of: c.elastic})
 		return
 	}
-	c.stepDown(minority(c.electorates, c.present(), c.ended, c.epoch))
+	c.stepDown(minority(c.voterSets, c.present(), c.ended, c.epoch))
 }
 
 // proposeToAgents tells the agents of the next epoch, so that each can go on if this
@@ -789,7 +789,7 @@ func (c *coordinator) proposedMembers() (out []newMember) {
 func (c *coordinator) informed(a *peer) {
 	a.informed = true
 	if e := c.elastic; e != nil && e.start != nil && !slices.ContainsFunc(c.agents, func(a *peer) bool {
-		return !a.informed && a.state != peerGone && slices.Contains(c.electorates[0], a.host.UUID)
+		return !a.informed && a.state != peerGone && slices.Contains(c.voterSets[0], a.host.UUID)
 	}) {
 		c.startFirst()
 	}
@@ -803,8 +803,8 @@ func (c *coordinator) accepted(a *peer, try uint64) {
 	}
 }
 
-// owesAnswer reports whether an agent has not answered the proposal, whatever its workers do.
-func (c *coordinator) owesAnswer(a *peer) bool {
+// hasNotAnswered reports whether an agent has not answered the proposal, whatever its workers do.
+func (c *coordinator) hasNotAnswered(a *peer) bool {
 	return a.state != peerGone && a.asked == c.elastic.try && a.answered != a.asked
 }
 
@@ -812,7 +812,7 @@ func (c *coordinator) owesAnswer(a *peer) bool {
 func (c *coordinator) loseUnprepared() {
 	reason := fmt.Sprintf("no answer to the proposal of epoch %d within %v", c.epoch+1, prepareBy)
 	for _, a := range slices.Clone(c.agents) {
-		if c.owesAnswer(a) {
+		if c.hasNotAnswered(a) {
 			c.loseAgent(a, agentEnd{reason: reason})
 		}
 	}

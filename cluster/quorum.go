@@ -6,12 +6,12 @@ import (
 	"time"
 )
 
-// An electorate is the hosts of an epoch, which decide on the next one: the UUIDs of their
+// A voterSet is the hosts of an epoch, which decide on the next one: the UUIDs of their
 // agents in the order of succession, the coordinator first.
-type electorate []string
+type voterSet []string
 
 // count returns the number of hosts that have not ended, and how many of them are present.
-func (e electorate) count(present, ended map[string]bool) (left, here int) {
+func (e voterSet) count(present, ended map[string]bool) (left, here int) {
 	for _, uuid := range e {
 		if ended[uuid] {
 			continue
@@ -25,9 +25,9 @@ func (e electorate) count(present, ended map[string]bool) (left, here int) {
 }
 
 // suffices reports whether the hosts that are present may go on: more than half of the
-// electorate, or half of it with the first host. Hosts whose launcher is known to have ended do
+// voter set, or half of it with the first host. Hosts whose launcher is known to have ended do
 // not count. Of two parts of a network, at most one may go on.
-func (e electorate) suffices(present, ended map[string]bool) bool {
+func (e voterSet) suffices(present, ended map[string]bool) bool {
 	left, here := e.count(present, ended)
 	if 2*here != left {
 		return 2*here > left
@@ -43,14 +43,14 @@ func (e electorate) suffices(present, ended map[string]bool) bool {
 // A history is what an agent knows of the epochs of its job, so that another coordinator can
 // go on after the loss of the first one.
 type history struct {
-	Run    string     `json:"run,omitempty"`
-	Term   uint64     `json:"term,omitempty"` // the greatest that the agent has followed or voted for
-	Epoch  uint64     `json:"epoch"`          // the last that has begun
-	Voters electorate `json:"voters"`
+	Run    string   `json:"run,omitempty"`
+	Term   uint64   `json:"term,omitempty"` // the greatest that the agent has followed or voted for
+	Epoch  uint64   `json:"epoch"`          // the last that has begun
+	Voters voterSet `json:"voters"`
 	// Proposed are proposals of epochs that have perhaps begun on other hosts. Only the begin of an epoch that is at least
 	// as late removes one: a later proposal proves nothing about an earlier one.
 	Proposed []proposal `json:"proposed,omitempty"`
-	// Ended are hosts of the electorate whose launchers are known to have ended.
+	// Ended are hosts of the voter set whose launchers are known to have ended.
 	Ended   []string `json:"ended,omitempty"`
 	Lost    string   `json:"lost"` // UUID of the coordinator that was lost
 	Reason  string   `json:"reason"`
@@ -70,13 +70,13 @@ type history struct {
 
 // A proposal is an epoch that may have begun, with its hosts.
 type proposal struct {
-	Epoch  uint64     `json:"epoch"`
-	Voters electorate `json:"voters"`
+	Epoch  uint64   `json:"epoch"`
+	Voters voterSet `json:"voters"`
 }
 
-// electorates returns the electorates that have to agree on the next epoch.
-func (c *history) electorates() []electorate {
-	es := []electorate{c.Voters}
+// voterSets returns the sets of voters that have to agree on the next epoch.
+func (c *history) voterSets() []voterSet {
+	es := []voterSet{c.Voters}
 	for _, p := range c.Proposed {
 		if p.Epoch > c.Epoch {
 			es = append(es, p.Voters)
@@ -95,7 +95,7 @@ func (c *history) last() uint64 {
 }
 
 // hosts returns the UUIDs of the hosts that may decide, in the order of succession, with duplicates.
-func (c *history) hosts() []string { return slices.Concat(c.electorates()...) }
+func (c *history) hosts() []string { return slices.Concat(c.voterSets()...) }
 
 // propose records a proposal.
 func (c *history) propose(p proposal) {
@@ -138,7 +138,7 @@ func (c *history) merge(o *history) {
 }
 
 // allow reports whether the hosts present may form the next epoch.
-func allow(es []electorate, present, ended map[string]bool) bool {
+func allow(es []voterSet, present, ended map[string]bool) bool {
 	for _, e := range es {
 		if !e.suffices(present, ended) {
 			return false
@@ -148,7 +148,7 @@ func allow(es []electorate, present, ended map[string]bool) bool {
 }
 
 // minority explains why the hosts present may not go on.
-func minority(es []electorate, present, ended map[string]bool, epoch uint64) string {
+func minority(es []voterSet, present, ended map[string]bool, epoch uint64) string {
 	for _, e := range es {
 		if left, here := e.count(present, ended); !e.suffices(present, ended) {
 			return fmt.Sprintf("this part of the network has %d of the %s of epoch %d, and the job goes on only with more than half of them: the others may do so",
@@ -240,7 +240,7 @@ func (c *history) check() error {
 }
 
 // checkMembership checks that members have hosts, and that each host decides once.
-func checkMembership(p plan, ms []Member, voters electorate, hasPlan bool) error {
+func checkMembership(p plan, ms []Member, voters voterSet, hasPlan bool) error {
 	for _, m := range ms {
 		if m.Node < 0 || m.Node >= len(p.Hosts) {
 			return fmt.Errorf("rank %d is on host number %d of %d", m.Rank, m.Node, len(p.Hosts))

@@ -129,8 +129,8 @@ type news struct {
 	Members []Member `json:"members"`
 	Line    string   `json:"line,omitempty"`
 	// Voters is set when an epoch begins.
-	Voters electorate `json:"voters,omitempty"`
-	Ledger ledger     `json:"ledger,omitzero"`
+	Voters voterSet `json:"voters,omitempty"`
+	Ledger ledger   `json:"ledger,omitzero"`
 	// In a proposal: Ended are hosts whose launchers are known to have ended, and NewMembers are the
 	// members that were not in the epoch before.
 	Ended      []string    `json:"ended,omitempty"`

@@ -117,8 +117,8 @@ func TestGossipBeforeTheRun(t *testing.T) {
 	t.Parallel()
 	ks := gossipKeys{make([]byte, keyBytes), "0123456789abcdef"}
 	limiter := newConnLimiter()
-	control := make(chan *stranger, 1)
-	to, err := newGossipTransport("127.0.0.1", 0, limiter, nil, func(s *stranger) { control <- s })
+	control := make(chan *limitedConn, 1)
+	to, err := newGossipTransport("127.0.0.1", 0, limiter, nil, func(s *limitedConn) { control <- s })
 	require.NoError(t, err)
 	defer to.Shutdown()
 	member := openTransport(t, newConnLimiter(), ks)

@@ -50,14 +50,14 @@ type simCommit struct {
 	epoch       uint64
 	coordinator *simProc
 	members     []string
-	electorate  []string
+	voterSet    []string
 	at          time.Time
 	acked       map[string]int // the last values of the store that were set
 	steps       int            // the greatest number of steps of a member
 }
 
 func (c *simCommit) String() string {
-	return fmt.Sprintf("epoch %d of [%s], decided by %s on host %s for the hosts [%s]", c.epoch, strings.Join(c.members, " "), c.coordinator.name, c.coordinator.host.name, strings.Join(c.electorate, " "))
+	return fmt.Sprintf("epoch %d of [%s], decided by %s on host %s for the hosts [%s]", c.epoch, strings.Join(c.members, " "), c.coordinator.name, c.coordinator.host.name, strings.Join(c.voterSet, " "))
 }
 
 // simName returns the name of a host, one letter.
@@ -123,8 +123,8 @@ func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
 	for _, m := range c.world.Members {
 		x.members = append(x.members, nameOf(m))
 	}
-	voters := c.electorates[0]
-	x.electorate = j.hostsOf(voters)
+	voters := c.voterSets[0]
+	x.voterSet = j.hostsOf(voters)
 	if x.lineage == nil {
 		x.lineage = &simLineage{}
 		if j.first == nil {
@@ -694,7 +694,7 @@ func (j *simJob) settles() string {
 		}
 	}
 	majority := len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least
-	if len(live) == 1 && 2*len(live[0].electorate) >= j.cfg.hosts {
+	if len(live) == 1 && 2*len(live[0].voterSet) >= j.cfg.hosts {
 		majority = false
 	}
 	for name, l := range j.launchers {

@@ -113,6 +113,11 @@ func (a *Agent) serve(ln net.Listener, first event) {
 	a.coord = coord
 }
 
+// to returns the coordinator, or a launcher, at an address.
+func (a *Agent) to(addr string) target {
+	return target{job: a.cfg.Job, addr: addr, key: a.keys.control, sys: a.cfg.sys}
+}
+
 // notify tells the user of something that has happened to the job.
 func (a *Agent) notify(text string) { a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, text)) }
 

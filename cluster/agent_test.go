@@ -333,7 +333,7 @@ func TestRefusalIsAHint(t *testing.T) {
 			for _, x := range todo {
 				switch x := x.(type) {
 				case dial:
-					l, hello, err := (*system)(nil).dialCoordinator(t.Context(), "j", x.addr, ks.control)
+					l, hello, err := target{job: "j", addr: x.addr, key: ks.control}.dial(t.Context())
 					if l != nil {
 						defer l.close()
 					}

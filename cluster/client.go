@@ -64,33 +64,37 @@ type target struct {
 	sys       *system
 }
 
-// dial connects once to the target and reads its welcome.
-func (to target) dial(ctx context.Context) (*link, welcome, error) {
-	if to.connect == nil {
-		return to.sys.dialCoordinator(ctx, to.job, to.addr, to.key)
-	}
-	conn, err := to.connect(ctx)
-	if err != nil {
-		return nil, welcome{}, err
-	}
-	return greet(ctx, conn, to)
-}
-
 // dialAttempt limits one attempt to connect, so that a host that drops packets
 // does not delay the attempts at other hosts.
 const dialAttempt = 2 * time.Second
 
-// dialCoordinator connects once to the coordinator at addr and reads its welcome.
-func (s *system) dialCoordinator(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
-	conn, err := s.dialContext(ctx, addr)
+// dial connects once to the coordinator and reads its welcome.
+func (to target) dial(ctx context.Context) (*link, welcome, error) {
+	connect := to.connect
+	if connect == nil {
+		connect = func(ctx context.Context) (net.Conn, error) { return to.sys.dialContext(ctx, to.addr) }
+	}
+	conn, err := connect(ctx)
 	if err != nil {
-		return nil, welcome{}, dialError(addr, err)
+		return nil, welcome{}, dialError(to.addr, err)
 	}
 	if err := knownPeer(conn); err != nil {
 		conn.Close()
-		return nil, welcome{}, authError(job, addr, err)
+		return nil, welcome{}, authError(to.job, to.addr, err)
 	}
-	return greet(ctx, conn, target{job: job, addr: addr, key: key})
+	return greet(ctx, conn, to)
+}
+
+// register registers a process with the coordinator at the other end of a link. addr names the coordinator in messages, and id tells
+// what reg is: a registration or a host. An error does not close the client.
+func (to target) register(l *link, hello welcome, addr, name string, id uint64, reg any, events func(*client, message)) (*client, error) {
+	k := newClient(l, to, addr, name, hello, events)
+	m := note(kindRegister, reg)
+	m.id = id
+	if err := k.send(m); err != nil {
+		return k, fmt.Errorf("cluster: join job %q: register at %s: %w", to.job, addr, err)
+	}
+	return k, nil
 }
 
 // greet makes a link of a new connection. It takes ownership of conn.

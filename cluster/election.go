@@ -183,7 +183,7 @@ func (e *election) dial(x dial) {
 	e.dials[x.dial] = d
 	e.wg.Go(func() {
 		defer cancel()
-		l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, x.addr, a.keys.control)
+		l, hello, err := a.to(x.addr).dial(ctx)
 		ev := answered{dial: x.dial, hello: hello, refused: isRefusal(err), err: err}
 		ev.refers, _ = errors.AsType[*referral](err)
 		e.mu.Lock()
@@ -366,8 +366,7 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 		}
 		ln, err := a.cfg.sys.listenAt(at)
 		if errors.Is(err, syscall.EADDRINUSE) {
-			to := target{job: a.cfg.Job, addr: s, key: a.keys.control, sys: a.cfg.sys}
-			if err := to.portTaken(ctx, err, "choose another in --seeds"); err != nil {
+			if err := a.to(s).portTaken(ctx, err, "choose another in --seeds"); err != nil {
 				return nil, err
 			}
 			continue
@@ -427,15 +426,12 @@ func (e *election) enroll(x enroll) {
 	delete(e.dials, x.dial)
 	self := e.agent.self(d.link)
 	self.History = x.history
-	m := note(kindRegister, self)
-	m.id = registerAgent
-	to := target{job: e.agent.cfg.Job, addr: x.addr, key: e.agent.keys.control, sys: e.agent.cfg.sys}
-	k := newClient(d.link, to, x.addr, "", x.hello, func(k *client, m message) { e.event(x.dial, k, m) })
+	// The end of the client is an event, too.
+	k, _ := e.agent.to(x.addr).register(d.link, x.hello, x.addr, "", registerAgent, self, func(k *client, m message) { e.event(x.dial, k, m) })
 	if x.history != nil { // a candidate may vanish, too, and others follow
 		k.beStrict(0)
 	}
 	e.k = k
-	_ = k.send(m) // the end of k is an event, too
 	e.wg.Go(func() {
 		select {
 		case <-k.ctx.Done():

@@ -232,7 +232,7 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialAttempt/2)
 	defer cancel()
-	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, net.JoinHostPort(h, p), a.keys.control)
+	l, hello, err := a.to(net.JoinHostPort(h, p)).dial(ctx)
 	if err != nil {
 		return // no seed, or one that has joined the job
 	}

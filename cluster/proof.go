@@ -53,7 +53,7 @@ func (a *Agent) probe(ctx context.Context, h host, ip string) finding {
 	if at, _, _ := net.SplitHostPort(h.Control); parseIP(at) != nil {
 		ip = at // it listens there
 	}
-	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, h.Control, a.keys.control)
+	l, hello, err := a.to(h.Control).dial(ctx)
 	if l != nil {
 		if hello.Agent != h.UUID {
 			err = errReplaced{addrIP(l.c.RemoteAddr())}

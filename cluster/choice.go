@@ -7,6 +7,16 @@ import (
 	"time"
 )
 
+// dialAttempt limits one attempt to connect, so that a host that drops packets
+// does not delay the attempts at other hosts.
+const dialAttempt = 2 * time.Second
+
+// Delays between attempts to reach the coordinator.
+const (
+	firstRetry = 5 * time.Millisecond
+	lastRetry  = 500 * time.Millisecond
+)
+
 // searchInterval is the time between two searches of an agent that is not yet bound, for a
 // smaller seed than its current coordinator.
 const searchInterval = time.Second
@@ -574,4 +584,19 @@ func (e linkLost) choose(c *choice) {
 	if e.dial == c.link && !c.over {
 		c.unregister()
 	}
+}
+
+// A referral is the answer of a host that does not coordinate the job.
+type referral struct {
+	at       string // address of the coordinator, or "" if the host does not know it
+	over     string // why the job has ended on the host, or ""
+	finished bool   // the program has ended
+	ip       string // address of the host that has answered
+}
+
+func (r *referral) Error() string {
+	if r.at == "" {
+		return "the host does not coordinate the job, and waits for a coordinator itself"
+	}
+	return "the host does not coordinate the job; the coordinator is at " + r.at
 }

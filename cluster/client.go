@@ -44,18 +44,6 @@ type client struct {
 	replies map[uint64]chan message
 }
 
-// A loss tells how a member has lost the coordinator.
-type loss int32
-
-const (
-	notLost      loss = iota
-	lostSilent        // nothing has arrived: it may coordinate others
-	lostEnded         // its process has ended
-	lostByIt          // it has lost this process
-	lostLeaving       // its host leaves the job, as asked
-	lostResigned      // it may not go on, and coordinates no more
-)
-
 // A target is a coordinator to connect to.
 type target struct {
 	job, addr string
@@ -63,10 +51,6 @@ type target struct {
 	connect   func(context.Context) (net.Conn, error) // nil means TCP to addr; a simulation has another network
 	sys       *system
 }
-
-// dialAttempt limits one attempt to connect, so that a host that drops packets
-// does not delay the attempts at other hosts.
-const dialAttempt = 2 * time.Second
 
 // dial connects once to the coordinator and reads its welcome.
 func (to target) dial(ctx context.Context) (*link, welcome, error) {
@@ -117,21 +101,6 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 		return nil, hello, authError(to.job, to.addr, err)
 	}
 	return l, hello, nil
-}
-
-// A referral is the answer of a host that does not coordinate the job.
-type referral struct {
-	at       string // address of the coordinator, or "" if the host does not know it
-	over     string // why the job has ended on the host, or ""
-	finished bool   // the program has ended
-	ip       string // address of the host that has answered
-}
-
-func (r *referral) Error() string {
-	if r.at == "" {
-		return "the host does not coordinate the job, and waits for a coordinator itself"
-	}
-	return "the host does not coordinate the job; the coordinator is at " + r.at
 }
 
 // authError converts errors that a retry cannot fix to AuthErrors.
@@ -398,12 +367,6 @@ func (k *client) askMissing() (attendance, error) {
 	}
 	return r, m.record(&r)
 }
-
-// Ids of kindLeave.
-const (
-	leaveJob = iota
-	leaveGaveUp
-)
 
 // leave closes the client after the error err. The coordinator still counts a
 // member that timed out as joined, because that member is not at fault.

@@ -49,6 +49,15 @@ type (
 	closing struct{}
 )
 
+// A finding is what an attempt to reach the port of a launcher shows about its process.
+type finding int
+
+const (
+	foundNothing finding = iota // silence, and answers of strangers, prove nothing
+	foundAlive                  // the launcher has answered, and takes part in the job
+	foundEnded                  // its port is closed, or another launcher of the job has it
+)
+
 // An ending describes the end of a connection.
 type ending struct {
 	closed  bool    // the other process has closed the connection, or has ended
@@ -107,18 +116,6 @@ type record struct {
 
 // say returns a message with a record.
 func say(k kind, v any) msg { return msg{kind: k, epoch: firstEpoch, rec: &record{value: v}} }
-
-// encode returns the message for a stream.
-func (m msg) encode() message {
-	out := message{kind: m.kind, epoch: m.epoch, id: m.id}
-	if m.rec != nil {
-		if m.rec.encoded == nil {
-			m.rec.encoded = note(m.kind, m.rec.value).body
-		}
-		out.body = m.rec.encoded
-	}
-	return out
-}
 
 // step handles an event at a time, after the deadlines until then, and returns what must be done. A nil event lets only time
 // pass. An error means that the peer of the event has violated the protocol.
@@ -612,6 +609,15 @@ func (c *coordinator) waitingLine() string {
 	}
 	return fmt.Sprintf("waiting since %v: %v", (c.now - since).Round(time.Second), c.attendance())
 }
+
+const (
+	// joinFactor multiplies LostAfter until the world is complete: while all processes
+	// start, hosts are busy, and nothing is lost if a dead host is noticed later.
+	joinFactor = 5
+	// startTime is how long a complete list of hosts waits for the world to be complete
+	// before silence counts as usual, in units of LostAfter. A program may never attach.
+	startTime = 10
+)
 
 // silenceLimit returns the silence after which a peer is lost.
 func (c *coordinator) silenceLimit() time.Duration {

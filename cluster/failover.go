@@ -206,9 +206,6 @@ func (a *Agent) alone(ch *history, cause, err error) error {
 	return &lost
 }
 
-// warnEvery is the time between two attempts to find a seed that has started again.
-const warnEvery = lastCallTime / 6
-
 // warnSeeds tells seeds that start again where the job is, until this host does not coordinate any more. Such a
 // seed would otherwise begin another job. It knows no other address than the seeds'.
 func (a *Agent) warnSeeds(k *client) {

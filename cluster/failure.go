@@ -161,6 +161,11 @@ func (c *coordinator) agentEnd(why ending) agentEnd {
 	return end
 }
 
+// hostFault returns the loss of a host.
+func (c *coordinator) hostFault(p *peer, reason string) fault {
+	return fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: c.silent(p), Reason: reason, Code: -1}
+}
+
 // failHost fails a job of a fixed size because of a host. A pending loss of one of its workers is a consequence.
 func (c *coordinator) failHost(p *peer, f fault) {
 	if w := c.faults.pending; w != nil && !w.exited && c.uuidOf(w.peer) == p.host.UUID {
@@ -404,7 +409,7 @@ func describe(code int) string {
 func (c *coordinator) pathFailed(from *peer, r pathReport) {
 	heard := func(p *peer) bool { return p.state == peerJoined && c.silent(p) < c.cfg.self.LostAfter/2 }
 	for _, p := range c.agents {
-		if c.plan == nil || p.host.UUID != r.UUID || !heard(p) || !heard(from) {
+		if p.host.UUID != r.UUID || !heard(p) || !heard(from) {
 			continue
 		}
 		what := fmt.Sprintf("%s %v", memberList([]Member{from.member()}), r.State)
@@ -412,7 +417,12 @@ func (c *coordinator) pathFailed(from *peer, r pathReport) {
 			c.sayOf(p.addr, fmt.Sprintf("warning: the path to %s: %s, at the port of gossip; collectives between both may hang", memberList([]Member{p.member()}), what))
 			return
 		}
-		c.loseAgent(p, agentEnd{reason: what + "; both reach the coordinator, so a link, a route or a firewall between them fails"})
+		reason := what + "; both reach the coordinator, so a link, a route or a firewall between them fails"
+		if c.isElastic() {
+			c.loseAgent(p, agentEnd{reason: reason})
+		} else { // it is still connected, and learns the reason, too
+			c.failHost(p, c.hostFault(p, reason))
+		}
 		return
 	}
 }

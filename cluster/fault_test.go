@@ -97,6 +97,18 @@ func TestHostTakesItsWorkers(t *testing.T) {
 	})
 }
 
+// Both hosts of a path that fails are connected, and learn the reason.
+func TestPathFailureReachesBothHosts(t *testing.T) {
+	j, a, _ := judged()
+	b := &peer{role: roleAgent, state: peerJoined, host: host{Host: "i", UUID: "v", LocalSize: 1}, heard: j.now}
+	j.plan.Hosts, j.agents = append(j.plan.Hosts, b.host), append(j.agents, b)
+	require.NoError(t, j.handle(a, note(kindPath, pathReport{UUID: "v", State: pathCut, Before: true})))
+	require.Contains(t, j.faults.stop.Reason, "cannot connect to it; both reach the coordinator")
+	for _, p := range j.agents {
+		require.Equal(t, []kind{kindFault}, kindsOf(j.take(p)))
+	}
+}
+
 // TestOpenSession ends a worker well with its session open: a loss to the
 // sessions, a note to the launchers.
 func TestOpenSession(t *testing.T) {

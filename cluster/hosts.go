@@ -388,7 +388,7 @@ func (c *coordinator) loseAgent(p *peer, end agentEnd) {
 	if end.ended {
 		c.markEnded(p)
 	}
-	f := fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: c.silent(p), Reason: end.reason, Code: -1}
+	f := c.hostFault(p, end.reason)
 	switch elastic := c.isElastic(); {
 	case elastic && (state == peerJoined || !end.left):
 		c.loseHost(p, f)
@@ -552,6 +552,9 @@ func (c *coordinator) stepDown(reason string) {
 	c.fail(f, tellAll)
 	c.handedOver = true
 }
+
+// warnEvery is the time between two attempts to find a seed that has started again.
+const warnEvery = lastCallTime / 6
 
 // mustWait reports whether another coordinator runs the job.
 func (c *coordinator) mustWait() bool {

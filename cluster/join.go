@@ -66,12 +66,6 @@ type JoinConfig struct {
 	keepOpen time.Duration
 }
 
-// Delays between attempts to reach the coordinator.
-const (
-	firstRetry = 5 * time.Millisecond
-	lastRetry  = 500 * time.Millisecond
-)
-
 // Attach joins this process to the job that started it. It reads the variables of,
 // in this order, `chorus run`, torchrun, Open MPI, MPICH and Intel MPI, Slurm and a
 // Kubernetes indexed Job; Session.Source returns the result. If several of them are set,

@@ -34,9 +34,6 @@ func (k *client) silenceLimit() time.Duration {
 	return k.hello.LostAfter
 }
 
-// overdueAfter returns the silence after which a member connects again: a heartbeat is overdue.
-func (w welcome) overdueAfter() time.Duration { return max(w.LostAfter/3, w.Heartbeat*3/2) }
-
 // watch sends heartbeats, and looks for silence of the coordinator. TCP repeats lost
 // packets at growing intervals, so after an outage the connection may stay silent for as
 // long as the outage took. A new connection does not have to wait.

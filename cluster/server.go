@@ -306,6 +306,18 @@ func (s *server) notifyRefused(c net.Conn, why error) {
 	}
 }
 
+// encode returns the message for a stream.
+func (m msg) encode() message {
+	out := message{kind: m.kind, epoch: m.epoch, id: m.id}
+	if m.rec != nil {
+		if m.rec.encoded == nil {
+			m.rec.encoded = note(m.kind, m.rec.value).body
+		}
+		out.body = m.rec.encoded
+	}
+	return out
+}
+
 // records are the records of messages that a coordinator receives. Other messages have none.
 var records = map[kind]func() any{
 	kindElsewhere: func() any { return new(elsewhere) },

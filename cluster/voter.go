@@ -6,6 +6,18 @@ import (
 	"slices"
 )
 
+// A loss tells how a member has lost the coordinator.
+type loss int32
+
+const (
+	notLost      loss = iota
+	lostSilent        // nothing has arrived: it may coordinate others
+	lostEnded         // its process has ended
+	lostByIt          // it has lost this process
+	lostLeaving       // its host leaves the job, as asked
+	lostResigned      // it may not go on, and coordinates no more
+)
+
 // A voter is the part of a host in the decisions about epochs: what it has promised, and what it has to tell the next
 // coordinator. Like a coordinator, it is a function of what happens to it. Agent.mu guards it.
 type voter struct {

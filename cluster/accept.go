@@ -4,11 +4,13 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"strings"
 	"sync"
 	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/connlimit"
+	"github.com/gochorus/chorus/internal/sameuser"
 )
 
 // listening opens the listeners of a launcher. It omits keep-alives, whose four system calls are a third of the cost of a
@@ -23,8 +25,8 @@ var listening = func() (c net.ListenConfig) {
 // resources for it.
 const acceptRetry = 50 * time.Millisecond
 
-// acceptPatience is the time for which a failure may be a passing one.
-const acceptPatience = time.Second
+// transientTime is the time for which a failure may be a passing one.
+const transientTime = time.Second
 
 // acceptAll calls take with each connection of ln, and returns when ln is closed. It calls notify
 // with the reason if it has accepted none for a while, unless another port has just done so: the
@@ -51,7 +53,7 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 		if failing.IsZero() {
 			failing = time.Now()
 		}
-		if time.Since(failing) >= acceptPatience && acceptLines.isDue() {
+		if time.Since(failing) >= transientTime && acceptLines.isDue() {
 			notify(fmt.Sprintf("this process cannot accept connections: %v%s", err, acceptCure(err)))
 		}
 		time.Sleep(acceptRetry)
@@ -109,4 +111,53 @@ func acceptCure(err error) string {
 		return "; raise the limit on open files (ulimit -n)"
 	}
 	return ""
+}
+
+// refusedLine returns a line for the user of this host about a process that failed to authenticate. It
+// returns "" for connections of other programs, such as port scanners.
+func refusedLine(conn net.Conn, why error) string {
+	var reason string
+	other, foreign := errors.AsType[*sameuser.Error](why)
+	switch {
+	case foreign:
+		reason = other.Error()
+	case errors.Is(why, errBadProof):
+		reason = "it has a different secret"
+	case errors.Is(why, errOldToken):
+		reason = "its CHORUS_TOKEN is of another run of the job, or of another secret"
+	case errors.Is(why, errOtherJob):
+		reason = "it belongs to a different job"
+	case errors.Is(why, errOtherVersion):
+		reason = errOtherVersion.Error()
+	default:
+		return ""
+	}
+	return fmt.Sprintf("refused the process at %s: %s", peerAddr(conn), reason)
+}
+
+// maxSaid limits the number of remembered notifications.
+const maxSaid = 64
+
+// A lineFilter tells which notifications are new. The lock of its owner guards it.
+type lineFilter struct {
+	said map[string]time.Time
+}
+
+// isNew reports whether the same text about the same host was not said lately, and remembers it.
+func (f *lineFilter) isNew(ip, text string) bool {
+	if f.said == nil || len(f.said) >= maxSaid {
+		f.said = map[string]time.Time{}
+	}
+	// Ignore digits: a process that retries has another port or pid.
+	key := ip + strings.Map(func(r rune) rune {
+		if r >= '0' && r <= '9' {
+			return -1
+		}
+		return r
+	}, text)
+	if last, ok := f.said[key]; ok && time.Since(last) < waitLine {
+		return false
+	}
+	f.said[key] = time.Now()
+	return true
 }

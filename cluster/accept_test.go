@@ -48,7 +48,7 @@ func TestTooManyOpenFilesAtTwoPorts(t *testing.T) {
 		var wg sync.WaitGroup
 		for range 2 {
 			wg.Go(func() {
-				acceptAll(&fullListener{failures: int(acceptPatience/acceptRetry) + 2}, func(string) { lines.Add(1) }, func(net.Conn) {})
+				acceptAll(&fullListener{failures: int(transientTime/acceptRetry) + 2}, func(string) { lines.Add(1) }, func(net.Conn) {})
 			})
 		}
 		wg.Wait()
@@ -63,10 +63,10 @@ func TestTooManyOpenFiles(t *testing.T) {
 		freshAcceptLines(t)
 		var lines []string
 		taken := 0
-		failures := int((acceptPatience+2*waitLine)/acceptRetry) + 1
+		failures := int((transientTime+2*waitLine)/acceptRetry) + 1
 		begun := time.Now()
 		acceptAll(&fullListener{failures: failures}, func(reason string) { lines = append(lines, reason) }, func(net.Conn) { taken++ })
-		require.Equal(t, acceptPatience+2*waitLine+acceptRetry, time.Since(begun))
+		require.Equal(t, transientTime+2*waitLine+acceptRetry, time.Since(begun))
 		const want = "this process cannot accept connections: accept: too many open files; raise the limit on open files (ulimit -n)"
 		require.Equal(t, []string{want, want, want}, lines)
 		require.Equal(t, 1, taken)

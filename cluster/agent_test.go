@@ -324,13 +324,35 @@ func TestRefusalIsAHint(t *testing.T) {
 	}
 	other, _ := serve("the secret of another job")
 	ours, ks := serve("the secret of this job")
-	e := &election{agent: &Agent{cfg: Config{Job: "j"}, keys: ks}}
-	require.True(t, isRefusal(e.firstAnswer(t.Context(), []string{other, other}).err))
-	for _, list := range [][]string{{ours, other}, {other, ours}} {
-		found := e.firstAnswer(t.Context(), list)
-		require.NoError(t, found.err)
-		require.Equal(t, ours, found.addr)
-		found.link.close()
+	for _, list := range [][]string{{other, other}, {ours, other}, {other, ours}} {
+		v := newVoter(1)
+		c := newChoice(&v, list, "", 1)
+		var end error
+		for todo := c.step(1, begin{}); c.link == 0 && !c.over; {
+			var next []action
+			for _, x := range todo {
+				switch x := x.(type) {
+				case dial:
+					l, hello, err := target{job: "j", addr: x.addr, key: ks.control}.dial(t.Context())
+					if l != nil {
+						defer l.close()
+					}
+					next = append(next, c.step(c.now, answered{dial: x.dial, hello: hello, refused: isRefusal(err), err: err})...)
+				case notChosen:
+					end = x.err
+				}
+			}
+			if todo = next; len(todo) == 0 && !c.over {
+				at, _ := c.next()
+				todo = c.step(at, nil)
+			}
+		}
+		if list[0] == list[1] {
+			require.True(t, isRefusal(end) || isRefusal(c.failure))
+			require.Equal(t, refusals, c.rejections)
+		} else {
+			require.Equal(t, ours, c.addr)
+		}
 	}
 }
 

@@ -1,25 +1,17 @@
 package cluster
 
 import (
+	"context"
 	"errors"
+	"fmt"
 	"net"
+	"slices"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 )
-
-// silentHosts returns addresses whose kernels accept connections, and at which nobody answers.
-func silentHosts(t *testing.T, n int) (addrs []string) {
-	for range n {
-		ln, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		t.Cleanup(func() { ln.Close() })
-		addrs = append(addrs, ln.Addr().String())
-	}
-	return addrs
-}
 
 // refusingHost returns the address of a stranger who answers that this is another job.
 func refusingHost(t *testing.T) string {
@@ -40,68 +32,178 @@ func refusingHost(t *testing.T) string {
 	return ln.Addr().String()
 }
 
-// choosing returns the election of an agent that has lost its coordinator, and the address of a candidate.
-func choosing(t *testing.T, lostAfter time.Duration) (*election, string) {
-	t.Helper()
-	ks, err := deriveKeys(testSecret, "choice")
-	require.NoError(t, err)
-	a := &Agent{cfg: Config{Job: "choice", Notify: func(string) {}}, keys: ks, voter: newVoter(1)}
-	ln, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	c := newServer(ln, serverConfig{job: "choice", key: ks.control, notify: func(string) {}, coordConfig: coordConfig{agents: 20, self: welcome{Agent: "next", Heartbeat: time.Second, LostAfter: time.Hour}}},
-		candidacy{history: history{Epoch: 1}})
-	t.Cleanup(c.close)
-	return &election{agent: a, history: &history{lostAfter: lostAfter}, patience: time.Now().Add(time.Hour)}, ln.Addr().String()
+// choosing lets a host choose among candidates after the loss of a coordinator, until it registers or limit has passed. answer returns
+// what a candidate answers after a millisecond, or false if it is silent.
+func choosing(candidates []string, lostAfter, limit time.Duration, answer func(addr string) (answered, bool)) (c *choice, took time.Duration) {
+	v := newVoter(1)
+	c = newSuccession(&v, &history{Epoch: 1, lostAfter: lostAfter}, "", "lost", lostSilent, 1)
+	c.candidates = candidates
+	type arrival struct {
+		at instant
+		e  choiceEvent
+	}
+	var due []arrival
+	handle := func(as []action) {
+		for _, a := range as {
+			if d, ok := a.(dial); ok {
+				e, answers := answer(d.addr)
+				e.dial = d.dial
+				if at := c.now + time.Millisecond; answers {
+					due = append(due, arrival{at, e})
+				} else {
+					due = append(due, arrival{c.now + d.limit, answered{dial: d.dial, err: context.DeadlineExceeded}})
+				}
+			}
+		}
+	}
+	for handle(c.step(1, nil)); c.link == 0 && !c.over && c.now < limit; {
+		at, _ := c.next()
+		i := -1
+		for j, x := range due {
+			if x.at <= at {
+				i, at = j, x.at
+			}
+		}
+		var e choiceEvent
+		if i >= 0 {
+			e = due[i].e
+			due = slices.Delete(due, i, i+1)
+		}
+		handle(c.step(at, e))
+	}
+	return c, c.now - c.begun
 }
 
 // Several hosts have vanished together with the coordinator. Candidates are dialled side by side, so that their number
 // costs no time.
 func TestCandidatesSideBySide(t *testing.T) {
-	t.Parallel()
-	const lostAfter = 40 * time.Second // one host is waited for a part of it
+	const lostAfter = 3 * time.Second // one host is waited for a part of it
 	for _, n := range []int{0, 1, 14, 40} {
-		e, next := choosing(t, lostAfter)
-		begun := time.Now()
-		got := e.firstOf(t.Context(), append(silentHosts(t, n), next), false)
-		took := time.Since(begun)
-		require.NoError(t, got.err)
-		require.Equal(t, next, got.addr)
-		got.link.close()
-		require.ErrorIs(t, e.firstOf(t.Context(), []string{next}, true).err, errNotRunning)
-		batches := (n + atOnce - 1) / atOnce
-		require.Less(t, took, time.Duration(batches+1)*lostAfter/slowPart, "%d hosts have vanished", n)
+		var candidates []string
+		for i := range n {
+			candidates = append(candidates, fmt.Sprintf("silent %d", i))
+		}
+		c, took := choosing(append(candidates, "next"), lostAfter, time.Minute, func(addr string) (answered, bool) {
+			return answered{hello: welcome{Elects: true}}, addr == "next"
+		})
+		require.Equal(t, "next", c.addr)
+		batches := n / atOnce
+		require.Less(t, took, time.Duration(batches+1)*lostAfter/slowPart+10*time.Millisecond, "%d hosts have vanished", n)
 	}
+}
+
+// Of several candidates that answer, the first is registered with, and a leader before all of them.
+func TestFirstCandidate(t *testing.T) {
+	for name, tc := range map[string]struct {
+		hello map[string]welcome // of the candidates that answer
+		refer map[string]string
+		want  string
+	}{
+		"first":                  {map[string]welcome{"b": {Elects: true}, "c": {Elects: true}}, nil, "b"},
+		"leader":                 {map[string]welcome{"a": {Elects: true}, "c": {Running: true}}, nil, "c"},
+		"leader of another one":  {map[string]welcome{"x": {Running: true}}, map[string]string{"b": "x"}, "x"},
+		"candidate of another":   {map[string]welcome{"x": {Elects: true}, "c": {Elects: true}}, map[string]string{"b": "x"}, "c"},
+		"refers to the lost one": {map[string]welcome{"lost": {Running: true}}, map[string]string{"b": "lost"}, ""},
+		"another run":            {map[string]welcome{"a": {Elects: true, Run: "other"}, "b": {Elects: true}}, nil, "b"},
+		"does not elect":         {map[string]welcome{"a": {}, "c": {Elects: true}}, nil, "c"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, took := choosing([]string{"a", "b", "c"}, time.Second, 1500*time.Millisecond, func(addr string) (answered, bool) {
+				if at := tc.refer[addr]; at != "" {
+					return answered{refers: &referral{at: at, over: "its job has ended"}, err: &referral{at: at}}, true
+				}
+				hello, ok := tc.hello[addr]
+				return answered{hello: hello}, ok
+			})
+			require.Equal(t, tc.want, c.addr)
+			if tc.want != "" {
+				require.Less(t, took, 100*time.Millisecond)
+			}
+		})
+	}
+}
+
+// A leader that others have replaced is told so, and not registered with. Terms of its successor are.
+func TestReplacedLeader(t *testing.T) {
+	v := newVoter(1)
+	v.promised = leader{Term: 3}
+	c := newSuccession(&v, &history{Epoch: 1, Voters: voterSet{"a", "b", "x"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostSilent, 1)
+	c.candidates = []string{"a", "b"}
+	as := c.step(1, begin{})
+	require.Equal(t, []action{dial{1, "a", time.Second / 4}, dial{2, "b", time.Second / 4}}, as)
+	require.Equal(t, []action{announce{1}}, c.step(2, answered{dial: 1, hello: welcome{Running: true, Term: 2}}))
+	as = c.step(3, answered{dial: 2, hello: welcome{Running: true, Term: 3}})
+	require.Equal(t, []action{enroll{dial: 2, addr: "b", hello: welcome{Running: true, Term: 3}, history: &history{Term: 3, Epoch: 1, Lost: "x"}}}, as)
+	require.Empty(t, c.step(4, planSent{dial: 1}), "only the registration counts")
+	require.Equal(t, []action{notChosen{v.follow(leader{Term: 2})}}, c.step(5, planSent{dial: 2, plan: plan{By: leader{Term: 2}}}))
+}
+
+// A host that agreed to stay with a coordinator does not move, and it moves again after that.
+func TestBoundHostStays(t *testing.T) {
+	v := newVoter(1)
+	c := newChoice(&v, []string{"a", "b"}, "", 1)
+	require.Equal(t, []action{dial{1, "a", 0}}, c.step(1, begin{}))
+	require.Equal(t, []action{dial{2, "b", 0}}, c.step(2, answered{dial: 1, err: errors.New("no answer")}))
+	require.Equal(t, []action{enroll{dial: 2, addr: "b"}}, c.step(3, answered{dial: 2}))
+	require.Equal(t, []action{dial{3, "a", 0}}, c.step(2*searchInterval, nil), "it looks for a smaller seed")
+	require.Equal(t, []action{vote{2, 1}}, c.step(2*searchInterval+1, voteAsked{dial: 2, attempt: 1}))
+	require.Equal(t, []action{hangUpDial{3}}, c.step(2*searchInterval+2, answered{dial: 3}))
+	require.Empty(t, c.step(4*searchInterval, nil))
+	require.Empty(t, c.step(4*searchInterval+1, voteAsked{dial: 2}))
+	require.Equal(t, []action{dial{4, "a", 0}, reportMissing{}}, c.step(6*searchInterval, nil))
+	require.Equal(t, []action{leave{2}, enroll{dial: 4, addr: "a"}}, c.step(6*searchInterval+1, answered{dial: 4}))
+	require.Empty(t, c.step(6*searchInterval+2, voteAsked{dial: 2, attempt: 2}), "it has left")
+}
+
+// A host that has not noticed the loss will be a candidate soon, and those after it are not registered with, unless it takes too long.
+func TestCandidateHasNotNoticed(t *testing.T) {
+	c, took := choosing([]string{"a", "b"}, time.Second, time.Minute, func(addr string) (answered, bool) {
+		if addr == "a" {
+			return answered{refers: &referral{at: "lost"}, err: &referral{at: "lost"}}, true
+		}
+		return answered{hello: welcome{Elects: true}}, true
+	})
+	require.Equal(t, "b", c.addr)
+	require.InDelta(t, time.Second, took, float64(100*time.Millisecond))
 }
 
 // Strangers at the ports of hosts that have ended refuse a host that looks for the next coordinator. That
 // proves nothing, and the candidate after them is found.
 func TestRefusalOfAStrangerDuringAChoice(t *testing.T) {
-	t.Parallel()
-	e, next := choosing(t, 40*time.Second)
-	got := e.firstOf(t.Context(), []string{refusingHost(t), refusingHost(t), next}, false)
-	require.NoError(t, got.err)
-	require.Equal(t, next, got.addr)
-	got.link.close()
-	got = e.firstOf(t.Context(), []string{refusingHost(t), freeAddr(t)}, false)
-	require.Error(t, got.err)
-	require.False(t, isRefusal(got.err), "one candidate has only not started yet")
+	refuses := answered{refused: true, err: errOtherJob}
+	c, _ := choosing([]string{"stranger", "stranger 2", "next"}, time.Second, time.Minute, func(addr string) (answered, bool) {
+		if addr == "next" {
+			return answered{hello: welcome{Elects: true}}, true
+		}
+		return refuses, true
+	})
+	require.Equal(t, "next", c.addr)
+	c, _ = choosing([]string{"stranger", "starts"}, time.Second, time.Minute, func(addr string) (answered, bool) {
+		if addr == "starts" {
+			return answered{err: errors.New("refused")}, true
+		}
+		return refuses, true
+	})
+	require.ErrorContains(t, c.failure, "refused", "one candidate has only not started yet")
+	require.True(t, c.over)
+	require.Equal(t, successionTime(time.Second), c.now-c.begun)
 }
 
 // At the join, a stranger at one seed's port keeps no host from another seed. If all seeds refuse a host, it fails.
 func TestRefusalOfAStrangerAtTheJoin(t *testing.T) {
 	t.Parallel()
 	cfgs := onLoopback(t, 2, 1)
-	stranger := refusingHost(t)
+	refusing := refusingHost(t)
 	for _, c := range cfgs {
 		c.NoGossip = true
-		c.Seeds = append([]string{stranger}, c.Seeds...)
+		c.Seeds = append([]string{refusing}, c.Seeds...)
 	}
 	as, errs := startAll(t, cfgs...)
 	require.NoError(t, errors.Join(errs...))
 	for _, a := range as {
 		a.Close()
 	}
-	cfgs[1].Seeds = []string{stranger}
+	cfgs[1].Seeds = []string{refusing}
 	_, err := Start(t.Context(), cfgs[1])
 	var auth *AuthError
 	require.ErrorAs(t, err, &auth)

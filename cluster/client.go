@@ -44,18 +44,6 @@ type client struct {
 	replies map[uint64]chan message
 }
 
-// A loss tells how a member has lost the coordinator.
-type loss int32
-
-const (
-	notLost      loss = iota
-	lostSilent        // nothing has arrived: it may coordinate others
-	lostEnded         // its process has ended
-	lostByIt          // it has lost this process
-	lostLeaving       // its host leaves the job, as asked
-	lostResigned      // it may not go on, and coordinates no more
-)
-
 // A target is a coordinator to connect to.
 type target struct {
 	job, addr string
@@ -64,33 +52,33 @@ type target struct {
 	sys       *system
 }
 
-// dial connects once to the target and reads its welcome.
+// dial connects once to the coordinator and reads its welcome.
 func (to target) dial(ctx context.Context) (*link, welcome, error) {
-	if to.connect == nil {
-		return to.sys.dialCoordinator(ctx, to.job, to.addr, to.key)
+	connect := to.connect
+	if connect == nil {
+		connect = func(ctx context.Context) (net.Conn, error) { return to.sys.dialContext(ctx, to.addr) }
 	}
-	conn, err := to.connect(ctx)
+	conn, err := connect(ctx)
 	if err != nil {
-		return nil, welcome{}, err
+		return nil, welcome{}, dialError(to.addr, err)
+	}
+	if err := knownPeer(conn); err != nil {
+		conn.Close()
+		return nil, welcome{}, authError(to.job, to.addr, err)
 	}
 	return greet(ctx, conn, to)
 }
 
-// dialAttempt limits one attempt to connect, so that a host that drops packets
-// does not delay the attempts at other hosts.
-const dialAttempt = 2 * time.Second
-
-// dialCoordinator connects once to the coordinator at addr and reads its welcome.
-func (s *system) dialCoordinator(ctx context.Context, job, addr string, key credential) (*link, welcome, error) {
-	conn, err := s.dialContext(ctx, addr)
-	if err != nil {
-		return nil, welcome{}, dialError(addr, err)
+// register registers a process with the coordinator at the other end of a link. addr names the coordinator in messages, and id tells
+// what reg is: a registration or a host. An error does not close the client.
+func (to target) register(l *link, hello welcome, addr, name string, id uint64, reg any, events func(*client, message)) (*client, error) {
+	k := newClient(l, to, addr, name, hello, events)
+	m := note(kindRegister, reg)
+	m.id = id
+	if err := k.send(m); err != nil {
+		return k, fmt.Errorf("cluster: join job %q: register at %s: %w", to.job, addr, err)
 	}
-	if err := knownPeer(conn); err != nil {
-		conn.Close()
-		return nil, welcome{}, authError(job, addr, err)
-	}
-	return greet(ctx, conn, target{job: job, addr: addr, key: key})
+	return k, nil
 }
 
 // greet makes a link of a new connection. It takes ownership of conn.
@@ -113,21 +101,6 @@ func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error
 		return nil, hello, authError(to.job, to.addr, err)
 	}
 	return l, hello, nil
-}
-
-// A referral is the answer of a host that does not coordinate the job.
-type referral struct {
-	at       string // address of the coordinator, or "" if the host does not know it
-	over     string // why the job has ended on the host, or ""
-	finished bool   // the program has ended
-	ip       string // address of the host that has answered
-}
-
-func (r *referral) Error() string {
-	if r.at == "" {
-		return "the host does not coordinate the job, and waits for a coordinator itself"
-	}
-	return "the host does not coordinate the job; the coordinator is at " + r.at
 }
 
 // authError converts errors that a retry cannot fix to AuthErrors.
@@ -394,12 +367,6 @@ func (k *client) askMissing() (attendance, error) {
 	}
 	return r, m.record(&r)
 }
-
-// Ids of kindLeave.
-const (
-	leaveJob = iota
-	leaveGaveUp
-)
 
 // leave closes the client after the error err. The coordinator still counts a
 // member that timed out as joined, because that member is not at fault.

@@ -52,17 +52,3 @@ func (c *runClock) sinceTick(now time.Duration) time.Duration {
 	}
 	return c.step
 }
-
-const (
-	// joinPatience multiplies LostAfter until the world is complete: while all processes
-	// start, hosts are busy, and nothing is lost if a dead host is noticed later.
-	joinPatience = 5
-	// startTime is how long a complete list of hosts waits for the world to be complete
-	// before silence counts as usual, in units of LostAfter. A program may never attach.
-	startTime = 10
-)
-
-// step is the time between two checks for silence of the other end.
-func (w welcome) step() time.Duration {
-	return max(min(w.Heartbeat/4, w.LostAfter/48), time.Millisecond)
-}

@@ -30,28 +30,28 @@ func newConn(s *stream, addr string, worker bool) *conn {
 // end records that the process has exited, so that it will not connect again.
 func (k *conn) end() { k.ending.Do(func() { close(k.gone) }) }
 
-// A guest is an authenticated peer that is not a member of the job: it has not registered
-// or resumed its stream yet, or it has left. A worker's token is sufficient to be a guest.
+// An unregistered peer is authenticated, and not a member of the job: it has not registered
+// or resumed its stream yet, or it has left. A worker's token is sufficient for that.
 const (
-	// maxGuests limits the guests. A new one displaces the oldest: members that start or
-	// connect again are guests for milliseconds.
-	maxGuests = 1024
-	// maxGuestFrame limits the frames of a peer that is new: a registration has less than 4 KiB.
-	maxGuestFrame = 64 << 10
+	// maxUnregistered limits these peers. A new one displaces the oldest: members that start or
+	// connect again are unregistered for milliseconds.
+	maxUnregistered = 1024
+	// maxUnregisteredFrame limits the frames of a peer that is new: a registration has less than 4 KiB.
+	maxUnregisteredFrame = 64 << 10
 	// maxHistoryFrame is the limit for launchers that choose a coordinator: they may send a history. It
 	// suffices for about 10,000 hosts with 8 processes each.
 	maxHistoryFrame = maxFrameBytes
 )
 
-// displaceGuest closes the oldest guest if there are too many. Lost members count as
+// displaceUnregistered closes the oldest unregistered peer if there are too many. Lost members count as
 // members, so that the limit is not exact.
-func (s *server) displaceGuest() {
-	if len(s.conns) < len(s.agents)+len(s.workers)+maxGuests {
+func (s *server) displaceUnregistered() {
+	if len(s.conns) < len(s.agents)+len(s.workers)+maxUnregistered {
 		return
 	}
 	var oldest *conn
 	for _, k := range s.conns {
-		if k.peer.isGuest() && (oldest == nil || k.peer.since < oldest.peer.since) {
+		if k.peer.isUnregistered() && (oldest == nil || k.peer.since < oldest.peer.since) {
 			oldest = k
 		}
 	}

@@ -21,10 +21,10 @@ const (
 
 // stageLimits are the numbers of connections. Those in stageProof are from members, or repeat a first message that was
 // forgotten.
-var stageLimits = [numStages]int{stageHello: maxStrangers, stageProof: 1024, stageGossip: maxGossipStreams}
+var stageLimits = [numStages]int{stageHello: maxUnverified, stageProof: 1024, stageGossip: maxGossipStreams}
 
 const (
-	maxStrangers = 256
+	maxUnverified = 256
 	// minConnectionTime is the time that this process has for reading a first message that has arrived with its connection, also
 	// if it is busy. A flood of connections therefore delays each other one by at most this time.
 	minConnectionTime = 10 * time.Millisecond
@@ -36,15 +36,15 @@ const (
 // one address does not take the places of others.
 type connLimiter struct {
 	mu     sync.Mutex
-	inside [numStages][]*stranger // in the order in which they came to the stage
+	inside [numStages][]*limitedConn // in the order in which they came to the stage
 	counts [numStages]map[netip.Prefix]*int
 	hellos recent[[nonceBytes]byte]
 	freed  chan struct{}
 	closed bool
 }
 
-// A stranger is a connection in a limiter. It has handshakeTimeout from accept on.
-type stranger struct {
+// A limitedConn is a connection in a limiter, whose other end has not proved who it is. It has handshakeTimeout from accept on.
+type limitedConn struct {
 	net.Conn
 	limiter *connLimiter
 	source  netip.Prefix
@@ -64,8 +64,8 @@ func newConnLimiter() *connLimiter {
 }
 
 // enter admits a new connection. It waits at most minConnectionTime.
-func (g *connLimiter) enter(c net.Conn) *stranger {
-	s := &stranger{Conn: c, limiter: g, source: sourceOf(c), stage: stageLeft}
+func (g *connLimiter) enter(c net.Conn) *limitedConn {
+	s := &limitedConn{Conn: c, limiter: g, source: sourceOf(c), stage: stageLeft}
 	_ = c.SetDeadline(time.Now().Add(handshakeTimeout)) // reading fails, too, if this does
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -93,7 +93,7 @@ func (g *connLimiter) await(d time.Duration) {
 }
 
 // next returns the connection that loses its place next.
-func (g *connLimiter) next(in stage) *stranger {
+func (g *connLimiter) next(in stage) *limitedConn {
 	oldest := g.inside[in][0]
 	for _, s := range g.inside[in] {
 		if *s.siblings > *oldest.siblings {
@@ -119,10 +119,10 @@ func sourceOf(c net.Conn) netip.Prefix {
 }
 
 // moveTo counts the connection in another stage, in which it may displace another one. The limiter is locked.
-func (s *stranger) moveTo(to stage) {
+func (s *limitedConn) moveTo(to stage) {
 	g := s.limiter
 	if s.stage < numStages {
-		g.inside[s.stage] = slices.DeleteFunc(g.inside[s.stage], func(o *stranger) bool { return o == s })
+		g.inside[s.stage] = slices.DeleteFunc(g.inside[s.stage], func(o *limitedConn) bool { return o == s })
 		if *s.siblings--; *s.siblings == 0 {
 			delete(g.counts[s.stage], s.source)
 		}
@@ -155,7 +155,7 @@ func (s *stranger) moveTo(to stage) {
 }
 
 // advance moves the connection to a later stage, and reports whether it still had a place.
-func (s *stranger) advance(to stage) bool {
+func (s *limitedConn) advance(to stage) bool {
 	s.limiter.mu.Lock()
 	defer s.limiter.mu.Unlock()
 	if s.stage == stageLeft {
@@ -166,7 +166,7 @@ func (s *stranger) advance(to stage) bool {
 }
 
 // said records the valid first message of a dialer, and reports whether it was not used before.
-func (s *stranger) said(hello []byte) bool {
+func (s *limitedConn) said(hello []byte) bool {
 	g := s.limiter
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -178,18 +178,18 @@ func (s *stranger) said(hello []byte) bool {
 }
 
 // leave ends the limiter's part: the connection is authenticated, or closed.
-func (s *stranger) leave() {
+func (s *limitedConn) leave() {
 	s.limiter.mu.Lock()
 	defer s.limiter.mu.Unlock()
 	s.moveTo(stageLeft)
 }
 
-func (s *stranger) Close() error {
+func (s *limitedConn) Close() error {
 	s.leave()
 	return s.Conn.Close()
 }
 
-func (s *stranger) Read(b []byte) (int, error) {
+func (s *limitedConn) Read(b []byte) (int, error) {
 	if len(s.first) > 0 && len(b) > 0 {
 		n := copy(b, s.first)
 		s.first = s.first[n:]
@@ -200,7 +200,7 @@ func (s *stranger) Read(b []byte) (int, error) {
 
 // rawConn returns the connection without its place in a limiter.
 func rawConn(c net.Conn) net.Conn {
-	if s, ok := c.(*stranger); ok {
+	if s, ok := c.(*limitedConn); ok {
 		return s.Conn
 	}
 	return c
@@ -211,11 +211,11 @@ func (g *connLimiter) close() {
 	g.mu.Lock()
 	g.closed = true
 	g.mu.Unlock()
-	g.closeWhere(func(*stranger) bool { return true })
+	g.closeWhere(func(*limitedConn) bool { return true })
 }
 
 // closeWhere closes the connections that so selects.
-func (g *connLimiter) closeWhere(so func(*stranger) bool) {
+func (g *connLimiter) closeWhere(so func(*limitedConn) bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	for _, all := range g.inside {

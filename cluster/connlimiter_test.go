@@ -28,30 +28,30 @@ func TestLimitOfStrangers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newConnLimiter()
 		var open atomic.Int64
-		enter := func(from string) *stranger {
+		enter := func(from string) *limitedConn {
 			open.Add(1)
 			return g.enter(&silent{from: from, open: &open})
 		}
 		begin := time.Now()
 		member := enter("10.0.0.2")
 		first := enter("10.0.0.1")
-		for range maxStrangers - 2 {
+		for range maxUnverified - 2 {
 			enter("10.0.0.1")
 		}
 		require.Zero(t, time.Since(begin), "there is room")
-		require.EqualValues(t, maxStrangers, open.Load())
-		for range 3 * maxStrangers {
+		require.EqualValues(t, maxUnverified, open.Load())
+		for range 3 * maxUnverified {
 			enter("10.0.0.1")
-			require.EqualValues(t, maxStrangers, open.Load())
+			require.EqualValues(t, maxUnverified, open.Load())
 		}
 		require.LessOrEqual(t, time.Since(begin), 4*minConnectionTime)
 		require.GreaterOrEqual(t, time.Since(begin), 3*minConnectionTime)
 		require.False(t, first.advance(stageProof), "it was closed")
 		require.True(t, member.said(make([]byte, helloBytes)), "one of another address keeps its place")
-		require.Equal(t, []int{maxStrangers - 1, 1, 0}, placesOf(g))
+		require.Equal(t, []int{maxUnverified - 1, 1, 0}, placesOf(g))
 		first.leave() // as often as you like
 		member.leave()
-		require.Equal(t, []int{maxStrangers - 1, 0, 0}, placesOf(g))
+		require.Equal(t, []int{maxUnverified - 1, 0, 0}, placesOf(g))
 
 		again := enter("2001:db8::1")
 		require.False(t, again.said(make([]byte, helloBytes)), "a first message is valid once")
@@ -75,8 +75,8 @@ func TestRoomForStrangers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newConnLimiter()
 		var open atomic.Int64
-		var in []*stranger
-		for range maxStrangers {
+		var in []*limitedConn
+		for range maxUnverified {
 			in = append(in, g.enter(&silent{from: "10.0.0.1", open: &open}))
 		}
 		begin, done := time.Now(), make(chan time.Time)

@@ -4,25 +4,43 @@ import (
 	"go/ast"
 	"go/parser"
 	"go/token"
+	"go/types"
+	"maps"
+	"path"
 	"slices"
 	"strconv"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 )
 
 // coreFiles are the decisions of coordinators and of hosts. What else they use of this package must be as pure.
-var coreFiles = []string{"core.go", "coordinator.go", "registry.go", "elastic.go", "epoch.go", "fault.go", "restart.go", "succession.go", "quorum.go", "voter.go", "record.go"}
+var coreFiles = []string{"coordinator.go", "hosts.go", "epoch.go", "failure.go", "choice.go", "quorum.go", "voter.go", "record.go"}
 
 // Decisions use no goroutines, channels, locks, connections, files or clocks, and nothing of the server.
 func TestCoreIsPure(t *testing.T) {
 	imports := []string{"cmp", "container/heap", "errors", "fmt", "maps", "slices", "strings", "time", "github.com/gochorus/chorus/internal/plain"}
+	// outside is what the decisions use of other files: values, types of errors and functions of names.
+	outside := []string{"Departure", "MemberLostError", "checkNames", "naturalCompare", "firstEpoch", "maxText", "statusOK", "statusBad", "statusStale"}
 	durations := []string{"Duration", "Millisecond", "Second", "Minute"}
 	shell := []string{"server", "conn", "stream", "link", "client", "Agent", "system", "engine", "newUUID", "randomBytes"}
+	set := token.NewFileSet()
+	files, known := map[string]*ast.File{}, []string{}
 	for _, name := range coreFiles {
-		set := token.NewFileSet()
 		f, err := parser.ParseFile(set, name, nil, 0)
 		require.NoError(t, err)
+		files[name] = f
+		known = append(known, slices.Collect(maps.Keys(f.Scope.Objects))...)
+	}
+	for _, name := range coreFiles {
+		f := files[name]
+		for _, id := range f.Unresolved {
+			isImport := slices.ContainsFunc(f.Imports, func(i *ast.ImportSpec) bool { return path.Base(strings.Trim(i.Path.Value, `"`)) == id.Name })
+			if !isImport && types.Universe.Lookup(id.Name) == nil && !slices.Contains(known, id.Name) && !strings.HasPrefix(id.Name, "kind") {
+				require.Contains(t, outside, id.Name, "%s uses what the decisions do not declare", set.Position(id.Pos()))
+			}
+		}
 		for _, i := range f.Imports {
 			path, _ := strconv.Unquote(i.Path.Value)
 			require.Contains(t, imports, path, name)

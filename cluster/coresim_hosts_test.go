@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -36,7 +37,7 @@ func (r *coreServer) step(e event) {
 		r.step(stalled{})
 	}
 	for q, l := range r.links {
-		if q.heard = l.quiet[coreServed]; q.heard < 0 {
+		if q.heard = l.heardAt[coreServed]; q.heard < 0 {
 			q.heard = p.clock()
 		}
 	}
@@ -71,7 +72,7 @@ func (r *coreServer) do(a action) {
 		if l := r.links[a.p]; l != nil {
 			l.send(coreMember, nil)
 		}
-	case hangUpGuests:
+	case hangUpUnregistered:
 		for _, l := range s.links {
 			if l.server == r && l.peer.role == roleNone {
 				l.send(coreMember, &a.m)
@@ -105,7 +106,7 @@ func (r *coreServer) do(a action) {
 
 // begins records that a coordinator begins an epoch.
 func (s *coreSim) begins(r *coreServer) {
-	c := &coreCommit{epoch: r.c.epoch, term: r.c.term, by: r, workers: map[*coreWorker]bool{}, hosts: r.c.electorates[0]}
+	c := &coreCommit{epoch: r.c.epoch, term: r.c.term, by: r, workers: map[*coreWorker]bool{}, hosts: r.c.voterSets[0]}
 	for _, m := range r.c.world.Members {
 		c.members = append(c.members, nameOf(m))
 	}
@@ -139,7 +140,7 @@ func (r *coreServer) close() {
 
 // connect connects a process to a coordinator, which has admitted it.
 func (r *coreServer) connect(p *coreProc, worker bool) *coreLink {
-	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, quiet: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
+	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, heardAt: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
 	r.s.links = append(r.s.links, l)
 	r.links[l.peer] = l
 	r.step(connected{l.peer})
@@ -166,34 +167,124 @@ type coreAgent struct {
 	worker  *coreWorker
 	procs   []*coreProc // of all its workers
 	ended   string      // why the job has ended here
-	choice  *coreChoice
 	drained bool
+	// The choice of a coordinator:
+	choice   *choice // the last
+	choosing bool
+	dials    map[uint64]*coreLink // of the choice; nil for those that have not been answered
+	wake     uint64
 }
 
-// A coreChoice is the choice of a coordinator by a host.
-type coreChoice struct {
-	history  *history
-	begun    time.Duration
-	limit    time.Duration
-	link     *coreLink // where this host has registered
-	at       int       // the candidate
-	bound    bool
-	lastLook time.Duration
+// startChoice begins a choice of a coordinator.
+func (a *coreAgent) startChoice(c *choice) {
+	a.choice, a.choosing, a.dials = c, true, map[uint64]*coreLink{}
+	a.choose(c, begin{})
 }
 
-func (a *coreAgent) registerAt(r *coreServer, ch *history) *coreLink {
-	l := r.connect(a.proc, false)
-	l.receive, l.lost = a.receive, a.lostLink
-	h := host{Host: a.uuid, PID: 1, UUID: a.uuid, NodeRank: -1, Nodes: a.s.hosts, MinNodes: 1, Restarts: a.s.restarts, LocalSize: 1, Control: a.uuid, Seed: a.proc.host == 0, History: ch}
-	l.send(coreServed, &msg{kind: kindRegister, epoch: firstEpoch, id: registerAgent, rec: &record{value: &h}})
-	return l
+// choose lets an event happen to a choice, and carries out what it decides.
+func (a *coreAgent) choose(c *choice, e choiceEvent) {
+	if a.choice != c || a.proc.dead || a.ended != "" {
+		return
+	}
+	for _, x := range c.step(a.proc.clock(), e) {
+		a.act(c, x)
+	}
+	if at, ok := c.next(); ok && a.choosing {
+		a.wake++
+		turn := a.wake
+		a.proc.after(max(at-a.proc.clock(), 0), func() {
+			if a.wake == turn {
+				a.choose(c, nil)
+			}
+		})
+	}
 }
+
+func (a *coreAgent) act(c *choice, x action) {
+	switch x := x.(type) {
+	case dial:
+		a.dials[x.dial] = nil
+		limit := x.limit
+		if limit == 0 {
+			limit = dialAttempt
+		}
+		a.proc.after(300*time.Microsecond+a.s.random(500*time.Microsecond), func() { a.dial(c, x.dial, x.addr, limit) })
+	case hangUpDial:
+		a.drop(x.dial)
+	case announce:
+		a.dials[x.dial].send(coreServed, &msg{kind: kindElsewhere, epoch: firstEpoch, rec: &record{value: &elsewhere{By: a.promised}}})
+		a.drop(x.dial)
+	case enroll:
+		l := a.dials[x.dial]
+		l.receive = func(l *coreLink, m msg) { a.receive(l, x.dial, m) }
+		l.lost = func(l *coreLink, how loss, reason string) {
+			a.choose(c, linkLost{x.dial})
+			a.lostLink(l, how, reason)
+		}
+		h := host{Host: a.uuid, PID: 1, UUID: a.uuid, NodeRank: -1, Nodes: a.s.hosts, MinNodes: 1, Restarts: a.s.restarts, LocalSize: 1, Control: a.uuid, Seed: a.isSeed(), History: x.history}
+		l.send(coreServed, &msg{kind: kindRegister, epoch: firstEpoch, id: registerAgent, rec: &record{value: &h}})
+	case leave:
+		a.dials[x.dial].leave()
+	case vote:
+		a.dials[x.dial].send(coreServed, &msg{kind: kindVote, epoch: firstEpoch, id: x.attempt})
+	case beCandidate:
+		a.serve(x.candidacy)
+	case notify:
+		a.s.say("%s: %s", a.proc.name, x.line)
+	case chosen:
+		a.adopt(a.dials[x.dial], x.self)
+	case notChosen:
+		a.end(x.err.Error())
+	}
+}
+
+// drop ends a dial or its connection.
+func (a *coreAgent) drop(number uint64) {
+	if l := a.dials[number]; l != nil {
+		l.reads[coreMember] = false
+		l.send(coreServed, nil)
+	}
+	delete(a.dials, number)
+}
+
+// dial connects to a host, which answers as a coordinator or as one that knows it.
+func (a *coreAgent) dial(c *choice, number uint64, addr string, limit time.Duration) {
+	if _, wanted := a.dials[number]; !wanted || a.choice != c {
+		return
+	}
+	answer := func(e answered) {
+		e.dial = number
+		a.choose(c, e)
+	}
+	x := a.s.agentOf(addr)
+	refers := func(r referral) { answer(answered{refers: &r, err: &r, hello: welcome{Agent: x.uuid}}) }
+	switch r := x.srv; {
+	case a.s.refuses(a.proc.host, x.proc) || r != nil && r.c.handedOver && a.s.reaches(a.proc.host, x.proc):
+		answer(answered{err: errors.New("connection refused")})
+	case !a.s.reaches(a.proc.host, x.proc):
+		a.proc.after(limit, func() { answer(answered{err: errors.New("no answer")}) })
+	case r != nil && !r.closed:
+		l := r.connect(a.proc, false)
+		l.receive, l.lost = func(*coreLink, msg) {}, func(*coreLink, loss, string) {}
+		a.dials[number] = l
+		answer(answered{hello: r.c.welcome()})
+	default:
+		to := referral{over: x.ended, finished: x.finished}
+		if l := x.link; l != nil && !x.choosing && l.reads[coreMember] {
+			to.at = l.server.agent.uuid
+		}
+		refers(to)
+	}
+}
+
+// isSeed reports whether the host is one of two that coordinate at the start.
+func (a *coreAgent) isSeed() bool { return a.proc.host < 2 }
 
 func (a *coreAgent) reply(l *coreLink, k kind, m msg) {
 	l.send(coreServed, &msg{kind: k, epoch: m.epoch, id: m.id})
 }
 
-func (a *coreAgent) receive(l *coreLink, m msg) {
+func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 	if a.ended != "" {
 		return
 	}
@@ -208,19 +299,26 @@ func (a *coreAgent) receive(l *coreLink, m msg) {
 		l.leave()
 		if l == a.link {
 			a.end(err.Error())
-		} else if c := a.choice; c != nil && c.link == l {
-			c.link, c.bound = nil, false
 		}
+		a.choose(a.choice, linkLost{number})
 		return true
 	}
 	switch m.kind {
 	case kindRequestVote:
-		a.stay(l, m, refused)
+		e := voteAsked{dial: number, attempt: m.id}
+		if m.id != 0 {
+			e.by = m.rec.value.(leader)
+		}
+		a.choose(a.choice, e)
+	case kindElsewhere:
+		a.choose(a.choice, ledElsewhere{m.rec.value.(elsewhere).At})
 	case kindPlan:
 		p := m.rec.value.(plan)
-		if !refused(a.follow(p.By)) {
-			a.adopt(l)
+		if l == a.link {
+			refused(a.follow(p.By))
+			return
 		}
+		a.choose(a.choice, planSent{number, m.epoch, p})
 	case kindPropose:
 		if !refused(a.proposal(a.uuid, m.epoch, m.rec.value.(news))) {
 			a.reply(l, kindAccepted, m)
@@ -254,52 +352,25 @@ func (a *coreAgent) receive(l *coreLink, m msg) {
 		if l == a.link {
 			a.lostLink(l, lostByIt, r.Reason)
 		} else {
-			a.end(r.Reason)
+			a.choose(a.choice, turnedAway{number, errors.New(r.Reason)})
 		}
 	case kindEnded:
-		if c := a.choice; c != nil && c.link == l {
-			l.leave()
-			a.lostLink(l, lostSilent, "closed")
-		}
+		a.choose(a.choice, linkLost{number})
 	}
-}
-
-// stay answers a coordinator that asks this host to stay with it.
-func (a *coreAgent) stay(l *coreLink, m msg, refused func(error) bool) {
-	c := a.choice
-	if c != nil && c.link != l {
-		return
-	}
-	if m.id == 0 {
-		if c != nil {
-			c.bound = false
-		}
-		return
-	}
-	if c != nil {
-		if refused(a.vote(m.rec.value.(leader))) {
-			return
-		}
-		c.bound = true
-	}
-	a.reply(l, kindVote, m)
 }
 
 // adopt follows the coordinator at the other end of a link.
-func (a *coreAgent) adopt(l *coreLink) {
-	if l == a.link {
-		return
-	}
+func (a *coreAgent) adopt(l *coreLink, self bool) {
 	a.s.say("%s follows %s", a.proc.name, l.server.agent.uuid)
-	a.link = l
-	if a.choice == nil {
-		a.spawn()
-		return
-	}
-	a.choice = nil
-	if a.srv != nil && a.srv != l.server {
+	first := a.link == nil
+	a.link, a.choosing = l, false
+	if !self {
 		a.srv.close()
 		a.srv = nil
+	}
+	if first {
+		a.spawn()
+		return
 	}
 	for _, m := range a.repeats() {
 		l.send(coreServed, m.asReceived())
@@ -367,7 +438,7 @@ func (a *coreAgent) end(reason string) {
 		return
 	}
 	a.s.say("%s ends: %s", a.proc.name, reason)
-	a.ended, a.choice = reason, nil
+	a.ended, a.choosing = reason, false
 	a.srv.close()
 	a.srv = nil
 	a.proc.after(3*time.Second, func() {
@@ -405,12 +476,7 @@ func (a *coreAgent) lostLink(l *coreLink, how loss, reason string) {
 	if a.ended != "" {
 		return
 	}
-	if c := a.choice; c != nil && c.link == l {
-		c.link, c.bound = nil, false
-		a.proc.after(firstRetry, a.look)
-		return
-	}
-	if l != a.link || a.choice != nil {
+	if l != a.link || a.choosing {
 		return
 	}
 	if a.srv != nil || !a.mayChoose(how) {
@@ -419,108 +485,7 @@ func (a *coreAgent) lostLink(l *coreLink, how loss, reason string) {
 	}
 	ch := a.candidacy(how, l.server.c.cfg.self, reason)
 	a.s.say("%s has lost %s: %s", a.proc.name, ch.Lost, reason)
-	if !ch.isPossible() {
-		a.end("no majority is possible")
-		return
-	}
-	a.choice = &coreChoice{history: ch, begun: a.proc.clock(), limit: Timing{LostAfter: a.s.lostAfter}.successionTime(), at: -1}
-	if how == lostByIt {
-		a.choice.limit -= a.s.lostAfter
-	}
-	if slices.Contains(ch.addresses(), a.uuid) {
-		own := *ch
-		own.Plan.Hosts, own.Proposed, own.Ended = slices.Clone(ch.Plan.Hosts), slices.Clone(ch.Proposed), slices.Clone(ch.Ended)
-		own.Ledger.Restarts = slices.Clone(ch.Ledger.Restarts)
-		a.serve(candidacy{history: own})
-	}
-	a.look()
-}
-
-// look looks for the first candidate that answers, in the order of succession, or for a leader.
-func (a *coreAgent) look() {
-	c := a.choice
-	if c == nil || a.ended != "" {
-		return
-	}
-	if a.proc.clock()-c.begun > c.limit {
-		a.end("the hosts that are left have not agreed on another coordinator")
-		return
-	}
-	slow := slowAfter(a.s.lostAfter)
-	if c.link != nil && c.bound {
-		a.proc.after(slow, a.look)
-		return
-	}
-	all := c.history.addresses()
-	found := -1
-	var at *coreServer
-	leaders := a.proc.clock()-c.lastLook >= searchInterval
-	if leaders {
-		c.lastLook = a.proc.clock()
-	}
-	for i, uuid := range all {
-		if c.link != nil && i >= c.at && (!leaders || c.link.server.c.welcome().Running) {
-			break
-		}
-		r, waits := a.dial(uuid, c)
-		if r == nil {
-			if waits && found < 0 && c.link == nil {
-				break // it will be a candidate soon
-			}
-			continue
-		}
-		if running := r.c.welcome().Running; running || found < 0 && (c.link == nil || i < c.at) {
-			if found, at = i, r; running {
-				break
-			}
-		}
-	}
-	if at != nil && (c.link == nil || c.link.server != at) {
-		if c.link != nil {
-			c.link.leave()
-		}
-		c.at, c.bound = found, false
-		hello := at.c.welcome()
-		c.history.Term = a.promised.Term
-		ex := c.history.excerpt(hello)
-		mine := *ex
-		c.link = nil // answers may come at once
-		c.link = a.registerAt(at, &mine)
-	}
-	a.proc.after(slow/2+a.s.random(slow), a.look)
-}
-
-// dial connects to a host, and returns its coordinator, or the one that it follows, if this host may follow it. waits is true if the
-// host has not noticed the loss yet.
-func (a *coreAgent) dial(uuid string, c *coreChoice) (r *coreServer, waits bool) {
-	x := a.s.agentOf(uuid)
-	if x == nil || !a.s.reaches(a.proc.host, x.proc) || x.ended != "" {
-		return nil, false
-	}
-	if r = x.srv; r == nil || r.closed || r.c.handedOver {
-		if x.choice != nil || x.link == nil {
-			return nil, true
-		}
-		r = x.link.server
-		if r.agent.uuid == c.history.Lost {
-			return nil, a.proc.clock() < c.begun+a.s.lostAfter
-		}
-		if !a.s.reaches(a.proc.host, r.agent.proc) || r.closed || r.c.handedOver || !r.c.welcome().Running {
-			return nil, false
-		}
-	}
-	hello := r.c.welcome()
-	if a.accepts(hello) {
-		return r, false
-	}
-	if hello.Run == a.promised.Run && hello.Running {
-		l := r.connect(a.proc, false)
-		l.receive, l.lost = func(*coreLink, msg) {}, func(*coreLink, loss, string) {}
-		l.send(coreServed, &msg{kind: kindElsewhere, epoch: firstEpoch, rec: &record{value: &elsewhere{By: a.promised}}})
-		l.send(coreServed, nil)
-		l.reads[coreMember] = false
-	}
-	return nil, false
+	a.startChoice(newSuccession(&a.voter, ch, a.uuid, ch.Lost, how, a.proc.clock()))
 }
 
 // A coreWorker is a process that calls Run.
@@ -561,13 +526,13 @@ func (w *coreWorker) follow() {
 		return
 	}
 	old := w.link
-	if a.proc.paused > 0 || a.choice != nil || a.link == nil || !a.link.reads[coreMember] || old != nil && a.link.server == old.server ||
+	if a.proc.paused > 0 || a.choosing || a.link == nil || !a.link.reads[coreMember] || old != nil && a.link.server == old.server ||
 		!a.s.reaches(w.proc.host, a.link.server.agent.proc) || a.link.server.closed || a.link.server.c.handedOver || a.link.server.c.welcome().Elects {
-		if old != nil && a.choice == nil && a.link != nil && a.link.server == old.server && w.proc.clock()-w.lostAt > 2*a.s.lostAfter {
+		if old != nil && !a.choosing && a.link != nil && a.link.server == old.server && w.proc.clock()-w.lostAt > 2*a.s.lostAfter {
 			w.exit(1)
 			return
 		}
-		if w.proc.clock()-w.lostAt > (Timing{LostAfter: a.s.lostAfter}).successionTime()+5*a.s.lostAfter && w.lostAt > 0 {
+		if w.proc.clock()-w.lostAt > successionTime(a.s.lostAfter)+5*a.s.lostAfter && w.lostAt > 0 {
 			w.exit(1)
 			return
 		}

@@ -324,9 +324,16 @@ func newCoreSim(cfg coreConfig) *coreSim {
 		u := simName(i)
 		s.agents = append(s.agents, &coreAgent{voter: newVoter(1), s: s, uuid: u, proc: &coreProc{s: s, host: i, name: "launcher " + u}})
 	}
-	s.agents[0].serve(nil)
+	seeds := []string{s.agents[0].uuid, s.agents[1].uuid}
 	for _, a := range s.agents {
-		s.after(s.random(100*time.Millisecond), func() { a.registerAt(s.agents[0].srv, nil) })
+		s.after(s.random(100*time.Millisecond), func() {
+			self := ""
+			if a.isSeed() {
+				a.serve(nil)
+				self = a.uuid
+			}
+			a.startChoice(newChoice(&a.voter, seeds, self, a.proc.clock()))
+		})
 	}
 	s.watch()
 	return s
@@ -390,7 +397,7 @@ func (s *coreSim) settles() {
 		case gone:
 		case len(live) == 0:
 			s.violate("%s has not ended, and no epoch is alive", a.proc.name)
-		case a.link == nil || a.link.server != live[0].by:
+		case a.choosing || a.link == nil || a.link.server != live[0].by:
 			s.violate("%s has not ended, and does not follow %s", a.proc.name, live[0].by.agent.uuid)
 		}
 	}

@@ -205,17 +205,17 @@ const (
 
 // A coreLink is the connection of a launcher or a worker to a coordinator. Messages arrive in order, and lost ones are repeated.
 type coreLink struct {
-	s      *coreSim
-	procs  [2]*coreProc // of both ends
-	server *coreServer
-	peer   *peer
-	reads  [2]bool          // whether the end reads
-	over   [2]bool          // whether the end has sent its last message
-	queue  [2][]*msg        // to the end; nil closes the connection
-	busy   [2]bool          // delivery is due
-	quiet  [2]time.Duration // when the end has heard the last, on its clock; -1: it hears the other end
-	phase  time.Duration
-	noWait bool // the process has exited
+	s       *coreSim
+	procs   [2]*coreProc // of both ends
+	server  *coreServer
+	peer    *peer
+	reads   [2]bool          // whether the end reads
+	over    [2]bool          // whether the end has sent its last message
+	queue   [2][]*msg        // to the end; nil closes the connection
+	busy    [2]bool          // delivery is due
+	heardAt [2]time.Duration // when the end has heard the last, on its clock; -1: it hears the other end
+	phase   time.Duration
+	noWait  bool // the process has exited
 
 	receive func(*coreLink, msg)          // by the member
 	lost    func(*coreLink, loss, string) // by the member
@@ -237,10 +237,10 @@ func (s *coreSim) changed() {
 			hears := s.passes(other.host, me.host) && !other.dead && other.paused == 0 && !l.over[1-end]
 			switch {
 			case hears:
-				l.quiet[end] = -1
-			case l.quiet[end] < 0:
-				l.quiet[end] = me.clock() - l.phase
-				l.watch(end, l.quiet[end])
+				l.heardAt[end] = -1
+			case l.heardAt[end] < 0:
+				l.heardAt[end] = me.clock() - l.phase
+				l.watch(end, l.heardAt[end])
 			}
 		}
 	}
@@ -252,7 +252,7 @@ func (l *coreLink) watch(end int, since time.Duration) {
 	limit := l.s.lostAfter + l.s.lostAfter/32
 	me := l.procs[end]
 	me.after(since+limit-me.clock()+l.s.random(l.s.lostAfter/48), func() {
-		if l.reads[end] && l.quiet[end] == since {
+		if l.reads[end] && l.heardAt[end] == since {
 			l.expire(end)
 		}
 	})
@@ -350,7 +350,7 @@ func (l *coreLink) closedByMember() {
 				p.after(slowAfter(l.s.lostAfter), prove)
 				return
 			}
-			heard := l.quiet[coreServed] // the member has heard this end until it ended
+			heard := l.heardAt[coreServed] // the member has heard this end until it ended
 			ends(ending{found: foundEnded, certain: heard < 0 || p.clock()-heard < l.s.lostAfter})
 			return
 		}
@@ -370,7 +370,7 @@ func (l *coreLink) closedByServer() {
 		how := lostSilent
 		switch to := l.procs[coreServed]; {
 		case l.s.refuses(p.host, to):
-			if l.quiet[coreMember] < 0 || p.clock()-l.quiet[coreMember] < l.s.lostAfter {
+			if l.heardAt[coreMember] < 0 || p.clock()-l.heardAt[coreMember] < l.s.lostAfter {
 				how = lostEnded
 			}
 		case l.s.reaches(p.host, to): // its process does not coordinate any more

@@ -16,97 +16,223 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 )
 
-// searchInterval is the time between two searches of an agent that is not yet bound, for a
-// smaller seed than its current coordinator.
-const searchInterval = time.Second
-
-// An election finds the host that coordinates: the smallest reachable seed, in
-// the natural order of the configured addresses, which is the same on all hosts.
-// Each seed runs a coordinator. When all hosts have registered with one
+// An election connects a choice (choice.go) to the network: it dials candidates, turns answers, messages and time into events, and
+// carries out the actions. Each seed runs a coordinator at the start of a job. When all hosts have registered with one
 // coordinator, it commits the plan, and the others are closed.
 type election struct {
 	agent *Agent
-	seeds []string // sorted, or the candidates' addresses in the order of succession
+	seeds []string // sorted
 	mine  string   // the seed address of this host, or ""
-	// After the loss of a coordinator:
-	history  *history
-	lostAt   string    // its address
-	patience time.Time // until then, an agent that has not noticed the loss is waited for
 
-	// The current registration.
-	k     *client
-	addr  string
-	reply chan outcome
+	begun  time.Time
+	ctx    context.Context // ends with the choice
+	stop   context.CancelFunc
+	wg     sync.WaitGroup
+	result chan outcome
 
 	mu     sync.Mutex
-	bound  *client // we agreed to stay with it
-	moving *client // we are leaving it and refuse to stay
-	other  string  // address of the coordinator of the running job, if a coordinator has told it
-	// refused is a refusal that nobody proved, while another candidate answered: the reason if the join takes too long.
-	refused error
+	choice *choice // Agent.mu guards it, too
+	timer  *time.Timer
+	dials  map[uint64]*dialed
+	k      *client // of the current registration
 }
 
-// An outcome ends a registration with a plan or an error.
+// A dialed is a dial of a choice, and its connection.
+type dialed struct {
+	cancel context.CancelFunc
+	link   *link // nil until the host answers
+}
+
+// An outcome ends a choice with a plan or an error.
 type outcome struct {
 	k     *client
 	epoch uint64
 	plan  plan
+	addr  string
+	self  bool // this host coordinates
 	err   error
 }
 
 func (e *election) run(ctx context.Context) error {
-	start := time.Now()
+	begun := time.Now()
 	if err := e.prepare(ctx); err != nil {
 		return err
 	}
-	o, err := e.elect(ctx, start)
+	o, err := e.elect(ctx, begun, newChoice(&e.agent.voter, e.seeds, e.mine, 1))
 	if err != nil {
 		return err
 	}
 	return e.adopt(o)
 }
 
-// elect registers with coordinators until one has a plan.
-func (e *election) elect(ctx context.Context, start time.Time) (*outcome, error) {
-	e.reply = make(chan outcome, 4)
-	for {
-		if err := e.register(ctx, start); err != nil {
-			return nil, e.failed(err)
-		}
-		o, err := e.await(ctx, start)
-		if err != nil {
-			return nil, e.failed(err)
-		}
-		if o != nil {
-			return o, nil
-		}
-		// The coordinator closed before it had a plan: retry.
-		e.k.close()
-		e.k = nil
+// elect returns the outcome of a choice that begins at the instant 1.
+func (e *election) elect(ctx context.Context, begun time.Time, c *choice) (*outcome, error) {
+	e.begun, e.choice, e.dials, e.result = begun, c, map[uint64]*dialed{}, make(chan outcome, 1)
+	e.ctx, e.stop = context.WithCancel(ctx)
+	e.mu.Lock()
+	e.timer = time.AfterFunc(time.Hour, e.timeUp)
+	e.mu.Unlock()
+	e.step(begin{})
+	var o outcome
+	select {
+	case o = <-e.result:
+	case <-ctx.Done():
 	}
+	e.close()
+	if o.err == nil && o.k == nil {
+		select {
+		case o = <-e.result: // it came together with the end of ctx
+		default:
+			o.err = e.timeout(ctx)
+		}
+	}
+	if errors.Is(o.err, errChoiceTime) {
+		o.err = e.timeout(ctx)
+	}
+	if o.err != nil {
+		return nil, e.failed(o.err)
+	}
+	return &o, nil
 }
 
-// noteRefusal keeps the first refusal of a candidate while this host waits at another one, and reports whether err is that one.
-func (e *election) noteRefusal(err error) bool {
+// close ends the choice. Only its registration remains.
+func (e *election) close() {
+	e.mu.Lock()
+	e.agent.mu.Lock()
+	actions := e.choice.close()
+	e.agent.mu.Unlock()
+	for _, a := range actions {
+		e.do(a)
+	}
+	e.timer.Stop()
+	e.mu.Unlock()
+	e.stop()
+	e.wg.Wait()
+}
+
+// now returns the time for the choice, which is never 0.
+func (e *election) now() instant { return time.Since(e.begun) + 1 }
+
+// step lets an event happen to the choice, and carries out what it decides.
+func (e *election) step(ev choiceEvent) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	if err == nil || e.refused != nil {
-		return false
+	e.agent.mu.Lock()
+	actions := e.choice.step(e.now(), ev)
+	at, ok := e.choice.next()
+	e.agent.mu.Unlock()
+	for _, a := range actions {
+		e.do(a)
 	}
-	e.refused = err
-	return true
+	if ok {
+		e.timer.Reset(max(at-e.now(), 0))
+	} else {
+		e.timer.Stop()
+	}
 }
 
+// timeUp runs when something should be due.
+func (e *election) timeUp() {
+	e.agent.cfg.sys.await()
+	if e.ctx.Err() == nil {
+		e.step(nil)
+	}
+}
+
+// do carries out an action. The caller holds e.mu.
+func (e *election) do(a action) {
+	switch a := a.(type) {
+	case dial:
+		e.dial(a)
+	case hangUpDial:
+		e.hangUp(a.dial)
+	case announce:
+		if d := e.dials[a.dial]; d != nil {
+			delete(e.dials, a.dial)
+			e.agent.wg.Go(func() { e.agent.tellElsewhere(d.link, "") })
+		}
+	case enroll:
+		e.enroll(a)
+	case leave:
+		k := e.k
+		e.k = nil
+		e.agent.wg.Go(k.close) // a coordinator that does not answer is not waited for
+	case vote:
+		_ = e.k.send(message{kind: kindVote, epoch: firstEpoch, id: a.attempt}) // the reader handles a failure
+	case beCandidate:
+		e.agent.serve(e.agent.port.let(), a.candidacy)
+	case notify:
+		e.agent.notify(a.line)
+	case reportMissing:
+		k := e.k
+		e.agent.wg.Go(func() { e.notifyMissing(k) })
+	case chosen:
+		e.result <- outcome{k: e.k, epoch: a.epoch, plan: a.plan, addr: e.choice.addr, self: a.self}
+	case notChosen:
+		e.result <- outcome{err: a.err}
+	}
+}
+
+// dial dials a candidate.
+func (e *election) dial(x dial) {
+	ctx, cancel := context.WithCancel(e.ctx)
+	if x.limit > 0 {
+		ctx, cancel = context.WithTimeout(e.ctx, x.limit)
+	}
+	d, a := &dialed{cancel: cancel}, e.agent
+	e.dials[x.dial] = d
+	e.wg.Go(func() {
+		defer cancel()
+		l, hello, err := a.to(x.addr).dial(ctx)
+		ev := answered{dial: x.dial, hello: hello, refused: isRefusal(err), err: err}
+		ev.refers, _ = errors.AsType[*referral](err)
+		e.mu.Lock()
+		switch {
+		case e.dials[x.dial] != d: // it is not wanted any more
+			if l != nil {
+				l.close()
+			}
+			e.mu.Unlock()
+			return
+		case err != nil:
+			delete(e.dials, x.dial)
+		default:
+			d.link = l
+		}
+		e.mu.Unlock()
+		e.step(ev)
+	})
+}
+
+// hangUp ends a dial or its connection.
+func (e *election) hangUp(number uint64) {
+	d := e.dials[number]
+	if d == nil {
+		return
+	}
+	delete(e.dials, number)
+	d.cancel()
+	if d.link != nil {
+		d.link.close()
+	}
+}
+
+// isRefusal reports whether a process at a candidate's address has refused this host. It has not proved who it is, so that this
+// is only a hint: any stranger at the port can say so.
+func isRefusal(err error) bool {
+	_, auth := errors.AsType[*AuthError](err)
+	return auth
+}
+
+// failed closes the registration after the choice has failed.
 func (e *election) failed(err error) error {
 	if t, ok := errors.AsType[*JoinTimeoutError](err); ok && t.Err == nil {
-		e.mu.Lock()
-		t.Err = e.refused
-		e.mu.Unlock()
+		t.Err = e.choice.refused
 	}
 	e.agent.coord.decide(err)
 	switch {
 	case e.k == nil:
-	case e.history != nil: // the time for a choice is over: a candidate that does not answer is not waited for
+	case e.choice.history != nil: // the time for a choice is over: a candidate that does not answer is not waited for
 		e.k.hangUp()
 		e.k.wg.Wait()
 	default:
@@ -120,7 +246,7 @@ func (e *election) failed(err error) error {
 func (e *election) adopt(o *outcome) error {
 	a := e.agent
 	a.mu.Lock()
-	a.k, a.addr = o.k, e.addr
+	a.k, a.addr = o.k, o.addr
 	a.mu.Unlock()
 	t, err := a.newAttempt(o.k, o.epoch, o.plan)
 	if err != nil {
@@ -129,7 +255,7 @@ func (e *election) adopt(o *outcome) error {
 	if err := a.adopt(t); err != nil {
 		return err
 	}
-	if e.addr != e.mine {
+	if !o.self {
 		a.resign()
 	}
 	return nil
@@ -172,29 +298,7 @@ func (e *election) prepare(ctx context.Context) error {
 		a.serve(a.port.let(), nil)
 		return nil
 	}
-	return a.openPort(e.seeds)
-}
-
-// openPort opens the control port of a host that is not a seed.
-func (a *Agent) openPort(seeds []string) error {
-	if g := a.gossip; g != nil {
-		a.port.at, a.port.local = g.at, reachable(g.transport.tcp.Addr())
-		return nil
-	}
-	ip, err := ownIP(&a.cfg, seeds, "")
-	if err != nil {
-		return nil // no seed can be reached yet; this host cannot coordinate
-	}
-	ln, err := a.cfg.sys.listenAt(net.JoinHostPort(ip, "0"))
-	if err != nil {
-		return err
-	}
-	at := ln.Addr().String()
-	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
-		at = net.JoinHostPort(adv, strconv.Itoa(portOf(at)))
-	}
-	a.port.open(ln, at)
-	return nil
+	return a.port.openBeside(e.seeds)
 }
 
 // checkBind validates the address to listen on, so that a mistake is reported
@@ -262,8 +366,7 @@ func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 		}
 		ln, err := a.cfg.sys.listenAt(at)
 		if errors.Is(err, syscall.EADDRINUSE) {
-			to := target{job: a.cfg.Job, addr: s, key: a.keys.control, sys: a.cfg.sys}
-			if err := to.portTaken(ctx, err, "choose another in --seeds"); err != nil {
+			if err := a.to(s).portTaken(ctx, err, "choose another in --seeds"); err != nil {
 				return nil, err
 			}
 			continue
@@ -317,268 +420,32 @@ func (s *system) isLocal(ip net.IP) bool {
 	})
 }
 
-// candidates returns the addresses to try, up to limit, in order: the seeds, then
-// a coordinator that another one has named.
-func (e *election) candidates(limit string) []string {
-	all := slices.Clone(e.seeds)
-	e.mu.Lock()
-	if e.other != "" && !slices.Contains(all, e.other) {
-		all = append(all, e.other)
+// enroll registers this host over an answered connection.
+func (e *election) enroll(x enroll) {
+	d := e.dials[x.dial]
+	delete(e.dials, x.dial)
+	self := e.agent.self(d.link)
+	self.History = x.history
+	// The end of the client is an event, too.
+	k, _ := e.agent.to(x.addr).register(d.link, x.hello, x.addr, "", registerAgent, self, func(k *client, m message) { e.event(x.dial, k, m) })
+	if x.history != nil { // a candidate may vanish, too, and others follow
+		k.beStrict(0)
 	}
-	e.mu.Unlock()
-	if i := slices.Index(all, limit); i >= 0 {
-		all = all[:i]
-	}
-	return all
-}
-
-// A try is a connection that answered, or the last error.
-type try struct {
-	link    *link
-	hello   welcome
-	addr    string
-	err     error
-	refused error // of a candidate before this one
-}
-
-// isRefusal reports whether a process at a candidate's address has refused this host. It has not proved who it is, so that this
-// is only a hint: any stranger at the port can say so.
-func isRefusal(err error) bool {
-	_, auth := errors.AsType[*AuthError](err)
-	return auth
-}
-
-// refusals is how often all candidates must refuse this host in a row until it believes that it has another
-// secret, job or version.
-const refusals = 5
-
-// firstAnswer connects to the first candidate that answers. If none does, its error is an *AuthError only if all
-// have refused.
-func (e *election) firstAnswer(ctx context.Context, candidates []string) try {
-	if e.history != nil {
-		return e.firstOf(ctx, candidates, false)
-	}
-	var t try
-	for _, addr := range candidates {
-		l, hello, err := e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
-		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
-			addr = r.at
-			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
-		}
-		if err == nil {
-			return try{link: l, hello: hello, addr: addr, refused: t.refused}
-		}
-		if isRefusal(err) {
-			t.refused = err
-		}
-		if t.err == nil || isRefusal(t.err) {
-			t.err = err
-		}
-	}
-	return t
-}
-
-const (
-	// atOnce is the number of candidates that an agent dials at the same time.
-	atOnce = 16
-	// slowPart is the part of LostAfter in which a candidate answers if its host has not vanished.
-	slowPart = 24
-)
-
-// slowAfter returns the time in which a host answers that has not vanished.
-func slowAfter(lostAfter time.Duration) time.Duration {
-	return max(lostAfter/slowPart, time.Millisecond)
-}
-
-// firstOf connects to candidates after the loss of a coordinator, side by side, because several hosts may have
-// vanished together. It returns the leader of a running job, or the first candidate that answers, without waiting long for
-// those before it. If running is true, it returns only a leader.
-func (e *election) firstOf(ctx context.Context, candidates []string, running bool) try {
-	type answer struct {
-		try
-		i int
-	}
-	ctx, cancel := context.WithTimeout(ctx, e.history.lostAfter/4)
-	slow := slowAfter(e.history.lostAfter)
-	answers, started := make(chan answer, len(candidates)), 0
-	got := make([]*try, len(candidates))
-	left := 0 // dials that have not answered
-	defer func() {
-		cancel()
-		for ; left > 0; left-- {
-			if a := <-answers; a.link != nil {
-				a.link.close()
-			}
-		}
-		for _, t := range got {
-			if t != nil && t.link != nil {
-				t.link.close()
-			}
-		}
-	}()
-	take := func(i int) try {
-		t := *got[i]
-		got[i] = nil
-		return t
-	}
-	ticks := time.NewTicker(slow)
-	defer ticks.Stop()
-	for late := 0; ; { // candidates before late have had their time to answer
-		if started == late { // none of those that were started is worth waiting for
-			for ; started < min(late+atOnce, len(candidates)); started++ {
-				i := started
-				left++
-				go func() { answers <- answer{e.dialCandidate(ctx, candidates[i]), i} }()
-			}
-		}
-		for i := range started {
-			if t := got[i]; t == nil && i >= late {
-				break // it may still answer
-			} else if t != nil && (t.err == nil || !running && e.isWaiting(t.err)) {
-				return take(i)
-			}
-		}
-		if left == 0 && started == len(candidates) {
-			return firstError(got)
-		}
+	e.k = k
+	e.wg.Go(func() {
 		select {
-		case a := <-answers:
-			left--
-			if running && a.err == nil && !a.hello.Running {
-				a.link.close()
-				a.try = try{err: errNotRunning}
-			}
-			got[a.i] = &a.try
-			if a.err == nil && a.hello.Running || errors.Is(a.err, errFinished) {
-				return take(a.i)
-			}
-		case <-ticks.C:
-			late = started
+		case <-k.ctx.Done():
+		case <-k.endedC:
+		case <-e.ctx.Done():
+			return
 		}
-	}
+		e.step(linkLost{x.dial})
+	})
 }
 
-var errNotRunning = errors.New("the host is only a candidate")
-
-// isWaiting reports whether a host that answers has not noticed the loss yet, so that it will be a candidate soon.
-func (e *election) isWaiting(err error) bool {
-	r, refers := errors.AsType[*referral](err)
-	return refers && r.over == "" && time.Now().Before(e.patience)
-}
-
-// firstError returns the first error of candidates, preferably one that is no refusal.
-func firstError(ts []*try) (out try) {
-	if len(ts) == 0 {
-		out.err = errors.New("no host that is left can coordinate")
-	}
-	for _, t := range ts {
-		if t != nil && (out.err == nil || isRefusal(out.err)) {
-			out.err = t.err
-		}
-	}
-	return out
-}
-
-// dialCandidate connects to a candidate after the loss of a coordinator, or to the leader that it names. A leader that another one has
-// replaced learns that.
-func (e *election) dialCandidate(ctx context.Context, addr string) try {
+// event runs on the reader goroutine of the client that has registered over a dial.
+func (e *election) event(number uint64, k *client, m message) {
 	a := e.agent
-	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, addr, a.keys.control)
-	if r, refers := errors.AsType[*referral](err); refers && r.finished {
-		return try{err: errFinished}
-	} else if refers && r.at != "" && r.at != e.lostAt && r.at != addr {
-		if l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, r.at, a.keys.control); err == nil && hello.Running && a.mayFollow(hello) {
-			return try{link: l, hello: hello, addr: r.at}
-		} else if err == nil {
-			l.close()
-		}
-	}
-	if run := a.promise().Run; err == nil && hello.Run != run {
-		l.close()
-		return try{err: fmt.Errorf("host %s at %s coordinates another run of the job", hello.Host, addr)}
-	}
-	if err == nil && !a.mayFollow(hello) {
-		a.tellElsewhere(l, "")
-		return try{err: fmt.Errorf("the coordinator at %s was replaced", addr)}
-	}
-	return try{link: l, hello: hello, addr: addr, err: err}
-}
-
-// firstRunning connects to the first candidate whose job is running: this host joins it.
-func (e *election) firstRunning(ctx context.Context, candidates []string) try {
-	if e.history != nil {
-		return e.firstOf(ctx, candidates, true)
-	}
-	for _, addr := range candidates {
-		l, hello, err := e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
-		if r, refers := errors.AsType[*referral](err); refers && r.at != "" {
-			addr = r.at
-			l, hello, err = e.agent.cfg.sys.dialCoordinator(ctx, e.agent.cfg.Job, addr, e.agent.keys.control)
-		}
-		if err != nil {
-			continue
-		}
-		if hello.Running {
-			return try{link: l, hello: hello, addr: addr}
-		}
-		l.close()
-	}
-	return try{}
-}
-
-// register connects to the smallest coordinator that answers.
-func (e *election) register(ctx context.Context, start time.Time) error {
-	cfg := &e.agent.cfg
-	delay, slowest, lastLine := firstRetry, lastRetry, start
-	if e.history != nil {
-		slowest = max(firstRetry, slowAfter(e.history.lostAfter)/2)
-	}
-	for refused := 0; ; {
-		t := e.firstAnswer(ctx, e.candidates(""))
-		if t.err == nil {
-			if e.history == nil && e.noteRefusal(t.refused) {
-				cfg.Notify(fmt.Sprintf("job %s: %v; this host goes on with %s, because the refusal proves nothing", cfg.Job, t.refused, t.addr))
-			}
-			return e.introduce(t)
-		}
-		if refused++; !isRefusal(t.err) {
-			refused = 0
-		}
-		if refused == refusals && e.history == nil || errors.Is(t.err, errFinished) {
-			return t.err
-		}
-		if time.Since(lastLine) >= waitLine {
-			lastLine = time.Now()
-			cfg.Notify(fmt.Sprintf("job %s: waiting since %v for a seed to answer: %v", cfg.Job, time.Since(start).Round(time.Second), t.err))
-		}
-		if !sleep(ctx, delay) {
-			return joinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start),
-				Addr: strings.Join(e.seeds, ", "), Unit: unitHost, Err: t.err})
-		}
-		delay = min(2*delay, slowest)
-	}
-}
-
-// introduce registers this host over an answered connection.
-func (e *election) introduce(t try) error {
-	e.addr = t.addr
-	self := e.agent.self(t.link)
-	if e.history != nil {
-		e.history.Term = e.agent.promise().Term
-		self.History = e.history.excerpt(t.hello)
-	}
-	m := note(kindRegister, self)
-	m.id = registerAgent
-	to := target{job: e.agent.cfg.Job, addr: t.addr, key: e.agent.keys.control, sys: e.agent.cfg.sys}
-	e.k = newClient(t.link, to, t.addr, "", t.hello, e.event)
-	if e.history != nil { // a candidate may vanish, too, and others follow
-		e.k.beStrict(0)
-	}
-	return e.k.send(m)
-}
-
-// event runs on the reader goroutine of a client.
-func (e *election) event(k *client, m message) {
 	switch m.kind {
 	case kindRequestVote:
 		var by leader
@@ -588,228 +455,65 @@ func (e *election) event(k *client, m message) {
 				return
 			}
 		}
-		e.stay(k, m.id, by)
+		e.step(voteAsked{number, m.id, by})
 	case kindPlan:
 		var p plan
 		err := m.record(&p)
-		if err == nil {
-			err = e.agent.followPlan(p)
-		}
 		k.beStrict(startTime * k.hello.LostAfter)
-		if e.agent.now.Load() != nil && (e.history == nil || e.agent.client() == k) {
-			e.agent.planned(k, m.epoch, p, err)
-			return
+		switch {
+		case a.now.Load() != nil && (e.choice.history == nil || a.client() == k):
+			if err == nil {
+				err = a.followPlan(p)
+			}
+			a.planned(k, m.epoch, p, err)
+		case err != nil:
+			e.step(turnedAway{number, err})
+		default:
+			e.step(planSent{number, m.epoch, p})
 		}
-		e.reply <- outcome{k: k, epoch: m.epoch, plan: p, err: err}
 	case kindElsewhere:
 		var other elsewhere
 		if m.record(&other) == nil { // it is a hint
-			e.mu.Lock()
-			e.other = other.At
-			e.mu.Unlock()
+			e.step(ledElsewhere{other.At})
 		}
 	case kindRefuse:
-		if e.agent.client() == k {
-			e.agent.event(k, m)
+		if a.client() == k {
+			a.event(k, m)
 			return
 		}
 		var r refusal
 		err := m.record(&r)
 		if err == nil {
-			err = r.err(e.agent.cfg.Job, k.addr)
+			err = r.err(a.cfg.Job, k.addr)
 		}
-		e.reply <- outcome{k: k, err: err}
+		e.step(turnedAway{number, err})
 	default:
-		e.agent.event(k, m)
+		a.event(k, m)
 	}
 }
 
-// stay accepts a coordinator's proposal, unless this host is moving to a smaller
-// seed. Attempt 0 cancels the acceptance.
-func (e *election) stay(k *client, attempt uint64, by leader) {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.moving == k {
-		return
-	}
-	if attempt == 0 {
-		e.bound = nil
-		return
-	}
-	if e.history != nil {
-		if err := e.agent.voteFor(by); err != nil {
-			k.cancel(err) // this host registers again, with the term of its promise
-			return
-		}
-	}
-	e.bound = k
-	_ = k.send(message{kind: kindVote, epoch: firstEpoch, id: attempt}) // the reader handles a failure
-}
-
-// abandon decides to leave k, unless this host agreed to stay.
-func (e *election) abandon(k *client) bool {
-	e.mu.Lock()
-	defer e.mu.Unlock()
-	if e.bound == k {
-		return false
-	}
-	e.moving = k
-	return true
-}
-
-// await returns the outcome of the registration, or nil if its coordinator
-// closed. While it waits, it moves to smaller seeds as they appear.
-func (e *election) await(ctx context.Context, start time.Time) (*outcome, error) {
-	every := searchInterval
-	if e.history != nil {
-		every = slowAfter(e.history.lostAfter)
-	}
-	again := time.NewTicker(every)
-	defer again.Stop()
-	lines := time.NewTicker(waitLine)
-	defer lines.Stop()
-	s := newSeedSearch(ctx, e)
-	defer s.close()
-	for {
-		select {
-		case o := <-e.reply:
-			if o.k == e.k {
-				return &o, o.err
-			}
-		case <-e.k.ctx.Done():
-			return nil, e.gone(ctx)
-		case <-e.k.endedC:
-			return nil, e.gone(ctx)
-		case <-ctx.Done():
-			return nil, e.timeout(ctx, start)
-		case <-again.C:
-			s.start()
-		case <-lines.C:
-			e.notifyMissing(start)
-		case t := <-s.found:
-			s.running = false
-			if err := e.move(t); err != nil {
-				return nil, err
-			}
-		}
+// notifyMissing tells the user of this host which hosts are missing.
+func (e *election) notifyMissing(k *client) {
+	if r, err := k.askMissing(); err == nil && r.Unit == unitHost { // otherwise the election learns why
+		e.agent.notify(fmt.Sprintf("waiting since %v: %v", time.Since(e.begun).Round(time.Second), r))
 	}
 }
 
-// notifyMissing tells the user of this host which hosts are missing, unless this host coordinates
-// and tells it anyway.
-func (e *election) notifyMissing(start time.Time) {
-	if e.addr == e.mine {
-		return
-	}
-	if r, err := e.k.askMissing(); err == nil && r.Unit == unitHost { // otherwise await learns why
-		cfg := &e.agent.cfg
-		cfg.Notify(fmt.Sprintf("job %s: waiting since %v: %v", cfg.Job, time.Since(start).Round(time.Second), r))
-	}
-}
-
-// A seedSearch looks for a smaller seed than the current coordinator, or for the
-// coordinator of the running job, in the background.
-type seedSearch struct {
-	e       *election
-	ctx     context.Context
-	cancel  context.CancelFunc
-	found   chan try
-	running bool
-	last    time.Time // when it looked for the coordinator of a running job
-}
-
-func newSeedSearch(ctx context.Context, e *election) *seedSearch {
-	s := &seedSearch{e: e, found: make(chan try, 1)}
-	s.ctx, s.cancel = context.WithCancel(ctx)
-	return s
-}
-
-// start starts a search, unless one is running or there is no other candidate.
-func (s *seedSearch) start() {
-	smaller, all := s.e.candidates(s.e.addr), s.e.candidates("")
-	if s.running || len(all) < 2 {
-		return
-	}
-	others := slices.DeleteFunc(all[len(smaller):], func(addr string) bool { return addr == s.e.addr })
-	if time.Since(s.last) < searchInterval {
-		others = nil
-	} else {
-		s.last = time.Now()
-	}
-	if len(smaller)+len(others) == 0 {
-		return
-	}
-	s.running = true
-	go func() {
-		t := s.e.firstAnswer(s.ctx, smaller)
-		if isRefusal(t.err) {
-			s.e.noteRefusal(t.err)
-		}
-		if t.link == nil {
-			t = s.e.firstRunning(s.ctx, others)
-		}
-		s.found <- t
-	}()
-}
-
-// close ends the search and closes the connection that it has found.
-func (s *seedSearch) close() {
-	s.cancel()
-	if s.running {
-		if t := <-s.found; t.link != nil {
-			t.link.close()
-		}
-	}
-}
-
-// said returns the coordinator's last message if it was an error.
-func (e *election) said() error {
-	for {
-		select {
-		case o := <-e.reply:
-			if o.k == e.k {
-				return o.err
-			}
-		default:
-			return nil
-		}
-	}
-}
-
-// gone handles a coordinator that closed before the plan: it returns the
-// coordinator's last error, or waits for another attempt.
-func (e *election) gone(ctx context.Context) error {
-	if err := e.said(); err != nil {
-		return err
-	}
-	if !sleep(ctx, firstRetry) {
-		return joinEnd(ctx, &JoinTimeoutError{Job: e.agent.cfg.Job, Addr: e.addr, Unit: unitHost, Err: context.Cause(e.k.ctx)})
-	}
-	return nil
-}
-
-func (e *election) move(t try) error {
-	if t.err != nil || t.link == nil {
-		return nil
-	}
-	if e.k.hello.Running && !t.hello.Running || !e.abandon(e.k) {
-		t.link.close()
-		return nil
-	}
-	e.k.close()
-	return e.introduce(t)
-}
-
-func (e *election) timeout(ctx context.Context, start time.Time) error {
-	cfg := &e.agent.cfg
-	t := &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: e.addr, Unit: unitHost}
-	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+// timeout returns the error of a choice that ctx has ended, or for which there is no time left.
+func (e *election) timeout(ctx context.Context) error {
+	c := e.choice
+	t := &JoinTimeoutError{Job: e.agent.cfg.Job, Waited: time.Since(e.begun), Addr: c.addr, Unit: unitHost}
+	late := ctx.Err() == nil || errors.Is(ctx.Err(), context.DeadlineExceeded)
+	switch {
+	case e.k == nil:
+		t.Addr, t.Err = strings.Join(c.candidates, ", "), c.failure
+	case late:
 		r, err := e.k.askMissing()
-		if said := e.said(); err != nil && said != nil { // the coordinator reached the same time limit
-			return said
-		}
 		t.fill(r)
 		t.Unit, t.Err = cmp.Or(t.Unit, unitHost), err
+	}
+	if late {
+		return t
 	}
 	return joinEnd(ctx, t)
 }

@@ -43,7 +43,7 @@ func TestHostWithoutWorkersVanishes(t *testing.T) {
 		j.settle("a", "b")
 		require.Contains(t, j.epochLine(), "host c was lost: silent for")
 		j.answer("a", "b")
-		require.Equal(t, []electorate{{"a", "b"}}, j.electorates)
+		require.Equal(t, []voterSet{{"a", "b"}}, j.voterSets)
 		j.requireGoesOn(t)
 	})
 }

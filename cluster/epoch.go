@@ -11,6 +11,614 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 )
 
+// An elastic is the part of a coordinator that forms epochs for processes that call Run.
+// An epoch ends by a loss (revoke) or at the end of a step (hold). Then all its members
+// answer that their functions have returned, so that no operation of the old epoch begins any
+// more. The coordinator proposes the next world to its members, and commits it when all
+// have it. Epochs therefore never overlap.
+type elastic struct {
+	phase     phase
+	turn      uint64  // counts changes of phase
+	begun     instant // when the epoch ended
+	settlesAt instant // until then, further losses are expected
+	last      fault   // the last loss
+	why       string  // why a planned change happens
+	left      []Departure
+	finished  bool // all functions of the epoch have returned nil
+	over      bool // all functions have returned nil, or the job has failed
+	// members are the processes whose functions have all returned nil, by place.
+	members map[place]int
+	start   func() // sends the first world; nil afterwards
+
+	// The proposal.
+	try      uint64
+	proposed []voterSet // of all proposals since the last epoch began
+	next     *world
+	hosts    *plan
+	peers    []*peer // in the order of next
+	voters   voterSet
+
+	// expected are the places in which launchers start workers.
+	expected map[place]bool
+	retries  map[place]*retries
+	// exempt are workers that were killed because their host is excluded: they are started again
+	// after that, and this does not count as a restart.
+	exempt map[place]bool
+	// dying are the PIDs of members that launchers were told to kill, and whose exits are not reported yet.
+	dying map[place]int
+
+	// After the loss of a coordinator: absent are the members of its last epoch that have not
+	// registered with this one, and those with rank -1 that were only proposed as members. inherited
+	// is true until the next epoch begins.
+	absent    map[place]Member
+	inherited bool
+	takenOver instant
+}
+
+// A place identifies a worker of a launcher.
+type place struct {
+	agent string // UUID, or "" without launchers
+	local int    // local rank, or the rank without launchers
+}
+
+// sortedPlaces returns the keys of m in an order that is always the same.
+func sortedPlaces[T any](m map[place]T) []place {
+	return slices.SortedFunc(maps.Keys(m), func(a, b place) int {
+		return cmp.Or(cmp.Compare(a.agent, b.agent), cmp.Compare(a.local, b.local))
+	})
+}
+
+type phase int
+
+const (
+	phaseRun     phase = iota // the epoch runs
+	phaseHold                 // it ends at the end of a step
+	phaseRevoke               // it has ended, and its members answer
+	phaseWait                 // there are not enough members for the next one
+	phasePropose              // the members of the next one answer
+)
+
+const (
+	// settleTime is the time after a loss in which further losses belong to the same change.
+	settleTime = 100 * time.Millisecond
+	// gatherTime is the time that a newcomer waits for others that are starting.
+	gatherTime = 2 * time.Second
+)
+
+// isElastic reports whether the coordinator forms epochs.
+func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
+
+func newElastic() *elastic {
+	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, exempt: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
+}
+
+// beginElastic is called when the first world of processes that call Run is complete. start
+// sends it to them when all launchers know of the epoch, so that the launchers can go on without
+// this coordinator from then on.
+func (c *coordinator) beginElastic(start func()) {
+	c.elastic = newElastic()
+	c.elastic.start = start
+	for _, p := range c.workers {
+		c.arrived(p)
+	}
+	if c.plan == nil {
+		c.startFirst()
+		return
+	}
+	c.voterSets = []voterSet{c.voters(c.plan)}
+	for _, a := range c.agents {
+		a.informed = false
+	}
+	c.act(observe{begun: true})
+	c.tellNews("")
+	c.admitLate()
+}
+
+// startFirst sends the first world, if it was not sent yet.
+func (c *coordinator) startFirst() {
+	if start := c.elastic.start; start != nil {
+		c.elastic.start = nil
+		start()
+	}
+}
+
+// arrived records a worker that has registered.
+func (c *coordinator) arrived(p *peer) {
+	e, at := c.elastic, p.home
+	delete(e.expected, at)
+	if e.retries[at] == nil {
+		e.retries[at] = &retries{}
+	}
+	e.retries[at].inherited = 0
+	e.retries[at].started = c.now
+	e.retries[at].joined = c.now
+}
+
+// homeOf returns the place of a registration.
+func (c *coordinator) homeOf(reg registration) place {
+	if c.cfg.agents == 0 {
+		return place{local: reg.Rank}
+	}
+	return place{reg.Agent, reg.LocalRank}
+}
+
+// setPhase changes the phase. Timers of the last one then have no effect.
+func (c *coordinator) setPhase(p phase) {
+	c.startFirst()
+	c.elastic.phase = p
+	c.elastic.turn++
+}
+
+// sinceEnd returns how long ago the last epoch ended, or 0 if it has not. No change of phase, and no process that
+// comes, goes or connects again resets it.
+func (c *coordinator) sinceEnd() time.Duration {
+	if c.elastic.begun == 0 {
+		return 0
+	}
+	return c.now - c.elastic.begun
+}
+
+// epochMembers returns the members of the current epoch that are not lost.
+func (c *coordinator) epochMembers() []*peer {
+	return without(c.workers, func(p *peer) bool { return p.seat != c.epoch })
+}
+
+// newcomers returns the workers that wait for the next epoch.
+func (c *coordinator) newcomers() []*peer {
+	return without(c.workers, func(p *peer) bool { return p.seat == c.epoch })
+}
+
+// registerNewcomer adds a worker to the next epoch.
+func (c *coordinator) registerNewcomer(p *peer) {
+	if r := c.newcomerObjection(p); r != nil {
+		c.refuse(p, *r)
+		return
+	}
+	c.admit(p)
+	p.reg.arrival = 0
+	c.workers = append(c.workers, p)
+	c.arrived(p)
+	m, awaited := c.elastic.absent[p.home]
+	delete(c.elastic.absent, p.home)
+	switch {
+	case awaited && p.isBack(m):
+		p.reg.Rank = m.Rank // not what the process says
+		p.seat, p.elastic.returned = c.epoch, true
+	case awaited && m.Rank >= 0 && m.PID != p.reg.PID:
+		c.elastic.left = append(c.elastic.left, Departure{Member: m, Reason: "its launcher has started another process in its place"})
+	}
+	switch e := c.elastic; {
+	case awaited:
+		c.checkReturned()
+	case e.phase == phaseRun && len(e.expected) == 0:
+		c.beginHold(c.arrivals())
+	case e.phase == phaseRun:
+		c.inPhase(gatherTime, dueGathered)
+	case e.phase == phaseWait:
+		c.form()
+	}
+}
+
+func (c *coordinator) newcomerObjection(p *peer) *refusal {
+	reg := p.reg
+	if r := checkNames(reg.Host, reg.Name, reg.Agent); r != nil {
+		return r
+	}
+	if reg.Seat > c.epoch {
+		return &refusal{Reason: epochsMustGrow(reg.Seat, reg.By, c.epoch, c.leads()).Error()}
+	}
+	if !reg.Elastic {
+		return &refusal{Reason: "the processes of this job call cluster.Run, and this one cluster.Attach or Join"}
+	}
+	if c.cfg.agents > 0 {
+		a := c.agentOf(p)
+		if a == nil || a.draining != nil || reg.LocalRank < 0 || reg.LocalRank >= a.host.LocalSize {
+			return &refusal{Reason: "no launcher of this job has started it, or its host leaves the job"}
+		}
+	}
+	if d := c.excludedFor(reg.Host); d > 0 && reg.Seat == 0 && !c.hasWaited(p.home, reg.Host) {
+		c.elastic.exempt[p.home] = true
+		return &refusal{Reason: fmt.Sprintf("host %s is excluded for %v, because its processes failed too often", reg.Host, d.Round(time.Millisecond))}
+	}
+	for _, q := range slices.Clone(c.workers) {
+		if q.home != p.home {
+			continue
+		}
+		if q.elastic.exit == nil {
+			return &refusal{Place: fmt.Sprintf("local rank %d of host %s", reg.LocalRank, reg.Host), First: &q.reg.Member, Second: &p.reg.Member}
+		}
+		c.loseWorker(q, openSession(*q.elastic.exit)) // its launcher has already started another one
+	}
+	return nil
+}
+
+// hasWaited reports whether the launcher of a process was ordered to start it after the exclusion of its host. The launcher's time may have
+// passed sooner, if this process was starved.
+func (c *coordinator) hasWaited(at place, host string) bool {
+	r := c.elastic.retries[at]
+	return r != nil && r.excluded == c.flappers[host].until
+}
+
+// arrivals describes the newcomers.
+func (c *coordinator) arrivals() string {
+	var ms []Member
+	for _, p := range c.newcomers() {
+		m := p.reg.Member
+		m.Rank = -1
+		ms = append(ms, m)
+	}
+	return memberList(ms) + " joined"
+}
+
+// elasticDisconnected handles the end of a worker's connection. It gives the launcher, if
+// any, time to report the worker's exit.
+func (c *coordinator) elasticDisconnected(p *peer, f fault, closed bool) {
+	switch {
+	case p.elastic.exit != nil:
+		c.loseWorker(p, openSession(*p.elastic.exit))
+	case c.agentOf(p) == nil || !closed:
+		c.loseWorker(p, f)
+	default:
+		c.awaitExit(p, f)
+	}
+}
+
+// awaitExit waits for the second half of a loss: the report or the end of the connection.
+func (c *coordinator) awaitExit(p *peer, f fault) {
+	c.after(exitGrace, deadline{what: dueExit, peer: p, fault: f})
+}
+
+// elasticExit handles a launcher's report of a worker's exit, and decides whether the
+// launcher starts it again.
+func (c *coordinator) elasticExit(a *peer, x Exit) {
+	at := place{a.host.UUID, x.Local}
+	delete(c.elastic.expected, at)
+	if m, ok := c.elastic.absent[at]; ok && m.PID == x.PID {
+		c.giveUp(at, x.Reason)
+	}
+	if c.elastic.dying[at] == x.PID {
+		c.hasDied(at)
+	}
+	for _, p := range slices.Clone(c.workers) {
+		if p.home != at || p.reg.PID != x.PID {
+			continue
+		}
+		p.elastic.exit = &x
+		x.Rank = p.reg.Rank
+		open := !p.over
+		c.act(awaitNoLink{p})
+		if open { // its last messages may not be read yet
+			c.awaitExit(p, openSession(x))
+		} else {
+			c.loseWorker(p, openSession(x))
+		}
+	}
+	if x.Code != 0 && !x.Asked && c.faults.stop == nil {
+		c.countFailure(a, at, x)
+		c.orderRestart(a, at, x)
+	}
+	c.checkHope()
+}
+
+// countFailure records the run of a worker that has failed.
+func (c *coordinator) countFailure(a *peer, at place, x Exit) {
+	run := time.Duration(0)
+	if r := c.elastic.retries[at]; r != nil && r.joined != 0 {
+		run, r.joined = (c.now - r.joined), 0
+	}
+	if !c.elastic.exempt[at] {
+		c.failedAfter(a.host.Host, run, fmt.Sprintf("local rank %d %s", x.Local, x.Reason))
+	}
+}
+
+// isUnneeded reports whether a worker is not a member of the last epoch, after all members have finished:
+// its launcher had started it again, and nothing depends on it.
+func (c *coordinator) isUnneeded(a *peer, x Exit) bool {
+	return c.elastic != nil && c.elastic.members != nil && c.elastic.members[place{a.host.UUID, x.Local}] != x.PID
+}
+
+// orderRestart tells a launcher whether to start a worker again.
+func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
+	e := c.elastic
+	order := Order{Local: x.Local}
+	exempt := e.exempt[at] && c.cfg.again.most > 0
+	delete(e.exempt, at)
+	r := e.retries[at]
+	if r == nil {
+		r = &retries{}
+		e.retries[at] = r
+	}
+	counted := r.inherited != 0 && r.inherited == x.PID // by an earlier coordinator, whose order did not arrive
+	if (exempt || counted || c.retries.total < c.cfg.again.most) && a.draining == nil {
+		if !exempt && !counted {
+			r.failed(c.now)
+			r.counted = x.PID
+			c.retries.total++
+		}
+		e.expected[at] = true
+		order.Start, order.Count = true, r.total
+		order.After = max(c.cfg.again.delay(r.inARow), c.excludedFor(a.host.Host))
+		if f := c.flappers[a.host.Host]; f != nil {
+			r.excluded = f.until
+		}
+		if !exempt { // so that no coordinator forgets it
+			c.record(func() { c.send(a, say(kindOrder, order)) })
+			return
+		}
+	}
+	c.send(a, say(kindOrder, order))
+}
+
+// loseWorker removes a worker. If it is a member of the epoch, the epoch ends.
+func (c *coordinator) loseWorker(p *peer, f fault) {
+	if p.state != peerJoined {
+		return
+	}
+	p.state = peerGone
+	c.workers = remove(c.workers, p)
+	c.hangUp(p)
+	if f.Reason != leftReason {
+		c.orderKill(p)
+	}
+	e := c.elastic
+	member := p.seat == c.epoch
+	if member {
+		e.left = append(e.left, Departure{Member: p.reg.Member, Reason: f.Reason})
+		e.last = f
+	}
+	switch {
+	case c.faults.stop != nil: // the job ends
+	case member && e.phase <= phaseHold:
+		c.revoke(f)
+	case e.phase == phaseRevoke && member:
+		e.settlesAt = c.now + settleTime
+		c.inPhase(settleTime, dueSettled)
+	case e.phase == phasePropose && slices.Contains(e.peers, p):
+		c.form()
+	case e.phase == phaseWait:
+		c.checkHope()
+	}
+}
+
+// orderKill tells the launcher of a lost worker to kill it if it is still running. A
+// process that failed by itself has time to exit.
+func (c *coordinator) orderKill(p *peer) {
+	a := c.agentOf(p)
+	if a == nil || p.elastic.exit != nil {
+		return
+	}
+	if !p.elastic.failed && !p.elastic.returned && p.seat == c.epoch {
+		c.awaitKill(p.home, p.reg.PID)
+	}
+	if !p.elastic.failed {
+		c.sendKill(a, p.reg.LocalRank, p.reg.PID)
+		return
+	}
+	c.after(exitTime, deadline{what: dueOwnExit, peer: a, place: p.home, pid: p.reg.PID})
+}
+
+// killOf returns the order to kill a process.
+func killOf(local, pid int) msg { return say(kindOrder, Order{Local: local, PID: pid, Kill: true}) }
+
+// sendKill sends the order to kill a silent worker to its launcher when the launcher is heard. If the launcher is silent, too, its
+// host is perhaps cut off in one direction, and goes on with other hosts and this worker.
+func (c *coordinator) sendKill(a *peer, local, pid int) {
+	if c.isHeard(a) {
+		c.send(a, killOf(local, pid))
+		return
+	}
+	c.after(c.cfg.self.LostAfter/8, deadline{what: dueKill, peer: a, place: place{local: local}, pid: pid})
+}
+
+// isHeard reports whether no heartbeat of an agent is overdue.
+func (c *coordinator) isHeard(a *peer) bool { return c.silent(a) <= c.cfg.self.overdueAfter() }
+
+// heard returns the agents that are heard, by UUID.
+func (c *coordinator) heard() map[string]bool {
+	m := c.present()
+	for _, a := range c.agents {
+		if !c.isHeard(a) {
+			delete(m, a.host.UUID)
+		}
+	}
+	return m
+}
+
+// killTime limits how long the next epoch waits for the exit of a process that was killed, because its function had not returned.
+const killTime = 2 * time.Second
+
+// awaitKill lets the next epoch wait until a launcher has reported the exit of a process that it was told to kill.
+func (c *coordinator) awaitKill(at place, pid int) {
+	c.elastic.dying[at] = pid
+	c.after(killTime, deadline{what: dueDeath, of: c.elastic, place: at, pid: pid})
+}
+
+// hasDied ends awaitKill.
+func (c *coordinator) hasDied(at place) {
+	if e := c.elastic; e.dying[at] != 0 {
+		delete(e.dying, at)
+		if c.isElastic() && !c.closed {
+			c.checkReturned()
+		}
+	}
+}
+
+// exitTime is the time in which a process exits after its function has failed.
+const exitTime = 10 * time.Second
+
+const leftReason = "left the job"
+
+// loseHost removes a host that is gone, and its workers.
+func (c *coordinator) loseHost(a *peer, f fault) {
+	c.agents = remove(c.agents, a)
+	if a.draining == nil {
+		defer c.failedAfter(a.host.Host, c.now-a.since, "its launcher was lost")
+	}
+	c.send(a, say(kindRefuse, refusal{Reason: "the coordinator has lost this host: " + f.Reason})) // if it is only cut off, it learns so later
+	c.hangUp(a)
+	for _, at := range sortedPlaces(c.elastic.absent) {
+		if at.agent == a.host.UUID {
+			c.giveUp(at, "its host was lost: "+f.Reason)
+		}
+	}
+	for at := range c.elastic.expected {
+		if at.agent == a.host.UUID {
+			delete(c.elastic.expected, at)
+		}
+	}
+	for _, at := range sortedPlaces(c.elastic.dying) { // the kernel of a host that is lost may still run it
+		if at.agent == a.host.UUID {
+			c.hasDied(at)
+		}
+	}
+	for _, p := range slices.Clone(c.workers) {
+		if p.reg.Agent == a.host.UUID {
+			g := f
+			g.Reason = "its host was lost: " + f.Reason
+			g.Rank, g.PID = p.reg.Rank, p.reg.PID
+			c.loseWorker(p, g)
+		}
+	}
+	if !c.isElastic() {
+		return
+	}
+	if c.faults.stop == nil && !c.hasMajority() { // also while functions have not returned
+		c.endMinority()
+		return
+	}
+	c.admitLate() // another host may take its place
+	if c.elastic.phase == phasePropose && c.faults.stop == nil {
+		c.form()
+	}
+	if c.votes(a) { // it had no workers, and would count as absent if another host is lost
+		c.beginHold(fmt.Sprintf("host %s was lost: %s", a.host.Host, f.Reason))
+	}
+	c.checkHope()
+}
+
+// lostTouch removes a member that has lost the coordinator: this process was starved.
+func (c *coordinator) lostTouch(p *peer) {
+	reason := fmt.Sprintf("the coordinator was silent for it for %v", c.cfg.self.LostAfter)
+	if p.role == roleAgent {
+		c.loseAgent(p, agentEnd{reason: reason})
+		return
+	}
+	c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: reason})
+}
+
+// revoke ends the epoch because of a loss.
+func (c *coordinator) revoke(f fault) {
+	e := c.elastic
+	if e.phase == phaseRun || e.begun == 0 {
+		e.begun = c.now
+	}
+	c.setPhase(phaseRevoke)
+	m := say(kindRevoke, f)
+	m.epoch = c.epoch
+	for _, p := range c.epochMembers() {
+		c.send(p, m)
+	}
+	e.settlesAt = c.now + settleTime
+	c.inPhase(settleTime, dueSettled)
+	c.inPhase(c.cfg.revokeBy, dueReturned)
+	c.checkReturned()
+}
+
+// killRunning removes the members whose functions have not returned in time.
+func (c *coordinator) killRunning() {
+	c.killSilent(func(p *peer) bool { return p.elastic.returned },
+		fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.revokeBy, c.epoch), c.epochMembers())
+	c.checkReturned()
+}
+
+// killSilent removes the workers that have not answered. Their launchers kill them.
+func (c *coordinator) killSilent(answered func(*peer) bool, reason string, ps []*peer) {
+	for _, p := range ps {
+		if !answered(p) {
+			c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: reason, Code: -1})
+		}
+	}
+}
+
+// checkReturned forms the next epoch if no function of the last one is running.
+func (c *coordinator) checkReturned() {
+	e := c.elastic
+	if e.phase != phaseHold && (e.phase != phaseRevoke || c.now < e.settlesAt) {
+		return
+	}
+	if len(e.absent) > 0 || len(e.dying) > 0 {
+		return
+	}
+	for _, p := range c.epochMembers() {
+		if !p.elastic.returned {
+			return
+		}
+	}
+	c.form()
+}
+
+// checkFinished ends the job if all functions have returned nil.
+func (c *coordinator) checkFinished() {
+	e := c.elastic
+	if e.phase > phaseHold {
+		return
+	}
+	for _, p := range c.epochMembers() {
+		if !p.elastic.finished {
+			return
+		}
+	}
+	e.over, e.members = true, map[place]int{}
+	for _, p := range c.epochMembers() {
+		e.members[p.home] = p.reg.PID
+	}
+	e.finished = true
+	c.record(c.finish)
+}
+
+// finish tells all that the program has ended, after all launchers have recorded it.
+func (c *coordinator) finish() {
+	for _, p := range c.workers {
+		c.send(p, msg{kind: kindFinish, epoch: c.epoch})
+	}
+	c.tellAgents(say(kindOrder, Order{Finish: true}))
+}
+
+// handleAnswer handles a message of a worker that calls Run.
+func (c *coordinator) handleAnswer(p *peer, m msg) error {
+	if c.elastic == nil || p.state != peerJoined {
+		return nil
+	}
+	e := c.elastic
+	if m.epoch != c.epoch && m.kind != kindPrepared {
+		return nil // of an earlier epoch
+	}
+	switch m.kind {
+	case kindFinished, kindRevoked:
+		if e.phase == phaseHold && e.begun == 0 {
+			e.begun = c.now
+		}
+		p.elastic.returned, p.elastic.finished = true, p.elastic.finished || m.kind == kindFinished
+		if !e.over {
+			c.checkFinished()
+			c.checkReturned()
+		}
+	case kindFailed:
+		f := *m.rec.value.(*fault)
+		p.elastic.failed = true
+		if !e.over {
+			c.loseWorker(p, fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: f.Reason, Code: -1})
+		}
+	case kindHeld:
+		c.stepsBegun(p, m.id)
+	case kindPrepared:
+		c.workerPrepared(p, m.id)
+	default:
+		return fmt.Errorf("message of kind %d from a worker", m.kind)
+	}
+	return nil
+}
+
 // prepareBy is the time that the members of a proposed world have to answer.
 const prepareBy = 5 * time.Second
 
@@ -19,7 +627,8 @@ const prepareBy = 5 * time.Second
 func (c *coordinator) form() {
 	e := c.elastic
 	c.setPhase(phaseWait)
-	if c.isMinority() {
+	if !c.hasMajority() {
+		c.endMinority()
 		return
 	}
 	if c.dismissDrained(); c.handedOver || c.faults.stop != nil {
@@ -151,10 +760,10 @@ func (c *coordinator) workerPrepared(p *peer, try uint64) {
 // checkPrepared commits the proposal if all its workers and all agents have answered it. Only hosts that have
 // answered count: those that are merely connected could still choose another coordinator without knowing of the epoch.
 func (c *coordinator) checkPrepared() {
-	if slices.ContainsFunc(c.elastic.peers, func(q *peer) bool { return !q.elastic.prepared }) || slices.ContainsFunc(c.agents, c.owesAnswer) {
+	if slices.ContainsFunc(c.elastic.peers, func(q *peer) bool { return !q.elastic.prepared }) || slices.ContainsFunc(c.agents, c.hasNotAnswered) {
 		return
 	}
-	if c.plan != nil && !allow(c.electorates, c.answered(), c.ended) { // hosts that have come since are needed
+	if c.plan != nil && !allow(c.voterSets, c.answered(), c.ended) { // hosts that have come since are needed
 		c.form()
 		return
 	}
@@ -188,7 +797,7 @@ func (c *coordinator) commitEpoch() {
 	}
 	if c.plan != nil {
 		c.plan = c.planOfEpoch()
-		c.electorates, e.inherited = []electorate{e.voters}, false
+		c.voterSets, e.inherited = []voterSet{e.voters}, false
 	}
 	c.act(observe{begun: true})
 	c.tellNews(line)
@@ -261,7 +870,7 @@ func (c *coordinator) tellNews(line string) {
 	}
 	n := news{By: c.leads(), Plan: *c.plan, Members: c.world.Members, Line: line, Ledger: c.ledger()}
 	if !c.elastic.inherited {
-		n.Voters = c.electorates[0]
+		n.Voters = c.voterSets[0]
 	}
 	m := say(kindNews, n)
 	m.epoch = c.epoch
@@ -277,7 +886,7 @@ func (c *coordinator) checkHope() {
 	if c.cfg.agents > 0 && (c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents) && len(c.agents) < c.cfg.agents {
 		return // a host may come
 	}
-	if c.plan != nil && !allow(c.electorates, c.heard(), c.ended) { // this host is perhaps cut off, and the others can go on
+	if c.plan != nil && !allow(c.voterSets, c.heard(), c.ended) { // this host is perhaps cut off, and the others can go on
 		c.inPhase(c.cfg.self.LostAfter/8, dueHope)
 		return
 	}
@@ -387,12 +996,8 @@ func (c *coordinator) successors() []*peer {
 }
 
 // canHandOver reports whether the other hosts can choose a coordinator when own, the agent of this host, has
-// left. If they are not enough now, they are after the next epoch has begun. Without any, the job is stopped.
+// left. If they are not enough now, they are after the next epoch has begun.
 func (c *coordinator) canHandOver(own *peer) bool {
-	if len(c.successors()) == 0 {
-		c.stopped(own, *own.draining)
-		return false
-	}
 	if slices.ContainsFunc(c.agents, func(a *peer) bool { return a.draining != nil && a != own }) {
 		return false // they must agree to an epoch without them
 	}
@@ -403,7 +1008,7 @@ func (c *coordinator) canHandOver(own *peer) bool {
 	ended[own.host.UUID] = true
 	delete(here, own.host.UUID)
 	// If a proposal has failed, the others cannot know whether its epoch has begun.
-	return allow(slices.Concat(c.electorates, c.elastic.proposed), here, ended)
+	return allow(slices.Concat(c.voterSets, c.elastic.proposed), here, ended)
 }
 
 // handOver tells all members that another host must coordinate. No epoch is running. This
@@ -423,7 +1028,7 @@ func (c *coordinator) sendHandover(h handover, ps []*peer) {
 		p.state = peerGone
 		c.hangUp(p)
 	}
-	c.act(hangUpGuests{m})
+	c.act(hangUpUnregistered{m})
 }
 
 // dismissDrained removes the workers of hosts that leave, after their functions have
@@ -431,7 +1036,13 @@ func (c *coordinator) sendHandover(h handover, ps []*peer) {
 // coordinator with others. If this host leaves, another one coordinates from then on.
 func (c *coordinator) dismissDrained() {
 	for _, a := range slices.Clone(c.agents) {
-		if a.draining == nil || a.state == peerGone || c.coordinates(a) && !c.canHandOver(a) {
+		switch own := c.coordinates(a); {
+		case a.draining == nil || a.state == peerGone:
+			continue
+		case own && len(c.successors()) == 0: // nobody is left who could go on
+			c.stopped(a, *a.draining)
+			continue
+		case own && !c.canHandOver(a):
 			continue
 		}
 		c.dismissWorkers(a)

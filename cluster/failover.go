@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"net"
-	"slices"
 	"sync"
 	"time"
 )
@@ -69,13 +68,6 @@ func (a *Agent) answer(k *client, m message, with kind, handle func(news) error)
 	}
 }
 
-// voteFor promises to ignore coordinators of smaller terms.
-func (a *Agent) voteFor(by leader) error {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.vote(by)
-}
-
 // followPlan follows the coordinator that sends a plan.
 func (a *Agent) followPlan(p plan) error {
 	a.mu.Lock()
@@ -88,14 +80,6 @@ func (a *Agent) promise() leader {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	return a.promised
-}
-
-// mayFollow reports whether this host may register with a coordinator after the loss of another one: a candidate, or
-// the leader of a term that is at least the greatest that this host knows. Both must belong to the same run of the job.
-func (a *Agent) mayFollow(hello welcome) bool {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	return a.accepts(hello)
 }
 
 // refuseLeader ends the connection to a coordinator that this host must not follow, and this host's part in the job if
@@ -135,9 +119,6 @@ func (a *Agent) coordinatorLost(k *client, t *attempt) {
 	}
 }
 
-// errFinished is the error of a choice of a coordinator that is not needed: another host knows that the program has ended.
-var errFinished = errors.New("the program has ended")
-
 // hasFinished reports whether the program has ended, so that the loss of the coordinator at the other end of k does not matter.
 func (a *Agent) hasFinished(k *client) bool {
 	a.mu.Lock()
@@ -159,42 +140,28 @@ func (a *Agent) loseCoordinator(k *client, t *attempt, cause error) *history {
 	return a.candidacy(how, k.hello, lost.Reason)
 }
 
-// successionTime is the time for the choice of a coordinator.
-func (t Timing) successionTime() time.Duration { return 2*t.LostAfter + 2*dialAttempt }
-
 // choose finds or becomes the next coordinator.
 func (a *Agent) choose(k *client, t *attempt, ch *history) error {
-	begun := time.Now()
-	cause := context.Cause(k.ctx)
+	begun, cause := time.Now(), context.Cause(k.ctx)
 	a.cfg.Notify(fmt.Sprintf("job %s: %s; the hosts of epoch %d choose another coordinator", a.cfg.Job, ch.why(k, cause), ch.Epoch))
-	limit := Timing{LostAfter: ch.lostAfter}.successionTime()
-	if loss(k.loss.Load()) == lostByIt { // if the coordinator goes on, no other hosts will come
-		limit -= ch.lostAfter
-	}
-	ctx, cancel := context.WithTimeout(a.life, limit)
-	defer cancel()
-	e := &election{agent: a, history: ch, seeds: ch.addresses(), mine: a.port.at, lostAt: k.addr, patience: begun.Add(ch.lostAfter)}
-	if !ch.isPossible() {
-		return a.alone(ch, cause, nil)
-	}
-	if slices.Contains(e.seeds, e.mine) {
-		a.serve(a.port.let(), candidacy{*ch, time.Since(begun)})
-	}
-	o, err := e.elect(ctx, begun)
+	e := &election{agent: a}
+	o, err := e.elect(a.life, begun, newSuccession(&a.voter, ch, a.port.at, k.addr, loss(k.loss.Load()), 1))
 	if err != nil {
 		a.resign()
-		if a.life.Err() != nil {
+		switch {
+		case a.life.Err() != nil:
 			return ErrClosed
-		}
-		if errors.Is(err, errFinished) {
+		case errors.Is(err, errFinished):
 			return err
+		case errors.Is(err, errNoMajority):
+			err = nil
 		}
 		return a.alone(ch, cause, err)
 	}
-	if e.addr != e.mine {
+	if !o.self {
 		a.resign()
 	}
-	a.followNext(t, o.k, e.addr)
+	a.followNext(t, o.k, o.addr)
 	return nil
 }
 
@@ -230,7 +197,7 @@ func (a *Agent) alone(ch *history, cause, err error) error {
 			}
 		}
 	}
-	why := minority(ch.electorates(), here, setOf(ch.Ended), ch.Epoch)
+	why := minority(ch.voterSets(), here, setOf(ch.Ended), ch.Epoch)
 	if why == "" {
 		why = fmt.Sprintf("the hosts that are left have not agreed on another coordinator: %v", err)
 	}
@@ -238,9 +205,6 @@ func (a *Agent) alone(ch *history, cause, err error) error {
 	lost.Reason += "; " + why
 	return &lost
 }
-
-// warnEvery is the time between two attempts to find a seed that has started again.
-const warnEvery = lastCallTime / 6
 
 // warnSeeds tells seeds that start again where the job is, until this host does not coordinate any more. Such a
 // seed would otherwise begin another job. It knows no other address than the seeds'.
@@ -265,7 +229,7 @@ func (a *Agent) warnSeed(ctx context.Context, seed string) {
 	}
 	ctx, cancel := context.WithTimeout(ctx, dialAttempt/2)
 	defer cancel()
-	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, net.JoinHostPort(h, p), a.keys.control)
+	l, hello, err := a.to(net.JoinHostPort(h, p)).dial(ctx)
 	if err != nil {
 		return // no seed, or one that has joined the job
 	}

@@ -27,7 +27,7 @@ func judged() (j *paperJob, agent *peer, worker func(rank int) *peer) {
 // served returns a server with the coordinator and its peers, without goroutines.
 func (j *paperJob) served() (*server, func(*peer) *conn) {
 	s := &server{coordinator: j.coordinator, cfg: serverConfig{coordConfig: j.cfg}, clock: newRunClock(time.Second), quit: make(chan struct{}),
-		conns: map[string]*conn{}, allTold: make(chan struct{}), timer: time.AfterFunc(time.Hour, func() {})}
+		conns: map[string]*conn{}, allNotified: make(chan struct{}), timer: time.AfterFunc(time.Hour, func() {})}
 	for _, p := range slices.Concat(j.agents, j.workers) {
 		k := newConn(newStream(nil, s.clock, 0), p.addr, p.worker)
 		p.id = k.peer.id
@@ -95,6 +95,18 @@ func TestHostTakesItsWorkers(t *testing.T) {
 		c.ends(agent, io.EOF)
 		require.Equal(t, fault{Rank: -1, Host: "h", Reason: "its launcher ended", Code: -1}, *c.faults.stop)
 	})
+}
+
+// Both hosts of a path that fails are connected, and learn the reason.
+func TestPathFailureReachesBothHosts(t *testing.T) {
+	j, a, _ := judged()
+	b := &peer{role: roleAgent, state: peerJoined, host: host{Host: "i", UUID: "v", LocalSize: 1}, heard: j.now}
+	j.plan.Hosts, j.agents = append(j.plan.Hosts, b.host), append(j.agents, b)
+	require.NoError(t, j.handle(a, note(kindPath, pathReport{UUID: "v", State: pathCut, Before: true})))
+	require.Contains(t, j.faults.stop.Reason, "cannot connect to it; both reach the coordinator")
+	for _, p := range j.agents {
+		require.Equal(t, []kind{kindFault}, kindsOf(j.take(p)))
+	}
 }
 
 // TestOpenSession ends a worker well with its session open: a loss to the

@@ -3,7 +3,6 @@ package cluster
 import (
 	"context"
 	"errors"
-	"fmt"
 	"syscall"
 	"time"
 
@@ -13,7 +12,7 @@ import (
 // whereabouts asks the launcher of this process who coordinates the job. The address is "" if the
 // launcher does not know yet. If over is not "", it is why the job has ended on this host.
 func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, over string) {
-	l, hello, err := cfg.sys.dialCoordinator(ctx, cfg.Job, cfg.agentAt, key)
+	l, hello, err := cfg.to(cfg.agentAt, key).dial(ctx)
 	if r, ok := errors.AsType[*referral](err); ok {
 		if r.finished {
 			return "", errFinished.Error()
@@ -48,7 +47,7 @@ func (r *runner) followAgent() error {
 	default:
 	}
 	limit := lost.hello.LostAfter
-	ctx, cancel := context.WithTimeout(r.parent, Timing{LostAfter: limit}.successionTime()+joinPatience*limit)
+	ctx, cancel := context.WithTimeout(r.parent, successionTime(limit)+joinFactor*limit)
 	defer cancel()
 	begun := time.Now()
 	for delay := firstRetry; ; delay = min(2*delay, lastRetry/16) {
@@ -61,7 +60,7 @@ func (r *runner) followAgent() error {
 		}
 		same := at == lost.to.addr
 		if at != "" && !same {
-			l, hello, err := r.cfg.sys.dialCoordinator(ctx, r.cfg.Job, at, r.key)
+			l, hello, err := r.cfg.to(at, r.key).dial(ctx)
 			same = err == nil && hello.Agent == lost.hello.Agent
 			if err == nil && !hello.Elects && !same {
 				r.cfg.Addr, r.cfg.at = at, at
@@ -93,22 +92,20 @@ func lostBecause(k *client, why string) error {
 
 // register tells a coordinator of this process.
 func (r *runner) register(l *link, hello welcome) error {
-	ready := make(chan struct{}) // r.k is set
-	r.k = newClient(l, target{job: r.cfg.Job, addr: r.cfg.at, key: r.key, sys: r.cfg.sys}, r.cfg.Addr, r.cfg.Host, hello, func(k *client, m message) {
-		<-ready
-		r.event(k, m)
-	})
-	close(ready)
 	reg := r.cfg.registration()
 	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
 	if r.now != nil {
 		reg.Seat, reg.By, reg.Member = r.now.epoch, r.followed, r.now.me
 	}
-	m := note(kindRegister, reg)
-	m.id = registerWorker
-	if err := r.k.send(m); err != nil {
-		r.k.close()
-		return fmt.Errorf("cluster: join job %q: register at %s: %w", r.cfg.Job, r.cfg.Addr, err)
+	ready := make(chan struct{}) // r.k is set
+	k, err := r.cfg.register(l, hello, r.key, reg, func(k *client, m message) {
+		<-ready
+		r.event(k, m)
+	})
+	r.k = k
+	close(ready)
+	if err != nil {
+		k.close()
 	}
-	return nil
+	return err
 }

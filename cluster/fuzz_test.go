@@ -70,7 +70,7 @@ func FuzzHistory(f *testing.F) {
 			o := c
 			c.merge(&o)
 			require.GreaterOrEqual(t, c.last(), c.Epoch)
-			require.LessOrEqual(t, len(c.electorates()), 1+len(o.Proposed))
+			require.LessOrEqual(t, len(c.voterSets()), 1+len(o.Proposed))
 			_, _ = c.addresses(), c.isPossible()
 			require.Empty(t, c.open(c.last()))
 		}

@@ -40,7 +40,7 @@ type gossipTransport struct {
 	seen    recent[packetNonce]
 	budget  packetBudget
 	limiter *connLimiter
-	control func(*stranger) // takes the control connections of Chorus; may be nil
+	control func(*limitedConn) // takes the control connections of Chorus; may be nil
 	packets chan *memberlist.Packet
 	streams chan net.Conn
 	quit    chan struct{}
@@ -56,7 +56,7 @@ type gossipRun struct {
 
 // newGossipTransport opens the sockets; port 0 means any port. Its connections take places of limiter. Until begin, it accepts
 // only control connections, because gossip of an earlier run of the job could not be recognized.
-func newGossipTransport(ip string, port int, limiter *connLimiter, notify func(string), control func(*stranger)) (t *gossipTransport, err error) {
+func newGossipTransport(ip string, port int, limiter *connLimiter, notify func(string), control func(*limitedConn)) (t *gossipTransport, err error) {
 	addr := net.ParseIP(ip)
 	if addr == nil {
 		return nil, fmt.Errorf("%q is not an IP address", ip)
@@ -112,7 +112,7 @@ func (t *gossipTransport) accept(c net.Conn) {
 }
 
 // sort gives a connection to the control port or to memberlist, by its first bytes.
-func (t *gossipTransport) sort(c *stranger) {
+func (t *gossipTransport) sort(c *limitedConn) {
 	var first [1]byte
 	if _, err := io.ReadFull(c.Conn, first[:]); err != nil {
 		c.Close()
@@ -261,7 +261,7 @@ func (t *gossipTransport) Shutdown() error {
 		close(t.quit)
 		_ = t.tcp.Close()
 		_ = t.udp.Close()
-		t.limiter.closeWhere(func(s *stranger) bool { return portOf(s.LocalAddr().String()) == t.port() })
+		t.limiter.closeWhere(func(s *limitedConn) bool { return portOf(s.LocalAddr().String()) == t.port() })
 	})
 	t.wg.Wait()
 	return nil

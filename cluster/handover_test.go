@@ -59,15 +59,15 @@ func TestHandoverNeedsAMajority(t *testing.T) {
 func TestHandoverCountsProposals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
-		j.do(func() { j.elastic.proposed = []electorate{{"a", "b", "c", "d"}} })
+		j.do(func() { j.elastic.proposed = []voterSet{{"a", "b", "c", "d"}} })
 		j.do(func() { j.drainHost(j.hosts["a"], fault{Reason: "received SIGTERM", Code: 143}) })
 		j.settle("a", "b")
 		require.False(t, j.handedOver)
-		require.Equal(t, []electorate{{"a", "b", "c", "d"}, {"a", "b"}}, j.elastic.proposed)
+		require.Equal(t, []voterSet{{"a", "b", "c", "d"}, {"a", "b"}}, j.elastic.proposed)
 		j.answer("a", "b")
 		require.Empty(t, j.elastic.proposed)
 		j.settle("a", "b")
 		require.True(t, j.handedOver)
-		require.Equal(t, 1, j.guestsHungUp, "those that have not registered learn it, too")
+		require.Equal(t, 1, j.unregisteredHungUp, "those that have not registered learn it, too")
 	})
 }

@@ -123,7 +123,7 @@ func checkAnswer(b []byte) error {
 // acceptHandshake authenticates c on the listening side. It does not reply to
 // strangers; a dialer of another job, version or secret receives only that status.
 func acceptHandshake(c net.Conn, job string, by credential) (*link, error) {
-	s, limited := c.(*stranger)
+	s, limited := c.(*limitedConn)
 	inner := c
 	if limited {
 		inner = s.Conn

@@ -66,12 +66,6 @@ type JoinConfig struct {
 	keepOpen time.Duration
 }
 
-// Delays between attempts to reach the coordinator.
-const (
-	firstRetry = 5 * time.Millisecond
-	lastRetry  = 500 * time.Millisecond
-)
-
 // Attach joins this process to the job that started it. It reads the variables of,
 // in this order, `chorus run`, torchrun, Open MPI, MPICH and Intel MPI, Slurm and a
 // Kubernetes indexed Job; Session.Source returns the result. If several of them are set,
@@ -202,7 +196,7 @@ func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*server, erro
 	}
 	ln, err := cfg.sys.listenAt(at)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		return nil, target{job: cfg.Job, addr: cfg.at, key: key, sys: cfg.sys}.portTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
+		return nil, cfg.to(cfg.at, key).portTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
 	}
 	if err != nil {
 		return nil, err
@@ -279,12 +273,10 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *server, 
 		return nil, err
 	}
 	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
-	k := newClient(l, target{job: cfg.Job, addr: cfg.at, key: key, sys: cfg.sys}, cfg.Addr, cfg.Host, hello, j.event)
-	m := note(kindRegister, cfg.registration())
-	m.id = registerWorker
-	if err := k.send(m); err != nil {
+	k, err := cfg.register(l, hello, key, cfg.registration(), j.event)
+	if err != nil {
 		k.close()
-		return nil, fmt.Errorf("cluster: join job %q: register at %s: %w", cfg.Job, cfg.Addr, err)
+		return nil, err
 	}
 	if err := j.wait(ctx, k, start); err != nil {
 		coord.decide(err)
@@ -294,13 +286,23 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *server, 
 	return newSession(cfg, k, coord, j), nil
 }
 
+// to returns the coordinator, or a launcher, at an address.
+func (cfg *JoinConfig) to(addr string, key credential) target {
+	return target{job: cfg.Job, addr: addr, key: key, sys: cfg.sys}
+}
+
+// register registers this process.
+func (cfg *JoinConfig) register(l *link, hello welcome, key credential, reg registration, events func(*client, message)) (*client, error) {
+	return cfg.to(cfg.at, key).register(l, hello, cfg.Addr, cfg.Host, registerWorker, reg, events)
+}
+
 // connect dials until the coordinator answers, the time limit passes, or a retry
 // cannot succeed.
 func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.Time) (*link, welcome, error) {
 	delay, lastLine := firstRetry, start
 	var why error // the last error other than a timeout, if there was one
 	for refused := 0; ; {
-		l, hello, err := cfg.sys.dialCoordinator(ctx, cfg.Job, cfg.at, key)
+		l, hello, err := cfg.to(cfg.at, key).dial(ctx)
 		if err == nil && hello.Elects {
 			l.close()
 			err = &referral{}

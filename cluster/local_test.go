@@ -28,7 +28,7 @@ func strangerMain(deed, job, addr string) int {
 	}
 	switch deed {
 	case "join":
-		l, hello, err := (*system)(nil).dialCoordinator(context.Background(), job, addr, keys.control)
+		l, hello, err := target{job: job, addr: addr, key: keys.control}.dial(context.Background())
 		if err != nil {
 			fmt.Println("kept out:", err)
 			return 0

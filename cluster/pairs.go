@@ -26,33 +26,6 @@ const (
 	pairBytes = 64 << 10
 )
 
-// The results of a probe.
-type pathState int
-
-const (
-	pathCut pathState = iota
-	pathSmall
-	pathGood
-)
-
-func (p pathState) String() string {
-	switch p {
-	case pathCut:
-		return "cannot connect to it"
-	case pathSmall:
-		return "can connect to it, but packets of full size do not arrive: the MTU of an interface or a tunnel between them is probably smaller than the MTU of the hosts"
-	}
-	return "reaches it"
-}
-
-// A pathReport is an agent's message about its path to another host.
-type pathReport struct {
-	UUID  string    `json:"uuid"` // of the other host's agent
-	State pathState `json:"state"`
-	// Before is true if the path was good before.
-	Before bool `json:"before"`
-}
-
 // pairs probes the paths from this host to the others.
 type pairs struct {
 	agent  *Agent

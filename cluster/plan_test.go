@@ -13,13 +13,13 @@ import (
 // its peers stay in queues, and time passes only in sleep.
 type paperJob struct {
 	*coordinator
-	hosts, procs map[string]*peer // by the UUID of the host
-	queues       map[*peer][]message
-	hungUp       map[*peer]bool
-	stores       []int // sizes of the stores that were opened
-	lines        []string
-	guestsHungUp int
-	probes       []probe
+	hosts, procs       map[string]*peer // by the UUID of the host
+	queues             map[*peer][]message
+	hungUp             map[*peer]bool
+	stores             []int // sizes of the stores that were opened
+	lines              []string
+	unregisteredHungUp int
+	probes             []probe
 }
 
 // onPaper returns a job without processes.
@@ -76,8 +76,8 @@ func (j *paperJob) happen(e event) error {
 			}
 		case hangUp:
 			j.hungUp[a.p] = true
-		case hangUpGuests:
-			j.guestsHungUp++
+		case hangUpUnregistered:
+			j.unregisteredHungUp++
 		case probe:
 			j.probes = append(j.probes, a)
 		case openStore:
@@ -138,7 +138,7 @@ func (j *paperJob) answer(hosts ...string) {
 
 // lose loses a host.
 func (j *paperJob) lose(host string) {
-	j.do(func() { j.loseHost(j.hosts[host], fault{Reason: "it burned", Code: -1}) })
+	j.do(func() { j.loseAgent(j.hosts[host], agentEnd{reason: "it burned"}) })
 }
 
 // take returns the queued messages of a peer, as it would receive them.
@@ -191,7 +191,7 @@ func TestHostJoinsDuringAProposal(t *testing.T) {
 			require.Equal(t, u, agent.history.hostOf(agent.history.Members[i]), "rank %d", i)
 		}
 		require.Equal(t, 2, agent.history.Plan.nodeOf("d"), "the host that has come since")
-		require.Equal(t, electorate{"a", "c"}, agent.history.Voters)
+		require.Equal(t, voterSet{"a", "c"}, agent.history.Voters)
 	})
 }
 
@@ -201,7 +201,7 @@ func TestNewsOfAnInheritedEpoch(t *testing.T) {
 	a := &Agent{uuid: "b", voter: newVoter(1)}
 	a.now.Store(&attempt{})
 	p := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
-	a.news(1, news{Plan: p, Members: []Member{{Rank: 0, Node: 0}, {Rank: 1, Node: 1}}, Voters: electorate{"a", "b"}})
+	a.news(1, news{Plan: p, Members: []Member{{Rank: 0, Node: 0}, {Rank: 1, Node: 1}}, Voters: voterSet{"a", "b"}})
 	later := plan{Hosts: []host{{UUID: "b"}, {UUID: "c"}, {UUID: "d"}}}
 	a.news(2, news{Plan: later, Members: []Member{{Rank: 0, Node: 1}, {Rank: 1, Node: 2}}})
 	require.Equal(t, "c", a.history.hostOf(a.history.Members[0]))

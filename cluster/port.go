@@ -27,7 +27,7 @@ type port struct {
 // A portListener is the listener of a coordinator that uses a port.
 type portListener struct {
 	port  *port
-	conns chan *stranger
+	conns chan *limitedConn
 	over  chan struct{}
 	once  sync.Once
 }
@@ -40,9 +40,32 @@ func (p *port) open(ln net.Listener, at string) {
 	p.wg.Go(func() { acceptAll(ln, p.agent.notify, func(c net.Conn) { p.take(p.limiter.enter(c)) }) })
 }
 
+// openBeside opens the port of a host that is not a seed.
+func (p *port) openBeside(seeds []string) error {
+	a := p.agent
+	if g := a.gossip; g != nil {
+		p.at, p.local = g.at, reachable(g.transport.tcp.Addr())
+		return nil
+	}
+	ip, err := ownIP(&a.cfg, seeds, "")
+	if err != nil {
+		return nil // no seed can be reached yet; this host cannot coordinate
+	}
+	ln, err := a.cfg.sys.listenAt(net.JoinHostPort(ip, "0"))
+	if err != nil {
+		return err
+	}
+	at := ln.Addr().String()
+	if adv, _, err := splitAddr(a.cfg.Advertise, ""); err == nil {
+		at = net.JoinHostPort(adv, strconv.Itoa(portOf(at)))
+	}
+	p.open(ln, at)
+	return nil
+}
+
 // take hands a connection to the coordinator, or answers it. The connection keeps its place in the limiter until its
 // handshake is over.
-func (p *port) take(c *stranger) {
+func (p *port) take(c *limitedConn) {
 	p.mu.Lock()
 	t, closed := p.listener, p.closed
 	if t == nil && !closed {
@@ -64,7 +87,7 @@ func (p *port) take(c *stranger) {
 }
 
 // refer tells an authenticated process who coordinates the job.
-func (p *port) refer(c *stranger) {
+func (p *port) refer(c *limitedConn) {
 	defer p.wg.Done()
 	defer c.Close()
 	key := p.agent.keys.control
@@ -79,7 +102,7 @@ func (p *port) refer(c *stranger) {
 
 // notifyRefused notifies the user of this host of a process that failed to authenticate.
 func (p *port) notifyRefused(c net.Conn, why error) {
-	line := strangerLine(c, why)
+	line := refusedLine(c, why)
 	if line == "" {
 		return
 	}
@@ -95,7 +118,7 @@ func (p *port) notifyRefused(c net.Conn, why error) {
 func (p *port) let() net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.listener = &portListener{port: p, conns: make(chan *stranger), over: make(chan struct{})}
+	p.listener = &portListener{port: p, conns: make(chan *limitedConn), over: make(chan struct{})}
 	return p.listener
 }
 

@@ -7,15 +7,6 @@ import (
 	"syscall"
 )
 
-// A finding is what an attempt to reach the port of a launcher shows about its process.
-type finding int
-
-const (
-	foundNothing finding = iota // silence, and answers of strangers, prove nothing
-	foundAlive                  // the launcher has answered, and takes part in the job
-	foundEnded                  // its port is closed, or another launcher of the job has it
-)
-
 // errReplaced is the error of a connection to another process of the job in the place of the expected one.
 type errReplaced struct{ ip string }
 
@@ -53,7 +44,7 @@ func (a *Agent) probe(ctx context.Context, h host, ip string) finding {
 	if at, _, _ := net.SplitHostPort(h.Control); parseIP(at) != nil {
 		ip = at // it listens there
 	}
-	l, hello, err := a.cfg.sys.dialCoordinator(ctx, a.cfg.Job, h.Control, a.keys.control)
+	l, hello, err := a.to(h.Control).dial(ctx)
 	if l != nil {
 		if hello.Agent != h.UUID {
 			err = errReplaced{addrIP(l.c.RemoteAddr())}

@@ -6,12 +6,12 @@ import (
 	"time"
 )
 
-// An electorate is the hosts of an epoch, which decide on the next one: the UUIDs of their
+// A voterSet is the hosts of an epoch, which decide on the next one: the UUIDs of their
 // agents in the order of succession, the coordinator first.
-type electorate []string
+type voterSet []string
 
 // count returns the number of hosts that have not ended, and how many of them are present.
-func (e electorate) count(present, ended map[string]bool) (left, here int) {
+func (e voterSet) count(present, ended map[string]bool) (left, here int) {
 	for _, uuid := range e {
 		if ended[uuid] {
 			continue
@@ -25,9 +25,9 @@ func (e electorate) count(present, ended map[string]bool) (left, here int) {
 }
 
 // suffices reports whether the hosts that are present may go on: more than half of the
-// electorate, or half of it with the first host. Hosts whose launcher is known to have ended do
+// voter set, or half of it with the first host. Hosts whose launcher is known to have ended do
 // not count. Of two parts of a network, at most one may go on.
-func (e electorate) suffices(present, ended map[string]bool) bool {
+func (e voterSet) suffices(present, ended map[string]bool) bool {
 	left, here := e.count(present, ended)
 	if 2*here != left {
 		return 2*here > left
@@ -43,14 +43,14 @@ func (e electorate) suffices(present, ended map[string]bool) bool {
 // A history is what an agent knows of the epochs of its job, so that another coordinator can
 // go on after the loss of the first one.
 type history struct {
-	Run    string     `json:"run,omitempty"`
-	Term   uint64     `json:"term,omitempty"` // the greatest that the agent has followed or voted for
-	Epoch  uint64     `json:"epoch"`          // the last that has begun
-	Voters electorate `json:"voters"`
+	Run    string   `json:"run,omitempty"`
+	Term   uint64   `json:"term,omitempty"` // the greatest that the agent has followed or voted for
+	Epoch  uint64   `json:"epoch"`          // the last that has begun
+	Voters voterSet `json:"voters"`
 	// Proposed are proposals of epochs that have perhaps begun on other hosts. Only the begin of an epoch that is at least
 	// as late removes one: a later proposal proves nothing about an earlier one.
 	Proposed []proposal `json:"proposed,omitempty"`
-	// Ended are hosts of the electorate whose launchers are known to have ended.
+	// Ended are hosts of the voter set whose launchers are known to have ended.
 	Ended   []string `json:"ended,omitempty"`
 	Lost    string   `json:"lost"` // UUID of the coordinator that was lost
 	Reason  string   `json:"reason"`
@@ -70,13 +70,13 @@ type history struct {
 
 // A proposal is an epoch that may have begun, with its hosts.
 type proposal struct {
-	Epoch  uint64     `json:"epoch"`
-	Voters electorate `json:"voters"`
+	Epoch  uint64   `json:"epoch"`
+	Voters voterSet `json:"voters"`
 }
 
-// electorates returns the electorates that have to agree on the next epoch.
-func (c *history) electorates() []electorate {
-	es := []electorate{c.Voters}
+// voterSets returns the sets of voters that have to agree on the next epoch.
+func (c *history) voterSets() []voterSet {
+	es := []voterSet{c.Voters}
 	for _, p := range c.Proposed {
 		if p.Epoch > c.Epoch {
 			es = append(es, p.Voters)
@@ -95,7 +95,7 @@ func (c *history) last() uint64 {
 }
 
 // hosts returns the UUIDs of the hosts that may decide, in the order of succession, with duplicates.
-func (c *history) hosts() []string { return slices.Concat(c.electorates()...) }
+func (c *history) hosts() []string { return slices.Concat(c.voterSets()...) }
 
 // propose records a proposal.
 func (c *history) propose(p proposal) {
@@ -138,7 +138,7 @@ func (c *history) merge(o *history) {
 }
 
 // allow reports whether the hosts present may form the next epoch.
-func allow(es []electorate, present, ended map[string]bool) bool {
+func allow(es []voterSet, present, ended map[string]bool) bool {
 	for _, e := range es {
 		if !e.suffices(present, ended) {
 			return false
@@ -148,7 +148,7 @@ func allow(es []electorate, present, ended map[string]bool) bool {
 }
 
 // minority explains why the hosts present may not go on.
-func minority(es []electorate, present, ended map[string]bool, epoch uint64) string {
+func minority(es []voterSet, present, ended map[string]bool, epoch uint64) string {
 	for _, e := range es {
 		if left, here := e.count(present, ended); !e.suffices(present, ended) {
 			return fmt.Sprintf("this part of the network has %d of the %s of epoch %d, and the job goes on only with more than half of them: the others may do so",
@@ -180,11 +180,6 @@ type leader struct {
 }
 
 func (l leader) String() string { return fmt.Sprintf("%s in term %d", l.Name, l.Term) }
-
-// leads returns the identity of the coordinator for its messages.
-func (c *coordinator) leads() leader {
-	return leader{Term: c.term, Agent: c.cfg.self.Agent, Run: c.run, Name: c.cfg.self.name()}
-}
 
 // name names the process of a coordinator.
 func (w welcome) name() string { return fmt.Sprintf("host %s (pid %d)", w.Host, w.PID) }
@@ -245,7 +240,7 @@ func (c *history) check() error {
 }
 
 // checkMembership checks that members have hosts, and that each host decides once.
-func checkMembership(p plan, ms []Member, voters electorate, hasPlan bool) error {
+func checkMembership(p plan, ms []Member, voters voterSet, hasPlan bool) error {
 	for _, m := range ms {
 		if m.Node < 0 || m.Node >= len(p.Hosts) {
 			return fmt.Errorf("rank %d is on host number %d of %d", m.Rank, m.Node, len(p.Hosts))
@@ -261,118 +256,4 @@ func checkMembership(p plan, ms []Member, voters electorate, hasPlan bool) error
 		}
 	}
 	return nil
-}
-
-// A ledger is what the next coordinator must know beside the epochs: the restarts so far, and whether the program has
-// ended. A coordinator acts on an entry only when all launchers that it reaches have it, so that the entry survives
-// the coordinator. Entries only grow, so that two ledgers can be merged.
-type ledger struct {
-	Used     int         `json:"used,omitempty"` // restarts so far
-	Restarts []restarted `json:"restarts,omitempty"`
-	Finished bool        `json:"finished,omitempty"` // all functions of an epoch have returned nil
-}
-
-// restarted are the restarts in one place.
-type restarted struct {
-	Agent  string `json:"agent"`
-	Local  int    `json:"local"`
-	PID    int    `json:"pid"` // of the process whose exit was counted last
-	Total  int    `json:"total"`
-	InARow int    `json:"inARow,omitempty"`
-}
-
-// merge adds the entries of another ledger.
-func (l *ledger) merge(o ledger) {
-	l.Used, l.Finished = max(l.Used, o.Used), l.Finished || o.Finished
-	l.Restarts = slices.Clone(l.Restarts)
-	for _, r := range o.Restarts {
-		i := slices.IndexFunc(l.Restarts, func(q restarted) bool { return q.Agent == r.Agent && q.Local == r.Local })
-		switch {
-		case i < 0:
-			l.Restarts = append(l.Restarts, r)
-		case l.Restarts[i].Total < r.Total:
-			l.Restarts[i] = r
-		}
-	}
-}
-
-// An entry waits for the answers of launchers.
-type entry struct {
-	number uint64
-	then   func()
-}
-
-// ledger returns the ledger of the job.
-func (c *coordinator) ledger() ledger {
-	l := ledger{Used: c.retries.total}
-	e := c.elastic
-	if e == nil {
-		return l
-	}
-	l.Finished = e.finished
-	for _, at := range sortedPlaces(e.retries) {
-		if r := e.retries[at]; r.total > 0 {
-			l.Restarts = append(l.Restarts, restarted{Agent: at.agent, Local: at.local, PID: r.counted, Total: r.total, InARow: r.inARow})
-		}
-	}
-	return l
-}
-
-// inherit takes over the ledger of an earlier coordinator.
-func (c *coordinator) inherit(l ledger) {
-	c.retries.total = l.Used
-	for _, r := range l.Restarts {
-		c.elastic.retries[place{r.Agent, r.Local}] = &retries{total: r.Total, inARow: r.InARow, counted: r.PID, inherited: r.PID, started: c.now}
-	}
-}
-
-// record calls then when all launchers have the ledger as it is now.
-func (c *coordinator) record(then func()) {
-	if c.plan == nil {
-		then()
-		return
-	}
-	c.lastEntry++
-	c.entries = append(c.entries, entry{c.lastEntry, then})
-	m := say(kindLedger, news{By: c.leads(), Ledger: c.ledger()})
-	m.id = c.lastEntry
-	for _, a := range c.agents {
-		if a.state != peerGone {
-			a.recording = c.lastEntry
-			c.send(a, m)
-		}
-	}
-	c.checkRecorded()
-}
-
-// recorded records the answer of a launcher.
-func (c *coordinator) recorded(a *peer, number uint64) {
-	a.recorded = max(a.recorded, min(number, a.recording))
-	c.checkRecorded()
-}
-
-// checkRecorded acts on the entries that all launchers have. Those that were lost meanwhile are not waited for, as long as the
-// others may go on.
-func (c *coordinator) checkRecorded() {
-	for len(c.entries) > 0 {
-		x, have := c.entries[0], map[string]bool{}
-		for _, a := range c.agents {
-			switch {
-			case a.state == peerGone || a.recording < x.number:
-			case a.recorded < x.number:
-				return
-			default:
-				have[a.host.UUID] = true
-			}
-		}
-		if c.faults.stop != nil {
-			c.entries = nil
-			return
-		}
-		if !allow(c.electorates, have, c.ended) {
-			return
-		}
-		c.entries = c.entries[1:]
-		x.then()
-	}
 }

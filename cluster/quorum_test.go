@@ -30,10 +30,10 @@ func TestElectorate(t *testing.T) {
 		"half that is left, not the next": {"e", "abc", false},
 		"only hosts of other epochs":      {"xyz", "", false},
 	} {
-		e := electorate(strings.Split("abcde", ""))
+		e := voterSet(strings.Split("abcde", ""))
 		require.Equal(t, tc.goesOn, e.suffices(setOf(strings.Split(tc.present, "")), setOf(strings.Split(tc.ended, ""))), name)
 	}
-	two := electorate{"a", "b"}
+	two := voterSet{"a", "b"}
 	require.True(t, two.suffices(setOf([]string{"a"}), nil), "the coordinator of two, after silence of the other")
 	require.False(t, two.suffices(setOf([]string{"b"}), nil), "the other one, after silence of the coordinator")
 	require.True(t, two.suffices(setOf([]string{"b"}), setOf([]string{"a"})), "the other one, after the end of the coordinator")
@@ -42,7 +42,7 @@ func TestElectorate(t *testing.T) {
 
 // Of all ways to split five hosts of which one has ended or not, at most one part goes on.
 func TestElectorateIsExclusive(t *testing.T) {
-	e := electorate(strings.Split("abcde", ""))
+	e := voterSet(strings.Split("abcde", ""))
 	pick := func(mask int) map[string]bool {
 		m := map[string]bool{}
 		for i, u := range e {
@@ -64,37 +64,37 @@ func TestElectorateIsExclusive(t *testing.T) {
 	}
 }
 
-// An epoch that was proposed may have begun: both electorates must agree.
+// An epoch that was proposed may have begun: both voter sets must agree.
 func TestProposedEpochCounts(t *testing.T) {
-	c := history{Epoch: 4, Voters: electorate(strings.Split("abcde", "")), Proposed: []proposal{{5, strings.Split("abc", "")}}}
-	require.False(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil), "a and b may be in epoch 5")
-	require.True(t, allow(c.electorates(), setOf(strings.Split("bcd", "")), nil))
-	require.Contains(t, minority(c.electorates(), setOf(strings.Split("cde", "")), nil, 4), "1 of the 3 hosts")
+	c := history{Epoch: 4, Voters: voterSet(strings.Split("abcde", "")), Proposed: []proposal{{5, strings.Split("abc", "")}}}
+	require.False(t, allow(c.voterSets(), setOf(strings.Split("cde", "")), nil), "a and b may be in epoch 5")
+	require.True(t, allow(c.voterSets(), setOf(strings.Split("bcd", "")), nil))
+	require.Contains(t, minority(c.voterSets(), setOf(strings.Split("cde", "")), nil, 4), "1 of the 3 hosts")
 	c.Epoch, c.Voters = 5, strings.Split("abcde", "") // it has begun
-	require.True(t, allow(c.electorates(), setOf(strings.Split("cde", "")), nil))
-	other := history{Epoch: 6, Voters: electorate{"a", "b"}}
+	require.True(t, allow(c.voterSets(), setOf(strings.Split("cde", "")), nil))
+	other := history{Epoch: 6, Voters: voterSet{"a", "b"}}
 	c.merge(&other)
 	require.Equal(t, uint64(6), c.Epoch)
-	require.Equal(t, electorate{"a", "b"}, c.Voters)
+	require.Equal(t, voterSet{"a", "b"}, c.Voters)
 }
 
 // One epoch may be proposed several times, and the agents may have got different proposals: all
 // count, because any of them may have begun.
 func TestAllProposalsCount(t *testing.T) {
-	hosts := func(s string) electorate { return strings.Split(s, "") }
+	hosts := func(s string) voterSet { return strings.Split(s, "") }
 	c := history{Epoch: 1, Voters: hosts("abcde")}
 	c.propose(proposal{2, hosts("abcde")})
 	c.merge(&history{Epoch: 1, Proposed: []proposal{{2, hosts("abe")}, {2, hosts("abcde")}}})
-	require.Equal(t, []electorate{hosts("abcde"), hosts("abcde"), hosts("abe")}, c.electorates())
-	require.False(t, allow(c.electorates(), setOf(hosts("cde")), nil), "a and b may be in the epoch of a, b and e")
+	require.Equal(t, []voterSet{hosts("abcde"), hosts("abcde"), hosts("abe")}, c.voterSets())
+	require.False(t, allow(c.voterSets(), setOf(hosts("cde")), nil), "a and b may be in the epoch of a, b and e")
 	c.propose(proposal{3, hosts("abc")}) // it says nothing about epoch 2
-	require.Equal(t, []electorate{hosts("abcde"), hosts("abcde"), hosts("abe"), hosts("abc")}, c.electorates())
+	require.Equal(t, []voterSet{hosts("abcde"), hosts("abcde"), hosts("abe"), hosts("abc")}, c.voterSets())
 	require.Equal(t, uint64(3), c.last())
 	c.merge(&history{Epoch: 2, Voters: hosts("abe")})
-	require.Equal(t, []electorate{hosts("abe"), hosts("abc")}, c.electorates())
+	require.Equal(t, []voterSet{hosts("abe"), hosts("abc")}, c.voterSets())
 	c.propose(proposal{2, hosts("cd")})
 	c.merge(&history{Epoch: 3, Voters: hosts("abc"), Proposed: []proposal{{2, hosts("abe")}}})
-	require.Equal(t, []electorate{hosts("abc")}, c.electorates())
+	require.Equal(t, []voterSet{hosts("abc")}, c.voterSets())
 	require.Empty(t, c.Proposed)
 }
 
@@ -102,26 +102,26 @@ func TestAllProposalsCount(t *testing.T) {
 // count them.
 func TestProposalSaysWhoHasEnded(t *testing.T) {
 	k := &client{stream: newStream(nil, newRunClock(time.Second), time.Minute)}
-	a := &Agent{uuid: "d", voter: voter{history: &history{Epoch: 2, Voters: electorate{"b", "c", "d"}}}}
-	m := note(kindPropose, news{Voters: electorate{"b", "d"}, Ended: []string{"c"}})
+	a := &Agent{uuid: "d", voter: voter{history: &history{Epoch: 2, Voters: voterSet{"b", "c", "d"}}}}
+	m := note(kindPropose, news{Voters: voterSet{"b", "d"}, Ended: []string{"c"}})
 	m.epoch = 3
 	a.proposed(k, m)
 	a.proposed(k, m)
 	require.Equal(t, []string{"c"}, a.ended)
-	require.True(t, allow(a.history.electorates(), setOf([]string{"d"}), setOf([]string{"b", "c"})))
+	require.True(t, allow(a.history.voterSets(), setOf([]string{"d"}), setOf([]string{"b", "c"})))
 }
 
 // News of the current epoch may come while the next one is proposed: the proposal still counts.
 func TestNewsKeepTheProposal(t *testing.T) {
 	a := &Agent{uuid: "c"}
 	a.now.Store(&attempt{})
-	n := news{Plan: plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}, {UUID: "c"}}}, Voters: electorate{"a", "b", "c"}}
+	n := news{Plan: plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}, {UUID: "c"}}}, Voters: voterSet{"a", "b", "c"}}
 	a.news(1, n)
-	a.history.propose(proposal{2, electorate{"a", "c"}})
+	a.history.propose(proposal{2, voterSet{"a", "c"}})
 	a.news(1, n)
-	require.Equal(t, []electorate{{"a", "b", "c"}, {"a", "c"}}, a.history.electorates())
+	require.Equal(t, []voterSet{{"a", "b", "c"}, {"a", "c"}}, a.history.voterSets())
 	a.news(2, n)
-	require.Equal(t, []electorate{{"a", "b", "c"}}, a.history.electorates())
+	require.Equal(t, []voterSet{{"a", "b", "c"}}, a.history.voterSets())
 }
 
 // The history of a large job fits in the registration of a launcher, whatever the coordinator knows.
@@ -141,7 +141,7 @@ func TestHistoryOfManyHosts(t *testing.T) {
 		to   welcome
 		most int
 	}{
-		"a coordinator that has taken over":      {welcome{Running: true, Epoch: 9}, maxGuestFrame},
+		"a coordinator that has taken over":      {welcome{Running: true, Epoch: 9}, maxUnregisteredFrame},
 		"a coordinator that knows the epoch":     {welcome{Elects: true, Epoch: 7}, maxHistoryFrame / 2},
 		"a coordinator that has missed an epoch": {welcome{Elects: true, Epoch: 6}, maxHistoryFrame / 2},
 	} {

@@ -129,8 +129,8 @@ type news struct {
 	Members []Member `json:"members"`
 	Line    string   `json:"line,omitempty"`
 	// Voters is set when an epoch begins.
-	Voters electorate `json:"voters,omitempty"`
-	Ledger ledger     `json:"ledger,omitzero"`
+	Voters voterSet `json:"voters,omitempty"`
+	Ledger ledger   `json:"ledger,omitzero"`
 	// In a proposal: Ended are hosts whose launchers are known to have ended, and NewMembers are the
 	// members that were not in the epoch before.
 	Ended      []string    `json:"ended,omitempty"`
@@ -362,4 +362,45 @@ func assignNodes(hs []host) []host {
 		return cmp.Or(cmp.Compare(a.NodeRank, b.NodeRank), naturalCompare(a.Host, b.Host), cmp.Compare(a.UUID, b.UUID))
 	})
 	return hs
+}
+
+// Ids of kindLeave.
+const (
+	leaveJob = iota
+	leaveGaveUp
+)
+
+// A pathState is the result of a probe of a path.
+type pathState int
+
+const (
+	pathCut pathState = iota
+	pathSmall
+	pathGood
+)
+
+func (p pathState) String() string {
+	switch p {
+	case pathCut:
+		return "cannot connect to it"
+	case pathSmall:
+		return "can connect to it, but packets of full size do not arrive: the MTU of an interface or a tunnel between them is probably smaller than the MTU of the hosts"
+	}
+	return "reaches it"
+}
+
+// A pathReport is an agent's message about its path to another host.
+type pathReport struct {
+	UUID  string    `json:"uuid"` // of the other host's agent
+	State pathState `json:"state"`
+	// Before is true if the path was good before.
+	Before bool `json:"before"`
+}
+
+// overdueAfter returns the silence after which a member connects again: a heartbeat is overdue.
+func (w welcome) overdueAfter() time.Duration { return max(w.LostAfter/3, w.Heartbeat*3/2) }
+
+// step is the time between two checks for silence of the other end.
+func (w welcome) step() time.Duration {
+	return max(min(w.Heartbeat/4, w.LostAfter/48), time.Millisecond)
 }

@@ -13,14 +13,14 @@ const maxRedials = 16
 
 // redials are a client's attempts to connect again.
 type redials struct {
-	slots    chan struct{}
-	hopeless chan error    // an attempt has shown that the stream cannot continue
-	resuming chan struct{} // full while the coordinator is asked to continue the stream
-	requests uint64        // how often it was asked; guarded by resuming
+	slots       chan struct{}
+	unresumable chan error    // an attempt has shown that the stream cannot continue
+	resuming    chan struct{} // full while the coordinator is asked to continue the stream
+	requests    uint64        // how often it was asked; guarded by resuming
 }
 
 func newRedials() redials {
-	return redials{slots: make(chan struct{}, maxRedials), hopeless: make(chan error, 1), resuming: make(chan struct{}, 1)}
+	return redials{slots: make(chan struct{}, maxRedials), unresumable: make(chan error, 1), resuming: make(chan struct{}, 1)}
 }
 
 // beStrict limits silence to LostAfter in d from now.
@@ -29,13 +29,10 @@ func (k *client) beStrict(d time.Duration) { k.strict.Store(int64(k.clock.now() 
 // silenceLimit returns the silence after which the coordinator is lost.
 func (k *client) silenceLimit() time.Duration {
 	if int64(k.clock.now()) < k.strict.Load() {
-		return joinPatience * k.hello.LostAfter
+		return joinFactor * k.hello.LostAfter
 	}
 	return k.hello.LostAfter
 }
-
-// quietAfter returns the silence after which a member connects again: a heartbeat is overdue.
-func (w welcome) quietAfter() time.Duration { return max(w.LostAfter/3, w.Heartbeat*3/2) }
 
 // watch sends heartbeats, and looks for silence of the coordinator. TCP repeats lost
 // packets at growing intervals, so after an outage the connection may stay silent for as
@@ -55,12 +52,12 @@ func (k *client) watch() {
 			beat = time.Now()
 			k.stream.sendBeat()
 		}
-		switch quiet := k.stream.silent() > k.hello.quietAfter(); {
-		case quiet && k.isSuspended(): // when it continues, most of the limit is left
+		switch overdue := k.stream.silent() > k.hello.overdueAfter(); {
+		case overdue && k.isSuspended(): // when it continues, most of the limit is left
 			k.stream.touch()
 		case k.stream.isTooSilent(k.silenceLimit()):
 			k.stream.expire()
-		case quiet:
+		case overdue:
 			k.wg.Go(func() { _ = k.redial() }) // the next attempt has the same error
 		}
 	}
@@ -73,7 +70,7 @@ func (k *client) reconnect(err error) (renewal, error) {
 		return renewal{}, err
 	}
 	select {
-	case <-k.hopeless: // of an earlier connection
+	case <-k.unresumable: // of an earlier connection
 	default:
 	}
 	slow := max(k.hello.LostAfter/24, firstRetry) // an attempt that takes longer gets a second one beside it
@@ -88,7 +85,7 @@ func (k *client) reconnect(err error) (renewal, error) {
 			return renewal{}, os.ErrDeadlineExceeded
 		case <-k.open.Done():
 			return renewal{}, err
-		case why := <-k.hopeless:
+		case why := <-k.unresumable:
 			return renewal{}, why
 		case <-failed:
 			t.Reset(delay)
@@ -125,7 +122,7 @@ func (k *client) redialOrGiveUp(broken error) {
 		return
 	}
 	select {
-	case k.hopeless <- broken:
+	case k.unresumable <- broken:
 	default:
 	}
 }

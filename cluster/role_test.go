@@ -24,7 +24,7 @@ func TestTokenIsForWorkers(t *testing.T) {
 
 	// As if it were the launchers' key, it is none.
 	require.Eventually(t, func() bool {
-		_, _, err := (*system)(nil).dialCoordinator(t.Context(), as[0].Job(), as[0].addr, credential{key: worker.key})
+		_, _, err := target{job: as[0].Job(), addr: as[0].addr, key: credential{key: worker.key}}.dial(t.Context())
 		_, auth := errors.AsType[*AuthError](err)
 		return auth
 	}, time.Minute, time.Millisecond)
@@ -90,11 +90,11 @@ func TestNothingOutlivesItsRun(t *testing.T) {
 	require.NotEqual(t, old[0].promise().Run, as[0].promise().Run)
 	for _, a := range as { // the coordinator, and a host that names it
 		require.NotEqual(t, token, tokenOf(t, a))
-		_, _, err := (*system)(nil).dialCoordinator(t.Context(), "again", a.port.at, token)
+		_, _, err := target{job: "again", addr: a.port.at, key: token}.dial(t.Context())
 		var refused *AuthError
 		require.ErrorAs(t, err, &refused)
 		require.Equal(t, errOldToken.Error(), refused.Reason)
-		_, _, err = (*system)(nil).dialCoordinator(t.Context(), "again", a.port.at, tokenOf(t, a))
+		_, _, err = target{job: "again", addr: a.port.at, key: tokenOf(t, a)}.dial(t.Context())
 		if _, refers := errors.AsType[*referral](err); !refers {
 			require.NoError(t, err)
 		}
@@ -117,8 +117,8 @@ func TestGossipBeforeTheRun(t *testing.T) {
 	t.Parallel()
 	ks := gossipKeys{make([]byte, keyBytes), "0123456789abcdef"}
 	limiter := newConnLimiter()
-	control := make(chan *stranger, 1)
-	to, err := newGossipTransport("127.0.0.1", 0, limiter, nil, func(s *stranger) { control <- s })
+	control := make(chan *limitedConn, 1)
+	to, err := newGossipTransport("127.0.0.1", 0, limiter, nil, func(s *limitedConn) { control <- s })
 	require.NoError(t, err)
 	defer to.Shutdown()
 	member := openTransport(t, newConnLimiter(), ks)

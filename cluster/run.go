@@ -236,7 +236,7 @@ func (r *runner) send(w *World, m message) error {
 // awaitEnd waits until the epoch of w has ended, and reports whether it has. The error of a
 // collective may come before the coordinator has noticed the loss.
 func (r *runner) awaitEnd(w *World) bool {
-	t := time.NewTimer(r.k.hello.LostAfter + extraPatience(r.k.hello.LostAfter) + exitGrace + time.Second)
+	t := time.NewTimer(r.k.hello.LostAfter + extraSilence(r.k.hello.LostAfter) + exitGrace + time.Second)
 	defer t.Stop()
 	select {
 	case <-w.ctx.Done():

@@ -51,13 +51,13 @@ type server struct {
 
 	mu sync.Mutex
 	*coordinator
-	conns   map[string]*conn // all authenticated connections, by id
-	engine  *engine
-	stored  atomic.Int64  // bytes of the long values of all epochs that the stores or queued replies have
-	allTold chan struct{} // closed when all members know why none can join
-	drained chan struct{} // closed when the last worker left; nil unless awaited
-	lines   []string      // notifications to send after unlocking
-	said    lineFilter
+	conns       map[string]*conn // all authenticated connections, by id
+	engine      *engine
+	stored      atomic.Int64  // bytes of the long values of all epochs that the stores or queued replies have
+	allNotified chan struct{} // closed when all members know why none can join
+	drained     chan struct{} // closed when the last worker left; nil unless awaited
+	lines       []string      // notifications to send after unlocking
+	said        lineFilter
 
 	inquiry     *inquiry // nil unless the coordinator waits for reports
 	lastInquiry uint64
@@ -66,7 +66,7 @@ type server struct {
 // newServer starts a coordinator on ln and takes ownership of ln. first, if not nil, is its first event.
 func newServer(ln net.Listener, cfg serverConfig, first ...event) *server {
 	s := &server{cfg: cfg, ln: ln, limiter: newConnLimiter(), clock: newRunClock(cfg.self.step()), drains: drainTime,
-		quit: make(chan struct{}), conns: map[string]*conn{}, allTold: make(chan struct{})}
+		quit: make(chan struct{}), conns: map[string]*conn{}, allNotified: make(chan struct{})}
 	s.clock.sys = cfg.sys
 	s.cfg.probes = cfg.probe != nil
 	s.timer = time.AfterFunc(time.Hour, s.timeUp)
@@ -100,8 +100,8 @@ func (s *server) step(e event) error {
 	for _, a := range actions {
 		s.do(a)
 	}
-	if s.hasToldAll() {
-		closeOnce(s.allTold)
+	if s.hasNotifiedAll() {
+		closeOnce(s.allNotified)
 	}
 	if s.drained != nil && s.hasDrained() {
 		closeOnce(s.drained)
@@ -148,7 +148,7 @@ func (s *server) do(a action) {
 		if k := s.conns[a.p.id]; k != nil {
 			k.closeAfterQueue()
 		}
-	case hangUpGuests:
+	case hangUpUnregistered:
 		m := a.m.encode()
 		for _, k := range s.conns {
 			if k.peer.role == roleNone {
@@ -216,21 +216,21 @@ func (s *server) unlock() {
 
 func (s *server) acceptLoop() {
 	acceptAll(s.ln, func(reason string) { s.cfg.notify("job " + s.cfg.job + ": " + reason) }, func(c net.Conn) {
-		guest, fromPort := c.(*stranger)
+		limited, fromPort := c.(*limitedConn)
 		if !fromPort {
 			if err := knownPeer(c); err != nil { // rejected connections must not occupy the limiter
 				c.Close()
 				s.notifyRefused(c, err)
 				return
 			}
-			guest = s.limiter.enter(c)
+			limited = s.limiter.enter(c)
 		}
-		s.wg.Go(func() { s.serve(guest) })
+		s.wg.Go(func() { s.serve(limited) })
 	})
 }
 
 // serve authenticates one connection and reads it until it ends.
-func (s *server) serve(c *stranger) {
+func (s *server) serve(c *limitedConn) {
 	l, err := acceptHandshake(c, s.cfg.job, s.cfg.key)
 	c.leave()
 	if err != nil {
@@ -241,7 +241,7 @@ func (s *server) serve(c *stranger) {
 	s.mu.Lock()
 	hello := s.welcome()
 	s.mu.Unlock()
-	l.most = maxGuestFrame
+	l.most = maxUnregisteredFrame
 	if !l.worker && hello.Elects {
 		l.most = maxHistoryFrame
 	}
@@ -273,7 +273,7 @@ func (s *server) admits(k *conn) bool {
 	if s.closed || s.handedOver {
 		return false
 	}
-	s.displaceGuest()
+	s.displaceUnregistered()
 	s.conns[k.peer.id] = k
 	_ = s.step(connected{k.peer}) // never fails
 	return true
@@ -299,11 +299,23 @@ func (s *server) disconnects(k *conn, err error) {
 
 // notifyRefused notifies the user of this host of a process that failed to authenticate.
 func (s *server) notifyRefused(c net.Conn, why error) {
-	if line := strangerLine(c, why); line != "" {
+	if line := refusedLine(c, why); line != "" {
 		s.mu.Lock()
 		s.do(notify{addrIP(c.RemoteAddr()), line})
 		s.unlock()
 	}
+}
+
+// encode returns the message for a stream.
+func (m msg) encode() message {
+	out := message{kind: m.kind, epoch: m.epoch, id: m.id}
+	if m.rec != nil {
+		if m.rec.encoded == nil {
+			m.rec.encoded = note(m.kind, m.rec.value).body
+		}
+		out.body = m.rec.encoded
+	}
+	return out
 }
 
 // records are the records of messages that a coordinator receives. Other messages have none.
@@ -465,7 +477,7 @@ func (s *server) decide(err error) {
 // join, for example because two claimed the same place. Otherwise they would retry until their timeout.
 func (s *server) keepPortOpen() {
 	s.mu.Lock()
-	late := s.verdict != nil && (s.verdict.First != nil || s.verdict.All) && !s.closed
+	late := s.joinFailure != nil && (s.joinFailure.First != nil || s.joinFailure.All) && !s.closed
 	s.mu.Unlock()
 	if !late {
 		return
@@ -473,7 +485,7 @@ func (s *server) keepPortOpen() {
 	t := time.NewTimer(cmp.Or(s.cfg.keepOpen, lastMessageTimeout))
 	defer t.Stop()
 	select {
-	case <-s.allTold:
+	case <-s.allNotified:
 	case <-t.C:
 	}
 }

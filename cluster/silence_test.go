@@ -46,6 +46,6 @@ func TestSilence(t *testing.T) {
 
 		long := silence(limit, map[time.Duration]time.Duration{time.Second: time.Minute})
 		require.Greater(t, long, time.Minute+limit-time.Second/10)
-		require.LessOrEqual(t, long, time.Minute+limit+extraPatience(limit)+time.Second/10, "extra patience is limited")
+		require.LessOrEqual(t, long, time.Minute+limit+extraSilence(limit)+time.Second/10, "extra patience is limited")
 	})
 }

@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -8,7 +9,10 @@ import (
 	"strconv"
 	"strings"
 	"sync"
+	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
 )
 
 // A simJob is an elastic job of the real code on a simulated network: agents, coordinators, and workers that call Run. Its
@@ -44,20 +48,46 @@ type simLineage struct {
 	restarts int
 }
 
+// add adds an epoch in the order of numbers, and returns one that it contradicts. A coordinator that others have replaced may get the
+// last answer to its proposal late: its epoch then has a smaller term than a later one, and its successor has counted it as begun.
+func (l *simLineage) add(x *simCommit) (other *simCommit) {
+	for _, o := range l.commits {
+		if o.epoch == x.epoch || o.epoch < x.epoch && o.term > x.term || o.epoch > x.epoch && o.term <= x.term {
+			other = o
+		}
+	}
+	l.commits = append(l.commits, x)
+	slices.SortStableFunc(l.commits, func(a, b *simCommit) int { return cmp.Compare(a.epoch, b.epoch) })
+	return other
+}
+
+// Epochs and terms grow together. Only a coordinator that was replaced may begin its last epoch after one of its successor.
+func TestSimulatedLineage(t *testing.T) {
+	l := &simLineage{}
+	for _, c := range []simCommit{{epoch: 1, term: 1}, {epoch: 3, term: 2}, {epoch: 2, term: 1}} {
+		require.Nil(t, l.add(&c))
+	}
+	require.Equal(t, uint64(3), l.commits[2].epoch)
+	for _, c := range []simCommit{{epoch: 3, term: 2}, {epoch: 3, term: 1}, {epoch: 2, term: 2}, {epoch: 4, term: 1}} {
+		other := simLineage{commits: slices.Clone(l.commits)}
+		require.NotNil(t, other.add(&c))
+	}
+}
+
 // A simCommit is an epoch that a coordinator has begun.
 type simCommit struct {
 	lineage     *simLineage
-	epoch       uint64
+	epoch, term uint64
 	coordinator *simProc
 	members     []string
-	electorate  []string
+	voterSet    []string
 	at          time.Time
 	acked       map[string]int // the last values of the store that were set
 	steps       int            // the greatest number of steps of a member
 }
 
 func (c *simCommit) String() string {
-	return fmt.Sprintf("epoch %d of [%s], decided by %s on host %s for the hosts [%s]", c.epoch, strings.Join(c.members, " "), c.coordinator.name, c.coordinator.host.name, strings.Join(c.electorate, " "))
+	return fmt.Sprintf("epoch %d of [%s], decided by %s on host %s for the hosts [%s]", c.epoch, strings.Join(c.members, " "), c.coordinator.name, c.coordinator.host.name, strings.Join(c.voterSet, " "))
 }
 
 // simName returns the name of a host, one letter.
@@ -119,12 +149,12 @@ func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
 		}
 		return
 	}
-	x := &simCommit{epoch: c.epoch, coordinator: p, at: time.Now(), lineage: j.lineages[c.cfg.self.Agent], acked: map[string]int{}}
+	x := &simCommit{epoch: c.epoch, term: c.term, coordinator: p, at: time.Now(), lineage: j.lineages[c.cfg.self.Agent], acked: map[string]int{}}
 	for _, m := range c.world.Members {
 		x.members = append(x.members, nameOf(m))
 	}
-	voters := c.electorates[0]
-	x.electorate = j.hostsOf(voters)
+	voters := c.voterSets[0]
+	x.voterSet = j.hostsOf(voters)
 	if x.lineage == nil {
 		x.lineage = &simLineage{}
 		if j.first == nil {
@@ -136,12 +166,9 @@ func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
 	for _, u := range voters { // the last job that a host has joined, if its own one has ended
 		j.lineages[u] = x.lineage
 	}
-	if n := len(x.lineage.commits); n > 0 {
-		if last := x.lineage.commits[n-1]; last.epoch >= x.epoch {
-			j.violate("%v, after %v", x, last)
-		}
+	if o := x.lineage.add(x); o != nil {
+		j.violate("%v, after %v", x, o)
 	}
-	x.lineage.commits = append(x.lineage.commits, x)
 	if x.lineage == j.first {
 		j.trigger("commit", p.host)
 	}
@@ -694,7 +721,7 @@ func (j *simJob) settles() string {
 		}
 	}
 	majority := len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least
-	if len(live) == 1 && 2*len(live[0].electorate) >= j.cfg.hosts {
+	if len(live) == 1 && 2*len(live[0].voterSet) >= j.cfg.hosts {
 		majority = false
 	}
 	for name, l := range j.launchers {

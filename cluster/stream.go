@@ -512,8 +512,8 @@ func (s *stream) nextFrame() (l *link, f frame, last bool) {
 	return s.link, f, false
 }
 
-// extraPatience limits the time that isTooSilent adds to a limit.
-func extraPatience(limit time.Duration) time.Duration { return limit/32 + limit/8 }
+// extraSilence limits the time that isTooSilent adds to a limit.
+func extraSilence(limit time.Duration) time.Duration { return limit/32 + limit/8 }
 
 // isTooSilent reports whether the other end has been silent for longer than limit. A heartbeat that is due
 // just before the limit has the time to arrive. If this process was starved during the silence, its

@@ -33,7 +33,7 @@ func takenOver(change func(*succession)) *paperJob {
 		for i := range p.Hosts {
 			ms = append(ms, Member{Rank: i, Node: i, PID: i, LocalSize: 1})
 		}
-		ch := history{Epoch: 2, Proposed: []proposal{{3, electorate{"x", "a", "b", "c"}}}, Voters: electorate{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
+		ch := history{Epoch: 2, Proposed: []proposal{{3, voterSet{"x", "a", "b", "c"}}}, Voters: voterSet{"x", "a", "b", "c"}, Lost: "x", Reason: "it burned", Plan: p, Members: ms}
 		j.succession = &succession{history: ch, begun: j.now, hosts: map[string]*history{"a": {Running: []int{0}}, "b": {Running: []int{0}},
 			"c": {Running: []int{0}, Exits: map[int][]Exit{0: {{PID: 3, Reason: "killed"}}}, NewMembers: map[int]int{0: 103}}}}
 		change(j.succession)

@@ -33,7 +33,7 @@ func mayTakeOver(as ...*Agent) bool {
 		ch.merge(a.history)
 		ended = append(ended, a.ended...)
 	}
-	return allow(ch.electorates(), here, setOf(ended))
+	return allow(ch.voterSets(), here, setOf(ended))
 }
 
 // A host whose worker has exited is connected. It must answer a proposal like all others: otherwise the coordinator could begin an
@@ -80,7 +80,7 @@ func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
 		require.NoError(t, j.handle(j.hosts["c"], message{kind: kindLeave, epoch: firstEpoch}))
 		j.answer("a")
 		require.Equal(t, uint64(3), j.epoch)
-		require.Equal(t, []electorate{{"a"}}, j.electorates)
+		require.Equal(t, []voterSet{{"a"}}, j.voterSets)
 	})
 }
 
@@ -91,10 +91,10 @@ func TestHistoryThatIsRefused(t *testing.T) {
 		for want, ch := range map[string]history{
 			"another run of the job":   {Run: "other", Epoch: 1},
 			"host number 2 of 2":       {Epoch: 1, Plan: hosts, Members: []Member{{Node: 2}}},
-			`host "a" decides twice`:   {Epoch: 1, Voters: electorate{"a", "a"}},
-			"is not a host of the job": {Epoch: 1, Plan: hosts, Voters: electorate{"c"}},
+			`host "a" decides twice`:   {Epoch: 1, Voters: voterSet{"a", "a"}},
+			"is not a host of the job": {Epoch: 1, Plan: hosts, Voters: voterSet{"c"}},
 			"epochs start with 1":      {},
-			"a proposal of epoch 0":    {Epoch: 1, Proposed: []proposal{{0, electorate{"a"}}}},
+			"a proposal of epoch 0":    {Epoch: 1, Proposed: []proposal{{0, voterSet{"a"}}}},
 		} {
 			j := newPaperJob("a", "b")
 			p := j.newHost("c")
@@ -107,7 +107,7 @@ func TestHistoryThatIsRefused(t *testing.T) {
 		}
 		a := &Agent{uuid: "a", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		a.now.Store(&attempt{})
-		require.NoError(t, a.news(1, news{By: leader{Term: 1, Run: "one"}, Plan: hosts, Voters: electorate{"a", "b"}}))
+		require.NoError(t, a.news(1, news{By: leader{Term: 1, Run: "one"}, Plan: hosts, Voters: voterSet{"a", "b"}}))
 		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "two", Name: "host x"}, Plan: hosts}), "host x in term 2 leads another run of the job")
 		require.ErrorContains(t, a.news(2, news{By: leader{Term: 2, Run: "one"}, Plan: hosts, Members: []Member{{Node: 5}}}), "rank 0 is on host number 5 of 2")
 		require.Equal(t, uint64(1), a.history.Epoch)
@@ -120,7 +120,7 @@ func TestTwoCoordinatorsAreReported(t *testing.T) {
 		one, other := leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
 		a := &Agent{uuid: "c", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		a.now.Store(&attempt{})
-		n := news{By: one, Plan: plan{Hosts: []host{{UUID: "c"}}}, Voters: electorate{"c"}}
+		n := news{By: one, Plan: plan{Hosts: []host{{UUID: "c"}}}, Voters: voterSet{"c"}}
 		require.NoError(t, a.news(3, n))
 		n.By.Term++
 		err := a.news(2, n)
@@ -175,7 +175,7 @@ func TestDrainedHostsMustAnswer(t *testing.T) {
 		c, d, e := j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
 		j.settle("a", "b") // after the network has split into a and b, and c, d and e
 		require.Equal(t, phasePropose, j.elastic.phase)
-		require.Equal(t, electorate{"a", "b", "c"}, j.elastic.voters)
+		require.Equal(t, voterSet{"a", "b", "c"}, j.elastic.voters)
 		j.lose("c")
 		j.answer("a", "b")
 		require.Equal(t, uint64(1), j.epoch)
@@ -192,7 +192,10 @@ func TestDrainedHostsMustAnswer(t *testing.T) {
 func TestDrainedHostsAreDismissed(t *testing.T) {
 	for name, last := range map[string]func(*paperJob){
 		"answers": func(j *paperJob) { j.answer("e") },
-		"leaves":  func(j *paperJob) { j.do(func() { j.agentLeft(j.hosts["e"], false) }); j.answer("a", "b", "c", "d") },
+		"leaves": func(j *paperJob) {
+			j.do(func() { j.loseAgent(j.hosts["e"], agentEnd{ended: true, left: true}) })
+			j.answer("a", "b", "c", "d")
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -205,7 +208,7 @@ func TestDrainedHostsAreDismissed(t *testing.T) {
 				require.Empty(t, j.ended)
 				last(j)
 				require.Equal(t, uint64(2), j.epoch)
-				require.Equal(t, []electorate{{"a", "b", "c"}}, j.electorates)
+				require.Equal(t, []voterSet{{"a", "b", "c"}}, j.voterSets)
 				require.Len(t, j.agents, 3)
 				sent := j.take(j.hosts["d"])
 				var o Order
@@ -227,7 +230,7 @@ func TestHandoverAfterDrainedHosts(t *testing.T) {
 		}
 		j.settle("a", "b", "c")
 		require.False(t, j.handedOver)
-		require.Equal(t, electorate{"a", "c"}, j.elastic.voters)
+		require.Equal(t, voterSet{"a", "c"}, j.elastic.voters)
 		j.answer("a", "b", "c")
 		require.Equal(t, uint64(2), j.epoch)
 		j.take(j.hosts["c"])
@@ -254,7 +257,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 	ch := *as[0].history
 	ch.Lost, ch.Reason = lost, "silent"
 	k.do(func() {
-		k.workers, k.elastic, k.plan, k.agents, k.electorates = nil, nil, nil, nil, nil
+		k.workers, k.elastic, k.plan, k.agents, k.voterSets = nil, nil, nil, nil, nil
 		k.succession = &succession{history: ch, begun: k.now, hosts: map[string]*history{}}
 		for _, a := range as {
 			own := *a.history
@@ -273,7 +276,7 @@ func candidate(t *testing.T, lost string, pids map[string]int, as ...*Agent) *pa
 			if m.kind == kindRequestVote && m.id == k.attempt {
 				var by leader
 				require.NoError(t, m.record(&by))
-				require.NoError(t, a.voteFor(by))
+				require.NoError(t, a.vote(by))
 			}
 		}
 	}
@@ -333,10 +336,10 @@ func TestReplacedCoordinator(t *testing.T) {
 				require.Equal(t, phasePropose, k.elastic.phase)
 				require.Equal(t, uint64(1), k.term)
 				k.hear(t, c)
-				require.Equal(t, []electorate{{"a", "b", "c", "d", "e", "f"}, {"b", "c", "d", "e"}}, c.history.electorates())
-				require.False(t, c.mayFollow(welcome{Running: true, Term: j.term}))
-				require.True(t, c.mayFollow(welcome{Running: true, Term: k.term}))
-				require.True(t, c.mayFollow(welcome{Elects: true}))
+				require.Equal(t, []voterSet{{"a", "b", "c", "d", "e", "f"}, {"b", "c", "d", "e"}}, c.history.voterSets())
+				require.False(t, c.accepts(welcome{Running: true, Term: j.term}))
+				require.True(t, c.accepts(welcome{Running: true, Term: k.term}))
+				require.True(t, c.accepts(welcome{Elects: true}))
 				j.take(j.hosts["f"])
 				j.take(j.hosts["a"])
 				meets(t, j, c)
@@ -375,10 +378,10 @@ func TestTermsOfAnotherRun(t *testing.T) {
 
 		a := &Agent{uuid: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		require.NoError(t, a.follow(leader{Term: 2, Run: "new"}))
-		require.True(t, a.mayFollow(welcome{Run: "new", Running: true, Term: 2}))
-		require.True(t, a.mayFollow(welcome{Run: "new", Elects: true}))
-		require.False(t, a.mayFollow(welcome{Run: "old", Running: true, Term: 7}))
-		require.False(t, a.mayFollow(welcome{Run: "old", Elects: true}))
+		require.True(t, a.accepts(welcome{Run: "new", Running: true, Term: 2}))
+		require.True(t, a.accepts(welcome{Run: "new", Elects: true}))
+		require.False(t, a.accepts(welcome{Run: "old", Running: true, Term: 7}))
+		require.False(t, a.accepts(welcome{Run: "old", Elects: true}))
 
 		tell(leader{Term: 1, Run: "new", Name: "host y (pid 8)"})
 		require.NotNil(t, j.faults.stop, "a greater term of the same run")

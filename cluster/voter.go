@@ -6,6 +6,18 @@ import (
 	"slices"
 )
 
+// A loss tells how a member has lost the coordinator.
+type loss int32
+
+const (
+	notLost      loss = iota
+	lostSilent        // nothing has arrived: it may coordinate others
+	lostEnded         // its process has ended
+	lostByIt          // it has lost this process
+	lostLeaving       // its host leaves the job, as asked
+	lostResigned      // it may not go on, and coordinates no more
+)
+
 // A voter is the part of a host in the decisions about epochs: what it has promised, and what it has to tell the next
 // coordinator. Like a coordinator, it is a function of what happens to it. Agent.mu guards it.
 type voter struct {
@@ -13,7 +25,7 @@ type voter struct {
 	history    *history // nil unless the workers call Run and their first world is complete
 	running    map[int]bool
 	exits      map[int][]Exit // by local rank, without the exits before the start of a member of the last epoch
-	owed       map[int]Exit   // failures for which no order has come
+	unanswered map[int]Exit   // failures for which no order has come
 	newMembers map[int]int    // PIDs of workers that were proposed as new members, by local rank
 	drains     *fault         // this host was asked to leave
 	stops      *fault         // the job was asked to end here
@@ -26,7 +38,7 @@ type voter struct {
 }
 
 func newVoter(workers int) voter {
-	v := voter{running: map[int]bool{}, exits: map[int][]Exit{}, owed: map[int]Exit{}, newMembers: map[int]int{}}
+	v := voter{running: map[int]bool{}, exits: map[int][]Exit{}, unanswered: map[int]Exit{}, newMembers: map[int]int{}}
 	for local := range workers {
 		v.running[local] = true
 	}
@@ -41,7 +53,7 @@ func (v *voter) exited(e Exit) {
 		delete(v.newMembers, e.Local)
 	}
 	if e.Code != 0 && !e.Asked {
-		v.owed[e.Local] = e
+		v.unanswered[e.Local] = e
 	}
 }
 
@@ -66,7 +78,7 @@ func (v *voter) ordered(o Order) {
 		v.over, v.finished = true, v.finished || o.Finish
 	case o.Kill:
 	default:
-		delete(v.owed, o.Local)
+		delete(v.unanswered, o.Local)
 		if o.Start {
 			v.running[o.Local] = true
 		}
@@ -175,8 +187,8 @@ func (v *voter) candidacy(how loss, hello welcome, reason string) *history {
 func (v *voter) repeats() (list []msg) {
 	for _, local := range slices.Sorted(maps.Keys(v.exits)) {
 		last := v.exits[local][len(v.exits[local])-1]
-		_, owed := v.owed[local]
-		if owed || !v.running[local] && (last.Code == 0 || last.Asked) { // the others were ordered to start again
+		_, unanswered := v.unanswered[local]
+		if unanswered || !v.running[local] && (last.Code == 0 || last.Asked) { // the others were ordered to start again
 			list = append(list, say(kindExit, last))
 		}
 	}
@@ -233,5 +245,5 @@ func (c *history) addresses() []string {
 func (c *history) isPossible() bool {
 	all := setOf(c.hosts())
 	delete(all, c.Lost)
-	return allow(c.electorates(), all, setOf(c.Ended))
+	return allow(c.voterSets(), all, setOf(c.Ended))
 }

@@ -22,6 +22,7 @@ var metaphors = map[string]string{
 	"patience": "timeout", "clique": "local ranks", "board": "table, exchange", "confer": "agree", "mourn": "coordinator lost",
 	"heir": "successor", "charter": "epoch record", "electorate": "voters", "lend": "allocate", "lent": "allocated",
 	"owe": "pending", "owes": "pending", "tidy": "release", "farewell": "close", "desk": "server", "carrier": "link",
+	"stranger": "unauthenticated peer",
 }
 
 // part matches the words of an identifier in mixed caps.

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func guest(since instant) *conn {
+func unregistered(since instant) *conn {
 	k := newConn(newStream(nil, newRunClock(time.Second), 0), "", false)
 	k.peer.since = since
 	return k
@@ -21,29 +21,29 @@ func TestGuestsAreLimited(t *testing.T) {
 	j, agent, worker := judged()
 	s, of := j.served()
 	members := []*conn{of(agent), of(worker(0)), of(worker(1)), of(worker(2))}
-	var guests []*conn
-	for i := range maxGuests {
-		k := guest(0)
+	var peers []*conn
+	for i := range maxUnregistered {
+		k := unregistered(0)
 		if i%2 == 0 {
 			k.peer.role, k.peer.state = roleWorker, peerGone
 		}
 		require.True(t, s.admits(k))
-		k.peer.since = instant(i - maxGuests)
-		guests = append(guests, k)
+		k.peer.since = instant(i - maxUnregistered)
+		peers = append(peers, k)
 	}
-	require.Len(t, s.conns, maxGuests+len(members))
+	require.Len(t, s.conns, maxUnregistered+len(members))
 	for i := range 3 {
-		require.True(t, s.admits(guest(0)))
-		require.Len(t, s.conns, maxGuests+len(members))
-		require.True(t, guests[i].isClosed(), "the oldest")
-		require.False(t, guests[i+1].isClosed())
+		require.True(t, s.admits(unregistered(0)))
+		require.Len(t, s.conns, maxUnregistered+len(members))
+		require.True(t, peers[i].isClosed(), "the oldest")
+		require.False(t, peers[i+1].isClosed())
 	}
 	for _, k := range members {
 		require.Same(t, k, s.conns[k.peer.id])
 		require.False(t, k.isClosed())
 	}
 	s.handedOver = true
-	require.False(t, s.admits(guest(0)), "another coordinator continues")
+	require.False(t, s.admits(unregistered(0)), "another coordinator continues")
 }
 
 // TestGuestsAreLate lets a process send heartbeats and never register.
@@ -51,7 +51,7 @@ func TestGuestsAreLate(t *testing.T) {
 	j, _, worker := judged()
 	s, of := j.served()
 	limit := s.silenceLimit()
-	late, early, member := guest(-limit-1), guest(-limit/2), of(worker(0))
+	late, early, member := unregistered(-limit-1), unregistered(-limit/2), of(worker(0))
 	member.peer.since = -2 * limit
 	s.conns[late.peer.id], s.conns[early.peer.id] = late, early
 	s.expireSilent()
@@ -76,7 +76,7 @@ func TestFramesOfGuests(t *testing.T) {
 	require.NoError(t, errs[0])
 	worker, err := as[0].keys.control.forWorkers(as[0].promise().Run)
 	require.NoError(t, err)
-	long := message{kind: kindBeat, epoch: firstEpoch, id: 1, body: make([]byte, maxGuestFrame)}
+	long := message{kind: kindBeat, epoch: firstEpoch, id: 1, body: make([]byte, maxUnregisteredFrame)}
 	for _, register := range []bool{false, true} {
 		l, _ := target{job: as[0].Job(), addr: as[0].addr, key: worker}.persist(t)
 		defer l.close()
@@ -105,7 +105,7 @@ func TestResumeOnABrokenLink(t *testing.T) {
 	j, _, worker := judged()
 	s, of := j.served()
 	q := of(worker(1))
-	p := guest(0) // without a link, as after writeFailed
+	p := unregistered(0) // without a link, as after writeFailed
 	require.ErrorIs(t, s.resume(p, message{kind: kindResume, epoch: firstEpoch, body: []byte(q.peer.id)}), errOtherStream)
 	require.Empty(t, q.renewals, "the stream keeps its link")
 }
@@ -118,7 +118,7 @@ func TestLateRequestToResume(t *testing.T) {
 	ask := func(number uint64) int {
 		near, far := net.Pipe()
 		t.Cleanup(func() { near.Close(); far.Close() })
-		p := guest(0)
+		p := unregistered(0)
 		p.stream = newStream(&link{c: near}, newRunClock(time.Second), time.Minute)
 		require.ErrorIs(t, s.resume(p, message{kind: kindResume, epoch: number, body: []byte(q.peer.id)}), errOtherStream)
 		return len(q.renewals)
@@ -133,7 +133,7 @@ func TestLateRequestToResume(t *testing.T) {
 func TestMembersThatGiveUp(t *testing.T) {
 	c, _, _ := judged()
 	for i := range 100 {
-		p := guest(0).peer
+		p := unregistered(0).peer
 		p.role, p.reg.Member = roleWorker, Member{Rank: -1, Host: strings.Repeat("h", 100), PID: i}
 		c.gaveUp(p)
 	}

@@ -113,7 +113,7 @@ cross: ## build without cgo and for arm64, and test the portable variants
 
 # The tests of these packages need no C library and start no programs, so an emulator runs them.
 NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/chart \
-	./internal/env ./internal/osthread ./internal/handle ./internal/minifloat \
+	./internal/env ./internal/osthread ./internal/handle ./internal/dtype \
 	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/torchfile
 
 generate: ## write docs/ENVIRONMENT.md

@@ -15,7 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -365,7 +365,7 @@ func (p Placement) resolveWhole(c *division, shape []int) error {
 
 // resolveDim resolves a placement that cuts a dimension.
 func (p Placement) resolveDim(c *division, shape []int) error {
-	dim, err := element.WrapDim(p.dim, len(shape))
+	dim, err := strided.WrapDim(p.dim, len(shape))
 	if err == nil && len(shape) == 0 {
 		err = fmt.Errorf("a tensor of one element has no dimension")
 	}

@@ -283,7 +283,7 @@ func checkPart(t *testing.T, w *Weights, m made, wish wish, rank int, g *comm.Gr
 	require.Equal(t, []int{dim, start, n}, []int{d, part.Start, part.Len}, what)
 	want := partOf(m.data, m.info.DType.Bits()/8, m.info.Shape, dim, start, n)
 	if wish.to != memory.Invalid {
-		want = castOf(want, dtypeOf(m.info.DType), wish.to)
+		want = castOf(want, dtypes[m.info.DType], wish.to)
 		require.Equal(t, wish.to, x.DType())
 	}
 	require.Equal(t, len(want), x.Bytes(), what)

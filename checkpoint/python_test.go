@@ -67,7 +67,7 @@ func TestPythonReadsWhatIsSaved(t *testing.T) {
 		for _, m := range list {
 			require.Equal(t, hashOf(m.data), got[m.info.Name][2], m.info.Name)
 			require.Len(t, got[m.info.Name][1], len(m.info.Shape), m.info.Name)
-			require.Equal(t, dtypeOf(m.info.DType).String(), got[m.info.Name][0])
+			require.Equal(t, dtypes[m.info.DType].String(), got[m.info.Name][0])
 		}
 	})
 }

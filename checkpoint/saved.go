@@ -101,7 +101,7 @@ func (s *Saved) Tensors() []Info {
 	for i := range s.m.Tensors {
 		t := &s.m.Tensors[i]
 		format, _ := safetensors.ParseDType(t.DType) // checked when it was read
-		all = append(all, Info{Name: t.Name, DType: dtypeOf(format), Format: format, Shape: slices.Clone(t.Shape), File: filepath.Join(s.folder, s.m.Files[t.Parts[0].File].Name)})
+		all = append(all, Info{Name: t.Name, DType: dtypes[format], Format: format, Shape: slices.Clone(t.Shape), File: filepath.Join(s.folder, s.m.Files[t.Parts[0].File].Name)})
 	}
 	return all
 }

@@ -8,7 +8,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
@@ -146,7 +146,7 @@ func shapes(xs []gradient) [][]int {
 }
 
 // isFloat reports whether t is a float of 16 bits or more.
-func isFloat(t memory.DType) bool { return element.IsFloat(t) && !element.IsFloat8(t) }
+func isFloat(t memory.DType) bool { return dtype.Of(t).IsFloat() && !dtype.Of(t).IsFloat8() }
 
 // compressible reports whether ReducerConfig.Compress applies to gradients of type t.
 func compressible(t memory.DType) bool { return t == memory.Float32 || t == memory.Float64 }

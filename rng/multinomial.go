@@ -190,7 +190,7 @@ func Permutation[T Number](g *Generator, s *stream.Stream, x memory.Slice[T]) (e
 		return err
 	}
 	n, f := x.Len(), formatOf[T]()
-	if !f.holds(int64(n-1)) || f.digits > 0 && n > 1<<f.digits+1 {
+	if !f.holds(int64(n-1)) || f.IsFloat() && n > 1<<f.Digits+1 {
 		return fmt.Errorf("%s: %d elements: %s does not represent all numbers below", op, n, f.dtype)
 	}
 	if n > math.MaxInt32 {

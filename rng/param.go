@@ -66,7 +66,7 @@ func (p *param) check(op, name string, out region, inPlace bool, dev *device.Dev
 	if !p.isSlice() {
 		return nil
 	}
-	if formats[p.dtype].digits == 0 {
+	if !formats[p.dtype].IsFloat() {
 		return fmt.Errorf("%s: %s is a slice of %s: want a slice of floating-point numbers", op, name, p.dtype)
 	}
 	if p.n != out.n && p.n != 1 {

@@ -7,6 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gemm"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -23,17 +24,8 @@ type multiplication struct {
 	swapped bool // as described above; otherwise c is column-major
 }
 
-// elementTypes has the types of products. Index by DType; the value of a type that is not one
-// is noElement.
-var elementTypes = func() (list [memory.Float8E5M2 + 1]cublasapi.DType) {
-	for i := range list {
-		list[i] = noElement
-	}
-	list[memory.Float16], list[memory.BFloat16] = cublasapi.R16F, cublasapi.R16BF
-	list[memory.Float32], list[memory.Float64] = cublasapi.R32F, cublasapi.R64F
-	list[memory.Float8E4M3], list[memory.Float8E5M2] = cublasapi.R8FE4M3, cublasapi.R8FE5M2
-	return list
-}()
+// elementType returns the type in products, or noElement for a type that products do not have.
+func elementType(t memory.DType) cublasapi.DType { return cublasapi.DType(dtype.Of(t).CUDA) }
 
 const noElement cublasapi.DType = -1
 
@@ -221,7 +213,7 @@ func (m *multiplication) setMatrices(cfg *MatMulConfig) error {
 // lay sets one operand; col says which of its orders.
 func (m *multiplication) lay(at *cudadrv.DevicePtr, l *gemm.Layout, t memory.DType, x side, col bool) {
 	*at = x.at
-	*l = gemm.Layout{Type: elementTypes[t], LD: x.ldR, Stride: x.stride}
+	*l = gemm.Layout{Type: elementType(t), LD: x.ldR, Stride: x.stride}
 	if col {
 		l.LD = x.ldC
 	}

@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
@@ -424,7 +424,7 @@ func (n *normCall) factor(sums []uint64) float32 {
 	for k, sum := range sums {
 		n.unpack(sum, x)
 		for _, v := range x {
-			of[k%n.slots] = element.FMA(v, v, of[k%n.slots])
+			of[k%n.slots] = dtype.FMA(v, v, of[k%n.slots])
 		}
 	}
 	var warps [maxSlots / warp]float32

@@ -11,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/minifloat"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -344,7 +344,7 @@ func (c *scalars) set(p *Product) {
 	for i, v := range p.Factors {
 		c.f64[i], c.f32[i] = v, float32(v)
 		if p.Compute == cublasapi.Compute16F {
-			c.f16[i] = minifloat.Float16.Encode(float32(v))
+			c.f16[i] = dtype.Half.Encode(float32(v))
 		}
 	}
 }

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
@@ -368,10 +369,17 @@ func TuneRecorded(ctx context.Context, s *stream.Stream, r io.Reader, o *TuneOpt
 
 // This file has the texts of problems and algorithms in files of tuning results.
 
-// typeNames has torch's names of types in TunableOp signatures.
-var typeNames = map[cublasapi.DType]string{
-	cublasapi.R32F: "float", cublasapi.R64F: "double", cublasapi.R16F: "Half", cublasapi.R16BF: "BFloat16",
-	cublasapi.R8FE4M3: "Float8_e4m3fn", cublasapi.R8FE5M2: "Float8_e5m2",
+// typeName returns torch's name of a type in TunableOp signatures, or "" if products do not have
+// the type. The types of C have their names in C.
+func typeName(t cublasapi.DType) string {
+	row := dtype.ByCUDA(t)
+	switch {
+	case row == nil:
+		return ""
+	case row.Format == nil:
+		return row.C
+	}
+	return row.Scalar
 }
 
 // Op returns the name of the operation in files of results, such as GemmTunableOp_BFloat16_TN.
@@ -386,7 +394,7 @@ func (p *Problem) Op() string {
 	case p.Batch > 1:
 		kind = "GemmStridedBatchedTunableOp"
 	}
-	return fmt.Sprintf("%s_%s_%c%c", kind, typeNames[p.A.Type], ops[p.TransA&1], ops[p.TransB&1])
+	return fmt.Sprintf("%s_%s_%c%c", kind, typeName(p.A.Type), ops[p.TransA&1], ops[p.TransB&1])
 }
 
 // numbers lists the fields of a problem for its text. The workspace is a validator of the file.

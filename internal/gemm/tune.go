@@ -15,8 +15,8 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/minifloat"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -449,10 +449,8 @@ func decode(t cublasapi.DType, b []byte) []float64 {
 		}
 		return out
 	}
-	f := map[cublasapi.DType]*minifloat.Format{cublasapi.R16F: minifloat.Float16, cublasapi.R16BF: minifloat.BFloat16,
-		cublasapi.R8FE4M3: minifloat.Float8E4M3, cublasapi.R8FE5M2: minifloat.Float8E5M2}[t]
 	narrow := make([]float32, len(out))
-	f.DecodeBytes(narrow, b)
+	dtype.ByCUDA(t).Format.DecodeBytes(narrow, b)
 	for i, v := range narrow {
 		out[i] = float64(v)
 	}
@@ -603,14 +601,8 @@ func randomBytes(n int, t cublasapi.DType) []byte {
 		for i, x := range v {
 			*(*float32)(unsafe.Pointer(&b[4*i])) = x
 		}
-	case cublasapi.R16F:
-		minifloat.Float16.EncodeBytes(b, v)
-	case cublasapi.R16BF:
-		minifloat.BFloat16.EncodeBytes(b, v)
-	case cublasapi.R8FE4M3:
-		minifloat.Float8E4M3.EncodeBytes(b, v)
 	default:
-		minifloat.Float8E5M2.EncodeBytes(b, v)
+		dtype.ByCUDA(t).Format.EncodeBytes(b, v)
 	}
 	return b
 }

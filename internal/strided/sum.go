@@ -8,7 +8,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/kernel"
@@ -140,7 +140,7 @@ func canAddAll(s *stream.Stream, dst *Array, lists [][]Array) (bool, error) {
 
 // packable reports whether all elements can be added 16 bytes at a time.
 func packable(dst *Array, lists [][]Array) bool {
-	if element.IsFloat8(dst.DType) {
+	if dtype.Of(dst.DType).IsFloat8() {
 		return false
 	}
 	all := dst.Ptr()
@@ -167,11 +167,11 @@ func unsigned(d memory.DType) memory.DType {
 // addTo adds the elements of x to the elements of sum.
 func addTo(d memory.DType, sum, x []byte) {
 	for i := range len(sum) / d.Size() {
-		a, b := element.Load(d, sum, i), element.Load(d, x, i)
-		if element.IsFloat(d) {
-			element.Store(d, sum, i, element.Float(a.Round(memory.Float64)+b.Round(memory.Float64)))
+		a, b := dtype.Of(d).Load(sum, i), dtype.Of(d).Load(x, i)
+		if dtype.Of(d).IsFloat() {
+			dtype.Of(d).Store(sum, i, dtype.FloatValue(a.Float64()+b.Float64()))
 		} else {
-			element.SetInt(d, sum, i, a.Int64()+b.Int64())
+			dtype.Of(d).Store(sum, i, dtype.IntValue(a.Int64()+b.Int64()))
 		}
 	}
 }
@@ -212,7 +212,7 @@ func add(s *stream.Stream, dst, a, b Array) (err error) {
 	strides := LikeStrides(dst.Shape, dst.Strides)
 	pack := func(x Array, fill bool) (p Array, packed bool, err error) {
 		as := x.DType
-		if element.IsFloat8(as) {
+		if dtype.Of(as).IsFloat8() {
 			as = memory.Float32
 		}
 		if as == x.DType && sameOrder(x.Shape, x.Strides, strides) {

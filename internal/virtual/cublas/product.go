@@ -7,7 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/minifloat"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"gonum.org/v1/gonum/blas"
 	"gonum.org/v1/gonum/blas/blas32"
@@ -19,22 +19,10 @@ import (
 // Elements are widened exactly and multiplied and added in the compute type. The order of the
 // additions is unspecified. The result is rounded once, when it is stored.
 
-// formats has the types that Go does not have.
-var formats = map[cublasapi.DType]*minifloat.Format{
-	cublasapi.R16F: minifloat.Float16, cublasapi.R16BF: minifloat.BFloat16,
-	cublasapi.R8FE4M3: minifloat.Float8E4M3, cublasapi.R8FE5M2: minifloat.Float8E5M2,
-}
-
 // SizeOf returns the bytes of an element, or 0 for types that products do not have.
 func SizeOf(t cublasapi.DType) int {
-	switch t {
-	case cublasapi.R32F:
-		return 4
-	case cublasapi.R64F:
-		return 8
-	}
-	if f := formats[t]; f != nil {
-		return f.Bytes()
+	if row := dtype.ByCUDA(t); row != nil {
+		return row.Size
 	}
 	return 0
 }
@@ -126,7 +114,7 @@ func load32(t cublasapi.DType, parts [][]byte) (v []float32) {
 		}
 		n := len(v)
 		v = append(v, make([]float32, len(p)/SizeOf(t))...)
-		formats[t].DecodeBytes(v[n:], p)
+		dtype.ByCUDA(t).Format.DecodeBytes(v[n:], p)
 	}
 	return v
 }
@@ -149,7 +137,7 @@ func store32(t cublasapi.DType, p []byte, v []float64) {
 	for i, x := range v {
 		narrow[i] = float32(x)
 	}
-	switch f := formats[t]; {
+	switch f := dtype.ByCUDA(t).Format; {
 	case f == nil:
 		copy(machine.View[float32](p), narrow)
 	case f.Bytes() == 1:
@@ -161,7 +149,7 @@ func store32(t cublasapi.DType, p []byte, v []float64) {
 
 // Round rounds x to a type.
 func Round(t cublasapi.DType, x float64) float64 {
-	switch f := formats[t]; {
+	switch f := dtype.ByCUDA(t).Format; {
 	case t == cublasapi.R64F:
 		return x
 	case f == nil:
@@ -272,7 +260,7 @@ func (p *Product) sum16(a, b []float32, lo, hi int) []float64 {
 		for i := range p.M {
 			sum := float32(0)
 			for l := lo; l < hi; l++ {
-				sum = minifloat.Float16.Decode(minifloat.Float16.Encode(sum + a[p.atA(i, l)]*b[p.atB(l, j)]))
+				sum = dtype.Half.Decode(dtype.Half.Encode(sum + a[p.atA(i, l)]*b[p.atB(l, j)]))
 			}
 			out[j*p.M+i] = float64(sum)
 		}

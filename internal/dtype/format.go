@@ -1,21 +1,21 @@
-// Package minifloat converts between float32 and the floating-point formats that Go
-// does not have: float16, bfloat16 and two 8-bit formats.
-//
-// Every number of these formats is a float32, so decoding is exact. Encoding rounds to
-// nearest, ties to even. A NaN remains a NaN with the same sign.
-//
-// Encode and EncodeSaturated differ for numbers that are too large. Encode returns the
-// result of torch's casts: infinity, or NaN in float8_e4m3fn, which has no infinity.
-// EncodeSaturated returns the largest finite number, also for infinity, like CUDA's
-// and NCCL's conversions to 8 bits.
-package minifloat
+package dtype
 
 import (
 	"math"
 	"unsafe"
 )
 
-// A Format is a floating-point format. Methods are safe for concurrent use.
+// A Format is a floating-point format that Go does not have. Its methods are safe for
+// concurrent use.
+//
+// Every number of these formats is a float32, so decoding is exact. Encoding rounds to
+// nearest, ties to even. They differ in what becomes of a number that is too large, and of a
+// NaN:
+//   - Encode follows torch's casts: infinity, or NaN in float8_e4m3fn, which has no infinity. A
+//     NaN keeps its sign.
+//   - EncodeSaturated follows the conversions of CUDA and NCCL to 8 bits: the largest finite
+//     number, also for infinity.
+//   - EncodeDevice follows CUDA's conversions to 16 bits: Encode, but every NaN is the same.
 type Format struct {
 	bytes    int
 	mantissa uint32 // bits
@@ -28,12 +28,12 @@ type Format struct {
 	table *[256]float32 // decoded values of an 8-bit format
 }
 
-// The formats, named like their types in torch.
+// The formats. They are exported for loops over one of them; Type.Format has them by type.
 var (
-	Float16    = &Format{bytes: 2, mantissa: 10, bias: 15, largest: 0x7bff, overflow: 0x7c00, infinity: 0x7c00, nan: 0x7fff}
-	BFloat16   = &Format{bytes: 2, mantissa: 7, bias: 127, largest: 0x7f7f, overflow: 0x7f80, infinity: 0x7f80, nan: 0x7fff}
-	Float8E4M3 = tabled(&Format{bytes: 1, mantissa: 3, bias: 7, largest: 0x7e, overflow: 0x7f, nan: 0x7f}) // float8_e4m3fn
-	Float8E5M2 = tabled(&Format{bytes: 1, mantissa: 2, bias: 15, largest: 0x7b, overflow: 0x7c, infinity: 0x7c, nan: 0x7f})
+	Half   = &Format{bytes: 2, mantissa: 10, bias: 15, largest: 0x7bff, overflow: 0x7c00, infinity: 0x7c00, nan: 0x7fff}
+	BFloat = &Format{bytes: 2, mantissa: 7, bias: 127, largest: 0x7f7f, overflow: 0x7f80, infinity: 0x7f80, nan: 0x7fff}
+	E4M3   = tabled(&Format{bytes: 1, mantissa: 3, bias: 7, largest: 0x7e, overflow: 0x7f, nan: 0x7f}) // float8_e4m3fn
+	E5M2   = tabled(&Format{bytes: 1, mantissa: 2, bias: 15, largest: 0x7b, overflow: 0x7c, infinity: 0x7c, nan: 0x7f})
 )
 
 func tabled(f *Format) *Format {
@@ -60,7 +60,7 @@ func (f *Format) Decode(q uint16) float32 {
 	switch {
 	case f.table != nil:
 		return f.table[uint8(q)]
-	case f == BFloat16:
+	case f == BFloat:
 		return math.Float32frombits(uint32(q) << 16)
 	}
 	return f.withSign(f.magnitude(uint32(q)&^f.signBit()), uint32(q))
@@ -81,8 +81,16 @@ func (f *Format) magnitude(q uint32) float32 {
 	return math.Float32frombits(uint32(exponent-f.bias+127)<<23 | fraction<<(23-f.mantissa))
 }
 
-// Encode rounds x. If x is too large, it returns infinity, or NaN for Float8E4M3.
+// Encode rounds x. If x is too large, it returns infinity, or NaN for E4M3.
 func (f *Format) Encode(x float32) uint16 { return f.encode(x, f.overflow) }
+
+// EncodeDevice is Encode with the NaN of the GPU's conversions, which has no sign.
+func (f *Format) EncodeDevice(x float32) uint16 {
+	if x != x {
+		return uint16(f.nan)
+	}
+	return f.encode(x, f.overflow)
+}
 
 // EncodeSaturated rounds x. If x is too large, it returns the largest finite number.
 func (f *Format) EncodeSaturated(x float32) uint16 { return f.encode(x, f.largest) }
@@ -134,7 +142,7 @@ func (f *Format) DecodeBytes(dst []float32, src []byte) {
 		for i, q := range src {
 			dst[i] = f.table[q]
 		}
-	case f == BFloat16:
+	case f == BFloat:
 		for i, q := range words(src)[:len(dst)] {
 			dst[i] = math.Float32frombits(uint32(q) << 16)
 		}
@@ -146,9 +154,9 @@ func (f *Format) DecodeBytes(dst []float32, src []byte) {
 // EncodeBytes encodes all of src to dst with Encode.
 func (f *Format) EncodeBytes(dst []byte, src []float32) {
 	switch {
-	case f == Float16:
+	case f == Half:
 		encodeHalfs(dst, src)
-	case f == BFloat16:
+	case f == BFloat:
 		encodeBFloats(dst, src)
 	default:
 		f.encodeBytes(dst, src, f.overflow)
@@ -183,7 +191,7 @@ func decodeHalfs(dst []float32, src []byte) {
 	for i, q := range words(src)[:len(dst)] {
 		h := uint32(q)
 		if h&0x7c00 == 0x7c00 {
-			dst[i] = Float16.Decode(q)
+			dst[i] = Half.Decode(q)
 			continue
 		}
 		x := math.Float32frombits(h&0x7fff<<13) * 0x1p112
@@ -204,7 +212,7 @@ func encodeHalfs(dst []byte, src []float32) {
 			out[i] = uint16(sign | (size-(127-15)<<23+0xfff+size>>13&1)>>13)
 			continue
 		}
-		out[i] = Float16.Encode(x)
+		out[i] = Half.Encode(x)
 	}
 }
 

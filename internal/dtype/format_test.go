@@ -1,4 +1,4 @@
-package minifloat
+package dtype
 
 import (
 	"encoding/binary"
@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-var formats = map[string]*Format{"float16": Float16, "bfloat16": BFloat16, "float8_e4m3fn": Float8E4M3, "float8_e5m2": Float8E5M2}
+var formats = map[string]*Format{"float16": Half, "bfloat16": BFloat, "float8_e4m3fn": E4M3, "float8_e5m2": E5M2}
 
 // values has the finite numbers of a format that are not negative, by their
 // bits, computed from the definition of the format alone.
@@ -32,10 +32,10 @@ func TestKnownNumbers(t *testing.T) {
 		x    float32
 		want uint16
 	}{
-		{Float16, 1, 0x3c00}, {Float16, -2, 0xc000}, {Float16, 65504, 0x7bff}, {Float16, 0x1p-24, 1},
-		{BFloat16, 1, 0x3f80}, {BFloat16, 1.00390625, 0x3f80}, {BFloat16, 1.01171875, 0x3f82}, {BFloat16, 3e38, 0x7f62},
-		{Float8E4M3, 1, 0x38}, {Float8E4M3, -448, 0xfe}, {Float8E4M3, 464, 0x7e}, {Float8E4M3, 0x1p-9, 1},
-		{Float8E5M2, 1, 0x3c}, {Float8E5M2, 57344, 0x7b}, {Float8E5M2, 0x1p-16, 1},
+		{Half, 1, 0x3c00}, {Half, -2, 0xc000}, {Half, 65504, 0x7bff}, {Half, 0x1p-24, 1},
+		{BFloat, 1, 0x3f80}, {BFloat, 1.00390625, 0x3f80}, {BFloat, 1.01171875, 0x3f82}, {BFloat, 3e38, 0x7f62},
+		{E4M3, 1, 0x38}, {E4M3, -448, 0xfe}, {E4M3, 464, 0x7e}, {E4M3, 0x1p-9, 1},
+		{E5M2, 1, 0x3c}, {E5M2, 57344, 0x7b}, {E5M2, 0x1p-16, 1},
 	} {
 		require.Equal(t, x.want, x.f.Encode(x.x), "%g", x.x)
 	}
@@ -128,9 +128,9 @@ func TestTooLarge(t *testing.T) {
 	inf := float32(math.Inf(1))
 	for _, x := range []float32{math.MaxFloat32, inf} {
 		require.Equal(t, []uint16{0x7c00, 0x7f80, 0x7f, 0x7c},
-			[]uint16{Float16.Encode(x), BFloat16.Encode(x), Float8E4M3.Encode(x), Float8E5M2.Encode(x)})
+			[]uint16{Half.Encode(x), BFloat.Encode(x), E4M3.Encode(x), E5M2.Encode(x)})
 		require.Equal(t, []uint16{0xfbff, 0xff7f, 0xfe, 0xfb},
-			[]uint16{Float16.EncodeSaturated(-x), BFloat16.EncodeSaturated(-x), Float8E4M3.EncodeSaturated(-x), Float8E5M2.EncodeSaturated(-x)})
+			[]uint16{Half.EncodeSaturated(-x), BFloat.EncodeSaturated(-x), E4M3.EncodeSaturated(-x), E5M2.EncodeSaturated(-x)})
 	}
 }
 

@@ -1,6 +1,5 @@
-// Package dtype has the element types of device memory, each with its properties and its
-// names in one row of a table: everything that differs between types and does not depend on
-// a Go type is here.
+// Package dtype is the table of element types. The row of a type has its size, range and
+// format, and its names in torch, NCCL, CUDA and safetensors.
 //
 // A row also reads and writes single elements in host memory, converting like kernels and
 // torch. These methods are for few elements, or for uses without a faster alternative: host

@@ -14,7 +14,8 @@ help: ## list the targets
 build: ## build the command and the examples into bin/
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/ ./cmd/... ./examples/...
 
-demo: build ## train a small model on all devices, or on 4 virtual devices (NPROC=n processes)
+demo: ## train a small model on all devices, or on 4 virtual devices (NPROC=n processes)
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/ ./cmd/chorus ./examples/ddp
 	bin/chorus run --nproc-per-node $(NPROC) -- bin/ddp
 
 # Many tests wait for deadlines of other processes, so twice as many packages as processors

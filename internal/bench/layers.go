@@ -1,11 +1,3 @@
-// Command layers measures data-parallel training of linear layers: the milliseconds of a step
-// without and with the reduction of its gradients, each the median of some rounds. A step is the
-// forward and the backward pass of a chain of layers with square weights in bfloat16, without an
-// optimizer. Every rank prints whether its reduced gradients are the same as those of rank 0.
-//
-//	chorus run --nproc-per-node 2 -- layers -tokens 1024
-//
-// testdata/layers.py measures the same of PyTorch's DistributedDataParallel.
 package main
 
 import (
@@ -26,8 +18,15 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-func main() {
-	log.SetFlags(0)
+// layersMain measures data-parallel training of linear layers: the milliseconds of a step
+// without and with the reduction of its gradients, each the median of some rounds. A step is the
+// forward and the backward pass of a chain of layers with square weights in bfloat16, without an
+// optimizer. Every rank prints whether its reduced gradients are the same as those of rank 0.
+//
+//	chorus run --nproc-per-node 2 -- bench layers -tokens 1024
+//
+// testdata/layers.py measures the same of PyTorch's DistributedDataParallel.
+func layersMain() {
 	log.SetPrefix("layers: ")
 	var m model
 	flag.IntVar(&m.tokens, "tokens", 1024, "rows of the input of each rank")

@@ -12,24 +12,13 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
-// The test binary is the program when this is set.
-const asRank = "LAYERS_TEST_RANK"
-
-func TestMain(m *testing.M) {
-	if os.Getenv(asRank) != "" {
-		main()
-		return
-	}
-	testgpu.Main(m)
-}
-
 // Two processes measure both kinds of steps, and their gradients agree; otherwise the program fails.
 func TestLayers(t *testing.T) {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	var out bytes.Buffer
 	code := launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self, "-tokens", "8", "-width", "16", "-layers", "3", "-rounds", "1", "-steps", "2"},
+		Program: []string{self, "layers", "-tokens", "8", "-width", "16", "-layers", "3", "-rounds", "1", "-steps", "2"},
 		Procs:   2,
 		Devices: launch.Devices{Count: 2, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
 		Cluster: cluster.Config{Job: "layers"},

@@ -1,12 +1,3 @@
-// Command recovery measures how long the ranks of a job need to go on after one of them is killed.
-// In the first epoch, all ranks but the last one enqueue all-reduces, as many as a stream takes
-// within two seconds. Then the last rank, which has enqueued none, kills its own process. It prints
-// when the survivors had an error, and when the first all-reduce of each later epoch had completed,
-// in milliseconds since the kill.
-//
-//	chorus run --nproc-per-node 4 --max-restarts 1 -- recovery -queued 1000
-//
-// testdata/recovery.py measures the same of torchrun.
 package main
 
 import (
@@ -27,8 +18,16 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-func main() {
-	log.SetFlags(0)
+// recoveryMain measures how long the ranks of a job need to go on after one of them is killed.
+// In the first epoch, all ranks but the last one enqueue all-reduces, as many as a stream takes
+// within two seconds. Then the last rank, which has enqueued none, kills its own process. It prints
+// when the survivors had an error, and when the first all-reduce of each later epoch had completed,
+// in milliseconds since the kill.
+//
+//	chorus run --nproc-per-node 4 --max-restarts 1 -- bench recovery -queued 1000
+//
+// testdata/recovery.py measures the same of torchrun.
+func recoveryMain() {
 	log.SetPrefix("recovery: ")
 	m := measurement{}
 	flag.IntVar(&m.queued, "queued", 5, "all-reduces that each survivor has enqueued when the rank is killed")

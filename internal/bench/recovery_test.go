@@ -16,17 +16,6 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
-// The test binary is the program when this is set.
-const asRank = "RECOVERY_TEST_RANK"
-
-func TestMain(m *testing.M) {
-	if os.Getenv(asRank) != "" {
-		main()
-		return
-	}
-	testgpu.Main(m)
-}
-
 // All survivors report the error, and the ranks work together again, also if calls wait for room.
 func TestRecovery(t *testing.T) {
 	for name, c := range map[string]struct {
@@ -47,7 +36,7 @@ func TestContextEnds(t *testing.T) {
 	ctx, cancel := context.WithCancel(testgpu.Context(t))
 	out := writer{when: ": 2 processes on 1 host", do: cancel}
 	code := launch.Run(ctx, &launch.Config{
-		Program: []string{self, "-queued", "1", "-elements", "1000", "-mark", t.TempDir() + "/mark"},
+		Program: []string{self, "recovery", "-queued", "1", "-elements", "1000", "-mark", t.TempDir() + "/mark"},
 		Procs:   3,
 		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
 		Grace:   10 * time.Second,
@@ -76,7 +65,7 @@ func recovers(t *testing.T, queued string, vars []string) {
 	require.NoError(t, err)
 	var out bytes.Buffer
 	code := launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self, "-queued", queued, "-elements", "1000", "-mark", t.TempDir() + "/mark"},
+		Program: []string{self, "recovery", "-queued", queued, "-elements", "1000", "-mark", t.TempDir() + "/mark"},
 		Procs:   3,
 		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: append(vars, asRank+"=1", "CHORUS_BACKEND=virtual")},
 		Cluster: cluster.Config{Job: "recovers", MaxRestarts: 1},

@@ -1,8 +1,3 @@
-// Command start measures how long a process takes to its first all-reduce, its first matrix product
-// and its first random number. First calls take longer, because drivers and libraries load kernels
-// then. It starts itself for each round, because a process has one start, and
-// prints the medians in milliseconds. The driver caches compiled kernels in ~/.nv/ComputeCache:
-// -cold disables that cache.
 package main
 
 import (
@@ -27,8 +22,12 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-func main() {
-	log.SetFlags(0)
+// startMain measures how long a process takes to its first all-reduce, its first matrix product
+// and its first random number. First calls take longer, because drivers and libraries load kernels
+// then. It starts itself for each round, because a process has one start, and
+// prints the medians in milliseconds. The driver caches compiled kernels in ~/.nv/ComputeCache:
+// -cold disables that cache.
+func startMain() {
 	rounds := flag.Int("rounds", 7, "processes to start")
 	cold := flag.Bool("cold", false, "compile kernels again in each process (CUDA_CACHE_DISABLE=1)")
 	once := flag.Bool("once", false, "measure this process and print each time")
@@ -49,7 +48,7 @@ func repeat(rounds int, cold bool) error {
 	var names []string
 	times := map[string][]float64{}
 	for range rounds {
-		cmd := exec.Command(os.Args[0], "-once")
+		cmd := exec.Command(os.Args[0], "start", "-once")
 		cmd.Env = os.Environ()
 		if cold {
 			cmd.Env = append(cmd.Env, "CUDA_CACHE_DISABLE=1")

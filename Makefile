@@ -33,9 +33,9 @@ test: ## run all tests
 	CGO_ENABLED=0 $(GO) test $(FAST) $(BESIDE) -timeout 20m ./...
 
 # The packages that own goroutines and locks. The others only call them.
-GOROUTINES = ./checkpoint ./cluster ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/connlimit ./internal/differ ./internal/dl \
+GOROUTINES = ./checkpoint ./cluster ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/differ ./internal/dl \
 	./internal/flight ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll ./internal/race \
-	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/status ./internal/strided ./internal/virtual/... \
+	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/sockets ./internal/status ./internal/strided ./internal/virtual/... \
 	./memory/... ./nccl ./rng ./stream
 
 # The race detector needs cgo, and cgo needs a C compiler.

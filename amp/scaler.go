@@ -21,7 +21,7 @@ type ScalerConfig struct {
 	GrowthFactor   float64 // 0 means 2; above 1
 	BackoffFactor  float64 // 0 means 0.5; below 1
 	GrowthInterval int     // steps without infinities before the scale grows; 0 means 2000
-	// Disabled makes a scaler that changes nothing: Step steps, and the factor is 1
+	// Disabled returns a scaler that changes nothing: Step steps, and the factor is 1
 	// (enabled=False).
 	Disabled bool
 }

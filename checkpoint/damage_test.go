@@ -121,7 +121,7 @@ func openFiles(t *testing.T) (n int) {
 }
 
 // TestLateRankLearnsOfAFailedSave: a process that writes its file after the process of rank 0 has given
-// up makes the folder again. It learns the reason, and does not wait until Timeout.
+// up creates the folder again. It learns the reason, and does not wait until Timeout.
 func TestLateRankLearnsOfAFailedSave(t *testing.T) {
 	onVirtual(t, 1, func(t *testing.T, devs []*device.Device) {
 		folder := t.TempDir()

@@ -177,7 +177,7 @@ func (c *Checkpoint) placeOne(info Info, p Placement, cfg *LoadConfig, ranks int
 	return t, nil
 }
 
-// allocate makes the weights, which are empty yet, the schedule, and its memory.
+// allocate allocates the tensors, whose contents are undefined, the schedule, and its memory.
 func (c *Checkpoint) allocate(m *executor, tensors []*placed, cfg *LoadConfig) (all []*Weights, err error) {
 	sizes, err := layOut(tensors, m.ranks)
 	if err != nil {

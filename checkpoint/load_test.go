@@ -124,7 +124,7 @@ func castOf(data []byte, from, to memory.DType) []byte {
 	return out
 }
 
-// randomTensors makes tensors of any type and shape. Floats are numbers.
+// randomTensors returns tensors of any type and shape. Floats are numbers.
 func randomTensors(r *rand.Rand, n int) []made {
 	var list []made
 	for i := range n {

@@ -68,7 +68,7 @@ func (v *Saver) writeFile(job *saveJob, s *snapshotter) error {
 	return w.end(v.fs)
 }
 
-// create makes the file, with room for all its bytes, and writes the first ones.
+// create creates the file, reserves space for all its bytes, and writes the header.
 func (w *fileWriter) create(fs fileSystem) error {
 	if err := w.job.makeTemp(fs); err != nil {
 		return err
@@ -211,7 +211,7 @@ type rankReport struct {
 // reportName is the file of a rank's message.
 func reportName(rank int) string { return fmt.Sprintf("rank-%05d.done", rank) }
 
-// writeReport makes the message visible at once.
+// writeReport publishes the message atomically, by a rename.
 func writeReport(fs fileSystem, temp string, rank int, r *rankReport) error {
 	text, err := json.Marshal(r)
 	if err != nil {
@@ -421,7 +421,7 @@ func newOutput(path string, infos []safetensors.Tensor, cfg *SaveConfig) (*outpu
 // file returns the path of a file.
 func (o *output) file(i int) string { return filepath.Join(filepath.Dir(o.path), o.shards[i].File) }
 
-// open makes the files.
+// open opens the files.
 func (o *output) open() error {
 	for i := range o.shards {
 		f, err := gds.Create(o.file(i), o.cfg.File)
@@ -433,7 +433,7 @@ func (o *output) open() error {
 	return nil
 }
 
-// create makes the files, with their headers, and reserves their room.
+// create creates the files, with their headers, and reserves their space.
 func (o *output) create() error {
 	if err := o.open(); err != nil {
 		return err

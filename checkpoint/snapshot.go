@@ -148,7 +148,7 @@ func (s *snapshotter) leave(c *chunk) {
 	}
 }
 
-// allocate makes chunks for the whole snapshot, or of at most most bytes. 0 means unlimited.
+// allocate allocates chunks for the whole snapshot, or of at most most bytes. 0 means unlimited.
 func (s *snapshotter) allocate(l *local, most int64) error {
 	total := s.size - int64(len(s.start))
 	size := chunkBytes

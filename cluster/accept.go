@@ -8,7 +8,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/internal/connlimit"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // listening opens the listeners of a launcher. It omits keep-alives, whose four system calls are a third of the cost of a
@@ -38,7 +38,7 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err == nil && connlimit.TakesReserve(c) {
+		if err == nil && sockets.TakesReserve(c) {
 			c.Close()
 			err = syscall.EMFILE
 		}

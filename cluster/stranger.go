@@ -7,14 +7,14 @@ import (
 	"strings"
 	"time"
 
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // strangerLine returns a line for the user of this host about a process that failed to authenticate. It
 // returns "" for connections of other programs, such as port scanners.
 func strangerLine(conn net.Conn, why error) string {
 	var reason string
-	other, foreign := errors.AsType[*sameuser.Error](why)
+	other, foreign := errors.AsType[*sockets.UserError](why)
 	switch {
 	case foreign:
 		reason = other.Error()

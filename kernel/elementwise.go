@@ -20,7 +20,7 @@ import (
 
 // ElementwiseConfig are the options of NewElementwise.
 type ElementwiseConfig struct {
-	// Inputs makes the code an expression of these names, instead of a function.
+	// Inputs names the variables of the code, which is then an expression instead of a function.
 	Inputs []string
 	// Defaults has the parameters that are the same for all elements, each by a Set with
 	// its default value. A launch may set another value.
@@ -65,7 +65,7 @@ type variant struct {
 	}
 }
 
-// NewElementwise makes an element-wise function from code. The last function template in
+// NewElementwise returns an element-wise function. The last function template in
 // the code has one type parameter,
 //
 //	template <typename T> T axpy(T x, T y, T a) { return a * x + y; }
@@ -97,7 +97,7 @@ func NewElementwise(code string, cfg *ElementwiseConfig) (*Elementwise, error) {
 
 var identifier = regexp.MustCompile(`^[A-Za-z_]\w*$`)
 
-// expression makes a function of an expression.
+// expression returns the source of a function that computes an expression.
 func expression(code string, cfg *ElementwiseConfig) (string, error) {
 	params := slices.Clone(cfg.Inputs)
 	for _, d := range cfg.Defaults {

@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// standIn makes the Go function that implements a variant on virtual devices.
+// standIn returns the Go function that implements a variant on virtual devices.
 func (e *Elementwise) standIn(v *variant, common memory.DType) (func(*Call), error) {
 	fn, name := func(*Call) {}, ""
 	switch {

@@ -132,7 +132,7 @@ func (v *verification) close() error {
 	return errors.Join(errs...)
 }
 
-// trial makes the launches of one trial and compares them.
+// trial launches the kernel of one trial on both sides and compares the results.
 func (v *verification) trial(ctx context.Context, tr *Trial, args []testArg) error {
 	poisons := []byte{0xff, 0} // NaN, and 0
 	if len(tr.Outputs) == 0 {

@@ -524,7 +524,7 @@ func formatSize(n uint64) string {
 	return fmt.Sprintf("%d bytes", n)
 }
 
-// outOfMemory makes the error of an allocation outside of the caching allocator.
+// outOfMemory returns the error of an allocation outside of the caching allocator.
 func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
 	free, total, _ := d.MemoryInfo() // if this fails too, the error reports zeros
 	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Wanted: uint64(bytes), Free: free, Total: total, Fraction: 1, Err: cause}

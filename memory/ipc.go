@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -266,7 +266,7 @@ func (x *ipc) link(name string) (*ipcLink, error) {
 	if err != nil {
 		return nil, fmt.Errorf("that process is gone, or in another container: %w", err)
 	}
-	if err := sameuser.Check(c); err != nil {
+	if err := sockets.CheckUser(c); err != nil {
 		c.Close()
 		return nil, err
 	}
@@ -379,7 +379,7 @@ func (x *ipc) openHandle(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	return nil
 }
 
-// follow makes s wait for the operations that precede the handle.
+// follow orders s after the operations that precede the handle.
 func follow(s *stream.Stream, h *IPCHandle) error {
 	if len(h.Event) == 0 {
 		return nil

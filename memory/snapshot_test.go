@@ -91,7 +91,7 @@ func TestSnapshotReadsWhatItWrites(t *testing.T) {
 	}
 }
 
-// plain makes empty lists nil.
+// plain replaces empty lists by nil.
 func plain(s *memory.Snapshot) *memory.Snapshot {
 	stack := func(f memory.Stack) memory.Stack { return append(memory.Stack(nil), f...) }
 	for i := range s.Segments {

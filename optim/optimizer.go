@@ -155,7 +155,7 @@ func (o *Optimizer) apart(op string) error {
 	return nil
 }
 
-// allocate makes the state and the tables.
+// allocate allocates the state and the tables.
 func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
 	elements := 0
 	for i := range o.params {

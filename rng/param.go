@@ -382,7 +382,7 @@ func (c *captured) write(s *stream.Stream) error {
 	return err
 }
 
-// follow makes s wait for o. It fails if another graph captures o, because the
+// follow orders s after o. It fails if another graph captures o, because the
 // wait would become part of that graph.
 func follow(s, o *stream.Stream) error {
 	if err := gpu.StreamOf(o).RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {

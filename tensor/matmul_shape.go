@@ -340,7 +340,7 @@ func (m *multiplication) scalar(name string, t *Tensor, want memory.DType) (cuda
 	return at, nil
 }
 
-// fold makes one product of a batch whose products share b, if the rows of a, c and all other
+// fold turns a batch whose products share b into one product, if the rows of a, c and all other
 // matrices continue from one product to the next.
 func (m *multiplication) fold() {
 	p := &m.Problem

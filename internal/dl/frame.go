@@ -235,7 +235,7 @@ type held struct {
 	once bool
 }
 
-// NewClosure makes a closure of fn with one reference, for the caller. It exists until the
+// NewClosure returns a closure of fn with one reference, owned by the caller. It exists until the
 // last reference is released.
 func NewClosure(fn func()) Closure { return newClosure(fn, false) }
 

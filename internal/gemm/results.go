@@ -77,7 +77,7 @@ func (q *queue) restore(p *plan) (x choice, ok bool) {
 	return x, true
 }
 
-// rebuild makes the algorithm of a text.
+// rebuild parses the text of an algorithm.
 func (q *queue) rebuild(p *plan, text string) (a cublasltapi.Algo, need uintptr, ok bool) {
 	c, err := parseSolution(text)
 	if err != nil || !c.splitsAsAllowed(p.Schemes) {

@@ -99,7 +99,7 @@ const stale = ^uint64(0)
 // online has the options for tuning products at their first use, or nil.
 var online atomic.Pointer[TuneOptions]
 
-// SetOnline makes products be tuned at their first use; nil turns that off.
+// SetOnline enables tuning of products at their first use; nil disables it.
 func SetOnline(o *TuneOptions) { online.Store(o) }
 
 // onlineTimeout is the limit of one tuning at the first use.
@@ -498,7 +498,7 @@ func (x *random) alloc(bytes int64, align uint8, t cublasapi.DType) (cudadrv.Dev
 	return p, fillRandom(x.s, p, bytes, t)
 }
 
-// operands makes the matrices, the bias and the auxiliary buffer.
+// operands allocates the matrices, the bias and the auxiliary buffer.
 func (x *random) operands(product *Product) (err error) {
 	p, at := &product.Problem, &product.At
 	// Every operand that the problem has gets an address, so that spans lists it.
@@ -537,7 +537,7 @@ func (x *random) operands(product *Product) (err error) {
 	return nil
 }
 
-// values makes the factors and scales on the device.
+// values writes the factors and scales to the device.
 func (x *random) values(product *Product) (err error) {
 	p, at := &product.Problem, &product.At
 	const align = 8

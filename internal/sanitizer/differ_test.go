@@ -89,7 +89,7 @@ func (b *bench) must(r cudadrv.Result) {
 	require.True(b.t, r == cudadrv.Success || len(b.m.Reports()) > 0, "%v after %v", r, b.log)
 }
 
-// call makes one call with the context of a device bound.
+// call issues one call with the context of a device bound.
 func (b *bench) call(dev int, f func() cudadrv.Result) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -112,7 +112,7 @@ func (b *bench) settle(i int) {
 	}
 }
 
-// on makes a call for a stream and lets its operations complete.
+// on issues a call for a stream and lets its operations complete.
 func (b *bench) on(i int, f func(s cudadrv.Stream) cudadrv.Result) {
 	b.call(b.of[i], func() cudadrv.Result { return f(b.streams[i]) })
 	b.settle(i)
@@ -205,7 +205,7 @@ func (b *bench) pooled(i int) {
 	b.on(i, func(s cudadrv.Stream) cudadrv.Result { return b.drv.MemFreeAsync(p, s) })
 }
 
-// capture makes a graph of a fork and a join of two streams, with or without the event between.
+// capture returns a graph of a fork and a join of two streams, with or without the event between.
 func (b *bench) capture(i int) {
 	if i = i % 3; len(b.execs) > 2 {
 		return

@@ -40,7 +40,7 @@ type field struct {
 	bytes      []byte // of root
 }
 
-// fieldOf makes a tensor of a shape with random strides in random memory: on the
+// fieldOf returns a tensor of a shape with random strides in random memory: on the
 // device of s, or on the host where s is nil.
 func fieldOf(t testing.TB, r *rand.Rand, s *stream.Stream, d memory.DType, shape []int) *field {
 	t.Helper()

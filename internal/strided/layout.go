@@ -204,7 +204,7 @@ func (p piece) part(i, of, width int) piece {
 	return p
 }
 
-// fill makes a table of pieces, divided into alternating parts.
+// fill fills a table with pieces, divided into alternating parts.
 func (t *pieceTable) fill(b *pieces) {
 	t.n, t.count = 0, 0
 	for turn, turns := 0, b.turns(); turn < turns; turn++ {

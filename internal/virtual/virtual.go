@@ -6,8 +6,7 @@ import (
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/virtual/cublas"
-	"github.com/gochorus/chorus/internal/virtual/cublaslt"
+	"github.com/gochorus/chorus/internal/virtual/blas"
 	"github.com/gochorus/chorus/internal/virtual/cufile"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
@@ -34,7 +33,7 @@ func New(cfg *Config) (*Machine, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &Machine{Machine: m, nccl: nccl.New(m, cfg.NCCL), cublas: cublas.New(m), lt: cublaslt.New(m), cufile: cufile.New(m)}, nil
+	return &Machine{Machine: m, nccl: nccl.New(m, cfg.NCCL), cublas: blas.New(m), lt: blas.NewLt(m), cufile: cufile.New(m)}, nil
 }
 
 // NCCL returns the machine's NCCL, of the configured version.

@@ -196,7 +196,7 @@ func (a *Arena) give(b block, x *slot) *batch {
 	return nil
 }
 
-// put makes a block free. No stream uses it any more.
+// put frees a block that no stream uses any more.
 func (a *Arena) put(b block, x *slot, s *Settings) {
 	if p := a.pool; p.base != nil && !p.capturing {
 		a = p.base

@@ -31,12 +31,12 @@ type Check struct {
 	compare func(hosts []*Facts) []Result
 }
 
-// one makes the function of a check with a single result.
+// one adapts a function with a single result to a check.
 func one(check func(h *Host) Result) func(context.Context, *Host) []Result {
 	return func(_ context.Context, h *Host) []Result { return []Result{check(h)} }
 }
 
-// perGPU makes the function of a check with a result for each GPU.
+// perGPU adapts a function with a result for each GPU to a check.
 func perGPU(check func(ctx context.Context, h *Host, g *GPU) Result) func(context.Context, *Host) []Result {
 	return func(ctx context.Context, h *Host) []Result {
 		gpus, err := h.gpus()

@@ -1,6 +1,6 @@
-// Package cublaslt implements the interface of cuBLASLt that Chorus uses, over the memory of
-// virtual devices. It supports the products that a Hopper GPU supports, except some that the
-// documentation leaves unclear:
+// Package blas implements the interfaces of cuBLAS and cuBLASLt that Chorus uses, over the
+// memory of virtual devices, with gonum's matrix products. cuBLASLt supports the products that a
+// Hopper GPU supports, except some that the documentation leaves unclear:
 //
 //   - Inputs of one type, or a mix of float8_e4m3fn and float8_e5m2, with the outputs that
 //     supported lists.
@@ -14,4 +14,4 @@
 // with the reduction scheme of the output type each part is rounded to that type. Each step
 // of the epilogue is rounded to float32. The result is rounded once to the output type, and
 // saturates for 8-bit floats.
-package cublaslt
+package blas

@@ -1,7 +1,7 @@
-// Package sameuser checks whether the process at the other end of a Unix socket belongs
-// to the same user. The kernel guarantees the answer, so that processes of one host can
-// authenticate without a secret.
-package sameuser
+// Package sockets guards the sockets of a process: it limits the connections of a listener, keeps
+// file descriptors for other purposes, and identifies the user at the other end of a Unix socket.
+// The kernel guarantees that answer, so that processes of one host authenticate without a secret.
+package sockets
 
 import (
 	"fmt"
@@ -12,10 +12,10 @@ import (
 	"syscall"
 )
 
-// An Error describes a process of another user.
-type Error struct{ PID, UID int }
+// A UserError describes a process of another user.
+type UserError struct{ PID, UID int }
 
-func (e *Error) Error() string {
+func (e *UserError) Error() string {
 	if e.UID == unmapped {
 		return fmt.Sprintf("the process %d belongs to another user, or to a user that this container does not map", e.PID)
 	}
@@ -25,9 +25,9 @@ func (e *Error) Error() string {
 // unmapped is the user id that a user namespace shows for all users that it does not map.
 const unmapped = 65534
 
-// Check returns an *Error unless the process at the other end of c belongs to the
+// CheckUser returns a *UserError unless the process at the other end of c belongs to the
 // same user or to root. That process is the one that connected or called listen.
-func Check(c *net.UnixConn) error {
+func CheckUser(c *net.UnixConn) error {
 	raw, err := c.SyscallConn()
 	if err != nil {
 		return err
@@ -45,7 +45,7 @@ func Check(c *net.UnixConn) error {
 	}
 	same := cred.Uid == 0 || int(cred.Uid) == os.Geteuid() && (cred.Uid != unmapped || mapsAll())
 	if !same {
-		return &Error{PID: int(cred.Pid), UID: int(cred.Uid)}
+		return &UserError{PID: int(cred.Pid), UID: int(cred.Uid)}
 	}
 	return nil
 }

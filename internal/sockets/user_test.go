@@ -1,4 +1,4 @@
-package sameuser
+package sockets
 
 import (
 	"net"
@@ -10,20 +10,17 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The test binary runs itself again to dial the socket that its argument names.
-func TestMain(m *testing.M) {
-	if len(os.Args) == 3 && os.Args[1] == "dial" {
-		c, err := net.Dial("unix", os.Args[2])
-		if err != nil {
-			os.Exit(3)
-		}
-		_, _ = c.Read(make([]byte, 1)) // until the test has looked
-		os.Exit(0)
+// dial connects to a socket, as a process of another user.
+func dial(address string) int {
+	c, err := net.Dial("unix", address)
+	if err != nil {
+		return 3
 	}
-	os.Exit(m.Run())
+	_, _ = c.Read(make([]byte, 1)) // until the test has looked
+	return 0
 }
 
-func TestCheck(t *testing.T) {
+func TestCheckUser(t *testing.T) {
 	l, err := net.ListenUnix("unix", &net.UnixAddr{Name: "@chorus-test-" + t.TempDir(), Net: "unix"})
 	require.NoError(t, err)
 	defer l.Close()
@@ -38,15 +35,15 @@ func TestCheck(t *testing.T) {
 		c, err := l.AcceptUnix()
 		require.NoError(t, err)
 		defer c.Close()
-		return Check(c)
+		return CheckUser(c)
 	}
 	require.NoError(t, from(os.Geteuid()))
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start a process of another user")
 	}
 	err = from(65534)
-	require.IsType(t, &Error{}, err)
-	require.Equal(t, 65534, err.(*Error).UID)
+	require.IsType(t, &UserError{}, err)
+	require.Equal(t, 65534, err.(*UserError).UID)
 	err = from(1234)
 	require.ErrorContains(t, err, "belongs to the user with id 1234, and this one to 0")
 }

@@ -1,4 +1,4 @@
-package cublaslt
+package blas
 
 import (
 	"runtime"
@@ -45,7 +45,7 @@ const (
 func newRig(t *testing.T) *rig {
 	m, err := machine.New(&machine.Config{Devices: 2})
 	require.NoError(t, err)
-	r := &rig{t: t, m: m, api: New(m)}
+	r := &rig{t: t, m: m, api: NewLt(m)}
 	drv := m.Driver()
 	require.Equal(t, cudadrv.Success, drv.Init())
 	for d := range cudadrv.Device(2) {
@@ -108,7 +108,7 @@ func (r *rig) suggest(workspace uint64) (list []cublasltapi.HeuristicResult, res
 	return list, res
 }
 
-// multiply makes the call.
+// multiply calls the library.
 func (r *rig) multiply() cublasapi.Result {
 	f := [2]float32{1, 0}
 	x := &r.x

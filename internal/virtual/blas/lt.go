@@ -1,4 +1,4 @@
-package cublaslt
+package blas
 
 import (
 	"sync"
@@ -7,36 +7,35 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/cublas"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
 // version is the version of the virtual library, 13.0.2.
 const version = 130002
 
-// lib implements cublasltapi.API.
-type lib struct {
+// ltLib implements cublasltapi.API.
+type ltLib struct {
 	m           *machine.Machine
 	mu          sync.Mutex
 	handles     map[cublasltapi.Handle]*machine.Device
 	descs       map[cublasltapi.MatmulDesc]*desc
 	layouts     map[cublasltapi.MatrixLayout]*layout
 	preferences map[cublasltapi.Preference]*preference
-	loaded      map[loaded]bool // kernels that were used; guarded by the machine's lock
+	loaded      map[ltKernel]bool // kernels that were used; guarded by the machine's lock
 }
 
-// A loaded is what products with one kernel have in common.
-type loaded struct {
+// An ltKernel is what products with one kernel have in common.
+type ltKernel struct {
 	dev            *machine.Device
 	algo           algo
 	a, b, o        cublasapi.DType
 	transA, transB int32
 }
 
-// New returns the cuBLASLt of a machine.
-func New(m *machine.Machine) cublasltapi.API {
-	return &lib{m: m, handles: map[cublasltapi.Handle]*machine.Device{}, descs: map[cublasltapi.MatmulDesc]*desc{},
-		layouts: map[cublasltapi.MatrixLayout]*layout{}, preferences: map[cublasltapi.Preference]*preference{}, loaded: map[loaded]bool{}}
+// NewLt returns the cuBLASLt of a machine.
+func NewLt(m *machine.Machine) cublasltapi.API {
+	return &ltLib{m: m, handles: map[cublasltapi.Handle]*machine.Device{}, descs: map[cublasltapi.MatmulDesc]*desc{},
+		layouts: map[cublasltapi.MatrixLayout]*layout{}, preferences: map[cublasltapi.Preference]*preference{}, loaded: map[ltKernel]bool{}}
 }
 
 // A desc is a cublasLtMatmulDesc_t. The fields have the widths of the attributes.
@@ -69,8 +68,8 @@ type preference struct {
 }
 
 // begin begins a call that needs a handle of the current context.
-func (l *lib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, hang bool, r cublasapi.Result) {
-	dev, hang, r = cublas.Begin(l.m, name)
+func (l *ltLib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, hang bool, r cublasapi.Result) {
+	dev, hang, r = Begin(l.m, name)
 	if r != cublasapi.Success {
 		return nil, false, r
 	}
@@ -83,19 +82,19 @@ func (l *lib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, han
 }
 
 // free begins a call that needs no context: it consults the fault plan.
-func (l *lib) free(name string) cublasapi.Result { return cublasapi.Result(l.m.Fault(name).Status) }
+func (l *ltLib) free(name string) cublasapi.Result { return cublasapi.Result(l.m.Fault(name).Status) }
 
 // newHandle returns a number for an object.
-func (l *lib) newHandle() uintptr {
+func (l *ltLib) newHandle() uintptr {
 	l.m.Lock()
 	defer l.m.Unlock()
 	return l.m.Handle()
 }
 
-func (l *lib) GetVersion() uintptr { return version }
+func (l *ltLib) GetVersion() uintptr { return version }
 
-func (l *lib) Create() (cublasltapi.Handle, cublasapi.Result) {
-	dev, _, r := cublas.Begin(l.m, "cublasLtCreate")
+func (l *ltLib) Create() (cublasltapi.Handle, cublasapi.Result) {
+	dev, _, r := Begin(l.m, "cublasLtCreate")
 	if r != cublasapi.Success {
 		return 0, r
 	}
@@ -106,41 +105,41 @@ func (l *lib) Create() (cublasltapi.Handle, cublasapi.Result) {
 	return h, cublasapi.Success
 }
 
-func (l *lib) Destroy(h cublasltapi.Handle) cublasapi.Result {
+func (l *ltLib) Destroy(h cublasltapi.Handle) cublasapi.Result {
 	_ = l.m.Unbind()
 	return remove(l, "cublasLtDestroy", l.handles, h)
 }
 
-func (l *lib) MatmulDescCreate(compute cublasapi.ComputeType, scale cublasapi.DType) (cublasltapi.MatmulDesc, cublasapi.Result) {
+func (l *ltLib) MatmulDescCreate(compute cublasapi.ComputeType, scale cublasapi.DType) (cublasltapi.MatmulDesc, cublasapi.Result) {
 	return add(l, "cublasLtMatmulDescCreate", l.descs, &desc{compute: int32(compute), scale: int32(scale),
 		epilogue: uint32(cublasltapi.EpilogueDefault), auxType: -1, biasType: -1})
 }
 
-func (l *lib) MatmulDescDestroy(d cublasltapi.MatmulDesc) cublasapi.Result {
+func (l *ltLib) MatmulDescDestroy(d cublasltapi.MatmulDesc) cublasapi.Result {
 	return remove(l, "cublasLtMatmulDescDestroy", l.descs, d)
 }
 
-func (l *lib) MatrixLayoutCreate(t cublasapi.DType, rows, cols uint64, ld int64) (cublasltapi.MatrixLayout, cublasapi.Result) {
-	if cublas.SizeOf(t) == 0 || rows == 0 || cols == 0 || ld <= 0 {
+func (l *ltLib) MatrixLayoutCreate(t cublasapi.DType, rows, cols uint64, ld int64) (cublasltapi.MatrixLayout, cublasapi.Result) {
+	if SizeOf(t) == 0 || rows == 0 || cols == 0 || ld <= 0 {
 		return 0, cublasapi.InvalidValue
 	}
 	return add(l, "cublasLtMatrixLayoutCreate", l.layouts, &layout{t: t, rows: rows, cols: cols, ld: ld, batch: 1})
 }
 
-func (l *lib) MatrixLayoutDestroy(x cublasltapi.MatrixLayout) cublasapi.Result {
+func (l *ltLib) MatrixLayoutDestroy(x cublasltapi.MatrixLayout) cublasapi.Result {
 	return remove(l, "cublasLtMatrixLayoutDestroy", l.layouts, x)
 }
 
-func (l *lib) MatmulPreferenceCreate() (cublasltapi.Preference, cublasapi.Result) {
+func (l *ltLib) MatmulPreferenceCreate() (cublasltapi.Preference, cublasapi.Result) {
 	return add(l, "cublasLtMatmulPreferenceCreate", l.preferences, &preference{
 		mask: uint32(cublasltapi.ReductionMask), align: [4]uint32{256, 256, 256, 256}})
 }
 
-func (l *lib) MatmulPreferenceDestroy(p cublasltapi.Preference) cublasapi.Result {
+func (l *ltLib) MatmulPreferenceDestroy(p cublasltapi.Preference) cublasapi.Result {
 	return remove(l, "cublasLtMatmulPreferenceDestroy", l.preferences, p)
 }
 
-func (l *lib) MatmulDescSetAttribute(d cublasltapi.MatmulDesc, a cublasltapi.DescAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatmulDescSetAttribute(d cublasltapi.MatmulDesc, a cublasltapi.DescAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	return set(l, "cublasLtMatmulDescSetAttribute", l.descs, d, func(x *desc) (unsafe.Pointer, uintptr) {
 		return x.field(a), cublasltapi.Attributes[a]
 	}, p, bytes)
@@ -162,7 +161,7 @@ func (d *desc) field(a cublasltapi.DescAttribute) unsafe.Pointer {
 	}[a]
 }
 
-func (l *lib) MatrixLayoutSetAttribute(x cublasltapi.MatrixLayout, a cublasltapi.LayoutAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatrixLayoutSetAttribute(x cublasltapi.MatrixLayout, a cublasltapi.LayoutAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	return set(l, "cublasLtMatrixLayoutSetAttribute", l.layouts, x, func(x *layout) (unsafe.Pointer, uintptr) {
 		switch a {
 		case cublasltapi.LayoutBatchCount:
@@ -174,7 +173,7 @@ func (l *lib) MatrixLayoutSetAttribute(x cublasltapi.MatrixLayout, a cublasltapi
 	}, p, bytes)
 }
 
-func (l *lib) MatmulPreferenceSetAttribute(x cublasltapi.Preference, a cublasltapi.PreferenceAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatmulPreferenceSetAttribute(x cublasltapi.Preference, a cublasltapi.PreferenceAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	return set(l, "cublasLtMatmulPreferenceSetAttribute", l.preferences, x, func(x *preference) (unsafe.Pointer, uintptr) {
 		switch i := a - cublasltapi.PreferenceMinAlignmentABytes; {
 		case a == cublasltapi.PreferenceMaxWorkspaceBytes:
@@ -189,7 +188,7 @@ func (l *lib) MatmulPreferenceSetAttribute(x cublasltapi.Preference, a cublaslta
 }
 
 // add gives an object a number.
-func add[H ~uintptr, T any](l *lib, name string, objects map[H]T, x T) (H, cublasapi.Result) {
+func add[H ~uintptr, T any](l *ltLib, name string, objects map[H]T, x T) (H, cublasapi.Result) {
 	if r := l.free(name); r != cublasapi.Success {
 		return 0, r
 	}
@@ -200,7 +199,7 @@ func add[H ~uintptr, T any](l *lib, name string, objects map[H]T, x T) (H, cubla
 	return h, cublasapi.Success
 }
 
-func remove[H ~uintptr, T any](l *lib, name string, objects map[H]T, h H) cublasapi.Result {
+func remove[H ~uintptr, T any](l *ltLib, name string, objects map[H]T, h H) cublasapi.Result {
 	if r := l.free(name); r != cublasapi.Success {
 		return r
 	}
@@ -214,7 +213,7 @@ func remove[H ~uintptr, T any](l *lib, name string, objects map[H]T, h H) cublas
 }
 
 // set copies the value of an attribute, whose size must be exact.
-func set[H ~uintptr, T any](l *lib, name string, objects map[H]*T, h H, field func(*T) (unsafe.Pointer, uintptr), p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func set[H ~uintptr, T any](l *ltLib, name string, objects map[H]*T, h H, field func(*T) (unsafe.Pointer, uintptr), p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	if r := l.free(name); r != cublasapi.Success {
 		return r
 	}

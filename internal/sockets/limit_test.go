@@ -1,4 +1,4 @@
-package connlimit
+package sockets
 
 import (
 	"io"
@@ -13,8 +13,11 @@ import (
 )
 
 func TestMain(m *testing.M) {
-	if os.Getenv("CONNLIMIT_TEST") != "" {
+	if os.Getenv("SOCKETS_TEST") != "" {
 		os.Exit(fillDescriptors())
+	}
+	if len(os.Args) == 3 && os.Args[1] == "dial" {
+		os.Exit(dial(os.Args[2]))
 	}
 	os.Exit(m.Run())
 }
@@ -24,7 +27,7 @@ func TestMain(m *testing.M) {
 func TestListener(t *testing.T) {
 	inner, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
-	l := New(inner, 3)
+	l := NewListener(inner, 3)
 	defer l.Close()
 	dial := func() net.Conn {
 		c, err := net.Dial("tcp", inner.Addr().String())
@@ -69,7 +72,7 @@ func TestListener(t *testing.T) {
 // A process that connections have filled up can still open files.
 func TestReserve(t *testing.T) {
 	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), "CONNLIMIT_TEST=yes")
+	cmd.Env = append(os.Environ(), "SOCKETS_TEST=yes")
 	out, err := cmd.CombinedOutput()
 	require.NoError(t, err, "%s", out)
 }
@@ -82,7 +85,7 @@ func fillDescriptors() int {
 	if err != nil {
 		panic(err)
 	}
-	l := New(inner, 1000)
+	l := NewListener(inner, 1000)
 	go func() {
 		for {
 			if _, err := l.Accept(); err != nil {

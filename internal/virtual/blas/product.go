@@ -1,4 +1,4 @@
-package cublas
+package blas
 
 import (
 	"fmt"

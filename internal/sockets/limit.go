@@ -1,6 +1,4 @@
-// Package connlimit limits the connections of a launcher, which also starts processes and accepts the members of a
-// job: no client of one of its ports may take what the others need.
-package connlimit
+package sockets
 
 import (
 	"net"
@@ -58,8 +56,8 @@ type conn struct {
 	active bool // guarded by of.mu
 }
 
-// New returns a listener that limits the connections of ln.
-func New(ln net.Listener, most int) *Listener { return &Listener{Listener: ln, most: most} }
+// NewListener returns a listener that limits the connections of ln.
+func NewListener(ln net.Listener, most int) *Listener { return &Listener{Listener: ln, most: most} }
 
 // Accept waits for a connection that there is room for.
 func (l *Listener) Accept() (net.Conn, error) {

@@ -1,4 +1,4 @@
-package cublaslt
+package blas
 
 import (
 	"math"
@@ -6,7 +6,6 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/cublas"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -15,12 +14,12 @@ type matmul struct {
 	shape
 	algo        algo
 	need        uintptr
-	alpha, beta cublas.Scalar
-	a, b, c, o  cublas.Operand
+	alpha, beta Scalar
+	a, b, c, o  Operand
 	workspace   cudadrv.DevicePtr
 }
 
-func (l *lib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cublasapi.Scalar, a, b cublasltapi.Matrix, beta cublasapi.Scalar,
+func (l *ltLib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cublasapi.Scalar, a, b cublasltapi.Matrix, beta cublasapi.Scalar,
 	c, out cublasltapi.Matrix, x *cublasltapi.Algo, workspace cudadrv.DevicePtr, bytes uintptr, stream cudadrv.Stream) cublasapi.Result {
 	dev, hang, r := l.begin("cublasLtMatmul", h)
 	if r != cublasapi.Success {
@@ -32,7 +31,7 @@ func (l *lib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cubla
 	}
 	g := &matmul{shape: *s, workspace: workspace}
 	config := open(x)
-	if config == nil || workspace%cublas.WorkspaceAlignment != 0 || workspace == 0 && bytes > 0 {
+	if config == nil || workspace%WorkspaceAlignment != 0 || workspace == 0 && bytes > 0 {
 		return cublasapi.InvalidValue
 	}
 	g.algo = *config
@@ -42,16 +41,16 @@ func (l *lib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cubla
 	}
 	mode := cublasapi.PointerMode(s.d.mode)
 	var set [2]bool
-	g.alpha, set[0] = cublas.ScalarOf(cublasapi.DType(s.d.scale), alpha, mode)
-	g.beta, set[1] = cublas.ScalarOf(cublasapi.DType(s.d.scale), beta, mode)
-	g.a, g.b, g.c, g.o = operand(a.Ptr, s.a), operand(b.Ptr, s.b), operand(c.Ptr, s.c), operand(out.Ptr, s.o)
+	g.alpha, set[0] = ScalarOf(cublasapi.DType(s.d.scale), alpha, mode)
+	g.beta, set[1] = ScalarOf(cublasapi.DType(s.d.scale), beta, mode)
+	g.a, g.b, g.c, g.o = ltOperand(a.Ptr, s.a), ltOperand(b.Ptr, s.b), ltOperand(c.Ptr, s.c), ltOperand(out.Ptr, s.o)
 	if !set[0] || !set[1] || g.need > bytes || !g.pointersFit() {
 		return cublasapi.InvalidValue
 	}
 	l.m.Lock()
 	defer l.m.Unlock()
 	// Kernels are loaded at their first use, and loading waits for the device.
-	if key := (loaded{dev, g.algo, s.a.t, s.b.t, s.o.t, s.d.transA, s.d.transB}); !l.loaded[key] {
+	if key := (ltKernel{dev, g.algo, s.a.t, s.b.t, s.o.t, s.d.transA, s.d.transB}); !l.loaded[key] {
 		if l.m.Drain("the first product of its kind", dev) != cudadrv.Success {
 			return cublasapi.ExecutionFailed
 		}
@@ -65,8 +64,8 @@ func (l *lib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cubla
 	return cublasapi.Success
 }
 
-func operand(p cudadrv.DevicePtr, x layout) cublas.Operand {
-	return cublas.Operand{Ptr: p, Type: x.t, Rows: int(x.rows), Cols: int(x.cols), LD: int(x.ld), Stride: x.stride}
+func ltOperand(p cudadrv.DevicePtr, x layout) Operand {
+	return Operand{Ptr: p, Type: x.t, Rows: int(x.rows), Cols: int(x.cols), LD: int(x.ld), Stride: x.stride}
 }
 
 // pointersFit checks the addresses of the matrices.
@@ -86,7 +85,7 @@ func (g *matmul) pointersFit() bool {
 		return g.shape.c == g.shape.o
 	}
 	// The library's choice considers the columns of C only, and a kernel would lose the device.
-	pitch := g.shape.o.ld * int64(cublas.SizeOf(g.shape.o.t))
+	pitch := g.shape.o.ld * int64(SizeOf(g.shape.o.t))
 	return pitch%int64(g.algo.align[3]) == 0
 }
 
@@ -106,7 +105,7 @@ func (g *matmul) run(o *machine.Op) {
 // alias finds an output that shares memory with another matrix.
 func (g *matmul) alias(o *machine.Op, i int) *machine.Trouble {
 	out := g.o.Spans(i)
-	others := []cublas.Operand{g.a, g.b}
+	others := []Operand{g.a, g.b}
 	if g.c.Ptr != g.o.Ptr && g.c.Ptr != 0 {
 		others = append(others, g.c)
 	}
@@ -114,7 +113,7 @@ func (g *matmul) alias(o *machine.Op, i int) *machine.Trouble {
 		others = append(others, g.auxOperand())
 	}
 	for _, x := range others {
-		if t := cublas.Alias(o, out, x.Spans(i)); t != nil {
+		if t := Alias(o, out, x.Spans(i)); t != nil {
 			return t
 		}
 	}
@@ -122,11 +121,11 @@ func (g *matmul) alias(o *machine.Op, i int) *machine.Trouble {
 }
 
 // auxOperand returns the auxiliary buffer; of a bit mask, as bytes.
-func (g *matmul) auxOperand() cublas.Operand {
+func (g *matmul) auxOperand() Operand {
 	if g.masks() {
-		return cublas.Operand{Ptr: g.d.aux, Type: cublasapi.R8FE4M3, Rows: (g.m + 7) / 8, Cols: g.n, LD: int(g.d.auxLD / 8), Stride: g.d.auxStride / 8}
+		return Operand{Ptr: g.d.aux, Type: cublasapi.R8FE4M3, Rows: (g.m + 7) / 8, Cols: g.n, LD: int(g.d.auxLD / 8), Stride: g.d.auxStride / 8}
 	}
-	return cublas.Operand{Ptr: g.d.aux, Type: g.auxType(), Rows: g.m, Cols: g.n, LD: int(g.d.auxLD), Stride: g.d.auxStride}
+	return Operand{Ptr: g.d.aux, Type: g.auxType(), Rows: g.m, Cols: g.n, LD: int(g.d.auxLD), Stride: g.d.auxStride}
 }
 
 // A part is one product of the batch: the values and the memory of the operands.
@@ -159,14 +158,14 @@ func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
 		return nil
 	}
 	f32 := cublasapi.DType(g.d.scale)
-	product := cublas.Product{TransA: g.d.transA != 0, TransB: g.d.transB != 0, M: g.m, N: g.n, K: g.k,
+	product := Product{TransA: g.d.transA != 0, TransB: g.d.transB != 0, M: g.m, N: g.n, K: g.k,
 		A: g.a.Type, B: g.b.Type, Compute: cublasapi.ComputeType(g.d.compute), Parts: int(g.algo.splitK), Partial: f32}
 	if cublasltapi.ReductionScheme(g.algo.scheme) == cublasltapi.ReductionOutputType {
 		product.Partial = g.o.Type
 	}
 	v := product.Sums(p.a, p.b)
 	g.scaleRows(v, p)
-	cublas.Combine(f32, v, p.alpha, p.beta*p.scaleC, g.c.Type, p.c)
+	Combine(f32, v, p.alpha, p.beta*p.scaleC, g.c.Type, p.c)
 	g.epilogue(v, p)
 	if g.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB) {
 		g.inputGradient(p)
@@ -174,17 +173,17 @@ func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
 	if p.amax != nil {
 		most := 0.0
 		if i > 0 {
-			most = cublas.Load(cublasapi.R32F, [][]byte{p.amax})[0] // of the whole batch
+			most = Load(cublasapi.R32F, [][]byte{p.amax})[0] // of the whole batch
 		}
 		for _, x := range v {
 			most = max(most, math.Abs(x))
 		}
-		cublas.Store(cublasapi.R32F, [][]byte{p.amax}, []float64{most})
+		Store(cublasapi.R32F, [][]byte{p.amax}, []float64{most})
 	}
 	for j := range v {
-		v[j] = cublas.Round(f32, v[j]*p.scaleD)
+		v[j] = Round(f32, v[j]*p.scaleD)
 	}
-	cublas.Store(g.o.Type, p.out, v)
+	Store(g.o.Type, p.out, v)
 	return nil
 }
 
@@ -193,7 +192,7 @@ func (g *matmul) scaleRows(v []float64, p *part) {
 	for j := range g.n {
 		for i := range g.m {
 			s := p.scaleA[min(i, len(p.scaleA)-1)] * p.scaleB[min(j, len(p.scaleB)-1)]
-			v[j*g.m+i] = cublas.Round(cublasapi.DType(g.d.scale), v[j*g.m+i]*s)
+			v[j*g.m+i] = Round(cublasapi.DType(g.d.scale), v[j*g.m+i]*s)
 		}
 	}
 }
@@ -205,7 +204,7 @@ type toucher struct {
 	t *machine.Trouble
 }
 
-func (x *toucher) matrix(m cublas.Operand, write bool) (parts [][]byte) {
+func (x *toucher) matrix(m Operand, write bool) (parts [][]byte) {
 	if x.t == nil {
 		parts, x.t = m.Touch(x.o, x.i, write)
 	}
@@ -215,7 +214,7 @@ func (x *toucher) matrix(m cublas.Operand, write bool) (parts [][]byte) {
 // vector returns nil for address 0.
 func (x *toucher) vector(at cudadrv.DevicePtr, n int, ty cublasapi.DType, write bool) (v []byte) {
 	if x.t == nil && at != 0 {
-		v, x.t = x.o.Touch(at, uint64(n*cublas.SizeOf(ty)), write)
+		v, x.t = x.o.Touch(at, uint64(n*SizeOf(ty)), write)
 	}
 	return v
 }
@@ -223,12 +222,12 @@ func (x *toucher) vector(at cudadrv.DevicePtr, n int, ty cublasapi.DType, write 
 // scale returns 1 for address 0.
 func (x *toucher) scale(at cudadrv.DevicePtr, n int) []float64 {
 	if v := x.vector(at, n, cublasapi.R32F, false); v != nil {
-		return cublas.Load(cublasapi.R32F, [][]byte{v})
+		return Load(cublasapi.R32F, [][]byte{v})
 	}
 	return []float64{1}
 }
 
-func (x *toucher) value(s cublas.Scalar, ty cublasapi.DType) (v float64) {
+func (x *toucher) value(s Scalar, ty cublasapi.DType) (v float64) {
 	if x.t == nil {
 		v, x.t = s.Read(x.o, ty)
 	}
@@ -252,7 +251,7 @@ func (g *matmul) touch(o *machine.Op, i int) (*part, *machine.Trouble) {
 		if g.is(cublasltapi.EpilogueBGradB) {
 			n = g.n
 		}
-		at := g.d.bias + cudadrv.DevicePtr(int64(i)*g.d.biasStride*int64(cublas.SizeOf(g.biasType())))
+		at := g.d.bias + cudadrv.DevicePtr(int64(i)*g.d.biasStride*int64(SizeOf(g.biasType())))
 		p.bias = x.vector(at, n, g.biasType(), g.writesBias())
 	}
 	rowsA, rowsB := 1, 1
@@ -270,9 +269,9 @@ func (g *matmul) touch(o *machine.Op, i int) (*part, *machine.Trouble) {
 
 // epilogue applies bias, activation and gradients to the values of one product.
 func (g *matmul) epilogue(v []float64, p *part) {
-	round := func(x float64) float64 { return cublas.Round(cublasapi.DType(g.d.scale), x) }
+	round := func(x float64) float64 { return Round(cublasapi.DType(g.d.scale), x) }
 	if g.readsBias() {
-		bias := cublas.Load(g.biasType(), [][]byte{p.bias})
+		bias := Load(g.biasType(), [][]byte{p.bias})
 		for i := range v {
 			v[i] = round(v[i] + bias[i%g.m])
 		}
@@ -283,7 +282,7 @@ func (g *matmul) epilogue(v []float64, p *part) {
 	case g.writesAux() && g.masks():
 		g.eachMask(p.aux, func(i int, bit *maskBit) { bit.set(v[i] > 0) })
 	case g.writesAux():
-		cublas.Store(g.auxType(), p.aux, v)
+		Store(g.auxType(), p.aux, v)
 	case g.readsAux() && g.masks():
 		g.eachMask(p.aux, func(i int, bit *maskBit) {
 			if !bit.get() {
@@ -291,7 +290,7 @@ func (g *matmul) epilogue(v []float64, p *part) {
 			}
 		})
 	case g.readsAux():
-		for i, x := range cublas.Load(g.auxType(), p.aux) {
+		for i, x := range Load(g.auxType(), p.aux) {
 			v[i] = round(v[i] * geluGradient(x))
 		}
 	}
@@ -312,9 +311,9 @@ func (g *matmul) epilogue(v []float64, p *part) {
 func (g *matmul) outputGradient(v []float64, p *part) {
 	sums := make([]float64, g.m)
 	for i, x := range v {
-		sums[i%g.m] = cublas.Round(cublasapi.R32F, sums[i%g.m]+x)
+		sums[i%g.m] = Round(cublasapi.R32F, sums[i%g.m]+x)
 	}
-	cublas.Store(g.biasType(), [][]byte{p.bias}, sums)
+	Store(g.biasType(), [][]byte{p.bias}, sums)
 }
 
 // A maskBit is one bit of a mask.
@@ -356,14 +355,14 @@ func (g *matmul) inputGradient(p *part) {
 	if g.is(cublasltapi.EpilogueBGradB) {
 		sums = make([]float64, g.n)
 	}
-	for i, v := range cublas.Load(x.Type, parts) {
+	for i, v := range Load(x.Type, parts) {
 		row, col := i%x.Rows, i/x.Rows
 		if trans {
 			row = col
 		}
-		sums[row] = cublas.Round(cublasapi.R32F, sums[row]+v)
+		sums[row] = Round(cublasapi.R32F, sums[row]+v)
 	}
-	cublas.Store(g.biasType(), [][]byte{p.bias}, sums)
+	Store(g.biasType(), [][]byte{p.bias}, sums)
 }
 
 // The tanh approximation of GELU, 0.5·x·(1 + tanh(√(2/π)·(x + 0.044715·x³))).

@@ -1,4 +1,4 @@
-package jsonfile
+package safefile
 
 import (
 	"errors"
@@ -8,9 +8,9 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// read returns the numbers of the list "n" of an object, whose other keys it skips.
-func read(text string, most int64) (list []int, err error) {
-	f := New(strings.NewReader(text), most)
+// readJSON returns the numbers of the list "n" of an object, whose other keys it skips.
+func readJSON(text string, most int64) (list []int, err error) {
+	f := NewJSON(strings.NewReader(text), most)
 	err = f.Object(func(key string) error {
 		if key != "n" {
 			return f.Skip()
@@ -25,8 +25,8 @@ func read(text string, most int64) (list []int, err error) {
 	return list, err
 }
 
-func TestReader(t *testing.T) {
-	list, err := read(`{"a": {"n": [9]}, "n": [1, 2], "b": [[]]}`, 100)
+func TestJSON(t *testing.T) {
+	list, err := readJSON(`{"a": {"n": [9]}, "n": [1, 2], "b": [[]]}`, 100)
 	require.NoError(t, err)
 	require.Equal(t, []int{1, 2}, list)
 	for text, want := range map[string]string{
@@ -36,25 +36,25 @@ func TestReader(t *testing.T) {
 		`{"n": [1`:      "the file is truncated",
 		`{"n": [1,}`:    "invalid character",
 	} {
-		_, err := read(text, 100)
+		_, err := readJSON(text, 100)
 		require.ErrorContains(t, err, want, text)
 	}
 }
 
 // The limit is for each value, not for the file. The decoder reads in blocks, so that values are
 // much larger here.
-func TestLimit(t *testing.T) {
+func TestJSONLimit(t *testing.T) {
 	value := strings.Repeat(" ", 1<<16) + "1"
-	list, err := read(`{"n": [`+strings.Repeat(value+",", 50)+value+`]}`, 1<<18)
+	list, err := readJSON(`{"n": [`+strings.Repeat(value+",", 50)+value+`]}`, 1<<18)
 	require.NoError(t, err)
 	require.Len(t, list, 51)
-	_, err = read(`{"n": [`+strings.Repeat(" ", 1<<20)+"1]}", 1<<18)
+	_, err = readJSON(`{"n": [`+strings.Repeat(" ", 1<<20)+"1]}", 1<<18)
 	require.ErrorContains(t, err, "more than 262144 bytes")
 }
 
-func TestErrorOfItem(t *testing.T) {
+func TestJSONErrorOfItem(t *testing.T) {
 	wrong := errors.New("wrong")
-	f := New(strings.NewReader(`[1, 2]`), 100)
+	f := NewJSON(strings.NewReader(`[1, 2]`), 100)
 	require.ErrorIs(t, f.List("n", func(i int, text []byte) error {
 		require.Equal(t, "1", string(text))
 		return wrong

@@ -1,11 +1,10 @@
-package cublaslt
+package blas
 
 import (
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
-	"github.com/gochorus/chorus/internal/virtual/cublas"
 )
 
 // A shape is an operation as it was described at the time of a call.
@@ -16,7 +15,7 @@ type shape struct {
 }
 
 // shapeOf copies the descriptor and the layouts, and checks them.
-func (l *lib) shapeOf(x *cublasltapi.Operation) (*shape, cublasapi.Result) {
+func (l *ltLib) shapeOf(x *cublasltapi.Operation) (*shape, cublasapi.Result) {
 	l.mu.Lock()
 	d, a, b, c, o := l.descs[x.Desc], l.layouts[x.A], l.layouts[x.B], l.layouts[x.C], l.layouts[x.D]
 	if d == nil || a == nil || b == nil || c == nil || o == nil {
@@ -60,7 +59,7 @@ func (s *shape) fits() bool {
 	if !rows(s.a, s.d.transA, s.m, s.k) || !rows(s.b, s.d.transB, s.k, s.n) || !rows(s.c, 0, s.m, s.n) || !rows(s.o, 0, s.m, s.n) {
 		return false
 	}
-	out := operand(0, s.o)
+	out := ltOperand(0, s.o)
 	return out.Disjoint(int(s.o.batch))
 }
 
@@ -75,7 +74,7 @@ func (s *shape) float8() bool { return isFloat8(s.a.t) }
 // supported lists the combinations of types and epilogues.
 func (s *shape) supported() bool {
 	compute, scale := cublasapi.ComputeType(s.d.compute), cublasapi.DType(s.d.scale)
-	if scale != cublas.ScaleTypeOf(compute) || !s.epilogueSupported() {
+	if scale != ScaleTypeOf(compute) || !s.epilogueSupported() {
 		return false
 	}
 	if !s.float8() && (s.d.scaleA|s.d.scaleB|s.d.scaleC|s.d.scaleD|s.d.amax != 0 || s.d.modeA|s.d.modeB != 0 || s.d.fast != 0) {
@@ -113,7 +112,7 @@ func (s *shape) float8Supported() bool {
 
 // float8Fits checks the rules for 8-bit floats on Hopper.
 func (s *shape) float8Fits() bool {
-	multiple := func(n int64, t cublasapi.DType) bool { return n*int64(cublas.SizeOf(t))%16 == 0 }
+	multiple := func(n int64, t cublasapi.DType) bool { return n*int64(SizeOf(t))%16 == 0 }
 	rowwise := int32(cublasltapi.ScaleOuterVec32F)
 	switch {
 	case s.d.transA != 1 || s.d.transB != 0 || s.m%16 != 0 || s.k%16 != 0:

@@ -1,4 +1,4 @@
-package cublaslt
+package blas
 
 import (
 	"slices"
@@ -6,7 +6,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
-	"github.com/gochorus/chorus/internal/virtual/cublas"
 )
 
 // The two algorithms. Both compute the same, but only the first can split k, and only the
@@ -62,7 +61,7 @@ func newAlgo(id int32, align uint16) algo {
 
 // ids returns the algorithms for a type of inputs.
 func ids(a cublasapi.DType) []int32 {
-	if cublas.SizeOf(a) > 2 {
+	if SizeOf(a) > 2 {
 		return []int32{simple}
 	}
 	return []int32{warped, simple}
@@ -82,9 +81,9 @@ func (s *shape) need(a *algo) (bytes uintptr, ok bool) {
 	parts := uintptr(s.m) * uintptr(s.n) * uintptr(s.o.batch) * uintptr(a.splitK)
 	switch cublasltapi.ReductionScheme(a.scheme) {
 	case cublasltapi.ReductionComputeType:
-		return parts * uintptr(cublas.SizeOf(cublasapi.DType(s.d.scale))), true
+		return parts * uintptr(SizeOf(cublasapi.DType(s.d.scale))), true
 	case cublasltapi.ReductionOutputType:
-		return parts * uintptr(cublas.SizeOf(s.o.t)), true
+		return parts * uintptr(SizeOf(s.o.t)), true
 	case cublasltapi.ReductionInPlace:
 		return uintptr(s.n) * 4, true // counters
 	}
@@ -118,7 +117,7 @@ func (s *shape) candidates(p *preference) (list []algo) {
 	return list
 }
 
-func (l *lib) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Operation, p cublasltapi.Preference, results []cublasltapi.HeuristicResult) (int32, cublasapi.Result) {
+func (l *ltLib) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Operation, p cublasltapi.Preference, results []cublasltapi.HeuristicResult) (int32, cublasapi.Result) {
 	if _, _, r := l.begin("cublasLtMatmulAlgoGetHeuristic", h); r != cublasapi.Success {
 		return 0, r
 	}
@@ -160,14 +159,14 @@ func (l *lib) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Operat
 // aligned checks alignments of A, B, C and D in bytes.
 func (s *shape) aligned(align [4]uint32) bool {
 	for i, t := range []cublasapi.DType{s.a.t, s.b.t, s.c.t, s.o.t} {
-		if align[i] == 0 || align[i]&(align[i]-1) != 0 || int(align[i]) < cublas.SizeOf(t) || s.float8() && align[i] < 16 {
+		if align[i] == 0 || align[i]&(align[i]-1) != 0 || int(align[i]) < SizeOf(t) || s.float8() && align[i] < 16 {
 			return false
 		}
 	}
 	return true
 }
 
-func (l *lib) MatmulAlgoCheck(h cublasltapi.Handle, o *cublasltapi.Operation, x *cublasltapi.Algo, out *cublasltapi.HeuristicResult) cublasapi.Result {
+func (l *ltLib) MatmulAlgoCheck(h cublasltapi.Handle, o *cublasltapi.Operation, x *cublasltapi.Algo, out *cublasltapi.HeuristicResult) cublasapi.Result {
 	if _, _, r := l.begin("cublasLtMatmulAlgoCheck", h); r != cublasapi.Success {
 		return r
 	}
@@ -187,7 +186,7 @@ func (l *lib) MatmulAlgoCheck(h cublasltapi.Handle, o *cublasltapi.Operation, x 
 	return cublasapi.Success
 }
 
-func (l *lib) MatmulAlgoInit(h cublasltapi.Handle, t *cublasltapi.Types, id int32, x *cublasltapi.Algo) cublasapi.Result {
+func (l *ltLib) MatmulAlgoInit(h cublasltapi.Handle, t *cublasltapi.Types, id int32, x *cublasltapi.Algo) cublasapi.Result {
 	if _, _, r := l.begin("cublasLtMatmulAlgoInit", h); r != cublasapi.Success {
 		return r
 	}
@@ -223,7 +222,7 @@ func (a *algo) field(at cublasltapi.ConfigAttribute) (unsafe.Pointer, uintptr) {
 	return nil, 0
 }
 
-func (l *lib) MatmulAlgoConfigSetAttribute(x *cublasltapi.Algo, at cublasltapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatmulAlgoConfigSetAttribute(x *cublasltapi.Algo, at cublasltapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	a := open(x)
 	if a == nil || p == nil || at == cublasltapi.ConfigID {
 		return cublasapi.InvalidValue
@@ -236,7 +235,7 @@ func (l *lib) MatmulAlgoConfigSetAttribute(x *cublasltapi.Algo, at cublasltapi.C
 	return cublasapi.Success
 }
 
-func (l *lib) MatmulAlgoConfigGetAttribute(x *cublasltapi.Algo, at cublasltapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
+func (l *ltLib) MatmulAlgoConfigGetAttribute(x *cublasltapi.Algo, at cublasltapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
 	a := open(x)
 	if a == nil || p == nil {
 		return 0, cublasapi.InvalidValue
@@ -249,7 +248,7 @@ func (l *lib) MatmulAlgoConfigGetAttribute(x *cublasltapi.Algo, at cublasltapi.C
 	return size, cublasapi.Success
 }
 
-func (l *lib) MatmulAlgoCapGetAttribute(x *cublasltapi.Algo, at cublasltapi.CapAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
+func (l *ltLib) MatmulAlgoCapGetAttribute(x *cublasltapi.Algo, at cublasltapi.CapAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
 	a := open(x)
 	if a == nil {
 		return 0, cublasapi.InvalidValue

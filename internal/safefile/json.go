@@ -1,5 +1,4 @@
-// Package jsonfile reads large JSON files value by value, with a limit for each value.
-package jsonfile
+package safefile
 
 import (
 	"bytes"
@@ -10,16 +9,16 @@ import (
 	"strings"
 )
 
-// A Reader reads JSON value by value, so that only one value is in memory.
-type Reader struct {
+// A JSONReader reads a large JSON file value by value, so that only one value is in memory.
+type JSONReader struct {
 	d *json.Decoder
 	r *valueReader
 }
 
-// New returns a Reader of values that have at most about mostValueBytes, such as the events of a list.
-func New(r io.Reader, mostValueBytes int64) *Reader {
+// NewJSON returns a JSONReader of values that have at most about mostValueBytes, such as the events of a list.
+func NewJSON(r io.Reader, mostValueBytes int64) *JSONReader {
 	v := &valueReader{r: r, most: mostValueBytes}
-	return &Reader{json.NewDecoder(v), v}
+	return &JSONReader{json.NewDecoder(v), v}
 }
 
 // A valueReader fails if more bytes are read than a value may have.
@@ -40,14 +39,14 @@ func (v *valueReader) Read(b []byte) (int, error) {
 }
 
 // token returns the next token.
-func (f *Reader) token() (json.Token, error) {
+func (f *JSONReader) token() (json.Token, error) {
 	f.r.begin = f.d.InputOffset()
 	t, err := f.d.Token()
 	return t, f.err(err)
 }
 
 // Object reads an object. field reads the value of each key.
-func (f *Reader) Object(field func(key string) error) error {
+func (f *JSONReader) Object(field func(key string) error) error {
 	t, err := f.token()
 	if err == nil && t != json.Delim('{') {
 		return fmt.Errorf("the value is a JSON %s: want an object", kind(t))
@@ -64,7 +63,7 @@ func (f *Reader) Object(field func(key string) error) error {
 }
 
 // List reads the list of a key. item gets each value, and must not keep it.
-func (f *Reader) List(key string, item func(i int, text []byte) error) error {
+func (f *JSONReader) List(key string, item func(i int, text []byte) error) error {
 	var text json.RawMessage
 	return f.Each(key, func(i int) error {
 		f.r.begin = f.d.InputOffset()
@@ -76,7 +75,7 @@ func (f *Reader) List(key string, item func(i int, text []byte) error) error {
 }
 
 // Each reads the list of a key. item reads each value.
-func (f *Reader) Each(key string, item func(i int) error) error {
+func (f *JSONReader) Each(key string, item func(i int) error) error {
 	t, err := f.token()
 	if err == nil && t != json.Delim('[') {
 		return fmt.Errorf("%q is a JSON %s, at byte %d: want a list", key, kind(t), f.d.InputOffset())
@@ -91,7 +90,7 @@ func (f *Reader) Each(key string, item func(i int) error) error {
 }
 
 // Value reads the value of a key.
-func (f *Reader) Value(key string, to any) error {
+func (f *JSONReader) Value(key string, to any) error {
 	f.r.begin = f.d.InputOffset()
 	err := f.d.Decode(to)
 	if wrong, ok := errors.AsType[*json.UnmarshalTypeError](err); ok {
@@ -104,7 +103,7 @@ func (f *Reader) Value(key string, to any) error {
 }
 
 // Skip reads a value and ignores it.
-func (f *Reader) Skip() error {
+func (f *JSONReader) Skip() error {
 	for depth := 0; ; {
 		t, err := f.token()
 		if err != nil {
@@ -123,7 +122,7 @@ func (f *Reader) Skip() error {
 }
 
 // err explains an error of the decoder. A file that ends too early was truncated.
-func (f *Reader) err(err error) error {
+func (f *JSONReader) err(err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return Truncated(io.ErrUnexpectedEOF)
 	}
@@ -139,7 +138,7 @@ func Truncated(err error) error {
 }
 
 // atEnd reports whether at most one character is left.
-func (f *Reader) atEnd() bool {
+func (f *JSONReader) atEnd() bool {
 	b, err := io.ReadAll(io.LimitReader(io.MultiReader(f.d.Buffered(), f.r.r), 64))
 	return err == nil && len(bytes.TrimSpace(b)) <= 1
 }

@@ -27,7 +27,7 @@ import (
 type Checkpoint struct {
 	files     []*gds.File
 	headers   []*safetensors.Header
-	infos     []Info // in the order of the files
+	infos     []Info // in file order
 	where     map[string]place
 	scattered map[string]*scattered // tensors that are not one run of a file
 	metadata  map[string]string
@@ -248,7 +248,7 @@ func (r hostReader) ReadAt(p []byte, off int64) (int, error) {
 	return n, err
 }
 
-// Infos returns the descriptions of all tensors, in the order of the files.
+// Infos returns the descriptions of all tensors, in file order.
 func (c *Checkpoint) Infos() []Info { return append([]Info(nil), c.infos...) }
 
 // Info returns the description of a tensor.

@@ -60,7 +60,7 @@ func (c *Checkpoint) Load(ctx context.Context, g *comm.Group, cfg *LoadConfig) (
 	return c.load(ctx, w, cfg)
 }
 
-// LoadOn brings the checkpoint to the device of s, in the order of s, without a group.
+// LoadOn loads the checkpoint to the device of s, stream-ordered on s, without a group.
 func (c *Checkpoint) LoadOn(ctx context.Context, s *stream.Stream, cfg *LoadConfig) (*Weights, error) {
 	all, err := c.load(ctx, peersOn(s), cfg)
 	if err != nil {
@@ -486,7 +486,7 @@ func (s *placed) fileBytes() int { return s.flat.outer * s.flat.width * s.from }
 
 // layOut gives every part its place, for each rank in the same order. Tensors that all ranks
 // have whole come first, so that they have the same places on all ranks and are exchanged in
-// long runs. The other tensors follow in the order of the files. layOut returns the size of
+// long runs. The other tensors follow in file order. layOut returns the size of
 // each rank's slab.
 func layOut(tensors []*placed, ranks int) (sizes []int, err error) {
 	sizes = make([]int, ranks)

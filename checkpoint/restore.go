@@ -159,7 +159,7 @@ func (r *restoring) match() (*Restored, error) {
 	return res, nil
 }
 
-// wanted returns the wishes of all ranks, in the order of the first rank that has a part.
+// wanted returns the wishes of all ranks, sorted by the first rank that has a part.
 func (r *restoring) wanted() []*wanted {
 	var list []*wanted
 	byName := map[string]*wanted{}

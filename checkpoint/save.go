@@ -57,7 +57,7 @@ func Save(ctx context.Context, g *comm.Group, path string, weights []*Weights, c
 	return save(ctx, w, path, weights, cfg)
 }
 
-// SaveOn is Save for weights of LoadOn, in the order of s.
+// SaveOn is Save for weights of LoadOn, after the work that is enqueued on s.
 func SaveOn(ctx context.Context, s *stream.Stream, path string, weights *Weights, cfg *SaveConfig) error {
 	return save(ctx, peersOn(s), path, []*Weights{weights}, cfg)
 }

@@ -162,7 +162,7 @@ func (s *Saved) verifyShare(ctx context.Context, rank, ranks int) error {
 // mostDamages is how many damaged blocks an error names.
 const mostDamages = 20
 
-// joinDamages joins errors in the order of the files.
+// joinDamages joins errors in file order.
 func joinDamages(damaged []*TensorError) error {
 	slices.SortFunc(damaged, func(a, b *TensorError) int {
 		return cmp.Or(cmp.Compare(a.Path, b.Path), cmp.Compare(a.Offset, b.Offset))

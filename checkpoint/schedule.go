@@ -63,7 +63,7 @@ type send struct {
 	bytes        int
 }
 
-// A scheduler makes the schedule of tensors in the order of their memory.
+// A scheduler computes the schedule of tensors, sorted by address.
 type scheduler struct {
 	ranks  int
 	budget int // bytes that a rank moves in a round

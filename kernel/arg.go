@@ -21,7 +21,7 @@ import (
 // A Param is the type of a kernel's parameter.
 type Param uint32
 
-// The parameter types, as in C: a pointer to device memory, and numbers. Struct makes the
+// The parameter types, as in C: a pointer to device memory, and numbers. Struct returns the
 // types of structs.
 const (
 	Pointer Param = iota
@@ -529,7 +529,7 @@ func (o *Operand) arg() Arg {
 	return Arg{kind: I64, bits: o.bits}
 }
 
-// promoted are the types in the table of promotions, in the order of its rows and columns.
+// promoted are the types in the rows and columns of the table of promotions.
 var promoted = [...]memory.DType{memory.Bool, memory.Uint8, memory.Int8, memory.Int16, memory.Int32, memory.Int64,
 	memory.Float16, memory.BFloat16, memory.Float32, memory.Float64}
 

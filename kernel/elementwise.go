@@ -228,7 +228,7 @@ func paramOf(r role, t memory.DType) Param {
 
 // Launch enqueues the function for all elements on s and returns at once, except for the
 // first launch with these types, which compiles the kernel. Inputs and outputs are given
-// in the order of the function's parameters. All slices have the same length; inputs may
+// like the function's parameters. All slices have the same length; inputs may
 // also have a single element. The type of the computation is torch's promotion of the
 // input types, with float for the 16-bit floats. Results are rounded to the promoted type
 // and then to the type of the output, which must not be of a lower category. The launch

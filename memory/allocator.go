@@ -485,7 +485,7 @@ func (e *uncached) explain(bytes int, err error) error {
 	return x
 }
 
-// Free frees a block in the order of its stream, after the operations on the other
+// Free frees a block once pending work has finished on its stream and on the other
 // streams that use it.
 func (e *uncached) Free(addr uint64) error {
 	e.mu.Lock()

@@ -93,7 +93,7 @@ func (x Slice[T]) AwaitIPC(ctx context.Context, n int) error {
 }
 
 // OpenIPC maps the memory of a handle that another process has sent, and returns it as
-// a slice that is used in the order of s, a stream of the same GPU
+// a slice for use on s, a stream of the same GPU
 // (cuIpcOpenMemHandle). Operations that are enqueued on s from now on come after the
 // operations that the other process had enqueued when it made the handle. Several
 // handles into one segment share one mapping. The call talks to the other process and

@@ -19,7 +19,7 @@ import (
 
 // Param is the type of a parameter for elements of T: one number for all elements, or a slice of
 // floating-point numbers in device memory. A slice has a number for each element, or one number
-// for all elements. The fill reads it in the order of the stream. The package documentation says
+// for all elements. The fill reads it when the stream reaches the fill. The package documentation says
 // when a slice may share memory with the filled slice.
 type Param[T memory.Element] interface {
 	int | float64 | memory.Slice[T] | // if T is Float

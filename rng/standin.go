@@ -84,7 +84,7 @@ func compose[T memory.Element, V any](draw func(w [4]uint32, v *[4]V) int, of fu
 	return func(c call, out []T) { rows(c, out, draw, of(c)) }
 }
 
-// rows fills the elements in the order of the threads in rng.cu: the first draw
+// rows fills the elements as the threads in rng.cu do: the first draw
 // of all threads, then the second, and so on.
 //
 //go:norace

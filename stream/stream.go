@@ -37,7 +37,7 @@ type ref = gpu.StreamRef
 
 // New creates a stream on dev, which nothing else uses (FromPool returns shared streams). If a device
 // has more streams than hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), some share one, and
-// their kernels start in the order of their launches. A kernel that waits for a kernel of a stream
+// their kernels start in launch order. A kernel that waits for a kernel of a stream
 // that was launched later may then wait forever.
 func New(dev *device.Device, cfg *Config) (*Stream, error) {
 	const op = "stream: new"

@@ -353,7 +353,7 @@ func (m *multiplication) fold() {
 	p.A.Stride, p.B.Stride, p.C.Stride, p.D.Stride, p.Aux.Stride = 0, 0, 0, 0, 0
 }
 
-// operandNames are the tensors of a product, in the order of checkOverlap.
+// operandNames are the tensors of a product, as checkOverlap numbers them.
 var operandNames = [...]string{"c", "BiasGrad", "AMax", "Aux", "a", "b", "Add", "Bias", "DeviceAlpha", "DeviceBeta", "ScaleA", "ScaleB", "ScaleResult"}
 
 // checkOverlap refuses an output that shares memory with another operand. Only Add may be c. The

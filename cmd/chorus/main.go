@@ -23,7 +23,7 @@ import (
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// commands make the sub-commands, in the order of the help.
+// commands construct the subcommands, in the order that the help shows.
 var commands = []func() *cobra.Command{
 	newRunCommand,
 	newStatusCommand,

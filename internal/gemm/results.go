@@ -137,7 +137,7 @@ func Validators(dev *device.Device) ([]string, error) {
 		"Validator,WORKSPACE_BYTES," + strconv.FormatInt(x.workspace, 10)}, nil
 }
 
-// Results returns the results of a device, in the order of their texts.
+// Results returns the results of a device, sorted by their texts.
 func Results(dev *device.Device) ([]Result, error) {
 	x, err := siteOf(dev)
 	if err != nil {
@@ -473,7 +473,7 @@ func parseProblem(text string, workspace int64) (*Problem, error) {
 	return p, nil
 }
 
-// A config lists the attributes of an algorithm in the order of its text.
+// A config lists the attributes of an algorithm as its text orders them.
 type config struct {
 	id                                         int32
 	tile                                       uint32

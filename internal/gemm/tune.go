@@ -337,7 +337,7 @@ func sizeOf(t cublasapi.DType) int64 {
 // alignUp keeps copies apart.
 const alignUp = 512
 
-// copyOperands allocates the copies in the order of the stream. The addresses have the same
+// copyOperands allocates the copies, stream-ordered. The addresses have the same
 // alignments as the operands.
 func (t *tuning) copyOperands() error {
 	at := t.product.At

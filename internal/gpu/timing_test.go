@@ -246,7 +246,7 @@ func (b *bench) collect() bool {
 	})
 }
 
-// records closes the recording and returns its records, in the order of the calls.
+// records closes the recording and returns its records, in call order.
 func (b *bench) records() (list []timeline.Record) {
 	b.t.Helper()
 	require.NoError(b.t, b.rec.Close())

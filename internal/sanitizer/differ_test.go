@@ -186,7 +186,7 @@ func (b *bench) step() string {
 	return "pool"
 }
 
-// pooled allocates memory in the order of a stream, or frees it.
+// pooled allocates stream-ordered memory, or frees it.
 func (b *bench) pooled(i int) {
 	if i = i % 3; len(b.pool) == 0 {
 		b.on(i, func(s cudadrv.Stream) cudadrv.Result {

@@ -46,7 +46,7 @@ type Listener struct {
 	most int
 
 	mu    sync.Mutex
-	conns []*conn // in the order of their arrival
+	conns []*conn // oldest first
 }
 
 // A conn is a connection of a Listener.

@@ -250,7 +250,7 @@ type reference struct {
 	closed bool // guarded by mem.mu
 }
 
-// Make allocates a dense array in the order of s, which takes over the shape and the
+// Make returns a stream-ordered dense array, which takes over the shape and the
 // strides. The caller closes it.
 func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error) {
 	if t.Size() == 0 {

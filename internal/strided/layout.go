@@ -137,8 +137,8 @@ func loopsOf(shape, dst, src []int) (loops []loop, empty bool) {
 	return out, false
 }
 
-// sameOrder reports whether the elements of an array with these strides are in the order
-// of other, dense strides.
+// sameOrder reports whether the elements of an array with these strides are ordered
+// like those with other, dense strides.
 func sameOrder(shape, strides, as []int) bool {
 	loops, empty := loopsOf(shape, as, strides)
 	return empty || flat(loops)

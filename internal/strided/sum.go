@@ -16,8 +16,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// AddAll enqueues on s the sums of lists[i][k] over all i into dst, concatenated in the
-// order of k. dst is contiguous and has the same type and total length as each list. If
+// AddAll enqueues on s the sums of lists[i][k] over all i into dst, concatenated by
+// k. dst is contiguous and has the same type and total length as each list. If
 // dst or a tensor is not on the device of s, kernels must be able to access it. The sum is
 // rounded to the type after each list, as tensor.Add does. One kernel adds as many tensors
 // as fit in a launch, dozens of eight lists. The caller has validated the tensors and

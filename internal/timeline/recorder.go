@@ -369,7 +369,7 @@ const (
 	Fill       = "fill"
 	Collective = "collective" // a collective, a send or a receive, or several in one batch
 	Graph      = "graph"      // a launch of a graph
-	Callback   = "callback"   // a function of the host, in the order of a stream
+	Callback   = "callback"   // a function of the host that a stream calls
 	Wait       = "wait"       // the host waits for a device
 	Driver     = "driver"     // the host is in a call that allocates or frees memory
 	Range      = "range"      // of nvtx

@@ -20,7 +20,7 @@ func (m *Machine) Unlock() { m.mu.Unlock() }
 // Initialized reports whether cuInit was called. The machine is locked.
 func (m *Machine) Initialized() bool { return m.initialized }
 
-// Devices returns the devices in the order of their ordinals.
+// Devices returns the devices by ordinal.
 func (m *Machine) Devices() []*Device { return m.devices }
 
 // Fault counts a call by its C name and returns the fault that the plan has for it. A call

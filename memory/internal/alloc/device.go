@@ -536,7 +536,7 @@ type Event interface {
 	Close()
 }
 
-// An Auditor is informed of every allocation and free, in the order of the stream.
+// An Auditor is informed of every allocation and free, as the stream orders them.
 // Virtual devices have one.
 type Auditor interface {
 	Lend(s Stream, addr, bytes uint64)

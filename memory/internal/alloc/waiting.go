@@ -10,7 +10,7 @@ type batch struct {
 	captured []Stream // retained until their capture has ended; the blocks are not reused before
 	blocks   []block
 	one      [1]block // backing array for the first block
-	events   []Event  // in the order of users, after the operations on the blocks, once recorded
+	events   []Event  // by user, after the operations on the blocks, once recorded
 	left     int      // events that have not passed
 }
 

@@ -275,7 +275,7 @@ func Count(results []Result) (c Counts) {
 // OK reports whether no result failed, and with strict no result is a warning.
 func (c Counts) OK(strict bool) bool { return c.Fail == 0 && (!strict || c.Warn == 0) }
 
-// Checks lists all checks in the order of the output. docs/DOCTOR.md has a table of them.
+// Checks lists all checks in output order. docs/DOCTOR.md has a table of them.
 var Checks = []*Check{
 	deviceNodes, driverMismatch, libraryCopies,
 	fabricManager, mig, computeMode, otherProcesses, persistence,

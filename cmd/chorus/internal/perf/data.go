@@ -267,7 +267,7 @@ func ParseDTypes(name string) ([]memory.DType, error) {
 	return list, nil
 }
 
-// dtypes are the types of NCCL, in the order of NCCL's numbers.
+// dtypes are the types of NCCL, sorted by NCCL's numbers.
 var dtypes = []memory.DType{memory.Int8, memory.Uint8, memory.Int32, memory.Uint32, memory.Int64, memory.Uint64, memory.Float16,
 	memory.Float32, memory.Float64, memory.BFloat16, memory.Float8E4M3, memory.Float8E5M2}
 

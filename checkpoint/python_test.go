@@ -78,7 +78,7 @@ func TestPythonReadsASaver(t *testing.T) {
 	if err := exec.Command("python3", "-c", "import hashlib, json, struct").Run(); err != nil {
 		t.Skip("there is no python3:", err)
 	}
-	withBlocks(t, 100, 64)
+	withBlocks(t, 64)
 	onVirtual(t, 3, func(t *testing.T, devs []*device.Device) {
 		for range 3 {
 			seed, folder := rand.Uint64(), t.TempDir()

@@ -33,9 +33,9 @@ type SaverConfig struct {
 	// KeepEvery lets each checkpoint stay whose step is a multiple of it. 0 keeps none
 	// besides KeepLast.
 	KeepEvery int64
-	// HostBytes is the most pinned host memory of a process for snapshots. 0 is as much as
+	// HostBytes limits the pinned host memory of a process for snapshots. 0 is as much as
 	// the process writes. If there is less, Save waits until files have taken the first bytes,
-	// and training waits longer.
+	// and training waits longer. Each rank has at least the memory of one run, up to 16 MiB.
 	HostBytes int64
 	// Refuse lets Save return ErrBusy if the previous save is not complete. Otherwise Save
 	// waits for it.

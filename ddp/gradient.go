@@ -183,7 +183,7 @@ type holding[T memory.Element] struct {
 	wire   wire[T]
 }
 
-// newContents makes the contents of a bucket of the type T.
+// newContents returns the contents of a bucket of the type T.
 func newContents[T memory.Element](g *comm.Group, c *ReducerConfig, b *bucket, grads [][]gradient) (contents, error) {
 	h := &holding[T]{bucket: b, wholes: make([]memory.Slice[T], len(grads)), grads: make([][]memory.Slice[T], len(grads))}
 	for i, list := range grads {
@@ -201,7 +201,7 @@ func newContents[T memory.Element](g *comm.Group, c *ReducerConfig, b *bucket, g
 	return h, err
 }
 
-// contentsOf makes the contents of a bucket.
+// contentsOf returns the contents of a bucket.
 func contentsOf(g *comm.Group, c *ReducerConfig, b *bucket, grads [][]gradient) (contents, error) {
 	switch b.dtype {
 	case memory.Float32:

@@ -167,7 +167,7 @@ type currentKey struct{}
 
 // NewContext returns a context with dev as the current device, for code that uses torch's
 // current device (torch.cuda.device). It does not affect the thread and creates no
-// CUDA context. stream.NewContext makes its stream's device current too.
+// CUDA context. stream.NewContext also sets the device of its stream.
 func NewContext(ctx context.Context, dev *Device) context.Context {
 	return context.WithValue(ctx, currentKey{}, dev)
 }

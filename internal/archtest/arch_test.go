@@ -34,7 +34,6 @@ var layers = [][]string{
 	{"internal/race", "internal/virtual/fault"},
 	{"internal/virtual/machine"},
 	{"internal/virtual/nccl", "internal/virtual/blas", "internal/virtual/cufile"},
-	{"internal/virtual"},
 	{"internal/sanitizer"},
 	{"internal/backend"},
 	{"internal/conformance"},

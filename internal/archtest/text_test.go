@@ -76,8 +76,7 @@ var textRules = []textRule{
 }
 
 // rewriteLater are the folders with older texts.
-var rewriteLater = []string{"cluster/", "comm/", "ddp/", "nccl/", "internal/fabric/", "internal/flight/", "internal/launch/", "internal/nancheck/",
-	"internal/ncclapi/", "internal/route/", "internal/virtual/nccl/"}
+var rewriteLater = []string{"cluster/", "comm/", "nccl/"}
 
 // find returns the text that breaks a rule, or "".
 func (r *textRule) find(sentence string) string {

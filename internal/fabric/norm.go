@@ -243,7 +243,7 @@ func normOperands() []kernel.Param {
 	return []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.U32, kernel.U32, kernel.F32}
 }
 
-// put makes the arguments of the operands.
+// put writes the arguments of the operands.
 func (x *Norm) put(args []kernel.Arg) {
 	copy(args, []kernel.Arg{kernel.Address(x.In), kernel.Address(x.Residual), kernel.Address(x.Weight), kernel.Address(x.Out), kernel.Address(x.Scale),
 		kernel.Scalar(uint32(x.Rows)), kernel.Scalar(uint32(x.words())), kernel.Scalar(x.Eps)})

@@ -18,7 +18,7 @@ func TestMain(m *testing.M) { testgpu.Main(m) }
 
 var floats = []memory.DType{memory.Float16, memory.BFloat16, memory.Float32, memory.Float64, memory.Float8E4M3, memory.Float8E5M2}
 
-// upload makes memory on a device.
+// upload copies values to new memory on a device.
 func upload(t *testing.T, s *stream.Stream, b []byte) memory.Slice[byte] {
 	t.Helper()
 	x, err := memory.MakeFrom(s, b)

@@ -1,5 +1,4 @@
-// Package virtual puts the virtual GPUs together: a machine with its libraries.
-package virtual
+package backend
 
 import (
 	"github.com/gochorus/chorus/internal/cublasapi"
@@ -12,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/internal/virtual/nccl"
 )
 
-// A Machine is a machine with its libraries.
-type Machine struct {
+// A VirtualMachine is a machine of virtual devices with its libraries.
+type VirtualMachine struct {
 	*machine.Machine
 	nccl   ncclapi.API
 	cublas cublasapi.API
@@ -21,29 +20,29 @@ type Machine struct {
 	cufile cufileapi.API
 }
 
-// Config describes a machine and its NCCL.
-type Config struct {
+// A VirtualConfig describes a machine and its NCCL.
+type VirtualConfig struct {
 	machine.Config
 	NCCL nccl.Config
 }
 
-// New creates a machine. It fails only if the configuration is invalid.
-func New(cfg *Config) (*Machine, error) {
+// NewVirtual creates a machine. It fails only if the configuration is invalid.
+func NewVirtual(cfg *VirtualConfig) (*VirtualMachine, error) {
 	m, err := machine.New(&cfg.Config)
 	if err != nil {
 		return nil, err
 	}
-	return &Machine{Machine: m, nccl: nccl.New(m, cfg.NCCL), cublas: blas.New(m), lt: blas.NewLt(m), cufile: cufile.New(m)}, nil
+	return &VirtualMachine{Machine: m, nccl: nccl.New(m, cfg.NCCL), cublas: blas.New(m), lt: blas.NewLt(m), cufile: cufile.New(m)}, nil
 }
 
 // NCCL returns the machine's NCCL, of the configured version.
-func (m *Machine) NCCL() ncclapi.API { return m.nccl }
+func (m *VirtualMachine) NCCL() ncclapi.API { return m.nccl }
 
 // CUBLAS returns the machine's cuBLAS.
-func (m *Machine) CUBLAS() cublasapi.API { return m.cublas }
+func (m *VirtualMachine) CUBLAS() cublasapi.API { return m.cublas }
 
 // CUBLASLt returns the machine's cuBLASLt, version 13.0.2.
-func (m *Machine) CUBLASLt() cublasltapi.API { return m.lt }
+func (m *VirtualMachine) CUBLASLt() cublasltapi.API { return m.lt }
 
 // CuFile returns the machine's cuFile, version 1.15.
-func (m *Machine) CuFile() cufileapi.API { return m.cufile }
+func (m *VirtualMachine) CuFile() cufileapi.API { return m.cufile }

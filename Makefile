@@ -14,7 +14,8 @@ help: ## list the targets
 build: ## build the command and the examples into bin/
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/ ./cmd/... ./examples/...
 
-demo: build ## train a small model on all devices, or on 4 virtual devices (NPROC=n processes)
+demo: ## train a small model on all devices, or on 4 virtual devices (NPROC=n processes)
+	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/ ./cmd/chorus ./examples/ddp
 	bin/chorus run --nproc-per-node $(NPROC) -- bin/ddp
 
 # Many tests wait for deadlines of other processes, so twice as many packages as processors
@@ -32,9 +33,9 @@ test: ## run all tests
 	CGO_ENABLED=0 $(GO) test $(FAST) $(BESIDE) -timeout 20m ./...
 
 # The packages that own goroutines and locks. The others only call them.
-GOROUTINES = ./checkpoint ./cluster ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/connlimit ./internal/differ ./internal/dl \
+GOROUTINES = ./checkpoint ./cluster ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/differ ./internal/dl \
 	./internal/flight ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll ./internal/race \
-	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/status ./internal/strided ./internal/virtual/... \
+	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/sockets ./internal/status ./internal/strided ./internal/virtual/... \
 	./memory/... ./nccl ./rng ./stream
 
 # The race detector needs cgo, and cgo needs a C compiler.
@@ -113,7 +114,7 @@ cross: ## build without cgo and for arm64, and test the portable variants
 
 # The tests of these packages need no C library and start no programs, so an emulator runs them.
 NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/chart \
-	./internal/env ./internal/osthread ./internal/handle ./internal/minifloat \
+	./internal/env ./internal/osthread ./internal/handle ./internal/dtype \
 	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/torchfile
 
 generate: ## write docs/ENVIRONMENT.md

@@ -21,7 +21,7 @@ type ScalerConfig struct {
 	GrowthFactor   float64 // 0 means 2; above 1
 	BackoffFactor  float64 // 0 means 0.5; below 1
 	GrowthInterval int     // steps without infinities before the scale grows; 0 means 2000
-	// Disabled makes a scaler that changes nothing: Step steps, and the factor is 1
+	// Disabled returns a scaler that changes nothing: Step steps, and the factor is 1
 	// (enabled=False).
 	Disabled bool
 }
@@ -393,8 +393,8 @@ func (sc *Scaler) put(op string, s *stream.Stream, scale float64, tracker int32)
 	return k.put.Launch(s, one, kernel.Ptr(sc.scale), kernel.Ptr(sc.inverse), kernel.Ptr(sc.tracker), kernel.Scalar[float32](float32(scale)), kernel.Scalar[int32](tracker))
 }
 
-// Close frees the numbers in the order of their stream. Close does nothing if the scaler is
-// nil or closed.
+// Close frees the scaler's device state once pending work on its stream has finished; it does
+// not block. Close does nothing if the scaler is nil or closed.
 func (sc *Scaler) Close() error {
 	if sc == nil || !sc.owner.Close() {
 		return nil

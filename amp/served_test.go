@@ -125,7 +125,7 @@ func TestAgreeOnTheLastStream(t *testing.T) {
 		require.NoError(t, sc.Check(b.s, b.opt))
 		require.NoError(t, amp.Agree(g, sc))
 		require.NoError(t, sc.Step(b.s, b.opt, nil))
-		require.NoError(t, b.s.Sync(testgpu.Context(t))) // Close frees memory in the order of the first stream
+		require.NoError(t, b.s.Sync(testgpu.Context(t))) // Close frees memory behind the work of the first stream
 	})
 }
 

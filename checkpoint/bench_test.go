@@ -40,7 +40,7 @@ func BenchmarkLoad(b *testing.B) {
 	}
 }
 
-// benchCheckpoint makes a checkpoint of tensors of 32 MiB. The names' first letters are
+// benchCheckpoint writes a checkpoint of tensors of 32 MiB. The names' first letters are
 // in turn.
 func benchCheckpoint(b *testing.B, bytes int64) string {
 	var infos []safetensors.Tensor

@@ -15,6 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/internal/torchfile"
@@ -26,7 +27,7 @@ import (
 type Checkpoint struct {
 	files     []*gds.File
 	headers   []*safetensors.Header
-	infos     []Info // in the order of the files
+	infos     []Info // in file order
 	where     map[string]place
 	scattered map[string]*scattered // tensors that are not one run of a file
 	metadata  map[string]string
@@ -247,7 +248,7 @@ func (r hostReader) ReadAt(p []byte, off int64) (int, error) {
 	return n, err
 }
 
-// Infos returns the descriptions of all tensors, in the order of the files.
+// Infos returns the descriptions of all tensors, in file order.
 func (c *Checkpoint) Infos() []Info { return append([]Info(nil), c.infos...) }
 
 // Info returns the description of a tensor.
@@ -297,25 +298,16 @@ func (c *Checkpoint) Close() error {
 	return closeAll(c.files)
 }
 
-// dtypes are the format's types that memory.DType has too.
-var dtypes = map[safetensors.DType]memory.DType{
-	safetensors.Bool: memory.Bool, safetensors.U8: memory.Uint8, safetensors.I8: memory.Int8,
-	safetensors.U16: memory.Uint16, safetensors.I16: memory.Int16, safetensors.U32: memory.Uint32, safetensors.I32: memory.Int32,
-	safetensors.U64: memory.Uint64, safetensors.I64: memory.Int64, safetensors.F16: memory.Float16, safetensors.BF16: memory.BFloat16,
-	safetensors.F32: memory.Float32, safetensors.F64: memory.Float64, safetensors.F8E4M3: memory.Float8E4M3, safetensors.F8E5M2: memory.Float8E5M2,
-}
-
-func dtypeOf(t safetensors.DType) memory.DType { return dtypes[t] }
-
-// formatOf is dtypeOf the other way.
-func formatOf(t memory.DType) (safetensors.DType, bool) {
-	for f, m := range dtypes {
-		if m == t {
-			return f, true
+// formats and dtypes convert between memory.DType and the types of the format, which has more.
+var formats, dtypes = func() (formats map[memory.DType]safetensors.DType, dtypes map[safetensors.DType]memory.DType) {
+	formats, dtypes = map[memory.DType]safetensors.DType{}, map[safetensors.DType]memory.DType{}
+	for n, row := range dtype.All() {
+		if f, err := safetensors.ParseDType(row.Safetensors); err == nil {
+			formats[memory.DType(n)], dtypes[f] = f, memory.DType(n)
 		}
 	}
-	return 0, false
-}
+	return formats, dtypes
+}()
 
 // openDistributed opens a folder of torch.distributed.checkpoint.
 func (c *Checkpoint) openDistributed(cfg *gds.FileConfig, folder string) error {
@@ -500,7 +492,7 @@ func (c *Checkpoint) add(at place, t *safetensors.Tensor) error {
 		return fmt.Errorf("tensor %q is in %s, too", t.Name, c.files[other.file].Path())
 	}
 	c.where[t.Name] = at
-	c.infos = append(c.infos, Info{Name: t.Name, DType: dtypeOf(t.DType), Format: t.DType, Shape: t.Shape, File: path})
+	c.infos = append(c.infos, Info{Name: t.Name, DType: dtypes[t.DType], Format: t.DType, Shape: t.Shape, File: path})
 	return nil
 }
 

@@ -95,7 +95,7 @@ func (v *Saver) report(job *saveJob, errs []error) error {
 	return err
 }
 
-// commit makes the checkpoint visible when all ranks have written their files.
+// commit renames the checkpoint to its place when all ranks have written their files.
 func (v *Saver) commit(job *saveJob) error {
 	m, err := v.collect(job)
 	if err != nil {

@@ -18,7 +18,7 @@ import (
 
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
@@ -122,7 +122,7 @@ func values(t safetensors.DType) (memory.DType, int) {
 	if t == safetensors.C64 {
 		return memory.Float32, 8
 	}
-	return dtypeOf(t), t.Bits() / 8
+	return dtypes[t], t.Bits() / 8
 }
 
 // add compares bytes at an offset of the tensor.
@@ -162,9 +162,9 @@ func (d *differ) index(off int64) []int {
 
 // distance returns the absolute difference of two values.
 func distance(t memory.DType, p, q []byte) float64 {
-	x, y := element.Load(t, p, 0), element.Load(t, q, 0)
-	if element.IsFloat(t) {
-		a, b := x.Round(memory.Float64), y.Round(memory.Float64)
+	x, y := dtype.Of(t).Load(p, 0), dtype.Of(t).Load(q, 0)
+	if dtype.Of(t).IsFloat() {
+		a, b := x.Float64(), y.Float64()
 		if a == b { // also infinities
 			return 0
 		}

@@ -19,19 +19,19 @@ import (
 )
 
 // withBlocks lets digests be of fewer bytes, so that small tensors have several.
-func withBlocks(t *testing.T, chunk, block int64) {
-	oldChunk, oldBlock := chunkBytes, blockBytes
-	chunkBytes, blockBytes = chunk, block
-	t.Cleanup(func() { chunkBytes, blockBytes = oldChunk, oldBlock })
+func withBlocks(t *testing.T, block int64) {
+	old := blockBytes
+	blockBytes = block
+	t.Cleanup(func() { blockBytes = old })
 }
 
 // TestDamagedBlockIsNamed changes one byte of a file: the error has the file, the tensor and the
-// block. Blocks, parts and pieces of pinned memory have ends at different bytes.
+// block. Blocks and parts have ends at different bytes.
 func TestDamagedBlockIsNamed(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
-	withBlocks(t, 100, 64)
+	withBlocks(t, 64)
 	onVirtual(t, 2, func(t *testing.T, devs []*device.Device) {
 		g, folder := localGroup(t, devs), t.TempDir()
 		model := []stateTensor{{"a", []int{70, 3}, make([]int32, 210)}, {"b", []int{16}, make([]int32, 16)}, {"c", []int{0}, nil}, {"d", nil, []int32{9}}}
@@ -121,7 +121,7 @@ func openFiles(t *testing.T) (n int) {
 }
 
 // TestLateRankLearnsOfAFailedSave: a process that writes its file after the process of rank 0 has given
-// up makes the folder again. It learns the reason, and does not wait until Timeout.
+// up creates the folder again. It learns the reason, and does not wait until Timeout.
 func TestLateRankLearnsOfAFailedSave(t *testing.T) {
 	onVirtual(t, 1, func(t *testing.T, devs []*device.Device) {
 		folder := t.TempDir()
@@ -165,7 +165,7 @@ func (f fullFile) WriteAt(b []byte, off int64) (int, error) {
 // TestFullDiskNamesTheTensor: several goroutines write a file, and the error has the tensor and the
 // byte that did not fit.
 func TestFullDiskNamesTheTensor(t *testing.T) {
-	withBlocks(t, 1000, 64)
+	withBlocks(t, 64)
 	onVirtual(t, 1, func(t *testing.T, devs []*device.Device) {
 		g := localGroup(t, devs)
 		model := []stateTensor{{"a", []int{100}, make([]int32, 100)}, {"b", []int{50}, make([]int32, 50)}, {"c", []int{4}, make([]int32, 4)}}

@@ -67,8 +67,8 @@ func TestCheckpointsWithoutBytes(t *testing.T) {
 	}
 }
 
-// TestReversedGroup: the ranks of a group that was split need not be in the order of
-// the devices.
+// TestReversedGroup: the ranks of a group that was split need not be in device
+// order.
 func TestReversedGroup(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		folder, list := bigCheckpoint(t)

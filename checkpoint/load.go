@@ -15,7 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -60,7 +60,7 @@ func (c *Checkpoint) Load(ctx context.Context, g *comm.Group, cfg *LoadConfig) (
 	return c.load(ctx, w, cfg)
 }
 
-// LoadOn brings the checkpoint to the device of s, in the order of s, without a group.
+// LoadOn loads the checkpoint to the device of s, stream-ordered on s, without a group.
 func (c *Checkpoint) LoadOn(ctx context.Context, s *stream.Stream, cfg *LoadConfig) (*Weights, error) {
 	all, err := c.load(ctx, peersOn(s), cfg)
 	if err != nil {
@@ -177,7 +177,7 @@ func (c *Checkpoint) placeOne(info Info, p Placement, cfg *LoadConfig, ranks int
 	return t, nil
 }
 
-// allocate makes the weights, which are empty yet, the schedule, and its memory.
+// allocate allocates the tensors, whose contents are undefined, the schedule, and its memory.
 func (c *Checkpoint) allocate(m *executor, tensors []*placed, cfg *LoadConfig) (all []*Weights, err error) {
 	sizes, err := layOut(tensors, m.ranks)
 	if err != nil {
@@ -365,7 +365,7 @@ func (p Placement) resolveWhole(c *division, shape []int) error {
 
 // resolveDim resolves a placement that cuts a dimension.
 func (p Placement) resolveDim(c *division, shape []int) error {
-	dim, err := element.WrapDim(p.dim, len(shape))
+	dim, err := strided.WrapDim(p.dim, len(shape))
 	if err == nil && len(shape) == 0 {
 		err = fmt.Errorf("a tensor of one element has no dimension")
 	}
@@ -486,7 +486,7 @@ func (s *placed) fileBytes() int { return s.flat.outer * s.flat.width * s.from }
 
 // layOut gives every part its place, for each rank in the same order. Tensors that all ranks
 // have whole come first, so that they have the same places on all ranks and are exchanged in
-// long runs. The other tensors follow in the order of the files. layOut returns the size of
+// long runs. The other tensors follow in file order. layOut returns the size of
 // each rank's slab.
 func layOut(tensors []*placed, ranks int) (sizes []int, err error) {
 	sizes = make([]int, ranks)

@@ -124,7 +124,7 @@ func castOf(data []byte, from, to memory.DType) []byte {
 	return out
 }
 
-// randomTensors makes tensors of any type and shape. Floats are numbers.
+// randomTensors returns tensors of any type and shape. Floats are numbers.
 func randomTensors(r *rand.Rand, n int) []made {
 	var list []made
 	for i := range n {
@@ -283,7 +283,7 @@ func checkPart(t *testing.T, w *Weights, m made, wish wish, rank int, g *comm.Gr
 	require.Equal(t, []int{dim, start, n}, []int{d, part.Start, part.Len}, what)
 	want := partOf(m.data, m.info.DType.Bits()/8, m.info.Shape, dim, start, n)
 	if wish.to != memory.Invalid {
-		want = castOf(want, dtypeOf(m.info.DType), wish.to)
+		want = castOf(want, dtypes[m.info.DType], wish.to)
 		require.Equal(t, wish.to, x.DType())
 	}
 	require.Equal(t, len(want), x.Bytes(), what)

@@ -52,7 +52,7 @@ func peersOf(g *comm.Group) (*peers, error) {
 
 func peersOn(s *stream.Stream) *peers { return &peers{ranks: 1, locals: []*local{{stream: s}}} }
 
-// prepare makes the streams.
+// prepare creates the streams.
 func (w *peers) prepare() error {
 	for _, l := range w.locals {
 		err := gpu.CheckStream("checkpoint", l.stream, nil)

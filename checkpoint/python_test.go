@@ -67,7 +67,7 @@ func TestPythonReadsWhatIsSaved(t *testing.T) {
 		for _, m := range list {
 			require.Equal(t, hashOf(m.data), got[m.info.Name][2], m.info.Name)
 			require.Len(t, got[m.info.Name][1], len(m.info.Shape), m.info.Name)
-			require.Equal(t, dtypeOf(m.info.DType).String(), got[m.info.Name][0])
+			require.Equal(t, dtypes[m.info.DType].String(), got[m.info.Name][0])
 		}
 	})
 }
@@ -78,7 +78,7 @@ func TestPythonReadsASaver(t *testing.T) {
 	if err := exec.Command("python3", "-c", "import hashlib, json, struct").Run(); err != nil {
 		t.Skip("there is no python3:", err)
 	}
-	withBlocks(t, 100, 64)
+	withBlocks(t, 64)
 	onVirtual(t, 3, func(t *testing.T, devs []*device.Device) {
 		for range 3 {
 			seed, folder := rand.Uint64(), t.TempDir()

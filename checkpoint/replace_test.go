@@ -33,7 +33,7 @@ func (f *simpleFiles) Rename(a, b string) error {
 	return f.systemFiles.Rename(a, b)
 }
 
-// saved makes a folder whose file has the text, and fileOf returns the text.
+// saved creates a folder whose file has the text, and fileOf returns the text.
 func saved(t *testing.T, folder, text string) {
 	t.Helper()
 	require.NoError(t, os.Mkdir(folder, 0o700))

@@ -327,7 +327,7 @@ func newWeights(l *local, ranks int, slab tensor.Tensor, tensors []*placed) *Wei
 	return w
 }
 
-// Names returns the names of the rank's tensors, in the order of the files.
+// Names returns the names of the rank's tensors, in file order.
 func (w *Weights) Names() []string {
 	names := make([]string, 0, len(w.parts))
 	for _, t := range w.order {
@@ -390,7 +390,7 @@ func Get[T memory.Element](w *Weights, name string, shape ...int) (memory.Slice[
 // Bytes returns the size of the rank's memory, with its padding.
 func (w *Weights) Bytes() int { return w.slab.Bytes() }
 
-// Close frees the memory in the order of the stream that loaded it: the group's, or the stream
+// Close frees the memory once pending work has finished on the stream that loaded it: the group's, or the stream
 // of LoadOn. It is idempotent and safe on nil.
 func (w *Weights) Close() error {
 	if w == nil {

@@ -84,7 +84,7 @@ type wanted struct {
 	parts       []*partInfo // by rank; nil if the rank has no part
 }
 
-// agreeToMatch makes the moves, and compares the checkpoints and the moves of all ranks. If one
+// agreeToMatch computes the moves, and compares the checkpoints and the moves of all ranks. If one
 // rank refuses, all ranks return its reason, because the other ranks would wait for its bytes.
 func (r *restoring) agreeToMatch(ctx context.Context) (*Restored, error) {
 	var res *Restored
@@ -125,7 +125,7 @@ func (r *restoring) sameSave(ctx context.Context) error {
 	return fmt.Errorf("this rank has opened step %d (save %s), and rank 0 step %d (save %s) in %s: all ranks must open the same save, as Latest does", m.Step, m.ID, first.Step, first.ID, first.Folder)
 }
 
-// match makes the moves for all parts.
+// match computes the moves for all parts.
 func (r *restoring) match() (*Restored, error) {
 	res := &Restored{}
 	used := map[string]bool{}
@@ -159,7 +159,7 @@ func (r *restoring) match() (*Restored, error) {
 	return res, nil
 }
 
-// wanted returns the wishes of all ranks, in the order of the first rank that has a part.
+// wanted returns the wishes of all ranks, sorted by the first rank that has a part.
 func (r *restoring) wanted() []*wanted {
 	var list []*wanted
 	byName := map[string]*wanted{}
@@ -188,7 +188,7 @@ func (r *restoring) wanted() []*wanted {
 	return list
 }
 
-// matchOne makes the moves for one tensor.
+// matchOne computes the moves for one tensor.
 func (r *restoring) matchOne(x *wanted, t *savedTensor) error {
 	for rank, p := range x.parts {
 		switch {
@@ -214,7 +214,7 @@ func (r *restoring) matchOne(x *wanted, t *savedTensor) error {
 	return nil
 }
 
-// matchRun makes the moves for a run of n elements: the end of a row, whole rows, and the
+// matchRun computes the moves for a run of n elements: the end of a row, whole rows, and the
 // beginning of one. The run begins at element at of the tensor, which is element from of the
 // stored part.
 func (r *restoring) matchRun(x *wanted, p *savedPart, from, at, n int) {
@@ -256,7 +256,7 @@ func (r *restoring) rect(x *wanted, p *savedPart, from, row, rows, width, column
 	r.moves = append(r.moves, m)
 }
 
-// run makes all moves, in rounds that fit into memory.
+// run executes all moves, in rounds that fit into memory.
 func (r *restoring) run(ctx context.Context) error {
 	r.named = make([]map[string]*Part, len(r.parts))
 	for local, parts := range r.parts {

@@ -99,7 +99,7 @@ func TestRanksAgreeToRestore(t *testing.T) {
 	}
 }
 
-// joined makes a group of several processes, each with one rank.
+// joined returns a group of several processes, each with one rank.
 func joined(t *testing.T, devs []*device.Device) []*comm.Group {
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup

@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/strided"
@@ -58,7 +57,7 @@ func Save(ctx context.Context, g *comm.Group, path string, weights []*Weights, c
 	return save(ctx, w, path, weights, cfg)
 }
 
-// SaveOn is Save for weights of LoadOn, in the order of s.
+// SaveOn is Save for weights of LoadOn, after the work that is enqueued on s.
 func SaveOn(ctx context.Context, s *stream.Stream, path string, weights *Weights, cfg *SaveConfig) error {
 	return save(ctx, peersOn(s), path, []*Weights{weights}, cfg)
 }
@@ -205,7 +204,7 @@ func sameLoad(a, b *Weights) bool {
 
 // savedAs returns the file's description of a tensor. The ranks must have all its elements.
 func (t *placed) savedAs(ranks int) (safetensors.Tensor, error) {
-	format, ok := formatOf(t.to)
+	format, ok := formats[t.to]
 	if !ok {
 		return safetensors.Tensor{}, fmt.Errorf("the format has no type %s: %w", t.to, errors.ErrUnsupported)
 	}
@@ -283,7 +282,7 @@ func describe(s *stream.Stream, path string, tensors map[string]tensor.Tensor, m
 	var infos []safetensors.Tensor
 	for _, name := range slices.Sorted(maps.Keys(tensors)) {
 		x := tensors[name]
-		format, ok := formatOf(x.DType())
+		format, ok := formats[x.DType()]
 		err := strided.Check("checkpoint: save", x, nil)
 		if err == nil && x.IsHost() {
 			err = errors.New("it is in host memory: copy it to the device of the stream")
@@ -404,7 +403,7 @@ func (p *Part) describe(op string, s *stream.Stream) (info partInfo, err error) 
 	if p.Data.IsHost() || !p.Data.Contiguous() {
 		return info, fmt.Errorf("%s: want contiguous memory of a device", p.Data)
 	}
-	format, ok := formatOf(p.Data.DType())
+	format, ok := formats[p.Data.DType()]
 	if !ok {
 		return info, fmt.Errorf("the format has no type %s: %w", p.Data.DType(), errors.ErrUnsupported)
 	}
@@ -439,7 +438,7 @@ func (p *Part) box(shape []int) (box, error) {
 }
 
 func (p *Part) boxOfDim(shape []int) (box, error) {
-	dim, err := element.WrapDim(p.Dim, len(shape))
+	dim, err := strided.WrapDim(p.Dim, len(shape))
 	if err == nil && len(shape) == 0 {
 		err = errors.New("a tensor of one element has no dimension")
 	}

@@ -101,7 +101,7 @@ func (s *Saved) Tensors() []Info {
 	for i := range s.m.Tensors {
 		t := &s.m.Tensors[i]
 		format, _ := safetensors.ParseDType(t.DType) // checked when it was read
-		all = append(all, Info{Name: t.Name, DType: dtypeOf(format), Format: format, Shape: slices.Clone(t.Shape), File: filepath.Join(s.folder, s.m.Files[t.Parts[0].File].Name)})
+		all = append(all, Info{Name: t.Name, DType: dtypes[format], Format: format, Shape: slices.Clone(t.Shape), File: filepath.Join(s.folder, s.m.Files[t.Parts[0].File].Name)})
 	}
 	return all
 }
@@ -162,7 +162,7 @@ func (s *Saved) verifyShare(ctx context.Context, rank, ranks int) error {
 // mostDamages is how many damaged blocks an error names.
 const mostDamages = 20
 
-// joinDamages joins errors in the order of the files.
+// joinDamages joins errors in file order.
 func joinDamages(damaged []*TensorError) error {
 	slices.SortFunc(damaged, func(a, b *TensorError) int {
 		return cmp.Or(cmp.Compare(a.Path, b.Path), cmp.Compare(a.Offset, b.Offset))

@@ -2,12 +2,9 @@ package checkpoint
 
 import (
 	"context"
-	"crypto/sha256"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"hash"
 	"io"
 	"io/fs"
 	"math"
@@ -39,36 +36,33 @@ type fileWriter struct {
 // fileWorkers is how many goroutines hash and write the runs of one file.
 const fileWorkers = 4
 
-// A span is bytes of a run that are in one chunk.
-type span struct {
-	chunk *chunk
-	off   int64 // in the file
-	data  []byte
-}
-
-// writeFile writes what the snapshot brings. After an error it still gives the chunks back.
+// writeFile writes the runs that the snapshot brings. After an error it still frees their slots.
 func (v *Saver) writeFile(job *saveJob, s *snapshotter) error {
 	if s.file < 0 {
 		return nil
 	}
 	w := &fileWriter{job: job, s: s, path: filepath.Join(job.temp, s.name), digests: s.newDigests()}
 	w.fail(w.create(v.fs))
-	runs := make(chan chan span)
+	runs := make(chan filling)
 	var workers sync.WaitGroup
 	for range fileWorkers {
 		workers.Go(func() {
-			for r := range runs {
-				w.run(r)
+			for f := range runs {
+				w.run(f)
 			}
 		})
 	}
-	w.fail(w.divide(runs))
+	f := <-s.filled
+	for ; !f.end; f = <-s.filled {
+		runs <- f
+	}
+	w.fail(f.err)
 	close(runs)
 	workers.Wait()
 	return w.end(v.fs)
 }
 
-// create makes the file, with room for all its bytes, and writes the first ones.
+// create creates the file, reserves space for all its bytes, and writes the header.
 func (w *fileWriter) create(fs fileSystem) error {
 	if err := w.job.makeTemp(fs); err != nil {
 		return err
@@ -84,73 +78,25 @@ func (w *fileWriter) create(fs fileSystem) error {
 	return w.write(w.s.start, 0)
 }
 
-// divide divides the bytes of the snapshot into runs until the snapshot ends, and returns its
-// error. A worker takes a whole run, because the digest of a block needs its bytes in order.
-func (w *fileWriter) divide(runs chan<- chan span) error {
-	var run chan span
-	off, ends := int64(len(w.s.start)), w.s.runs
-	for {
-		f := <-w.s.filled
-		if f.end {
-			if run != nil { // the snapshot failed
-				close(run)
-			}
-			return f.err
-		}
-		w.fail(f.chunk.copied.Sync(context.Background()))
-		f.chunk.users.Store(1)
-		for data := f.chunk.mem.Data()[:f.size]; len(data) > 0; {
-			if run == nil {
-				run = make(chan span, 1)
-				runs <- run
-			}
-			n := min(int64(len(data)), ends[0]-off)
-			f.chunk.users.Add(1)
-			run <- span{f.chunk, off, data[:n]}
-			data, off = data[n:], off+n
-			if off == ends[0] {
-				close(run)
-				run, ends = nil, ends[1:]
-			}
-		}
-		w.s.leave(f.chunk)
+// run writes and hashes a run once it has been copied.
+func (w *fileWriter) run(f filling) {
+	w.fail(f.slot.copied.Sync(context.Background()))
+	if w.failed() == nil {
+		data := f.slot.mem.Data()[:f.run.end-f.run.begin]
+		w.fail(w.write(data, f.run.begin))
+		w.hash(data, f.run.begin)
 	}
+	f.slot.free <- struct{}{}
 }
 
-// run writes and hashes a run.
-func (w *fileWriter) run(spans <-chan span) {
-	var b blockSum
-	for x := range spans {
-		if w.failed() == nil {
-			w.fail(w.write(x.data, x.off))
-			b.add(w, x.data, x.off)
-		}
-		w.s.leave(x.chunk)
-	}
-}
-
-// A blockSum computes the digests of the blocks of a run.
-type blockSum struct {
-	sum  hash.Hash
-	left int64   // bytes of the block that are not in sum
-	to   *string // its digest
-}
-
-// add adds the bytes at an offset of the file.
-func (b *blockSum) add(w *fileWriter, data []byte, off int64) {
+// hash computes the digests of the blocks of a run, which begins at an offset of the file.
+func (w *fileWriter) hash(data []byte, off int64) {
 	for len(data) > 0 {
-		if b.left == 0 {
-			p := &w.s.pieces[w.s.pieceAt(off)]
-			at := off - p.off
-			b.sum, b.left = sha256.New(), min(blockBytes, int64(p.mem.Len())-at)
-			b.to = &w.digests[p.part.Key][at/blockBytes]
-		}
-		n := min(b.left, int64(len(data)))
-		b.sum.Write(data[:n])
-		data, off, b.left = data[n:], off+n, b.left-n
-		if b.left == 0 {
-			*b.to = hex.EncodeToString(b.sum.Sum(nil))
-		}
+		p := &w.s.pieces[w.s.pieceAt(off)]
+		at := off - p.off
+		n := min(blockBytes, int64(p.mem.Len())-at)
+		w.digests[p.part.Key][at/blockBytes] = digest(data[:n])
+		data, off = data[n:], off+n
 	}
 }
 
@@ -211,7 +157,7 @@ type rankReport struct {
 // reportName is the file of a rank's message.
 func reportName(rank int) string { return fmt.Sprintf("rank-%05d.done", rank) }
 
-// writeReport makes the message visible at once.
+// writeReport publishes the message atomically, by a rename.
 func writeReport(fs fileSystem, temp string, rank int, r *rankReport) error {
 	text, err := json.Marshal(r)
 	if err != nil {
@@ -421,7 +367,7 @@ func newOutput(path string, infos []safetensors.Tensor, cfg *SaveConfig) (*outpu
 // file returns the path of a file.
 func (o *output) file(i int) string { return filepath.Join(filepath.Dir(o.path), o.shards[i].File) }
 
-// open makes the files.
+// open opens the files.
 func (o *output) open() error {
 	for i := range o.shards {
 		f, err := gds.Create(o.file(i), o.cfg.File)
@@ -433,7 +379,7 @@ func (o *output) open() error {
 	return nil
 }
 
-// create makes the files, with their headers, and reserves their room.
+// create creates the files, with their headers, and reserves their space.
 func (o *output) create() error {
 	if err := o.open(); err != nil {
 		return err

@@ -33,9 +33,9 @@ type SaverConfig struct {
 	// KeepEvery lets each checkpoint stay whose step is a multiple of it. 0 keeps none
 	// besides KeepLast.
 	KeepEvery int64
-	// HostBytes is the most pinned host memory of a process for snapshots. 0 is as much as
+	// HostBytes limits the pinned host memory of a process for snapshots. 0 is as much as
 	// the process writes. If there is less, Save waits until files have taken the first bytes,
-	// and training waits longer.
+	// and training waits longer. Each rank has at least the memory of one run, up to 16 MiB.
 	HostBytes int64
 	// Refuse lets Save return ErrBusy if the previous save is not complete. Otherwise Save
 	// waits for it.
@@ -539,7 +539,7 @@ func (f *fence) parse(name string) (o fence, ok bool) {
 	return o, true
 }
 
-// claim makes the folder of this epoch, and then ends the saves of earlier epochs and of other runs.
+// claim creates the folder of this epoch, and then ends the saves of earlier epochs and of other runs.
 func (f *fence) claim(files fileSystem, folder, nonce string) error {
 	own := filepath.Join(folder, f.name())
 	if err := files.Mkdir(own); err != nil && !errors.Is(err, fs.ErrExist) {
@@ -580,7 +580,7 @@ func (v *Saver) unfinished() string {
 	return filepath.Join(v.folder, v.fence.name())
 }
 
-// makeTemp makes the folder of a save. It does not make the folder of the epoch, which a later epoch may have renamed.
+// makeTemp creates the folder of a save, but not the folder of the epoch, which a later epoch may have renamed.
 func (job *saveJob) makeTemp(files fileSystem) error {
 	if job.fence == nil {
 		return files.MkdirAll(job.temp)

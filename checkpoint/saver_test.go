@@ -385,9 +385,7 @@ func TestSaveIsOnTheDisk(t *testing.T) {
 
 // TestSnapshotsThatFail: a snapshot that fails leaves its memory for the next one.
 func TestSnapshotsThatFail(t *testing.T) {
-	old := chunkBytes
-	chunkBytes = 16
-	defer func() { chunkBytes = old }()
+	withBlocks(t, 16)
 	failed := 0
 	for _, call := range []string{"cuMemcpyDtoHAsync", "cuEventRecord"} {
 		for n := range 8 {
@@ -405,7 +403,10 @@ func TestSnapshotsThatFail(t *testing.T) {
 				}
 				require.NoError(t, v.Wait(t.Context()), fault)
 			}
-			require.Len(t, v.locals[0].free, len(v.locals[0].chunks), fault)
+			require.Len(t, v.locals[0].slots, 2, fault)
+			for _, x := range v.locals[0].slots {
+				require.Len(t, x.free, 1, fault)
+			}
 			require.NoError(t, v.Close())
 		}
 	}

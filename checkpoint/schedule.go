@@ -63,7 +63,7 @@ type send struct {
 	bytes        int
 }
 
-// A scheduler makes the schedule of tensors in the order of their memory.
+// A scheduler computes the schedule of tensors, sorted by address.
 type scheduler struct {
 	ranks  int
 	budget int // bytes that a rank moves in a round
@@ -74,7 +74,7 @@ type scheduler struct {
 	small  batch
 }
 
-// newSchedule makes the schedule of tensors that lay has placed. Only loads use batches: in a
+// newSchedule returns the schedule of tensors that lay has placed. Only loads use batches: in a
 // save, each rank writes its own parts.
 func newSchedule(tensors []*placed, ranks, budget int, loads bool) *schedule {
 	s := &scheduler{ranks: ranks, budget: budget, out: schedule{direct: make([]reads, ranks)}}

@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"sort"
-	"sync/atomic"
 
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -13,9 +12,6 @@ import (
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
 )
-
-// chunkBytes is the size of a piece of pinned memory. Tests change it.
-var chunkBytes = int64(64 << 20)
 
 // A snapshotter copies what a local rank writes to pinned host memory.
 type snapshotter struct {
@@ -26,11 +22,10 @@ type snapshotter struct {
 	name   string         // of the file; empty if the rank writes none
 	start  []byte         // the first bytes of the file
 	pieces []snapshotPiece
-	runs   []int64 // the end of each run of whole blocks in the file
-	size   int64   // of the file
+	runs   []fileRun
+	size   int64 // of the file
 
-	chunks []*chunk
-	free   chan *chunk
+	slots  []*slot      // run i uses slot i modulo their number
 	filled chan filling // to the writer of the file
 	ended  *stream.Event
 }
@@ -44,19 +39,22 @@ type snapshotPiece struct {
 	mem  memory.Slice[byte]
 }
 
-// A chunk is pinned memory of a snapshot.
-type chunk struct {
+// A fileRun is the bytes of a file that are copied, hashed and written at once: whole blocks.
+type fileRun struct{ begin, end int64 }
+
+// A slot is pinned memory for a run.
+type slot struct {
 	mem    *memory.Pinned[byte]
 	copied *stream.Event
-	users  atomic.Int32 // goroutines that still read it
+	free   chan struct{} // has a value while the slot is free
 }
 
-// A filling is a chunk on its way to the file, or the end of a snapshot with its error.
+// A filling is a run on its way to the file, or the end of a snapshot with its error.
 type filling struct {
-	chunk *chunk
-	size  int
-	end   bool
-	err   error
+	slot *slot
+	run  fileRun
+	end  bool
+	err  error
 }
 
 func newSnapshotter(local int, l *local, m *manifest, headers []*safetensors.Header, starts [][]byte, parts []Part, most int64) (*snapshotter, error) {
@@ -99,7 +97,7 @@ func newSnapshotter(local int, l *local, m *manifest, headers []*safetensors.Hea
 	return s, s.allocate(l, most)
 }
 
-// divide divides the file into runs of at most blockBytes.
+// divide divides the file into runs of whole blocks, which have at most blockBytes.
 func (s *snapshotter) divide() {
 	begin := int64(len(s.start))
 	for _, p := range s.pieces {
@@ -107,12 +105,14 @@ func (s *snapshotter) divide() {
 		for at := p.off; at < end; {
 			next := min(at+blockBytes, end)
 			if at > begin && next-begin > blockBytes {
-				s.runs, begin = append(s.runs, at), at
+				s.runs, begin = append(s.runs, fileRun{begin, at}), at
 			}
 			at = next
 		}
 	}
-	s.runs = append(s.runs, s.size)
+	if begin < s.size {
+		s.runs = append(s.runs, fileRun{begin, s.size})
+	}
 }
 
 // pieceAt returns the number of the piece at an offset of the file.
@@ -141,36 +141,33 @@ func (s *snapshotter) newDigests() map[string][]string {
 	return all
 }
 
-// leave lets the snapshot use a chunk again if this was the last goroutine that reads it.
-func (s *snapshotter) leave(c *chunk) {
-	if c.users.Add(-1) == 0 {
-		s.free <- c
-	}
-}
-
-// allocate makes chunks for the whole snapshot, or of at most most bytes. 0 means unlimited.
+// allocate allocates a slot for each run, or, if most is not 0, as many as have most bytes, and
+// at least one.
 func (s *snapshotter) allocate(l *local, most int64) error {
-	total := s.size - int64(len(s.start))
-	size := chunkBytes
-	if most == 0 || most > total {
-		most = total
+	largest := int64(1)
+	for _, r := range s.runs {
+		largest = max(largest, r.end-r.begin)
 	}
-	if most < total {
-		size = min(size, max(most/2, 1))
+	n := len(s.runs)
+	if most > 0 {
+		n = min(n, int(max(most/largest, 1)))
 	}
-	n := max((most+size-1)/size, 1)
-	s.free, s.filled = make(chan *chunk, n), make(chan filling, n+1)
-	for i := range n {
-		c := &chunk{}
-		s.chunks = append(s.chunks, c)
+	sizes := make([]int64, n)
+	for i, r := range s.runs {
+		sizes[i%n] = max(sizes[i%n], r.end-r.begin)
+	}
+	s.filled = make(chan filling, n+1)
+	for _, size := range sizes {
+		x := &slot{free: make(chan struct{}, 1)}
+		s.slots = append(s.slots, x)
 		var err error
-		if c.mem, err = memory.MakePinned[byte](l.device(), int(max(min(size, most-i*size), 1))); err != nil {
-			return fmt.Errorf("%d bytes of pinned memory for snapshots of rank %d: %w", most, s.rank, err)
+		if x.mem, err = memory.MakePinned[byte](l.device(), int(size)); err != nil {
+			return fmt.Errorf("%d bytes of pinned memory for snapshots of rank %d: %w", size, s.rank, err)
 		}
-		if c.copied, err = stream.NewEvent(l.device(), nil); err != nil {
+		if x.copied, err = stream.NewEvent(l.device(), nil); err != nil {
 			return err
 		}
-		s.free <- c
+		x.free <- struct{}{}
 	}
 	return nil
 }
@@ -205,62 +202,51 @@ func (s *snapshotter) snapshot(ctx context.Context, on *stream.Stream) error {
 	return err
 }
 
-// copy enqueues the copies, chunk after chunk.
+// copy enqueues the copies, run after run.
 func (s *snapshotter) copy(ctx context.Context) error {
-	var c *chunk // being filled
-	defer func() {
-		if c != nil { // after an error, so that the next snapshot has it
-			s.free <- c
-		}
-	}()
-	at := 0
-	flush := func() error {
-		if c == nil {
-			return nil
-		}
-		if err := c.copied.Record(s.side); err != nil {
-			return err
-		}
-		s.filled <- filling{chunk: c, size: at}
-		c, at = nil, 0
-		return nil
-	}
 	for _, p := range s.pieces {
-		if p.mem.Len() == 0 {
-			continue
-		}
-		if err := p.mem.RecordStream(s.side); err != nil {
-			return err
-		}
-		for from := 0; from < p.mem.Len(); {
-			if c == nil {
-				select {
-				case c = <-s.free:
-				case <-ctx.Done():
-					return context.Cause(ctx)
-				}
-			}
-			n := min(c.mem.Len()-at, p.mem.Len()-from)
-			if err := p.mem.Slice(from, from+n).CopyToPinned(s.side, c.mem.Slice(at, at+n)); err != nil {
-				return fmt.Errorf("snapshot of tensor %q: %w", p.name, err)
-			}
-			from, at = from+n, at+n
-			if at == c.mem.Len() {
-				if err := flush(); err != nil {
-					return err
-				}
+		if p.mem.Len() > 0 {
+			if err := p.mem.RecordStream(s.side); err != nil {
+				return err
 			}
 		}
 	}
-	return flush()
+	for i, r := range s.runs {
+		x := s.slots[i%len(s.slots)]
+		select {
+		case <-x.free:
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		}
+		if err := s.fill(x, r); err != nil {
+			x.free <- struct{}{} // for the next snapshot
+			return err
+		}
+		s.filled <- filling{slot: x, run: r}
+	}
+	return nil
+}
+
+// fill enqueues the copies of a run.
+func (s *snapshotter) fill(x *slot, r fileRun) error {
+	for off := r.begin; off < r.end; {
+		p := &s.pieces[s.pieceAt(off)]
+		from, at := int(off-p.off), int(off-r.begin)
+		n := min(int(r.end-off), p.mem.Len()-from)
+		if err := p.mem.Slice(from, from+n).CopyToPinned(s.side, x.mem.Slice(at, at+n)); err != nil {
+			return fmt.Errorf("snapshot of tensor %q: %w", p.name, err)
+		}
+		off += int64(n)
+	}
+	return x.copied.Record(s.side)
 }
 
 func (s *snapshotter) close() error {
 	errs := []error{s.side.Close(), s.ended.Close()}
-	for _, c := range s.chunks {
-		errs = append(errs, c.copied.Close())
-		if c.mem != nil {
-			errs = append(errs, c.mem.Close())
+	for _, x := range s.slots {
+		errs = append(errs, x.copied.Close())
+		if x.mem != nil {
+			errs = append(errs, x.mem.Close())
 		}
 	}
 	return errors.Join(errs...)

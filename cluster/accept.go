@@ -9,8 +9,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/internal/connlimit"
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // listening opens the listeners of a launcher. It omits keep-alives, whose four system calls are a third of the cost of a
@@ -40,7 +39,7 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err == nil && connlimit.TakesReserve(c) {
+		if err == nil && sockets.TakesReserve(c) {
 			c.Close()
 			err = syscall.EMFILE
 		}
@@ -117,7 +116,7 @@ func acceptCure(err error) string {
 // returns "" for connections of other programs, such as port scanners.
 func refusedLine(conn net.Conn, why error) string {
 	var reason string
-	other, foreign := errors.AsType[*sameuser.Error](why)
+	other, foreign := errors.AsType[*sockets.UserError](why)
 	switch {
 	case foreign:
 		reason = other.Error()

@@ -12,7 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // A client is a member's end of its stream to the coordinator.
@@ -110,7 +110,7 @@ func authError(job, addr string, err error) error {
 			return &AuthError{Job: job, Addr: addr, Reason: final.Error()}
 		}
 	}
-	if other, ok := errors.AsType[*sameuser.Error](err); ok {
+	if other, ok := errors.AsType[*sockets.UserError](err); ok {
 		return &AuthError{Job: job, Addr: addr, Reason: other.Error() + "; choose another port", err: other}
 	}
 	return fmt.Errorf("dial coordinator at %s: %w", addr, err)

@@ -12,7 +12,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // JoinConfig holds the arguments of Join, which Attach reads from the environment.
@@ -223,7 +223,7 @@ func (to target) portTaken(ctx context.Context, taken error, cure string) error 
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return joinEnd(ctx, &JoinTimeoutError{Job: to.job})
 	}
-	if _, other := errors.AsType[*sameuser.Error](met); other {
+	if _, other := errors.AsType[*sockets.UserError](met); other {
 		return met
 	}
 	owner := "another program or another job has the port"

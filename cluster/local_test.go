@@ -16,7 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // strangerMain is a process of another user, who knows all but a secret. It joins a job as
@@ -155,7 +155,7 @@ func TestStrangerCoordinates(t *testing.T) {
 	require.Equal(t, "listening\n", text)
 	for r := range 2 {
 		_, err := Join(t.Context(), oneHostConfig(t, "torchrun", port, r))
-		var other *sameuser.Error
+		var other *sockets.UserError
 		require.ErrorAs(t, err, &other, "rank %d", r)
 		require.Equal(t, 65534, other.UID)
 		require.ErrorContains(t, err, "choose another port")

@@ -6,7 +6,6 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
@@ -138,7 +137,7 @@ func (x *scattering) checkOut(c *ScatterConfig) error {
 // splitLike divides the source into chunks of the sizes of tensors.
 func (x *scattering) splitLike(outs []tensor.Tensor, along int) error {
 	const op = "scatter"
-	dim, err := element.WrapDim(along, x.t.Dims())
+	dim, err := strided.WrapDim(along, x.t.Dims())
 	if err != nil {
 		return badArgument(op, "%w", err)
 	}
@@ -360,7 +359,7 @@ func checkGather(g *Group, ts []tensor.Tensor, dim int) (int, []int, error) {
 	if first.Dims() == 0 {
 		return 0, nil, badArgument(op, "the tensors have no dimension to gather along: Unsqueeze them")
 	}
-	d, err := element.WrapDim(dim, first.Dims())
+	d, err := strided.WrapDim(dim, first.Dims())
 	if err != nil {
 		return 0, nil, badArgument(op, "%w", err)
 	}

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	elements "github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
@@ -82,12 +82,12 @@ func (x *operandSample) sumOf(d memory.DType, k int) []byte {
 		sum := 0.0
 		for _, parts := range x.parts {
 			v := make([]byte, 8)
-			elements.Store(memory.Float64, v, 0, elements.Load(d, parts[k], i))
+			dtype.Of(memory.Float64).Store(v, 0, dtype.Of(d).Load(parts[k], i))
 			f := make([]byte, 8)
-			elements.Store(memory.Int64, f, 0, elements.Load(memory.Float64, v, 0))
-			sum += float64(elements.Load(memory.Int64, f, 0).Int64())
+			dtype.Of(memory.Int64).Store(f, 0, dtype.Of(memory.Float64).Load(v, 0))
+			sum += float64(dtype.Of(memory.Int64).Load(f, 0).Int64())
 		}
-		elements.Store(d, out, i, elements.Float(sum))
+		dtype.Of(d).Store(out, i, dtype.FloatValue(sum))
 	}
 	return out
 }

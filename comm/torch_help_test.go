@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	elements "github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -36,7 +36,7 @@ type sample struct {
 func bytesOf(r *rand.Rand, d memory.DType, n int) []byte {
 	b := make([]byte, n*d.Size())
 	for i := range n {
-		elements.Store(d, b, i, elements.Int(int64(r.IntN(6))))
+		dtype.Of(d).Store(b, i, dtype.IntValue(int64(r.IntN(6))))
 	}
 	return b
 }
@@ -144,7 +144,7 @@ func (m *sample) as(d memory.DType) *sample {
 	}
 	c := &sample{dtype: d, shape: m.shape, want: make([]byte, len(m.want)/m.dtype.Size()*d.Size())}
 	for i := range len(m.want) / m.dtype.Size() {
-		elements.Store(d, c.want, i, elements.Load(m.dtype, m.want, i))
+		dtype.Of(d).Store(c.want, i, dtype.Of(m.dtype).Load(m.want, i))
 	}
 	return c
 }
@@ -171,11 +171,11 @@ func (m *sample) along(dim, from, n int) *sample {
 func (m *sample) plus(d memory.DType, o *sample) *sample {
 	s := &sample{dtype: d, shape: m.shape, want: make([]byte, len(m.want)/m.dtype.Size()*d.Size())}
 	for i := range len(m.want) / m.dtype.Size() {
-		x, y := elements.Load(m.dtype, m.want, i), elements.Load(o.dtype, o.want, i)
-		if elements.IsFloat(d) {
-			elements.SetFloat(d, s.want, i, x.Round(memory.Float64)+y.Round(memory.Float64))
+		x, y := dtype.Of(m.dtype).Load(m.want, i), dtype.Of(o.dtype).Load(o.want, i)
+		if dtype.Of(d).IsFloat() {
+			dtype.Of(d).Store(s.want, i, dtype.FloatValue(x.Float64()+y.Float64()))
 		} else {
-			elements.SetInt(d, s.want, i, x.Int64()+y.Int64())
+			dtype.Of(d).Store(s.want, i, dtype.IntValue(x.Int64()+y.Int64()))
 		}
 	}
 	return s

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A bucket is the numbers of gradients of one type that are reduced together, in the order of
+// A bucket is the numbers of gradients of one type that are reduced together, as they are on
 // the wire.
 type bucket struct {
 	dtype memory.DType
@@ -36,10 +36,10 @@ func layout(t memory.DType, lens []int) (at []int, total int) {
 
 func roundUp(n, to int) int { return (n + to - 1) / to * to }
 
-// split cuts the gradients, in the order of the backward pass, into buckets of one type and of
+// split cuts the gradients, as the backward pass computes them, into buckets of one type and of
 // at most bytes bytes. The first bucket of each type is smaller, so that reducing starts early.
-// Buckets are in the order that they become complete. Within a bucket, gradients are in the
-// order of their numbers, because this may be their order in memory.
+// Buckets are in the order that they become complete. Within a bucket, gradients are
+// sorted by number, because this may be their order in memory.
 func split(lens []int, types []memory.DType, order []int, firstBytes, bytes int) []bucket {
 	type run struct {
 		dtype              memory.DType
@@ -103,7 +103,7 @@ func pick(xs, indexes []int) []int {
 	return part
 }
 
-// Rebuild makes new buckets. Gradients are in the order of rank 0's last step, so that the
+// Rebuild replaces the buckets. Gradients are ordered as in rank 0's last step, so that the
 // bucket that is complete first is reduced first; unused gradients come last. torch rebuilds
 // by itself after the first step. Here the program decides when, because all ranks wait for
 // rank 0's order. Call Rebuild between steps. It returns when the group's streams have passed

@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// Buckets are cut in the order of the backward pass, the first one smaller.
+// Buckets are cut along the backward pass, the first one smaller.
 func TestSplit(t *testing.T) {
 	for _, c := range []struct {
 		lens         []int

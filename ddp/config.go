@@ -196,7 +196,7 @@ func refuse(op, format string, args ...any) error {
 	return unfit(fmt.Errorf("ddp: %s: "+format, append([]any{op}, args...)...))
 }
 
-// unfit makes the error of a wrong argument of the error of another package.
+// unfit wraps another package's error about a wrong argument.
 func unfit(err error) error { return &argumentError{err} }
 
 // checkGroup returns an error if a reducer or a sharder of g cannot be made.

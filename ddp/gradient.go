@@ -8,7 +8,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
@@ -146,7 +146,7 @@ func shapes(xs []gradient) [][]int {
 }
 
 // isFloat reports whether t is a float of 16 bits or more.
-func isFloat(t memory.DType) bool { return element.IsFloat(t) && !element.IsFloat8(t) }
+func isFloat(t memory.DType) bool { return dtype.Of(t).IsFloat() && !dtype.Of(t).IsFloat8() }
 
 // compressible reports whether ReducerConfig.Compress applies to gradients of type t.
 func compressible(t memory.DType) bool { return t == memory.Float32 || t == memory.Float64 }
@@ -183,7 +183,7 @@ type holding[T memory.Element] struct {
 	wire   wire[T]
 }
 
-// newContents makes the contents of a bucket of the type T.
+// newContents returns the contents of a bucket of the type T.
 func newContents[T memory.Element](g *comm.Group, c *ReducerConfig, b *bucket, grads [][]gradient) (contents, error) {
 	h := &holding[T]{bucket: b, wholes: make([]memory.Slice[T], len(grads)), grads: make([][]memory.Slice[T], len(grads))}
 	for i, list := range grads {
@@ -201,7 +201,7 @@ func newContents[T memory.Element](g *comm.Group, c *ReducerConfig, b *bucket, g
 	return h, err
 }
 
-// contentsOf makes the contents of a bucket.
+// contentsOf returns the contents of a bucket.
 func contentsOf(g *comm.Group, c *ReducerConfig, b *bucket, grads [][]gradient) (contents, error) {
 	switch b.dtype {
 	case memory.Float32:

@@ -52,7 +52,7 @@ type Bucket struct {
 // AllReduce enqueues the sum of Flat over all ranks, in place (torch's allreduce_hook).
 func (b *Bucket) AllReduce() error { return b.contents.reduce(b.Group, comm.Sum) }
 
-// newBuckets makes the buckets that hooks get.
+// newBuckets returns the buckets that hooks get.
 func (r *Reducer) newBuckets(buckets []bucket, parts []contents) ([]Bucket, error) {
 	all := make([]Bucket, len(buckets))
 	for k, b := range buckets {

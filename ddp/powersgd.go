@@ -333,7 +333,7 @@ func (l *powerLocal[T]) project(x *power[T]) error {
 	return nil
 }
 
-// back makes the summed P orthonormal, and computes Q = Mᵀ·P of this rank.
+// back orthonormalizes the summed P, and computes Q = Mᵀ·P of this rank.
 func (l *powerLocal[T]) back(x *power[T]) error {
 	for i := range x.matrices {
 		k, v := &x.matrices[i], &l.views[i]
@@ -394,7 +394,7 @@ func drawUnit[T float32 | float64](r *rand.Rand, row []T) {
 	}
 }
 
-// orthonormal makes rows of equal length orthonormal, by Gram-Schmidt in two passes. What the
+// orthonormal orthonormalizes rows of equal length, by Gram-Schmidt in two passes. What the
 // first pass leaves of a row that depends on earlier rows is rounding error, made a unit vector
 // of any direction. The second pass corrects it. If less than a tenth is left then, the row
 // depends on the others: it becomes a row of fresh, or zeros if there is none. Without

@@ -96,7 +96,7 @@ func product(x, y []float64, r, inner, n int, at func(i, j int) int) []float64 {
 	return z
 }
 
-// orthonormalize makes rows orthonormal.
+// orthonormalize orthonormalizes rows.
 func orthonormalize(rows []float64, count int) {
 	n := len(rows) / count
 	for range 2 {
@@ -123,7 +123,7 @@ func orthonormalize(rows []float64, count int) {
 	}
 }
 
-// powerModel makes a reducer by PowerSGD for gradients of shapes, in one type.
+// powerModel returns a reducer by PowerSGD for gradients of shapes, in one type.
 func powerModel(t *testing.T, g *comm.Group, x memory.DType, cfg *ddp.ReducerConfig, shapes ...[]int) (*model, *ddp.Reducer) {
 	t.Helper()
 	m := &model{g: g, shapes: shapes}

@@ -70,7 +70,7 @@ func size(shape []int) int {
 	return n
 }
 
-// allocate makes the gradients of a local rank. Gradients that lie together begin at multiples
+// allocate allocates the gradients of a local rank. Gradients that lie together begin at multiples
 // of 16 bytes, as those of memory.MakeFlat.
 func (m *model) allocate(t *testing.T, i int, together map[memory.DType]bool) []tensor.Tensor {
 	t.Helper()

@@ -58,7 +58,7 @@ type arrival struct {
 	reduced *mark          // the result is in its place
 }
 
-// newQueue makes a queue without buckets.
+// newQueue returns a queue without buckets.
 func newQueue(g *comm.Group, work worker, grads int) *queue {
 	q := &queue{g: g, work: work}
 	for range g.Locals() {
@@ -358,7 +358,7 @@ func (q *queue) begun() bool {
 func (q *queue) has(local int) bool { return slices.Contains(q.seen[local], true) }
 
 // sorted checks that there is one stream for each local rank, whose work can be ordered
-// with the group's now, and returns them in the order of these, until the next call.
+// with the group's now, and returns them in that order, until the next call.
 func (q *queue) sorted(op string, streams []*stream.Stream) ([]*stream.Stream, error) {
 	if len(streams) != q.g.Locals() {
 		return nil, fmt.Errorf("%s: %d streams for %d local ranks: %w", op, len(streams), q.g.Locals(), comm.ErrMismatch)

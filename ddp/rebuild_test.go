@@ -53,8 +53,8 @@ func TestRebuildTakesRank0sOrder(t *testing.T) {
 	})
 }
 
-// rebuilt runs a step in an order and one in the order of the buckets that became
-// of it.
+// rebuilt runs a step in an order and one as the resulting buckets are
+// ordered.
 func rebuilt(ctx context.Context, b comm.Rendezvous, dev *device.Device, lens, order []int) (buckets [][]int, err error) {
 	g, err := comm.Join(ctx, b, dev, nil)
 	if err != nil {

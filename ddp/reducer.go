@@ -36,7 +36,7 @@ type Reducer struct {
 	verifier *verifier  // nil without ReducerConfig.Verify
 }
 
-// NewReducer makes a reducer for the gradients of each local rank. grads has one list for
+// NewReducer returns a reducer for the gradients of each local rank. grads has one list for
 // each local rank, with the same lengths and types in the same order on all ranks of the group.
 // A list of tensor.Tensor may have several types: each bucket has one. Two gradients must not
 // share memory: shared weights have one gradient. All ranks give the same configuration. If the
@@ -237,7 +237,7 @@ func (r *Reducer) agreeUsed() error {
 	return r.reduceUsed()
 }
 
-// Close frees the buckets, in the order of the group's streams.
+// Close frees the buckets once pending work on the group's streams has finished.
 func (r *Reducer) Close() error {
 	if r == nil || !r.owner.Close() {
 		return nil

@@ -328,7 +328,7 @@ func (sh *Sharder[T]) check(op string) error {
 	return nil
 }
 
-// Close frees parameters and gradients, in the order of the streams that use them.
+// Close frees parameters and gradients once pending work on the streams that use them has finished.
 func (sh *Sharder[T]) Close() error {
 	if sh == nil || !sh.owner.Close() {
 		return nil

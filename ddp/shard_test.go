@@ -317,7 +317,7 @@ func TestSharderErrors(t *testing.T) {
 	})
 }
 
-// Parameters are gathered in the order of the next forward pass.
+// Parameters are gathered as the next forward pass needs them.
 func TestShardsAreGatheredInOrder(t *testing.T) {
 	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	sh, err := ddp.NewSharder[float32](g, []int{800, 80, 8}, &ddp.ShardConfig{BucketBytes: 1, FirstBucketBytes: 1})

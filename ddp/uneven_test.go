@@ -287,7 +287,7 @@ func newTrainer(t *testing.T, g *comm.Group, flat bool, cfg *ddp.ReducerConfig) 
 // over 1 to 4 ranks are exact in all types.
 func part(step, rank, j, k int) float32 { return float32(12 * ((step*7+rank*3+j*5+k)%21 - 10)) }
 
-// fill makes gradient j of rank i.
+// fill writes gradient j of rank i.
 func (tr *trainer) fill(i, j, step int) {
 	tr.t.Helper()
 	h := tr.want[i][j]

@@ -33,7 +33,7 @@ type wire[T memory.Element] interface {
 	close() error
 }
 
-// newWire makes a wire of n elements. wholes has the gradients' own memory of each local
+// newWire allocates a wire of n elements. wholes has the gradients' own memory of each local
 // rank: it is the wire if they lie in it as on the wire and are not converted.
 func newWire[T memory.Element](g *comm.Group, c *ReducerConfig, wholes []memory.Slice[T], n int) (wire[T], error) {
 	by := 1

@@ -65,7 +65,7 @@ func reduced(op comm.Op, round func(float32) float32, a, b float32) float32 {
 	return max(round(a), round(b))
 }
 
-// floatGrads makes random gradients on the group's streams.
+// floatGrads allocates random gradients on the group's streams.
 func floatGrads(t *testing.T, g *comm.Group, r *rand.Rand, flat bool, lens []int) (xs [][]memory.Slice[float32], hs [][][]float32) {
 	t.Helper()
 	for i := range g.Locals() {

@@ -167,7 +167,7 @@ type currentKey struct{}
 
 // NewContext returns a context with dev as the current device, for code that uses torch's
 // current device (torch.cuda.device). It does not affect the thread and creates no
-// CUDA context. stream.NewContext makes its stream's device current too.
+// CUDA context. stream.NewContext also sets the device of its stream.
 func NewContext(ctx context.Context, dev *Device) context.Context {
 	return context.WithValue(ctx, currentKey{}, dev)
 }
@@ -269,8 +269,8 @@ func (d *Device) attribute(a cudadrv.Attribute) (int, error) {
 	return int(v), err
 }
 
-// StartProfiler makes the profiler that the process runs under, such as Nsight Systems
-// with --capture-range=cudaProfilerApi, collect from now on; it mirrors
+// StartProfiler starts collection in the profiler that the process runs under, such as Nsight Systems
+// with --capture-range=cudaProfilerApi; it mirrors
 // torch.cuda.profiler.start. Without a profiler, or if the profiler collects already, it
 // does nothing. It creates the device's context, enqueues nothing, and returns at once. To
 // exclude operations that are already enqueued, call Sync first.

@@ -110,10 +110,10 @@ func (e *UnsupportedError) Error() string {
 	return fmt.Sprintf("%s needs %s; this machine has %s", e.Feature, e.Need, e.Have)
 }
 
-// Is makes errors.Is(err, errors.ErrUnsupported) true.
+// Is reports whether target is errors.ErrUnsupported.
 func (e *UnsupportedError) Is(target error) bool { return target == errors.ErrUnsupported }
 
-// errorsOf makes the errors of a System for package gpu.
+// errorsOf returns the constructors of a System's errors for package gpu.
 type errorsOf struct{ s *System }
 
 func (e errorsOf) Failed(op string, ordinal int, r cudadrv.Result) error {

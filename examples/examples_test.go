@@ -15,14 +15,7 @@ import (
 
 // Each example that runs by itself, and what its output says in the end.
 var outputs = map[string]string{
-	"hello":       `:0: 1 \+ .* = \d+\n`,
-	"copy":        `and back: equal: true\n`,
-	"load":        `10 tensors of 10485760 bytes on \d+ devices, .*\nsaved again: every tensor is equal\n`,
-	"overlap":     `parts of \d+ numbers over 3 streams: `,
-	"timing":      `64 MiB copied on .*: \d+ GB/s\n`,
-	"graph":       `the mean of 1 to \d+ is [\d.]+; 100 launches of \d+ operations`,
-	"elementwise": `radius \[5.000 1.000 2.000\], angle \[0.927 1.571 3.142\]\nleaky: \[-0.5 0 3\]\n`,
-	"random":      `(?s)first  .*second  .*third, by a graph.*first, by the same graph +\[`,
+	"load": `10 tensors of 10485760 bytes on \d+ devices, .*\nsaved again: every tensor is equal\n`,
 }
 
 func TestExamples(t *testing.T) {
@@ -42,7 +35,7 @@ func TestExamples(t *testing.T) {
 // packages are then compiled already.
 func programs(t *testing.T) string {
 	packed := filepath.Join("..", "..", "bin")
-	if _, err := os.Stat(filepath.Join(packed, "hello")); err == nil {
+	if _, err := os.Stat(filepath.Join(packed, "load")); err == nil {
 		return packed
 	}
 	dir := t.TempDir()

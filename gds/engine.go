@@ -316,7 +316,7 @@ func advice(err error) string {
 	return ""
 }
 
-// fail makes an Error for the whole file.
+// fail returns an Error for the whole file.
 func (f *File) fail(op string, err error) error {
 	return &Error{Op: op, Path: f.path, Offset: -1, Err: err}
 }

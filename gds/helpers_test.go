@@ -37,7 +37,7 @@ func poison(t testing.TB, s *stream.Stream, x memory.Slice[byte]) {
 	require.NoError(t, x.CopyFrom(s, junk))
 }
 
-// writeFile makes a file on the file system of temporary files.
+// writeFile creates a file on the file system of temporary files.
 func writeFile(t testing.TB, content []byte) string {
 	t.Helper()
 	path := filepath.Join(t.TempDir(), "file")

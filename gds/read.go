@@ -247,7 +247,7 @@ type fresh struct {
 	final string
 }
 
-// Create makes a file that replaces the file at path, if there is one, atomically: until
+// Create creates a file that replaces the file at path, if there is one, atomically: until
 // Commit it has a temporary name in the same directory, and Close removes it.
 // After a crash the path has either the complete old file or the complete new one. A crash
 // may leave a temporary file, .NAME.XXXXXXXX.tmp, which nothing removes; it can be deleted

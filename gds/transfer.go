@@ -211,7 +211,7 @@ func (t *transfer) result() error {
 	return t.whole(err)
 }
 
-// whole makes an Error for the whole call.
+// whole returns an Error for the whole call.
 func (t *transfer) whole(err error) error {
 	return &Error{Op: t.op, Path: t.f.path, Offset: t.pieces[0].Off, Wanted: bytesOf(t.pieces), Got: t.done.Load(), Err: err}
 }
@@ -240,7 +240,7 @@ func (t *transfer) reach(s *stream.Stream) error {
 	return errors.Join(begin.Sync(t.ctx), begin.Close())
 }
 
-// at makes an Error for a failure between two offsets; n bytes are done. The end of ctx
+// at returns an Error for a failure between two offsets; n bytes are done. The end of ctx
 // did not happen at an offset, so it is returned unchanged.
 func (t *transfer) at(e Engine, from, to int64, n int, err error) error {
 	if t.ctx.Err() != nil && err == context.Cause(t.ctx) {

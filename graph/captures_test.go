@@ -36,7 +36,7 @@ var parityTable = filepath.Join("..", "docs", "CAPTURES.md")
 type call struct {
 	name    string // package.Type.Method, and after a colon what is special
 	nowhere bool   // it acts on no stream that a caller chooses
-	// prepare makes what the call needs, outside of the capture.
+	// prepare allocates what the call needs, outside of the capture.
 	prepare func(r *rig) func() error
 }
 
@@ -102,7 +102,7 @@ func (r *rig) slice(s *stream.Stream, n int) memory.Slice[float32] {
 	return x
 }
 
-// own makes the capture's stream one that the call brings along, such as a group's.
+// own captures a stream that the call brings along, such as a group's.
 func (r *rig) own(s *stream.Stream) {
 	r.on = s
 	if r.inside {
@@ -110,7 +110,7 @@ func (r *rig) own(s *stream.Stream) {
 	}
 }
 
-// run makes the program's call in a capture and returns the kinds of the errors of the
+// run issues the program's call in a capture and returns the kinds of the errors of the
 // call and of the capture.
 func run(t *testing.T, kit *bench, ring *ring, c call, from origin, mode graph.Mode) (cell, texts string) {
 	r := &rig{t: t, ctx: testgpu.Context(t), dev: kit.dev, kit: kit, ring: ring, inside: from.inside}
@@ -157,7 +157,7 @@ func run(t *testing.T, kit *bench, ring *ring, c call, from origin, mode graph.M
 	return cell, text(of) + text(err)
 }
 
-// make1 makes the call from where the program has it.
+// make1 issues the call from where the program has it.
 func make1(from origin, fn func() error) error {
 	if !from.hop {
 		return fn()
@@ -226,7 +226,7 @@ func kindOf(err error) string {
 
 func short(status string) string { return strings.TrimPrefix(status, "CUDA_ERROR_") }
 
-// TestCaptures makes every public call in captures of every mode, and compares what
+// TestCaptures issues every public call in captures of every mode, and compares what
 // comes of it with docs/CAPTURES.md, and virtual devices with CUDA.
 func TestCaptures(t *testing.T) {
 	want := readParity(t)

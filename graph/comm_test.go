@@ -135,7 +135,7 @@ func TestAbortDuringCapture(t *testing.T) {
 	})
 }
 
-// single makes a communicator of one rank that has communicated.
+// single returns a communicator of one rank that has communicated.
 func single(t *testing.T, dev *device.Device) (*nccl.Communicator, *bench, memory.Slice[float32]) {
 	t.Helper()
 	b := newBench(t, dev)
@@ -228,7 +228,7 @@ func TestGroupOnTwoStreams(t *testing.T) {
 	})
 }
 
-// communicators makes one of all devices.
+// communicators returns one communicator of all devices.
 func communicators(t *testing.T, devs []*device.Device) []*nccl.Communicator {
 	t.Helper()
 	id, err := nccl.NewUniqueID(devs[0])

@@ -234,7 +234,7 @@ func preparers(held []gpu.Holdable) (list []gpu.Preparer) {
 	return list
 }
 
-// instantiate makes the executable graph from the captured one.
+// instantiate creates the executable graph from the captured one.
 func (x *Exec) instantiate() error {
 	err := gpu.DeviceOf(x.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		n, r := drv.GraphGetNodes(x.graph)

@@ -53,7 +53,7 @@ func TestMemoryFreedInACaptureStaysMapped(t *testing.T) {
 }
 
 // Memory of a closed graph stays mapped while another capture, which has used it, goes on:
-// CUDA makes no graph of a fill of memory that is unmapped.
+// CUDA instantiates no graph with a fill of memory that is unmapped.
 func TestMemoryOfAClosedGraphStaysWhileCapturing(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s, other := newStream(t, devs[0]), newStream(t, devs[0])

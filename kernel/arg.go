@@ -11,7 +11,7 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/virtual/machine"
@@ -21,7 +21,7 @@ import (
 // A Param is the type of a kernel's parameter.
 type Param uint32
 
-// The parameter types, as in C: a pointer to device memory, and numbers. Struct makes the
+// The parameter types, as in C: a pointer to device memory, and numbers. Struct returns the
 // types of structs.
 const (
 	Pointer Param = iota
@@ -40,12 +40,26 @@ const (
 	BF16
 )
 
-// virtualParams are the types on virtual devices.
-var virtualParams = [...]machine.Param{
-	Pointer: machine.PtrParam, I32: machine.Int32Param, I64: machine.Int64Param, U32: machine.Uint32Param,
-	U64: machine.Uint64Param, F32: machine.Float32Param, F64: machine.Float64Param, I8: machine.Int8Param,
-	U8: machine.Uint8Param, I16: machine.Int16Param, U16: machine.Uint16Param, B8: machine.BoolParam,
-	F16: machine.Float16Param, BF16: machine.BFloat16Param,
+// params has the types of parameters by kind: on virtual devices, and as an element type.
+var params = [...]struct {
+	virtual machine.Param
+	elem    memory.DType // Invalid for a pointer
+}{
+	Pointer: {machine.PtrParam, memory.Invalid}, B8: {machine.BoolParam, memory.Bool},
+	I8: {machine.Int8Param, memory.Int8}, U8: {machine.Uint8Param, memory.Uint8},
+	I16: {machine.Int16Param, memory.Int16}, U16: {machine.Uint16Param, memory.Uint16},
+	I32: {machine.Int32Param, memory.Int32}, U32: {machine.Uint32Param, memory.Uint32},
+	I64: {machine.Int64Param, memory.Int64}, U64: {machine.Uint64Param, memory.Uint64},
+	F16: {machine.Float16Param, memory.Float16}, BF16: {machine.BFloat16Param, memory.BFloat16},
+	F32: {machine.Float32Param, memory.Float32}, F64: {machine.Float64Param, memory.Float64},
+}
+
+// elem returns the element type of a number, or Invalid for pointers and structs.
+func (p Param) elem() memory.DType {
+	if int(p) < len(params) {
+		return params[p].elem
+	}
+	return memory.Invalid
 }
 
 // virtual returns the type on virtual devices.
@@ -53,7 +67,7 @@ func (p Param) virtual() machine.Param {
 	if n, ok := p.isStruct(); ok {
 		return machine.StructParam(n)
 	}
-	return virtualParams[p]
+	return params[p].virtual
 }
 
 // Struct is the type of a struct parameter of that many bytes, passed by value with Bytes.
@@ -82,18 +96,16 @@ func (p Param) isStruct() (bytes int, ok bool) {
 // known reports whether the type is valid.
 func (p Param) known() bool {
 	_, ok := p.isStruct()
-	return ok || int(p) < len(paramNames)
-}
-
-var paramNames = [...]string{
-	Pointer: "pointer", I32: "int", I64: "long long", U32: "unsigned", U64: "unsigned long long", F32: "float", F64: "double",
-	I8: "signed char", U8: "unsigned char", I16: "short", U16: "unsigned short", B8: "bool", F16: "__half", BF16: "__nv_bfloat16",
+	return ok || int(p) < len(params)
 }
 
 // String returns the C type.
 func (p Param) String() string {
-	if int(p) < len(paramNames) {
-		return paramNames[p]
+	if p == Pointer {
+		return "pointer"
+	}
+	if elem := p.elem(); elem != memory.Invalid {
+		return dtype.Of(elem).C
 	}
 	if n, ok := p.isStruct(); ok {
 		return fmt.Sprintf("struct of %d bytes", n)
@@ -178,11 +190,16 @@ func numeric[T memory.Element](v T) (Param, uint64) {
 // scalarParam returns the type of parameters for numbers of type T.
 func scalarParam[T memory.Element]() Param { return numberParams[memory.DTypeOf[T]()] }
 
-var numberParams = [...]Param{
-	memory.Bool: B8, memory.Int8: I8, memory.Uint8: U8, memory.Int16: I16, memory.Uint16: U16, memory.Int32: I32, memory.Uint32: U32,
-	memory.Int64: I64, memory.Uint64: U64, memory.Float16: F16, memory.BFloat16: BF16, memory.Float32: F32, memory.Float64: F64,
-	memory.Float8E4M3: U8, memory.Float8E5M2: U8,
-}
+// numberParams has the types of parameters by element type; an 8-bit float is passed as its bits.
+var numberParams = func() (list [dtype.Count]Param) {
+	for p := range params {
+		if elem := params[p].elem; elem != memory.Invalid {
+			list[elem] = Param(p)
+		}
+	}
+	list[memory.Float8E4M3], list[memory.Float8E5M2] = U8, U8
+	return list
+}()
 
 // A field of an argument struct is one parameter of a kernel.
 type field struct {
@@ -512,7 +529,7 @@ func (o *Operand) arg() Arg {
 	return Arg{kind: I64, bits: o.bits}
 }
 
-// promoted are the types in the table of promotions, in the order of its rows and columns.
+// promoted are the types in the rows and columns of the table of promotions.
 var promoted = [...]memory.DType{memory.Bool, memory.Uint8, memory.Int8, memory.Int16, memory.Int32, memory.Int64,
 	memory.Float16, memory.BFloat16, memory.Float32, memory.Float64}
 
@@ -556,16 +573,16 @@ func Promote(a, b memory.DType) (memory.DType, error) {
 		return a, nil
 	case a == memory.Invalid:
 		return b, nil
-	case element.IsFloat8(a) || element.IsFloat8(b):
+	case dtype.Of(a).IsFloat8() || dtype.Of(b).IsFloat8():
 		return 0, fmt.Errorf("no type has the numbers of both %s and %s: convert one of them", a, b)
 	}
 	row, column := placeOf(a), placeOf(b)
 	switch {
 	case row >= 0 && column >= 0:
 		return promotions[row][column], nil
-	case element.IsFloat(a): // b is an unsigned integer of 16 bits or more
+	case dtype.Of(a).IsFloat(): // b is an unsigned integer of 16 bits or more
 		return a, nil
-	case element.IsFloat(b):
+	case dtype.Of(b).IsFloat():
 		return b, nil
 	}
 	return 0, fmt.Errorf("torch has no type for the numbers of both %s and %s: convert one of them", a, b)
@@ -588,9 +605,9 @@ func resultType(arrays, numbers memory.DType) (memory.DType, error) {
 		numbers = memory.Float32
 	}
 	switch {
-	case element.IsFloat(arrays):
+	case dtype.Of(arrays).IsFloat():
 		return arrays, nil
-	case arrays == memory.Invalid || arrays == memory.Bool || element.IsFloat(numbers):
+	case arrays == memory.Invalid || arrays == memory.Bool || dtype.Of(numbers).IsFloat():
 		return Promote(arrays, numbers)
 	}
 	return arrays, nil
@@ -599,5 +616,5 @@ func resultType(arrays, numbers memory.DType) (memory.DType, error) {
 // CanCast reports whether a result of type from may be stored as type to (torch.can_cast):
 // floats not as integers, and other types not as bool.
 func CanCast(from, to memory.DType) bool {
-	return !(element.IsFloat(from) && !element.IsFloat(to)) && !(from != memory.Bool && to == memory.Bool)
+	return !(dtype.Of(from).IsFloat() && !dtype.Of(to).IsFloat()) && !(from != memory.Bool && to == memory.Bool)
 }

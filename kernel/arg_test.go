@@ -5,7 +5,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -50,7 +50,7 @@ func TestPromoteFollowsTheRules(t *testing.T) {
 		switch {
 		case d == memory.Bool:
 			return 0
-		case element.IsFloat(d):
+		case dtype.Of(d).IsFloat():
 			return 2
 		}
 		return 1

@@ -139,7 +139,7 @@ func (c *compiler) compile(src *Source, options []string, get func(nvrtcapi.Prog
 
 var missingHeader = regexp.MustCompile(`cannot open source file "([^"]+)"`)
 
-// explain makes an error from the compiler's messages, whose lines refer to the source:
+// explain returns an error with the compiler's messages, whose lines refer to the source:
 // "name(line): error: text".
 func (c *compiler) explain(src *Source, log string, r nvrtcapi.Result) error {
 	e := &CompileError{Source: src.Name, Log: log, Err: r}

@@ -101,7 +101,7 @@ func TestCheckText(t *testing.T) {
 	require.ErrorContains(t, err, `cannot open source file "mine/none.h"`)
 }
 
-// cubin makes a binary with the kernels f and g.
+// cubin returns a binary with the kernels f and g.
 func cubin(t *testing.T) []byte {
 	t.Helper()
 	info := func(format, attr byte, words ...uint32) []byte {

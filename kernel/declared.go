@@ -291,12 +291,6 @@ var (
 	}
 )
 
-// numberTypes are the element types that correspond to parameters passed by value.
-var numberTypes = map[Param]memory.DType{
-	I8: memory.Int8, U8: memory.Uint8, I16: memory.Int16, U16: memory.Uint16, I32: memory.Int32, U32: memory.Uint32,
-	I64: memory.Int64, U64: memory.Uint64, F32: memory.Float32, F64: memory.Float64, B8: memory.Bool, F16: memory.Float16, BF16: memory.BFloat16,
-}
-
 // compare returns an error if d contradicts its declaration in the source.
 func (d *Def) compare(all map[string][]declared) error {
 	ps := all[d.Name]
@@ -307,7 +301,8 @@ func (d *Def) compare(all map[string][]declared) error {
 		return fmt.Errorf("%s has %d parameters in the source, but Params has %d", d.Name, len(ps), len(d.Params))
 	}
 	for i, p := range ps {
-		t, number := numberTypes[d.Params[i]]
+		t := d.Params[i].elem()
+		number := t != memory.Invalid
 		switch {
 		case number && p.pointer, number && p.types != nil && !slices.Contains(p.types, t),
 			d.Params[i] == Pointer && !p.pointer && p.types != nil && !slices.Equal(p.types, bytes8):

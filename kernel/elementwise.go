@@ -10,7 +10,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
@@ -20,7 +20,7 @@ import (
 
 // ElementwiseConfig are the options of NewElementwise.
 type ElementwiseConfig struct {
-	// Inputs makes the code an expression of these names, instead of a function.
+	// Inputs names the variables of the code, which is then an expression instead of a function.
 	Inputs []string
 	// Defaults has the parameters that are the same for all elements, each by a Set with
 	// its default value. A launch may set another value.
@@ -65,7 +65,7 @@ type variant struct {
 	}
 }
 
-// NewElementwise makes an element-wise function from code. The last function template in
+// NewElementwise returns an element-wise function. The last function template in
 // the code has one type parameter,
 //
 //	template <typename T> T axpy(T x, T y, T a) { return a * x + y; }
@@ -97,7 +97,7 @@ func NewElementwise(code string, cfg *ElementwiseConfig) (*Elementwise, error) {
 
 var identifier = regexp.MustCompile(`^[A-Za-z_]\w*$`)
 
-// expression makes a function of an expression.
+// expression returns the source of a function that computes an expression.
 func expression(code string, cfg *ElementwiseConfig) (string, error) {
 	params := slices.Clone(cfg.Inputs)
 	for _, d := range cfg.Defaults {
@@ -228,7 +228,7 @@ func paramOf(r role, t memory.DType) Param {
 
 // Launch enqueues the function for all elements on s and returns at once, except for the
 // first launch with these types, which compiles the kernel. Inputs and outputs are given
-// in the order of the function's parameters. All slices have the same length; inputs may
+// like the function's parameters. All slices have the same length; inputs may
 // also have a single element. The type of the computation is torch's promotion of the
 // input types, with float for the 16-bit floats. Results are rounded to the promoted type
 // and then to the type of the output, which must not be of a lower category. The launch
@@ -390,7 +390,7 @@ func (l *job) check(operands []Operand) error {
 			return o.err
 		case o.dev != nil && o.dev != l.v.dev:
 			return fmt.Errorf("operand %d is memory of %s, the stream is of %s", i, o.dev, l.v.dev)
-		case element.IsFloat8(o.dtype):
+		case dtype.Of(o.dtype).IsFloat8():
 			return fmt.Errorf("operand %d is of %s, in which nothing is computed", i, o.dtype)
 		case o.role == output && l.n >= 0 && o.n != l.n:
 			return fmt.Errorf("operand %d has %d elements, the first output %d", i, o.n, l.n)
@@ -468,12 +468,12 @@ const (
 //go:embed elementwise.cuh
 var elementwiseHead string
 
-// cTypes are the names of the types in elementwise.cuh.
-var cTypes = map[memory.DType]string{
-	memory.Bool: "bool", memory.Int8: "signed char", memory.Uint8: "unsigned char", memory.Int16: "short",
-	memory.Uint16: "unsigned short", memory.Int32: "int", memory.Uint32: "unsigned", memory.Int64: "long long",
-	memory.Uint64: "unsigned long long", memory.Float16: "chorus::Half", memory.BFloat16: "chorus::BFloat",
-	memory.Float32: "float", memory.Float64: "double",
+// cType returns the name of a type in elementwise.cuh.
+func cType(t memory.DType) string {
+	if row := dtype.Of(t); row.Format != nil {
+		return "chorus::" + row.Short
+	}
+	return dtype.Of(t).C
 }
 
 // computeType returns the type that the function is called with.
@@ -496,7 +496,7 @@ func (e *Elementwise) source(v *variant, common memory.DType) string {
 		result = fmt.Sprintf("r%d = ", len(e.sig.params))
 	}
 	call := fmt.Sprintf("::%s<compute>(%s);", e.sig.name, strings.Join(x.args, ", "))
-	body := strings.NewReplacer("COMMON", cTypes[common], "COMPUTE", cTypes[computeType(common)],
+	body := strings.NewReplacer("COMMON", cType(common), "COMPUTE", cType(computeType(common)),
 		"THREADS", fmt.Sprint(elementwiseBlock), "ITEMS", fmt.Sprint(itemsOf(x.widest)), "KERNEL", elementwiseKernel,
 		"PARAMS", x.params.String(), "ARRAYS", x.arrays.String(), "LOAD", x.load.String(),
 		"CALL", x.locals.String()+"\t\t\t"+result+call+"\n"+x.store.String()).Replace(elementwiseBody)
@@ -514,15 +514,15 @@ type statements struct {
 func (x *statements) add(i int, r role, t memory.DType, passed bool) {
 	switch r {
 	case input:
-		fmt.Fprintf(&x.params, ", const %s* p%d", cTypes[t], i)
+		fmt.Fprintf(&x.params, ", const %s* p%d", cType(t), i)
 		fmt.Fprintf(&x.arrays, "\t\tcompute a%d[items];\n", i)
 		fmt.Fprintf(&x.load, "\t\t\ta%d[k] = chorus::load<common, compute>(p%[1]d[ones >> %[1]d & 1 ? 0 : i]);\n", i)
 		x.args = append(x.args, fmt.Sprintf("a%d[k]", i))
 		x.widest = max(x.widest, t.Size())
 	case output:
-		fmt.Fprintf(&x.params, ", %s* p%d", cTypes[t], i)
+		fmt.Fprintf(&x.params, ", %s* p%d", cType(t), i)
 		fmt.Fprintf(&x.locals, "\t\t\tcompute r%d;\n", i)
-		fmt.Fprintf(&x.store, "\t\t\tp%d[i] = chorus::store<common, %s>(r%[1]d);\n", i, cTypes[t])
+		fmt.Fprintf(&x.store, "\t\t\tp%d[i] = chorus::store<common, %s>(r%[1]d);\n", i, cType(t))
 		x.widest = max(x.widest, t.Size())
 		if passed {
 			x.args = append(x.args, fmt.Sprintf("r%d", i))

@@ -13,7 +13,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudahost"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -108,12 +108,12 @@ func hostTrialOf(t *testing.T, s *stream.Stream, e *Elementwise, in, out [2]memo
 		b := make([]byte, n*d.Size())
 		for k := range n {
 			switch {
-			case element.IsFloat(d):
-				element.SetFloat(d, b, k, random.NormFloat64()*10)
+			case dtype.Of(d).IsFloat():
+				dtype.Of(d).Store(b, k, dtype.FloatValue(random.NormFloat64()*10))
 			case d == memory.Bool:
 				b[k] = byte(random.IntN(2))
 			default:
-				element.SetInt(d, b, k, random.Int64()>>random.IntN(60))
+				dtype.Of(d).Store(b, k, dtype.IntValue(random.Int64()>>random.IntN(60)))
 			}
 		}
 		tr.in[i] = b
@@ -154,7 +154,7 @@ func runHost(t *testing.T, e *Elementwise, trials []*hostTrial) {
 			a := tr.v.args[j]
 			switch a.role {
 			case input, output:
-				fmt.Fprintf(&calls, "auto* p%d = new v%d::%s[n]();\n", j, i, strings.TrimSpace(cTypes[a.dtype]))
+				fmt.Fprintf(&calls, "auto* p%d = new v%d::%s[n]();\n", j, i, cType(a.dtype))
 			default:
 				fmt.Fprintf(&calls, "%s p%d;\n", map[Param]string{F64: "double", I64: "long long"}[paramOf(a.role, a.dtype)], j)
 			}
@@ -181,8 +181,8 @@ func runHost(t *testing.T, e *Elementwise, trials []*hostTrial) {
 	}
 	// Fundamental types have no namespace.
 	text := calls.String()
-	for _, c := range cTypes {
-		if !strings.HasPrefix(c, "chorus::") {
+	for t := range dtype.All() {
+		if c := cType(memory.DType(t)); !strings.HasPrefix(c, "chorus::") {
 			for i := range trials {
 				text = strings.ReplaceAll(text, fmt.Sprintf("v%d::%s[", i, c), c+"[")
 			}

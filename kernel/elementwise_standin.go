@@ -5,15 +5,15 @@ import (
 	"math"
 	"unsafe"
 
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/memory"
 )
 
-// standIn makes the Go function that implements a variant on virtual devices.
+// standIn returns the Go function that implements a variant on virtual devices.
 func (e *Elementwise) standIn(v *variant, common memory.DType) (func(*Call), error) {
 	fn, name := func(*Call) {}, ""
 	switch {
-	case element.IsFloat(common):
+	case dtype.Of(common).IsFloat():
 		name = "Floats"
 		if e.cfg.Floats != nil {
 			fn = func(c *Call) { apply(e, v, c, e.cfg.Floats, floatCells(common)) }
@@ -100,17 +100,17 @@ func (cells cellsOf[N]) input(v *variant, c *Call, data []byte, i, nth int, ones
 
 // floatCells is for computations in floats.
 func floatCells(common memory.DType) cellsOf[float64] {
-	compute := computeType(common)
+	to, compute := dtype.Of(common), dtype.Of(computeType(common))
 	return cellsOf[float64]{
-		load: func(t memory.DType, b []byte, i int) float64 { return element.Load(t, b, i).Round(common) },
+		load: func(t memory.DType, b []byte, i int) float64 { return to.Round(dtype.Of(t).Load(b, i)) },
 		scalar: func(t memory.DType, bits uint64) float64 {
 			if t == memory.Float64 {
-				return element.Float(math.Float64frombits(bits)).Round(compute)
+				return compute.Round(dtype.FloatValue(math.Float64frombits(bits)))
 			}
-			return element.Int(int64(bits)).Round(compute)
+			return compute.Round(dtype.IntValue(int64(bits)))
 		},
 		store: func(t memory.DType, b []byte, i int, v float64) {
-			element.SetFloat(t, b, i, element.Float(element.Float(v).Round(compute)).Round(common))
+			dtype.Of(t).Store(b, i, dtype.FloatValue(to.Round(dtype.FloatValue(compute.Round(dtype.FloatValue(v))))))
 		},
 	}
 }
@@ -119,25 +119,21 @@ func floatCells(common memory.DType) cellsOf[float64] {
 func intCells(common memory.DType) cellsOf[int64] {
 	return cellsOf[int64]{
 		load: func(t memory.DType, b []byte, i int) int64 {
-			return element.Wrap(common, element.Load(t, b, i).Int64())
+			return dtype.Of(common).Wrap(dtype.Of(t).Load(b, i).Int64())
 		},
 		scalar: func(t memory.DType, bits uint64) int64 {
 			if t == memory.Float64 { // the conversion of C
-				return element.Wrap(common, int64(math.Float64frombits(bits)))
+				return dtype.Of(common).Wrap(int64(math.Float64frombits(bits)))
 			}
-			return element.Wrap(common, int64(bits))
+			return dtype.Of(common).Wrap(int64(bits))
 		},
 		store: func(t memory.DType, b []byte, i int, v int64) {
-			v = element.Wrap(common, v)
-			if element.IsFloat(t) {
-				w := element.Int(v)
-				if common == memory.Uint64 {
-					w = element.Uint(v)
-				}
-				element.SetFloat(t, b, i, w.Round(t))
-				return
+			v = dtype.Of(common).Wrap(v)
+			w := dtype.IntValue(v)
+			if common == memory.Uint64 {
+				w = dtype.UintValue(v)
 			}
-			element.SetInt(t, b, i, v)
+			dtype.Of(t).Store(b, i, w)
 		},
 	}
 }

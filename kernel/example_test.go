@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"math"
 	"os/exec"
 
 	"github.com/gochorus/chorus/device"
@@ -121,4 +122,38 @@ func ExampleNewElementwise() {
 		return err
 	})
 	// Output: [10.5 21 31.5]
+}
+
+// A function may have several results. They are parameters that are references, and may
+// overwrite the inputs.
+func ExampleElementwise_Launch() {
+	polar, err := kernel.NewElementwise(`template <typename T> void polar(T x, T y, T& radius, T& angle) {
+	radius = sqrt(x * x + y * y);
+	angle = atan2(y, x);
+}`, &kernel.ElementwiseConfig{
+		Floats: func(in, out []float64) { out[0], out[1] = math.Hypot(in[0], in[1]), math.Atan2(in[1], in[0]) },
+	})
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer polar.Close()
+	onVirtual(func(s *stream.Stream) error {
+		x, err := memory.MakeFrom(s, []float32{3, 0, -2})
+		if err != nil {
+			return err
+		}
+		defer x.Close()
+		y, err := memory.MakeFrom(s, []float32{4, 1, 0})
+		if err != nil {
+			return err
+		}
+		defer y.Close()
+		radius, angle := make([]float32, 3), make([]float32, 3)
+		err = errors.Join(
+			polar.Launch(s, kernel.In(x), kernel.In(y), kernel.Out(x), kernel.Out(y)),
+			x.CopyTo(s, radius), y.CopyTo(s, angle))
+		fmt.Printf("radius %.3f, angle %.3f\n", radius, angle)
+		return err
+	})
+	// Output: radius [5.000 1.000 2.000], angle [0.927 1.571 3.142]
 }

@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A Func launches a kernel of a Source with arguments of type A. Define makes it. It may be
+// A Func launches a kernel of a Source with arguments of type A. Define returns one. It may be
 // used by several goroutines.
 type Func[A any] struct{ t *typed }
 

@@ -210,7 +210,7 @@ func (m *Module) unload() error {
 	return errors.Join(err, m.shadow.close())
 }
 
-// compile makes the image that the device's driver loads.
+// compile returns the image that the device's driver loads.
 func (m *Module) compile(src *Source, said map[string][]declared, defs map[string]definition) ([]byte, error) {
 	dev := m.dev
 	if gpu.DeviceOf(dev).System().Machine != nil {
@@ -226,7 +226,7 @@ func (m *Module) compile(src *Source, said map[string][]declared, defs map[strin
 	return c.binary(src)
 }
 
-// standIns makes the image of Go functions that virtual devices load.
+// standIns returns the image of Go functions that virtual devices load.
 func (m *Module) standIns(src *Source, said map[string][]declared, defs map[string]definition) ([]byte, error) {
 	for _, d := range src.Kernels {
 		if d.Go == nil && (d.typed == nil || d.typed.call == nil) {

@@ -16,7 +16,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cudahost"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
@@ -263,7 +263,7 @@ func (h *shadow) arguments(d *Def, call *machine.KernelCall) (before [][]byte, l
 		}); {
 		case p != Pointer:
 			bits := call.Bits(i, p.virtual())
-			arg.Value = binary.LittleEndian.AppendUint64(nil, bits)[:numberTypes[p].Size()]
+			arg.Value = binary.LittleEndian.AppendUint64(nil, bits)[:p.elem().Size()]
 		case arg.Null:
 		case owner >= 0:
 			y := places[owner]
@@ -335,7 +335,7 @@ func (h *shadow) compare(d *Def, call *machine.KernelCall, i int, before, want [
 	differ, first, scale := 0, -1, 0.0
 	n := int((hi - lo) / size)
 	for e := range n {
-		if x := math.Abs(element.Load(t, want, e).Round(memory.Float64)); x > scale && !math.IsInf(x, 0) {
+		if x := math.Abs(dtype.Of(t).Load(want, e).Float64()); x > scale && !math.IsInf(x, 0) {
 			scale = x
 		}
 	}
@@ -346,8 +346,8 @@ func (h *shadow) compare(d *Def, call *machine.KernelCall, i int, before, want [
 		switch {
 		case slices.Equal(a, b), slices.Equal(a, old): // the source may also use it for partial results
 			continue
-		case unwritten && !distant(t, element.Load(t, got, e), element.Load(t, want, e), scale, 0.01),
-			!unwritten && !distant(t, element.Load(t, got, e), element.Load(t, want, e), scale, 1):
+		case unwritten && !distant(t, dtype.Of(t).Load(got, e), dtype.Of(t).Load(want, e), scale, 0.01),
+			!unwritten && !distant(t, dtype.Of(t).Load(got, e), dtype.Of(t).Load(want, e), scale, 1):
 			continue
 		}
 		if differ++; first < 0 {
@@ -368,7 +368,7 @@ func (h *shadow) compare(d *Def, call *machine.KernelCall, i int, before, want [
 	}
 	panic(&machine.Trouble{Status: cudadrv.ErrorLaunchFailed, Text: fmt.Sprintf(
 		"kernel %s with %v blocks of %v threads: its Go function wrote %v to element %d of %s, and its CUDA source, run on the host, %v; %d of %d elements differ: %s",
-		d.Name, blocks, threads, element.Load(t, got, first).Round(memory.Float64), int(at/size)+first, name, element.Load(t, want, first).Round(memory.Float64), differ, n, why)})
+		d.Name, blocks, threads, dtype.Of(t).Load(got, first).Float64(), int(at/size)+first, name, dtype.Of(t).Load(want, first).Float64(), differ, n, why)})
 }
 
 // rawPart is the number of bytes that compareRaw looks at together.
@@ -400,8 +400,8 @@ func (h *shadow) compareRaw(d *Def, call *machine.KernelCall, i, at int, before,
 
 // distant reports whether two numbers differ by more than rounding, for which strict is a factor.
 // scale is the size of the numbers beside them.
-func distant(t memory.DType, x, y element.Value, scale, strict float64) bool {
-	a, b := x.Round(memory.Float64), y.Round(memory.Float64)
+func distant(t memory.DType, x, y dtype.Value, scale, strict float64) bool {
+	a, b := x.Float64(), y.Float64()
 	if math.IsNaN(a) || math.IsNaN(b) {
 		return math.IsNaN(a) != math.IsNaN(b)
 	}

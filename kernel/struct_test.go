@@ -39,7 +39,7 @@ extern "C" __global__ void add(unsigned long long* out, const Table t, unsigned 
 
 const tableBytes = 8 + 4 + 4*1013
 
-// tableOf makes a table of count numbers from first on, and their sum.
+// tableOf returns a table of count numbers from first on, and their sum.
 func tableOf(first, count int) (b []byte, sum uint64) {
 	b = make([]byte, tableBytes)
 	binary.LittleEndian.PutUint64(b, 1<<40)

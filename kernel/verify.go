@@ -14,7 +14,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudahost"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -132,7 +132,7 @@ func (v *verification) close() error {
 	return errors.Join(errs...)
 }
 
-// trial makes the launches of one trial and compares them.
+// trial launches the kernel of one trial on both sides and compares the results.
 func (v *verification) trial(ctx context.Context, tr *Trial, args []testArg) error {
 	poisons := []byte{0xff, 0} // NaN, and 0
 	if len(tr.Outputs) == 0 {
@@ -390,9 +390,9 @@ func (d *Difference) compareElements(a, b *testArg, tolerances map[memory.DType]
 	if string(x) == string(y) {
 		return false
 	}
-	float := element.IsFloat(a.elem)
-	v, w := element.Load(a.elem, x, 0), element.Load(a.elem, y, 0)
-	f, g := v.Round(memory.Float64), w.Round(memory.Float64)
+	float := dtype.Of(a.elem).IsFloat()
+	v, w := dtype.Of(a.elem).Load(x, 0), dtype.Of(a.elem).Load(y, 0)
+	f, g := v.Float64(), w.Float64()
 	if math.IsNaN(f) && math.IsNaN(g) {
 		return false
 	}
@@ -417,38 +417,29 @@ func (d *Difference) compareElements(a, b *testArg, tolerances map[memory.DType]
 
 // textOf returns the value of an element.
 func textOf(t memory.DType, b []byte) string {
-	v := element.Load(t, b, 0)
+	v := dtype.Of(t).Load(b, 0)
 	switch {
 	case t == memory.Float64:
-		return strconv.FormatFloat(v.Round(t), 'g', -1, 64)
-	case element.IsFloat(t):
-		return strconv.FormatFloat(v.Round(memory.Float32), 'g', -1, 32)
+		return strconv.FormatFloat(v.Float64(), 'g', -1, 64)
+	case dtype.Of(t).IsFloat():
+		return strconv.FormatFloat(float64(v.Float32()), 'g', -1, 32)
 	case t == memory.Uint64:
 		return strconv.FormatUint(uint64(v.Int64()), 10)
 	}
 	return strconv.FormatInt(v.Int64(), 10)
 }
 
-// A precision is the number of bits after the point of a float, and the exponent of the
-// smallest normal number.
-type precision struct{ bits, least int }
-
-var precisions = map[memory.DType]precision{
-	memory.Float64: {52, -1022}, memory.Float32: {23, -126}, memory.Float16: {10, -14}, memory.BFloat16: {7, -126},
-	memory.Float8E4M3: {3, -6}, memory.Float8E5M2: {2, -14},
-}
-
 // ulp returns the distance of x to the next number of its type; of an integer, 1.
 func ulp(t memory.DType, x float64) float64 {
-	p, ok := precisions[t]
-	if !ok {
+	row := dtype.Of(t)
+	if !row.IsFloat() {
 		return 1
 	}
-	exponent := p.least
+	exponent := row.MinExp
 	if x != 0 {
 		exponent = max(exponent, math.Ilogb(x))
 	}
-	return math.Ldexp(1, exponent-p.bits)
+	return math.Ldexp(1, exponent-(row.Digits-1))
 }
 
 // open compiles the source for both sides.

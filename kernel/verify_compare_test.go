@@ -7,7 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -62,20 +62,20 @@ func TestCompareElements(t *testing.T) {
 
 // Integers that are one float64 differ.
 func TestCompareIntegers(t *testing.T) {
-	for _, dtype := range []memory.DType{memory.Int64, memory.Uint64} {
+	for _, of := range []memory.DType{memory.Int64, memory.Uint64} {
 		side := func(x int64) *testArg {
 			b := make([]byte, 8)
-			element.SetInt(dtype, b, 0, x)
-			return &memoryOf([]testArg{{param: Pointer, elem: dtype, value: b, memory: []byte{}}}, 0)[0]
+			dtype.Of(of).Store(b, 0, dtype.IntValue(x))
+			return &memoryOf([]testArg{{param: Pointer, elem: of, value: b, memory: []byte{}}}, 0)[0]
 		}
 		var d Difference
 		require.True(t, d.compareElements(side(-2), side(-1), nil))
 		require.Equal(t, 1.0, d.Error)
 		want := [2]string{"-2", "-1"}
-		if dtype == memory.Uint64 {
+		if of == memory.Uint64 {
 			want = [2]string{"18446744073709551614", "18446744073709551615"}
 		}
 		require.Equal(t, want, [2]string{d.CUDA, d.Go})
-		require.False(t, d.compareElements(side(-2), side(-1), map[memory.DType]Tolerance{dtype: {Abs: 1}}))
+		require.False(t, d.compareElements(side(-2), side(-1), map[memory.DType]Tolerance{of: {Abs: 1}}))
 	}
 }

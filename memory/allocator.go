@@ -316,7 +316,7 @@ func (p *plugin) call(s *stream.Stream, fn func(*device.Device)) error {
 	})
 }
 
-// ChangeAllocator makes a the allocator of all memory of the device that is neither in
+// ChangeAllocator installs a as the allocator of all memory of the device that is neither in
 // a Pool nor allocated by a capture. Each block is one call of a, and freed memory is
 // not cached (torch.cuda.memory.change_current_allocator). ChangeAllocator fails after
 // the first allocation on the device. It may be called by any goroutine.
@@ -381,7 +381,7 @@ type loan struct {
 	users []*streamCache // other streams that use the block
 }
 
-// uncached makes an engine. The heap is locked, or not shared yet.
+// uncached returns an engine without a cache. The heap is locked, or not shared yet.
 func (h *heap) uncached(a Allocator) *uncached {
 	e := &uncached{h: h, a: a, loans: map[uint64]*loan{}}
 	h.engines = append(h.engines, e)
@@ -485,7 +485,7 @@ func (e *uncached) explain(bytes int, err error) error {
 	return x
 }
 
-// Free frees a block in the order of its stream, after the operations on the other
+// Free frees a block once pending work has finished on its stream and on the other
 // streams that use it.
 func (e *uncached) Free(addr uint64) error {
 	e.mu.Lock()

@@ -40,7 +40,7 @@ type Buffer struct {
 //lint:ignore U1000 the field above is of this type
 type bufferRef = mem.BufferRef
 
-// newBuffer returns a buffer that is freed in the order of s. Its owner is not armed yet.
+// newBuffer returns a buffer that is freed behind the work of s. Its owner is not armed yet.
 func newBuffer(s *stream.Stream, bytes int) *Buffer {
 	b := &Buffer{bytes: uintptr(bytes)}
 	b.in().Stream = s
@@ -49,8 +49,8 @@ func newBuffer(s *stream.Stream, bytes int) *Buffer {
 
 func (b *Buffer) in() *mem.Buffer { return mem.BufferOf(b) }
 
-// Alloc allocates bytes of device memory in the order of s: operations that are
-// enqueued on s from now on may use it. If memory of that size was freed on s before,
+// Alloc returns stream-ordered device memory, like cudaMallocAsync: any work enqueued
+// on s after Alloc returns may use it. If memory of that size was freed on s before,
 // Alloc reuses it at once, without calling the driver and without waiting
 // (torch.empty). The contents are undefined. A size of zero allocates nothing.
 //
@@ -127,7 +127,7 @@ func (b *Buffer) addUser(s *stream.Stream, l *streamCache) (added bool, err erro
 	return true, nil
 }
 
-// Close frees the memory in the order of its stream: after the operations that are
+// Close frees the memory once pending work has finished: after the operations that are
 // already enqueued on that stream and on the streams of RecordStream. The host does not
 // wait. Close is idempotent. While one of these streams is captured into a graph, Close
 // returns a *device.CaptureError and the buffer stays open. Two buffers can be closed
@@ -218,7 +218,7 @@ const (
 	_ = -uint(unsafe.Offsetof(Slice[byte]{}.n) ^ unsafe.Offsetof(mem.SliceHeader{}.Len))
 )
 
-// Make allocates n elements in the order of s; see Alloc. The contents are
+// Make allocates n stream-ordered elements on s; see Alloc. The contents are
 // undefined, as with torch.empty.
 func Make[T Element](s *stream.Stream, n int) (Slice[T], error) {
 	size := sizeOf[T]()
@@ -388,8 +388,8 @@ func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
 	return g.addr, errors.Join(err, gpu.StreamOf(s).Release())
 }
 
-// FreeRaw frees memory that AllocRaw has returned on a stream of the device, in the
-// order of that stream: operations already enqueued on it may still use the memory
+// FreeRaw frees memory that AllocRaw has returned on a stream of the device, behind
+// its pending work: operations already enqueued on it may still use the memory
 // (torch.cuda.caching_allocator_delete). The host does not wait. FreeRaw of 0 does
 // nothing. If the address is not allocated, the error is a *PointerError.
 func FreeRaw(d *device.Device, ptr uint64) error {
@@ -524,7 +524,7 @@ func formatSize(n uint64) string {
 	return fmt.Sprintf("%d bytes", n)
 }
 
-// outOfMemory makes the error of an allocation outside of the caching allocator.
+// outOfMemory returns the error of an allocation outside of the caching allocator.
 func outOfMemory(d *device.Device, bytes uintptr, cause error) error {
 	free, total, _ := d.MemoryInfo() // if this fails too, the error reports zeros
 	return &OutOfMemoryError{Device: d.String(), Requested: uint64(bytes), Wanted: uint64(bytes), Free: free, Total: total, Fraction: 1, Err: cause}

@@ -98,7 +98,7 @@ func checkRecordStream(t *testing.T, d *device.Device, _ backend) {
 	require.NoError(t, b.Sync(testgpu.Context(t)))
 }
 
-// Memory goes from one stream to another and back, in the order of events.
+// Memory goes from one stream to another and back, ordered by events.
 func checkTwoOrders(t *testing.T, d *device.Device, _ backend) {
 	streams := []*stream.Stream{newStream(t, d), newStream(t, d)}
 	const n = 4096

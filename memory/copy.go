@@ -16,7 +16,7 @@ import (
 // notPinned is the advice for a copy of ordinary host memory in a capture.
 const notPinned = "the host would wait or its memory be gone in a later launch: copy from and to pinned memory, or before the capture"
 
-// CopyFrom copies src to x in the order of s and returns when src may be reused; the
+// CopyFrom enqueues a copy of src to x on s and returns when src may be reused; the
 // copy may still be in progress (cuMemcpyHtoDAsync). src is ordinary memory of length
 // x.Len(). With CopyFromPinned the host does not wait at all.
 func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
@@ -43,7 +43,7 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	return syncBeside(s)
 }
 
-// CopyTo copies x to dst in the order of s and returns when dst is filled. It waits for
+// CopyTo enqueues a copy of x to dst on s and returns when dst is filled. It waits for
 // all operations that are enqueued on s before it; to bound that wait, call Sync(ctx)
 // on s first. dst has length x.Len().
 func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {

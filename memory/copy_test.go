@@ -47,7 +47,7 @@ func crossCopy(t *testing.T, devs []*device.Device, n int) {
 			require.NoError(t, s[on].WaitStream(s[1-on]))
 			require.NoError(t, Copy(s[on], y, x))
 			require.NoError(t, s[1-on].WaitStream(s[on]))
-			require.NoError(t, x.Zero(s[w[0]]), "after the copy, in the order of the streams")
+			require.NoError(t, x.Zero(s[w[0]]), "after the copy, as the streams are ordered")
 			require.NoError(t, y.CopyTo(s[w[1]], out))
 			require.True(t, slices.Equal(in, out), "from %d to %d on a stream of %d", w[0], w[1], on)
 		}

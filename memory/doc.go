@@ -1,11 +1,11 @@
 // Package memory owns device memory and pinned host memory: the caching allocator,
 // typed slices, copies between host and devices and from device to device.
 //
-//	x, err := memory.Make[float32](s, len(in)) // allocated in the order of s
+//	x, err := memory.Make[float32](s, len(in)) // stream-ordered on s
 //	if err != nil {
 //		return err // *memory.OutOfMemoryError says how much was free
 //	}
-//	defer x.Close() // freed in the order of s, after the work below
+//	defer x.Close() // freed after the work below, which is on s
 //	if err := x.CopyFrom(s, in); err != nil {
 //		return err
 //	}

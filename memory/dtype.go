@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/minifloat"
+	"github.com/gochorus/chorus/internal/dtype"
 )
 
 // A DType is the type of the elements of a slice or tensor at run time.
@@ -12,22 +12,22 @@ type DType uint8
 
 // The element types. Each constant has its own declaration, so that go doc lists all of
 // them.
-const Invalid DType = 0
-const Bool DType = 1
-const Int8 DType = 2
-const Uint8 DType = 3
-const Int16 DType = 4
-const Uint16 DType = 5
-const Int32 DType = 6
-const Uint32 DType = 7
-const Int64 DType = 8
-const Uint64 DType = 9
-const Float16 DType = 10
-const BFloat16 DType = 11
-const Float32 DType = 12
-const Float64 DType = 13
-const Float8E4M3 DType = 14
-const Float8E5M2 DType = 15
+const Invalid DType = dtype.Invalid
+const Bool DType = dtype.Bool
+const Int8 DType = dtype.Int8
+const Uint8 DType = dtype.Uint8
+const Int16 DType = dtype.Int16
+const Uint16 DType = dtype.Uint16
+const Int32 DType = dtype.Int32
+const Uint32 DType = dtype.Uint32
+const Int64 DType = dtype.Int64
+const Uint64 DType = dtype.Uint64
+const Float16 DType = dtype.Float16
+const BFloat16 DType = dtype.BFloat16
+const Float32 DType = dtype.Float32
+const Float64 DType = dtype.Float64
+const Float8E4M3 DType = dtype.Float8E4M3
+const Float8E5M2 DType = dtype.Float8E5M2
 
 // The floating-point types that Go lacks, stored as their bits. They are distinct
 // types, so that their slices are not slices of integers.
@@ -82,29 +82,15 @@ func DTypeOf[T Element]() DType {
 	return Invalid
 }
 
-var dtypes = [...]struct {
-	name string
-	size int
-}{
-	Invalid: {"invalid", 0}, Bool: {"bool", 1}, Int8: {"int8", 1}, Uint8: {"uint8", 1},
-	Int16: {"int16", 2}, Uint16: {"uint16", 2}, Int32: {"int32", 4}, Uint32: {"uint32", 4},
-	Int64: {"int64", 8}, Uint64: {"uint64", 8}, Float16: {"float16", 2}, BFloat16: {"bfloat16", 2},
-	Float32: {"float32", 4}, Float64: {"float64", 8},
-	Float8E4M3: {"float8_e4m3fn", 1}, Float8E5M2: {"float8_e5m2", 1},
-}
-
 // Size returns the width of one element in bytes.
 func (t DType) Size() int {
-	if int(t) < len(dtypes) {
-		return dtypes[t].size
-	}
-	return 0
+	return dtype.Of(t).Size
 }
 
 // String returns torch's name of the type, such as "float8_e4m3fn".
 func (t DType) String() string {
-	if int(t) < len(dtypes) {
-		return dtypes[t].name
+	if t < dtype.Count {
+		return dtype.Of(t).Name
 	}
 	return fmt.Sprintf("DType(%d)", uint8(t))
 }
@@ -115,33 +101,33 @@ func (t DType) String() string {
 
 // Float16Of rounds x to a Float16Bits, as x.to(torch.float16) does. Numbers of 65520
 // and more become infinity.
-func Float16Of(x float32) Float16Bits { return Float16Bits(minifloat.Float16.Encode(x)) }
+func Float16Of(x float32) Float16Bits { return Float16Bits(dtype.Half.Encode(x)) }
 
 // BFloat16Of rounds x to a BFloat16Bits, as x.to(torch.bfloat16) does. Numbers that are
 // too large become infinity; only finite numbers next to the largest float32 are.
-func BFloat16Of(x float32) BFloat16Bits { return BFloat16Bits(minifloat.BFloat16.Encode(x)) }
+func BFloat16Of(x float32) BFloat16Bits { return BFloat16Bits(dtype.BFloat.Encode(x)) }
 
 // Float8E4M3Of rounds x to a Float8E4M3Bits, as x.to(torch.float8_e4m3fn) does. The
 // type has no infinity: infinity and numbers greater than 464 become NaN. The
 // conversions of CUDA and NCCL return the largest number, 448, instead.
-func Float8E4M3Of(x float32) Float8E4M3Bits { return Float8E4M3Bits(minifloat.Float8E4M3.Encode(x)) }
+func Float8E4M3Of(x float32) Float8E4M3Bits { return Float8E4M3Bits(dtype.E4M3.Encode(x)) }
 
 // Float8E5M2Of rounds x to a Float8E5M2Bits, as x.to(torch.float8_e5m2) does. Numbers
 // of 61440 and more become infinity. The conversions of CUDA and NCCL return the
 // largest number, 57344, instead.
-func Float8E5M2Of(x float32) Float8E5M2Bits { return Float8E5M2Bits(minifloat.Float8E5M2.Encode(x)) }
+func Float8E5M2Of(x float32) Float8E5M2Bits { return Float8E5M2Bits(dtype.E5M2.Encode(x)) }
 
 // Float32 returns the number.
-func (x Float16Bits) Float32() float32 { return minifloat.Float16.Decode(uint16(x)) }
+func (x Float16Bits) Float32() float32 { return dtype.Half.Decode(uint16(x)) }
 
 // Float32 returns the number.
-func (x BFloat16Bits) Float32() float32 { return minifloat.BFloat16.Decode(uint16(x)) }
+func (x BFloat16Bits) Float32() float32 { return dtype.BFloat.Decode(uint16(x)) }
 
 // Float32 returns the number.
-func (x Float8E4M3Bits) Float32() float32 { return minifloat.Float8E4M3.Decode(uint16(x)) }
+func (x Float8E4M3Bits) Float32() float32 { return dtype.E4M3.Decode(uint16(x)) }
 
 // Float32 returns the number.
-func (x Float8E5M2Bits) Float32() float32 { return minifloat.Float8E5M2.Decode(uint16(x)) }
+func (x Float8E5M2Bits) Float32() float32 { return dtype.E5M2.Decode(uint16(x)) }
 
 // String returns the shortest decimal that identifies the number as a float32.
 func (x Float16Bits) String() string { return format(x.Float32()) }

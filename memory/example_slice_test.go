@@ -37,6 +37,38 @@ func ExampleMake() {
 	// Output: 3 float32 [0 0 0]
 }
 
+// Memory is copied from the host to a device, to another device, and back.
+func ExampleCopy() {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 2})
+	if err != nil {
+		log.Fatal(err)
+	}
+	copyOver := func(a, b *stream.Stream, in, out []float64) error {
+		x, err := memory.MakeFrom(a, in) // from the host to the first device
+		if err != nil {
+			return err
+		}
+		defer x.Close()
+		y, err := memory.Make[float64](b, len(in))
+		if err != nil {
+			return err
+		}
+		defer y.Close()
+		return errors.Join(
+			b.WaitStream(a),      // b waits until a has written x
+			x.RecordStream(b),    // x is not reused before b has read it
+			memory.Copy(b, y, x), // to the second device
+			y.CopyTo(b, out),     // and back; returns when out is complete
+		)
+	}
+	out := make([]float64, 3)
+	if err := copyOver(stream.Default(sys.Devices()[0]), stream.Default(sys.Devices()[1]), []float64{1, 2, 3}, out); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(out)
+	// Output: [1 2 3]
+}
+
 // Parameters of several layers lie in one allocation, so that one call sets them all.
 func ExampleMakeFlat() {
 	onVirtual(func(s *stream.Stream) error {

@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// newHostWith makes an allocator with options.
+// newHostWith returns an allocator with options.
 func newHostWith(t *testing.T, options string) *host {
 	t.Helper()
 	opts, err := alloc.ParseSettings(options)

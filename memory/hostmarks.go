@@ -50,7 +50,7 @@ type hostMark struct {
 	number uint64
 }
 
-// after makes the lease wait for the operations that its users have enqueued by now.
+// after orders the end of the lease after the operations that its users have enqueued by now.
 // The allocator's lock is held.
 func (m *hostMarks) after(l *hostLease) {
 	for _, s := range l.users {

@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -93,7 +93,7 @@ func (x Slice[T]) AwaitIPC(ctx context.Context, n int) error {
 }
 
 // OpenIPC maps the memory of a handle that another process has sent, and returns it as
-// a slice that is used in the order of s, a stream of the same GPU
+// a slice for use on s, a stream of the same GPU
 // (cuIpcOpenMemHandle). Operations that are enqueued on s from now on come after the
 // operations that the other process had enqueued when it made the handle. Several
 // handles into one segment share one mapping. The call talks to the other process and
@@ -266,7 +266,7 @@ func (x *ipc) link(name string) (*ipcLink, error) {
 	if err != nil {
 		return nil, fmt.Errorf("that process is gone, or in another container: %w", err)
 	}
-	if err := sameuser.Check(c); err != nil {
+	if err := sockets.CheckUser(c); err != nil {
 		c.Close()
 		return nil, err
 	}
@@ -379,7 +379,7 @@ func (x *ipc) openHandle(s *stream.Stream, h *IPCHandle, b *Buffer) error {
 	return nil
 }
 
-// follow makes s wait for the operations that precede the handle.
+// follow orders s after the operations that precede the handle.
 func follow(s *stream.Stream, h *IPCHandle) error {
 	if len(h.Event) == 0 {
 		return nil

@@ -25,7 +25,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -79,7 +79,7 @@ func (v *ipcServer) accept() {
 		}
 		p := &ipcPeer{conn: c, open: map[*ipcExport]int{}}
 		v.mu.Lock()
-		stays := !v.closed && sameuser.Check(c) == nil
+		stays := !v.closed && sockets.CheckUser(c) == nil
 		if stays {
 			v.peers[p] = true
 		}
@@ -233,7 +233,7 @@ func (v *ipcServer) add(e *ipcExport) {
 	v.exports[e.id] = e
 }
 
-// remove makes the export impossible to open. v.mu is held.
+// remove removes the export, so that no process can open it. v.mu is held.
 func (v *ipcServer) remove(e *ipcExport) { delete(v.exports, e.id) }
 
 // collect drops the processes that have ended and frees the postponed exports.

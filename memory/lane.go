@@ -45,7 +45,7 @@ func (u *poolUse) of(l *streamCache) (*alloc.Arena, error) {
 	return a, err
 }
 
-// usePool makes the stream allocate from a part of a pool until done is called. Several
+// usePool directs the stream's allocations to a part of a pool until done is called. Several
 // goroutines may do that at the same time, in any order of their ends.
 func (l *streamCache) usePool(u *poolUse) (done func()) {
 	l.mu.Lock()
@@ -173,7 +173,7 @@ func (l *streamCache) Retain() bool   { return gpu.StreamOf(l.s).Retain() }
 // destruction of the stream needs these locks, so releasePending releases the stream later.
 func (l *streamCache) Release() { l.heap.retire(l.s) }
 
-// retire makes the next releasePending release the stream.
+// retire marks the stream for release by the next releasePending.
 func (h *heap) retire(s *stream.Stream) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

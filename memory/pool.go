@@ -23,7 +23,7 @@ import (
 // belongs to the graph and not to the stream. Captures that are given the same Pool
 // share its memory (torch.cuda.graph_pool_handle): the second capture may reuse memory
 // that the first one closed before its end. Graphs that share a pool must be launched
-// in the order of their captures, never at the same time.
+// as they were captured, one after the other, never at the same time.
 //
 // A Pool has memory of every device that it was used on. The memory is returned to the
 // driver after the Pool and the graphs and buffers that use it are closed. Until then

@@ -8,6 +8,7 @@ import (
 	"io"
 	"iter"
 	"math"
+	"reflect"
 	"strconv"
 
 	"github.com/gochorus/chorus/internal/pickle"
@@ -17,17 +18,17 @@ import (
 // its history (torch.cuda.memory_snapshot, torch.cuda.memory._snapshot). In JSON the
 // fields have torch's names. Sizes are in bytes.
 type Snapshot struct {
-	Segments []Segment        `json:"segments"`           // by address
-	Traces   [][]TraceEntry   `json:"device_traces"`      // by device ordinal, then by time
-	Settings SnapshotSettings `json:"allocator_settings"` //
+	Segments []Segment        `json:"segments" torch:"always"` // by address
+	Traces   [][]TraceEntry   `json:"device_traces"`           // by device ordinal, then by time
+	Settings SnapshotSettings `json:"allocator_settings"`      //
 }
 
 // A Segment is one allocation from the driver, or a mapped range of an expandable
 // segment. Its blocks are contiguous and fill it.
 type Segment struct {
 	Device        int       `json:"device"`
-	Address       uint64    `json:"address"`
-	TotalSize     uint64    `json:"total_size"`
+	Address       uint64    `json:"address" torch:"always"`
+	TotalSize     uint64    `json:"total_size" torch:"always"`
 	AllocatedSize uint64    `json:"allocated_size"`  // of the blocks that the program uses
 	ActiveSize    uint64    `json:"active_size"`     // of the blocks that the program or other streams use
 	RequestedSize uint64    `json:"requested_size"`  // of the active blocks, without rounding
@@ -36,7 +37,7 @@ type Segment struct {
 	Pool          [2]uint64 `json:"segment_pool_id"` // zeros for the device's default pool
 	Expandable    bool      `json:"is_expandable"`
 	Frames        Stack     `json:"frames"` // stack of its allocation
-	Blocks        []Block   `json:"blocks"`
+	Blocks        []Block   `json:"blocks" torch:"always"`
 }
 
 // A Block is a part of a Segment. Its state is torch's:
@@ -46,7 +47,7 @@ type Segment struct {
 //	inactive             it is free
 type Block struct {
 	Address       uint64 `json:"address"`
-	Size          uint64 `json:"size"`
+	Size          uint64 `json:"size" torch:"always"`
 	RequestedSize uint64 `json:"requested_size"` // at most Size; 0 if the block is free
 	State         string `json:"state"`
 	Frames        Stack  `json:"frames"` // stack of its allocation
@@ -248,6 +249,39 @@ func (w *snapshotWalk) entry(device int, v any) error {
 	return w.failed
 }
 
+// A snapshotField is a field of a struct of snapshots. Reading and writing both use the list of
+// a struct's fields, so that a key is in one place: the field's tag.
+type snapshotField struct {
+	index  int
+	key    string // as in torch's dictionaries and in JSON
+	always bool   // every version of torch writes the key
+}
+
+var snapshotFields = func() map[reflect.Type][]snapshotField {
+	all := map[reflect.Type][]snapshotField{}
+	for _, t := range []reflect.Type{reflect.TypeFor[Snapshot](), reflect.TypeFor[Segment](), reflect.TypeFor[Block](),
+		reflect.TypeFor[TraceEntry](), reflect.TypeFor[Frame](), reflect.TypeFor[SnapshotSettings]()} {
+		for i := range t.NumField() {
+			tag := t.Field(i).Tag
+			all[t] = append(all[t], snapshotField{i, tag.Get("json"), tag.Get("torch") == "always"})
+		}
+	}
+	return all
+}()
+
+// has reports whether torch writes a key for such an entry.
+func (e *TraceEntry) has(key string) bool {
+	switch key {
+	case "addr":
+		return e.Action != traceOOM
+	case "device_free":
+		return e.Action == traceOOM
+	case "frames":
+		return e.Frames != nil
+	}
+	return true
+}
+
 // WritePickle writes the snapshot for Python's pickle.load and for
 // pytorch.org/memory_viz (torch.cuda.memory._dump_snapshot). Frames that several
 // entries share by sharing the slice are written once.
@@ -255,27 +289,12 @@ func (s *Snapshot) WritePickle(w io.Writer) error {
 	if err := s.check(); err != nil {
 		return err
 	}
-	f := frameLists{}
-	err := pickle.Encode(w, pickle.Dict{
-		{Key: "segments", Value: sequence(s.Segments, f.segment)},
-		{Key: "device_traces", Value: sequence(s.traces(), func(t *[]TraceEntry) any { return sequence(*t, f.entry) })},
-		{Key: "allocator_settings", Value: s.Settings.dict()},
-	})
-	if err != nil {
+	whole := *s
+	whole.Traces = s.traces()
+	if err := pickle.Encode(w, frameLists{}.value(reflect.ValueOf(&whole).Elem())); err != nil {
 		return fmt.Errorf("memory: snapshot: %w", err)
 	}
 	return nil
-}
-
-// sequence is a list whose items are converted while they are written.
-func sequence[T any](list []T, value func(*T) any) iter.Seq[any] {
-	return func(yield func(any) bool) {
-		for i := range list {
-			if !yield(value(&list[i])) {
-				return
-			}
-		}
-	}
 }
 
 // frameLists has the lists that were made of frames, by the first and how many.
@@ -293,78 +312,48 @@ func (f frameLists) list(frames Stack) any {
 	key := frameKey{&frames[0], len(frames)}
 	if f[key] == nil {
 		l := make(pickle.List, len(frames))
-		for i, fr := range frames {
-			l[i] = pickle.Dict{{Key: "name", Value: fr.Name}, {Key: "filename", Value: fr.Filename}, {Key: "line", Value: fr.Line}}
+		for i := range frames {
+			l[i] = f.value(reflect.ValueOf(&frames[i]).Elem())
 		}
 		f[key] = &l
 	}
 	return f[key]
 }
 
-func (f frameLists) segment(g *Segment) any {
-	return pickle.Dict{
-		{Key: "device", Value: g.Device},
-		{Key: "address", Value: g.Address},
-		{Key: "total_size", Value: g.TotalSize},
-		{Key: "allocated_size", Value: g.AllocatedSize},
-		{Key: "active_size", Value: g.ActiveSize},
-		{Key: "requested_size", Value: g.RequestedSize},
-		{Key: "stream", Value: g.Stream},
-		{Key: "segment_type", Value: string(g.Type)},
-		{Key: "segment_pool_id", Value: poolID(g.Pool)},
-		{Key: "is_expandable", Value: g.Expandable},
-		{Key: "frames", Value: f.list(g.Frames)},
-		{Key: "blocks", Value: sequence(g.Blocks, f.block)},
+// value converts an addressable field. The items of lists are converted while they are written.
+func (f frameLists) value(v reflect.Value) any {
+	switch x := v.Addr().Interface().(type) {
+	case *Stack:
+		return f.list(*x)
+	case *[2]uint64:
+		return pickle.Tuple{x[0], x[1]}
+	case *divisions:
+		sizes := pickle.Dict{}
+		for i, n := range x {
+			sizes = append(sizes, pickle.Item{Key: strconv.Itoa(1 << i), Value: n})
+		}
+		return sizes
 	}
-}
-
-func (f frameLists) block(b *Block) any {
-	return pickle.Dict{
-		{Key: "address", Value: b.Address},
-		{Key: "size", Value: b.Size},
-		{Key: "requested_size", Value: b.RequestedSize},
-		{Key: "state", Value: string(b.State)},
-		{Key: "frames", Value: f.list(b.Frames)},
+	switch v.Kind() {
+	case reflect.Slice:
+		return iter.Seq[any](func(yield func(any) bool) {
+			for i := range v.Len() {
+				if !yield(f.value(v.Index(i))) {
+					return
+				}
+			}
+		})
+	case reflect.Struct:
+		e, isEntry := v.Addr().Interface().(*TraceEntry)
+		d := make(pickle.Dict, 0, v.NumField())
+		for _, field := range snapshotFields[v.Type()] {
+			if !isEntry || e.has(field.key) {
+				d = append(d, pickle.Item{Key: field.key, Value: f.value(v.Field(field.index))})
+			}
+		}
+		return d
 	}
-}
-
-func (f frameLists) entry(e *TraceEntry) any {
-	where := pickle.Item{Key: "addr", Value: e.Address}
-	if e.Action == traceOOM {
-		where = pickle.Item{Key: "device_free", Value: e.DeviceFree}
-	}
-	d := pickle.Dict{
-		{Key: "action", Value: string(e.Action)},
-		where,
-		{Key: "size", Value: e.Size},
-		{Key: "stream", Value: e.Stream},
-		{Key: "time_us", Value: e.Time},
-		{Key: "segment_pool_id", Value: poolID(e.Pool)},
-	}
-	if e.Frames != nil {
-		d = append(d, pickle.Item{Key: "frames", Value: f.list(e.Frames)})
-	}
-	return d
-}
-
-func poolID(id [2]uint64) pickle.Tuple { return pickle.Tuple{id[0], id[1]} }
-
-func (s *SnapshotSettings) dict() pickle.Dict {
-	divisions := pickle.Dict{}
-	for i, n := range s.Divisions {
-		divisions = append(divisions, pickle.Item{Key: strconv.Itoa(1 << i), Value: n})
-	}
-	return pickle.Dict{
-		{Key: "PYTORCH_CUDA_ALLOC_CONF", Value: s.Conf},
-		{Key: "max_split_size", Value: s.MaxSplitSize},
-		{Key: "garbage_collection_threshold", Value: s.GarbageCollectionThreshold},
-		{Key: "expandable_segments", Value: s.ExpandableSegments},
-		{Key: "pinned_num_register_threads", Value: s.PinnedRegisterThreads},
-		{Key: "release_lock_on_cudamalloc", Value: s.ReleaseLockOnMalloc},
-		{Key: "pinned_use_cuda_host_register", Value: s.PinnedHostRegister},
-		{Key: "graph_capture_record_stream_reuse", Value: s.RecordStreamReuse},
-		{Key: "roundup_power2_divisions", Value: divisions},
-	}
+	return v.Interface()
 }
 
 // WriteJSON writes the same as WritePickle as a JSON object, with one segment and
@@ -434,9 +423,10 @@ func (e TraceEntry) MarshalJSON() ([]byte, error) {
 		DeviceFree *uint64 `json:"device_free,omitempty"`
 		Frames     Stack   `json:"frames,omitempty"`
 	}{plain: plain(e), Frames: e.Frames}
-	if e.Action == traceOOM {
+	if e.has("device_free") {
 		v.DeviceFree = &e.DeviceFree
-	} else {
+	}
+	if e.has("addr") {
 		v.Address = &e.Address
 	}
 	return json.Marshal(v)

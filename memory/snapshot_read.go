@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"reflect"
 	"strconv"
 
 	"github.com/gochorus/chorus/internal/pickle"
@@ -194,16 +195,10 @@ func (j *jsonReader) each(depth int, read func(i int) error) (any, error) {
 	return &pickle.List{}, err
 }
 
-// snapshotOf makes a snapshot from the values of a pickle.
+// snapshotOf converts the values of a pickle.
 func snapshotOf(v any) (*Snapshot, error) {
 	r := newSnapshotReader()
-	var s Snapshot
-	top := r.dict("the snapshot", v)
-	s.Segments = listOf(r, top.list("segments", true), "segment", nil, r.segment)
-	s.Traces = listOf(r, top.list(tracesKey, false), "trace", nil, r.trace)
-	if settings, ok := top.get("allocator_settings"); ok {
-		s.Settings = r.settings(settings)
-	}
+	s := readFields[Snapshot](r, "the snapshot", v)
 	return &s, r.err
 }
 
@@ -250,15 +245,52 @@ func listOf[T any](r *snapshotReader, l *pickle.List, what string, known map[*pi
 	return list
 }
 
-func (r *snapshotReader) segment(what string, v any) Segment {
+// readFields reads the fields of a struct from a dictionary.
+func readFields[T any](r *snapshotReader, what string, v any) (x T) {
 	d := r.dict(what, v)
-	g := Segment{
-		Device: d.int("device"), Address: d.uint("address", true), TotalSize: d.uint("total_size", true),
-		AllocatedSize: d.uint("allocated_size", false), ActiveSize: d.uint("active_size", false),
-		RequestedSize: d.uint("requested_size", false), Stream: d.uint("stream", false),
-		Type: d.text("segment_type"), Pool: d.pool(), Expandable: d.bool("is_expandable"), Frames: d.frames(),
+	to := reflect.ValueOf(&x).Elem()
+	for _, f := range snapshotFields[to.Type()] {
+		switch p := to.Field(f.index).Addr().Interface().(type) {
+		case *uint64:
+			*p = d.uint(f.key, f.always)
+		case *int:
+			*p = int(d.int(f.key))
+		case *int64:
+			*p = d.int(f.key)
+		case *float64:
+			*p = d.float(f.key)
+		case *bool:
+			*p = d.bool(f.key)
+		case *string:
+			*p = d.text(f.key)
+		case *[2]uint64:
+			*p = d.pair(f.key)
+		case *Stack:
+			*p = listOf(r, d.list(f.key, f.always), "frame", r.frames, r.frame)
+		case *[]Block:
+			*p = listOf(r, d.list(f.key, f.always), "block", r.blocks, r.block)
+		case *[]Segment:
+			*p = listOf(r, d.list(f.key, f.always), "segment", nil, r.segment)
+		case *[][]TraceEntry:
+			*p = listOf(r, d.list(f.key, f.always), "trace", nil, r.trace)
+		case *SnapshotSettings:
+			if v, ok := d.get(f.key); ok {
+				*p = readFields[SnapshotSettings](r, "the settings", v)
+			}
+		case *divisions:
+			if v, ok := d.get(f.key); ok {
+				sizes := r.dict(f.key, v)
+				for i := range p {
+					p[i] = sizes.uint(strconv.Itoa(1<<i), false)
+				}
+			}
+		}
 	}
-	g.Blocks = listOf(r, d.list("blocks", true), "block", r.blocks, r.block)
+	return x
+}
+
+func (r *snapshotReader) segment(what string, v any) Segment {
+	g := readFields[Segment](r, what, v)
 	g.place()
 	return g
 }
@@ -275,10 +307,12 @@ func (g *Segment) place() {
 	}
 }
 
-func (r *snapshotReader) block(what string, v any) Block {
-	d := r.dict(what, v)
-	return Block{Address: d.uint("address", false), Size: d.uint("size", true), RequestedSize: d.uint("requested_size", false),
-		State: d.text("state"), Frames: d.frames()}
+func (r *snapshotReader) block(what string, v any) Block { return readFields[Block](r, what, v) }
+
+func (r *snapshotReader) frame(what string, v any) Frame { return readFields[Frame](r, what, v) }
+
+func (r *snapshotReader) entry(what string, v any) TraceEntry {
+	return readFields[TraceEntry](r, what, v)
 }
 
 func (r *snapshotReader) trace(_ string, v any) []TraceEntry {
@@ -287,32 +321,6 @@ func (r *snapshotReader) trace(_ string, v any) []TraceEntry {
 		r.fail("it is %s: want a list", describe(v))
 	}
 	return listOf(r, l, "entry", r.entries, r.entry)
-}
-
-func (r *snapshotReader) entry(what string, v any) TraceEntry {
-	d := r.dict(what, v)
-	return TraceEntry{Action: d.text("action"), Address: d.uint("addr", false), DeviceFree: d.uint("device_free", false),
-		Size: d.uint("size", false), Stream: d.uint("stream", false), Time: int64(d.int("time_us")), Pool: d.pool(), Frames: d.frames()}
-}
-
-func (r *snapshotReader) frame(what string, v any) Frame {
-	d := r.dict(what, v)
-	return Frame{Name: d.text("name"), Filename: d.text("filename"), Line: d.int("line")}
-}
-
-func (r *snapshotReader) settings(v any) SnapshotSettings {
-	d := r.dict("the settings", v)
-	s := SnapshotSettings{Conf: d.text("PYTORCH_CUDA_ALLOC_CONF"), MaxSplitSize: int64(d.int("max_split_size")),
-		GarbageCollectionThreshold: d.float("garbage_collection_threshold"), ExpandableSegments: d.bool("expandable_segments"),
-		PinnedRegisterThreads: d.int("pinned_num_register_threads"), ReleaseLockOnMalloc: d.bool("release_lock_on_cudamalloc"),
-		PinnedHostRegister: d.bool("pinned_use_cuda_host_register"), RecordStreamReuse: d.bool("graph_capture_record_stream_reuse")}
-	if v, ok := d.get("roundup_power2_divisions"); ok {
-		sizes := r.dict("roundup_power2_divisions", v)
-		for i := range s.Divisions {
-			s.Divisions[i] = sizes.uint(strconv.Itoa(1<<i), false)
-		}
-	}
-	return s
 }
 
 // A snapshotDict reads typed values from a dictionary.
@@ -375,10 +383,10 @@ func (d snapshotDict) uint(key string, needed bool) uint64 {
 	return 0
 }
 
-func (d snapshotDict) int(key string) int {
+func (d snapshotDict) int(key string) int64 {
 	v, ok := d.get(key)
 	if n, whole := v.(int64); whole {
-		return int(n)
+		return n
 	}
 	if ok {
 		d.mistake(key, v, "a whole number")
@@ -427,13 +435,8 @@ func (d snapshotDict) list(key string, needed bool) *pickle.List {
 	return l
 }
 
-func (d snapshotDict) frames() Stack {
-	return listOf(d.r, d.list("frames", false), "frame", d.r.frames, d.r.frame)
-}
-
-// pool reads the pair of numbers that identifies a pool.
-func (d snapshotDict) pool() (id [2]uint64) {
-	const key = "segment_pool_id"
+// pair reads two numbers, such as those that identify a pool.
+func (d snapshotDict) pair(key string) (id [2]uint64) {
 	v, ok := d.get(key)
 	var pair []any
 	switch v := v.(type) {

@@ -32,7 +32,7 @@ func snapshot() *memory.Snapshot {
 		{Action: "segment_alloc", Address: small, Size: 2 * mib},
 		{Action: "alloc", Address: small, Size: 12, Frames: frames},
 		{Action: "alloc", Address: small + 512, Size: 1000, Frames: frames},
-		{Action: "segment_alloc", Address: large, Size: 20 * mib, Stream: 7},
+		{Action: "segment_alloc", Address: large, Size: 20 * mib, Stream: 7, Pool: [2]uint64{0, 3}},
 		{Action: "alloc", Address: large, Size: 3 * mib, Stream: 7},
 		{Action: "free_requested", Address: large, Size: 3 * mib, Stream: 7},
 		{Action: "free_completed", Address: large, Size: 3 * mib, Stream: 7},
@@ -59,7 +59,8 @@ func snapshot() *memory.Snapshot {
 		}},
 		Traces: [][]memory.TraceEntry{trace},
 		Settings: memory.SnapshotSettings{Conf: "expandable_segments:True", MaxSplitSize: -1, GarbageCollectionThreshold: 0.5,
-			ExpandableSegments: true, PinnedRegisterThreads: 1, Divisions: [16]uint64{0, 2, 4}},
+			ExpandableSegments: true, PinnedRegisterThreads: 1, ReleaseLockOnMalloc: true, PinnedHostRegister: true,
+			RecordStreamReuse: true, Divisions: [16]uint64{0, 2, 4}},
 	}
 }
 
@@ -90,7 +91,7 @@ func TestSnapshotReadsWhatItWrites(t *testing.T) {
 	}
 }
 
-// plain makes empty lists nil.
+// plain replaces empty lists by nil.
 func plain(s *memory.Snapshot) *memory.Snapshot {
 	stack := func(f memory.Stack) memory.Stack { return append(memory.Stack(nil), f...) }
 	for i := range s.Segments {

@@ -97,7 +97,7 @@ func TestSummary(t *testing.T) {
 	}
 }
 
-// unflat makes statistics of torch's flat keys.
+// unflat converts torch's flat keys to statistics.
 func unflat(flat map[string]int64) (s memory.Stats) {
 	stat := func(key string, to *memory.Stat) {
 		*to = memory.Stat{Current: flat[key+".current"], Peak: flat[key+".peak"],

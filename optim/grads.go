@@ -260,7 +260,7 @@ func (g *Grads) Unscale(s *stream.Stream, inverse, found memory.Slice[float32]) 
 	return watched(s, "kernel unscale", err, g.writes)
 }
 
-// Close frees the table in the order of its stream. The gradients stay. Close does nothing if
+// Close frees the table once pending work on its stream has finished. The gradients stay. Close does nothing if
 // g is nil or closed.
 func (g *Grads) Close() error {
 	if g == nil || !g.owner.Close() {

@@ -155,7 +155,7 @@ func (o *Optimizer) apart(op string) error {
 	return nil
 }
 
-// allocate makes the state and the tables.
+// allocate allocates the state and the tables.
 func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
 	elements := 0
 	for i := range o.params {
@@ -346,7 +346,7 @@ func (o *Optimizer) SetLR(s *stream.Stream, group int, lr float64) error {
 	return k.put64.Launch(s, one, kernel.Ptr(o.LR(group)), kernel.Scalar[float64](lr))
 }
 
-// Close frees the state in the order of its stream. The parameters stay. Close does nothing
+// Close frees the state once pending work on its stream has finished. The parameters stay. Close does nothing
 // if the optimiser is nil or closed.
 func (o *Optimizer) Close() error {
 	if o == nil || !o.owner.Close() {

@@ -4,7 +4,7 @@ import (
 	"math"
 	"unsafe"
 
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 )
@@ -34,9 +34,9 @@ type part struct {
 	bytes []byte
 }
 
-func (p part) at(i int) float64 { return element.Load(p.dtype, p.bytes, i).Round(memory.Float64) }
+func (p part) at(i int) float64 { return dtype.Of(p.dtype).Load(p.bytes, i).Float64() }
 func (p part) set(i int, x float64) {
-	element.Store(p.dtype, p.bytes, i, element.Float(x))
+	dtype.Of(p.dtype).Store(p.bytes, i, dtype.FloatValue(x))
 }
 
 // open returns n elements at an address, for reading or also for writing.
@@ -59,7 +59,7 @@ type arithmetic struct {
 var (
 	single = arithmetic{
 		round: func(x float64) float64 { return float64(float32(x)) },
-		fused: func(a, b, c float64) float64 { return float64(element.FMA(float32(a), float32(b), float32(c))) },
+		fused: func(a, b, c float64) float64 { return float64(dtype.FMA(float32(a), float32(b), float32(c))) },
 	}
 	double = arithmetic{round: func(x float64) float64 { return x }, fused: math.FMA}
 )
@@ -231,7 +231,7 @@ func roundTo(t memory.DType, x float64) float64 {
 	if t == memory.Float64 {
 		t = memory.Float32
 	}
-	return element.Float(x).Round(t)
+	return dtype.Of(t).Round(dtype.FloatValue(x))
 }
 
 // combine adds two numbers, or returns the larger one if p is 0; NaN is the largest.

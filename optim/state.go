@@ -22,7 +22,7 @@ type State struct {
 	MomentumBuffer tensor.Tensor // of SGD with momentum
 }
 
-// State returns the state of all parameters, in the order of the groups, for checkpoints.
+// State returns the state of all parameters, group by group, for checkpoints.
 func (o *Optimizer) State() []State {
 	if o == nil || o.owner.Closed() {
 		return nil

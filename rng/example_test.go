@@ -1,10 +1,12 @@
 package rng_test
 
 import (
+	"errors"
 	"fmt"
 	"log"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
@@ -86,4 +88,41 @@ func ExampleGenerator_State() {
 	// Output:
 	// 2a000000000000000400000000000000
 	// true true true true
+}
+
+// Each launch of a graph draws the next numbers of the generator, which may be seeded again
+// between launches.
+func ExampleUniform() {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	if err != nil {
+		log.Fatal(err)
+	}
+	s, err := stream.New(sys.Devices()[0], nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer s.Close()
+	x, err := memory.Make[float32](s, 2)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer x.Close()
+	g := rng.New(s.Device(), 42)                               // torch.Generator("cuda").manual_seed(42)
+	fill := func() error { return rng.Uniform(g, s, x, 0, 1) } // x.uniform_(generator=g)
+	exec, err := graph.Capture([]*stream.Stream{s}, fill, nil) // draws nothing yet
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer exec.Close()
+	draw := func(step func() error) (out [2]float32) {
+		if err := errors.Join(step(), x.CopyTo(s, out[:])); err != nil {
+			log.Fatal(err)
+		}
+		return out
+	}
+	launch := func() error { return exec.Launch(s) }
+	first, second := draw(fill), draw(launch)
+	g.ManualSeed(42)
+	fmt.Println(draw(launch) == first, draw(fill) == second, first == second)
+	// Output: true true false
 }

@@ -6,6 +6,7 @@ import (
 	"math/bits"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/kernel"
@@ -224,15 +225,15 @@ func checkUniform(f *format, from, to float64) error {
 		name string
 		v    float64
 	}{{"from", from}, {"to", to}} {
-		if !(math.Abs(b.v) <= f.most) {
+		if !(math.Abs(b.v) <= f.Max) {
 			return fmt.Errorf("rng: uniform: %s = %v is out of bounds for %s", b.name, b.v, f.dtype)
 		}
 	}
 	if from > to {
 		return fmt.Errorf("rng: uniform: from = %v, to = %v: want from <= to", from, to)
 	}
-	if to-from > f.most {
-		return fmt.Errorf("rng: uniform: from = %v, to = %v: %s cannot hold the difference: want at most %v", from, to, f.dtype, f.most)
+	if to-from > f.Max {
+		return fmt.Errorf("rng: uniform: from = %v, to = %v: %s cannot hold the difference: want at most %v", from, to, f.dtype, f.Max)
 	}
 	return nil
 }
@@ -250,7 +251,7 @@ func checkFromTo(f *format, from, to int64) (int64, int64, error) {
 			return 0, 0, fmt.Errorf("rng: random: %s = %d is out of bounds for %s", b.name, b.v, f.dtype)
 		}
 	}
-	if f.digits == 0 {
+	if !f.IsFloat() {
 		return from, to, nil
 	}
 	f0, t0 := f.up(from), f.down(to)
@@ -281,7 +282,7 @@ func (f *format) down(to int64) int64 {
 
 // gap returns the distance between adjacent numbers of the type near v.
 func (f *format) gap(v int64) int64 {
-	return 1 << max(bits.Len64(magnitude(v))-f.digits, 0)
+	return 1 << max(bits.Len64(magnitude(v))-f.Digits, 0)
 }
 
 func magnitude(v int64) uint64 {
@@ -357,38 +358,35 @@ func name(dev *device.Device) string {
 
 // A format describes an element type for fills and stand-ins.
 type format struct {
-	dtype  memory.DType
-	c      string                // the type in rng.cu
-	wide   bool                  // torch computes in float64, otherwise in float32
-	digits int                   // significand bits; 0 for integers
-	most   float64               // the largest value of a floating-point type
-	low    int64                 // the smallest value of an integer type
-	top    uint64                // the largest value of an integer type
-	round  func(float64) float64 // to the nearest value of a floating-point type
+	*dtype.Type
+	dtype memory.DType
+	wide  bool   // torch computes in float64, otherwise in float32
+	low   int64  // the smallest value of an integer type
+	top   uint64 // the largest value of an integer type
 }
 
 func (f *format) holds(v int64) bool {
-	if f.digits > 0 {
-		return math.Abs(float64(v)) <= f.most
+	if f.IsFloat() {
+		return math.Abs(float64(v)) <= f.Max
 	}
 	return v >= f.low && (v < 0 || uint64(v) <= f.top)
 }
 
-var formats = [...]format{
-	memory.Bool:     {dtype: memory.Bool, c: "bool", top: 1},
-	memory.Int8:     {dtype: memory.Int8, c: "i8", low: math.MinInt8, top: math.MaxInt8},
-	memory.Uint8:    {dtype: memory.Uint8, c: "u8", top: math.MaxUint8},
-	memory.Int16:    {dtype: memory.Int16, c: "i16", low: math.MinInt16, top: math.MaxInt16},
-	memory.Uint16:   {dtype: memory.Uint16, c: "u16", top: math.MaxUint16},
-	memory.Int32:    {dtype: memory.Int32, c: "i32", low: math.MinInt32, top: math.MaxInt32},
-	memory.Uint32:   {dtype: memory.Uint32, c: "u32", top: math.MaxUint32},
-	memory.Int64:    {dtype: memory.Int64, c: "i64", low: math.MinInt64, top: math.MaxInt64},
-	memory.Uint64:   {dtype: memory.Uint64, c: "u64", top: math.MaxUint64},
-	memory.Float16:  {dtype: memory.Float16, c: "Half", digits: 11, most: 65504, round: func(v float64) float64 { return fromHalf(toHalf(float32(v))) }},
-	memory.BFloat16: {dtype: memory.BFloat16, c: "BFloat", digits: 8, most: 0x1.fep127, round: func(v float64) float64 { return fromBFloat(toBFloat(float32(v))) }},
-	memory.Float32:  {dtype: memory.Float32, c: "float", digits: 24, most: math.MaxFloat32, round: func(v float64) float64 { return float64(float32(v)) }},
-	memory.Float64:  {dtype: memory.Float64, c: "double", wide: true, digits: 53, most: math.MaxFloat64, round: func(v float64) float64 { return v }},
-}
+// formats are all types but the 8-bit floats.
+var formats = func() (list [memory.Float64 + 1]format) {
+	for i := range list {
+		t := dtype.Of(i)
+		f := format{Type: t, dtype: memory.DType(i), wide: i == dtype.Float64, top: 1<<t.Digits - 1}
+		if t.Kind == dtype.Signed {
+			f.low = -1 << t.Digits
+		}
+		list[i] = f
+	}
+	return list
+}()
+
+// round rounds to the nearest value of a floating-point type.
+func (f *format) round(v float64) float64 { return f.Round(dtype.FloatValue(v)) }
 
 // of returns v rounded to a floating-point type like in torch, through float32
 // unless f is wide.
@@ -473,64 +471,16 @@ func counter[T memory.Element]() func(int64) T {
 	return f.(func(int64) T)
 }
 
-// toHalf rounds to the nearest float16, ties to even.
-//
-//go:norace
-func toHalf(x float32) memory.Float16Bits {
-	b := math.Float32bits(x)
-	sign, e, m := uint16(b>>16&0x8000), int(b>>23&0xff), b&0x7fffff
-	switch {
-	case e == 0xff && m != 0:
-		return 0x7fff // the GPU's result for a NaN
-	case e >= 127+16:
-		return memory.Float16Bits(sign | 0x7c00)
-	case e < 127-25:
-		return memory.Float16Bits(sign)
-	}
-	shift := uint(13)
-	m |= 0x800000
-	if e < 127-14 { // subnormal: fewer bits are left
-		shift += uint(127 - 14 - e)
-		e = 127 - 15 // exponent 0, with an explicit leading one
-	} else {
-		m &= 0x7fffff
-	}
-	v := uint32(e-(127-15))<<10 + m>>shift
-	rest, half := m&(1<<shift-1), uint32(1)<<(shift-1)
-	if rest > half || rest == half && v&1 == 1 {
-		v++ // a carry out of the significand increments the exponent
-	}
-	return memory.Float16Bits(sign | uint16(v))
-}
+// toHalf rounds as kernels do.
+func toHalf(x float32) memory.Float16Bits { return memory.Float16Bits(dtype.Half.EncodeDevice(x)) }
 
-func fromHalf(h memory.Float16Bits) float64 {
-	e, m := int(h>>10&31), float64(h&0x3ff)
-	v := math.Ldexp(1+m/1024, e-15)
-	switch {
-	case e == 31 && m != 0:
-		return math.NaN()
-	case e == 31:
-		v = math.Inf(1)
-	case e == 0:
-		v = math.Ldexp(m, -24)
-	}
-	if h>>15 == 1 {
-		return -v
-	}
-	return v
-}
+func fromHalf(h memory.Float16Bits) float64 { return float64(h.Float32()) }
 
-// toBFloat rounds to the nearest bfloat16, ties to even.
-//
-//go:norace
+// toBFloat rounds as kernels do.
 func toBFloat(x float32) memory.BFloat16Bits {
-	if x != x {
-		return 0x7fff
-	}
-	b := math.Float32bits(x)
-	return memory.BFloat16Bits((b + 0x7fff + b>>16&1) >> 16)
+	return memory.BFloat16Bits(dtype.BFloat.EncodeDevice(x))
 }
 
 func fromBFloat(b memory.BFloat16Bits) float64 {
-	return float64(math.Float32frombits(uint32(b) << 16))
+	return float64(b.Float32())
 }

@@ -199,8 +199,8 @@ func SeedAll(devs ...*device.Device) (uint64, error) {
 	return seed, ManualSeedAll(seed, devs...)
 }
 
-// StateAll returns the states of the devices' default generators in the order of
-// the devices (torch.cuda.get_rng_state_all).
+// StateAll returns the states of the devices' default generators, in device
+// order (torch.cuda.get_rng_state_all).
 func StateAll(devs ...*device.Device) ([][StateSize]byte, error) {
 	devs, err := all("state", devs)
 	if err != nil {

@@ -86,7 +86,7 @@ func tools(dev *device.Device) *toolbox {
 
 // macros returns the compiler options that select a kernel in rng.cu.
 func macros(d dist, f *format) []string {
-	return []string{"--define-macro=CHORUS_DIST=" + templates[d], "--define-macro=CHORUS_TYPE=" + f.c}
+	return []string{"--define-macro=CHORUS_DIST=" + templates[d], "--define-macro=CHORUS_TYPE=" + f.Short}
 }
 
 // kernelOf returns the kernel for a distribution and an element type, and loads
@@ -176,11 +176,11 @@ const (
 // sourceOf returns a source for an element type.
 func sourceOf[T memory.Element](kind moduleKind) *kernel.Source {
 	f := formatOf[T]()
-	src := &kernel.Source{Options: []string{"--define-macro=CHORUS_ELEMENT=" + f.c}}
+	src := &kernel.Source{Options: []string{"--define-macro=CHORUS_ELEMENT=" + f.Short}}
 	switch kind {
 	case drawsModule:
 		src.Name, src.CUDA, src.Kernels = "draws.cu", source+drawsSource, drawKernels[T](f)
-		if f.digits > 0 {
+		if f.IsFloat() {
 			src.Options = append(src.Options, "--define-macro=CHORUS_FLOATING=1")
 		}
 	case sortModule:

@@ -24,7 +24,7 @@ func newStream(t testing.TB, d *device.Device) *stream.Stream {
 	return s
 }
 
-// fetch makes n elements, poisons them, lets fill write them, and returns them.
+// fetch allocates n elements, poisons them, lets fill write them, and returns them.
 func fetch[T memory.Element](t testing.TB, s *stream.Stream, n int, fill func(memory.Slice[T]) error) []T {
 	t.Helper()
 	out := make([]T, n)

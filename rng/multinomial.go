@@ -93,7 +93,7 @@ func (m *sampling[T]) open(s *stream.Stream, replacement bool) (err error) {
 	return nil
 }
 
-// close frees the temporary memory in the order of the stream.
+// close frees the temporary memory behind the stream's pending work.
 func (m *sampling[T]) close() error {
 	return errors.Join(m.temporary[0].Close(), m.temporary[1].Close(), m.bad.Close())
 }
@@ -190,7 +190,7 @@ func Permutation[T Number](g *Generator, s *stream.Stream, x memory.Slice[T]) (e
 		return err
 	}
 	n, f := x.Len(), formatOf[T]()
-	if !f.holds(int64(n-1)) || f.digits > 0 && n > 1<<f.digits+1 {
+	if !f.holds(int64(n-1)) || f.IsFloat() && n > 1<<f.Digits+1 {
 		return fmt.Errorf("%s: %d elements: %s does not represent all numbers below", op, n, f.dtype)
 	}
 	if n > math.MaxInt32 {
@@ -293,7 +293,7 @@ func newSorter(l launcher, n int) (*sorter, error) {
 	return o, nil
 }
 
-// close frees the memory in the order of the stream.
+// close frees the memory behind the stream's pending work.
 func (o *sorter) close() error {
 	return errors.Join(o.keys[0].Close(), o.keys[1].Close(), o.values[0].Close(), o.values[1].Close(), o.counts.Close())
 }

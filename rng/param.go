@@ -19,7 +19,7 @@ import (
 
 // Param is the type of a parameter for elements of T: one number for all elements, or a slice of
 // floating-point numbers in device memory. A slice has a number for each element, or one number
-// for all elements. The fill reads it in the order of the stream. The package documentation says
+// for all elements. The fill reads it when the stream reaches the fill. The package documentation says
 // when a slice may share memory with the filled slice.
 type Param[T memory.Element] interface {
 	int | float64 | memory.Slice[T] | // if T is Float
@@ -66,7 +66,7 @@ func (p *param) check(op, name string, out region, inPlace bool, dev *device.Dev
 	if !p.isSlice() {
 		return nil
 	}
-	if formats[p.dtype].digits == 0 {
+	if !formats[p.dtype].IsFloat() {
 		return fmt.Errorf("%s: %s is a slice of %s: want a slice of floating-point numbers", op, name, p.dtype)
 	}
 	if p.n != out.n && p.n != 1 {
@@ -382,7 +382,7 @@ func (c *captured) write(s *stream.Stream) error {
 	return err
 }
 
-// follow makes s wait for o. It fails if another graph captures o, because the
+// follow orders s after o. It fails if another graph captures o, because the
 // wait would become part of that graph.
 func follow(s, o *stream.Stream) error {
 	if err := gpu.StreamOf(o).RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {

@@ -13,7 +13,7 @@ func TestPTX(t *testing.T) {
 	var sources []ptx.Source
 	seen := map[string]bool{}
 	for _, tr := range trials() {
-		name := templates[tr.d] + "/" + tr.f.c
+		name := templates[tr.d] + "/" + tr.f.Short
 		if !seen[name] {
 			seen[name] = true
 			sources = append(sources, ptx.Source{Name: name, CUDA: source, Options: macros(tr.d, tr.f)})

@@ -117,7 +117,7 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			if shape.seed == 0 { // the others have a first draw that is 1, or next to it, or next to 0
 				tr.c.seed, tr.c.offset = random.Uint64(), random.Uint64()>>random.IntN(60)&^3
 			}
-			fmt.Fprintf(&in, "%s %s %d %d %x %x %x %x %x\n", templates[tr.d], tr.f.c, shape.n, shape.blocks,
+			fmt.Fprintf(&in, "%s %s %d %d %x %x %x %x %x\n", templates[tr.d], tr.f.Short, shape.n, shape.blocks,
 				tr.c.seed, tr.c.offset, tr.c.a, tr.c.b, tr.c.c)
 			all = append(all, tr)
 		}
@@ -149,7 +149,7 @@ func compareTrial(t *testing.T, tr *trial, got, want []byte) {
 	exact := tr.d != normal && tr.d != logNormal && tr.d != exponential
 	for i := 0; i < len(want); i += size {
 		a, b := value(tr.f, got[i:]), value(tr.f, want[i:])
-		bound := math.Abs(b) * math.Ldexp(1, 1-tr.f.digits) // a unit in the last place, or two
+		bound := math.Abs(b) * math.Ldexp(1, 1-tr.f.Digits) // a unit in the last place, or two
 		switch {
 		case exact:
 			bound = 0

@@ -3,7 +3,7 @@ package rng
 import (
 	"math"
 
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 )
@@ -84,7 +84,7 @@ func compose[T memory.Element, V any](draw func(w [4]uint32, v *[4]V) int, of fu
 	return func(c call, out []T) { rows(c, out, draw, of(c)) }
 }
 
-// rows fills the elements in the order of the threads in rng.cu: the first draw
+// rows fills the elements as the threads in rng.cu do: the first draw
 // of all threads, then the second, and so on.
 //
 //go:norace
@@ -138,7 +138,7 @@ func units64(w [4]uint32, v *[4]float64) int {
 func gauss32(w [4]uint32, v *[4]float64) int {
 	for i := 0; i < 4; i += 2 {
 		const turn = float32(0x1.921fb6p-30) // 2 pi / 2^32
-		angle := element.FMA(float32(w[i+1]), turn, turn/2)
+		angle := dtype.FMA(float32(w[i+1]), turn, turn/2)
 		radius := math.Sqrt(-2 * math.Log(float64(unit32(w[i]))))
 		turns := cut(float64(angle) * float64(float32(1/(2*math.Pi))))
 		sine, cosine := math.Sincos(2 * math.Pi * turns)
@@ -185,15 +185,15 @@ func real32(d dist, f *format, c call) func(float64) float64 {
 	switch d {
 	case uniform:
 		return func(u float64) float64 {
-			if v := f.round(float64(element.FMA(float32(u), w, a))); v != float64(b) {
+			if v := f.round(float64(dtype.FMA(float32(u), w, a))); v != float64(b) {
 				return v
 			}
 			return float64(a)
 		}
 	case normal:
-		return func(z float64) float64 { return float64(element.FMA(float32(z), b, a)) }
+		return func(z float64) float64 { return float64(dtype.FMA(float32(z), b, a)) }
 	case logNormal:
-		return func(z float64) float64 { return math.Exp(float64(element.FMA(float32(z), b, a))) }
+		return func(z float64) float64 { return math.Exp(float64(dtype.FMA(float32(z), b, a))) }
 	case exponential:
 		return func(u float64) float64 {
 			if u >= 1-0x1p-24 {
@@ -206,7 +206,7 @@ func real32(d dist, f *format, c call) func(float64) float64 {
 	case cauchy:
 		return func(u float64) float64 {
 			u = min(max(u, 0x1p-23), 1-0x1p-23)
-			return float64(element.FMA(b, float32(math.Tan(float64(math.Pi*(float32(u)-0.5)))), a))
+			return float64(dtype.FMA(b, float32(math.Tan(float64(math.Pi*(float32(u)-0.5)))), a))
 		}
 	}
 	failure := log(1 - a)
@@ -252,10 +252,10 @@ func one(yes bool) float64 {
 
 func randomOf[T memory.Element](f *format) func(uint64) T {
 	of := counter[T]()
-	if f.digits == 0 {
+	if !f.IsFloat() {
 		return func(v uint64) T { return of(int64(v & f.top)) }
 	}
-	values := uint64(1)<<f.digits + 1
+	values := uint64(1)<<f.Digits + 1
 	return func(v uint64) T { return of(int64(v % values)) }
 }
 

@@ -5,7 +5,7 @@ import (
 	"slices"
 	"sort"
 
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 )
@@ -24,7 +24,7 @@ func drawKernels[T memory.Element](f *format) []kernel.Def {
 		}
 		return all
 	}
-	if f.digits == 0 {
+	if !f.IsFloat() {
 		return []kernel.Def{{Name: "bernoulli_kernel", Params: join(drawTypes, paramTypes), Go: bernoulliStandIn[T](f)}}
 	}
 	return []kernel.Def{
@@ -172,7 +172,7 @@ func poissonMiddle(s *sequence, rate float32) float64 {
 		z := unit32(s.next())
 		v := float32(g.value(x+1)-g.value(x)) * 1.3
 		lgamma, _ := math.Lgamma(float64(1 + x))
-		t := exp32(element.FMA(x, logRate, -rate) - float32(lgamma))
+		t := exp32(dtype.FMA(x, logRate, -rate) - float32(lgamma))
 		if float32(z*v) < t && float64(v) >= 1e-20 {
 			return float64(x)
 		}
@@ -184,18 +184,18 @@ type gamma struct{ a, slope, shift float32 }
 
 func newGamma(a float32) gamma {
 	return gamma{a,
-		element.FMA(1.43248035075540910, rsqrt32(a-0.12400979329415655), 0.00025361074907033),
-		element.FMA(0.21096734870196546, rsqrt32(a-1.97381164089999420), 0.94201734077887530)}
+		dtype.FMA(1.43248035075540910, rsqrt32(a-0.12400979329415655), 0.00025361074907033),
+		dtype.FMA(0.21096734870196546, rsqrt32(a-1.97381164089999420), 0.94201734077887530)}
 }
 
 func (g gamma) value(x float32) float32 {
-	t := 1 + exp32(element.FMA(g.slope, g.a-x, -g.shift))
+	t := 1 + exp32(dtype.FMA(g.slope, g.a-x, -g.shift))
 	return 1 / float32(t*t)
 }
 
 func (g gamma) inverse(y float32) float32 {
 	t := g.shift + log32(rsqrt32(y)-1)
-	return element.FMA(-t, 1/g.slope, g.a)
+	return dtype.FMA(-t, 1/g.slope, g.a)
 }
 
 func rsqrt32(x float32) float32 { return float32(1 / math.Sqrt(float64(x))) }

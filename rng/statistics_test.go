@@ -42,7 +42,7 @@ func moments(t *testing.T, xs []float64, mean, variance, kurtosis float64) {
 // shape checks the whole distribution by the test of Kolmogorov and Smirnov: the
 // largest distance of the distribution functions exceeds 2.2/sqrt(n) with
 // probability 2 exp(-2 2.2^2), one in 8000. step is the distance of values that
-// rounding makes one.
+// rounding returns one.
 func shape(t *testing.T, xs []float64, step float64, cdf func(float64) float64) {
 	t.Helper()
 	xs = slices.Clone(xs)

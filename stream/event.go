@@ -25,7 +25,7 @@ type EventConfig struct {
 	// Interprocess lets other processes open the event by its IPCHandle. It
 	// excludes Timing. Default off.
 	Interprocess bool
-	// External makes captured records and waits operations of the graph: each launch records
+	// External turns captured records and waits into operations of the graph: each launch records
 	// the event again, and waits for its latest record at that time, which may be outside of
 	// the graph. The host may query an External event and, with Timing, measure parts of a
 	// launch (torch.cuda.Event(external=True)). Without External, a captured record only
@@ -122,7 +122,7 @@ func (e *Event) Record(s *Stream) error {
 	return err
 }
 
-// Record makes an event of the stream's device and records it
+// Record records a new event of the stream's device and returns it
 // (torch.cuda.Stream.record_event).
 func (s *Stream) Record(cfg *EventConfig) (*Event, error) {
 	if err := gpu.CheckStream("stream: record event", s, nil); err != nil {
@@ -288,7 +288,7 @@ func (e *Event) recordExternal(s *Stream) error {
 	return gpu.DeviceOf(e.dev).RecordExternal(gpu.EventOf(e), gpu.StreamOf(s).Raw())
 }
 
-// waitExternal makes a captured stream wait for the event in each launch of the graph.
+// waitExternal adds a wait to a captured stream: each launch of the graph waits for the event.
 func (s *Stream) waitExternal(e *Event) error {
 	g := gpu.StreamOf(s)
 	if err := g.Captured((*awaitedEvent)(e)); err != nil {

@@ -7,6 +7,7 @@ import (
 	"log"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -85,6 +86,68 @@ func ExampleEvent_Elapsed() {
 		return err
 	})
 	// Output: it took time: true
+}
+
+type stepArgs struct {
+	X memory.Slice[float32]
+	N int32
+}
+
+// Copies run concurrently with kernels: several streams process the parts of the data, each
+// in a buffer of its own.
+func ExampleFromPool() {
+	const parts, length = 4, 1 << 10
+	source := &kernel.Source{Name: "step.cu", CUDA: `extern "C" __global__ void step(float* x, int n) {
+	int i = blockIdx.x * blockDim.x + threadIdx.x;
+	if (i < n) x[i] = x[i] * 0.5f + 1.0f;
+}`}
+	step := kernel.Define(source, "step", func(c *kernel.Call, a stepArgs) { // for virtual devices
+		x := kernel.Data(c, a.X)
+		for i := range x {
+			x[i] = x[i]*0.5 + 1
+		}
+	})
+	onVirtual(func(dev *device.Device) error {
+		var streams [2]*stream.Stream
+		var buffers [2]memory.Slice[float32]
+		var err error
+		for i := range streams {
+			if streams[i], err = stream.FromPool(dev, 0); err != nil { // the pool owns it
+				return err
+			}
+			if buffers[i], err = memory.Make[float32](streams[i], length); err != nil {
+				return err
+			}
+			defer buffers[i].Close()
+		}
+		m, err := kernel.Compile(dev, source)
+		if err != nil {
+			return err
+		}
+		defer m.Close()
+		host, err := memory.MakePinned[float32](dev, parts*length) // only copies of page-locked memory overlap
+		if err != nil {
+			return err
+		}
+		defer host.Close()
+		clear(host.Data())
+		for i := range parts {
+			// Parts that share a buffer are on one stream, which orders them.
+			s, x := streams[i%2], buffers[i%2]
+			part := host.Slice(i*length, (i+1)*length)
+			if err := errors.Join(
+				x.CopyFromPinned(s, part),
+				step.Launch(s, kernel.Cover(length), stepArgs{x, length}),
+				x.CopyToPinned(s, part),
+			); err != nil {
+				return err
+			}
+		}
+		err = errors.Join(streams[0].Sync(context.Background()), streams[1].Sync(context.Background()))
+		fmt.Println(host.Data()[0], host.Data()[parts*length-1])
+		return err
+	})
+	// Output: 1 1
 }
 
 // A callback tells the host that the device has come somewhere.

@@ -37,7 +37,7 @@ type ref = gpu.StreamRef
 
 // New creates a stream on dev, which nothing else uses (FromPool returns shared streams). If a device
 // has more streams than hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8 by default), some share one, and
-// their kernels start in the order of their launches. A kernel that waits for a kernel of a stream
+// their kernels start in launch order. A kernel that waits for a kernel of a stream
 // that was launched later may then wait forever.
 func New(dev *device.Device, cfg *Config) (*Stream, error) {
 	const op = "stream: new"
@@ -56,7 +56,7 @@ func New(dev *device.Device, cfg *Config) (*Stream, error) {
 	return s, nil
 }
 
-// create makes a stream without leak reporting.
+// create returns a stream without leak reporting.
 func create(op string, dev *device.Device, kind gpu.StreamKind, priority int) (*Stream, error) {
 	s := &Stream{dev: dev}
 	if err := gpu.StreamOf(s).Create(gpu.DeviceOf(dev), kind, int32(max(priority, math.MinInt32))); err != nil {
@@ -130,7 +130,7 @@ func (s *Stream) Query() (bool, error) {
 	return done && err == nil, err
 }
 
-// Wait makes operations that are enqueued on s from now on wait for the latest record of e
+// Wait orders work that is enqueued on s from now on after the latest record of e
 // (cuStreamWaitEvent). The host does not wait. If e was never recorded, s does not wait. e
 // may be on another device.
 func (s *Stream) Wait(e *Event) error {
@@ -161,7 +161,7 @@ func (s *Stream) Wait(e *Event) error {
 	return g.Wait(gpu.EventOf(e))
 }
 
-// WaitStream makes operations that are enqueued on s from now on wait for everything
+// WaitStream orders work that is enqueued on s from now on after everything
 // enqueued on o so far (torch.cuda.Stream.wait_stream).
 func (s *Stream) WaitStream(o *Stream) error {
 	const op = "stream: wait for a stream"

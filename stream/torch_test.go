@@ -23,7 +23,7 @@ import (
 // late is how long a spin lets something come late.
 const late = 50 * time.Millisecond
 
-// busy makes a stream that is held until open is called, and then spins.
+// busy returns a stream that is held until open is called, and then spins.
 func busy(t *testing.T, dev *device.Device) (s *stream.Stream, open func()) {
 	t.Helper()
 	p, s := spin.New(t, dev), newStream(t, dev)

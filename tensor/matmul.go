@@ -390,8 +390,8 @@ func TuneMatMul(ctx context.Context, s *stream.Stream, c, a, b Tensor, cfg *MatM
 	return TuneResult(r), nil
 }
 
-// SetMatMulTuning makes every product of the process be tuned at its first use, except during
-// captures (torch.cuda.tunable.enable, tuning_enable); nil turns that off. The first MatMul of
+// SetMatMulTuning enables tuning of every product at its first use, except during
+// captures (torch.cuda.tunable.enable, tuning_enable); nil disables it. The first MatMul of
 // a kind then waits for its stream. If a tuning fails, the default algorithm is used.
 func SetMatMulTuning(tune *TuneConfig) error {
 	if tune == nil {

@@ -76,7 +76,7 @@ func TestCUDAProducts(t *testing.T) {
 	t.Logf("host time of a product of 64x64x64: %v", l.enqueueTime())
 }
 
-// large makes uniform random numbers.
+// large returns uniform random numbers.
 func (l *lab) large(t memory.DType, batch, rows, cols int) tensor.Tensor {
 	shape := []int{rows, cols}
 	if batch > 0 {

@@ -149,7 +149,7 @@ func (m *multiplication) setBias(t Tensor, rows, output bool) error {
 	if output && m.Batch > 1 && stride < n {
 		return fmt.Errorf("%s has shape %v and strides %v: the products of the batch need one row each", name, t.at().Shape, t.at().Strides)
 	}
-	m.At.Bias, m.Problem.Bias = at, gemm.Layout{Type: elementTypes[t.at().DType], Stride: int64(stride)}
+	m.At.Bias, m.Problem.Bias = at, gemm.Layout{Type: elementType(t.at().DType), Stride: int64(stride)}
 	return nil
 }
 
@@ -196,7 +196,7 @@ func (m *multiplication) setAux(t Tensor, mask bool) error {
 		return fmt.Errorf("field Aux is %s of shape %v with strides %v: want %s of %d rows of %d elements, and strides that are multiples of %d",
 			t.at().DType, t.at().Shape, t.at().Strides, want, m.rows, width, unit)
 	}
-	m.At.Aux, m.Problem.Aux = at, gemm.Layout{Type: elementTypes[element], LD: int64(ld), Stride: int64(stride)}
+	m.At.Aux, m.Problem.Aux = at, gemm.Layout{Type: elementType(element), LD: int64(ld), Stride: int64(stride)}
 	if mask {
 		m.Problem.Aux = gemm.Layout{Type: gemm.MaskType, LD: int64(8 * ld), Stride: int64(8 * stride)}
 	}

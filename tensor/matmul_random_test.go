@@ -114,7 +114,7 @@ func (l *lab) trial() *trial {
 	return x
 }
 
-// input makes a or b. 8-bit floats need them contiguous along k.
+// input returns a or b. 8-bit floats need them contiguous along k.
 func (x *trial) input(t memory.DType, rows, cols, unit int, second bool) *operand {
 	y := x.layout(unit)
 	if x.float8 {

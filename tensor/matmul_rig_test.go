@@ -76,7 +76,7 @@ func (l *lab) layout(padding int) layout {
 	return layout{transposed: l.r.IntN(2) == 0, interleaved: l.r.IntN(3) == 0, before: pad(), after: pad(), above: l.r.IntN(2)}
 }
 
-// make makes a batch of matrices; a batch of 0 means one matrix of two dimensions.
+// make returns a batch of matrices; a batch of 0 means one matrix of two dimensions.
 func (l *lab) make(t memory.DType, batch, rows, cols int, y layout) *operand {
 	l.t.Helper()
 	do := func(x tensor.Tensor, err error) tensor.Tensor { l.t.Helper(); require.NoError(l.t, err); return x }
@@ -128,7 +128,7 @@ func (l *lab) fill(x tensor.Tensor) {
 	require.NoError(l.t, tensor.Copy(l.s, x, host))
 }
 
-// vector makes a tensor of the given shape with given or random values.
+// vector returns a tensor of the given shape with given or random values.
 func (l *lab) vector(t memory.DType, shape []int, v ...float32) tensor.Tensor {
 	l.t.Helper()
 	x, err := tensor.Make(l.s, t, shape...)

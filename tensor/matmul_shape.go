@@ -7,6 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gemm"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -23,17 +24,8 @@ type multiplication struct {
 	swapped bool // as described above; otherwise c is column-major
 }
 
-// elementTypes has the types of products. Index by DType; the value of a type that is not one
-// is noElement.
-var elementTypes = func() (list [memory.Float8E5M2 + 1]cublasapi.DType) {
-	for i := range list {
-		list[i] = noElement
-	}
-	list[memory.Float16], list[memory.BFloat16] = cublasapi.R16F, cublasapi.R16BF
-	list[memory.Float32], list[memory.Float64] = cublasapi.R32F, cublasapi.R64F
-	list[memory.Float8E4M3], list[memory.Float8E5M2] = cublasapi.R8FE4M3, cublasapi.R8FE5M2
-	return list
-}()
+// elementType returns the type in products, or noElement for a type that products do not have.
+func elementType(t memory.DType) cublasapi.DType { return cublasapi.DType(dtype.Of(t).CUDA) }
 
 const noElement cublasapi.DType = -1
 
@@ -221,7 +213,7 @@ func (m *multiplication) setMatrices(cfg *MatMulConfig) error {
 // lay sets one operand; col says which of its orders.
 func (m *multiplication) lay(at *cudadrv.DevicePtr, l *gemm.Layout, t memory.DType, x side, col bool) {
 	*at = x.at
-	*l = gemm.Layout{Type: elementTypes[t], LD: x.ldR, Stride: x.stride}
+	*l = gemm.Layout{Type: elementType(t), LD: x.ldR, Stride: x.stride}
 	if col {
 		l.LD = x.ldC
 	}
@@ -348,7 +340,7 @@ func (m *multiplication) scalar(name string, t *Tensor, want memory.DType) (cuda
 	return at, nil
 }
 
-// fold makes one product of a batch whose products share b, if the rows of a, c and all other
+// fold turns a batch whose products share b into one product, if the rows of a, c and all other
 // matrices continue from one product to the next.
 func (m *multiplication) fold() {
 	p := &m.Problem
@@ -361,7 +353,7 @@ func (m *multiplication) fold() {
 	p.A.Stride, p.B.Stride, p.C.Stride, p.D.Stride, p.Aux.Stride = 0, 0, 0, 0, 0
 }
 
-// operandNames are the tensors of a product, in the order of checkOverlap.
+// operandNames are the tensors of a product, as checkOverlap numbers them.
 var operandNames = [...]string{"c", "BiasGrad", "AMax", "Aux", "a", "b", "Add", "Bias", "DeviceAlpha", "DeviceBeta", "ScaleA", "ScaleB", "ScaleResult"}
 
 // checkOverlap refuses an output that shares memory with another operand. Only Add may be c. The

@@ -47,14 +47,14 @@ func OfPinned[T memory.Element](x *memory.Pinned[T], shape ...int) (Tensor, erro
 	return of(strided.OfPinned(x, shape))
 }
 
-// Make allocates a row-major tensor of the given shape in the order of s, for the
+// Make returns a stream-ordered row-major tensor of the given shape on s, for the
 // caller to close (torch.empty). The contents are undefined. See memory.Alloc.
 func Make(s *stream.Stream, t memory.DType, shape ...int) (Tensor, error) {
 	shape = slices.Clone(shape)
 	return of(strided.Make(s, t, shape, strided.RowMajor(shape)))
 }
 
-// MakeLike allocates a tensor with the shape of x and type t, in the order of s
+// MakeLike allocates a tensor with the shape of x and type t, stream-ordered on s
 // (torch.empty_like). Its strides follow torch: the strides of x if x is dense, and otherwise
 // dense strides in the same order.
 func MakeLike(s *stream.Stream, x Tensor, t memory.DType) (Tensor, error) {
@@ -83,7 +83,7 @@ func Slice[T memory.Element](t Tensor) (memory.Slice[T], error) { return strided
 func (t Tensor) Retain() Tensor { return Tensor{strided.New(t.at().Retain())} }
 
 // Close releases the tensor's reference to its memory. The last reference frees the memory
-// in the order of its stream; see memory.Buffer.Close. Close does nothing for a tensor
+// once pending work on its stream has finished; see memory.Buffer.Close. Close does nothing for a tensor
 // that borrows, and is idempotent, also over copies of the value.
 func (t Tensor) Close() error { return t.at().Close() }
 

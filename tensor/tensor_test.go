@@ -76,7 +76,7 @@ func testMatMul(t *testing.T, s *stream.Stream, r *rand.Rand, m, n, k int, ta, t
 	}
 }
 
-// matrix makes a random rows by cols tensor, stored transposed if asked.
+// matrix returns a random rows by cols tensor, stored transposed if asked.
 func matrix(t *testing.T, s *stream.Stream, r *rand.Rand, rows, cols int, transposed bool) (tensor.Tensor, memory.Slice[float32]) {
 	t.Helper()
 	h := make([]float32, rows*cols)

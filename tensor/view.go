@@ -4,7 +4,6 @@ import (
 	"fmt"
 	"slices"
 
-	"github.com/gochorus/chorus/internal/element"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 )
@@ -17,13 +16,13 @@ func (t Tensor) view() strided.Array {
 	return v
 }
 
-// dim is element.Wrap for an operation that needs a dimension.
+// dim is strided.WrapDim for an operation that needs a dimension.
 func (t Tensor) dim(op string, dim int) (int, error) {
 	shape := t.at().Shape
 	if len(shape) == 0 {
 		return 0, fmt.Errorf("tensor: %s: the tensor has no dimensions", op)
 	}
-	d, err := element.WrapDim(dim, len(shape))
+	d, err := strided.WrapDim(dim, len(shape))
 	if err != nil {
 		return 0, fmt.Errorf("tensor: %s of shape %v: %w", op, shape, err)
 	}
@@ -152,7 +151,7 @@ func (t Tensor) Select(dim, index int) (Tensor, error) {
 // (torch.unsqueeze).
 func (t Tensor) Unsqueeze(dim int) (Tensor, error) {
 	v, stride := t.view(), 1
-	d, err := element.WrapDim(dim, len(v.Shape)+1)
+	d, err := strided.WrapDim(dim, len(v.Shape)+1)
 	if err != nil {
 		return Tensor{}, fmt.Errorf("tensor: unsqueeze shape %v: %w", v.Shape, err)
 	}

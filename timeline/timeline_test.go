@@ -50,7 +50,7 @@ func recorded(t *testing.T, fn func()) (list []records.Record) {
 	return list
 }
 
-// find returns the records of a kind, in the order of the calls.
+// find returns the records of a kind, in call order.
 func find(list []records.Record, kind string) (out []records.Record) {
 	for _, x := range list {
 		if x.Kind == kind {

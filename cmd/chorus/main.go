@@ -23,7 +23,7 @@ import (
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// commands make the sub-commands, in the order of the help.
+// commands construct the subcommands, in the order that the help shows.
 var commands = []func() *cobra.Command{
 	newRunCommand,
 	newStatusCommand,
@@ -129,7 +129,7 @@ func newRootCommand() *cobra.Command {
 	return root
 }
 
-// parentCommand makes a command that only has commands. Using it alone is a mistake.
+// parentCommand returns a command that only has subcommands. Using it alone is a mistake.
 func parentCommand(use, short string) *cobra.Command {
 	return &cobra.Command{
 		Use:   use,

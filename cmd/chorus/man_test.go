@@ -13,11 +13,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// manDir makes TestManPages write the pages there. The release program uses it: the command itself
+// manDir is where TestManPages writes the pages. The release program uses it: the command itself
 // does not link the library that makes manual pages.
 var manDir = flag.String("man", "", "directory for the manual pages")
 
-// TestManPages makes a manual page of each command.
+// TestManPages writes a manual page for each command.
 func TestManPages(t *testing.T) {
 	dir := *manDir
 	if dir == "" {

@@ -196,7 +196,7 @@ func TestStatusFlags(t *testing.T) {
 	require.Contains(t, errs, "warning: everyone who reaches [::]:")
 }
 
-// hangVar makes the test binary a worker whose rank 1 makes the job hang: "skip" omits a
+// hangVar turns the test binary into a worker whose rank 1 lets the job hang: "skip" omits a
 // collective, "orders" uses two groups in another order than the other ranks.
 const hangVar = "CHORUS_TEST_HANG"
 
@@ -268,7 +268,7 @@ func awaitAll(ctx context.Context, rank, size int) error {
 	})
 }
 
-// TestAnalyze makes jobs of real processes hang, and analyzes the files that they leave.
+// TestAnalyze lets jobs of real processes hang, and analyzes the files that they leave.
 func TestAnalyze(t *testing.T) {
 	for how, want := range map[string]struct {
 		kind     string

@@ -18,7 +18,7 @@ const (
 	b2        // [classes]
 )
 
-// ParamLens holds the lengths of the parameters, in the order of the forward pass.
+// ParamLens holds the lengths of the parameters, as the forward pass uses them.
 var ParamLens = []int{hidden * pixels, hidden, classes * hidden, classes}
 
 type floatSlice = memory.Slice[float32]

@@ -332,7 +332,7 @@ func TestSoak(t *testing.T) {
 	})
 }
 
-// run makes faults for the time of the soak.
+// run injects faults for the time of the soak.
 func (s *soak) run(faults map[string]func(*soak)) {
 	s.settle()
 	names := slices.Sorted(maps.Keys(faults))

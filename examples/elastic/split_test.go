@@ -213,7 +213,7 @@ func (b *bench) settled() []int {
 	return works
 }
 
-// TestNoJobRunsTwice makes the faults that once let two parts of a job go on: at each moment at most one part works,
+// TestNoJobRunsTwice injects the faults that once let two parts of a job go on: at each moment at most one part works,
 // no epoch has two worlds, and a majority goes on.
 func TestNoJobRunsTwice(t *testing.T) {
 	seed := rand.Uint64()

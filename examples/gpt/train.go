@@ -84,7 +84,7 @@ func (t *trainer[T]) open(ctx context.Context) (err error) {
 	return err
 }
 
-// reduceGradients makes the reducer. Gradients are divided by the targets of the whole batch
+// reduceGradients creates the reducer. Gradients are divided by the targets of the whole batch
 // already, so they are summed. There are two buckets: the reduction of the second layer
 // overlaps with the backward pass of the first layer.
 func (t *trainer[T]) reduceGradients() (err error) {
@@ -315,7 +315,7 @@ type replica[T kernels.Float] struct {
 	log    floats              // loss and norm of the gradients of each step
 }
 
-// newReplica makes the replica of local rank i.
+// newReplica returns the replica of local rank i.
 func newReplica[T kernels.Float](g *comm.Group, i int, cfg *config) (r *replica[T], err error) {
 	r = &replica[T]{}
 	defer func() {

@@ -94,7 +94,7 @@ func (m *shard) keep(x []memory.BFloat16Bits, err *error) bfloats {
 	return y
 }
 
-// columns makes a column-parallel layer of several matrices. The rank has a part of the outputs of
+// columns returns a column-parallel layer of several matrices. The rank has a part of the outputs of
 // each matrix.
 func (m *shard) columns(rng *rand.Rand, matrices, out, in int, err *error) linear {
 	part, mine := out/m.ranks, []memory.BFloat16Bits(nil)
@@ -104,7 +104,7 @@ func (m *shard) columns(rng *rand.Rand, matrices, out, in int, err *error) linea
 	return linear{m.keep(mine, err), matrices * part, in}
 }
 
-// rows makes a row-parallel layer.
+// rows returns a row-parallel layer.
 func (m *shard) rows(rng *rand.Rand, out, in int, err *error) linear {
 	part, all := in/m.ranks, random(rng, out*in, in)
 	var mine []memory.BFloat16Bits

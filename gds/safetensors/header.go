@@ -19,7 +19,7 @@ const reserved = "__metadata__"
 // A Header describes the content of a file. It is immutable and safe for
 // concurrent use.
 type Header struct {
-	Tensors    []Tensor          // in the order of the file; an empty tensor precedes others at the same position, by name
+	Tensors    []Tensor          // in file order; an empty tensor precedes others at the same position, by name
 	Metadata   map[string]string // nil if the header has no metadata
 	DataOffset int64             // position of the first tensor's data in bytes
 	Size       int64             // size of the file in bytes
@@ -107,7 +107,7 @@ func byPlace(a, b Tensor) int {
 // A DType is the type of a tensor's elements.
 type DType uint8
 
-// The types of the format, in the order of the reference implementation. Its
+// The types of the format, ordered like the reference implementation. Its
 // writer stores the last types first, so that wide elements are aligned.
 const (
 	Invalid DType = iota

@@ -20,7 +20,7 @@ type foreign struct {
 	Offsets [2]int64 `json:"data_offsets"`
 }
 
-// randomTensors makes unlike names of all sorts of characters, and shapes that are
+// randomTensors returns tensors with different names of all sorts of characters, and shapes that are
 // whole numbers of bytes.
 func randomTensors(r *rand.Rand, n int) []Data {
 	letters := []rune("ab.01\"\\/\b\f\n\r\t\x00\x01\x1f\x7f é\u2028😀\ufffd{}[]:,<&")

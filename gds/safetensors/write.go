@@ -82,7 +82,7 @@ func NewHeader(tensors []Tensor, metadata map[string]string) (*Header, []byte, e
 	return h, text, nil
 }
 
-// byType compares tensors in the order of the reference implementation.
+// byType orders tensors like the reference implementation.
 func byType(a, b Tensor) int {
 	if c := cmp.Compare(b.DType, a.DType); c != 0 {
 		return c

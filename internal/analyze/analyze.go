@@ -36,7 +36,7 @@ func (r *Report) add(kind, text string, g *group, seq uint64, culprits []Rank) {
 	r.Findings = append(r.Findings, f)
 }
 
-// conclude makes the first finding the verdict.
+// conclude chooses the first finding as the verdict.
 func (r *Report) conclude() {
 	r.Kind = KindNone
 	r.Verdict = "No difference found: all ranks issued the same operations, and none of them waits for another."

@@ -19,7 +19,7 @@ import (
 // A Job has the recorded operations of all ranks.
 type Job struct {
 	files  []File
-	groups []*group // in the order of the files
+	groups []*group // in file order
 	byKey  map[string]*group
 	nodes  map[string]*node
 	twice  [][2]*node // a rank that has files of two processes

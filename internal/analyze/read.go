@@ -14,7 +14,6 @@ import (
 	"regexp"
 	"slices"
 
-	"github.com/gochorus/chorus/internal/jsonfile"
 	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
@@ -113,7 +112,7 @@ func (l *limited) Read(b []byte) (int, error) {
 
 // readJSON reads the outermost object, and the entries one by one.
 func (d *dump) readJSON(r io.Reader) error {
-	f, begun := jsonfile.New(r, mostValueBytes), false
+	f, begun := safefile.NewJSON(r, mostValueBytes), false
 	err := f.Object(func(key string) error {
 		begun = true
 		read := func(to any) error { return f.Value(key, to) }

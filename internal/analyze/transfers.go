@@ -24,7 +24,7 @@ type transferFinding struct {
 	ranks []*member
 }
 
-// transfers pairs the sends of a group with its receives, in the order of each pair of ranks.
+// transfers pairs the sends of a group with its receives, in issue order for each pair of ranks.
 func (g *group) transfers() (list []transferFinding) {
 	for _, c := range g.channels() {
 		if f, found := g.unpaired(c); found {
@@ -34,7 +34,7 @@ func (g *group) transfers() (list []transferFinding) {
 	return list
 }
 
-// channels returns the transfers of each pair of ranks, in the order of the ranks.
+// channels returns the transfers of each pair of ranks, in rank order.
 func (g *group) channels() (list []*channel) {
 	channels := map[[2]int]*channel{}
 	for _, m := range g.present() {

@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/connlimit", "internal/env", "internal/handle", "internal/jsonfile", "internal/minifloat", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sameuser", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
+	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
 	{"internal/torchfile", "internal/ras", "internal/timeline"},
 	{"internal/ras/rastest"},
 	{"internal/analyze"},
@@ -33,9 +33,7 @@ var layers = [][]string{
 	{"internal/cublasltapi"},
 	{"internal/race", "internal/virtual/fault"},
 	{"internal/virtual/machine"},
-	{"internal/virtual/nccl", "internal/virtual/cublas", "internal/virtual/cufile"},
-	{"internal/virtual/cublaslt"},
-	{"internal/virtual"},
+	{"internal/virtual/nccl", "internal/virtual/blas", "internal/virtual/cufile"},
 	{"internal/sanitizer"},
 	{"internal/backend"},
 	{"internal/conformance"},
@@ -45,7 +43,7 @@ var layers = [][]string{
 	{"internal/mem"},
 	{"internal/ptxtest"},
 	{"memory"},
-	{"internal/element", "internal/flight", "internal/testgpu/buffers"},
+	{"internal/flight", "internal/testgpu/buffers"},
 	{"internal/gemm", "internal/kern", "internal/ranks"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
 	{"internal/strided", "internal/nancheck"},
@@ -55,7 +53,7 @@ var layers = [][]string{
 	{"comm", "internal/launch"},
 	{"amp", "ddp", "checkpoint", "cmd/chorus/internal/doctor", "cmd/chorus/internal/monitor", "cmd/chorus/internal/perf", "cmd/chorus/internal/timeline", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"examples/internal/resume"},
-	{"cmd/chorus", "docs/guides", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/bench/layers", "internal/bench/recovery", "internal/bench/start", "internal/differ", "internal/forgive"},
+	{"cmd/chorus", "docs/guides", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/differ", "internal/forgive"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.
@@ -68,9 +66,9 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"cluster"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/connlimit", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
+	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
 	"github.com/klauspost/compress":   {"internal/ptx"},
-	"gonum.org/v1/gonum":              {"internal/virtual/cublas"},
+	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
 	"github.com/prometheus":           {"cmd/chorus/internal/monitor"},

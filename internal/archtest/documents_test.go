@@ -123,7 +123,7 @@ var (
 	qualifiers = regexp.MustCompile(`\b([a-z]\w*)\.[A-Z]`)
 )
 
-// program makes a file of a snippet, which is a file, declarations, or statements.
+// program returns the file of a snippet, which is a file, declarations, or statements.
 func program(c *checker, s snippet) string {
 	body := elision.ReplaceAllString(s.text, "$1")
 	if strings.HasPrefix(strings.TrimSpace(body), "package ") {

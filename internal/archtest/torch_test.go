@@ -14,7 +14,7 @@ import (
 
 const root = "../.."
 
-// docs/TORCH.md has a row for each name, in the order of the list, and each Go
+// docs/TORCH.md has a row for each name, in list order, and each Go
 // name in it exists.
 func TestTorchTable(t *testing.T) {
 	doc, err := os.ReadFile(filepath.Join(root, "docs", "TORCH.md"))

@@ -20,7 +20,6 @@ import (
 	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/sanitizer"
-	"github.com/gochorus/chorus/internal/virtual"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
 )
@@ -41,7 +40,7 @@ const MaxVirtualDevices = 64
 type System struct {
 	Name    string
 	Driver  cudadrv.Driver
-	Machine *virtual.Machine // nil on CUDA
+	Machine *VirtualMachine // nil on CUDA
 
 	Sanitizer *sanitizer.Sanitizer // nil unless CHORUS_SANITIZER is 1
 	Sensors   nvml.API             // instead of NVML or of the machine's; nil except in tests
@@ -102,7 +101,7 @@ func openVirtual(c *Config) (*System, error) {
 	if err != nil {
 		return nil, err
 	}
-	m, err := virtual.New(&virtual.Config{
+	m, err := NewVirtual(&VirtualConfig{
 		Config: machine.Config{Devices: c.Devices, Seed: c.Seed, Faults: c.Faults, SMs: c.Multiprocessors, PCIe: c.PCIe,
 			Host: env.HostName.Value(), Blocking: env.LaunchBlocking.Value() == "1",
 			Hang: hang, Queues: min(max(queues, 1), 32)},

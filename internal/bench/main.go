@@ -1,7 +1,12 @@
-// Command bench measures frequent operations on one GPU: launches of kernels and of
-// graphs, random numbers, and allocations. It prints one line per figure: its name and the
-// median in microseconds. testdata has equivalent programs in C and PyTorch, and
-// compare.sh, which runs all programs alternately.
+// Command bench measures Chorus for docs/PERFORMANCE.md. testdata has equivalent programs in
+// C and PyTorch, and scripts that run both alternately. The first argument says what is
+// measured:
+//
+//	bench           frequent operations on one GPU: launches of kernels and graphs, random
+//	                numbers, allocations; a line has a name and the median in microseconds
+//	bench start     the first calls of a process
+//	bench layers    data-parallel training of linear layers; one process of a job
+//	bench recovery  the time to recover from the loss of a rank; one process of a job
 package main
 
 import (
@@ -9,6 +14,7 @@ import (
 	"flag"
 	"fmt"
 	"log"
+	"os"
 	"slices"
 	"time"
 
@@ -16,8 +22,16 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
+var programs = map[string]func(){"start": startMain, "layers": layersMain, "recovery": recoveryMain}
+
 func main() {
 	log.SetFlags(0)
+	if len(os.Args) > 1 && programs[os.Args[1]] != nil {
+		program := programs[os.Args[1]]
+		os.Args = append(os.Args[:1], os.Args[2:]...)
+		program()
+		return
+	}
 	b := bench{}
 	flag.IntVar(&b.rounds, "rounds", 9, "rounds; the output is their median")
 	flag.IntVar(&b.launches, "launches", 20000, "launches of a kernel a round")

@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testhost"
-	"github.com/gochorus/chorus/internal/virtual"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 )
@@ -108,7 +107,7 @@ func TestMachines(t *testing.T) {
 	}
 	for _, devices := range counts {
 		t.Run(fmt.Sprintf("devices=%d", devices), func(t *testing.T) {
-			m, err := virtual.New(&virtual.Config{Config: machine.Config{Devices: devices}})
+			m, err := backend.NewVirtual(&backend.VirtualConfig{Config: machine.Config{Devices: devices}})
 			require.NoError(t, err)
 			t.Logf("seed %#x", m.Seed())
 			t.Run("Driver", func(t *testing.T) { testDriver(t, m.Driver()) })

@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
-// ltBench makes products with cuBLASLt.
+// ltBench computes products with cuBLASLt.
 type ltBench struct {
 	*rig
 	t   *testing.T

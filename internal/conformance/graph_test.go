@@ -80,7 +80,7 @@ func (r *rig) graphLaunch(t *testing.T, x cudadrv.GraphExec, s cudadrv.Stream) {
 	r.do(t, 0, func() cudadrv.Result { return r.drv.GraphLaunch(x, s) })
 }
 
-// follow makes a stream wait for another one, with an event of the other stream's device.
+// follow orders a stream after another one, by an event of the other stream's device.
 func (r *rig) follow(t *testing.T, e cudadrv.Event, after, s cudadrv.Stream) {
 	t.Helper()
 	r.do(t, 0, func() cudadrv.Result { return r.drv.EventRecord(e, s) })
@@ -231,7 +231,7 @@ func (r *rig) testCaptureRefusals(t *testing.T) {
 	})
 }
 
-// refused makes a call while a stream is captured, which another stream and an event have
+// refused issues a call while a stream is captured, which another stream and an event have
 // joined. It checks the results of the call and of the end of the capture.
 func (r *rig) refused(t *testing.T, p cudadrv.DevicePtr, call func(s, side cudadrv.Stream, e cudadrv.Event) cudadrv.Result, want, ends []cudadrv.Result) {
 	s, side := r.stream(t, 0), r.stream(t, 0)

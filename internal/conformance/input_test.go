@@ -81,7 +81,7 @@ func (s *source) fill(p []byte, rank, from int) {
 	}
 }
 
-// shape makes terms or factors of random bits. Elements at even indices use the
+// shape turns random bits into terms or factors. Elements at even indices use the
 // whole mantissa: terms from 1/4 to 4 and factors from 1 to 2, of both signs.
 // Elements at odd indices are short integers or powers of two, so that up to
 // mostExact elements are combined without rounding in any order. They detect

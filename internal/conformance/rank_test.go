@@ -195,7 +195,7 @@ func (r *farRank) nccl(res ncclapi.Result) {
 	}
 }
 
-// cu makes a driver call with the context bound.
+// cu calls the driver with the context bound.
 func (r *farRank) cu(f func() cudadrv.Result) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()

@@ -352,8 +352,8 @@ func (w *world) pointToPoint(t *testing.T) {
 }
 
 // twoStreams issues alternately on two streams of each rank. The second stream
-// must see the results of the first, because operations run in the order of the
-// calls.
+// must see the results of the first, because operations run in call
+// order.
 func (w *world) twoStreams(t *testing.T) {
 	const count = 5000
 	second := make([]cudadrv.Stream, w.n)

@@ -74,7 +74,7 @@ type API interface {
 	Destroy(h Handle) Result
 	// SetStream also takes away the handle's workspace.
 	SetStream(h Handle, s cudadrv.Stream) Result
-	// SetWorkspace makes products use the memory, which is aligned to 256 bytes.
+	// SetWorkspace sets the memory that products use, which is aligned to 256 bytes.
 	SetWorkspace(h Handle, p cudadrv.DevicePtr, bytes uintptr) Result
 	SetMathMode(h Handle, m Math) Result
 	SetPointerMode(h Handle, m PointerMode) Result

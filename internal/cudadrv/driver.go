@@ -60,7 +60,7 @@ type Driver interface {
 	MemGetAllocationGranularity(prop MemAllocationProp, option MemGranularity) (uintptr, Result)
 	MemAddressReserve(bytes, alignment uintptr, hint DevicePtr) (DevicePtr, Result)
 	MemAddressFree(p DevicePtr, bytes uintptr) Result
-	// MemCreate makes physical memory. It exists until the handle is released and all
+	// MemCreate allocates physical memory. It exists until the handle is released and all
 	// mappings are removed.
 	MemCreate(bytes uintptr, prop MemAllocationProp) (MemHandle, Result)
 	MemRelease(h MemHandle) Result
@@ -144,8 +144,8 @@ type Driver interface {
 	GraphExecUpdate(e GraphExec, g Graph) (GraphExecUpdateResult, Result)
 	GraphExecDestroy(e GraphExec) Result
 	GraphDestroy(g Graph) Result
-	// UserObjectCreate makes an object of one reference that releases f when the
-	// last one goes.
+	// UserObjectCreate returns an object with one reference that calls f when the
+	// last one is released.
 	UserObjectCreate(f dl.Closure) (UserObject, Result)
 	UserObjectRelease(o UserObject, count uint32) Result
 	// GraphRetainUserObject adds references of the graph to the object, or moves the

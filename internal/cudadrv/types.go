@@ -212,7 +212,7 @@ type IpcMemHandle [64]byte
 // IpcMemLazyEnablePeerAccess is the flag of IpcOpenMemHandle, and required.
 const IpcMemLazyEnablePeerAccess uint32 = 1
 
-// MemHostRegisterPortable makes registered memory page-locked for every context.
+// MemHostRegisterPortable page-locks registered memory for every context.
 const MemHostRegisterPortable uint32 = 1
 
 // The attributes of memory pools, all of 64 bits. The marks of the highest use

@@ -73,7 +73,7 @@ type API interface {
 // Func names a function of cuFile, for Has and the symbol table.
 type Func int
 
-// The functions in the order of cufile.h.
+// The functions, ordered as in cufile.h.
 const (
 	FuncHandleRegister Func = iota
 	FuncHandleDeregister

@@ -313,7 +313,7 @@ func (r *asyncRun) enqueue(ids []int) error {
 	return err
 }
 
-// order makes the part's stream wait for the parts before it. Before a free, the streams of some programs are recorded instead.
+// order orders the part's stream after the parts before it. Before a free, the streams of some programs are recorded instead.
 func (r *asyncRun) order(part *asyncPart) error {
 	s := r.b.streams[part.rank][part.stream]
 	for _, n := range part.needs {

@@ -245,10 +245,10 @@ func (s *mStream) now() clock {
 	return c
 }
 
-// await makes the host wait for a stream.
+// await blocks the host until a stream is idle.
 func (m *model) await(s *mStream) { m.host.join(s.now()) }
 
-// wait makes s wait for the operations up to a clock.
+// wait orders s after the operations up to a clock.
 func (m *model) wait(s *mStream, c clock) {
 	s.seen.join(m.host)
 	s.seen.join(c)

@@ -226,7 +226,7 @@ var streamKinds = map[string]*kind{
 
 const anyText = "*" // every text is right
 
-// awaitAll makes the host wait for a stream, and for what its callbacks have done.
+// awaitAll blocks the host until a stream is idle and its callbacks have returned.
 func (m *model) awaitAll(s *mStream) want {
 	m.await(s)
 	if s.panicked {

@@ -57,7 +57,7 @@ func number(ops []Op, at int) int {
 	return at
 }
 
-// each calls fn for all operations in the order of their numbers.
+// each calls fn for all operations, sorted by number.
 func each(ops []Op, fn func(*Op)) {
 	for i := range ops {
 		fn(&ops[i])

@@ -2,7 +2,7 @@ package differ
 
 import "time"
 
-// shrink makes a program smaller as long as it fails in the same way.
+// shrink removes operations from a program as long as it fails in the same way.
 func shrink(p *Program, fails func(*Program) bool, limit time.Duration) *Program {
 	s := &shrinker{best: p, fails: fails, until: time.Now().Add(limit)}
 	for again := true; again; {
@@ -69,7 +69,7 @@ func (s *shrinker) inner() (changed bool) {
 	return changed
 }
 
-// simplify makes operations simpler: on one thread, with fewer streams, on less
+// simplify simplifies operations: on one thread, with fewer streams, on less
 // memory.
 func (s *shrinker) simplify() (changed bool) {
 	for _, simpler := range simplifications {
@@ -111,7 +111,7 @@ var simplifications = []func(*Op) bool{
 	func(op *Op) bool { done := op.Y.Lo > 0; op.Y.Hi -= op.Y.Lo; op.Y.Lo = 0; return done },
 }
 
-// narrow makes the memory that an operation uses shorter.
+// narrow shortens the memory that an operation uses.
 func narrow(op *Op, shorter func(int) int) bool {
 	n := shorter(op.X.len())
 	if n >= op.X.len() || n < 1 {

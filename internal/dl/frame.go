@@ -23,7 +23,7 @@ const (
 	structWords   = 16
 )
 
-// A Frame holds the arguments of one C call in the order of the C prototype. Frames are
+// A Frame holds the arguments of one C call as the C prototype orders them. Frames are
 // pooled, so that a call allocates nothing. A frame that was returned to the pool by Put
 // or a Do method must not be used again.
 type Frame struct {
@@ -167,7 +167,7 @@ func (f *Frame) placeStruct() {
 	f.nwords = intRegisters + uintptr(copy(f.words[intRegisters:], f.block[:f.nblock]))
 }
 
-// Word returns the out cell i, counted from 0 in the order of Out.
+// Word returns the out cell i, counted from 0 as Out added them.
 func (f *Frame) Word(i int) uint64 { return f.cells[i] }
 
 // Do calls a function that returns an int, and returns the frame to the pool.
@@ -235,7 +235,7 @@ type held struct {
 	once bool
 }
 
-// NewClosure makes a closure of fn with one reference, for the caller. It exists until the
+// NewClosure returns a closure of fn with one reference, owned by the caller. It exists until the
 // last reference is released.
 func NewClosure(fn func()) Closure { return newClosure(fn, false) }
 

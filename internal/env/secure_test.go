@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// secureVar makes the test binary print what it reads from its environment.
+// secureVar turns the test binary into a program that prints what it reads from its environment.
 const secureVar = "ENV_TEST_SECURE"
 
 func TestMain(m *testing.M) {

@@ -65,7 +65,7 @@ var (
 		"Library of the profiler that receives ranges and marks; set by nsys."}
 )
 
-// All lists the declared variables in the order of docs/ENVIRONMENT.md.
+// All lists the declared variables as docs/ENVIRONMENT.md orders them.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, VirtualHang, VirtualKernels, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
 		DriverTimeout, LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
@@ -133,7 +133,7 @@ var (
 	Advertise = &Var{"CHORUS_ADVERTISE", "text", "",
 		"IP address, or IP:port, that other hosts use to reach this host, if it differs from the address that it listens on."}
 	HostName = &Var{"CHORUS_HOST", "text", "",
-		"Name of this host in messages and in the order of ranks. Default: the system's host name."}
+		"Name of this host in messages, which also determines rank order. Default: the system's host name."}
 	SecretFile = &Var{"CHORUS_SECRET_FILE", "text", "",
 		"File with the job's shared secret of at least 16 bytes, readable by its owner only. A job on several hosts needs a secret, as do processes on one host in different network namespaces. Without a secret, the processes of a job on one host communicate through a Unix socket that only processes of the same user and of root can use."}
 	Insecure = &Var{"CHORUS_INSECURE", "yes/no", "no",

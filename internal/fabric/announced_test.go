@@ -109,7 +109,7 @@ func TestHandleOfAnotherLength(t *testing.T) {
 // announcedError is the error of a rank if rank 1 announces a handle of another length.
 var announcedError = map[string]string{"short": " words: want ", "long": "it reaches beyond the memory that is shared"}
 
-// falsifyHandle makes rank 1 announce a handle of another length.
+// falsifyHandle lets rank 1 announce a handle of another length.
 func falsifyHandle(t *testing.T, task string, rank int, x fabric.Exchange) fabric.Exchange {
 	by := map[string]int64{"short": -64 << 10, "long": 64 << 10}[task]
 	if by == 0 || rank != 1 {

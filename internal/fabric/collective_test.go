@@ -27,7 +27,7 @@ type arena[T memory.Element] struct {
 // guard is how many elements around the operands must stay as they are.
 const guard = 16
 
-// newArena makes poisoned memory with room for n elements from the skip-th on.
+// newArena allocates poisoned memory with room for n elements from the skip-th on.
 func newArena[T memory.Element](t testing.TB, m member, n, skip int) (*arena[T], memory.Slice[T]) {
 	a := &arena[T]{want: make([]T, skip+n+guard)}
 	b := bytesOf(a.want)

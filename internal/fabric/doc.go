@@ -2,7 +2,7 @@
 // memory that all these GPUs map. They are for small sizes: an operation takes a few
 // microseconds, less than the protocol of a general library.
 //
-// Open makes a rank of a group. Each rank has scratch memory that the other ranks write
+// Open opens a rank of a group. Each rank has scratch memory that the other ranks write
 // to. An operation is one kernel on each rank: it sends, waits for the data of the other
 // ranks, and reduces it in rank order. All ranks get bitwise identical results. The host
 // supplies only the addresses, the length and the signature, so graphs may capture

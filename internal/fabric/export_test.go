@@ -9,14 +9,14 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// SetEpoch makes the next operation of r that of the epoch after the given one. r is
+// SetEpoch moves the next operation of r to the epoch after the given one. r is
 // idle.
 func (r *Rank) SetEpoch(s *stream.Stream, epoch uint64) error {
 	return r.control.CopyFrom(s, []uint64{epoch * ticks, 0})
 }
 
-// SetGrid makes the grid of all operations of r from now on, except norms, one of so many blocks,
-// of so many threads, or what it is by itself if both are 0. All ranks do the same.
+// SetGrid sets the grid of all operations of r from now on, except norms, to so many blocks
+// of so many threads, or restores the default if both are 0. All ranks do the same.
 func (r *Rank) SetGrid(blocks, threads int) { r.forced = grid{uint32(blocks), uint32(threads)} }
 
 // Grid returns the blocks and threads that so many steps get.
@@ -50,7 +50,7 @@ func (r *Rank) HaveLines() { r.noLines = "" }
 // KeepsLines reports whether GPUs of a compute capability may go by lines.
 func KeepsLines(major, minor int) bool { return keepsLines(major, minor) }
 
-// SpoilLines makes the sum of floats by lines their maximum on a device, for so many ranks,
+// SpoilLines replaces the sum of floats by lines by their maximum on a device, for so many ranks,
 // until restore is called.
 func SpoilLines(dev *device.Device, ranks int) (restore func(), err error) {
 	t := tools(dev, ranks)

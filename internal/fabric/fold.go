@@ -227,7 +227,7 @@ type round struct {
 	over chan struct{}
 }
 
-// NewTable makes a table for the given number of ranks.
+// NewTable returns a table for the given number of ranks.
 func NewTable(ranks int) *Table { return &Table{ranks: ranks} }
 
 // Seat returns the Exchange of a rank.

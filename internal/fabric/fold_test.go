@@ -29,7 +29,7 @@ type foldTrial struct {
 	mem []byte
 }
 
-// newFoldTrial makes a random trial. Its operands are aligned or not.
+// newFoldTrial returns a random trial. Its operands are aligned or not.
 func newFoldTrial(r *rand.Rand, f *format, op flight.Reduction) foldTrial {
 	ranks := 1 + r.IntN(10)
 	x := Fold{DType: f.dtype, Op: op, Ranks: ranks, Block: 1 + r.IntN(ranks), Mine: r.IntN(ranks), Count: 1 + r.IntN(200), Stage: Stage(r.IntN(3)), All: 1 + r.IntN(20)}

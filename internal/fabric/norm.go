@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
@@ -243,7 +243,7 @@ func normOperands() []kernel.Param {
 	return []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.Pointer, kernel.U32, kernel.U32, kernel.F32}
 }
 
-// put makes the arguments of the operands.
+// put writes the arguments of the operands.
 func (x *Norm) put(args []kernel.Arg) {
 	copy(args, []kernel.Arg{kernel.Address(x.In), kernel.Address(x.Residual), kernel.Address(x.Weight), kernel.Address(x.Out), kernel.Address(x.Scale),
 		kernel.Scalar(uint32(x.Rows)), kernel.Scalar(uint32(x.words())), kernel.Scalar(x.Eps)})
@@ -424,7 +424,7 @@ func (n *normCall) factor(sums []uint64) float32 {
 	for k, sum := range sums {
 		n.unpack(sum, x)
 		for _, v := range x {
-			of[k%n.slots] = element.FMA(v, v, of[k%n.slots])
+			of[k%n.slots] = dtype.FMA(v, v, of[k%n.slots])
 		}
 	}
 	var warps [maxSlots / warp]float32

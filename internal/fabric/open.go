@@ -40,10 +40,10 @@ const (
 	mostBytes    = 1 << 30
 )
 
-// Open makes a rank of a group whose ranks are GPUs of one host, in any processes, at most
+// Open opens a rank of a group whose ranks are GPUs of one host, in any processes, at most
 // 8. It is collective: the ranks find each other by exchange, and all ranks return the
-// same outcome unless exchange fails on some ranks only. Open allocates the scratch memory
-// in the order of s, a stream of the rank's device, and waits for s. If the driver permits
+// same outcome unless exchange fails on some ranks only. Open allocates the scratch memory,
+// stream-ordered on s, a stream of the rank's device, and waits for s. If the driver permits
 // TwoShotLines, the ranks test it, and do not use it if the test fails.
 //
 // If there are too many ranks, if they are on several hosts, if two use one GPU, or if
@@ -207,7 +207,7 @@ func (r *Rank) share(ctx context.Context, exchange Exchange, infos []rankInfo) (
 	return agree(ctx, exchange, r.ranks, mine, failed)
 }
 
-// link maps the scratch memory of the other ranks, in the order of the ranks after this
+// link maps the scratch memory of the other ranks, beginning with the rank after this
 // one.
 func (r *Rank) link(s *stream.Stream, infos []rankInfo, handles []memory.IPCHandle) error {
 	for k := 1; k < r.ranks; k++ {
@@ -287,7 +287,7 @@ func noAccess(a, b *device.Device) error {
 	return unsupported("peer access between all GPUs", fmt.Sprintf("none between %s and %s", a, b))
 }
 
-// arm makes the arguments that are common to all operations.
+// arm sets the arguments that are common to all operations.
 func (r *Rank) arm() {
 	r.stop.Store(&r.host.Data()[0])
 	if r.ranks == 1 {

@@ -232,7 +232,7 @@ func TestArguments(t *testing.T) {
 	})
 }
 
-// The sum of 16-bit floats is that of float32, in the order of the ranks, rounded once;
+// The sum of 16-bit floats is that of float32, in rank order, rounded once;
 // the same bits on all ranks by each algorithm.
 func TestRounding(t *testing.T) {
 	each(t, []int{3, 8}, func(t *testing.T, devs []*device.Device) {

@@ -80,7 +80,7 @@ type Within struct{ folder *os.Root }
 
 func (w *Within) within() *Within { return w }
 
-// SetFolder makes a configuration open files by their names in a folder, without following links out of it.
+// SetFolder sets the folder in which a configuration opens files by name, without following links out of it.
 func SetFolder(cfg interface{ within() *Within }, folder *os.Root) { cfg.within().folder = folder }
 
 // Folder returns the folder of a configuration, or nil.

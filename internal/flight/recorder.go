@@ -670,7 +670,7 @@ func (r *Recorder) Unwatched(timeout time.Duration) {
 // Resize replaces the ring by an empty one.
 func (r *Recorder) Resize(entries int) { r.ring = make([]Entry, entries) }
 
-// Age makes an operation older.
+// Age sets the start of an operation back.
 func (r *Recorder) Age(record uint64, by time.Duration) { r.find(record).Begun -= int64(by) }
 
 // LastQuery returns the time of the last query, after moving it into the past by the given
@@ -679,7 +679,7 @@ func (r *Recorder) LastQuery(by time.Duration) int64 {
 	return r.lastQuery.Add(-int64(by))
 }
 
-// Age makes the marks older.
+// Age sets the times of the marks back.
 func (m *Marks) Age(by time.Duration) {
 	for i := range m.list {
 		m.list[i].At -= int64(by)

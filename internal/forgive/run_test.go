@@ -177,7 +177,7 @@ func TestProgramsHaveNames(t *testing.T) {
 
 func (r *run) stream(i int) (*stream.Stream, error) { return stream.New(r.devs[i], nil) }
 
-// floats makes n elements with their numbers on device 0.
+// floats allocates n elements with their numbers on device 0.
 func floats(s *stream.Stream, n int) (memory.Slice[float32], error) {
 	host := make([]float32, n)
 	for i := range host {

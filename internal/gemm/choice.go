@@ -128,10 +128,10 @@ func (p *Problem) check() error {
 	const most = math.MaxInt32
 	ok := min(p.M, p.N, p.K, p.Batch) > 0 && max(p.M, p.N, p.K, p.Batch) <= most
 	for _, l := range []Layout{p.A, p.B, p.C, p.D} {
-		ok = ok && typeNames[l.Type] != "" && l.LD > 0 && l.LD <= most && l.Stride >= 0 && l.Stride <= 1<<50
+		ok = ok && typeName(l.Type) != "" && l.LD > 0 && l.LD <= most && l.Stride >= 0 && l.Stride <= 1<<50
 	}
 	for _, l := range []Layout{p.Aux, p.Bias} {
-		ok = ok && (typeNames[l.Type] != "" || l.Type == MaskType) && l.LD >= 0 && l.LD <= most*8 && l.Stride >= 0 && l.Stride <= 1<<50
+		ok = ok && (typeName(l.Type) != "" || l.Type == MaskType) && l.LD >= 0 && l.LD <= most*8 && l.Stride >= 0 && l.Stride <= 1<<50
 	}
 	for _, a := range p.align {
 		ok = ok && a <= 8

@@ -11,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/minifloat"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -30,7 +30,7 @@ type plan struct {
 	set     Pointers // the addresses in the descriptor
 }
 
-// newPlan makes the plan of the call in progress. The descriptor gets its addresses first,
+// newPlan returns the plan of the call in progress. The descriptor gets its addresses first,
 // because the choice of an algorithm depends on their alignments.
 func (q *queue) newPlan() (*plan, error) {
 	p := &plan{Problem: q.now.Problem, chosen: q.site.choices.version.Load()}
@@ -88,7 +88,7 @@ func (q *queue) unsupported(p *plan, err error) error {
 	}
 }
 
-// describe makes the descriptor and the layouts.
+// describe creates the descriptor and the layouts.
 func (q *queue) describe(lt cublasltapi.API, p *plan) error {
 	var r cublasapi.Result
 	if p.desc, r = lt.MatmulDescCreate(p.Compute, p.scaleType()); r != cublasapi.Success {
@@ -344,7 +344,7 @@ func (c *scalars) set(p *Product) {
 	for i, v := range p.Factors {
 		c.f64[i], c.f32[i] = v, float32(v)
 		if p.Compute == cublasapi.Compute16F {
-			c.f16[i] = minifloat.Float16.Encode(float32(v))
+			c.f16[i] = dtype.Half.Encode(float32(v))
 		}
 	}
 }

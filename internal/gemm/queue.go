@@ -157,7 +157,7 @@ func (q *queue) allocate() (err error) {
 	return nil
 }
 
-// bound makes one call of a library with the device's context. The first calls of a library
+// bound calls a library once with the device's context bound. The first calls of a library
 // allocate and load kernels, which CUDA forbids to threads that capture a graph, although it
 // does not affect the capture.
 func (q *queue) bound(call func() error) error { return bound(q.dev, call) }
@@ -199,7 +199,7 @@ func (q *queue) prepare() error {
 	return nil
 }
 
-// enqueue makes the library's call.
+// enqueue calls cuBLASLt.
 func (q *queue) enqueue() error {
 	q.scalars.set(&q.now)
 	if q.plan.blas {
@@ -277,7 +277,7 @@ type blas struct {
 	sms       int32
 }
 
-// prepareBLAS makes the handle, and the plan's needs.
+// prepareBLAS creates the handle, and what the plan needs.
 func (q *queue) prepareBLAS(p *plan) error {
 	p.need = uintptr(q.site.workspace)
 	if q.blas != nil {
@@ -355,7 +355,7 @@ func (q *queue) adjust() error {
 	return nil
 }
 
-// enqueueBLAS makes the call of cuBLAS.
+// enqueueBLAS calls cuBLAS.
 func (q *queue) enqueueBLAS() error {
 	b, p := q.blas, &q.now
 	alpha, beta := q.scalars.of(p)

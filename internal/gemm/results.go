@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
@@ -76,7 +77,7 @@ func (q *queue) restore(p *plan) (x choice, ok bool) {
 	return x, true
 }
 
-// rebuild makes the algorithm of a text.
+// rebuild parses the text of an algorithm.
 func (q *queue) rebuild(p *plan, text string) (a cublasltapi.Algo, need uintptr, ok bool) {
 	c, err := parseSolution(text)
 	if err != nil || !c.splitsAsAllowed(p.Schemes) {
@@ -136,7 +137,7 @@ func Validators(dev *device.Device) ([]string, error) {
 		"Validator,WORKSPACE_BYTES," + strconv.FormatInt(x.workspace, 10)}, nil
 }
 
-// Results returns the results of a device, in the order of their texts.
+// Results returns the results of a device, sorted by their texts.
 func Results(dev *device.Device) ([]Result, error) {
 	x, err := siteOf(dev)
 	if err != nil {
@@ -368,10 +369,17 @@ func TuneRecorded(ctx context.Context, s *stream.Stream, r io.Reader, o *TuneOpt
 
 // This file has the texts of problems and algorithms in files of tuning results.
 
-// typeNames has torch's names of types in TunableOp signatures.
-var typeNames = map[cublasapi.DType]string{
-	cublasapi.R32F: "float", cublasapi.R64F: "double", cublasapi.R16F: "Half", cublasapi.R16BF: "BFloat16",
-	cublasapi.R8FE4M3: "Float8_e4m3fn", cublasapi.R8FE5M2: "Float8_e5m2",
+// typeName returns torch's name of a type in TunableOp signatures, or "" if products do not have
+// the type. The types of C have their names in C.
+func typeName(t cublasapi.DType) string {
+	row := dtype.ByCUDA(t)
+	switch {
+	case row == nil:
+		return ""
+	case row.Format == nil:
+		return row.C
+	}
+	return row.Scalar
 }
 
 // Op returns the name of the operation in files of results, such as GemmTunableOp_BFloat16_TN.
@@ -386,7 +394,7 @@ func (p *Problem) Op() string {
 	case p.Batch > 1:
 		kind = "GemmStridedBatchedTunableOp"
 	}
-	return fmt.Sprintf("%s_%s_%c%c", kind, typeNames[p.A.Type], ops[p.TransA&1], ops[p.TransB&1])
+	return fmt.Sprintf("%s_%s_%c%c", kind, typeName(p.A.Type), ops[p.TransA&1], ops[p.TransB&1])
 }
 
 // numbers lists the fields of a problem for its text. The workspace is a validator of the file.
@@ -465,7 +473,7 @@ func parseProblem(text string, workspace int64) (*Problem, error) {
 	return p, nil
 }
 
-// A config lists the attributes of an algorithm in the order of its text.
+// A config lists the attributes of an algorithm as its text orders them.
 type config struct {
 	id                                         int32
 	tile                                       uint32

@@ -15,8 +15,8 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/minifloat"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -99,7 +99,7 @@ const stale = ^uint64(0)
 // online has the options for tuning products at their first use, or nil.
 var online atomic.Pointer[TuneOptions]
 
-// SetOnline makes products be tuned at their first use; nil turns that off.
+// SetOnline enables tuning of products at their first use; nil disables it.
 func SetOnline(o *TuneOptions) { online.Store(o) }
 
 // onlineTimeout is the limit of one tuning at the first use.
@@ -337,7 +337,7 @@ func sizeOf(t cublasapi.DType) int64 {
 // alignUp keeps copies apart.
 const alignUp = 512
 
-// copyOperands allocates the copies in the order of the stream. The addresses have the same
+// copyOperands allocates the copies, stream-ordered. The addresses have the same
 // alignments as the operands.
 func (t *tuning) copyOperands() error {
 	at := t.product.At
@@ -449,10 +449,8 @@ func decode(t cublasapi.DType, b []byte) []float64 {
 		}
 		return out
 	}
-	f := map[cublasapi.DType]*minifloat.Format{cublasapi.R16F: minifloat.Float16, cublasapi.R16BF: minifloat.BFloat16,
-		cublasapi.R8FE4M3: minifloat.Float8E4M3, cublasapi.R8FE5M2: minifloat.Float8E5M2}[t]
 	narrow := make([]float32, len(out))
-	f.DecodeBytes(narrow, b)
+	dtype.ByCUDA(t).Format.DecodeBytes(narrow, b)
 	for i, v := range narrow {
 		out[i] = float64(v)
 	}
@@ -500,7 +498,7 @@ func (x *random) alloc(bytes int64, align uint8, t cublasapi.DType) (cudadrv.Dev
 	return p, fillRandom(x.s, p, bytes, t)
 }
 
-// operands makes the matrices, the bias and the auxiliary buffer.
+// operands allocates the matrices, the bias and the auxiliary buffer.
 func (x *random) operands(product *Product) (err error) {
 	p, at := &product.Problem, &product.At
 	// Every operand that the problem has gets an address, so that spans lists it.
@@ -539,7 +537,7 @@ func (x *random) operands(product *Product) (err error) {
 	return nil
 }
 
-// values makes the factors and scales on the device.
+// values writes the factors and scales to the device.
 func (x *random) values(product *Product) (err error) {
 	p, at := &product.Problem, &product.At
 	const align = 8
@@ -603,14 +601,8 @@ func randomBytes(n int, t cublasapi.DType) []byte {
 		for i, x := range v {
 			*(*float32)(unsafe.Pointer(&b[4*i])) = x
 		}
-	case cublasapi.R16F:
-		minifloat.Float16.EncodeBytes(b, v)
-	case cublasapi.R16BF:
-		minifloat.BFloat16.EncodeBytes(b, v)
-	case cublasapi.R8FE4M3:
-		minifloat.Float8E4M3.EncodeBytes(b, v)
 	default:
-		minifloat.Float8E5M2.EncodeBytes(b, v)
+		dtype.ByCUDA(t).Format.EncodeBytes(b, v)
 	}
 	return b
 }

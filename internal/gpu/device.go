@@ -79,7 +79,7 @@ func (d *Device) Watcher() cudadrv.Watcher { return d.watcher }
 // Handle returns the driver's handle.
 func (d *Device) Handle() cudadrv.Device { return d.handle }
 
-// Do makes one call of the driver with the device's context bound to the calling OS
+// Do calls the driver once with the device's context bound to the calling OS
 // thread. Only Do binds contexts. call must make exactly one driver call that needs a
 // context: virtual devices consume the binding. If the call fails, the error has the C
 // name of the function; cudadrv.NameOf determines it by running call again without effect.
@@ -203,7 +203,7 @@ func (d *Device) DoBeside(call Call) error {
 	return d.Do(call)
 }
 
-// Relaxed makes calls in the relaxed capture mode (cuThreadExchangeStreamCaptureMode).
+// Relaxed calls fn in the relaxed capture mode (cuThreadExchangeStreamCaptureMode).
 // Some calls of the driver, and of libraries above it, allocate, load or free resources.
 // They do not affect a capture, but CUDA forbids them to threads that capture, and in the
 // mode global to all threads.

@@ -117,7 +117,7 @@ type Sequence struct {
 	closed bool
 }
 
-// Begin makes s wait for the operations so far. Until End, other calls of Begin block. A
+// Begin orders s after the operations so far. Until End, other calls of Begin block. A
 // captured operation does not wait; the launch of its graph does.
 func (q *Sequence) Begin(s *Stream) error {
 	q.mu.Lock()
@@ -219,7 +219,7 @@ func (q *Sequence) Close(name string, end func(users []*Stream) error) error {
 	return errors.Join(errs...)
 }
 
-// follow makes s wait for the latest operation, if it is on another stream. The lock is
+// follow orders s after the latest operation, if it is on another stream. The lock is
 // held.
 func (q *Sequence) follow(s *Stream) error {
 	last := q.last

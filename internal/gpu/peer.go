@@ -103,7 +103,7 @@ func (g *guests) add(d *Device) []func(*Device) error {
 	return slices.Clone(g.hooks)
 }
 
-// OnPeer makes EnablePeer call fn for each further device that may access the memory of d;
+// OnPeer registers fn, which EnablePeer calls for each further device that may access the memory of d;
 // Guests returns the existing ones. Mapped memory needs it, because it has a separate
 // access list.
 func (d *Device) OnPeer(fn func(peer *Device) error) {

@@ -45,7 +45,7 @@ type HasStream interface{ stream() *Stream }
 // StreamOf returns the Stream behind a public one, which must not be nil.
 func StreamOf(x HasStream) *Stream { return x.stream() }
 
-// Create makes a stream in the driver for s, which is not in use yet.
+// Create creates the driver's stream of s, which is not in use yet.
 func (s *Stream) Create(dev *Device, kind StreamKind, priority int32) error {
 	h, err := dev.NewStream(priority)
 	if err == nil {
@@ -220,13 +220,13 @@ func (s *Stream) Query() (bool, error) {
 // Sync waits until everything enqueued on s so far has completed.
 func (s *Stream) Sync() error { return s.dev.SyncStream(s.h) }
 
-// Wait makes operations that are enqueued on s from now on wait for the latest record of
+// Wait orders work that is enqueued on s from now on after the latest record of
 // the event.
 func (s *Stream) Wait(e cudadrv.Event) error { return s.dev.WaitEvent(s.h, e) }
 
 // The methods below are the driver's calls for raw streams and events.
 
-// NewStream makes a stream that does not synchronize with the legacy default stream.
+// NewStream returns a stream that does not synchronize with the legacy default stream.
 func (d *Device) NewStream(priority int32) (s cudadrv.Stream, err error) {
 	s, err = ValueInTime(d, func(drv cudadrv.Driver) (cudadrv.Stream, cudadrv.Result) {
 		return drv.StreamCreateWithPriority(cudadrv.StreamNonBlocking, priority)
@@ -248,13 +248,13 @@ func (d *Device) SyncStream(s cudadrv.Stream) error {
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(s) })
 }
 
-// WaitEvent makes operations that are enqueued on a stream from now on wait for the latest
+// WaitEvent orders work that is enqueued on a stream from now on after the latest
 // record of the event.
 func (d *Device) WaitEvent(s cudadrv.Stream, e cudadrv.Event) error {
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamWaitEvent(s, e, 0) })
 }
 
-// NewEvent makes an event.
+// NewEvent returns a new event.
 func (d *Device) NewEvent(flags uint32) (e cudadrv.Event, err error) {
 	err = d.Do(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		e, r = drv.EventCreate(flags)
@@ -284,7 +284,7 @@ func (d *Device) RecordExternal(e cudadrv.Event, s cudadrv.Stream) error {
 // does not know its time.
 func (d *Device) RecordedElsewhere(e cudadrv.Event) { marksOf(d.sys).exclude(e) }
 
-// WaitExternal makes a captured stream wait for the event: each launch of the graph waits for the
+// WaitExternal adds a wait for the event to the capture of a stream: each launch of the graph waits for the
 // latest record at that time.
 func (d *Device) WaitExternal(s cudadrv.Stream, e cudadrv.Event) error {
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamWaitEvent(s, e, cudadrv.EventExternal) })
@@ -310,7 +310,7 @@ func (d *Device) Capturing(s cudadrv.Stream) (bool, error) {
 	return status != cudadrv.CaptureNone, err
 }
 
-// Ready makes a driver call that queries progress. For CUDA_ERROR_NOT_READY it returns
+// Ready calls the driver to query progress. For CUDA_ERROR_NOT_READY it returns
 // false and a nil error.
 func (d *Device) Ready(query Call) (bool, error) { return d.ready(query, false) }
 
@@ -350,7 +350,7 @@ func (s *Stream) RefuseJoin(op, object string) error {
 	return s.dev.sys.errs.Captured(op, object, joinOther)
 }
 
-// WaitStream makes operations that are enqueued on s from now on wait for everything
+// WaitStream orders work that is enqueued on s from now on after everything
 // enqueued on o so far.
 func (s *Stream) WaitStream(o *Stream) error {
 	if s == o {
@@ -400,7 +400,7 @@ func checkGiven[S streamPointer](s S, others []S) error {
 	return nil
 }
 
-// Join makes operations that are enqueued on s from now on wait for everything enqueued on
+// Join orders work that is enqueued on s from now on after everything enqueued on
 // the others so far, like WaitStream for each of the others. others may contain s.
 func Join[S streamPointer](s S, others []S) error {
 	if err := checkGiven(s, others); err != nil {
@@ -414,7 +414,7 @@ func Join[S streamPointer](s S, others []S) error {
 	return nil
 }
 
-// Fork makes operations that are enqueued on the others from now on wait for everything
+// Fork orders work that is enqueued on the others from now on after everything
 // enqueued on s so far. It uses one event, whereas WaitStream would use one for each.
 // others may contain s. If Fork fails for one stream, the later ones do not wait.
 func Fork[S streamPointer](s S, others []S) error {

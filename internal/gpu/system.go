@@ -18,7 +18,7 @@ import (
 // ErrClosed is returned, wrapped with the operation, by methods after Close.
 var ErrClosed = errors.New("use after Close")
 
-// Errors makes the errors of the devices of a System, whose types are public. Package
+// Errors has the constructors of errors about the devices of a System, whose types are public. Package
 // device implements it.
 type Errors interface {
 	// Failed returns the error of a driver call for the device with the ordinal, or for no
@@ -59,7 +59,7 @@ type HasSystem interface{ system() *System }
 // SystemOf returns the System behind a public one.
 func SystemOf(x HasSystem) *System { return x.system() }
 
-// NewSystem makes the System of a backend, and the reference for the public type.
+// NewSystem returns the System of a backend, and the reference for the public type.
 func NewSystem(b *backend.System, errs Errors, callTimeout time.Duration) (*System, SystemRef) {
 	s := &System{System: b, errs: errs, callTimeout: callTimeout}
 	return s, SystemRef{s}
@@ -113,8 +113,8 @@ func EnterCallback() (leave func()) { return callbacks.Enter() }
 // not wait for the driver. It costs almost nothing while no callback runs.
 func InCallback() bool { return callbacks.Has() }
 
-// LaunchHostFunc makes the stream call fn when everything enqueued on s so far has
-// completed. If s is captured, fn lives as long as the graph and its launches.
+// LaunchHostFunc enqueues a call of fn on the stream, after everything enqueued on s so
+// far. If s is captured, fn lives as long as the graph and its launches.
 func (s *Stream) LaunchHostFunc(fn func()) error {
 	c, err := s.current()
 	if err != nil {
@@ -140,7 +140,7 @@ func (s *Stream) LaunchHostFunc(fn func()) error {
 	return err
 }
 
-// captureClosure makes a closure that the driver releases after the graph of the capture
+// captureClosure returns a closure that the driver releases after the graph of the capture
 // and all its launches are destroyed.
 func (s *Stream) captureClosure(fn func()) (dl.Closure, error) {
 	var g cudadrv.Graph

@@ -46,7 +46,7 @@ func (x timed) kernel(f cudadrv.Function) string {
 	return "kernel"
 }
 
-// run makes a call that enqueues an operation.
+// run issues a call that enqueues an operation.
 func (x timed) run(kind, name string, s cudadrv.Stream, bytes uintptr, call func() cudadrv.Result) cudadrv.Result {
 	if x.t == nil {
 		return call()
@@ -142,7 +142,7 @@ func (x timed) MemFreeAsync(p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Resul
 	return x.Driver.MemFreeAsync(p, s)
 }
 
-// host makes a call that keeps the host.
+// host issues a call that blocks the host.
 func (x timed) host(kind, name string, bytes uintptr, call func() cudadrv.Result) (r cudadrv.Result) {
 	x.rec.Host(kind, name, x.d.ordinal, uint64(bytes), func() { r = call() })
 	return r
@@ -248,7 +248,7 @@ func (s *Stream) ShutCollective(rec *timeline.Recorder) {
 	rec.Shut(s.Place())
 }
 
-// timeCollective makes calls for the times of a collective, if the device needs them.
+// timeCollective records the events for the times of a collective, if the device needs them.
 func (s *Stream) timeCollective(rec *timeline.Recorder, calls func(*timing, cudadrv.Driver)) {
 	if s.dev.sys.Machine != nil {
 		return

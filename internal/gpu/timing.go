@@ -38,7 +38,7 @@ type timing struct {
 	mu      sync.Mutex
 	spare   []cudadrv.Event
 	events  int                             // that exist
-	pending map[cudadrv.Stream][]*eventPair // in the order of their streams
+	pending map[cudadrv.Stream][]*eventPair // in stream order
 	whole   map[cudadrv.Stream]*eventPair   // collectives that are being enqueued; nil without events
 	behind  map[cudadrv.Stream][]*moment    // ends of the last operations before the next one, if known
 	closed  bool

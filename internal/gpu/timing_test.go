@@ -215,7 +215,7 @@ func (b *bench) device(ordinal int32) timed {
 	return timed{Driver: drv, d: d, rec: b.rec, t: t}
 }
 
-// plainErrors makes errors without the types of package device.
+// plainErrors constructs errors without the types of package device.
 type plainErrors struct {
 	Errors
 	lost *atomic.Int32 // ordinal of the lost device, or -1
@@ -246,7 +246,7 @@ func (b *bench) collect() bool {
 	})
 }
 
-// records closes the recording and returns its records, in the order of the calls.
+// records closes the recording and returns its records, in call order.
 func (b *bench) records() (list []timeline.Record) {
 	b.t.Helper()
 	require.NoError(b.t, b.rec.Close())
@@ -422,7 +422,7 @@ func (b *bench) whileBusy(fn func()) {
 	fn()
 }
 
-// stream makes a stream that only Chorus uses.
+// stream returns a stream that only Chorus uses.
 func (b *bench) stream(drv timed) cudadrv.Stream {
 	b.t.Helper()
 	s, r := drv.Driver.StreamCreateWithPriority(cudadrv.StreamNonBlocking, 0)
@@ -430,7 +430,7 @@ func (b *bench) stream(drv timed) cudadrv.Stream {
 	return s
 }
 
-// event makes an event.
+// event returns a new event.
 func (b *bench) event(drv timed) cudadrv.Event {
 	b.t.Helper()
 	e, r := drv.Driver.EventCreate(cudadrv.EventDisableTiming)
@@ -444,7 +444,7 @@ func (b *bench) fillOn(drv timed, s cudadrv.Stream, p cudadrv.DevicePtr, n uintp
 	require.Zero(b.t, drv.MemsetD8Async(p, 1, n, s))
 }
 
-// follow makes a stream of a device wait for a stream of a device, by the event.
+// follow orders a stream of a device after a stream of a device, by the event.
 func (b *bench) follow(drv timed, s cudadrv.Stream, of timed, o cudadrv.Stream, e cudadrv.Event) {
 	b.t.Helper()
 	require.Zero(b.t, of.EventRecord(e, o))

@@ -77,7 +77,7 @@ func (*noCopy) Unlock() {}
 // It must not be changed while objects are alive; tests set it at their start.
 var OnLeak = warnOncePerKind
 
-// Trace makes Init record the place of frequent objects too.
+// Trace lets Init record the place of frequent objects too.
 var Trace atomic.Bool
 
 // A Leak describes an object that became unreachable while it was open.

@@ -3,6 +3,6 @@
 // forwards signals. If a worker fails, it stops the whole job, reports the first
 // failure and its cause, and leaves no process behind.
 //
-// Run makes the calling process the reaper of all its descendants, and kills the
+// Run turns the calling process into the reaper of all its descendants, and kills the
 // remaining ones at the end. Therefore only a command should call it.
 package launch

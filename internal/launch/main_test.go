@@ -189,7 +189,7 @@ func workers(n int, args ...string) *setup {
 	return base(n, append([]string{self, "worker"}, args...)...)
 }
 
-// noticingSilence makes the job notice silence early.
+// noticingSilence shortens the time after which the job notices silence.
 func (s *setup) noticingSilence() *setup {
 	s.Timing.LostAfter = silentAfter
 	return s

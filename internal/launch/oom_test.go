@@ -58,7 +58,7 @@ func TestOutOfMemory(t *testing.T) {
 	require.Regexp(t, `(?m)^chorus: rank 0 .* killed by SIGKILL \(perhaps out of memory: the kernel killed .* of this host for it in the last \d+s\) after `, text)
 }
 
-// smallCgroup makes a cgroup with 64 MiB of memory, and returns the file that moves a process into it.
+// smallCgroup creates a cgroup with 64 MiB of memory, and returns the file that moves a process into it.
 func smallCgroup(t *testing.T) string {
 	t.Helper()
 	if !(&oomWatch{path: vmstat}).sample().known {

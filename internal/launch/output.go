@@ -99,7 +99,7 @@ func (s *sink) endLine() {
 	}
 }
 
-// oneAtATime makes the workers' output and the launcher's messages take turns at Stderr. A file
+// oneAtATime serializes the workers' output and the launcher's messages at Stderr. A file
 // needs no turns.
 func (cfg *Config) oneAtATime() {
 	if _, file := cfg.Stderr.(*os.File); file || cfg.Stderr == nil {

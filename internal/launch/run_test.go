@@ -643,7 +643,7 @@ func TestRunMistakes(t *testing.T) {
 	}
 }
 
-// twoHosts makes two configs that meet on two loopback addresses.
+// twoHosts returns two configs that meet on two loopback addresses.
 func twoHosts(t *testing.T, a, b *setup) {
 	t.Helper()
 	port := testhost.Reserve(t)

@@ -11,7 +11,6 @@ import (
 	"os"
 	"slices"
 
-	"github.com/gochorus/chorus/internal/jsonfile"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
@@ -78,9 +77,9 @@ func (rec *Recording) read(form string, r io.Reader, most int64) error {
 		return err
 	}
 	if form == "events" {
-		return rec.readEvents(jsonfile.New(r, mostValueBytes))
+		return rec.readEvents(safefile.NewJSON(r, mostValueBytes))
 	}
-	return rec.readSequences(jsonfile.New(r, mostValueBytes))
+	return rec.readSequences(safefile.NewJSON(r, mostValueBytes))
 }
 
 const snapshotForm = "segments"
@@ -94,7 +93,7 @@ func formOf(file io.Reader, most int64) (form string, err error) {
 	b := bufio.NewReader(r)
 	switch start, err := b.Peek(1); {
 	case errors.Is(err, io.ErrUnexpectedEOF):
-		return "", jsonfile.Truncated(err)
+		return "", safefile.Truncated(err)
 	case err == io.EOF:
 		return "", errors.New("the file is empty")
 	case err != nil:
@@ -103,7 +102,7 @@ func formOf(file io.Reader, most int64) (form string, err error) {
 		return snapshotForm, nil
 	}
 	found := errors.New("found")
-	f := jsonfile.New(b, mostValueBytes)
+	f := safefile.NewJSON(b, mostValueBytes)
 	err = f.Object(func(key string) error {
 		switch key {
 		case "events", "sequences", snapshotForm:
@@ -135,7 +134,7 @@ func checkSize(file io.ReadSeeker, most int64) error {
 		_, err = io.Copy(io.Discard, r)
 	}
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return jsonfile.Truncated(err)
+		return safefile.Truncated(err)
 	}
 	return err
 }
@@ -144,7 +143,7 @@ func checkSize(file io.ReadSeeker, most int64) error {
 func plain(r io.Reader, most int64) (io.Reader, error) {
 	r, err := safefile.Unzip(r)
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return nil, jsonfile.Truncated(err)
+		return nil, safefile.Truncated(err)
 	}
 	return &limited{r, most, most}, err
 }
@@ -179,7 +178,7 @@ func (e *recordedEvent) parse(text []byte) error {
 	return nil
 }
 
-func (rec *Recording) readEvents(f *jsonfile.Reader) error {
+func (rec *Recording) readEvents(f *safefile.JSONReader) error {
 	var peaks Peaks
 	name, lists := "", 0
 	b := newBuilder("trace", &rec.spool)

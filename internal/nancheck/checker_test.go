@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -18,7 +18,7 @@ func TestMain(m *testing.M) { testgpu.Main(m) }
 
 var floats = []memory.DType{memory.Float16, memory.BFloat16, memory.Float32, memory.Float64, memory.Float8E4M3, memory.Float8E5M2}
 
-// upload makes memory on a device.
+// upload copies values to new memory on a device.
 func upload(t *testing.T, s *stream.Stream, b []byte) memory.Slice[byte] {
 	t.Helper()
 	x, err := memory.MakeFrom(s, b)
@@ -35,7 +35,7 @@ func plain(d memory.DType, n int) []byte {
 		if d == memory.Float8E4M3 && math.IsInf(v, 0) {
 			v = math.Copysign(448, v)
 		}
-		element.SetFloat(d, b, i, v)
+		dtype.Of(d).Store(b, i, dtype.FloatValue(v))
 	}
 	return b
 }
@@ -54,8 +54,8 @@ func TestFirstNaN(t *testing.T) {
 					require.NoError(t, err)
 					b := plain(d, n)
 					if at >= 0 {
-						element.SetFloat(d, b, at, math.NaN())
-						element.SetFloat(d, b, n-1, math.NaN())
+						dtype.Of(d).Store(b, at, dtype.FloatValue(math.NaN()))
+						dtype.Of(d).Store(b, n-1, dtype.FloatValue(math.NaN()))
 					}
 					x := upload(t, s, b)
 					require.NoError(t, c.Check(s, x.Ptr(), n, d, 1<<40+7))
@@ -85,7 +85,7 @@ func TestFirstOperation(t *testing.T) {
 		c, err := nancheck.New(devs[0])
 		require.NoError(t, err)
 		bad := plain(memory.Float32, 1000)
-		element.SetFloat(memory.Float32, bad, 998, math.NaN())
+		dtype.Of(memory.Float32).Store(bad, 998, dtype.FloatValue(math.NaN()))
 		good, wrong := upload(t, s, plain(memory.Float32, 1000)), upload(t, s, bad)
 		for operation := uint64(1); operation <= 200; operation++ {
 			x := good

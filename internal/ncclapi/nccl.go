@@ -105,7 +105,7 @@ type API interface {
 // Func names a host function of NCCL, for Has and the symbol table.
 type Func int
 
-// The functions in the order of nccl.h, and then those of newer headers.
+// The functions, ordered as in nccl.h, and then those of newer headers.
 const (
 	FuncGetVersion Func = iota
 	FuncGetUniqueID

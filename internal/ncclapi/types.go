@@ -362,7 +362,7 @@ var ownHost = sync.OnceValue(func() string {
 // libc has setenv: os.Setenv does not change the environment of C in a build without cgo.
 var libc = &dl.Spec{Name: "the C library", Sonames: []string{"libc.so.6"}}
 
-// setHostID makes NCCL read HostID. NCCL reads it once, when the first communicator is made.
+// setHostID passes HostID to NCCL. NCCL reads it once, when the first communicator is made.
 func setHostID() error {
 	if _, err := env.ShareGPUs.OneOf("yes", "no"); err != nil {
 		return err

@@ -8,7 +8,7 @@ import (
 	"github.com/gochorus/chorus/internal/dl"
 )
 
-// bind makes calls by go-nvml, which opens the file again.
+// bind binds the calls by go-nvml, which opens the file again.
 func bind(find dl.Resolver, path string) (raw, error) {
 	return goNVML{nvml.New(nvml.WithLibraryPath(path)), find}, nil
 }

@@ -2,5 +2,5 @@
 
 package nvml
 
-// bind makes calls by internal/dl.
+// bind binds the calls by internal/dl.
 var bind = bindTable

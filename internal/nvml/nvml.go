@@ -10,8 +10,8 @@ import (
 
 // API is the part of NVML that Chorus uses. Methods are safe for concurrent use.
 type API interface {
-	// UUIDs returns the UUIDs of all GPUs of the machine, such as GPU-8f6d…, in the
-	// order of the PCI bus. It ignores CUDA_VISIBLE_DEVICES.
+	// UUIDs returns the UUIDs of all GPUs of the machine, such as GPU-8f6d…, in
+	// PCI bus order. It ignores CUDA_VISIBLE_DEVICES.
 	UUIDs() ([]string, error)
 	// MIG reports whether a GPU is partitioned. CUDA then counts other devices
 	// than NVML.

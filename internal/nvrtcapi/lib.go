@@ -129,7 +129,7 @@ const (
 	ErrorCompilation   Result = 6
 )
 
-// names has the C names in the order of nvrtc.h, from 0.
+// names has the C names as nvrtc.h numbers them, from 0.
 var names = []string{"NVRTC_SUCCESS", "NVRTC_ERROR_OUT_OF_MEMORY", "NVRTC_ERROR_PROGRAM_CREATION_FAILURE",
 	"NVRTC_ERROR_INVALID_INPUT", "NVRTC_ERROR_INVALID_PROGRAM", "NVRTC_ERROR_INVALID_OPTION",
 	"NVRTC_ERROR_COMPILATION", "NVRTC_ERROR_BUILTIN_OPERATION_FAILURE",

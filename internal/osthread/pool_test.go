@@ -28,7 +28,7 @@ func processors(t *testing.T, n int) {
 	t.Cleanup(func() { runtime.GOMAXPROCS(before) })
 }
 
-// newPool makes a pool whose threads poll for work until the test is over.
+// newPool returns a pool whose threads poll for work until the test is over.
 func newPool(t *testing.T) *Pool {
 	c := &Pool{PollTime: time.Hour}
 	t.Cleanup(func() {

@@ -233,7 +233,7 @@ func (d *decoder) pass(from int) (done bool, err error) {
 	return true, nil
 }
 
-// newDict makes a dictionary at the top of the stack.
+// newDict pushes an empty dictionary on the stack.
 func (d *decoder) newDict() *Dict {
 	dict := &Dict{}
 	if d.items != nil {

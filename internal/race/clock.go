@@ -145,7 +145,7 @@ func Here() *Place {
 	return p
 }
 
-// Mark makes p the place of the caller, in the memory that it has.
+// Mark stores the caller's place in p, without allocating.
 func (p *Place) Mark() { p.n = runtime.Callers(2, p.room()) }
 
 func (p *Place) room() []uintptr {

@@ -69,7 +69,7 @@ func (b *Batch) Enqueue() error {
 	return nil
 }
 
-// ReduceInOrder makes the reductions of the batch deterministic until Enqueue or Reset, if the
+// ReduceInOrder enables deterministic reductions for the batch until Enqueue or Reset, if the
 // routers have an Order.
 func (b *Batch) ReduceInOrder() { b.inOrder = true }
 
@@ -118,7 +118,7 @@ func (b *Batch) decide() {
 	}
 }
 
-// describe makes a plan that executes all operations by NCCL.
+// describe returns a plan that executes all operations by NCCL.
 func (b *Batch) describe() {
 	clear(b.tallies)
 	b.foreign = 0
@@ -193,7 +193,7 @@ func (e *Error) Error() string {
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
-// failed makes the error of a step.
+// failed returns the error of a step.
 func (s *step) failed(err error) error {
 	if err == nil {
 		return nil

@@ -79,7 +79,7 @@ func TestBatchesOfAllShapes(t *testing.T) {
 	})
 }
 
-// TestBatchThatNCCLRefusesInPart makes NCCL refuse the transfers of a batch that has
+// TestBatchThatNCCLRefusesInPart lets NCCL refuse the transfers of a batch that has
 // all-reduces of Chorus kernels too. If a kernel was launched before, the communicators fail.
 // Otherwise nothing was enqueued.
 func TestBatchThatNCCLRefusesInPart(t *testing.T) {
@@ -117,7 +117,7 @@ func TestBatchThatNCCLRefusesInPart(t *testing.T) {
 	}
 }
 
-// TestOrderedReductionFailsInPart makes a kernel of a reduction fail after the first pieces are
+// TestOrderedReductionFailsInPart lets a kernel of a reduction fail after the first pieces are
 // enqueued, or after NCCL's copies are. The other ranks may wait for the rest, so the communicators fail,
 // although each operation of the batch has an error.
 func TestOrderedReductionFailsInPart(t *testing.T) {

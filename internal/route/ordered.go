@@ -17,7 +17,7 @@ type Order struct {
 	Block int
 	// Hosts says that the ranks of each block are on one host, and that there are several hosts.
 	Hosts bool
-	// OnRequest makes only the batches of Batch.ReduceInOrder deterministic.
+	// OnRequest reduces only the batches of Batch.ReduceInOrder deterministically.
 	OnRequest bool
 }
 
@@ -44,7 +44,7 @@ func SetOrderedBytes(n int) (restore func()) {
 	return func() { orderedBytes, pieceBytes = memory, piece }
 }
 
-// An ordered is the part of a router that reduces in the order of the ranks, if Chorus kernels do
+// An ordered is the part of a router that reduces in rank order, if Chorus kernels do
 // not. NCCL moves the elements of all ranks to the rank that reduces them, and a kernel of
 // internal/fabric reduces. NCCL computes nothing, so its algorithms do not change the results.
 type ordered struct {
@@ -90,7 +90,7 @@ func syncAll(users []*gpu.Stream) error {
 	return errors.Join(errs...)
 }
 
-// inOrder reports whether an operation must be executed in the order of the ranks, and s may
+// inOrder reports whether an operation must be executed in rank order, and s may
 // not execute it. Chorus kernels reduce all ranks as one block. requested says that its batch
 // requests the order.
 func (k *Router) inOrder(x *ranks.Collective, s Strategy, requested bool) bool {

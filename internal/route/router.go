@@ -202,7 +202,7 @@ func (k *Router) abort() {
 	}
 }
 
-// Open makes a Router for each of the communicators, with everything that the strategy needs
+// Open returns a Router for each of the communicators, with everything that the strategy needs
 // and the devices support, and none if NCCL is the only possibility. After an error the caller
 // closes the routers when the communicators have ended. With an order, reductions are
 // deterministic. exchange is not used with NCCLOnly.

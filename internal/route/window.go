@@ -203,7 +203,7 @@ func copyBetweenRanks(ss []*stream.Stream, xs []ranks.Collective) error {
 	return synchronize(ss)
 }
 
-// synchronize makes each stream wait for all others.
+// synchronize orders each stream after all others.
 func synchronize(ss []*stream.Stream) error {
 	if err := gpu.Join(ss[0], ss); err != nil {
 		return err

@@ -23,7 +23,7 @@ func needRoot(t *testing.T) {
 	}
 }
 
-// odd makes one of each thing that is not a regular file, by its description.
+// odd creates one of each thing that is not a regular file, by its description.
 func odd(t *testing.T) map[string]string {
 	t.Helper()
 	dir := t.TempDir()

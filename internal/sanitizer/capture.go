@@ -75,7 +75,7 @@ func union(a, b []int) []int {
 	return slices.Compact(sum)
 }
 
-// instantiate makes the lanes of a graph. t.mu is held.
+// instantiate creates the queues of a graph. t.mu is held.
 func (t *tracker) instantiate(g *capture) *exec {
 	x := &exec{graph: g}
 	for _, s := range g.names {

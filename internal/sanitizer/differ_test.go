@@ -11,10 +11,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/sanitizer"
-	"github.com/gochorus/chorus/internal/virtual"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -29,7 +29,7 @@ var (
 type bench struct {
 	t       *testing.T
 	r       *rand.Rand
-	m       *virtual.Machine
+	m       *backend.VirtualMachine
 	san     *sanitizer.Sanitizer
 	drv     cudadrv.Driver
 	ctx     [2]cudadrv.Context
@@ -48,7 +48,7 @@ type bench struct {
 const blockBytes = 4096
 
 func newBench(t *testing.T, s uint64) *bench {
-	m, err := virtual.New(&virtual.Config{Config: machine.Config{Devices: 2, Seed: s | 1}})
+	m, err := backend.NewVirtual(&backend.VirtualConfig{Config: machine.Config{Devices: 2, Seed: s | 1}})
 	require.NoError(t, err)
 	b := &bench{t: t, r: rand.New(rand.NewPCG(s, 1)), m: m, san: sanitizer.New(m.Driver())}
 	b.drv = b.san.Driver()
@@ -89,7 +89,7 @@ func (b *bench) must(r cudadrv.Result) {
 	require.True(b.t, r == cudadrv.Success || len(b.m.Reports()) > 0, "%v after %v", r, b.log)
 }
 
-// call makes one call with the context of a device bound.
+// call issues one call with the context of a device bound.
 func (b *bench) call(dev int, f func() cudadrv.Result) {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -112,7 +112,7 @@ func (b *bench) settle(i int) {
 	}
 }
 
-// on makes a call for a stream and lets its operations complete.
+// on issues a call for a stream and lets its operations complete.
 func (b *bench) on(i int, f func(s cudadrv.Stream) cudadrv.Result) {
 	b.call(b.of[i], func() cudadrv.Result { return f(b.streams[i]) })
 	b.settle(i)
@@ -186,7 +186,7 @@ func (b *bench) step() string {
 	return "pool"
 }
 
-// pooled allocates memory in the order of a stream, or frees it.
+// pooled allocates stream-ordered memory, or frees it.
 func (b *bench) pooled(i int) {
 	if i = i % 3; len(b.pool) == 0 {
 		b.on(i, func(s cudadrv.Stream) cudadrv.Result {
@@ -205,7 +205,7 @@ func (b *bench) pooled(i int) {
 	b.on(i, func(s cudadrv.Stream) cudadrv.Result { return b.drv.MemFreeAsync(p, s) })
 }
 
-// capture makes a graph of a fork and a join of two streams, with or without the event between.
+// capture returns a graph of a fork and a join of two streams, with or without the event between.
 func (b *bench) capture(i int) {
 	if i = i % 3; len(b.execs) > 2 {
 		return

@@ -73,8 +73,8 @@ func (t *tracker) reap() {
 	t.ended = rest
 }
 
-// forked makes the next operation of a queue follow everything that the host has waited for,
-// and the operations that stream 0 orders. t.mu is held.
+// forked orders the next operation of a queue after everything that the host has waited for,
+// and after the operations that stream 0 orders. t.mu is held.
 func (t *tracker) forked(q *queue) {
 	q.now.Seen = q.now.Seen.Join(t.host)
 	if q.handle == 0 {

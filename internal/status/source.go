@@ -11,7 +11,7 @@ import (
 // A Source adds its part to an empty status.
 type Source func(*Process)
 
-// sources are the registered sources, in the order of registration.
+// sources are the registered sources, oldest first.
 var sources struct {
 	mu   sync.Mutex
 	list []*registered

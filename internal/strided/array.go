@@ -250,7 +250,7 @@ type reference struct {
 	closed bool // guarded by mem.mu
 }
 
-// Make allocates a dense array in the order of s, which takes over the shape and the
+// Make returns a stream-ordered dense array, which takes over the shape and the
 // strides. The caller closes it.
 func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error) {
 	if t.Size() == 0 {
@@ -276,7 +276,7 @@ func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error)
 // memory. It borrows if the memory has no owner, or was freed.
 func (t Array) Retain() Array { return t.retain(new(reference)) }
 
-// retain makes r the reference.
+// retain stores r as the reference.
 func (t Array) retain(r *reference) Array {
 	t.ref = nil
 	if t.mem == nil {

@@ -188,7 +188,7 @@ func on(s *stream.Stream, dev *device.Device, fn func(o *stream.Stream) error, u
 }
 
 // upload copies from the host. If the tensors are not contiguous in the same order, src is
-// packed in the order of the destination.
+// packed like the destination.
 func upload(s *stream.Stream, dst, src Array) (err error) {
 	wire := src
 	loops, _ := loopsOf(dst.Shape, dst.Strides, src.Strides)

@@ -11,7 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
@@ -40,7 +40,7 @@ type field struct {
 	bytes      []byte // of root
 }
 
-// fieldOf makes a tensor of a shape with random strides in random memory: on the
+// fieldOf returns a tensor of a shape with random strides in random memory: on the
 // device of s, or on the host where s is nil.
 func fieldOf(t testing.TB, r *rand.Rand, s *stream.Stream, d memory.DType, shape []int) *field {
 	t.Helper()
@@ -59,10 +59,10 @@ func fieldOf(t testing.TB, r *rand.Rand, s *stream.Stream, d memory.DType, shape
 	f.root = allocate(t, s, d, outer)
 	f.bytes = make([]byte, f.root.Bytes())
 	for i := range f.root.Len() {
-		if element.IsFloat(d) {
-			element.SetFloat(d, f.bytes, i, float64(r.IntN(100)))
+		if dtype.Of(d).IsFloat() {
+			dtype.Of(d).Store(f.bytes, i, dtype.FloatValue(float64(r.IntN(100))))
 		} else {
-			element.SetInt(d, f.bytes, i, int64(r.IntN(100)))
+			dtype.Of(d).Store(f.bytes, i, dtype.IntValue(int64(r.IntN(100))))
 		}
 	}
 	f.put(t, s)
@@ -146,7 +146,7 @@ func want(dst, src *field) []byte {
 			copy(out[i*to.Size():(i+1)*to.Size()], src.bytes[j*to.Size():])
 			return
 		}
-		element.Store(to, out, i, element.Load(of, src.bytes, j))
+		dtype.Of(to).Store(out, i, dtype.Of(of).Load(src.bytes, j))
 	})
 	return out
 }
@@ -274,10 +274,10 @@ func TestConversions(t *testing.T) {
 			s := newStream(t, devs[0])
 			src := allocate(t, nil, c.of, []int{len(c.in)})
 			for i, v := range c.in {
-				if element.IsFloat(c.of) {
-					element.SetFloat(c.of, strided.HostBytes(src), i, v)
+				if dtype.Of(c.of).IsFloat() {
+					dtype.Of(c.of).Store(strided.HostBytes(src), i, dtype.FloatValue(v))
 				} else {
-					element.Store(c.of, strided.HostBytes(src), i, element.Float(v))
+					dtype.Of(c.of).Store(strided.HostBytes(src), i, dtype.FloatValue(v))
 				}
 			}
 			onDevice, out := allocate(t, s, c.of, []int{len(c.in)}), allocate(t, nil, c.to, []int{len(c.in)})
@@ -287,7 +287,7 @@ func TestConversions(t *testing.T) {
 			require.NoError(t, tensor.Copy(nil, hosts, src)) // the host does
 			for i, v := range c.want {
 				for _, x := range []tensor.Tensor{out, hosts} {
-					got := element.Load(c.to, strided.HostBytes(x), i).Round(memory.Float64)
+					got := dtype.Of(c.to).Load(strided.HostBytes(x), i).Float64()
 					if math.IsNaN(v) {
 						require.True(t, math.IsNaN(got), "%v of %s to %s", c.in[i], c.of, c.to)
 						continue
@@ -394,13 +394,13 @@ func TestAdd(t *testing.T) {
 				a, b, c := fieldOf(t, r, s, d, []int{3, 5}), fieldOf(t, r, s, e, []int{3, 5}), fieldOf(t, r, s, sum, []int{3, 5})
 				require.NoError(t, tensor.Add(s, c.view, a.view, b.view))
 				out := append([]byte(nil), c.bytes...)
-				each(c.view, a.view, func(i, j int) { element.Store(sum, out, i, element.Load(d, a.bytes, j)) })
+				each(c.view, a.view, func(i, j int) { dtype.Of(sum).Store(out, i, dtype.Of(d).Load(a.bytes, j)) })
 				each(c.view, b.view, func(i, j int) {
-					x, y := element.Load(sum, out, i), element.Load(e, b.bytes, j)
-					if element.IsFloat(sum) { // of whole numbers up to 198, rounded where the type is small
-						element.SetFloat(sum, out, i, x.Round(memory.Float64)+y.Round(memory.Float64))
+					x, y := dtype.Of(sum).Load(out, i), dtype.Of(e).Load(b.bytes, j)
+					if dtype.Of(sum).IsFloat() { // of whole numbers up to 198, rounded where the type is small
+						dtype.Of(sum).Store(out, i, dtype.FloatValue(x.Float64()+y.Float64()))
 					} else {
-						element.SetInt(sum, out, i, x.Int64()+y.Int64())
+						dtype.Of(sum).Store(out, i, dtype.IntValue(x.Int64()+y.Int64()))
 					}
 				})
 				require.Equal(t, out, c.get(t, s), "%s and %s to %s", d, e, sum)

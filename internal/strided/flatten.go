@@ -137,7 +137,7 @@ func (f *fan) add(p uint64, bytes int) error {
 	return nil
 }
 
-// launch makes the copies of the table, and empties it.
+// launch enqueues the copies of the table, and empties it.
 func (f *fan) launch() error {
 	t := f.table
 	if t.count == 0 {

@@ -11,7 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
@@ -305,7 +305,7 @@ func standInConvert(c *kernel.Call) {
 	x, y := kern.ReadStrided[uint8](c, 1, from.Size(), src), kern.UpdateStrided[uint8](c, 0, to.Size(), dst)
 	runs(loops, func(r run) {
 		for i := range r.n {
-			element.Store(to, y, r.dst+i*r.dstStep, element.Load(from, x, r.src+i*r.srcStep))
+			dtype.Of(to).Store(y, r.dst+i*r.dstStep, dtype.Of(from).Load(x, r.src+i*r.srcStep))
 		}
 	})
 }
@@ -346,7 +346,7 @@ func copyHost(dst, src Array) {
 		switch {
 		case dst.DType != src.DType:
 			for i := range r.n {
-				element.Store(dst.DType, to, r.dst+i*r.dstStep, element.Load(src.DType, from, r.src+i*r.srcStep))
+				dtype.Of(dst.DType).Store(to, r.dst+i*r.dstStep, dtype.Of(src.DType).Load(from, r.src+i*r.srcStep))
 			}
 		case r.dstStep == 1 && r.srcStep == 1:
 			copy(to[r.dst*size:][:r.n*size], from[r.src*srcSize:])

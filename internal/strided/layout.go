@@ -2,6 +2,7 @@ package strided
 
 import (
 	"cmp"
+	"fmt"
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -136,8 +137,8 @@ func loopsOf(shape, dst, src []int) (loops []loop, empty bool) {
 	return out, false
 }
 
-// sameOrder reports whether the elements of an array with these strides are in the order
-// of other, dense strides.
+// sameOrder reports whether the elements of an array with these strides are ordered
+// like those with other, dense strides.
 func sameOrder(shape, strides, as []int) bool {
 	loops, empty := loopsOf(shape, as, strides)
 	return empty || flat(loops)
@@ -203,7 +204,7 @@ func (p piece) part(i, of, width int) piece {
 	return p
 }
 
-// fill makes a table of pieces, divided into alternating parts.
+// fill fills a table with pieces, divided into alternating parts.
 func (t *pieceTable) fill(b *pieces) {
 	t.n, t.count = 0, 0
 	for turn, turns := 0, b.turns(); turn < turns; turn++ {
@@ -327,4 +328,17 @@ func (t *sumTable) uses(pack int) []cudadrv.Use {
 		begin = int(ends[i])
 	}
 	return u
+}
+
+// WrapDim returns the dimension that dim means of n dimensions: a negative dim counts from
+// the end (torch's maybe_wrap_dim). A tensor without dimensions counts as one with one.
+func WrapDim(dim, n int) (int, error) {
+	n = max(1, n)
+	if dim < -n || dim >= n {
+		return 0, fmt.Errorf("dimension out of range (expected to be in range of [%d, %d], but got %d)", -n, n-1, dim)
+	}
+	if dim < 0 {
+		dim += n
+	}
+	return dim, nil
 }

@@ -149,7 +149,7 @@ func (x *sorter) flush() error {
 	return nil
 }
 
-// launch makes the copies of a launch.
+// launch enqueues the copies of a launch.
 func (x *sorter) launch(b *pieces) error {
 	if len(b.list) == 0 {
 		return nil

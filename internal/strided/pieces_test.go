@@ -11,7 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/strided"
@@ -237,11 +237,11 @@ func TestAddAll(t *testing.T) {
 							continue
 						}
 						for at := range len(all) / d.Size() {
-							x, y := element.Load(d, want, at), element.Load(d, all, at)
-							if element.IsFloat(d) {
-								element.SetFloat(d, want, at, x.Round(memory.Float64)+y.Round(memory.Float64))
+							x, y := dtype.Of(d).Load(want, at), dtype.Of(d).Load(all, at)
+							if dtype.Of(d).IsFloat() {
+								dtype.Of(d).Store(want, at, dtype.FloatValue(x.Float64()+y.Float64()))
 							} else {
-								element.SetInt(d, want, at, x.Int64()+y.Int64())
+								dtype.Of(d).Store(want, at, dtype.IntValue(x.Int64()+y.Int64()))
 							}
 						}
 					}
@@ -269,8 +269,8 @@ func terms(r *rand.Rand, d memory.DType, n int) []byte {
 	b := noise(r, n*d.Size())
 	for i := range n {
 		switch {
-		case element.IsFloat(d):
-			element.SetFloat(d, b, i, (r.Float64()-0.5)*float64(int(1)<<r.IntN(6)))
+		case dtype.Of(d).IsFloat():
+			dtype.Of(d).Store(b, i, dtype.FloatValue((r.Float64()-0.5)*float64(int(1)<<r.IntN(6))))
 		case d == memory.Bool:
 			b[i] &= 1
 		}

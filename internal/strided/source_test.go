@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/cudahost"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -113,7 +113,7 @@ func TestSourceAgreesWithGo(t *testing.T) {
 				continue
 			}
 			trials = append(trials, sumTrial(r, d, places, 1+r.IntN(sumPieces(places)), false))
-			if !element.IsFloat8(d) {
+			if !dtype.Of(d).IsFloat8() {
 				trials = append(trials, sumTrial(r, d, places, sumPieces(places), true))
 			}
 		}
@@ -261,23 +261,23 @@ func sumTrial(r *rand.Rand, d memory.DType, places, count int, wide bool) trial 
 		switch {
 		case d == memory.Bool:
 			x.src[i] &= 1
-		case element.IsFloat(d): // of two magnitudes, so that sums are rounded
-			element.SetFloat(d, x.src, i, math.Ldexp(r.Float64()*2-1, r.IntN(12)-6))
+		case dtype.Of(d).IsFloat(): // of two magnitudes, so that sums are rounded
+			dtype.Of(d).Store(x.src, i, dtype.FloatValue(math.Ldexp(r.Float64()*2-1, r.IntN(12)-6)))
 		}
 	}
 	x.want, x.table = bytes.Clone(x.dst), tableBytes(&t)
 	begin := uint32(0)
 	for i, end := range ends {
 		for at := range int(end-begin) * pack / size {
-			sum := element.Load(d, x.src[t.words[i*places]:], at)
+			sum := dtype.Of(d).Load(x.src[t.words[i*places]:], at)
 			to := int(begin)*pack/size + at
-			element.Store(d, x.want, to, sum)
+			dtype.Of(d).Store(x.want, to, sum)
 			for k := 1; k < places; k++ {
-				y := element.Load(d, x.src[t.words[i*places+k]:], at)
-				if z := element.Load(d, x.want, to); element.IsFloat(d) {
-					element.SetFloat(d, x.want, to, z.Round(memory.Float64)+y.Round(memory.Float64))
+				y := dtype.Of(d).Load(x.src[t.words[i*places+k]:], at)
+				if z := dtype.Of(d).Load(x.want, to); dtype.Of(d).IsFloat() {
+					dtype.Of(d).Store(x.want, to, dtype.FloatValue(z.Float64()+y.Float64()))
 				} else {
-					element.SetInt(d, x.want, to, z.Int64()+y.Int64())
+					dtype.Of(d).Store(x.want, to, dtype.IntValue(z.Int64()+y.Int64()))
 				}
 			}
 		}
@@ -294,30 +294,30 @@ func tableBytes[T table](t *T) []byte {
 // for otherwise.
 func convertTrial(r *rand.Rand, to, from memory.DType) trial {
 	const n = 1500
-	x := trial{to: to, from: from, elements: n, loops: []loop{{n, 1, 1}}, floatResults: element.IsFloat(to)}
+	x := trial{to: to, from: from, elements: n, loops: []loop{{n, 1, 1}}, floatResults: dtype.Of(to).IsFloat()}
 	x.dst, x.src = noise(r, n*to.Size()), noise(r, n*from.Size())
 	for i := range n {
 		if from == memory.Bool {
 			x.src[i] &= 1
 		}
-		if !element.IsFloat(from) {
+		if !dtype.Of(from).IsFloat() {
 			continue
 		}
 		f := math.Ldexp(r.Float64()*2-1, r.IntN(40)-20)
-		if element.IsFloat(to) && r.IntN(10) == 0 {
+		if dtype.Of(to).IsFloat() && r.IntN(10) == 0 {
 			f = []float64{math.Inf(1), math.NaN(), 464, 465, 57344, 61440, 65519, 65520, math.Copysign(0, -1)}[r.IntN(9)]
 		}
 		if to == memory.Uint64 {
 			f = math.Abs(f) * 0x1p44
 		}
-		element.SetFloat(from, x.src, i, f)
-		if v := element.Load(from, x.src, i).Round(memory.Float64); !element.IsFloat(to) && (math.IsNaN(v) || math.Abs(v) >= 0x1p64) {
-			element.SetFloat(from, x.src, i, 1)
+		dtype.Of(from).Store(x.src, i, dtype.FloatValue(f))
+		if v := dtype.Of(from).Load(x.src, i).Float64(); !dtype.Of(to).IsFloat() && (math.IsNaN(v) || math.Abs(v) >= 0x1p64) {
+			dtype.Of(from).Store(x.src, i, dtype.FloatValue(1))
 		}
 	}
 	x.want = bytes.Clone(x.dst)
 	for i := range n {
-		element.Store(to, x.want, i, element.Load(from, x.src, i))
+		dtype.Of(to).Store(x.want, i, dtype.Of(from).Load(x.src, i))
 	}
 	return x
 }
@@ -354,10 +354,10 @@ func (x *trial) compare(t *testing.T, got []byte) {
 	}
 	size := x.to.Size()
 	for i := range x.elements {
-		a, b := element.Load(x.to, x.want, i).Round(memory.Float64), element.Load(x.to, got, i).Round(memory.Float64)
+		a, b := dtype.Of(x.to).Load(x.want, i).Float64(), dtype.Of(x.to).Load(got, i).Float64()
 		if math.IsNaN(a) && math.IsNaN(b) {
 			continue
 		}
-		require.Equal(t, x.want[i*size:(i+1)*size], got[i*size:(i+1)*size], "%s from %s: %v", x.to, x.from, element.Load(x.from, x.src, i))
+		require.Equal(t, x.want[i*size:(i+1)*size], got[i*size:(i+1)*size], "%s from %s: %v", x.to, x.from, dtype.Of(x.from).Load(x.src, i))
 	}
 }

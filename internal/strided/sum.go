@@ -8,7 +8,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/element"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/kernel"
@@ -16,8 +16,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// AddAll enqueues on s the sums of lists[i][k] over all i into dst, concatenated in the
-// order of k. dst is contiguous and has the same type and total length as each list. If
+// AddAll enqueues on s the sums of lists[i][k] over all i into dst, concatenated by
+// k. dst is contiguous and has the same type and total length as each list. If
 // dst or a tensor is not on the device of s, kernels must be able to access it. The sum is
 // rounded to the type after each list, as tensor.Add does. One kernel adds as many tensors
 // as fit in a launch, dozens of eight lists. The caller has validated the tensors and
@@ -140,7 +140,7 @@ func canAddAll(s *stream.Stream, dst *Array, lists [][]Array) (bool, error) {
 
 // packable reports whether all elements can be added 16 bytes at a time.
 func packable(dst *Array, lists [][]Array) bool {
-	if element.IsFloat8(dst.DType) {
+	if dtype.Of(dst.DType).IsFloat8() {
 		return false
 	}
 	all := dst.Ptr()
@@ -167,11 +167,11 @@ func unsigned(d memory.DType) memory.DType {
 // addTo adds the elements of x to the elements of sum.
 func addTo(d memory.DType, sum, x []byte) {
 	for i := range len(sum) / d.Size() {
-		a, b := element.Load(d, sum, i), element.Load(d, x, i)
-		if element.IsFloat(d) {
-			element.Store(d, sum, i, element.Float(a.Round(memory.Float64)+b.Round(memory.Float64)))
+		a, b := dtype.Of(d).Load(sum, i), dtype.Of(d).Load(x, i)
+		if dtype.Of(d).IsFloat() {
+			dtype.Of(d).Store(sum, i, dtype.FloatValue(a.Float64()+b.Float64()))
 		} else {
-			element.SetInt(d, sum, i, a.Int64()+b.Int64())
+			dtype.Of(d).Store(sum, i, dtype.IntValue(a.Int64()+b.Int64()))
 		}
 	}
 }
@@ -212,7 +212,7 @@ func add(s *stream.Stream, dst, a, b Array) (err error) {
 	strides := LikeStrides(dst.Shape, dst.Strides)
 	pack := func(x Array, fill bool) (p Array, packed bool, err error) {
 		as := x.DType
-		if element.IsFloat8(as) {
+		if dtype.Of(as).IsFloat8() {
 			as = memory.Float32
 		}
 		if as == x.DType && sameOrder(x.Shape, x.Strides, strides) {

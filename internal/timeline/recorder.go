@@ -80,7 +80,7 @@ type Source struct {
 	Close   func() // releases the resources after the last Collect
 }
 
-// Start makes a recorder the current one. It writes a file to the directory, which it makes
+// Start installs a recorder as the current one. It writes a file to the directory, which it creates
 // if necessary.
 func Start(dir string) (*Recorder, error) {
 	r, err := New(dir)
@@ -93,7 +93,7 @@ func Start(dir string) (*Recorder, error) {
 	return r, nil
 }
 
-// New makes a recorder that is not current.
+// New returns a recorder that is not current.
 func New(dir string) (*Recorder, error) {
 	if err := os.MkdirAll(dir, 0o777); err != nil {
 		return nil, fmt.Errorf("timeline: start: %w", err)
@@ -332,7 +332,7 @@ func (r *Recorder) writeLine(x any) error {
 	return err
 }
 
-// create makes the file with its header. A process that records nothing leaves no file.
+// create creates the file with its header. A process that records nothing leaves no file.
 func (r *Recorder) create() error {
 	name := "timeline-"
 	if r.header.Rank != nil {
@@ -369,7 +369,7 @@ const (
 	Fill       = "fill"
 	Collective = "collective" // a collective, a send or a receive, or several in one batch
 	Graph      = "graph"      // a launch of a graph
-	Callback   = "callback"   // a function of the host, in the order of a stream
+	Callback   = "callback"   // a function of the host that a stream calls
 	Wait       = "wait"       // the host waits for a device
 	Driver     = "driver"     // the host is in a call that allocates or frees memory
 	Range      = "range"      // of nvtx
@@ -470,7 +470,7 @@ func (r *Recorder) Enqueue(kind, name string, on Stream, bytes uint64) *Ticket {
 	return t
 }
 
-// join makes the ticket a part of the collective that is being enqueued. mu is held.
+// join adds the ticket to the parts of the collective that is being enqueued. mu is held.
 func (r *Recorder) join(t *Ticket, on Stream) {
 	if t.scope = r.open[on]; t.scope != nil {
 		t.scope.pending++

@@ -225,7 +225,7 @@ func dtypeOf(properties *instance) safetensors.DType {
 	if list, ok := properties.state.(pickle.Tuple); ok && len(list) > 0 {
 		v = list[0]
 	}
-	d, _ := v.(dtype)
+	d, _ := v.(torchType)
 	return d.format
 }
 

@@ -8,14 +8,15 @@ import (
 	"strconv"
 
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/pickle"
 )
 
 // A global is a class or a function of Python: its module and its name.
 type global string
 
-// A dtype is a type of torch, as a value.
-type dtype struct {
+// A torchType is a type of torch, as a value.
+type torchType struct {
 	name   string
 	format safetensors.DType // Invalid if the format has no such type
 }
@@ -59,7 +60,7 @@ func (o *objects) Global(module, name string) (any, error) {
 		return storageType{format}, nil
 	}
 	if format, ok := dtypes[name]; ok && module == "torch" {
-		return dtype{name, format}, nil
+		return torchType{name, format}, nil
 	}
 	if calls[full] != nil || full == "torch._tensor._rebuild_from_type_v2" || full == "torch.nn.parameter.Parameter" || full == "torch.Tensor" {
 		return full, nil
@@ -181,7 +182,7 @@ func (o *objects) tensor(args pickle.Tuple) (any, error) {
 // refine interprets an additional argument: a type, or flags.
 func (t *Tensor) refine(extra any) error {
 	switch x := extra.(type) {
-	case dtype:
+	case torchType:
 		if t.DType = x.format; t.DType.Bits() < 8 {
 			return fmt.Errorf("a tensor of type torch.%s: safetensors files have no such type", x.name)
 		}
@@ -355,7 +356,7 @@ func keyText(key any) (string, error) {
 // valueText returns a plain value as JSON. Numbers that JSON lacks, and types, are texts.
 func valueText(v any) string {
 	switch x := v.(type) {
-	case dtype:
+	case torchType:
 		v = "torch." + x.name
 	case global:
 		v = string(x)
@@ -442,19 +443,23 @@ func span(shape, strides []int) (int, error) {
 	return last + 1, nil
 }
 
-// dtypes are the types of torch that safetensors files have, too, by their names in torch.
-var dtypes = map[string]safetensors.DType{
-	"bool": safetensors.Bool, "uint8": safetensors.U8, "int8": safetensors.I8, "int16": safetensors.I16, "int32": safetensors.I32,
-	"int64": safetensors.I64, "uint16": safetensors.U16, "uint32": safetensors.U32, "uint64": safetensors.U64,
-	"float16": safetensors.F16, "bfloat16": safetensors.BF16, "float32": safetensors.F32, "float64": safetensors.F64,
-	"float8_e4m3fn": safetensors.F8E4M3, "float8_e5m2": safetensors.F8E5M2, "float8_e8m0fnu": safetensors.F8E8M0,
-	"float8_e4m3fnuz": safetensors.F8E4M3FNUZ, "float8_e5m2fnuz": safetensors.F8E5M2FNUZ, "complex64": safetensors.C64,
-}
-
-// storages are the types of the elements of torch's storages.
-var storages = map[string]safetensors.DType{
-	"BoolStorage": safetensors.Bool, "ByteStorage": safetensors.U8, "CharStorage": safetensors.I8, "ShortStorage": safetensors.I16,
-	"IntStorage": safetensors.I32, "LongStorage": safetensors.I64, "HalfStorage": safetensors.F16, "BFloat16Storage": safetensors.BF16,
-	"FloatStorage": safetensors.F32, "DoubleStorage": safetensors.F64, "ComplexFloatStorage": safetensors.C64,
-	"UntypedStorage": safetensors.U8,
-}
+// dtypes are the types of torch that safetensors files have, too, by their names in torch, and
+// storages the types of the elements of torch's storages.
+var dtypes, storages = func() (dtypes, storages map[string]safetensors.DType) {
+	dtypes = map[string]safetensors.DType{
+		"float8_e8m0fnu": safetensors.F8E8M0, "float8_e4m3fnuz": safetensors.F8E4M3FNUZ,
+		"float8_e5m2fnuz": safetensors.F8E5M2FNUZ, "complex64": safetensors.C64,
+	}
+	storages = map[string]safetensors.DType{"ComplexFloatStorage": safetensors.C64, "UntypedStorage": safetensors.U8}
+	for _, row := range dtype.All() {
+		format, err := safetensors.ParseDType(row.Safetensors)
+		if err != nil {
+			continue
+		}
+		dtypes[row.Name] = format
+		if row.Storage != "" {
+			storages[row.Storage] = format
+		}
+	}
+	return dtypes, storages
+}()

@@ -13,7 +13,7 @@ import (
 
 // A File is the content of a file of torch.save.
 type File struct {
-	Tensors []Tensor          // in the order of the state dict
+	Tensors []Tensor          // as in the state dict
 	Values  map[string]string // plain values as JSON, by name
 }
 

@@ -51,7 +51,7 @@ func main() {
 	}
 }
 
-// release makes all files.
+// release builds all files.
 func release(version, out string) error {
 	stage, err := os.MkdirTemp("", "chorus-release")
 	if err != nil {
@@ -105,7 +105,7 @@ func newCommit() (*commit, error) {
 	return &commit{hash: hash, when: time.Unix(seconds, 0).UTC()}, err
 }
 
-// releaseFor makes the archive and the SBOM of an architecture.
+// releaseFor writes the archive and the SBOM of an architecture.
 func releaseFor(c *commit, arch, stage, out string, shared []entry) ([]string, error) {
 	binary := filepath.Join(stage, "chorus-"+arch)
 	if err := c.build(binary, arch); err != nil {
@@ -127,7 +127,7 @@ func (c *commit) build(binary, arch string) error {
 	return run([]string{"CGO_ENABLED=0", "GOOS=linux", "GOARCH=" + arch}, "go", "build", "-trimpath", flags, "-o", binary, "./cmd/chorus")
 }
 
-// sharedFiles makes the files that all archives have: documents, manual pages and completions.
+// sharedFiles writes the files that all archives have: documents, manual pages and completions.
 func sharedFiles(c *commit, stage string) ([]entry, error) {
 	list := []entry{{"LICENSE", "LICENSE", 0o644}, {"README.md", "README.md", 0o644}, {"CHANGELOG.md", "CHANGELOG.md", 0o644}}
 	man := filepath.Join(stage, "man")

@@ -1,4 +1,4 @@
-"""torchrun's time to go on after a rank is killed; compare with internal/bench/recovery.
+"""torchrun's time to go on after a rank is killed; compare with `bench recovery`.
 
     torchrun --nproc-per-node N --max-restarts 1 recovery.py MARK
 """

@@ -18,7 +18,7 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files instead of comparing with them")
 
-// Compile makes a shared library of C source and returns its path. It skips the test if
+// Compile builds a shared library from C source and returns its path. It skips the test if
 // there is no C compiler. args are passed to the compiler.
 func Compile(t *testing.T, source, name string, args ...string) string {
 	t.Helper()

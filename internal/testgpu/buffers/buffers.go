@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// NewStream makes a stream and closes it at the end of the test.
+// NewStream returns a stream that the end of the test closes.
 func NewStream(t testing.TB, d *device.Device) *stream.Stream {
 	t.Helper()
 	s, err := stream.New(d, nil)
@@ -60,7 +60,7 @@ func BenchBytes(d *device.Device, n int64) int64 {
 	return 256 << 20
 }
 
-// BenchFile makes a file in a new folder of dir. It skips the benchmark if the file system
+// BenchFile creates a file in a new folder of dir. It skips the benchmark if the file system
 // has too little space.
 func BenchFile(b *testing.B, dir string, bytes int64) string {
 	b.Helper()

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// Local makes a group with a rank on each device and closes it at the end of the test.
+// Local returns a group with a rank on each device. The end of the test closes it.
 func Local(t testing.TB, devs []*device.Device) *comm.Group {
 	t.Helper()
 	g, err := comm.Local(testgpu.Context(t), devs, nil)
@@ -23,7 +23,7 @@ func Local(t testing.TB, devs []*device.Device) *comm.Group {
 	return g
 }
 
-// Join makes a group of one rank for each device, as if each rank were a process. It closes
+// Join returns a group of one rank for each device, as if each rank were a process. It closes
 // the groups at the end of the test.
 func Join(t testing.TB, ctx context.Context, devs []*device.Device) ([]*comm.Group, []error) {
 	t.Helper()
@@ -54,7 +54,7 @@ func Each(t testing.TB, gs []*comm.Group, f func(i int, g *comm.Group) error) {
 	check(t, errors.Join(errs...))
 }
 
-// Shards makes n small whole numbers on each local rank, whose sums are exact. It also
+// Shards returns n small whole numbers on each local rank, whose sums are exact. It also
 // returns them.
 func Shards(t testing.TB, g *comm.Group, n int) (comm.Shards[float32], [][]float32) {
 	t.Helper()

@@ -331,7 +331,7 @@ func (l *lib) move(o *machine.Op, t *transfer) (n int64, err error) {
 	return n, err
 }
 
-// copy makes the system calls. If an error follows after some bytes, only the
+// copy issues the system calls. If an error follows after some bytes, only the
 // next transfer reports it.
 func (t *transfer) copy(bytes []byte) (int64, error) {
 	call := t.file.file.ReadAt

@@ -62,7 +62,7 @@ func (f *Plan) CountCalls() (stop func() map[string]int) {
 	}
 }
 
-// HangNext makes the next call of a function hang, whatever the plan says.
+// HangNext lets the next call of a function hang, whatever the plan says.
 func (f *Plan) HangNext(name string) { f.hang.Store(&name) }
 
 func (c *callCount) add(name string) {

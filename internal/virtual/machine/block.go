@@ -214,7 +214,7 @@ func newBlock(dev *Device, n uint64, align uintptr) *Block {
 // keeps four bytes for each byte of Go's memory, and fills them when the memory is made.
 const outsideGo = 1 << 20
 
-// newHostBlock makes a block of page-locked memory.
+// newHostBlock returns a block of page-locked memory.
 func newHostBlock(n uint64) *Block {
 	if n >= outsideGo {
 		if r, err := newRegion(uintptr(n)); err == nil {

@@ -102,8 +102,8 @@ func (m *Machine) replay(x *graphExec, s *Stream) {
 	}
 }
 
-// launchedBy makes reports attribute the operations of a lane that are enqueued from now on to the stream
-// that launches the graph. m.mu is held.
+// launchedBy attributes the operations of a lane that are enqueued from now on to the stream
+// that launches the graph, in reports. m.mu is held.
 func (s *Stream) launchedBy(launch cudadrv.Stream) {
 	if s.lastLauncher == launch {
 		return

@@ -320,7 +320,7 @@ type Use struct {
 	Write bool
 }
 
-// Trace makes later calls of Read and Write append what they return to uses.
+// Trace sets the list to which Read and Write append what they return.
 func (k *KernelCall) Trace(uses *[]Use) { k.trace = uses }
 
 // Peek returns a copy of device memory without recording a use: other streams may be writing it.

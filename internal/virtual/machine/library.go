@@ -20,14 +20,14 @@ func (m *Machine) Unlock() { m.mu.Unlock() }
 // Initialized reports whether cuInit was called. The machine is locked.
 func (m *Machine) Initialized() bool { return m.initialized }
 
-// Devices returns the devices in the order of their ordinals.
+// Devices returns the devices by ordinal.
 func (m *Machine) Devices() []*Device { return m.devices }
 
 // Fault counts a call by its C name and returns the fault that the plan has for it. A call
 // that hangs, but does not enqueue an operation, hangs here.
 func (m *Machine) Fault(name string) fault.Fault { return m.faults.Next(name) }
 
-// AddReports makes Reports also return the mistakes that f finds at that time.
+// AddReports registers f, whose mistakes Reports also returns.
 func (m *Machine) AddReports(f func() []string) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -142,10 +142,10 @@ func (o *Op) Device() *Device { return o.s.dev }
 // Now returns the operation's point in time. The machine is locked.
 func (o *Op) Now() race.Stamp { return o.s.now }
 
-// After makes the operation follow a point in time. The machine is locked.
+// After orders the operation after a point in time. The machine is locked.
 func (o *Op) After(s race.Stamp) { o.s.now.Seen = o.s.now.Seen.JoinStamp(s) }
 
-// AfterAll makes the operation follow the points of a clock. The machine is locked.
+// AfterAll orders the operation after the points of a clock. The machine is locked.
 func (o *Op) AfterAll(c race.Clock) { o.s.now.Seen = o.s.now.Seen.Join(c) }
 
 // HostOp returns an operation of the host. It follows only the operations that

@@ -156,7 +156,7 @@ func (m *Machine) Driver() cudadrv.Driver {
 // in progress. stop ends the count and returns it.
 func (m *Machine) CountCalls() (stop func() map[string]int) { return m.faults.CountCalls() }
 
-// HangNext makes the next library call with a C name hang.
+// HangNext lets the next library call with a C name hang.
 func (m *Machine) HangNext(name string) { m.faults.HangNext(name) }
 
 // Seed returns the seed of the streams' delays.

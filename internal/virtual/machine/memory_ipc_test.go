@@ -189,7 +189,7 @@ func TestMain(m *testing.M) {
 
 var sharing = map[string]func(*child){"export": childExports, "import": childImports}
 
-// childExports makes memory, names it, and waits until it is killed.
+// childExports allocates memory, names it, and waits until it is killed.
 func childExports(c *child) {
 	p := c.Alloc(5 << 20)
 	c.CU(c.Do(func() cudadrv.Result { return c.Drv.MemsetD8Async(p, 0x21, 5<<20, c.Stream) }))

@@ -50,7 +50,7 @@ func (d *Device) heldByPools() uintptr {
 	return uintptr(held)
 }
 
-// squeezePools makes pools release memory that the device needs otherwise.
+// squeezePools frees pooled memory that the device needs for another allocation.
 func (d *Device) squeezePools() {
 	if d.heldByPools() <= d.m.cfg.Memory-d.arena.used {
 		return

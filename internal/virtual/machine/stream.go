@@ -48,7 +48,7 @@ type Op struct {
 	run  func(*Op)  // called without m.mu
 	// held keeps memory mapped until the operation is done, even if it is freed.
 	held []*region
-	// always makes it run on a lost device, too, because the host may wait for it.
+	// always runs it on a lost device, too, because the host may wait for it.
 	always bool
 	wrong  bool             // the fault plan makes it deliver a wrong byte
 	ticket *timeline.Ticket // nil unless the timeline records the operation
@@ -178,7 +178,7 @@ func (s *Stream) release() {
 	}
 }
 
-// Wait makes the stream wait for a mark. m.mu is held.
+// Wait orders the stream after a mark. m.mu is held.
 func (s *Stream) Wait(name string, k *Mark) {
 	lost := s.dev.lost
 	s.push(&Op{Name: name, always: true, blocked: "an event that is not reached", run: func(o *Op) {

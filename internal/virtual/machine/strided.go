@@ -18,7 +18,7 @@ type Steps struct{ N, Step int }
 // the first to the last element, but records only the elements of the layout; the
 // kernel must not touch others.
 //
-// It records runs of adjacent elements in the order of their addresses, so that a
+// It records runs of adjacent elements by address, so that a
 // transposed matrix is one run and costs as little as a dense one.
 // matrix is one run, and so costs no more than a dense one.
 func StridedOf[T any](k *KernelCall, p cudadrv.DevicePtr, width int, dims []Steps, write bool) []T {

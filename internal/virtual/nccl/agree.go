@@ -55,7 +55,7 @@ type place struct {
 }
 
 // fits reports whether two ranks may have operands at these places. A rank whose operands do not lie in
-// windows makes NCCL use other kernels.
+// windows tells NCCL to use other kernels.
 func (p place) fits(q place) bool { return p == q || p.Window == 0 || q.Window == 0 }
 
 // same compares without the index: a rank that issued one more send has another

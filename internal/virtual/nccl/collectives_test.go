@@ -158,8 +158,8 @@ func TestGroupSimulateEnd(t *testing.T) {
 	require.Equal(t, ncclapi.InvalidArgument, c.api.GroupSimulateEnd(nil))
 }
 
-// TestPreMulSumOfDeviceScalar reads the scalar when the operation runs, in the
-// order of the stream.
+// TestPreMulSumOfDeviceScalar reads the scalar when the stream reaches the
+// operation.
 func TestPreMulSumOfDeviceScalar(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 2})
 	ops := make([]ncclapi.RedOp, 2)

@@ -243,7 +243,7 @@ func unconnected(works []*work) (needs []*need) {
 	return needs
 }
 
-// connectFor makes the connections that works need, as NCCL does before their launch. The thread
+// connectFor opens the connections that works need, as NCCL does before their launch. The thread
 // blocks until the ranks at the other ends have issued them, or until the communicator fails or is
 // aborted. NCCL allocates and maps memory for them, which the calling thread's capture mode, or a global
 // capture on any thread, may forbid. The machine is locked, but not while the thread waits.

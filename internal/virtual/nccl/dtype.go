@@ -1,7 +1,7 @@
 package nccl
 
 import (
-	"github.com/gochorus/chorus/internal/minifloat"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
@@ -13,10 +13,10 @@ type codec struct {
 
 // The 8-bit types saturate, like CUDA's conversions.
 var codecs = map[ncclapi.DType]codec{
-	ncclapi.Float16:    {minifloat.Float16.DecodeBytes, minifloat.Float16.EncodeBytes},
-	ncclapi.BFloat16:   {minifloat.BFloat16.DecodeBytes, minifloat.BFloat16.EncodeBytes},
-	ncclapi.Float8E4M3: {minifloat.Float8E4M3.DecodeBytes, minifloat.Float8E4M3.EncodeBytesSaturated},
-	ncclapi.Float8E5M2: {minifloat.Float8E5M2.DecodeBytes, minifloat.Float8E5M2.EncodeBytesSaturated},
+	ncclapi.Float16:    {dtype.Half.DecodeBytes, dtype.Half.EncodeBytes},
+	ncclapi.BFloat16:   {dtype.BFloat.DecodeBytes, dtype.BFloat.EncodeBytes},
+	ncclapi.Float8E4M3: {dtype.E4M3.DecodeBytes, dtype.E4M3.EncodeBytesSaturated},
+	ncclapi.Float8E5M2: {dtype.E5M2.DecodeBytes, dtype.E5M2.EncodeBytesSaturated},
 }
 
 var dtypeNames = []string{"int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16", "float8e4m3", "float8e5m2"}

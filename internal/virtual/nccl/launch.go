@@ -43,10 +43,10 @@ type launch struct {
 	prev        <-chan struct{}
 	done        chan struct{}
 	orphan      bool        // its communicator was freed during the call that launched it
-	positions   []*position // in the order of the device, if it has several communicators
+	positions   []*position // in device order, if it has several communicators
 }
 
-// inLaunches groups works by communicator, in the order of their first work, with the ranks of a communicator that are in
+// inLaunches groups works by communicator, sorted by their first work, with the ranks of a communicator that are in
 // this process next to each other, as ncclGroupCommJoin does.
 // Collectives of a single rank are launched separately: NCCL performs them as
 // copies on the operation's own stream, so the group does not order them.

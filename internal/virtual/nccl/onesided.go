@@ -208,7 +208,7 @@ func (l *lib) Signal(peer, signal, ctx int32, flags uint32, h ncclapi.Comm, stre
 	return ncclapi.Success
 }
 
-// WaitSignal makes the stream wait until the signals have come that this call and the calls
+// WaitSignal blocks the stream until the signals have come that this call and the calls
 // before it expect.
 func (l *lib) WaitSignal(descs []ncclapi.SignalDesc, h ncclapi.Comm, stream cudadrv.Stream) ncclapi.Result {
 	if len(descs) == 0 && l.Has(ncclapi.FuncWaitSignal) {

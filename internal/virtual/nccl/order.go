@@ -32,7 +32,7 @@ type collectiveID struct {
 	Number uint64 // as in intent
 }
 
-// A position is the place of a collective in the order of a device.
+// A position is the place of a collective among those of a device.
 type position struct {
 	ID        collectiveID
 	At        uint64 // the number of launches on the device before this one

@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // Rare messages are JSON with a length prefix. The data of operations is in
@@ -164,7 +164,7 @@ func (a *acceptor) loop() {
 			time.Sleep(time.Millisecond) // probably out of file descriptors
 			continue
 		}
-		if u, ok := conn.(*net.UnixConn); ok && sameuser.Check(u) != nil {
+		if u, ok := conn.(*net.UnixConn); ok && sockets.CheckUser(u) != nil {
 			_ = conn.Close()
 			continue
 		}

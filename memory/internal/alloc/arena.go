@@ -5,7 +5,7 @@ import (
 	"sync"
 )
 
-// An Arena allocates memory in the order of one stream. It reuses freed memory at once,
+// An Arena allocates memory for use on one stream. It reuses freed memory at once,
 // because the stream's later operations run after the earlier ones. Its methods may be
 // called by several goroutines.
 type Arena struct {
@@ -27,7 +27,7 @@ type Arena struct {
 	waiting     waiting
 }
 
-// Alloc returns the address of at least n bytes, n > 0, for use in the order of the
+// Alloc returns the address of at least n bytes, n > 0, for use on the
 // arena's stream.
 func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 	d := a.device
@@ -196,7 +196,7 @@ func (a *Arena) give(b block, x *slot) *batch {
 	return nil
 }
 
-// put makes a block free. No stream uses it any more.
+// put frees a block that no stream uses any more.
 func (a *Arena) put(b block, x *slot, s *Settings) {
 	if p := a.pool; p.base != nil && !p.capturing {
 		a = p.base

@@ -610,7 +610,7 @@ func (d *domain) addSegment(s *segment) {
 	d.lowest = n + 1
 }
 
-// removeSegment makes a segment's number available again.
+// removeSegment frees a segment's number for another segment.
 func (d *domain) removeSegment(s *segment) {
 	d.segments[s.number] = nil
 	d.lowest = min(d.lowest, s.number)

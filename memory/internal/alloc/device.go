@@ -399,7 +399,7 @@ func (e *NoMemoryError) Error() string {
 // Unwrap returns ErrNoMemory.
 func (e *NoMemoryError) Unwrap() error { return ErrNoMemory }
 
-// noMemory makes the error with the current sizes. growth is held.
+// noMemory returns the error with the current sizes. growth is held.
 func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 	d := a.device
 	e := &NoMemoryError{Requested: size, Wanted: s.segment(size), Reserved: d.reserved}
@@ -514,7 +514,7 @@ type Stream interface {
 	// Record returns an event after all operations enqueued so far, or nil if the
 	// stream is captured into a graph.
 	Record() (Event, error)
-	// Wait makes later operations wait for the event.
+	// Wait orders later operations after the event.
 	Wait(Event) error
 	// Sync waits on the host, or returns ErrBusy if it cannot wait now.
 	Sync() error
@@ -536,7 +536,7 @@ type Event interface {
 	Close()
 }
 
-// An Auditor is informed of every allocation and free, in the order of the stream.
+// An Auditor is informed of every allocation and free, as the stream orders them.
 // Virtual devices have one.
 type Auditor interface {
 	Lend(s Stream, addr, bytes uint64)
@@ -633,7 +633,7 @@ func (a *Arena) reportFreed(addr, bytes uint64) {
 	a.device.cfg.Auditor.Return(a.stream, addr, bytes)
 }
 
-// reportPostponed makes the postponed reports, in the order of the arena's new stream.
+// reportPostponed sends the postponed reports, ordered on the arena's new stream.
 func (a *Arena) reportPostponed() {
 	for _, p := range a.owed {
 		if a.device.table.segment(p.addr) != nil { // otherwise the segment was returned to the driver

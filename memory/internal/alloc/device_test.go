@@ -190,7 +190,7 @@ func (l *ledger) Return(s Stream, addr, bytes uint64) {
 	delete(l.out, piece{addr, bytes})
 }
 
-// What is freed after the end of its stream is told in the order of the stream that
+// What is freed after the end of its stream is reported on the stream that
 // takes the memory over, before that gives it out again.
 func TestAuditorHearsOfLateFrees(t *testing.T) {
 	m := newMachine(t, 1<<30)

@@ -204,7 +204,7 @@ func (a *Arena) afterReleasingLarger(s *Settings, k kind, size uint64) (block, e
 	return a.fromDriver(s, k, size)
 }
 
-// afterClaiming makes the stream wait for the other users of its freed blocks.
+// afterClaiming orders the stream after the other users of its freed blocks.
 func (a *Arena) afterClaiming(s *Settings, k kind, size uint64) (block, error) {
 	a.domain.lock()
 	a.claim()

@@ -44,7 +44,7 @@ type PoolConfig struct {
 	Source  Source // nil means the device's
 	NoSplit bool   // each block is a whole segment
 	Spare   bool   // others may use its memory before they fail
-	// Graphs makes a pool for captures: see Pool.Rejoin.
+	// Graphs returns a pool for captures: see Pool.Rejoin.
 	Graphs bool
 }
 

@@ -41,7 +41,7 @@ func (r *reference) candidates(k kind, size uint64) (list []*referenceBlock) {
 		if s == nil || s.kind != k {
 			continue
 		}
-		order := i // small segments in the order of their numbers, large ones the other way round
+		order := i // small segments by number, large ones the other way round
 		if k == large {
 			order = -i
 		}

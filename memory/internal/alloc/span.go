@@ -177,7 +177,7 @@ func (a *Arena) unstick(seg *segment) error {
 	return nil
 }
 
-// setAccess makes newly mapped pages accessible, with one call per contiguous range.
+// setAccess enables access to newly mapped pages, with one call per contiguous range.
 func (a *Arena) setAccess(at []uint64) error {
 	size := a.device.cfg.Pages.PageSize()
 	for i := 0; i < len(at); {

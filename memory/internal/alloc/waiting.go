@@ -10,7 +10,7 @@ type batch struct {
 	captured []Stream // retained until their capture has ended; the blocks are not reused before
 	blocks   []block
 	one      [1]block // backing array for the first block
-	events   []Event  // in the order of users, after the operations on the blocks, once recorded
+	events   []Event  // by user, after the operations on the blocks, once recorded
 	left     int      // events that have not passed
 }
 
@@ -113,7 +113,7 @@ func (w *waiting) recordAll() {
 	})
 }
 
-// postpone makes a block wait for the other streams that may still use it. The domain
+// postpone queues a block until the other streams that may still use it have passed. The domain
 // is not locked: recording an event may block until a host callback of a stream
 // returns, and that callback may free memory.
 func (a *Arena) postpone(t *batch) {
@@ -167,7 +167,7 @@ func (a *Arena) collect() {
 	w.forgetQueues()
 }
 
-// claim makes all waiting blocks usable at once: the arena's stream waits for the other
+// claim frees all waiting blocks at once: the arena's stream waits for the other
 // streams. A captured stream cannot wait for streams outside of its capture.
 func (a *Arena) claim() {
 	if a.stream == nil || a.pool.capturing {

@@ -31,12 +31,12 @@ type Check struct {
 	compare func(hosts []*Facts) []Result
 }
 
-// one makes the function of a check with a single result.
+// one adapts a function with a single result to a check.
 func one(check func(h *Host) Result) func(context.Context, *Host) []Result {
 	return func(_ context.Context, h *Host) []Result { return []Result{check(h)} }
 }
 
-// perGPU makes the function of a check with a result for each GPU.
+// perGPU adapts a function with a result for each GPU to a check.
 func perGPU(check func(ctx context.Context, h *Host, g *GPU) Result) func(context.Context, *Host) []Result {
 	return func(ctx context.Context, h *Host) []Result {
 		gpus, err := h.gpus()
@@ -275,7 +275,7 @@ func Count(results []Result) (c Counts) {
 // OK reports whether no result failed, and with strict no result is a warning.
 func (c Counts) OK(strict bool) bool { return c.Fail == 0 && (!strict || c.Warn == 0) }
 
-// Checks lists all checks in the order of the output. docs/DOCTOR.md has a table of them.
+// Checks lists all checks in output order. docs/DOCTOR.md has a table of them.
 var Checks = []*Check{
 	deviceNodes, driverMismatch, libraryCopies,
 	fabricManager, mig, computeMode, otherProcesses, persistence,

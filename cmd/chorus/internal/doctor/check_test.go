@@ -60,7 +60,7 @@ func TestChecksAreComplete(t *testing.T) {
 	}
 }
 
-// docs/DOCTOR.md has a row for each check, in the order of the registry.
+// docs/DOCTOR.md has a row for each check, in registry order.
 func TestDocument(t *testing.T) {
 	text, err := os.ReadFile("../../../../docs/DOCTOR.md")
 	require.NoError(t, err)

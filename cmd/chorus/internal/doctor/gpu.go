@@ -349,7 +349,7 @@ var clocks = &Check{
 	Run:    perGPU(checkClocks),
 }
 
-// clockRules are in the order of their weight.
+// clockRules are sorted by weight.
 var clockRules = []struct {
 	bit                nvml.ClockEvents
 	verdict            Verdict
@@ -509,7 +509,7 @@ func checkXid(h *Host) Result {
 		return unknown(err.Error() + ": needs CAP_SYSLOG, or kernel.dmesg_restrict=0 on the host")
 	}
 	var list []xidEvent
-	for _, l := range lines { // in the order of time
+	for _, l := range lines { // by time
 		e, found := xidEventOf(l)
 		if !found {
 			continue

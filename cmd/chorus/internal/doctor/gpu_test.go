@@ -154,7 +154,7 @@ func TestXid(t *testing.T) {
 	)
 }
 
-// logged makes a host whose driver reported an error.
+// logged returns a host whose driver reported an error.
 func logged(number int, age time.Duration) func(w *world) {
 	return func(w *world) {
 		w.log = []KernelLine{{age + time.Hour, "usb 1-1: new device"}, {age, fmt.Sprintf("NVRM: Xid (PCI:0000:06:00): %d, pid=1, text", number)}}

@@ -120,7 +120,7 @@ func (w *world) remove(prefix string) {
 	}
 }
 
-// deny makes a file unreadable by replacing it with a folder.
+// deny replaces a file by a folder, so that it cannot be read.
 func (w *world) deny(name string) {
 	w.remove(name)
 	w.files[name] = &fstest.MapFile{Mode: fs.ModeNamedPipe | 0o644}

@@ -434,7 +434,7 @@ func Compare(checks []*Check, hosts []*Facts) []Result {
 	return all
 }
 
-// same makes a check that all hosts have an equal value. id is the name of the check, which is the
+// same returns a check that all hosts have an equal value. id is the name of the check, which is the
 // key of the value.
 func same(c Check, verdict Verdict, cause, cure string, value func(ctx context.Context, h *Host) (string, error)) *Check {
 	c.Scope, c.value = ScopeJob, value

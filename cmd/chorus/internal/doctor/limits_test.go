@@ -21,7 +21,7 @@ func TestMemlock(t *testing.T) {
 	)
 }
 
-// limits makes a host with other limits.
+// limits returns a host with other limits.
 func limits(lines string) func(w *world) {
 	return func(w *world) { w.put("proc/self/limits", lines+"\n") }
 }

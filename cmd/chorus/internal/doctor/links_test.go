@@ -32,7 +32,7 @@ func TestNvlink(t *testing.T) {
 	)
 }
 
-// countErrors makes a counter of every link: 1 at first, and by step more at each reading.
+// countErrors adds a counter to every link: 1 at first, and by step more at each reading.
 func countErrors(which nvml.LinkCounter, step uint64) func(int, nvml.LinkCounter) uint64 {
 	n := map[int]uint64{}
 	return func(link int, c nvml.LinkCounter) uint64 {

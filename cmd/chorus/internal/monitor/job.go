@@ -298,7 +298,7 @@ func NewSource(job string, hosts int) *Source {
 	return &Source{job: job, hosts: hosts, since: time.Now()}
 }
 
-// Join makes the Source ask the agent: all hosts have joined.
+// Join connects the Source to the agent, once all hosts have joined.
 func (s *Source) Join(a *cluster.Agent) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

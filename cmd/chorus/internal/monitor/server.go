@@ -20,9 +20,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
-	"github.com/gochorus/chorus/internal/connlimit"
 	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/sameuser"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 //go:embed page.html
@@ -58,11 +57,11 @@ func NewServer(s *Source, l Labels) *Server {
 func (s *Server) Serve(ln net.Listener, trusted func(host string) bool) {
 	h := &http.Server{
 		Handler: s.guarded(s.routes(), trusted), ReadTimeout: requestTime, WriteTimeout: answerTime, IdleTimeout: idleTime,
-		MaxHeaderBytes: maxHeader, ConnState: func(c net.Conn, state http.ConnState) { connlimit.SetActive(c, state == http.StateActive) },
+		MaxHeaderBytes: maxHeader, ConnState: func(c net.Conn, state http.ConnState) { sockets.SetActive(c, state == http.StateActive) },
 		ErrorLog: log.New(io.Discard, "", 0), // strangers could fill a log
 	}
 	s.open = append(s.open, h)
-	limited := connlimit.New(ln, maxConns)
+	limited := sockets.NewListener(ln, maxConns)
 	go func() { _ = h.Serve(limited) }() // Close ends it
 }
 
@@ -187,7 +186,7 @@ func (l sameUserListener) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		if sameuser.Check(c.(*net.UnixConn)) == nil {
+		if sockets.CheckUser(c.(*net.UnixConn)) == nil {
 			return c, nil
 		}
 		c.Close()
@@ -200,8 +199,8 @@ const maxJob = 64 << 20
 // A Client reads the state of one job.
 type Client struct{ http http.Client }
 
-// sockets returns the names of the sockets on this host.
-func sockets() ([]string, error) {
+// socketPaths returns the names of the sockets on this host.
+func socketPaths() ([]string, error) {
 	f, err := os.Open("/proc/net/unix")
 	if err != nil {
 		return nil, err
@@ -215,7 +214,7 @@ func sockets() ([]string, error) {
 }
 
 // socketsIn returns the names of the sockets in the text of /proc/net/unix. Other users choose names of abstract sockets, which
-// the kernel prints as they are, with line ends: any line may be theirs, and sameuser decides.
+// the kernel prints as they are, with line ends: any line may be theirs, and the kernel decides.
 func socketsIn(text string) (list []string) {
 	for line := range strings.SplitSeq(text, "\n") {
 		fields := strings.SplitN(line, " ", 8) // the first seven have no spaces beside them, except the inode
@@ -243,7 +242,7 @@ func newClient(socket string) *Client {
 		if err != nil {
 			return nil, err
 		}
-		if err := sameuser.Check(c.(*net.UnixConn)); err != nil {
+		if err := sockets.CheckUser(c.(*net.UnixConn)); err != nil {
 			c.Close()
 			return nil, err
 		}
@@ -291,7 +290,7 @@ func (e *NotFoundError) Error() string {
 // Find returns a client and the state of the job with a name. An empty name means the only job
 // of this user on this host.
 func Find(ctx context.Context, name string) (*Client, *Job, error) {
-	names, err := sockets()
+	names, err := socketPaths()
 	if err != nil {
 		return nil, nil, err
 	}
@@ -300,7 +299,7 @@ func Find(ctx context.Context, name string) (*Client, *Job, error) {
 
 // hasEnded reports whether a socket has ended.
 func hasEnded(socket string) bool {
-	names, err := sockets()
+	names, err := socketPaths()
 	return err == nil && !slices.Contains(names, socket)
 }
 
@@ -338,7 +337,7 @@ func find(ctx context.Context, names []string, name string) (*Client, *Job, erro
 }
 
 func isOthers(err error) bool {
-	_, others := errors.AsType[*sameuser.Error](err)
+	_, others := errors.AsType[*sockets.UserError](err)
 	return others
 }
 

@@ -400,7 +400,7 @@ func TestFindWhileAJobEnds(t *testing.T) {
 	}
 }
 
-// userVar makes the test binary a process that asks the socket in the variable.
+// userVar turns the test binary into a process that asks the socket in the variable.
 const userVar = "CHORUS_TEST_SOCKET"
 
 func TestMain(m *testing.M) {
@@ -458,7 +458,7 @@ func TestNamesOfSockets(t *testing.T) {
 	ln, err := ListenLocal()
 	require.NoError(t, err)
 	defer ln.Close()
-	names, err := sockets()
+	names, err := socketPaths()
 	require.NoError(t, err)
 	require.Contains(t, names, ln.Addr().String())
 }

@@ -1,6 +1,7 @@
 package perf
 
 import (
+	"cmp"
 	_ "embed"
 	"encoding/binary"
 	"fmt"
@@ -8,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
@@ -168,7 +170,7 @@ func newPattern(t memory.DType, op Reduction, n int) *pattern {
 	case Avg:
 		p.divide(exact(t), n)
 		result = func(sum int) float64 { return float64(sum) / float64(n) }
-		if n&(n-1) != 0 && isFloat(t) {
+		if n&(n-1) != 0 && dtype.Of(t).IsFloat() {
 			p.tolerance = 2 // 1/n is rounded, and the products are rounded again
 		}
 	}
@@ -191,44 +193,23 @@ func (p *pattern) divide(most, n int) {
 	p.codes, p.limit = each+1, min(n, max(most/each, 1))
 }
 
-// exact returns the largest n such that a type represents all integers up to n.
+// exact returns the largest n such that a type represents all integers up to n, or mostCodes.
 func exact(t memory.DType) int {
-	switch t {
-	case memory.Int8:
-		return 127
-	case memory.Uint8:
-		return 255
-	case memory.BFloat16:
-		return 256
-	case memory.Float8E4M3:
-		return 16
-	case memory.Float8E5M2:
-		return 8
+	row := dtype.Of(t)
+	n := 1 << min(row.Digits, 32)
+	if !row.IsFloat() {
+		n--
 	}
-	return mostCodes
+	return min(n, mostCodes)
 }
 
-// exponents returns the largest exponent of a power of two that a type represents.
+// exponents returns the largest exponent of a power of two that a type represents, or 30.
 func exponents(t memory.DType) int {
-	switch t {
-	case memory.Int8:
-		return 6
-	case memory.Uint8:
-		return 7
-	case memory.Float8E4M3:
-		return 8
-	case memory.Float16, memory.Float8E5M2:
-		return 15
+	row := dtype.Of(t)
+	if row.IsFloat() {
+		return min(row.MaxExp, 30)
 	}
-	return 30
-}
-
-func isFloat(t memory.DType) bool {
-	switch t {
-	case memory.Float8E4M3, memory.Float8E5M2, memory.Float16, memory.BFloat16, memory.Float32, memory.Float64:
-		return true
-	}
-	return false
+	return min(row.Digits-1, 30)
 }
 
 // mulSum returns the reduction that multiplies the elements of odd ranks by two.
@@ -269,25 +250,15 @@ func factor[T memory.Element](one, two T) func(*nccl.Communicator, bool) (*nccl.
 	}
 }
 
-// dtypes maps the names of nccl-tests to types, in the order of NCCL's numbers.
-var dtypes = []struct {
-	name string
-	t    memory.DType
-}{
-	{"int8", memory.Int8}, {"uint8", memory.Uint8}, {"int32", memory.Int32}, {"uint32", memory.Uint32},
-	{"int64", memory.Int64}, {"uint64", memory.Uint64}, {"half", memory.Float16}, {"float", memory.Float32},
-	{"double", memory.Float64}, {"bfloat16", memory.BFloat16}, {"f8e4m3", memory.Float8E4M3}, {"f8e5m2", memory.Float8E5M2},
-}
-
 // ParseDTypes returns the types for a name of nccl-tests or of package memory, or
-// all types for "all".
+// all types of NCCL for "all".
 func ParseDTypes(name string) ([]memory.DType, error) {
 	var list []memory.DType
-	names := make([]string, len(dtypes))
-	for i, d := range dtypes {
-		names[i] = d.name
-		if name == "all" || name == d.name || name == d.t.String() {
-			list = append(list, d.t)
+	var names []string
+	for _, t := range dtypes {
+		names = append(names, dtypeName(t))
+		if name == "all" || name == dtypeName(t) || name == t.String() {
+			list = append(list, t)
 		}
 	}
 	if list == nil {
@@ -296,32 +267,20 @@ func ParseDTypes(name string) ([]memory.DType, error) {
 	return list, nil
 }
 
+// dtypes are the types of NCCL, sorted by NCCL's numbers.
+var dtypes = []memory.DType{memory.Int8, memory.Uint8, memory.Int32, memory.Uint32, memory.Int64, memory.Uint64, memory.Float16,
+	memory.Float32, memory.Float64, memory.BFloat16, memory.Float8E4M3, memory.Float8E5M2}
+
 // dtypeName returns the name of nccl-tests.
-func dtypeName(t memory.DType) string {
-	for _, d := range dtypes {
-		if d.t == t {
-			return d.name
-		}
-	}
-	return t.String()
-}
+func dtypeName(t memory.DType) string { return cmp.Or(dtype.Of(t).NCCLTests, t.String()) }
 
 // bits returns the bits of x converted to a type: rounded to the nearest value
 // for floats, and toward zero for integers.
 func bits(t memory.DType, x float64) uint64 {
-	switch t {
-	case memory.Float16:
-		return uint64(memory.Float16Of(float32(x)))
-	case memory.BFloat16:
-		return uint64(memory.BFloat16Of(float32(x)))
-	case memory.Float8E4M3:
-		return uint64(memory.Float8E4M3Of(float32(x)))
-	case memory.Float8E5M2:
-		return uint64(memory.Float8E5M2Of(float32(x)))
-	case memory.Float32:
-		return uint64(math.Float32bits(float32(x)))
-	case memory.Float64:
-		return math.Float64bits(x)
+	if row := dtype.Of(t); row.IsFloat() {
+		var word [8]byte
+		row.Store(word[:], 0, dtype.FloatValue(x))
+		return binary.LittleEndian.Uint64(word[:])
 	}
 	return uint64(int64(x))
 }

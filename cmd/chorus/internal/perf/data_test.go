@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -54,7 +55,7 @@ func TestReductionsAreExact(t *testing.T) {
 	for _, d := range dtypes {
 		for op := Sum; op <= MulSum; op++ {
 			for _, n := range []int{1, 2, 3, 4, 7, 8, 16, 33, 300} {
-				p := newPattern(d.t, op, n)
+				p := newPattern(d, op, n)
 				for range testhost.Rounds(5, 50) {
 					sum, total := 0, 0.0
 					low, high, product := math.Inf(1), math.Inf(-1), 1.0
@@ -62,24 +63,24 @@ func TestReductionsAreExact(t *testing.T) {
 						code := int(codeOf(r.Uint64(), uint32(rank), r.Uint32(), uint32(p.codes), uint32(p.limit)))
 						weight := 1 << (p.weights & uint32(rank) & 1)
 						sum += code * weight
-						x := number(d.t, p.values[code])
+						x := number(d, p.values[code])
 						low, high, product = min(low, x), max(high, x), product*x
 						total += x * float64(weight)
 						for _, partial := range []float64{total, product} {
 							if op != Min && op != Max && (partial == product) == (op == Prod) {
-								require.Equal(t, partial, number(d.t, bits(d.t, partial)), "%s %s of %d ranks: a partial result is rounded", d.name, op, n)
+								require.Equal(t, partial, number(d, bits(d, partial)), "%s %s of %d ranks: a partial result is rounded", dtypeName(d), op, n)
 							}
 						}
 					}
 					want := map[Reduction]float64{Sum: total, MulSum: total, Prod: product, Min: low, Max: high, Avg: total / float64(n)}[op]
-					if op == Avg && !isFloat(d.t) {
+					if op == Avg && !dtype.Of(d).IsFloat() {
 						want = math.Trunc(want)
 					}
 					at := sum
 					if op == Min || op == Max {
 						at = int(map[Reduction]float64{Min: low, Max: high}[op])
 					}
-					require.Equal(t, number(d.t, bits(d.t, want)), number(d.t, p.results[at]), "%s %s of %d ranks", d.name, op, n)
+					require.Equal(t, number(d, bits(d, want)), number(d, p.results[at]), "%s %s of %d ranks", dtypeName(d), op, n)
 				}
 			}
 		}
@@ -93,11 +94,11 @@ func TestCheckFindsEveryElement(t *testing.T) {
 		require.NoError(t, err)
 		defer s.Close()
 		for _, d := range dtypes {
-			size := d.t.Size()
+			size := d.Size()
 			l, err := newDataKernels(devs[0], size)
 			require.NoError(t, err)
 			defer l.module.Close()
-			c, err := newDataTables(s, l, newPattern(d.t, Moves, 4), size)
+			c, err := newDataTables(s, l, newPattern(d, Moves, 4), size)
 			require.NoError(t, err)
 			defer c.close()
 			const n = 1000
@@ -115,21 +116,21 @@ func TestCheckFindsEveryElement(t *testing.T) {
 				return out[0]
 			}
 			require.NoError(t, c.fill(s, x, n, 2, 7))
-			require.Zero(t, count(piece{n: n, first: 2, ranks: 1}, 7), d.name)
-			require.Zero(t, count(piece{at: 300, n: 700, from: 300, first: 2, ranks: 1}, 7), d.name)
+			require.Zero(t, count(piece{n: n, first: 2, ranks: 1}, 7), dtypeName(d))
+			require.Zero(t, count(piece{at: 300, n: 700, from: 300, first: 2, ranks: 1}, 7), dtypeName(d))
 			for name, other := range map[string]uint64{
 				"another rank": count(piece{n: n, first: 1, ranks: 1}, 7),
 				"another seed": count(piece{n: n, first: 2, ranks: 1}, 8),
 				"another part": count(piece{n: n, from: 1, first: 2, ranks: 1}, 7),
 			} {
-				require.Greater(t, other, uint64(n/2), "%s: %s", d.name, name)
+				require.Greater(t, other, uint64(n/2), "%s: %s", dtypeName(d), name)
 			}
 			for _, at := range []int{0, 511, n - 1} {
 				element := x.Slice(at*size, (at+1)*size)
 				was := make([]byte, size)
 				require.NoError(t, element.CopyTo(s, was))
 				require.NoError(t, poison(s, element))
-				require.Equal(t, uint64(1), count(piece{n: n, first: 2, ranks: 1}, 7), "%s: element %d", d.name, at)
+				require.Equal(t, uint64(1), count(piece{n: n, first: 2, ranks: 1}, 7), "%s: element %d", dtypeName(d), at)
 				require.NoError(t, element.CopyFrom(s, was))
 			}
 		}

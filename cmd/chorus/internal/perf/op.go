@@ -79,7 +79,7 @@ func doubled(count, n, align int) layout {
 	return layout{c, c * n, c, c * (n - 1)}
 }
 
-// Operations lists all operations in the order of the help.
+// Operations lists all operations in the order that the help shows.
 var Operations = []*Operation{
 	{Name: "all_reduce", kind: allReduce, reduces: true, inPlace: true, factor: twice, layout: alike},
 	{Name: "all_gather", kind: allGather, inPlace: true, factor: others, layout: spread},
@@ -232,7 +232,7 @@ func (p *Plan) Check(n int) error {
 	return err
 }
 
-// jobs returns the rows in the order of the table.
+// jobs returns the rows in table order.
 func (p *Plan) jobs(n int) (list []job, err error) {
 	sizes, err := p.Sizes.list()
 	if err != nil {

@@ -36,7 +36,7 @@ type Rank struct {
 	groups  map[string]string // labels of groups
 	world   int               // size; 0 if not known
 	streams map[stream]*track
-	slices  []*slice // of all streams, in the order of the calls
+	slices  []*slice // of all streams, in call order
 	host    []timeline.Record
 	ranges  []timeline.Record
 	memory  []timeline.Record

@@ -1,0 +1,32 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/testgpu"
+)
+
+// Two processes measure both kinds of steps, and their gradients agree; otherwise the program fails.
+func TestLayers(t *testing.T) {
+	self, err := os.Executable()
+	require.NoError(t, err)
+	var out bytes.Buffer
+	code := launch.Run(testgpu.Context(t), &launch.Config{
+		Program: []string{self, "layers", "-tokens", "8", "-width", "16", "-layers", "3", "-rounds", "1", "-steps", "2"},
+		Procs:   2,
+		Devices: launch.Devices{Count: 2, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
+		Cluster: cluster.Config{Job: "layers"},
+		Stdout:  &out,
+		Stderr:  &out,
+	})
+	require.Zero(t, code, out.String())
+	for _, want := range []string{"2 ranks, 3 layers of 16, 8 tokens, without reduction: ", "8 tokens, with reduction: "} {
+		require.Contains(t, out.String(), want)
+	}
+}

@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/files"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/internal/torchfile"
 	"github.com/gochorus/chorus/memory"
@@ -89,7 +90,7 @@ func within(cfg *gds.FileConfig, root *os.Root) *gds.FileConfig {
 	if cfg != nil {
 		c = *cfg
 	}
-	files.SetFolder(&c, root)
+	*inside.Of(&c) = root
 	return &c
 }
 

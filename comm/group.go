@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
@@ -59,7 +60,7 @@ type member struct {
 // newGroup makes a group of initialized communicators.
 func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 	g := &Group{size: comms[0].Size(), cfg: cfg, batch: route.Routers(nil).NewBatch()}
-	g.ref = groups.New(inside{g})
+	g.ref = inside.New[groups.Inside](internals{g})
 	for _, c := range comms {
 		s, err := cfg.newStream(c.Device())
 		if err != nil {
@@ -584,33 +585,33 @@ func readNaN(b []byte, rank, size int) *nccl.NaNError {
 }
 
 // ref is how packages above comm reach the inside of a group.
-type ref = groups.Ref
+type ref = inside.Ref[groups.Inside]
 
-// An inside is a group as packages above comm see it.
-type inside struct{ g *Group }
+// An internals is a group as packages above comm see it.
+type internals struct{ g *Group }
 
-func (x inside) Check(op string) error { return x.g.check(op) }
+func (x internals) Check(op string) error { return x.g.check(op) }
 
-func (x inside) CheckSame(ctx context.Context, op, given string) error {
+func (x internals) CheckSame(ctx context.Context, op, given string) error {
 	return x.g.checkSame(ctx, op, given, sameArguments)
 }
 
-func (x inside) Chosen(k ranks.Collective) string { return string(x.g.chosen(k)) }
+func (x internals) Chosen(k ranks.Collective) string { return string(x.g.chosen(k)) }
 
-func (x inside) Fail(cause error) error { return x.g.fail(cause) }
+func (x internals) Fail(cause error) error { return x.g.fail(cause) }
 
-func (x inside) NewBatch() *route.Batch { return x.g.routers.NewBatch() }
+func (x internals) NewBatch() *route.Batch { return x.g.routers.NewBatch() }
 
-func (x inside) Rendezvous() any {
+func (x internals) Rendezvous() any {
 	if x.g.reporter == nil {
 		return nil
 	}
 	return x.g.reporter.r
 }
 
-func (x inside) TunePlan(cfg route.PlanConfig) ([]route.Choice, error) { return x.g.plan(cfg) }
+func (x internals) TunePlan(cfg route.PlanConfig) ([]route.Choice, error) { return x.g.plan(cfg) }
 
-func (x inside) UseWhole(ctx context.Context, strategy string) error {
+func (x internals) UseWhole(ctx context.Context, strategy string) error {
 	return x.g.changeStrategy(ctx, Strategy(strategy), func(s route.Strategy) { x.g.routers.UseOnly(s) })
 }
 

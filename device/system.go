@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/poll"
@@ -24,7 +25,7 @@ type System struct {
 	devs []*Device
 }
 
-type systemRef = gpu.SystemRef
+type systemRef = inside.Ref[*gpu.System]
 
 // SystemConfig configures NewSystem. Zero values mean the values of the environment.
 type SystemConfig struct {
@@ -94,8 +95,8 @@ func newSystem(cfg *SystemConfig, callTimeout time.Duration) (*System, error) {
 		return nil, fmt.Errorf("device: %w", err)
 	}
 	s := &System{}
-	sys, ref := gpu.NewSystem(b, errorsOf{s}, callTimeout)
-	s.systemRef = ref
+	sys := gpu.NewSystem(b, errorsOf{s}, callTimeout)
+	s.systemRef = inside.New(sys)
 	n, r := b.Driver.DeviceGetCount()
 	if r != cudadrv.Success {
 		return nil, s.fail("cuDeviceGetCount", -1, r)

@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -83,7 +84,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	}
 	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, blind: flag&os.O_WRONLY != 0, depth: defaultDepth,
 		sys: files.System{Pread: unix.Pread, Pwrite: unix.Pwrite, Fsync: unix.Fsync, Fallocate: unix.Fallocate}}
-	f.ref = files.New(inside{f})
+	f.ref = inside.New[files.File](fileInside{f})
 	if flag&os.O_APPEND != 0 {
 		return nil, f.fail(op, errors.New("O_APPEND writes at no offset: leave it out"))
 	}
@@ -94,7 +95,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	if f.threads, err = threadsOf(c); err != nil {
 		return nil, f.fail(op, err)
 	}
-	if err := f.start(files.Folder(&c), flag); err != nil {
+	if err := f.start(*inside.Of(&c), flag); err != nil {
 		return nil, f.fail(op, err)
 	}
 	handle.Init(f, &f.owner, handle.About{Kind: "file", On: handle.Name(f.path)})
@@ -289,44 +290,44 @@ func (f *File) release() error {
 }
 
 type (
-	ref   = files.Ref // gives package checkpoint access to a File
+	ref   = inside.Ref[files.File] // gives package checkpoint access to a File
 	piece = files.Piece
 	hooks = files.Hooks
 	mover = files.Mover
 
 	//lint:ignore U1000 see FileConfig
-	within = files.Within // lets package checkpoint open files in a folder
+	within = inside.Ref[files.Within] // lets package checkpoint open files in a folder
 )
 
-// inside implements files.File for package checkpoint.
-type inside struct{ f *File }
+// fileInside implements files.File for package checkpoint.
+type fileInside struct{ f *File }
 
-func (x inside) Read(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
+func (x fileInside) Read(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
 	return x.f.readPieces(ctx, s, pieces, h)
 }
 
-func (x inside) Write(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
+func (x fileInside) Write(ctx context.Context, s *stream.Stream, pieces []piece, h hooks) error {
 	return x.f.writePieces(ctx, s, pieces, h)
 }
 
-func (x inside) ReadHost(ctx context.Context, p []byte, off int64) (int, error) {
+func (x fileInside) ReadHost(ctx context.Context, p []byte, off int64) (int, error) {
 	return x.f.readHost(ctx, p, off)
 }
 
-func (x inside) WriteHost(fn func(w io.Writer) error) error {
+func (x fileInside) WriteHost(fn func(w io.Writer) error) error {
 	if err := fn(x.f.plain); err != nil {
 		return x.f.fail("write", err)
 	}
 	return nil
 }
 
-func (x inside) Begin(start []byte, size int64) error { return x.f.begin(start, size) }
+func (x fileInside) Begin(start []byte, size int64) error { return x.f.begin(start, size) }
 
-func (x inside) Temp() string { return x.f.fresh.temp }
+func (x fileInside) Temp() string { return x.f.fresh.temp }
 
-func (x inside) Rename(path string) { x.f.path = path }
+func (x fileInside) Rename(path string) { x.f.path = path }
 
-func (x inside) System() *files.System { return &x.f.sys }
+func (x fileInside) System() *files.System { return &x.f.sys }
 
 // begin sets the length of a new file, reserves its disk space, and writes its first
 // bytes.

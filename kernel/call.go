@@ -7,6 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
@@ -20,7 +21,7 @@ type Call struct {
 	spans []span // the memory that arguments refer to
 }
 
-type call = kern.CallRef
+type call = inside.Ref[kern.Call]
 
 // Grid returns the grid of the launch.
 func (c *Call) Grid() Grid {

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
@@ -24,7 +25,7 @@ type Source struct {
 }
 
 //lint:ignore U1000 the field above is of this type
-type sourceOption = kern.SourceOption
+type sourceOption = inside.Ref[kern.SourceOption]
 
 // A Def describes one kernel of a Source.
 type Def struct {
@@ -254,7 +255,7 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 					Text: fmt.Sprintf("kernel %s declares dynamic shared memory (extern __shared__), and the launch has none: set Grid.SharedBytes", d.Name)})
 			}
 			run := func() {
-				c := &Call{call: kern.NewCallRef(k)}
+				c := &Call{call: inside.New(k)}
 				if lengths && d.typed == nil && !kern.IsResident(src) {
 					c.spans = spansOf(&d, k, said[d.Name])
 				}

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/race"
@@ -19,7 +20,11 @@ import (
 // An Issuer accepts the operations of one rank. A *Communicator enqueues each operation at
 // once; the result of Batch.On adds it to a Batch. With gives the operations of an Issuer a
 // configuration.
-type Issuer interface{ ranks.Issuer }
+type Issuer interface{ issuer() }
+
+func (*Communicator) issuer() {}
+func (*batched) issuer()      {}
+func (*configured) issuer()   {}
 
 // communicatorOf returns the rank, and the batch that its operations belong to and their
 // configuration, or nil.
@@ -68,7 +73,6 @@ type Batch struct {
 
 // A batched adds the operations of a communicator to a batch.
 type batched struct {
-	ranks.Seal
 	comm  *Communicator // nil: unused
 	batch *Batch
 }
@@ -76,7 +80,7 @@ type batched struct {
 // NewBatch returns an empty Batch.
 func NewBatch() *Batch {
 	b := &Batch{}
-	b.batchRef = ranks.NewBatch(steps{b})
+	b.batchRef = inside.New[ranks.Batch](steps{b})
 	return b
 }
 

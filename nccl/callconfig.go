@@ -10,9 +10,9 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -48,7 +48,6 @@ type CallConfig struct {
 
 // A configured adds a configuration to the operations of an Issuer.
 type configured struct {
-	ranks.Seal
 	comm   *Communicator
 	batch  *Batch // nil unless the operations are added to a batch
 	config callConfig
@@ -126,7 +125,7 @@ func checkLaunchEvent(e *stream.Event, c *Communicator) error {
 	switch {
 	case e.Device() != c.dev:
 		return fmt.Errorf("LaunchEvent is of %s: want an event of %s", e.Device(), c.dev)
-	case gpu.EventFlagsOf(e)&unusable != cudadrv.EventDisableTiming:
+	case inside.Of(e).Flags&unusable != cudadrv.EventDisableTiming:
 		return fmt.Errorf("LaunchEvent has Timing or Interprocess: want an event without")
 	}
 	return nil

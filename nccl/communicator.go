@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
@@ -176,7 +177,7 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag), sharesGPUs: ncclapi.SharesGPUs(),
 		places: dev.System().Backend() == "virtual",
 	}
-	c.ref = ranks.New(inside{c})
+	c.ref = inside.New[ranks.Inside](internals{c})
 	flight.SetClock()
 	if err := cfg.apply(c); err != nil {
 		return c, raw, err

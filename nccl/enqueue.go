@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ranks"
@@ -335,7 +336,7 @@ func (g *group) nameInGroup(o *operation) string {
 }
 
 // batchRef is how internal/route reaches the steps of a batch.
-type batchRef = ranks.BatchRef
+type batchRef = inside.Ref[ranks.Batch]
 
 // steps are the steps of Enqueue as internal/route sees them. Package ranks documents them.
 type steps struct{ b *Batch }
@@ -351,7 +352,7 @@ func (x steps) Len() int { return len(x.b.group.ops) }
 
 func (x steps) At(i int) ranks.Operation {
 	o := &x.b.group.ops[i]
-	return ranks.Operation{Op: &o.Op, Comm: inside{o.comm}, Rank: o.comm.rank, Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Counts: o.sends}
+	return ranks.Operation{Op: &o.Op, Comm: internals{o.comm}, Rank: o.comm.rank, Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Counts: o.sends}
 }
 
 func (x steps) Record() error { return x.b.group.record() }
@@ -378,18 +379,18 @@ func (x steps) Unlock() { x.b.group.unlock() }
 func (x steps) Cause(err error) error { return x.b.group.ops[0].comm.bestCause(err) }
 
 // ref is how packages above nccl reach the inside of a communicator.
-type ref = ranks.Ref
+type ref = inside.Ref[ranks.Inside]
 
-// An inside is a communicator as packages above nccl see it.
-type inside struct{ c *Communicator }
+// An internals is a communicator as packages above nccl see it.
+type internals struct{ c *Communicator }
 
-func (x inside) AddBackend(abort func()) { x.c.addBackend(abort) }
+func (x internals) AddBackend(abort func()) { x.c.addBackend(abort) }
 
-func (x inside) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
+func (x internals) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
 
-func (x inside) Signatures(n int) (first uint64, list []uint32) { return x.c.rec.Signatures(n) }
+func (x internals) Signatures(n int) (first uint64, list []uint32) { return x.c.rec.Signatures(n) }
 
-func (x inside) Dump(n, limit int) []byte {
+func (x internals) Dump(n, limit int) []byte {
 	list := slices.DeleteFunc(liveMembers(), func(m *member) bool { return m.Device != x.c.rec.Device })
 	poll.Within(observeTime, func() error { observe(list); return nil })
 	for ; n > 0; n /= 2 {
@@ -401,27 +402,27 @@ func (x inside) Dump(n, limit int) []byte {
 	return nil
 }
 
-func (x inside) SetWorld(ranks []int, size int) { x.c.rec.SetWorld(ranks, size) }
+func (x internals) SetWorld(ranks []int, size int) { x.c.rec.SetWorld(ranks, size) }
 
-func (x inside) WriteTraces() {
+func (x internals) WriteTraces() {
 	x.c.observeBeforeTraces()
 	x.c.writeTraces()
 }
 
-func (x inside) RecordEnd(end string, follows bool) { x.c.rec.SetEnd(end, follows) }
+func (x internals) RecordEnd(end string, follows bool) { x.c.rec.SetEnd(end, follows) }
 
-func (x inside) Noticed() error {
+func (x internals) Noticed() error {
 	if f := x.c.failed.Load(); f != nil {
 		return f.cause()
 	}
 	return nil
 }
 
-func (x inside) Symmetric(k *ranks.Collective) bool {
+func (x internals) Symmetric(k *ranks.Collective) bool {
 	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && x.c.symmetricKernelStale())
 }
 
-func (x inside) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
+func (x internals) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
 	v, ok := x.c.sums.Load(Op(op))
 	if !ok {
 		return 0, 0, false
@@ -430,21 +431,21 @@ func (x inside) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
 	return f.bits, f.at, true
 }
 
-func (x inside) NoWindows() error { return x.c.needs(ncclapi.FuncCommWindowRegister) }
+func (x internals) NoWindows() error { return x.c.needs(ncclapi.FuncCommWindowRegister) }
 
-func (x inside) Point(s *stream.Stream) ranks.Point { return x.c.point(s) }
+func (x internals) Point(s *stream.Stream) ranks.Point { return x.c.point(s) }
 
-func (x inside) Completed(p ranks.Point) error { return x.c.completed(p) }
+func (x internals) Completed(p ranks.Point) error { return x.c.completed(p) }
 
-func (x inside) CannotComplete(p ranks.Point) error { return x.c.cannotComplete(p) }
+func (x internals) CannotComplete(p ranks.Point) error { return x.c.cannotComplete(p) }
 
-func (x inside) ChecksNaN() bool { return x.c.nan != nil }
+func (x internals) ChecksNaN() bool { return x.c.nan != nil }
 
-func (x inside) Ended() error { return x.c.endedBy() }
+func (x internals) Ended() error { return x.c.endedBy() }
 
-func (x inside) InUse(op string) error { return x.c.inUse(op) }
+func (x internals) InUse(op string) error { return x.c.inUse(op) }
 
-func (x inside) AbortFailed() bool { return x.c.abortFailure.Load() != nil }
+func (x internals) AbortFailed() bool { return x.c.abortFailure.Load() != nil }
 
 // addBackend is documented in package ranks.
 func (c *Communicator) addBackend(abort func()) {

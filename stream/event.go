@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 )
 
 // EventConfig are the options of NewEvent; nil means their zero values.
@@ -73,7 +74,7 @@ type Event struct {
 	closed bool // the last graph destroys the event
 }
 
-type eventRef = gpu.EventRef
+type eventRef = inside.Ref[gpu.Event]
 
 // NewEvent creates an event on dev. Only streams of dev can record it; streams
 // of any device can wait for it.
@@ -87,7 +88,7 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	}
 	e := &Event{dev: dev, external: cfg != nil && cfg.External}
 	h, err := gpu.DeviceOf(dev).NewEvent(flags)
-	e.eventRef = gpu.NewEventRef(h, flags)
+	e.eventRef = inside.New(gpu.Event{Raw: h, Flags: flags})
 	if err != nil {
 		return nil, fmt.Errorf("stream: new event: %w", err)
 	}
@@ -176,7 +177,7 @@ func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 		}
 	}
 	switch {
-	case (gpu.EventFlagsOf(start)|gpu.EventFlagsOf(e))&cudadrv.EventDisableTiming != 0:
+	case (inside.Of(start).Flags|inside.Of(e).Flags)&cudadrv.EventDisableTiming != 0:
 		return 0, fmt.Errorf("%s: both events must be made with EventConfig.Timing: %w", op, device.ErrorInvalidHandle)
 	case !start.recorded.Load() || !e.recorded.Load():
 		return 0, fmt.Errorf("%s: both events must be recorded before, outside of a capture or by the launch of a graph: %w", op, device.ErrorInvalidHandle)
@@ -236,7 +237,7 @@ func (e *Event) IPCHandle() (EventHandle, error) {
 	if err := e.check(op); err != nil {
 		return EventHandle{}, err
 	}
-	if gpu.EventFlagsOf(e)&cudadrv.EventInterprocess == 0 || e.opened {
+	if inside.Of(e).Flags&cudadrv.EventInterprocess == 0 || e.opened {
 		return EventHandle{}, fmt.Errorf("%s on %s: the event must be made here, with EventConfig.Interprocess: %w",
 			op, e.dev, device.ErrorInvalidHandle)
 	}
@@ -266,7 +267,7 @@ func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
 	e := &Event{dev: dev, opened: true}
 	err := gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		raw, r := drv.IpcOpenEventHandle(cudadrv.IpcEventHandle(h))
-		e.eventRef = gpu.NewEventRef(raw, flags)
+		e.eventRef = inside.New(gpu.Event{Raw: raw, Flags: flags})
 		return r
 	})
 	if err != nil && gpu.DeviceOf(dev).System().Machine != nil && errors.Is(err, device.ErrorNotSupported) {

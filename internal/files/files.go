@@ -1,7 +1,6 @@
 // Package files gives package checkpoint access to the internals of a gds.File.
 //
-// gds.File embeds a Ref, so that [Of] returns the internals of a file and users see
-// neither the field nor its method.
+// gds.File embeds the bridge that [Of] follows.
 package files
 
 import (
@@ -9,6 +8,7 @@ import (
 	"io"
 	"os"
 
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -64,24 +64,9 @@ type File interface {
 	System() *System
 }
 
-// A Ref is the part of a gds.File that other packages of Chorus use.
-type Ref struct{ f File }
-
-// New returns the reference that a file embeds.
-func New(f File) Ref { return Ref{f} }
-
-func (r Ref) file() File { return r.f }
-
 // Of returns the internals of a file, which must not be nil.
-func Of(x interface{ file() File }) File { return x.file() }
+func Of(x inside.Has[File]) File { return *inside.Of(x) }
 
-// A Within is the part of a gds.FileConfig that other packages of Chorus use.
-type Within struct{ folder *os.Root }
-
-func (w *Within) within() *Within { return w }
-
-// SetFolder sets the folder in which a configuration opens files by name, without following links out of it.
-func SetFolder(cfg interface{ within() *Within }, folder *os.Root) { cfg.within().folder = folder }
-
-// Folder returns the folder of a configuration, or nil.
-func Folder(cfg interface{ within() *Within }) *os.Root { return cfg.within().folder }
+// A Within is the folder of a gds.FileConfig, which opens files by their names in the folder without following
+// links out of it. It is nil without such a folder.
+type Within = *os.Root

@@ -8,27 +8,17 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 )
 
-// An EventRef has an event of the driver. The public type embeds it.
-type EventRef struct {
-	h     cudadrv.Event
-	flags uint32
+// An Event is an event of the driver, and the flags that it was created with.
+type Event struct {
+	Raw   cudadrv.Event
+	Flags uint32
 }
 
-// NewEventRef returns the reference of an event for the public type.
-func NewEventRef(h cudadrv.Event, flags uint32) EventRef { return EventRef{h, flags} }
-
-func (r EventRef) event() EventRef { return r }
-
-// HasEvent is implemented by the public type that embeds an EventRef.
-type HasEvent interface{ event() EventRef }
-
-// EventOf returns the event behind a public one.
-func EventOf(x HasEvent) cudadrv.Event { return x.event().h }
-
-// EventFlagsOf returns the flags that the event behind a public one was made with.
-func EventFlagsOf(x HasEvent) uint32 { return x.event().flags }
+// EventOf returns the driver's event behind a public one.
+func EventOf(x inside.Has[Event]) cudadrv.Event { return inside.Of(x).Raw }
 
 // Events is a pool of unused events of a System, without timing. The zero value is empty.
 type Events struct {

@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/osthread"
 )
 
@@ -48,21 +49,12 @@ type System struct {
 	local     handle.Map // see Local
 }
 
-// A SystemRef refers to a System. The public type embeds it.
-type SystemRef struct{ s *System }
-
-func (r SystemRef) system() *System { return r.s }
-
-// HasSystem is implemented by the public type that embeds a SystemRef.
-type HasSystem interface{ system() *System }
-
 // SystemOf returns the System behind a public one.
-func SystemOf(x HasSystem) *System { return x.system() }
+func SystemOf(x inside.Has[*System]) *System { return *inside.Of(x) }
 
-// NewSystem returns the System of a backend, and the reference for the public type.
-func NewSystem(b *backend.System, errs Errors, callTimeout time.Duration) (*System, SystemRef) {
-	s := &System{System: b, errs: errs, callTimeout: callTimeout}
-	return s, SystemRef{s}
+// NewSystem returns the System of a backend.
+func NewSystem(b *backend.System, errs Errors, callTimeout time.Duration) *System {
+	return &System{System: b, errs: errs, callTimeout: callTimeout}
 }
 
 // Add adds the driver's device that has the next ordinal, and returns the reference for

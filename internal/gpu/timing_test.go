@@ -181,7 +181,7 @@ func newBenchWith(t *testing.T, faults string) *bench {
 	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 2, Faults: faults})
 	require.NoError(t, err)
 	b.lost.Store(-1)
-	b.sys, _ = NewSystem(back, plainErrors{lost: &b.lost}, time.Minute)
+	b.sys = NewSystem(back, plainErrors{lost: &b.lost}, time.Minute)
 	b.rec, err = timeline.New(b.dir)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, b.rec.Close()) })

@@ -1,7 +1,6 @@
 // Package groups gives packages above comm the checks and the strategies of a comm.Group.
 //
-// comm.Group embeds a Ref, so that [Of] finds the inside of a group and users see
-// neither the field nor its method.
+// comm.Group embeds the bridge that [Of] follows.
 package groups
 
 import (
@@ -9,6 +8,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
@@ -40,19 +40,8 @@ type Inside interface {
 	NewBatch() *route.Batch
 }
 
-// A Ref is the part of a comm.Group that other packages of Chorus use.
-type Ref struct{ in Inside }
-
-// New returns the reference that a group embeds.
-func New(in Inside) Ref { return Ref{in} }
-
-func (r Ref) inside() Inside { return r.in }
-
-// A Group embeds a Ref.
-type Group interface{ inside() Inside }
-
 // Of returns the inside of a group, which must not be nil.
-func Of(g Group) Inside { return g.inside() }
+func Of(g inside.Has[Inside]) Inside { return *inside.Of(g) }
 
 // OpenLocal opens the device of a process: the one with the ordinal of its local rank of n, or
 // the only one that it sees, as under Slurm. Ranks that share GPUs take them in turns.

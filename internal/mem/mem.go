@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -114,22 +115,16 @@ func Check[P Pointer](op string, x P, n int, dev *device.Device) error {
 	return nil
 }
 
-// An IPCOption is an option of IPC handles that users do not set. The public handle
-// embeds it.
+// An IPCOption is an option of IPC handles that users do not set.
 type IPCOption struct{ peer bool }
-
-func (o *IPCOption) ipc() *IPCOption { return o }
-
-// HasIPCOption is implemented by the public handle that embeds an IPCOption.
-type HasIPCOption interface{ ipc() *IPCOption }
 
 // OpenOnPeer lets the handle be opened on a stream of any GPU that reaches the memory.
 // Opening it makes no context on the GPU that has the memory, and the stream waits for
 // nothing: the other process has waited for the work that wrote the memory.
-func OpenOnPeer(x HasIPCOption) { x.ipc().peer = true }
+func OpenOnPeer(x inside.Has[IPCOption]) { inside.Of(x).peer = true }
 
 // OnPeer reports whether OpenOnPeer was called for the handle.
-func OnPeer(x HasIPCOption) bool { return x.ipc().peer }
+func OnPeer(x inside.Has[IPCOption]) bool { return inside.Of(x).peer }
 
 // A CapturePool lets captures of graphs allocate from a memory pool, and NCCL register its
 // memory.
@@ -150,35 +145,18 @@ type CapturePool interface {
 	Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) error) (stop func() error, err error)
 }
 
-// A PoolRef refers to the CapturePool of a pool. The public type embeds it.
-type PoolRef struct{ p CapturePool }
-
-// NewPoolRef returns a reference to p.
-func NewPoolRef(p CapturePool) PoolRef { return PoolRef{p} }
-
-func (r *PoolRef) pool() CapturePool { return r.p }
-
-// HasPool is implemented by the public type that embeds a PoolRef.
-type HasPool interface{ pool() CapturePool }
-
 // PoolOf returns the CapturePool of a public pool, or nil for the zero pool.
-func PoolOf(x HasPool) CapturePool { return x.pool() }
+func PoolOf(x inside.Has[CapturePool]) CapturePool { return *inside.Of(x) }
 
-// A PoolOption is an option of pools that users do not set. The public configuration
-// embeds it.
+// A PoolOption is an option of pools that users do not set.
 type PoolOption struct{ private bool }
-
-func (o *PoolOption) option() *PoolOption { return o }
-
-// HasPoolOption is implemented by the public configuration that embeds a PoolOption.
-type HasPoolOption interface{ option() *PoolOption }
 
 // MakePrivate lets the configuration make a pool without a handle that must be closed.
 // Such a pool belongs to one graph or to a package of Chorus.
-func MakePrivate(x HasPoolOption) { x.option().private = true }
+func MakePrivate(x inside.Has[PoolOption]) { inside.Of(x).private = true }
 
 // IsPrivate reports whether MakePrivate was called.
-func IsPrivate(x HasPoolOption) bool { return x.option().private }
+func IsPrivate(x inside.Has[PoolOption]) bool { return inside.Of(x).private }
 
 // A Way is how a copy goes from one device to another.
 type Way int

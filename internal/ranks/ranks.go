@@ -1,14 +1,14 @@
 // Package ranks gives packages above nccl access to the internals of an nccl.Communicator,
 // such as its position in a stream, and to the steps of enqueueing an nccl.Batch.
 //
-// nccl.Communicator embeds a Ref and nccl.Batch a BatchRef, so that [Of] and [StepsOf] find
-// the internals. Users see neither the field nor its methods.
+// nccl.Communicator and nccl.Batch embed the bridges that [Of] and [StepsOf] follow.
 package ranks
 
 import (
 	"errors"
 
 	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -83,32 +83,8 @@ type Point struct {
 	Lost   bool   // the recorder has lost some operations
 }
 
-// A Ref is the part of an nccl.Communicator that other packages of Chorus use.
-type Ref struct {
-	seal
-	in Inside
-}
-
-// New returns the reference that a communicator embeds.
-func New(in Inside) Ref { return Ref{in: in} }
-
-func (r Ref) inside() Inside { return r.in }
-
-// A Communicator embeds a Ref.
-type Communicator interface{ inside() Inside }
-
 // Of returns the inside of a communicator, which must not be nil.
-func Of(c Communicator) Inside { return c.inside() }
-
-// An Issuer takes the operations of one rank. nccl.Issuer is the public interface.
-type Issuer interface{ issuer() }
-
-// A Seal makes a type that embeds it an Issuer.
-type Seal struct{}
-
-func (Seal) issuer() {}
-
-type seal = Seal // hides the field
+func Of(c inside.Has[Inside]) Inside { return *inside.Of(c) }
 
 // A PartialError is the error of an operation that failed after a part of it was enqueued. The other
 // ranks may wait for the rest, so the communicator cannot be used any more.
@@ -186,16 +162,8 @@ type Move struct {
 	Bytes     int // of one rank
 }
 
-// A BatchRef is the part of an nccl.Batch that other packages of Chorus use.
-type BatchRef struct{ steps Batch }
-
-// NewBatch returns the reference that an nccl.Batch embeds.
-func NewBatch(steps Batch) BatchRef { return BatchRef{steps} }
-
-func (r BatchRef) inside() Batch { return r.steps }
-
 // StepsOf returns the steps of a batch of nccl.NewBatch.
-func StepsOf(b interface{ inside() Batch }) Batch { return b.inside() }
+func StepsOf(b inside.Has[Batch]) Batch { return *inside.Of(b) }
 
 // A Service says which backend executes a collective.
 type Service = flight.Service

@@ -332,7 +332,7 @@ FLOATS(BF16, bfloat_value, bfloat_bits)
 FLOATS(F8E4M3, e4m3_value, e4m3_bits)
 FLOATS(F8E5M2, e5m2_value, e5m2_bits)
 
-// add_all adds V adjacent elements of all lists, in list order, and rounds after
+// add_all adds V adjacent elements of all lists, in the order of the lists, and rounds after
 // each addition. It loads up to TERMS addends before it adds the first one, so that loads from
 // other devices are in flight together.
 template <int type, class R, int V> static __device__ __forceinline__ void add_all(const Sum& t) {

@@ -155,6 +155,20 @@ func TestBoundHostStays(t *testing.T) {
 	require.Empty(t, c.step(6*searchInterval+2, voteAsked{dial: 2, attempt: 2}), "it has left")
 }
 
+// A coordinator that reaches the same time limit refuses this host and closes, while this host asks it who is missing. Its reason counts.
+func TestRefusalAtTheTimeLimit(t *testing.T) {
+	k := &client{stream: newStream(nil, newRunClock(time.Second), time.Minute), replies: map[uint64]chan message{}}
+	k.ctx, k.cancel = context.WithCancelCause(t.Context())
+	v := newVoter(1)
+	e := &election{agent: &Agent{cfg: Config{Job: "j"}}, choice: newChoice(&v, []string{"a"}, "", 1), k: k, timer: time.NewTimer(time.Hour)}
+	e.choice.over = true
+	e.event(1, k, note(kindRefuse, refusal{Reason: "two hosts are missing"}))
+	k.cancel(errors.New("closed"))
+	require.ErrorContains(t, e.timeout(t.Context()), "two hosts are missing")
+	e.said = nil
+	require.ErrorContains(t, e.timeout(t.Context()), "closed")
+}
+
 // A host that has not noticed the loss will be a candidate soon, and those after it are not registered with, unless it takes too long.
 func TestCandidateHasNotNoticed(t *testing.T) {
 	c, took := choosing([]string{"a", "b"}, time.Second, time.Minute, func(addr string) (answered, bool) {

@@ -35,6 +35,7 @@ type election struct {
 	timer  *time.Timer
 	dials  map[uint64]*dialed
 	k      *client // of the current registration
+	said   error   // why its coordinator has refused this host
 }
 
 // A dialed is a dial of a choice, and its connection.
@@ -431,7 +432,7 @@ func (e *election) enroll(x enroll) {
 	if x.history != nil { // a candidate may vanish, too, and others follow
 		k.beStrict(0)
 	}
-	e.k = k
+	e.k, e.said = k, nil
 	e.wg.Go(func() {
 		select {
 		case <-k.ctx.Done():
@@ -486,6 +487,11 @@ func (e *election) event(number uint64, k *client, m message) {
 		if err == nil {
 			err = r.err(a.cfg.Job, k.addr)
 		}
+		e.mu.Lock()
+		if k == e.k {
+			e.said = err
+		}
+		e.mu.Unlock()
 		e.step(turnedAway{number, err})
 	default:
 		a.event(k, m)
@@ -509,6 +515,12 @@ func (e *election) timeout(ctx context.Context) error {
 		t.Addr, t.Err = strings.Join(c.candidates, ", "), c.failure
 	case late:
 		r, err := e.k.askMissing()
+		e.mu.Lock()
+		said := e.said
+		e.mu.Unlock()
+		if err != nil && said != nil { // the coordinator reached the same time limit
+			return said
+		}
 		t.fill(r)
 		t.Unit, t.Err = cmp.Or(t.Unit, unitHost), err
 	}

@@ -219,6 +219,9 @@ func (s *coreSim) trigger(event string, count, host int) {
 
 // apply begins a fault, and ends it after its duration.
 func (s *coreSim) apply(f coreFault, host int) {
+	if s.healed { // it was planned for a time after the end of all faults
+		return
+	}
 	h, g := f.A, f.B
 	if h < 0 {
 		h = host

@@ -24,10 +24,8 @@ type multiplication struct {
 	swapped bool // as described above; otherwise c is column-major
 }
 
-// elementType returns the type in products, or noElement for a type that products do not have.
+// elementType returns the type in products, or -1 for a type that products do not have.
 func elementType(t memory.DType) cublasapi.DType { return cublasapi.DType(dtype.Of(t).CUDA) }
-
-const noElement cublasapi.DType = -1
 
 // empty reports whether c has no elements.
 func (m *multiplication) empty() bool { return m.M == 0 || m.N == 0 || m.Batch == 0 }

@@ -89,9 +89,7 @@ func TestReductionsAreRight(t *testing.T) {
 			}
 		}
 		p.DTypes, p.Reductions = nil, nil
-		for _, d := range dtypes {
-			p.DTypes = append(p.DTypes, d)
-		}
+		p.DTypes = append(p.DTypes, dtypes...)
 		for op := Sum; op <= MulSum; op++ {
 			p.Reductions = append(p.Reductions, op)
 		}

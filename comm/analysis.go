@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/backend"
-	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -84,7 +84,7 @@ func (w *reporter) writeDump(ctx context.Context, c *nccl.Communicator) {
 	if w.dumps.written || w.dumps.ended {
 		return
 	}
-	b := ranks.Of(c).Dump(dumpedOperations, dumpLimit(c.Size()))
+	b := collective.Of(c).Dump(dumpedOperations, dumpLimit(c.Size()))
 	// Without a dump the verdict says that this rank did not answer.
 	w.dumps.written = len(b) > 0 && w.r.Set(ctx, w.dumpKey(c.Rank()), b) == nil
 }

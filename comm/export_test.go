@@ -5,7 +5,7 @@ import (
 	"testing"
 	"time"
 
-	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
@@ -61,10 +61,10 @@ var CompareSums = compareSums
 func (g *Group) Checksum(p memory.Slice[byte]) (uint32, error) { return checksum(g, p) }
 
 // Chosen returns the strategy that carries out such a collective.
-func (g *Group) Chosen(x ranks.Collective) Strategy { return g.chosen(x) }
+func (g *Group) Chosen(x collective.Op) Strategy { return g.chosen(x) }
 
 // Choice returns what carries a collective of local rank i out.
-func (g *Group) Choice(i int, x ranks.Collective) Strategy {
+func (g *Group) Choice(i int, x collective.Op) Strategy {
 	return strategyOf(g.routers[i:min(i+1, len(g.routers))].Chosen(x))
 }
 

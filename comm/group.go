@@ -11,6 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/groups"
@@ -18,7 +19,6 @@ import (
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -116,7 +116,7 @@ func (g *Group) Streams() []*stream.Stream {
 func (g *Group) Err() error {
 	err, answered := firstAnswer(g.err, func() error {
 		for i := range g.members {
-			if noticed := ranks.Of(g.members[i].comm).Noticed(); noticed != nil {
+			if noticed := collective.Of(g.members[i].comm).Noticed(); noticed != nil {
 				return &brokenError{noticed}
 			}
 		}
@@ -156,7 +156,7 @@ func (g *Group) err() error {
 		return err
 	}
 	// If this process has ended a rank, that caused the failures of the other ranks.
-	ended := func(c *nccl.Communicator) error { return ranks.Of(c).Ended() }
+	ended := func(c *nccl.Communicator) error { return collective.Of(c).Ended() }
 	for _, look := range []func(*nccl.Communicator) error{ended, (*nccl.Communicator).Err} {
 		for i := range g.members {
 			if err := look(g.members[i].comm); err != nil {
@@ -201,7 +201,7 @@ func (g *Group) wait(ctx context.Context) error {
 	begun := time.Now()
 	for i := range g.members {
 		m := &g.members[i]
-		end := ranks.Of(m.comm).Point(m.stream)
+		end := collective.Of(m.comm).Point(m.stream)
 		err := gpu.DeviceOf(m.stream.Device()).Until(ctx, "comm.Group.Wait", func() (bool, error) {
 			done, err := m.stream.Query()
 			if err != nil || done {
@@ -211,7 +211,7 @@ func (g *Group) wait(ctx context.Context) error {
 		})
 		switch {
 		case err == nil:
-			err = ranks.Of(m.comm).Completed(end)
+			err = collective.Of(m.comm).Completed(end)
 		case ctx.Err() != nil && g.broken.Load() == nil && g.closing.Load() == nil:
 			return fmt.Errorf("comm: wait: rank %d of %d (%s) is not done after %v: %w",
 				m.comm.Rank(), g.size, m.comm.Device(), time.Since(begun).Round(time.Millisecond), err)
@@ -324,14 +324,14 @@ func (g *Group) fail(cause error) error {
 // first call counts.
 func (g *Group) recordEnd(end string, follows bool) {
 	for i := range g.members {
-		ranks.Of(g.members[i].comm).RecordEnd(end, follows)
+		collective.Of(g.members[i].comm).RecordEnd(end, follows)
 	}
 }
 
 // writeTraces writes the flight recorders, if the environment asks for it.
 func (g *Group) writeTraces() {
 	for i := range g.members {
-		ranks.Of(g.members[i].comm).WriteTraces()
+		collective.Of(g.members[i].comm).WriteTraces()
 	}
 }
 
@@ -457,7 +457,7 @@ func (g *Group) rootCause(err error) error {
 // Rendezvous loses a rank.
 func (g *Group) watch(w *reporter) {
 	g.reporter, g.lost = w, w.r.Context()
-	ranks.Of(g.members[0].comm).SetWorld(w.worldRanks(), w.r.Size())
+	collective.Of(g.members[0].comm).SetWorld(w.worldRanks(), w.r.Size())
 	w.start(g.members[0].comm, g.fail)
 	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
 }
@@ -509,7 +509,7 @@ func (g *Group) comms() []*nccl.Communicator {
 // inUse returns an error that names a graph that uses the group, or nil.
 func (g *Group) inUse(op string) error {
 	for i := range g.members {
-		if err := ranks.Of(g.members[i].comm).InUse(op); err != nil {
+		if err := collective.Of(g.members[i].comm).InUse(op); err != nil {
 			return fmt.Errorf("comm: %w", err)
 		}
 	}
@@ -596,7 +596,7 @@ func (x internals) CheckSame(ctx context.Context, op, given string) error {
 	return x.g.checkSame(ctx, op, given, sameArguments)
 }
 
-func (x internals) Chosen(k ranks.Collective) string { return string(x.g.chosen(k)) }
+func (x internals) Chosen(k collective.Op) string { return string(x.g.chosen(k)) }
 
 func (x internals) Fail(cause error) error { return x.g.fail(cause) }
 

@@ -12,8 +12,8 @@ import (
 	"sync"
 	"time"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -72,10 +72,10 @@ type report struct {
 	At          time.Time // when the operation was issued
 	Written     time.Time
 	End         string
-	First       uint64          // the number of the first collective in Services
-	Services    []ranks.Service // the backends of the last collectives
-	Signed      uint64          // the number of the first collective in Signatures
-	Signatures  []uint32        // of the last collectives
+	First       uint64               // the number of the first collective in Services
+	Services    []collective.Service // the backends of the last collectives
+	Signed      uint64               // the number of the first collective in Signatures
+	Signatures  []uint32             // of the last collectives
 }
 
 // reportedServices is the number of collectives whose backend and signature are reported.
@@ -84,13 +84,13 @@ const reportedServices = 64
 func reportOf(c *nccl.Communicator) report {
 	last := c.Progress().Issued
 	x := report{Collectives: last.Collective, Operation: last.String(), At: last.Created}
-	x.First, x.Services = ranks.Of(c).Services(reportedServices)
-	x.Signed, x.Signatures = ranks.Of(c).Signatures(reportedServices)
+	x.First, x.Services = collective.Of(c).Services(reportedServices)
+	x.Signed, x.Signatures = collective.Of(c).Signatures(reportedServices)
 	return x
 }
 
 // service returns the backend of a collective, if the report has it.
-func (x *report) service(collective uint64) (s ranks.Service, found bool) {
+func (x *report) service(collective uint64) (s collective.Service, found bool) {
 	if collective < x.First || collective-x.First >= uint64(len(x.Services)) {
 		return 0, false
 	}
@@ -110,7 +110,7 @@ func (x *report) differentService(from uint64, other *report) string {
 			return "" // the two ranks issued different operations, which explains more
 		case mine != theirs:
 			return fmt.Sprintf("runs collective %d with %s and this rank with %s, for example because it was issued by package nccl or because the batches differ",
-				n, ranks.ServiceName(theirs), ranks.ServiceName(mine))
+				n, collective.ServiceName(theirs), collective.ServiceName(mine))
 		}
 	}
 }
@@ -190,7 +190,7 @@ const (
 func (w *reporter) start(c *nccl.Communicator, fail func(error) error) {
 	var ctx context.Context
 	ctx, w.stop = context.WithCancel(w.r.Context())
-	if ranks.Of(c).ChecksNaN() {
+	if collective.Of(c).ChecksNaN() {
 		w.nan = make(chan error, 1)
 		go w.awaitNaN(ctx, c, fail)
 	}

@@ -8,7 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -66,9 +66,9 @@ func TestCulpritOfFullStreams(t *testing.T) {
 // If two ranks issue different operations with different backends, the error names the
 // operations. If their backends differed before, it names the backends.
 func TestCulpritsOfTwoOperations(t *testing.T) {
-	const n, i = ranks.NCCL, ranks.Kernels
-	mine := report{Collectives: 7, Operation: "a", First: 5, Services: []ranks.Service{i, i, i}}
-	why := func(services ...ranks.Service) string {
+	const n, i = collective.NCCL, collective.Kernels
+	mine := report{Collectives: 7, Operation: "a", First: 5, Services: []collective.Service{i, i, i}}
+	why := func(services ...collective.Service) string {
 		op := nccl.Operation{Name: "ncclAllReduce", Collective: 5, Root: -1}
 		return culprits(op, mine, map[int]report{1: {Collectives: 7, Operation: "b", First: 5, Services: services}})[0].Why
 	}
@@ -79,8 +79,8 @@ func TestCulpritsOfTwoOperations(t *testing.T) {
 // A rank that uses another backend is named for the first such operation, also if it is behind
 // or ahead since. Operations that a report does not have do not differ.
 func TestCulpritsOfTwoBackends(t *testing.T) {
-	const n, i, l = ranks.NCCL, ranks.Kernels, ranks.Windows
-	mine := report{Collectives: 7, Operation: "a", First: 3, Services: []ranks.Service{i, i, n, n, i}}
+	const n, i, l = collective.NCCL, collective.Kernels, collective.Windows
+	mine := report{Collectives: 7, Operation: "a", First: 3, Services: []collective.Service{i, i, n, n, i}}
 	whys := func(op nccl.Operation, x report) string {
 		list := culprits(op, mine, map[int]report{1: x})
 		if len(list) == 0 {
@@ -97,14 +97,14 @@ func TestCulpritsOfTwoBackends(t *testing.T) {
 		x    report
 		want string
 	}{
-		{3, report{First: 3, Services: []ranks.Service{i, i, n, n, i}}, ""},
-		{3, report{First: 3, Services: []ranks.Service{i, i, n, n, n}}, "runs collective 7 with NCCL and this rank with Chorus kernels" + where},
-		{3, report{First: 3, Services: []ranks.Service{i, n, n, n, l}}, "runs collective 4 with NCCL and this rank with Chorus kernels" + where},
-		{5, report{First: 3, Services: []ranks.Service{i, n, n, n, l}}, "runs collective 7 with NCCL's windows and this rank with Chorus kernels" + where},
-		{5, report{First: 1, Services: []ranks.Service{n, n, n, n, n, n, i, n, n}}, ""},
-		{3, report{First: 5, Services: []ranks.Service{i}}, "runs collective 5 with Chorus kernels and this rank with NCCL" + where},
-		{3, report{First: 3, Services: []ranks.Service{99}}, "runs collective 3 with an unknown backend and this rank with Chorus kernels" + where},
-		{1, report{First: 1, Services: []ranks.Service{n, n, i, i, n}}, "is behind"},
+		{3, report{First: 3, Services: []collective.Service{i, i, n, n, i}}, ""},
+		{3, report{First: 3, Services: []collective.Service{i, i, n, n, n}}, "runs collective 7 with NCCL and this rank with Chorus kernels" + where},
+		{3, report{First: 3, Services: []collective.Service{i, n, n, n, l}}, "runs collective 4 with NCCL and this rank with Chorus kernels" + where},
+		{5, report{First: 3, Services: []collective.Service{i, n, n, n, l}}, "runs collective 7 with NCCL's windows and this rank with Chorus kernels" + where},
+		{5, report{First: 1, Services: []collective.Service{n, n, n, n, n, n, i, n, n}}, ""},
+		{3, report{First: 5, Services: []collective.Service{i}}, "runs collective 5 with Chorus kernels and this rank with NCCL" + where},
+		{3, report{First: 3, Services: []collective.Service{99}}, "runs collective 3 with an unknown backend and this rank with Chorus kernels" + where},
+		{1, report{First: 1, Services: []collective.Service{n, n, i, i, n}}, "is behind"},
 		{3, report{}, "is behind"},
 		{3, report{Collectives: 7, Operation: "a"}, ""},
 	} {
@@ -113,7 +113,7 @@ func TestCulpritsOfTwoBackends(t *testing.T) {
 		}
 		require.Equal(t, c.want, whys(reduce(c.from), c.x), "%+v", c)
 	}
-	differs := report{Collectives: 3, First: 3, Services: []ranks.Service{n}}
+	differs := report{Collectives: 3, First: 3, Services: []collective.Service{n}}
 	require.Equal(t, "is the peer", whys(nccl.Operation{Name: "ncclSend", Collective: 3, Root: 1}, differs))
 	require.Empty(t, whys(nccl.Operation{Name: "ncclSend", Collective: 3, Root: 2}, differs))
 }

@@ -8,10 +8,10 @@ import (
 	"log/slog"
 	"slices"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -490,7 +490,7 @@ func (g *Group) unsupportedReason(s route.Strategy) string {
 
 // chosen returns the strategy that executes such a collective: NCCLOnly, or one of the
 // other Strategies but Tuned.
-func (g *Group) chosen(x ranks.Collective) Strategy {
+func (g *Group) chosen(x collective.Op) Strategy {
 	return strategyOf(g.routers.Chosen(x))
 }
 

@@ -21,10 +21,10 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/groups"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -116,7 +116,7 @@ func TestTune(t *testing.T) {
 		h := groupBy(t, devs, comm.Config{Strategy: comm.Tuned})
 		for _, kind := range []flight.Kind{flight.AllReduce, flight.AllGather, flight.AllToAll} {
 			for count := 1; count < 400; count++ {
-				x := ranks.Collective{Kind: kind, DType: memory.Float32, Count: count}
+				x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: kind, DType: memory.Float32, N: count}}}
 				require.Equal(t, g.Choice(0, x), h.Choice(1, x))
 			}
 		}
@@ -261,7 +261,7 @@ func TestUse(t *testing.T) {
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
 		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Windows, comm.CopyEngines, comm.Tuned}
 		require.Equal(t, every, g.Strategies())
-		small := ranks.Collective{Kind: flight.AllReduce, DType: memory.Float32, Count: 8}
+		small := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, N: 8}}}
 		for _, s := range every {
 			require.NoError(t, g.Use(testgpu.Context(t), s))
 			require.Equal(t, s, g.Strategy())
@@ -470,11 +470,11 @@ func TestDeterministicInPieces(t *testing.T) {
 		}
 		require.NoError(t, x.make(3*(32<<10)+1001))
 		require.NoError(t, x.whole())
-		requireLastService(t, g, ranks.Kernels)
+		requireLastService(t, g, collective.Kernels)
 		require.NoError(t, x.graph())
 		require.NoError(t, g.Use(x.ctx, comm.NCCLOnly))
 		require.NoError(t, x.whole())
-		requireLastService(t, g, ranks.Ordered)
+		requireLastService(t, g, collective.Ordered)
 		require.NoError(t, errors.Join(x.src.Close(), x.dst.Close()))
 	})
 }
@@ -705,13 +705,13 @@ func TestDeterministicOnRequest(t *testing.T) {
 		x := &orderCase[float32, float32]{ctx: ctx, g: g, kit: orderFloats(sameOf[float32], sameOf[float32]), op: comm.Sum, rng: rand.New(rand.NewPCG(seed, 3))}
 		require.NoError(t, x.make(5000))
 		require.NoError(t, x.batch())
-		requireLastService(t, g, ranks.Ordered)
+		requireLastService(t, g, collective.Ordered)
 		xs, err := having(g, always(1000), element)
 		require.NoError(t, err)
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
-		requireLastService(t, g, ranks.NCCL)
+		requireLastService(t, g, collective.NCCL)
 		require.NoError(t, g.Batch(func(b *comm.Batch) error { return comm.AllReduce(b, comm.Sum, xs...) }))
-		requireLastService(t, g, ranks.NCCL) // a batch that is used again forgets the request
+		requireLastService(t, g, collective.NCCL) // a batch that is used again forgets the request
 		require.NoError(t, g.Wait(ctx))
 		require.NoError(t, errors.Join(xs.Close(), x.src.Close(), x.dst.Close()))
 
@@ -723,10 +723,10 @@ func TestDeterministicOnRequest(t *testing.T) {
 }
 
 // requireLastService checks which backend executed the last collective of each local rank.
-func requireLastService(t *testing.T, g *comm.Group, want ranks.Service) {
+func requireLastService(t *testing.T, g *comm.Group, want collective.Service) {
 	t.Helper()
 	for i := range g.Locals() {
-		_, list := ranks.Of(g.Communicator(i)).Services(1)
-		require.Equal(t, []ranks.Service{want}, list, "local rank %d", i)
+		_, list := collective.Of(g.Communicator(i)).Services(1)
+		require.Equal(t, []collective.Service{want}, list, "local rank %d", i)
 	}
 }

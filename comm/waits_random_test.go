@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/memory"
@@ -363,7 +363,7 @@ func (p *waitProgram) carryOut(ctx context.Context) {
 		for i := range p.eyes {
 			c := p.g.Communicator(i)
 			idle, err := p.g.Stream(i).Query()
-			p.t.Logf("rank %d: failed %v, ended %v, its stream is idle: %v, %v", i, c.Err(), ranks.Of(c).Ended(), idle, err)
+			p.t.Logf("rank %d: failed %v, ended %v, its stream is idle: %v, %v", i, c.Err(), collective.Of(c).Ended(), idle, err)
 			for _, o := range c.Trace() {
 				p.t.Logf("%v: %v, captured %v", o, o.State, o.Captured)
 			}

@@ -7,8 +7,8 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
 	"github.com/gochorus/chorus/stream"
@@ -59,7 +59,7 @@ func TestWaitsOfAClosedGroup(t *testing.T) {
 				}
 				for i := range devs {
 					begun := func() (bool, error) {
-						return ranks.Of(g.Communicator(i)).Ended() != nil || g.Communicator(i).Err() != nil, nil
+						return collective.Of(g.Communicator(i)).Ended() != nil || g.Communicator(i).Err() != nil, nil
 					}
 					require.NoError(t, poll.Until(testgpu.Context(t), begun))
 				}

@@ -13,8 +13,8 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -48,10 +48,10 @@ func TestWindowsAreUsed(t *testing.T) {
 		{flight.Broadcast, memory.Float32, 0, 4, comm.NCCLOnly},
 		{flight.AllToAll, memory.Float32, 0, 4, comm.NCCLOnly},
 	} {
-		require.Equal(t, c.want, g.Choice(1, ranks.Collective{Kind: c.kind, DType: c.dtype, Op: flight.Reduction(c.op), Count: c.count}), "%+v", c)
+		require.Equal(t, c.want, g.Choice(1, collective.Op{Op: flight.Op{Request: flight.Request{Kind: c.kind, DType: c.dtype, Reduction: flight.Reduction(c.op), N: c.count}}}), "%+v", c)
 	}
 	// NCCL 2.28.0 to before 2.30.7 may read stale data in graphs.
-	captured := ranks.Collective{Kind: flight.AllReduce, DType: memory.Float32, Count: 1, Captured: true}
+	captured := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, N: 1, Captured: true}}}
 	require.Equal(t, comm.NCCLOnly, g.Choice(1, captured))
 	for version, want := range map[string]comm.Strategy{"2.27.7": comm.Windows, "2.28.0": comm.NCCLOnly, "2.30.6": comm.NCCLOnly, "2.30.7": comm.Windows} {
 		other := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: version}), comm.Config{Strategy: comm.Windows})
@@ -61,7 +61,7 @@ func TestWindowsAreUsed(t *testing.T) {
 		captured.Captured = true
 	}
 	exact := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.28.7"}), comm.Config{Strategy: comm.Windows})
-	require.Equal(t, comm.Windows, exact.Choice(0, ranks.Collective{Kind: flight.AllGather, DType: memory.Int32, Count: 3}))
+	require.Equal(t, comm.Windows, exact.Choice(0, collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGather, DType: memory.Int32, N: 3}}}))
 	old := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.26.2"}), comm.Config{Strategy: comm.Windows})
 	require.Equal(t, comm.NCCLOnly, old.Strategy(), "it has no windows")
 

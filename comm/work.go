@@ -9,9 +9,9 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -34,7 +34,7 @@ type Work struct {
 // A tail is the position after the operations of a local rank.
 type tail struct {
 	event *stream.Event
-	point ranks.Point
+	point collective.Point
 }
 
 // Start runs fn, which enqueues operations of g, and returns a Work that is done when they
@@ -74,7 +74,7 @@ func (w *Work) start(fn func() error) error {
 	}
 	for i := range w.g.members {
 		m := &w.g.members[i]
-		point := ranks.Of(m.comm).Point(m.stream)
+		point := collective.Of(m.comm).Point(m.stream)
 		e, err := m.stream.Record(nil)
 		if err != nil {
 			return err
@@ -101,7 +101,7 @@ func (w *Work) status(op string) (passed bool, err error) {
 		return false, cmp.Or(w.cannotComplete(), w.g.err())
 	}
 	for i := range w.tails {
-		if err := ranks.Of(w.g.members[i].comm).Completed(w.tails[i].point); err != nil {
+		if err := collective.Of(w.g.members[i].comm).Completed(w.tails[i].point); err != nil {
 			return true, w.setResult(w.g.errIncomplete(w.name(), err))
 		}
 	}
@@ -112,7 +112,7 @@ func (w *Work) status(op string) (passed bool, err error) {
 // nil.
 func (w *Work) cannotComplete() error {
 	for i := range w.tails {
-		if err := ranks.Of(w.g.members[i].comm).CannotComplete(w.tails[i].point); err != nil {
+		if err := collective.Of(w.g.members[i].comm).CannotComplete(w.tails[i].point); err != nil {
 			return w.g.errIncomplete(w.name(), err)
 		}
 	}

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/ranks"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -158,7 +158,7 @@ func TestAbortEndsOtherBackends(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: c.faults})
 		r := connectWith(t, devs, &nccl.Config{Recoverable: c.recoverable})[0]
 		var aborts atomic.Int32
-		ranks.Of(r.c).AddBackend(func() { aborts.Add(1) })
+		collective.Of(r.c).AddBackend(func() { aborts.Add(1) })
 		if c.end != nil {
 			require.NoError(t, c.end(r), name)
 		} else {

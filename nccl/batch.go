@@ -8,13 +8,13 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/race"
-	"github.com/gochorus/chorus/internal/ranks"
 )
 
 // An Issuer accepts the operations of one rank. A *Communicator enqueues each operation at
@@ -64,11 +64,20 @@ func communicatorOf(on Issuer) (*Communicator, *Batch, *callConfig) {
 // the batch if their lengths or types differ.
 type Batch struct {
 	batchRef
-	group   group
-	refused error // the first operation that was refused
-	ended   bool  // Group has returned, or the batch is not in use
-	members []*batched
-	last    *batched // the latest result of On
+	ops          []operation
+	counts       []int               // the sends and recvs of the operations
+	comms        []*Communicator     // of the operations, without duplicates, in lock order
+	errs         []error             // of the operations, if an operation fails or launchers enqueue them
+	transferEnds []transferEnd       // of the transfers between its ranks
+	extents      []extent            // of its operations, by address
+	places       []race.Place        // of the calls that added the operations; none on CUDA
+	configured   bool                // an operation has a configuration
+	timeout      time.Duration       // of its operations; 0 means the communicator's
+	executor     collective.Executor // of internal/route; nil if NCCL executes everything
+	refused      error               // the first operation that was refused
+	ended        bool                // Group has returned, or the batch is not in use
+	members      []*batched
+	last         *batched // the latest result of On
 }
 
 // A batched adds the operations of a communicator to a batch.
@@ -80,7 +89,7 @@ type batched struct {
 // NewBatch returns an empty Batch.
 func NewBatch() *Batch {
 	b := &Batch{}
-	b.batchRef = inside.New[ranks.Batch](steps{b})
+	b.batchRef = inside.New[collective.Batch](batchInternals{b})
 	return b
 }
 
@@ -117,10 +126,33 @@ func (b *Batch) member(c *Communicator) *batched {
 // add appends a validated operation.
 func (b *Batch) add(o *operation) error {
 	if b.ended {
-		return fmt.Errorf("nccl: %s on rank %d of %d: the function of the batch has returned: use NewBatch: %w",
-			o.Kind, o.comm.rank, o.comm.size, ErrorInvalidUsage)
+		return o.comm.errorf(o.Kind, "the function of the batch has returned: use NewBatch: %w", ErrorInvalidUsage)
 	}
-	return b.markRefused(b.group.add(o))
+	return b.markRefused(b.append(o))
+}
+
+// append is add for a batch that is in use.
+func (b *Batch) append(o *operation) (err error) {
+	if gpu.AnyCapture() {
+		if o.capture, err = gpu.StreamOf(o.Stream).CaptureID(); err != nil {
+			return err
+		}
+	}
+	if o.comm.places {
+		if n := len(b.ops); n == len(b.places) {
+			b.places = append(b.places, race.Place{})
+		}
+		b.places[len(b.ops)].Mark()
+	}
+	b.ops = append(b.ops, *o)
+	b.configured = b.configured || o.config != nil
+	if o.Sends == nil {
+		return nil
+	}
+	// The caller may change its counts before the group is enqueued.
+	at := &b.ops[len(b.ops)-1]
+	at.Sends, at.Recvs = b.copyCounts(o.Sends), b.copyCounts(o.Recvs)
+	return nil
 }
 
 // markRefused records that an operation was refused, so that the batch fails. b may be nil.
@@ -151,7 +183,7 @@ func (b *Batch) Enqueue() error {
 	if b.refused != nil {
 		return b.refused
 	}
-	return b.group.enqueue()
+	return b.enqueue()
 }
 
 // SetTimeout sets the timeout of the operations in the batch, until Enqueue or Reset. 0 means
@@ -159,14 +191,22 @@ func (b *Batch) Enqueue() error {
 // means none.
 func (b *Batch) SetTimeout(d time.Duration) {
 	if b != nil {
-		b.group.timeout = d
+		b.timeout = d
 	}
 }
 
 // Reset removes the operations and the timeout.
 func (b *Batch) Reset() {
-	b.group.reset()
-	b.refused = nil
+	clear(b.ops)
+	clear(b.comms)
+	if len(b.transferEnds) > 0 {
+		clear(b.transferEnds)
+	}
+	if len(b.errs) > 0 {
+		clear(b.errs)
+	}
+	b.ops, b.counts, b.comms, b.transferEnds, b.errs = b.ops[:0], b.counts[:0], b.comms[:0], b.transferEnds[:0], b.errs[:0]
+	b.extents, b.timeout, b.configured, b.refused = b.extents[:0], 0, false, nil
 }
 
 // Group runs fn and enqueues the operations that fn has added to the batch
@@ -182,7 +222,7 @@ func (b *Batch) Reset() {
 // It does not enqueue an operation if fn returns an error or panics, or for the reasons of
 // Batch.Enqueue. The batch ends with fn: do not retain it.
 func Group(fn func(b *Batch) error) error {
-	return inBatch("ncclGroupStart", fn, func(b *Batch) error { return b.group.enqueue() })
+	return inBatch("ncclGroupStart", fn, func(b *Batch) error { return b.enqueue() })
 }
 
 // batches is a pool of the batches of Group and Simulate.
@@ -215,129 +255,83 @@ func (b *Batch) release() {
 	batches.Put(b)
 }
 
-// A group is a list of validated operations that are issued to NCCL between ncclGroupStart
-// and ncclGroupEnd. A Batch fills it.
-type group struct {
-	ops          []operation
-	counts       []int           // the sends and recvs of the operations
-	comms        []*Communicator // of the operations, without duplicates, in lock order
-	errs         []error         // of the operations, if an operation fails or launchers enqueue them
-	transferEnds []transferEnd   // of the transfers between its ranks
-	extents      []extent        // of its operations, by address
-	places       []race.Place    // of the calls that added the operations; none on CUDA
-	configured   bool            // an operation has a configuration
-	timeout      time.Duration   // of its operations; 0 means the communicator's
-}
-
-// reset removes all operations.
-func (g *group) reset() {
-	clear(g.ops)
-	clear(g.comms)
-	if len(g.transferEnds) > 0 {
-		clear(g.transferEnds)
-	}
-	if len(g.errs) > 0 {
-		clear(g.errs)
-	}
-	g.ops, g.counts, g.comms, g.transferEnds, g.errs = g.ops[:0], g.counts[:0], g.comms[:0], g.transferEnds[:0], g.errs[:0]
-	g.extents, g.timeout, g.configured = g.extents[:0], 0, false
-}
-
-// add appends a validated operation.
-func (g *group) add(o *operation) (err error) {
-	if gpu.AnyCapture() {
-		if o.capture, err = gpu.StreamOf(o.Stream).CaptureID(); err != nil {
-			return err
-		}
-	}
-	if o.comm.places {
-		if n := len(g.ops); n == len(g.places) {
-			g.places = append(g.places, race.Place{})
-		}
-		g.places[len(g.ops)].Mark()
-	}
-	g.ops = append(g.ops, *o)
-	g.configured = g.configured || o.config != nil
-	if o.sends == nil {
-		return nil
-	}
-	// The caller may change its counts before the group is enqueued.
-	at := &g.ops[len(g.ops)-1]
-	at.sends, at.recvs = g.copyCounts(o.sends), g.copyCounts(o.recvs)
-	return nil
-}
-
-func (g *group) copyCounts(counts []int) []int {
-	i := len(g.counts)
-	g.counts = append(g.counts, counts...)
-	return g.counts[i:len(g.counts):len(g.counts)]
+func (b *Batch) copyCounts(counts []int) []int {
+	i := len(b.counts)
+	b.counts = append(b.counts, counts...)
+	return b.counts[i:len(b.counts):len(b.counts)]
 }
 
 // enqueue enqueues all operations, or none.
-func (g *group) enqueue() error {
-	if len(g.ops) == 0 {
+func (b *Batch) enqueue() error {
+	if len(b.ops) == 0 {
 		return nil
 	}
-	if err := g.enqueueLocked(); err != nil {
-		return g.ops[0].comm.bestCause(err)
+	if err := b.enqueueLocked(); err != nil {
+		return b.ops[0].comm.bestCause(err)
 	}
 	return nil
 }
 
 // enqueueLocked is enqueue with the error as it was noticed.
-func (g *group) enqueueLocked() error {
-	if err := g.prepare(); err != nil {
+func (b *Batch) enqueueLocked() error {
+	if err := b.prepare(); err != nil {
 		return err
 	}
-	defer g.unlock()
-	if err := g.record(); err != nil {
+	defer b.unlock()
+	if b.executor != nil {
+		b.executor.Decide()
+	}
+	if err := b.record(); err != nil {
 		return err
 	}
-	if g.concurrent() && osthread.Launchers.Try(len(g.ops), g) {
-		return g.finish(g.errs)
+	if b.executor != nil {
+		return b.finish(b.executor.Execute())
 	}
-	if err := g.execute(ncclapi.API.GroupEnd); err != nil {
-		g.resizeErrs()
-		for i := range g.errs {
-			g.errs[i] = err
+	if b.concurrent() && osthread.Launchers.Try(len(b.ops), (*launched)(b)) {
+		return b.finish(b.errs)
+	}
+	if err := b.execute(ncclapi.API.GroupEnd); err != nil {
+		b.resizeErrs()
+		for i := range b.errs {
+			b.errs[i] = err
 		}
-		return g.finish(g.errs)
+		return b.finish(b.errs)
 	}
-	return g.finish(nil)
+	return b.finish(nil)
 }
 
 // record records the operations, or none.
-func (g *group) record() error {
+func (b *Batch) record() error {
 	t := flight.Now()
-	for i := range g.ops {
-		g.ops[i].Timeout, g.ops[i].Batched = g.timeout, true
-		if err := g.ops[i].record(t); err != nil {
+	for i := range b.ops {
+		b.ops[i].Timeout, b.ops[i].Batched = b.timeout, true
+		if err := b.ops[i].record(t); err != nil {
 			for j := i - 1; j >= 0; j-- {
-				g.ops[j].unrecord()
+				b.ops[j].unrecord()
 			}
 			return err
 		}
 	}
-	return g.checkInputs()
+	return b.checkInputs()
 }
 
 // execute gives the operations to NCCL in one group of NCCL.
-func (g *group) execute(end func(ncclapi.API) ncclapi.Result) error {
-	if err := g.startGroup(); err != nil {
+func (b *Batch) execute(end func(ncclapi.API) ncclapi.Result) error {
+	if err := b.startGroup(); err != nil {
 		return err
 	}
-	return g.endGroup(end)
+	return b.endGroup(end)
 }
 
 // startGroup starts a group of NCCL, which is bound to the OS thread, and gives it the
 // operations. After nil, endGroup must follow. If NCCL refuses an operation, it drops the group.
-func (g *group) startGroup() error {
+func (b *Batch) startGroup() error {
 	runtime.LockOSThread()
 	var err error
-	if g.capturing() {
-		err = relaxed(g.ops[0].comm.dev, g.startGroupRelaxed)
+	if b.capturing() {
+		err = relaxed(b.ops[0].comm.dev, b.startGroupRelaxed)
 	} else {
-		err = g.startGroupRelaxed()
+		err = b.startGroupRelaxed()
 	}
 	if err != nil {
 		runtime.UnlockOSThread()
@@ -346,14 +340,14 @@ func (g *group) startGroup() error {
 }
 
 // startGroupRelaxed is startGroup in the thread's current capture mode.
-func (g *group) startGroupRelaxed() error {
-	c := g.ops[0].comm
+func (b *Batch) startGroupRelaxed() error {
+	c := b.ops[0].comm
 	if err := c.check("ncclGroupStart", c.api.GroupStart()); err != nil {
 		return err
 	}
-	for i := range g.ops {
-		o := &g.ops[i]
-		if o.Service == ranks.Kernels || o.Service == ranks.Ordered { // not NCCL's
+	for i := range b.ops {
+		o := &b.ops[i]
+		if o.Service == collective.Kernels || o.Service == collective.Ordered { // not NCCL's
 			continue
 		}
 		if err := o.execute(); err != nil {
@@ -365,45 +359,45 @@ func (g *group) startGroupRelaxed() error {
 }
 
 // endGroup ends the group that startGroup has started.
-func (g *group) endGroup(end func(ncclapi.API) ncclapi.Result) error {
+func (b *Batch) endGroup(end func(ncclapi.API) ncclapi.Result) error {
 	defer runtime.UnlockOSThread()
-	c := g.ops[0].comm
-	if !g.capturing() {
+	c := b.ops[0].comm
+	if !b.capturing() {
 		return c.check("ncclGroupEnd", end(c.api))
 	}
 	return relaxed(c.dev, func() error { return c.check("ncclGroupEnd", end(c.api)) })
 }
 
 // capturing reports whether NCCL must be called in the relaxed capture mode.
-func (g *group) capturing() bool { return g.ops[0].Captured || gpu.AnyCapture() }
+func (b *Batch) capturing() bool { return b.ops[0].Captured || gpu.AnyCapture() }
 
 // prepare validates the group as a whole and locks all its communicators, in the order in
 // which they were made, so that two groups cannot deadlock.
-func (g *group) prepare() error {
-	if g.ops[0].comm.sharesGPUs {
-		g.awaitRoom()
+func (b *Batch) prepare() error {
+	if b.ops[0].comm.sharesGPUs {
+		b.awaitRoom()
 	}
-	for i := range g.ops {
-		if err := g.ops[i].validateAgain(); err != nil {
+	for i := range b.ops {
+		if err := b.ops[i].validateAgain(); err != nil {
 			return err
 		}
-		if c := g.ops[i].comm; len(g.comms) == 0 {
-			g.comms = append(g.comms, c)
-		} else if len(g.comms) > 1 || c != g.comms[0] {
-			if err := g.include(c); err != nil {
+		if c := b.ops[i].comm; len(b.comms) == 0 {
+			b.comms = append(b.comms, c)
+		} else if len(b.comms) > 1 || c != b.comms[0] {
+			if err := b.include(c); err != nil {
 				return err
 			}
 		}
 	}
-	if len(g.ops) > 1 || flight.Kinds[g.ops[0].Kind].Peer {
-		if err := g.checkTogether(); err != nil {
+	if len(b.ops) > 1 || flight.Kinds[b.ops[0].Kind].Peer {
+		if err := b.checkTogether(); err != nil {
 			return err
 		}
 	}
-	for i, c := range g.comms {
+	for i, c := range b.comms {
 		if err := c.enter("ncclGroupEnd"); err != nil {
-			g.comms = g.comms[:i]
-			g.unlock()
+			b.comms = b.comms[:i]
+			b.unlock()
 			return err
 		}
 	}
@@ -411,36 +405,36 @@ func (g *group) prepare() error {
 }
 
 // checkTogether validates the operations against each other.
-func (g *group) checkTogether() error {
-	if err := g.checkCaptures(); err != nil {
+func (b *Batch) checkTogether() error {
+	if err := b.checkCaptures(); err != nil {
 		return err
 	}
-	if err := g.checkOverlap(); err != nil {
+	if err := b.checkOverlap(); err != nil {
 		return err
 	}
-	if err := g.match(); err != nil {
+	if err := b.match(); err != nil {
 		return err
 	}
-	if err := g.checkSymmetric(); err != nil || !g.configured {
+	if err := b.checkSymmetric(); err != nil || !b.configured {
 		return err
 	}
-	return g.checkConfigs()
+	return b.checkConfigs()
 }
 
 // include adds a communicator to the group unless the group has it.
-func (g *group) include(c *Communicator) error {
-	if first := g.ops[0].comm; c.api != first.api {
+func (b *Batch) include(c *Communicator) error {
+	if first := b.ops[0].comm; c.api != first.api {
 		return fmt.Errorf("nccl: ncclGroupEnd: rank %d (%s) and rank %d (%s) are of two systems: want a group of one",
 			first.rank, first.dev, c.rank, c.dev)
 	}
-	if at, found := slices.BinarySearchFunc(g.comms, c, func(a, b *Communicator) int { return int(a.number - b.number) }); !found {
-		g.comms = slices.Insert(g.comms, at, c)
+	if at, found := slices.BinarySearchFunc(b.comms, c, func(a, b *Communicator) int { return int(a.number - b.number) }); !found {
+		b.comms = slices.Insert(b.comms, at, c)
 	}
 	return nil
 }
 
-func (g *group) unlock() {
-	for _, c := range g.comms {
+func (b *Batch) unlock() {
+	for _, c := range b.comms {
 		c.mu.Unlock()
 	}
 }
@@ -459,31 +453,28 @@ func (o *operation) checkCapture() error {
 	case err != nil:
 		return err
 	case now != o.capture:
-		return fmt.Errorf("nccl: %s on rank %d of %d: a capture of %s began or ended in the group, after the operation was issued: want the whole group within it, or none: %w",
-			o.Kind, o.comm.rank, o.comm.size, o.Stream, ErrorInvalidUsage)
+		return o.comm.errorf(o.Kind, "a capture of %s began or ended in the group, after the operation was issued: want the whole group within it, or none: %w", o.Stream, ErrorInvalidUsage)
 	}
 	return nil
 }
 
 // checkCaptures refuses a group that is only partly captured, and a group whose operations
 // of one rank are in two captures. NCCL would break the communicators.
-func (g *group) checkCaptures() error {
-	first := &g.ops[0]
-	for i := range g.ops {
-		if o := &g.ops[i]; o.Captured != first.Captured {
-			return fmt.Errorf("nccl: %s on rank %d of %d: a graph captures a part of the group, and not all of it: begin the capture on the streams of all its operations, or of none: %w",
-				o.Kind, o.comm.rank, o.comm.size, ErrorInvalidUsage)
+func (b *Batch) checkCaptures() error {
+	first := &b.ops[0]
+	for i := range b.ops {
+		if o := &b.ops[i]; o.Captured != first.Captured {
+			return o.comm.errorf(o.Kind, "a graph captures a part of the group, and not all of it: begin the capture on the streams of all its operations, or of none: %w", ErrorInvalidUsage)
 		}
 	}
-	if !first.Captured || g.single() {
+	if !first.Captured || b.single() {
 		return nil
 	}
-	for i := range g.ops {
-		o := &g.ops[i]
-		j := slices.IndexFunc(g.ops, func(p operation) bool { return p.comm == o.comm })
-		if g.ops[j].capture != o.capture {
-			return fmt.Errorf("nccl: %s on rank %d of %d: two graphs capture operations of the rank in one group: want one of both: %w",
-				o.Kind, o.comm.rank, o.comm.size, ErrorInvalidUsage)
+	for i := range b.ops {
+		o := &b.ops[i]
+		j := slices.IndexFunc(b.ops, func(p operation) bool { return p.comm == o.comm })
+		if b.ops[j].capture != o.capture {
+			return o.comm.errorf(o.Kind, "two graphs capture operations of the rank in one group: want one of both: %w", ErrorInvalidUsage)
 		}
 	}
 	return nil

@@ -27,7 +27,7 @@ type waitingNCCL struct {
 	abort           sync.Once
 }
 
-func (w *waitingNCCL) AllReduce(_, _ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ ncclapi.RedOp, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
+func (w *waitingNCCL) Collective(ncclapi.Call) ncclapi.Result {
 	close(w.inside)
 	<-w.aborted
 	return ncclapi.InternalError
@@ -88,8 +88,8 @@ type slowNCCL struct {
 	inside, leave chan struct{}
 }
 
-func (w *slowNCCL) AllReduce(a, b cudadrv.DevicePtr, n uintptr, t ncclapi.DType, op ncclapi.RedOp, c ncclapi.Comm, s cudadrv.Stream) ncclapi.Result {
-	r := w.API.AllReduce(a, b, n, t, op, c, s)
+func (w *slowNCCL) Collective(c ncclapi.Call) ncclapi.Result {
+	r := w.API.Collective(c)
 	close(w.inside)
 	<-w.leave
 	return r

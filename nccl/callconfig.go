@@ -159,14 +159,7 @@ func (cfg *CallConfig) raw(version int32) *ncclapi.CollConfig {
 }
 
 // configurable reports whether NCCL has a function with a configuration for an operation.
-func configurable(k flight.Kind) bool {
-	switch k {
-	case flight.AllReduce, flight.Reduce, flight.Broadcast, flight.AllGather, flight.ReduceScatter,
-		flight.AllToAll, flight.Gather, flight.Scatter:
-		return true
-	}
-	return false
-}
+func configurable(k flight.Kind) bool { return ncclapi.Collectives[functions[k]].Configured != 0 }
 
 // checkConfig refuses an operation that cannot have its configuration.
 func (o *operation) checkConfig() error {
@@ -181,11 +174,11 @@ func (o *operation) checkConfig() error {
 }
 
 // checkConfigs refuses a group whose configurations NCCL does not support together.
-func (g *group) checkConfigs() error {
-	for i := range g.ops {
-		o := &g.ops[i]
-		for j := range g.ops[:i] {
-			p := &g.ops[j]
+func (b *Batch) checkConfigs() error {
+	for i := range b.ops {
+		o := &b.ops[i]
+		for j := range b.ops[:i] {
+			p := &b.ops[j]
 			if p.comm != o.comm || !configurable(p.Kind) || !configurable(o.Kind) {
 				continue
 			}
@@ -196,7 +189,7 @@ func (g *group) checkConfigs() error {
 				why = "two operations have different values of CallConfig.CGAClusterSize: want the same"
 			}
 			if why != "" {
-				return fmt.Errorf("nccl: %s on rank %d of %d: in one group %s: %w", o.Kind, o.comm.rank, o.comm.size, why, ErrorInvalidUsage)
+				return o.comm.errorf(o.Kind, "in one group %s: %w", why, ErrorInvalidUsage)
 			}
 		}
 	}
@@ -212,38 +205,6 @@ func (c *callConfig) cluster() int32 {
 		return ncclapi.Undefined
 	}
 	return c.raw.CGAClusterSize
-}
-
-// callConfigured is callNCCL for an operation with a configuration.
-func (o *operation) callConfigured() ncclapi.Result {
-	api, h, s, cfg := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw(), o.config.raw
-	n, root := uintptr(o.N*o.unit), int32(o.Root)
-	if o.comm.size == 1 && o.redop > ncclapi.Avg {
-		return o.callOneRank() // a single rank has no use for a configuration
-	}
-	switch o.Kind {
-	case flight.AllReduce:
-		return api.AllReduceConfig(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s, cfg)
-	case flight.Reduce:
-		return api.ReduceConfig(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, root, h, s, cfg)
-	case flight.Broadcast:
-		from := o.src.ptr
-		if o.comm.rank != o.Root {
-			from = o.dst.ptr
-		}
-		return api.BroadcastConfig(from, o.dst.ptr, n, o.wire, root, h, s, cfg)
-	case flight.AllGather:
-		return api.AllGatherConfig(o.src.ptr, o.dst.ptr, n, o.wire, h, s, cfg)
-	case flight.ReduceScatter:
-		return api.ReduceScatterConfig(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s, cfg)
-	case flight.AllToAll:
-		return api.AlltoAllConfig(o.src.ptr, o.dst.ptr, n, o.wire, h, s, cfg)
-	case flight.Gather:
-		return api.GatherConfig(o.src.ptr, o.dst.ptr, n, o.wire, root, h, s, cfg)
-	case flight.Scatter:
-		return api.ScatterConfig(o.src.ptr, o.dst.ptr, n, o.wire, root, h, s, cfg)
-	}
-	return ncclapi.InvalidUsage
 }
 
 // An Op is a reduction (ncclRedOp_t): one of the constants, or PreMulSum.Op.
@@ -304,7 +265,7 @@ func (c *Communicator) newPreMulSum(t memory.DType, scalar unsafe.Pointer, resid
 	}
 	w := wireTypes[t]
 	if !w.sums || t == memory.Bool {
-		return nil, fmt.Errorf("nccl: %s on rank %d of %d: NCCL cannot multiply %s", name, c.rank, c.size, t)
+		return nil, c.errorf(name, "NCCL cannot multiply %s", t)
 	}
 	if c.version < w.since {
 		return nil, needs("nccl: "+name+" of "+t.String(), w.since, c.version)
@@ -379,18 +340,15 @@ func oneRankParts(n, size uintptr) (first uintptr) {
 	}
 }
 
-// inOneRankParts calls reduce for each part of a reduction.
-func (o *operation) inOneRankParts(from, to cudadrv.DevicePtr, n uintptr, reduce func(from, to cudadrv.DevicePtr, n uintptr) ncclapi.Result) ncclapi.Result {
-	if o.comm.size > 1 || o.redop <= ncclapi.Avg {
-		return reduce(from, to, n)
-	}
-	size := o.wire.Size()
-	first := oneRankParts(n, size)
-	if r := reduce(from, to, first); r != ncclapi.Success || first == n {
+// callOneRank calls NCCL for a reduction of a single rank with a PreMulSum.
+func (o *operation) callOneRank(c ncclapi.Call) ncclapi.Result {
+	n, size := c.Count, o.wire.Size()
+	c.Count = oneRankParts(n, size)
+	if r := o.comm.api.Collective(c); r != ncclapi.Success || c.Count == n {
 		return r
 	}
-	at := cudadrv.DevicePtr(first * size)
-	return reduce(from+at, to+at, n-first)
+	c.Send, c.Recv, c.Count = c.Send+cudadrv.DevicePtr(c.Count*size), c.Recv+cudadrv.DevicePtr(c.Count*size), n-c.Count
+	return o.comm.api.Collective(c)
 }
 
 // setWireType determines NCCL's type and reduction for the operation, and validates them.

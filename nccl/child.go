@@ -33,8 +33,7 @@ var ErrRevoked = errors.New("the communicator was revoked")
 // attempt continues in the background and its result is aborted.
 func (c *Communicator) Split(ctx context.Context, color, key int, cfg *Config) (*Communicator, error) {
 	if c != nil && (color > math.MaxInt32 || key < math.MinInt32 || key > math.MaxInt32) {
-		return nil, fmt.Errorf("nccl: %s on rank %d of %d: color %d, key %d: want a color of at most %d, and a key of 32 bits",
-			ncclapi.FuncCommSplit.Name(), c.rank, c.size, color, key, math.MaxInt32)
+		return nil, c.errorf(ncclapi.FuncCommSplit.Name(), "color %d, key %d: want a color of at most %d, and a key of 32 bits", color, key, math.MaxInt32)
 	}
 	return c.child(ctx, ncclapi.FuncCommSplit, cfg, func(nth int) string { return fmt.Sprintf("split%d.%d", nth, color) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
@@ -63,7 +62,7 @@ func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []in
 	list := make([]int32, len(exclude))
 	for i, rank := range exclude {
 		if c != nil && (rank < 0 || rank >= c.size || rank == c.rank) {
-			return nil, fmt.Errorf("nccl: %s on rank %d of %d: rank %d cannot be excluded: want other ranks than this one", f.Name(), c.rank, c.size, rank)
+			return nil, c.errorf(f.Name(), "rank %d cannot be excluded: want other ranks than this one", rank)
 		}
 		list[i] = int32(rank)
 	}
@@ -112,7 +111,7 @@ func (c *Communicator) GrowID() (UniqueID, error) {
 func (c *Communicator) Grow(ctx context.Context, size int, id *UniqueID, cfg *Config) (*Communicator, error) {
 	const f = ncclapi.FuncCommGrow
 	if c != nil && size <= c.size {
-		return nil, fmt.Errorf("nccl: %s on rank %d of %d: to %d ranks: want more", f.Name(), c.rank, c.size, size)
+		return nil, c.errorf(f.Name(), "to %d ranks: want more", size)
 	}
 	return c.child(ctx, f, cfg, func(nth int) string { return fmt.Sprintf("grow%d", nth) },
 		func(out *ncclapi.Comm, raw *ncclapi.Config) ncclapi.Result {
@@ -412,7 +411,7 @@ func (o *operation) setSignature() {
 	mix(uint64(o.Service))
 	if o.Kind != flight.AllToAllV {
 		mix(uint64(o.N * o.unit))
-		for _, n := range o.sends {
+		for _, n := range o.Sends {
 			mix(uint64(n))
 		}
 	}

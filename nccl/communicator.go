@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
@@ -18,7 +19,6 @@ import (
 	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -177,7 +177,7 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag), sharesGPUs: ncclapi.SharesGPUs(),
 		places: dev.System().Backend() == "virtual",
 	}
-	c.ref = inside.New[ranks.Inside](internals{c})
+	c.ref = inside.New[collective.Inside](internals{c})
 	flight.SetClock()
 	if err := cfg.apply(c); err != nil {
 		return c, raw, err

@@ -10,7 +10,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -28,21 +27,10 @@ type idleNCCL struct {
 func (l *idleNCCL) GroupStart() ncclapi.Result { return ncclapi.Success }
 func (l *idleNCCL) GroupEnd() ncclapi.Result   { return ncclapi.Success }
 
-func (l *idleNCCL) AllReduce(_, _ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ ncclapi.RedOp, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	l.calls++
-	return ncclapi.Success
-}
-
-func (l *idleNCCL) AllReduceConfig(_, _ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ ncclapi.RedOp, _ ncclapi.Comm, _ cudadrv.Stream, _ *ncclapi.CollConfig) ncclapi.Result {
-	l.calls++
-	return ncclapi.Success
-}
-
-func (l *idleNCCL) Send(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	return ncclapi.Success
-}
-
-func (l *idleNCCL) Recv(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
+func (l *idleNCCL) Collective(c ncclapi.Call) ncclapi.Result {
+	if c.Func == ncclapi.FuncAllReduce {
+		l.calls++
+	}
 	return ncclapi.Success
 }
 
@@ -170,7 +158,7 @@ func TestEachGroupHasItsBatch(t *testing.T) {
 				for range i {
 					err = errors.Join(err, AllReduce(b.On(r.c), r.s, r.y, r.x, Sum))
 				}
-				if n := len(b.group.ops); n != i {
+				if n := len(b.ops); n != i {
 					err = errors.Join(err, fmt.Errorf("the batch of goroutine %d has %d operations", i, n))
 				}
 				return err

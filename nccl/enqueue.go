@@ -8,13 +8,13 @@ import (
 	"runtime"
 	"slices"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -32,67 +32,41 @@ func (o *operation) execute() error {
 // checkedCall is callNCCL with an error if it does not succeed.
 func (o *operation) checkedCall() error { return o.comm.check(o.Kind.String(), o.callNCCL()) }
 
-// callNCCL calls NCCL's function.
-func (o *operation) callNCCL() ncclapi.Result {
-	if o.config != nil {
-		return o.callConfigured()
-	}
-	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
-	n, root := uintptr(o.N*o.unit), int32(o.Root)
-	switch o.Kind {
-	case flight.AllReduce:
-		if o.comm.size == 1 {
-			return o.callOneRank()
-		}
-		return api.AllReduce(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s)
-	case flight.Reduce:
-		if o.comm.size == 1 {
-			return o.callOneRank()
-		}
-		return api.Reduce(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, root, h, s)
-	case flight.Broadcast:
-		from := o.src.ptr
-		if o.comm.rank != o.Root {
-			from = o.dst.ptr
-		}
-		return api.Broadcast(from, o.dst.ptr, n, o.wire, root, h, s)
-	case flight.AllGather:
-		return api.AllGather(o.src.ptr, o.dst.ptr, n, o.wire, h, s)
-	case flight.ReduceScatter:
-		if o.comm.size == 1 {
-			return o.callOneRank()
-		}
-		return api.ReduceScatter(o.src.ptr, o.dst.ptr, n, o.wire, o.redop, h, s)
-	case flight.Send:
-		return api.Send(o.src.ptr, n, o.wire, root, h, s)
-	case flight.Recv:
-		return api.Recv(o.dst.ptr, n, o.wire, root, h, s)
-	}
-	if api.Has(ncclapi.FuncAlltoAll) { // and the other two functions, which are in the same release
-		switch o.Kind {
-		case flight.AllToAll:
-			return api.AlltoAll(o.src.ptr, o.dst.ptr, n, o.wire, h, s)
-		case flight.Gather:
-			return api.Gather(o.src.ptr, o.dst.ptr, n, o.wire, root, h, s)
-		case flight.Scatter:
-			return api.Scatter(o.src.ptr, o.dst.ptr, n, o.wire, root, h, s)
-		}
-	}
-	return o.callGrouped()
+// functions has the function of NCCL for each kind of operation that has one.
+var functions = [flight.NumKinds]ncclapi.Func{
+	flight.AllReduce: ncclapi.FuncAllReduce, flight.Reduce: ncclapi.FuncReduce, flight.Broadcast: ncclapi.FuncBroadcast,
+	flight.AllGather: ncclapi.FuncAllGather, flight.ReduceScatter: ncclapi.FuncReduceScatter, flight.AllToAll: ncclapi.FuncAlltoAll,
+	flight.Gather: ncclapi.FuncGather, flight.Scatter: ncclapi.FuncScatter, flight.Send: ncclapi.FuncSend, flight.Recv: ncclapi.FuncRecv,
 }
 
-// callOneRank calls NCCL for a reduction of a single rank.
-func (o *operation) callOneRank() ncclapi.Result {
-	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
-	return o.inOneRankParts(o.src.ptr, o.dst.ptr, uintptr(o.N*o.unit), func(from, to cudadrv.DevicePtr, n uintptr) ncclapi.Result {
-		switch o.Kind {
-		case flight.Reduce:
-			return api.Reduce(from, to, n, o.wire, o.redop, 0, h, s)
-		case flight.ReduceScatter:
-			return api.ReduceScatter(from, to, n, o.wire, o.redop, h, s)
+// callNCCL calls NCCL's function.
+func (o *operation) callNCCL() ncclapi.Result {
+	c := o.call(functions[o.Kind], o.Src.Ptr, o.Dst.Ptr, uintptr(o.N*o.unit), int32(o.Root))
+	switch o.Kind {
+	case flight.AllReduce, flight.Reduce, flight.ReduceScatter:
+		if o.comm.size == 1 && o.redop > ncclapi.Avg {
+			return o.callOneRank(c) // a single rank has no use for a configuration
 		}
-		return api.AllReduce(from, to, n, o.wire, o.redop, h, s)
-	})
+	case flight.Broadcast:
+		if o.comm.rank != o.Root {
+			c.Send = c.Recv
+		}
+	case flight.AllToAll, flight.Gather, flight.Scatter:
+		if !o.comm.api.Has(ncclapi.FuncAlltoAll) { // nor the other two functions, which are in the same release
+			return o.callGrouped()
+		}
+	case flight.AllGatherV, flight.ReduceScatterV, flight.AllToAllV:
+		return o.callGrouped()
+	}
+	if o.config != nil {
+		c.Config = o.config.raw
+	}
+	return o.comm.api.Collective(c)
+}
+
+// call returns the call of a function of NCCL with buffers of an operation.
+func (o *operation) call(f ncclapi.Func, send, recv cudadrv.DevicePtr, n uintptr, root int32) ncclapi.Call {
+	return ncclapi.Call{Func: f, Send: send, Recv: recv, Count: n, Type: o.wire, Op: o.redop, Root: root, Comm: *o.comm.h, Stream: gpu.StreamOf(o.Stream).Raw()}
 }
 
 // callGrouped implements an operation by several operations of NCCL. If NCCL refuses one of
@@ -116,7 +90,7 @@ func (o *operation) callParts() ncclapi.Result {
 	var sent, received int // elements before the part
 	for rank := range o.comm.size {
 		out, in := o.counts(rank)
-		p := part{rank: int32(rank), from: o.at(o.src, sent), to: o.at(o.dst, received), out: uintptr(out * o.unit), in: uintptr(in * o.unit)}
+		p := part{rank: int32(rank), from: o.at(o.Src, sent), to: o.at(o.Dst, received), out: uintptr(out * o.unit), in: uintptr(in * o.unit)}
 		if r := o.callPart(&p); r != ncclapi.Success {
 			return r
 		}
@@ -134,32 +108,33 @@ type part struct {
 
 // callPart issues one part.
 func (o *operation) callPart(p *part) ncclapi.Result {
-	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
 	me := int(p.rank) == o.comm.rank
 	switch o.Kind {
 	case flight.AllGatherV: // the rank broadcasts its part
 		if p.from = p.to; me {
-			p.from = o.src.ptr
+			p.from = o.Src.Ptr
 		}
 		if p.in == 0 {
 			return ncclapi.Success
 		}
-		return api.Broadcast(p.from, p.to, p.in, o.wire, p.rank, h, s)
+		return o.comm.api.Collective(o.call(ncclapi.FuncBroadcast, p.from, p.to, p.in, p.rank))
 	case flight.ReduceScatterV: // the rank gets its part
 		if p.to = 0; me {
-			p.to = o.dst.ptr
+			p.to = o.Dst.Ptr
 		}
 		if p.out == 0 {
 			return ncclapi.Success
 		}
-		return o.inOneRankParts(p.from, p.to, p.out, func(from, to cudadrv.DevicePtr, n uintptr) ncclapi.Result {
-			return api.Reduce(from, to, n, o.wire, o.redop, p.rank, h, s)
-		})
+		c := o.call(ncclapi.FuncReduce, p.from, p.to, p.out, p.rank)
+		if o.comm.size == 1 && o.redop > ncclapi.Avg {
+			return o.callOneRank(c)
+		}
+		return o.comm.api.Collective(c)
 	case flight.Gather:
-		p.from = o.src.ptr
+		p.from = o.Src.Ptr
 		return o.sendRecv(p, int(p.rank) == o.Root, o.comm.rank == o.Root)
 	case flight.Scatter:
-		p.to = o.dst.ptr
+		p.to = o.Dst.Ptr
 		return o.sendRecv(p, o.comm.rank == o.Root, int(p.rank) == o.Root)
 	}
 	return o.sendRecv(p, true, true)
@@ -168,36 +143,35 @@ func (o *operation) callPart(p *part) ncclapi.Result {
 // sendRecv sends a part to its rank and receives one from it. It omits empty parts: the other
 // rank also knows that they are empty.
 func (o *operation) sendRecv(p *part, sends, receives bool) ncclapi.Result {
-	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
 	if sends && p.out > 0 {
-		if r := api.Send(p.from, p.out, o.wire, p.rank, h, s); r != ncclapi.Success {
+		if r := o.comm.api.Collective(o.call(ncclapi.FuncSend, p.from, 0, p.out, p.rank)); r != ncclapi.Success {
 			return r
 		}
 	}
 	if receives && p.in > 0 {
-		return api.Recv(p.to, p.in, o.wire, p.rank, h, s)
+		return o.comm.api.Collective(o.call(ncclapi.FuncRecv, 0, p.to, p.in, p.rank))
 	}
 	return ncclapi.Success
 }
 
 // counts returns the number of elements to send to a rank and to receive from it.
 func (o *operation) counts(rank int) (out, in int) {
-	if o.sends == nil {
+	if o.Sends == nil {
 		return o.N, o.N
 	}
-	return o.sends[rank], o.recvs[rank]
+	return o.Sends[rank], o.Recvs[rank]
 }
 
 // at returns the address of an element.
-func (o *operation) at(x operand, element int) cudadrv.DevicePtr {
-	return x.ptr + cudadrv.DevicePtr(element*o.DType.Size())
+func (o *operation) at(x collective.Operand, element int) cudadrv.DevicePtr {
+	return x.Ptr + cudadrv.DevicePtr(element*o.DType.Size())
 }
 
 // checkOverlap refuses buffers that overlap, unless the operation is in place.
 func (o *operation) checkOverlap() error {
 	size := cudadrv.DevicePtr(o.DType.Size())
-	d, s := o.dst.ptr, o.src.ptr
-	if d+cudadrv.DevicePtr(o.dst.len)*size <= s || s+cudadrv.DevicePtr(o.src.len)*size <= d {
+	d, s := o.Dst.Ptr, o.Src.Ptr
+	if d+cudadrv.DevicePtr(o.Dst.Len)*size <= s || s+cudadrv.DevicePtr(o.Src.Len)*size <= d {
 		return nil
 	}
 	if k := &flight.Kinds[o.Kind]; d == s && k.Dst == flight.One && k.Src == flight.One {
@@ -208,17 +182,16 @@ func (o *operation) checkOverlap() error {
 
 // checkInPlace refuses buffers that overlap, unless one is the rank's part of the other.
 func (o *operation) checkInPlace() error {
-	if o.dst.len == 0 || o.src.len == 0 {
+	if o.Dst.Len == 0 || o.Src.Len == 0 {
 		return nil
 	}
 	part := cudadrv.DevicePtr(o.part() * o.DType.Size())
 	switch k := &flight.Kinds[o.Kind]; {
-	case k.Dst == flight.All && k.Src == flight.One && o.src.ptr == o.dst.ptr+part,
-		k.Dst == flight.One && k.Src == flight.All && o.dst.ptr == o.src.ptr+part:
+	case k.Dst == flight.All && k.Src == flight.One && o.Src.Ptr == o.Dst.Ptr+part,
+		k.Dst == flight.One && k.Src == flight.All && o.Dst.Ptr == o.Src.Ptr+part:
 		return nil
 	}
-	return fmt.Errorf("nccl: %s on rank %d of %d: the destination and the source overlap: %s",
-		o.Kind, o.comm.rank, o.comm.size, inPlace(o.Kind))
+	return o.comm.errorf(o.Kind, "the destination and the source overlap: %s", inPlace(o.Kind))
 }
 
 // inPlace describes how the two buffers of an operation may overlap.
@@ -236,10 +209,10 @@ func inPlace(k flight.Kind) string {
 
 // part returns the index of the rank's part in a buffer with the parts of all ranks.
 func (o *operation) part() (at int) {
-	if o.sends == nil {
+	if o.Sends == nil {
 		return o.comm.rank * o.N
 	}
-	for _, n := range o.sends[:o.comm.rank] {
+	for _, n := range o.Sends[:o.comm.rank] {
 		at += n
 	}
 	return at
@@ -255,26 +228,26 @@ type extent struct {
 // checkOverlap refuses two operations of one rank that share memory which one of them writes,
 // because NCCL executes the operations of a group concurrently, in any order. Collectives of a
 // single rank are copies on their streams, so those on one stream run in order.
-func (g *group) checkOverlap() error {
-	if g.single() && !flight.Kinds[g.ops[0].Kind].Peer {
+func (b *Batch) checkOverlap() error {
+	if b.single() && !flight.Kinds[b.ops[0].Kind].Peer {
 		return nil
 	}
-	for i := range g.ops {
-		o := &g.ops[i]
-		g.addExtent(o, &o.dst, true)
-		g.addExtent(o, &o.src, false)
+	for i := range b.ops {
+		o := &b.ops[i]
+		b.addExtent(o, &o.Dst, true)
+		b.addExtent(o, &o.Src, false)
 	}
-	if x := g.extents; len(x) < 2 || len(x) == 2 && (x[0].end <= x[1].begin || x[1].end <= x[0].begin) {
+	if x := b.extents; len(x) < 2 || len(x) == 2 && (x[0].end <= x[1].begin || x[1].end <= x[0].begin) {
 		return nil // the usual exchange
 	}
-	slices.SortFunc(g.extents, func(a, b extent) int { return cmp.Compare(a.begin, b.begin) })
-	for i, a := range g.extents {
-		for _, b := range g.extents[i+1:] {
-			if b.begin >= a.end {
+	slices.SortFunc(b.extents, func(a, b extent) int { return cmp.Compare(a.begin, b.begin) })
+	for i, a := range b.extents {
+		for _, c := range b.extents[i+1:] {
+			if c.begin >= a.end {
 				break
 			}
-			if a.o != b.o && a.o.comm == b.o.comm && (a.written || b.written) && !inOrder(a.o, b.o) && !g.toItself(a, b) {
-				return g.errOverlap(a.o, b.o)
+			if a.o != c.o && a.o.comm == c.o.comm && (a.written || c.written) && !inOrder(a.o, c.o) && !b.toItself(a, c) {
+				return b.errOverlap(a.o, c.o)
 			}
 		}
 	}
@@ -287,25 +260,25 @@ func inOrder(a, b *operation) bool {
 }
 
 // addExtent adds the buffer of an operand, unless it is empty.
-func (g *group) addExtent(o *operation, x *operand, written bool) {
-	if x.len > 0 {
-		g.extents = append(g.extents, extent{o, x.ptr, x.ptr + cudadrv.DevicePtr(x.len*o.DType.Size()), written})
+func (b *Batch) addExtent(o *operation, x *collective.Operand, written bool) {
+	if x.Len > 0 {
+		b.extents = append(b.extents, extent{o, x.Ptr, x.Ptr + cudadrv.DevicePtr(x.Len*o.DType.Size()), written})
 	}
 }
 
 // toItself reports whether two transfers are the send and the receive of one in-place
 // transfer of a rank to itself, as in a gather made of transfers.
-func (g *group) toItself(a, b extent) bool {
-	me := a.o.comm.rank
-	return a.begin == b.begin && a.end == b.end && a.o.Root == me && b.o.Root == me && a.o.Kind != b.o.Kind &&
-		flight.Kinds[a.o.Kind].Peer && flight.Kinds[b.o.Kind].Peer && g.transferIndex(a.o) == g.transferIndex(b.o)
+func (b *Batch) toItself(x, y extent) bool {
+	me := x.o.comm.rank
+	return x.begin == y.begin && x.end == y.end && x.o.Root == me && y.o.Root == me && x.o.Kind != y.o.Kind &&
+		flight.Kinds[x.o.Kind].Peer && flight.Kinds[y.o.Kind].Peer && b.transferIndex(x.o) == b.transferIndex(y.o)
 }
 
 // transferIndex returns the number of similar transfers of the rank that precede o in the group.
 // Sends and receives with the same number match.
-func (g *group) transferIndex(o *operation) (n int) {
-	for i := range g.ops {
-		switch x := &g.ops[i]; {
+func (b *Batch) transferIndex(o *operation) (n int) {
+	for i := range b.ops {
+		switch x := &b.ops[i]; {
 		case x == o:
 			return n
 		case x.comm == o.comm && x.Kind == o.Kind && x.Root == o.Root:
@@ -316,77 +289,61 @@ func (g *group) transferIndex(o *operation) (n int) {
 }
 
 // errOverlap returns the error of two operations that cannot run concurrently.
-func (g *group) errOverlap(a, b *operation) error {
+func (b *Batch) errOverlap(x, y *operation) error {
 	return fmt.Errorf("nccl: %s and %s, on rank %d of %d: their buffers overlap, and NCCL runs them concurrently because they are in one group: issue them one after the other: %w",
-		g.nameInGroup(a), g.nameInGroup(b), a.comm.rank, a.comm.size, ErrorInvalidUsage)
+		b.nameInGroup(x), b.nameInGroup(y), x.comm.rank, x.comm.size, ErrorInvalidUsage)
 }
 
 // nameInGroup describes an operation so that it differs from others in its group.
-func (g *group) nameInGroup(o *operation) string {
+func (b *Batch) nameInGroup(o *operation) string {
 	name := o.Kind.String()
 	if flight.Kinds[o.Kind].Peer {
 		name = fmt.Sprintf("%s with rank %d", o.Kind, o.Root)
 	}
-	for i := range g.ops {
-		if &g.ops[i] == o && i < len(g.places) && g.places[i].String() != "" {
-			name += " (" + g.places[i].String() + ")"
+	for i := range b.ops {
+		if &b.ops[i] == o && i < len(b.places) && b.places[i].String() != "" {
+			name += " (" + b.places[i].String() + ")"
 		}
 	}
 	return name
 }
 
-// batchRef is how internal/route reaches the steps of a batch.
-type batchRef = inside.Ref[ranks.Batch]
+// batchRef is how internal/route reaches the inside of a batch.
+type batchRef = inside.Ref[collective.Batch]
 
-// steps are the steps of Enqueue as internal/route sees them. Package ranks documents them.
-type steps struct{ b *Batch }
+// batchInternals are a batch as internal/route sees it. Package collective documents the methods.
+type batchInternals struct{ b *Batch }
 
-func (x steps) Prepare() error {
-	if x.b.refused != nil {
-		return x.b.refused
-	}
-	return x.b.group.prepare()
+func (x batchInternals) SetExecutor(e collective.Executor) { x.b.executor = e }
+
+func (x batchInternals) Len() int { return len(x.b.ops) }
+
+func (x batchInternals) At(i int) (*collective.Op, collective.Inside, int) {
+	o := &x.b.ops[i]
+	return &o.Op, internals{o.comm}, o.comm.rank
 }
 
-func (x steps) Len() int { return len(x.b.group.ops) }
+func (x batchInternals) Execute(i int) error { return x.b.ops[i].execute() }
 
-func (x steps) At(i int) ranks.Operation {
-	o := &x.b.group.ops[i]
-	return ranks.Operation{Op: &o.Op, Comm: internals{o.comm}, Rank: o.comm.rank, Dst: uint64(o.dst.ptr), Src: uint64(o.src.ptr), Counts: o.sends}
-}
+func (x batchInternals) StartGroup() error { return x.b.startGroup() }
 
-func (x steps) Record() error { return x.b.group.record() }
+func (x batchInternals) EndGroup() error { return x.b.endGroup(ncclapi.API.GroupEnd) }
 
-func (x steps) Execute(i int) error { return x.b.group.ops[i].execute() }
+func (x batchInternals) Move(list []collective.Move) error { return x.b.move(list) }
 
-func (x steps) StartGroup() error { return x.b.group.startGroup() }
-
-func (x steps) EndGroup() error { return x.b.group.endGroup(ncclapi.API.GroupEnd) }
-
-func (x steps) Move(list []ranks.Move) error { return x.b.group.move(list) }
-
-func (x steps) Substitute(i int, dst, src uint64) {
-	o := &x.b.group.ops[i]
-	o.dst.ptr, o.src.ptr = cudadrv.DevicePtr(dst), cudadrv.DevicePtr(src)
-}
-
-func (x steps) ReadPeers() { x.b.group.readPeers() }
-
-func (x steps) Finish(errs []error) error { return x.b.group.finish(errs) }
-
-func (x steps) Unlock() { x.b.group.unlock() }
-
-func (x steps) Cause(err error) error { return x.b.group.ops[0].comm.bestCause(err) }
+func (x batchInternals) ReadPeers() { x.b.readPeers() }
 
 // ref is how packages above nccl reach the inside of a communicator.
-type ref = inside.Ref[ranks.Inside]
+type ref = inside.Ref[collective.Inside]
 
 // An internals is a communicator as packages above nccl see it.
 type internals struct{ c *Communicator }
 
 func (x internals) AddBackend(abort func()) { x.c.addBackend(abort) }
 
-func (x internals) Services(n int) (first uint64, list []ranks.Service) { return x.c.rec.Services(n) }
+func (x internals) Services(n int) (first uint64, list []collective.Service) {
+	return x.c.rec.Services(n)
+}
 
 func (x internals) Signatures(n int) (first uint64, list []uint32) { return x.c.rec.Signatures(n) }
 
@@ -418,8 +375,8 @@ func (x internals) Noticed() error {
 	return nil
 }
 
-func (x internals) Symmetric(k *ranks.Collective) bool {
-	return symmetricKernel(k.Kind, k.DType, k.Op) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && x.c.symmetricKernelStale())
+func (x internals) Symmetric(k *collective.Op) bool {
+	return symmetricKernel(k.Kind, k.DType, k.Reduction) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && x.c.symmetricKernelStale())
 }
 
 func (x internals) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
@@ -433,11 +390,11 @@ func (x internals) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
 
 func (x internals) NoWindows() error { return x.c.needs(ncclapi.FuncCommWindowRegister) }
 
-func (x internals) Point(s *stream.Stream) ranks.Point { return x.c.point(s) }
+func (x internals) Point(s *stream.Stream) collective.Point { return x.c.point(s) }
 
-func (x internals) Completed(p ranks.Point) error { return x.c.completed(p) }
+func (x internals) Completed(p collective.Point) error { return x.c.completed(p) }
 
-func (x internals) CannotComplete(p ranks.Point) error { return x.c.cannotComplete(p) }
+func (x internals) CannotComplete(p collective.Point) error { return x.c.cannotComplete(p) }
 
 func (x internals) ChecksNaN() bool { return x.c.nan != nil }
 
@@ -462,23 +419,23 @@ func (c *Communicator) abortBackends() {
 
 // move gives copies to NCCL in one group of NCCL. Package ranks documents it. The communicators
 // are locked.
-func (g *group) move(list []ranks.Move) error {
+func (b *Batch) move(list []collective.Move) error {
 	runtime.LockOSThread() // a group of NCCL belongs to a thread
 	defer runtime.UnlockOSThread()
-	if !g.capturing() {
-		return g.moveRelaxed(list)
+	if !b.capturing() {
+		return b.moveRelaxed(list)
 	}
-	return relaxed(g.ops[0].comm.dev, func() error { return g.moveRelaxed(list) })
+	return relaxed(b.ops[0].comm.dev, func() error { return b.moveRelaxed(list) })
 }
 
 // moveRelaxed is move in the thread's current capture mode.
-func (g *group) moveRelaxed(list []ranks.Move) error {
-	c := g.ops[0].comm
+func (b *Batch) moveRelaxed(list []collective.Move) error {
+	c := b.ops[0].comm
 	if err := c.check("ncclGroupStart", c.api.GroupStart()); err != nil {
 		return err
 	}
 	for i := range list {
-		o := &g.ops[list[i].Operation]
+		o := &b.ops[list[i].Operation]
 		if err := o.comm.check(list[i].Kind.String(), o.callMove(&list[i])); err != nil {
 			c.api.GroupEnd()
 			return err
@@ -488,16 +445,10 @@ func (g *group) moveRelaxed(list []ranks.Move) error {
 }
 
 // callMove calls NCCL's function for one copy.
-func (o *operation) callMove(m *ranks.Move) ncclapi.Result {
-	api, h, s := o.comm.api, *o.comm.h, gpu.StreamOf(o.Stream).Raw()
-	dst, src, n := cudadrv.DevicePtr(m.Dst), cudadrv.DevicePtr(m.Src), uintptr(m.Bytes)
-	switch m.Kind {
-	case flight.Send:
-		return api.Send(src, n, ncclapi.Uint8, int32(m.Peer), h, s)
-	case flight.Recv:
-		return api.Recv(dst, n, ncclapi.Uint8, int32(m.Peer), h, s)
-	}
-	return api.AllGather(src, dst, n, ncclapi.Uint8, h, s)
+func (o *operation) callMove(m *collective.Move) ncclapi.Result {
+	c := o.call(functions[m.Kind], cudadrv.DevicePtr(m.Src), cudadrv.DevicePtr(m.Dst), uintptr(m.Bytes), int32(m.Peer))
+	c.Type = ncclapi.Uint8
+	return o.comm.api.Collective(c)
 }
 
 // mostInFlight is about the maximum number of operations in flight of a communicator whose
@@ -524,8 +475,8 @@ func (c *Communicator) awaitRoom(captured bool) {
 }
 
 // awaitRoom is Communicator.awaitRoom for all operations of the group.
-func (g *group) awaitRoom() {
-	for i := range g.ops {
-		g.ops[i].comm.awaitRoom(g.ops[i].Captured)
+func (b *Batch) awaitRoom() {
+	for i := range b.ops {
+		b.ops[i].comm.awaitRoom(b.ops[i].Captured)
 	}
 }

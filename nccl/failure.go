@@ -12,12 +12,12 @@ import (
 	"unicode"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/stream"
 )
@@ -460,28 +460,28 @@ func (c *Communicator) peersLost() error {
 }
 
 // readPeers records that copy engines read from the devices of all ranks.
-func (g *group) readPeers() {
-	if g.ops[0].comm.sources.Load() != nil {
+func (b *Batch) readPeers() {
+	if b.ops[0].comm.sources.Load() != nil {
 		return
 	}
-	devs := make([]*device.Device, len(g.ops))
-	for i := range g.ops {
-		devs[g.ops[i].comm.rank] = g.ops[i].comm.dev
+	devs := make([]*device.Device, len(b.ops))
+	for i := range b.ops {
+		devs[b.ops[i].comm.rank] = b.ops[i].comm.dev
 	}
-	for i := range g.ops {
-		g.ops[i].comm.sources.Store(&devs)
+	for i := range b.ops {
+		b.ops[i].comm.sources.Store(&devs)
 	}
 }
 
 // point returns the place behind the operations of c on s that were issued so far.
-func (c *Communicator) point(s *stream.Stream) ranks.Point {
+func (c *Communicator) point(s *stream.Stream) collective.Point {
 	record, lost := c.rec.LastOn(s)
-	return ranks.Point{Stream: uintptr(gpu.StreamOf(s).Raw()), Record: record, Lost: lost}
+	return collective.Point{Stream: uintptr(gpu.StreamOf(s).Raw()), Record: record, Lost: lost}
 }
 
 // completed is called after the stream was seen to have passed the point. It returns nil if the
 // operations before the point have completed, and otherwise why they may not have.
-func (c *Communicator) completed(p ranks.Point) error {
+func (c *Communicator) completed(p collective.Point) error {
 	err := c.recordPassed(p.Record, p.Stream)
 	if err != nil && c.knownCompleted(p) {
 		return nil
@@ -491,7 +491,7 @@ func (c *Communicator) completed(p ranks.Point) error {
 
 // cannotComplete returns nil while completed may return nil once the stream has passed the point,
 // and otherwise the error that completed will return.
-func (c *Communicator) cannotComplete(p ranks.Point) error {
+func (c *Communicator) cannotComplete(p collective.Point) error {
 	if c.knownCompleted(p) {
 		return nil
 	}
@@ -499,7 +499,7 @@ func (c *Communicator) cannotComplete(p ranks.Point) error {
 }
 
 // knownCompleted reports whether the operations before the point are known to have completed.
-func (c *Communicator) knownCompleted(p ranks.Point) bool {
+func (c *Communicator) knownCompleted(p collective.Point) bool {
 	return !p.Lost && c.rec.AllCompleted(p.Record, p.Stream)
 }
 
@@ -584,4 +584,9 @@ type Progress struct {
 func (c *Communicator) Progress() Progress {
 	issued, completed := c.rec.Final()
 	return Progress{Rank: c.rank, Issued: issued.Operation(), Completed: completed.Operation()}
+}
+
+// errorf returns an error that names an operation, which has a String method or is a string, and the rank.
+func (c *Communicator) errorf(op any, format string, args ...any) error {
+	return fmt.Errorf("nccl: %s on rank %d of %d: %w", op, c.rank, c.size, fmt.Errorf(format, args...))
 }

@@ -9,12 +9,12 @@ import (
 	"time"
 	"unsafe"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/osthread"
-	"github.com/gochorus/chorus/internal/ranks"
 )
 
 var configuredLaunchers sync.Once
@@ -30,73 +30,76 @@ func configureLaunchers() error {
 }
 
 // single reports whether the group has one operation for each of its ranks.
-func (g *group) single() bool { return len(g.ops) == len(g.comms) }
+func (b *Batch) single() bool { return len(b.ops) == len(b.comms) }
 
 // concurrent reports whether threads may enqueue the operations concurrently, and makes room
 // for their results. The group must have one operation for each of several ranks of one
 // communicator: with two communicators, each device could get the operation of another
 // communicator first and wait for the other device. A captured group is enqueued by one
 // thread, because a capture may belong to a thread.
-func (g *group) concurrent() bool {
-	if len(g.ops) < 2 || !g.single() {
+func (b *Batch) concurrent() bool {
+	if len(b.ops) < 2 || !b.single() {
 		return false
 	}
-	for i := range g.ops {
-		if o := &g.ops[i]; o.Captured || o.comm.localRanks != g.comms[0].localRanks {
+	for i := range b.ops {
+		if o := &b.ops[i]; o.Captured || o.comm.localRanks != b.comms[0].localRanks {
 			return false
 		}
 	}
-	g.resizeErrs()
+	b.resizeErrs()
 	return true
 }
 
 // resizeErrs makes room for the result of each operation.
-func (g *group) resizeErrs() {
-	g.errs = g.errs[:0]
-	for range g.ops {
-		g.errs = append(g.errs, nil)
+func (b *Batch) resizeErrs() {
+	b.errs = b.errs[:0]
+	for range b.ops {
+		b.errs = append(b.errs, nil)
 	}
 }
 
+// A launched is a Batch whose operations the polling threads enqueue.
+type launched Batch
+
 // Do enqueues operation i.
-func (g *group) Do(i int) { g.errs[i] = g.ops[i].execute() }
+func (b *launched) Do(i int) { b.errs[i] = b.ops[i].execute() }
 
 // finish records the results of the operations; nil means that all were enqueued. If only
 // some operations were enqueued, or a part of one, they would wait forever for the others, so their
 // communicators are broken.
-func (g *group) finish(errs []error) (first error) {
-	for i := range g.ops {
+func (b *Batch) finish(errs []error) (first error) {
+	for i := range b.ops {
 		if errs != nil && errs[i] != nil {
 			if first == nil {
 				first = errs[i]
 			}
-		} else if !g.implied(i, errs) {
-			g.ops[i].comm.rec.Accept(&g.ops[i].Op)
+		} else if !b.implied(i, errs) {
+			b.ops[i].comm.rec.Accept(&b.ops[i].Op.Op)
 		}
 	}
 	if first == nil {
-		g.markBehind()
+		b.markBehind()
 		return nil
 	}
-	lost := (isFatal(first) || slices.ContainsFunc(errs, ranks.Partial)) && !g.comms[0].wasAborted()
-	for i := len(g.ops) - 1; !lost && i >= 0; i-- {
-		if errs[i] != nil && g.ops[i].comm.alive() { // see undo
-			g.ops[i].unrecord()
+	lost := (isFatal(first) || slices.ContainsFunc(errs, collective.Partial)) && !b.comms[0].wasAborted()
+	for i := len(b.ops) - 1; !lost && i >= 0; i-- {
+		if errs[i] != nil && b.ops[i].comm.alive() { // see undo
+			b.ops[i].unrecord()
 		}
 	}
 	if lost || slices.Contains(errs, nil) {
-		g.failAll(first)
+		b.failAll(first)
 	}
 	return first
 }
 
 // markBehind sets a mark behind the operations that have one before them.
-func (g *group) markBehind() {
-	for i := range g.ops {
-		if o := &g.ops[i]; o.Marked {
+func (b *Batch) markBehind() {
+	for i := range b.ops {
+		if o := &b.ops[i]; o.Marked {
 			last := o
-			for k := i + 1; k < len(g.ops); k++ {
-				if x := &g.ops[k]; x.comm == o.comm && x.Stream == o.Stream {
+			for k := i + 1; k < len(b.ops); k++ {
+				if x := &b.ops[k]; x.comm == o.comm && x.Stream == o.Stream {
 					last = x
 				}
 			}
@@ -107,20 +110,20 @@ func (g *group) markBehind() {
 
 // implied reports whether the record of a later operation on the same stream implies that
 // operation i was accepted.
-func (g *group) implied(i int, errs []error) bool {
-	o, j := &g.ops[i], i+1
-	return j < len(g.ops) && (errs == nil || errs[j] == nil) &&
-		g.ops[j].comm == o.comm && g.ops[j].Stream == o.Stream && g.ops[j].Captured == o.Captured
+func (b *Batch) implied(i int, errs []error) bool {
+	o, j := &b.ops[i], i+1
+	return j < len(b.ops) && (errs == nil || errs[j] == nil) &&
+		b.ops[j].comm == o.comm && b.ops[j].Stream == o.Stream && b.ops[j].Captured == o.Captured
 }
 
 // failAll ends all communicators of the group. It sets the cause on each before it ends
 // the first, because the others would otherwise see that end as their cause.
-func (g *group) failAll(cause error) {
-	ends := make([]*failure, len(g.comms))
-	for i, c := range g.comms {
+func (b *Batch) failAll(cause error) {
+	ends := make([]*failure, len(b.comms))
+	for i, c := range b.comms {
 		ends[i] = c.setFailure(cause)
 	}
-	for i, c := range g.comms {
+	for i, c := range b.comms {
 		if ends[i] != nil {
 			go c.completeFailure(ends[i]) // waits until the group has left the communicator
 		}
@@ -160,18 +163,18 @@ func (c *Communicator) openNaNCheck() (err error) {
 
 // checkInput enqueues the check of the operation's input, if there is something to check.
 func (o *operation) checkInput() error {
-	if c := o.comm; c.nan != nil && nancheck.Checks(o.DType) && o.src.ptr != 0 {
-		return c.nan.Check(o.Stream, uint64(o.src.ptr), o.src.len, o.DType, o.Record)
+	if c := o.comm; c.nan != nil && nancheck.Checks(o.DType) && o.Src.Ptr != 0 {
+		return c.nan.Check(o.Stream, uint64(o.Src.Ptr), o.Src.Len, o.DType, o.Record)
 	}
 	return nil
 }
 
 // checkInputs is checkInput for the operations of a group. If it fails, nothing stays recorded.
-func (g *group) checkInputs() error {
-	for i := range g.ops {
-		if err := g.ops[i].checkInput(); err != nil {
-			for j := len(g.ops) - 1; j >= 0; j-- {
-				g.ops[j].unrecord()
+func (b *Batch) checkInputs() error {
+	for i := range b.ops {
+		if err := b.ops[i].checkInput(); err != nil {
+			for j := len(b.ops) - 1; j >= 0; j-- {
+				b.ops[j].unrecord()
 			}
 			return err
 		}
@@ -238,7 +241,7 @@ func (c *Communicator) NewDevComm(ctx context.Context, cfg *DevCommConfig) (*Dev
 	}
 	reqs, err := cfg.requirements(c.version)
 	if err != nil {
-		return nil, fmt.Errorf("nccl: %s on rank %d of %d: %w", name, c.rank, c.size, err)
+		return nil, c.errorf(name, "%w", err)
 	}
 	d := &DevComm{comm: c, d: new(ncclapi.DevComm), bytes: cfg.Bytes}
 	begun, done := time.Now(), make(chan error, 1)

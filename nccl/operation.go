@@ -9,7 +9,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
@@ -25,30 +25,14 @@ import (
 // from the processor's caches, so each cache line of code costs as much as dozens of
 // instructions. Rare cases therefore have separate functions.
 type operation struct {
-	flight.Op
-	dst  operand
-	src  operand
-	comm *Communicator
-
-	config *callConfig // nil unless With has made the Issuer
-
-	sends, recvs []int  // the elements of each rank, if they differ
-	capture      uint64 // id of the capture, in a batch
+	collective.Op
+	comm    *Communicator
+	config  *callConfig // nil unless With has made the Issuer
+	capture uint64      // id of the capture, in a batch
 
 	wire  ncclapi.DType // NCCL's type,
 	unit  int           // the number of wire elements per element,
 	redop ncclapi.RedOp // and NCCL's reduction
-}
-
-// An operand is a buffer of an operation, or empty if the rank has none.
-type operand struct {
-	ptr cudadrv.DevicePtr
-	len int
-	buf *memory.Buffer
-}
-
-func operandOf[T memory.Element](x memory.Slice[T]) operand {
-	return operand{cudadrv.DevicePtr(x.Ptr()), x.Len(), x.Buffer()}
 }
 
 // issue checks an operation and enqueues it, or adds it to a batch. op is for operations
@@ -56,10 +40,13 @@ func operandOf[T memory.Element](x memory.Slice[T]) operand {
 func issue[T memory.Element](on Issuer, s *stream.Stream, k flight.Kind, dst, src memory.Slice[T], op Op, root int) error {
 	c, b, config := communicatorOf(on)
 	o := operation{
-		Op: flight.Op{
-			Request: flight.Request{Kind: k, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op), Root: root}, Stream: s,
+		Op: collective.Op{
+			Op: flight.Op{
+				Request: flight.Request{Kind: k, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op), Root: root}, Stream: s,
+			},
+			Dst: collective.OperandOf(dst), Src: collective.OperandOf(src),
 		},
-		comm: c, config: config, dst: operandOf(dst), src: operandOf(src),
+		comm: c, config: config,
 	}
 	if err := o.validate(); err != nil {
 		return b.markRefused(err)
@@ -76,34 +63,29 @@ func (o *operation) validateBuffers() bool {
 	d := &flight.Kinds[o.Kind]
 	switch {
 	case d.Src == flight.One && !d.SrcRoot:
-		o.N = o.src.len
+		o.N = o.Src.Len
 	case d.Dst == flight.One:
-		o.N = o.dst.len
+		o.N = o.Dst.Len
 	default:
-		o.N = o.dst.len / o.comm.size
+		o.N = o.Dst.Len / o.comm.size
 	}
 	if d.DstRoot && o.comm.rank != o.Root || d.Dst == flight.None {
-		o.dst = operand{}
-	} else if !o.dst.fits(o.comm.dev, o.length(d.Dst)) {
+		o.Dst = collective.Operand{}
+	} else if !o.Dst.Fits(o.comm.dev, o.length(d.Dst)) {
 		return false
 	}
 	if d.SrcRoot && o.comm.rank != o.Root || d.Src == flight.None {
-		o.src = operand{}
+		o.Src = collective.Operand{}
 		return true
 	}
-	return o.src.fits(o.comm.dev, o.length(d.Src))
-}
-
-// fits reports whether the buffer has n elements, is open, and is on the device.
-func (x *operand) fits(dev *device.Device, n int) bool {
-	return x.len == n && (mem.OpenOn(x.buf, dev) || x.buf == nil && n == 0)
+	return o.Src.Fits(o.comm.dev, o.length(d.Src))
 }
 
 // errBuffers returns the error of buffers that do not fit.
 func errBuffers[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
 	c, d := o.comm, &flight.Kinds[o.Kind]
 	if d.Dst == flight.All && d.Src == flight.All && dst.Len()%c.size != 0 {
-		return fmt.Errorf("nccl: %s on rank %d of %d: the destination has %d elements: want as many from each rank", o.Kind, c.rank, c.size, dst.Len())
+		return c.errorf(o.Kind, "the destination has %d elements: want as many from each rank", dst.Len())
 	}
 	if d.Dst != flight.None && (!d.DstRoot || c.rank == o.Root) {
 		if err := checkSlice(o, "destination", dst, o.length(d.Dst)); err != nil {
@@ -115,7 +97,7 @@ func errBuffers[T memory.Element](o *operation, dst, src memory.Slice[T]) error 
 			return err
 		}
 	}
-	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer does not fit", o.Kind, c.rank, c.size)
+	return c.errorf(o.Kind, "a buffer does not fit")
 }
 
 // length returns the required length of a buffer.
@@ -129,7 +111,7 @@ func (o *operation) length(s flight.Sizing) int {
 func checkSlice[T memory.Element](o *operation, what string, x memory.Slice[T], want int) error {
 	c := o.comm
 	if x.Len() != want {
-		return fmt.Errorf("nccl: %s on rank %d of %d: the %s has %d elements: want %d", o.Kind, c.rank, c.size, what, x.Len(), want)
+		return c.errorf(o.Kind, "the %s has %d elements: want %d", what, x.Len(), want)
 	}
 	if err := mem.Check(o.Kind.String(), x.Buffer(), x.Len(), c.dev); err != nil {
 		return fmt.Errorf("nccl: %w (the %s on rank %d of %d)", err, what, c.rank, c.size)
@@ -146,7 +128,7 @@ func (o *operation) validate() error {
 	case (o.Stream == nil || !gpu.StreamOf(o.Stream).Open()) || o.Stream.Device() != c.dev:
 		return fmt.Errorf("nccl: %w", gpu.CheckStream(o.Kind.String(), o.Stream, gpu.DeviceOf(c.dev)))
 	case d.Rooted && uint(o.Root) >= uint(c.size):
-		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", o.Kind, c.rank, c.size, o.Root)
+		return c.errorf(o.Kind, "rank %d does not exist", o.Root)
 	}
 	if err := o.setWireType(d.Reduces); err != nil {
 		return err
@@ -212,7 +194,7 @@ func (o *operation) enqueue() error {
 	if err := o.execute(); err != nil {
 		return o.undo(err)
 	}
-	c.rec.Accept(&o.Op)
+	c.rec.Accept(&o.Op.Op)
 	if o.Marked {
 		c.markBehind(o)
 	}
@@ -234,7 +216,7 @@ func (o *operation) undo(err error) error {
 // validateAgain validates the conditions that may have changed since the operation was
 // added to its batch.
 func (o *operation) validateAgain() error {
-	if dev := o.comm.dev; (o.Stream == nil || !gpu.StreamOf(o.Stream).Open()) || o.src.closed(dev) || o.dst.closed(dev) {
+	if dev := o.comm.dev; (o.Stream == nil || !gpu.StreamOf(o.Stream).Open()) || o.Src.Closed(dev) || o.Dst.Closed(dev) {
 		return o.errClosed()
 	}
 	if gpu.AnyCapture() || o.capture != 0 {
@@ -243,21 +225,17 @@ func (o *operation) validateAgain() error {
 	return nil
 }
 
-// closed reports whether the operand's buffer was closed.
-func (x *operand) closed(dev *device.Device) bool { return x.buf != nil && !mem.OpenOn(x.buf, dev) }
-
 // errClosed returns the error of an operation whose stream or buffer was closed.
 func (o *operation) errClosed() error {
 	c, name := o.comm, o.Kind.String()
 	if err := gpu.CheckStream(name, o.Stream, gpu.DeviceOf(c.dev)); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
-	x := o.dst
-	if !x.closed(c.dev) {
-		x = o.src
+	x := o.Dst
+	if !x.Closed(c.dev) {
+		x = o.Src
 	}
-	return fmt.Errorf("nccl: %s on rank %d of %d: a buffer of %d bytes on %s was closed within the group: %w",
-		name, c.rank, c.size, x.buf.Bytes(), c.dev, device.ErrClosed)
+	return c.errorf(name, "a buffer of %d bytes on %s was closed within the group: %w", x.Buf.Bytes(), c.dev, device.ErrClosed)
 }
 
 // record records the operation, and compares it with the operations that other ranks of
@@ -268,15 +246,15 @@ func (o *operation) record(t int64) error {
 		c.markBefore(o, t)
 	}
 	o.setSignature()
-	o.In, o.Out = o.src.len, o.dst.len
-	watch, leaves := c.rec.Schedule(&o.Op, t)
+	o.In, o.Out = o.Src.Len, o.Dst.Len
+	watch, leaves := c.rec.Schedule(&o.Op.Op, t)
 	if watch {
 		go c.runWatch()
 	}
 	if leaves {
 		c.markLatest(t)
 	}
-	if c.localRanks.mismatches.Post(&o.Op) {
+	if c.localRanks.mismatches.Post(&o.Op.Op) {
 		return nil
 	}
 	err := c.errMismatch(o)
@@ -332,7 +310,7 @@ func (c *Communicator) mark(s *stream.Stream, k flight.Mark) {
 // unrecord undoes record. Operations that were recorded later on the same communicator
 // must be undone first.
 func (o *operation) unrecord() {
-	o.comm.localRanks.mismatches.Unpost(&o.Op)
+	o.comm.localRanks.mismatches.Unpost(&o.Op.Op)
 	o.comm.rec.Remove(o.Record)
 }
 
@@ -418,21 +396,21 @@ type transferEnd struct {
 
 // match compares the sends of the group with its receives, if both are in the group. With
 // a mismatch NCCL would hang or write past the end of a buffer.
-func (g *group) match() error {
-	for i := range g.ops {
-		g.addEnds(&g.ops[i])
+func (b *Batch) match() error {
+	for i := range b.ops {
+		b.addEnds(&b.ops[i])
 	}
-	if len(g.transferEnds) == 0 {
+	if len(b.transferEnds) == 0 {
 		return nil
 	}
 	// Group the ends by pair of ranks, sends first, in the order they were issued.
-	slices.SortStableFunc(g.transferEnds, func(a, b transferEnd) int {
+	slices.SortStableFunc(b.transferEnds, func(a, b transferEnd) int {
 		if c := comparePairs(a, b); c != 0 {
 			return c
 		}
 		return cmp.Compare(side(a), side(b))
 	})
-	for rest := g.transferEnds; len(rest) > 0; {
+	for rest := b.transferEnds; len(rest) > 0; {
 		n := slices.IndexFunc(rest, func(e transferEnd) bool { return comparePairs(e, rest[0]) != 0 })
 		if n < 0 {
 			n = len(rest)
@@ -447,26 +425,26 @@ func (g *group) match() error {
 
 // addEnds records the ends of an operation whose other ends may be in the group. In a
 // group of a single rank these are only its transfers to itself.
-func (g *group) addEnds(o *operation) {
+func (b *Batch) addEnds(o *operation) {
 	me := o.comm.rank
 	switch {
 	case o.Kind == flight.AllToAllV:
-		g.addEndsOfAll(o)
-	case !flight.Kinds[o.Kind].Peer || len(g.comms) == 1 && o.Root != me:
+		b.addEndsOfAll(o)
+	case !flight.Kinds[o.Kind].Peer || len(b.comms) == 1 && o.Root != me:
 	case o.Kind == flight.Send:
-		g.transferEnds = append(g.transferEnds, transferEnd{o: o, from: me, to: o.Root, n: o.N})
+		b.transferEnds = append(b.transferEnds, transferEnd{o: o, from: me, to: o.Root, n: o.N})
 	default:
-		g.transferEnds = append(g.transferEnds, transferEnd{o: o, from: o.Root, to: me, n: o.N, receives: true})
+		b.transferEnds = append(b.transferEnds, transferEnd{o: o, from: o.Root, to: me, n: o.N, receives: true})
 	}
 }
 
 // addEndsOfAll is addEnds for an operation with a transfer to each rank.
-func (g *group) addEndsOfAll(o *operation) {
+func (b *Batch) addEndsOfAll(o *operation) {
 	me := o.comm.rank
 	for rank := range o.comm.size {
-		if len(g.comms) > 1 || rank == me {
-			g.transferEnds = append(g.transferEnds, transferEnd{o: o, from: me, to: rank, n: o.sends[rank]},
-				transferEnd{o: o, from: rank, to: me, n: o.recvs[rank], receives: true})
+		if len(b.comms) > 1 || rank == me {
+			b.transferEnds = append(b.transferEnds, transferEnd{o: o, from: me, to: rank, n: o.Sends[rank]},
+				transferEnd{o: o, from: rank, to: me, n: o.Recvs[rank], receives: true})
 		}
 	}
 }
@@ -514,8 +492,7 @@ func matchPair(ends []transferEnd) error {
 
 // errSelfTransfer returns the error of a transfer of a rank to itself that has only one end.
 func (o *operation) errSelfTransfer() error {
-	return fmt.Errorf("nccl: %s on rank %d of %d: it is its own peer: issue the send and the receive within one Group: %w",
-		o.Kind, o.comm.rank, o.comm.size, ErrorInvalidUsage)
+	return o.comm.errorf(o.Kind, "it is its own peer: issue the send and the receive within one Group: %w", ErrorInvalidUsage)
 }
 
 // AllGatherV is AllGather of parts of different lengths: counts has the number of elements
@@ -524,7 +501,7 @@ func (o *operation) errSelfTransfer() error {
 // Collective.
 func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int) error {
 	c, b, config := communicatorOf(on)
-	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, config: config, sends: counts, recvs: counts}
+	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -534,7 +511,7 @@ func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.S
 // reductions. Collective.
 func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int, op Op) error {
 	c, b, config := communicatorOf(on)
-	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op)}, Stream: s}, comm: c, config: config, sends: counts, recvs: counts}
+	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op)}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -544,7 +521,7 @@ func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memo
 // must not overlap. It is one group of sends and receives. Collective.
 func AllToAllV[T memory.Element](on Issuer, s *stream.Stream, dst memory.Slice[T], recvs []int, src memory.Slice[T], sends []int) error {
 	c, b, config := communicatorOf(on)
-	o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, comm: c, config: config, sends: sends, recvs: recvs}
+	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: sends, Recvs: recvs}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -561,24 +538,24 @@ func checkUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error
 	if err := o.validate(); err != nil {
 		return err
 	}
-	out, err := o.total("sends", o.sends)
+	out, err := o.total("sends", o.Sends)
 	if err != nil {
 		return err
 	}
-	in, err := o.total("receives", o.recvs)
+	in, err := o.total("receives", o.Recvs)
 	if err != nil {
 		return err
 	}
 	o.N = max(in, out)
 	switch o.Kind {
 	case flight.AllGatherV:
-		out = o.sends[o.comm.rank]
+		out = o.Sends[o.comm.rank]
 	case flight.ReduceScatterV:
-		in = o.recvs[o.comm.rank]
+		in = o.Recvs[o.comm.rank]
 	case flight.AllToAllV:
-		if me := o.comm.rank; o.sends[me] != o.recvs[me] {
+		if me := o.comm.rank; o.Sends[me] != o.Recvs[me] {
 			return fmt.Errorf("nccl: %s on rank %d of %d: the rank sends itself %d elements and receives %d: want as many",
-				o.Kind, me, o.comm.size, o.sends[me], o.recvs[me])
+				o.Kind, me, o.comm.size, o.Sends[me], o.Recvs[me])
 		}
 	}
 	if err := checkSlice(o, "destination", dst, in); err != nil {
@@ -587,7 +564,7 @@ func checkUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error
 	if err := checkSlice(o, "source", src, out); err != nil {
 		return err
 	}
-	o.dst, o.src = operandOf(dst), operandOf(src)
+	o.Dst, o.Src = collective.OperandOf(dst), collective.OperandOf(src)
 	return nil
 }
 
@@ -595,11 +572,11 @@ func checkUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error
 func (o *operation) total(what string, counts []int) (sum int, err error) {
 	c := o.comm
 	if len(counts) != c.size {
-		return 0, fmt.Errorf("nccl: %s on rank %d of %d: %d numbers of elements: want one for each rank", o.Kind, c.rank, c.size, len(counts))
+		return 0, c.errorf(o.Kind, "%d numbers of elements: want one for each rank", len(counts))
 	}
 	for rank, n := range counts {
 		if n < 0 || n > math.MaxInt-sum {
-			return 0, fmt.Errorf("nccl: %s on rank %d of %d: it %s %d elements at rank %d: want 0 or more, and a sum without overflow", o.Kind, c.rank, c.size, what, n, rank)
+			return 0, c.errorf(o.Kind, "it %s %d elements at rank %d: want 0 or more, and a sum without overflow", what, n, rank)
 		}
 		sum += n
 	}

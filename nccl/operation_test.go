@@ -6,7 +6,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -19,8 +18,8 @@ type reducing struct {
 	asked []ncclapi.RedOp
 }
 
-func (l *reducing) AllReduce(_, _ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, op ncclapi.RedOp, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	l.asked = append(l.asked, op)
+func (l *reducing) Collective(c ncclapi.Call) ncclapi.Result {
+	l.asked = append(l.asked, c.Op)
 	return ncclapi.Success
 }
 

@@ -189,8 +189,11 @@ type refusingNCCL struct{ *idleNCCL }
 
 func (refusingNCCL) Has(f ncclapi.Func) bool { return f != ncclapi.FuncAlltoAll }
 
-func (l refusingNCCL) Send(_ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ int32, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
-	return ncclapi.InvalidUsage
+func (l refusingNCCL) Collective(c ncclapi.Call) ncclapi.Result {
+	if c.Func == ncclapi.FuncSend {
+		return ncclapi.InvalidUsage
+	}
+	return l.idleNCCL.Collective(c)
 }
 
 // The first that NCCL refuses of what an operation is made of is what it returns, also

@@ -13,7 +13,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/analyze"
-	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
@@ -25,7 +24,7 @@ type stuckNCCL struct {
 	run func() error
 }
 
-func (l stuckNCCL) AllReduce(_, _ cudadrv.DevicePtr, _ uintptr, _ ncclapi.DType, _ ncclapi.RedOp, _ ncclapi.Comm, _ cudadrv.Stream) ncclapi.Result {
+func (l stuckNCCL) Collective(ncclapi.Call) ncclapi.Result {
 	if l.run() != nil {
 		return ncclapi.InternalError
 	}

@@ -7,12 +7,12 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -96,28 +96,28 @@ func groupOf(r *flight.Recorder) status.Group {
 }
 
 // strategies are the names of services in metrics.
-var strategies = [...]string{ranks.NCCL: "nccl", ranks.Kernels: "kernels", ranks.Windows: "windows", ranks.CopyEngines: "copy_engines", ranks.Ordered: "ordered"}
+var strategies = [...]string{collective.NCCL: "nccl", collective.Kernels: "kernels", collective.Windows: "windows", collective.CopyEngines: "copy_engines", collective.Ordered: "ordered"}
 
 // Simulate returns NCCL's estimate of how long the operations that fn adds to the batch
 // would take (ncclGroupSimulateEnd). It does not enqueue them.
 func Simulate(fn func(b *Batch) error) (d time.Duration, err error) {
 	err = inBatch("ncclGroupSimulateEnd", fn, func(b *Batch) error {
-		d, err = b.group.simulate()
+		d, err = b.simulate()
 		return err
 	})
 	return d, err
 }
 
-func (g *group) simulate() (time.Duration, error) {
-	if len(g.ops) == 0 {
+func (b *Batch) simulate() (time.Duration, error) {
+	if len(b.ops) == 0 {
 		return 0, nil
 	}
-	if err := g.prepare(); err != nil {
+	if err := b.prepare(); err != nil {
 		return 0, err
 	}
-	defer g.unlock()
-	info := ncclapi.NewSimInfo(g.ops[0].comm.version)
-	if err := g.execute(func(api ncclapi.API) ncclapi.Result { return api.GroupSimulateEnd(info) }); err != nil {
+	defer b.unlock()
+	info := ncclapi.NewSimInfo(b.ops[0].comm.version)
+	if err := b.execute(func(api ncclapi.API) ncclapi.Result { return api.GroupSimulateEnd(info) }); err != nil {
 		return 0, err
 	}
 	return time.Duration(float64(info.EstimatedTime) * float64(time.Microsecond)), nil

@@ -16,7 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -325,8 +325,8 @@ func (r *paired) graphInC(p *pairing, k, n int) (runner, error) {
 
 // inGo calls NCCL as Chorus does, without all that it does before and behind.
 func (r *paired) inGo(k, operations, n int) (float64, error) {
-	o := operation{Op: flight.Op{Request: flight.Request{Kind: besides[k].kind, DType: memory.Float32, N: n}, Stream: r.s}, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c,
-		dst: operand{ptr: cudadrv.DevicePtr(r.dst.Ptr())}, src: operand{ptr: cudadrv.DevicePtr(r.src.Ptr())}}
+	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: besides[k].kind, DType: memory.Float32, N: n}, Stream: r.s},
+		Dst: collective.OperandOf(r.dst), Src: collective.OperandOf(r.src)}, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c}
 	api := r.c.api
 	begun := time.Now()
 	for range operations {
@@ -337,8 +337,8 @@ func (r *paired) inGo(k, operations, n int) (float64, error) {
 			continue
 		}
 		api.GroupStart()
-		api.Send(o.src.ptr, uintptr(n), o.wire, int32(r.next()), *r.c.h, gpu.StreamOf(r.s).Raw())
-		api.Recv(o.dst.ptr, uintptr(n), o.wire, int32(r.before()), *r.c.h, gpu.StreamOf(r.s).Raw())
+		api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: o.Src.Ptr, Count: uintptr(n), Type: o.wire, Root: int32(r.next()), Comm: *r.c.h, Stream: gpu.StreamOf(r.s).Raw()})
+		api.Collective(ncclapi.Call{Func: ncclapi.FuncRecv, Recv: o.Dst.Ptr, Count: uintptr(n), Type: o.wire, Root: int32(r.before()), Comm: *r.c.h, Stream: gpu.StreamOf(r.s).Raw()})
 		if got := api.GroupEnd(); got != ncclapi.Success {
 			return 0, r.c.check("thinnest", got)
 		}

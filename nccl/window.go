@@ -9,6 +9,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -56,7 +57,7 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	}
 	x, err := memory.View[uint8](b, 0, bytes)
 	if err != nil {
-		return nil, fmt.Errorf("nccl: %s on rank %d of %d: %w", name, c.rank, c.size, err)
+		return nil, c.errorf(name, "%w", err)
 	}
 	if err := mem.Check(name, x.Buffer(), x.Len(), c.dev); err != nil {
 		return nil, fmt.Errorf("nccl: %w", err)
@@ -127,7 +128,7 @@ func (w *Window) PeerPtr(peer int) (uint64, error) {
 	}
 	c := w.comm
 	if peer < 0 || peer >= c.size {
-		return 0, fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", f.Name(), c.rank, c.size, peer)
+		return 0, c.errorf(f.Name(), "rank %d does not exist", peer)
 	}
 	if err := c.enter(f.Name()); err != nil {
 		return 0, err
@@ -177,7 +178,7 @@ func Put[T memory.Element](w *Window, s *stream.Stream, src memory.Slice[T], pee
 		return fmt.Errorf("nccl: %w", err)
 	}
 	if offset < 0 || src.Bytes() > w.bytes-offset {
-		return fmt.Errorf("nccl: %s on rank %d of %d: %d bytes at byte %d: the window has %d", f.Name(), w.comm.rank, w.comm.size, src.Bytes(), offset, w.bytes)
+		return w.comm.errorf(f.Name(), "%d bytes at byte %d: the window has %d", src.Bytes(), offset, w.bytes)
 	}
 	return w.comm.signal(f, s, func(h ncclapi.Comm) ncclapi.Result {
 		return w.comm.api.PutSignal(cudadrv.DevicePtr(src.Ptr()), uintptr(src.Bytes()), ncclapi.Uint8, int32(peer), *w.h, uintptr(offset), 0, 0, 0, h, gpu.StreamOf(s).Raw())
@@ -203,7 +204,7 @@ func WaitSignal(c *Communicator, s *stream.Stream, peer, n int) error {
 		return err
 	}
 	if n < 1 {
-		return fmt.Errorf("nccl: %s on rank %d of %d: %d signals: want one or more", f.Name(), c.rank, c.size, n)
+		return c.errorf(f.Name(), "%d signals: want one or more", n)
 	}
 	descs := []ncclapi.SignalDesc{{Ops: int32(n), Peer: int32(peer)}}
 	return c.signal(f, s, func(h ncclapi.Comm) ncclapi.Result { return c.api.WaitSignal(descs, h, gpu.StreamOf(s).Raw()) })
@@ -221,7 +222,7 @@ func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) erro
 		return fmt.Errorf("nccl: %w", err)
 	}
 	if peer < 0 || peer >= c.size {
-		return fmt.Errorf("nccl: %s on rank %d of %d: rank %d does not exist", f.Name(), c.rank, c.size, peer)
+		return c.errorf(f.Name(), "rank %d does not exist", peer)
 	}
 	return gpu.StreamOf(s).Captured(held{c})
 }
@@ -256,14 +257,14 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 		return nil, err
 	}
 	if b == nil {
-		return nil, fmt.Errorf("nccl: %s on rank %d of %d: no buffer given", f.Name(), c.rank, c.size)
+		return nil, c.errorf(f.Name(), "no buffer given")
 	}
 	x, err := memory.View[uint8](b, 0, max(b.Bytes(), 0))
 	if err == nil {
 		err = mem.Check(f.Name(), b, x.Len(), c.dev)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("nccl: %s on rank %d of %d: %w", f.Name(), c.rank, c.size, err)
+		return nil, c.errorf(f.Name(), "%w", err)
 	}
 	if err := c.enter(f.Name()); err != nil {
 		return nil, err
@@ -363,13 +364,13 @@ func (c *Communicator) symmetricKernelWrong(k flight.Kind, part int) bool {
 // symmetric reports whether NCCL will use a symmetric kernel for the operation.
 func (o *operation) symmetric() bool {
 	spans := o.comm.symmetricSpans()
-	return len(spans) > 0 && symmetricKernel(o.Kind, o.DType, o.Reduction) && o.dst.within(spans, o.DType) && o.src.within(spans, o.DType)
+	return len(spans) > 0 && symmetricKernel(o.Kind, o.DType, o.Reduction) && within(&o.Dst, spans, o.DType) && within(&o.Src, spans, o.DType)
 }
 
 // within reports whether an operand lies in one of the spans.
-func (x operand) within(spans []span, t memory.DType) bool {
-	end := x.ptr + cudadrv.DevicePtr(x.len*t.Size())
-	return slices.ContainsFunc(spans, func(s span) bool { return s.from <= x.ptr && end <= s.to })
+func within(x *collective.Operand, spans []span, t memory.DType) bool {
+	end := x.Ptr + cudadrv.DevicePtr(x.Len*t.Size())
+	return slices.ContainsFunc(spans, func(s span) bool { return s.from <= x.Ptr && end <= s.to })
 }
 
 // checkSymmetric refuses an operation that NCCL's kernel computes incorrectly.
@@ -382,14 +383,14 @@ func (o *operation) checkSymmetric() error {
 }
 
 // checkSymmetric refuses a group that NCCL's kernels compute incorrectly.
-func (g *group) checkSymmetric() error {
-	for i := range g.ops {
-		o := &g.ops[i]
+func (b *Batch) checkSymmetric() error {
+	for i := range b.ops {
+		o := &b.ops[i]
 		if o.comm.spans.Load() == nil || o.comm.version >= exactSymmetric || !o.symmetric() {
 			continue
 		}
-		for j := range g.ops[:i] {
-			if p := &g.ops[j]; p.comm == o.comm && p.symmetric() {
+		for j := range b.ops[:i] {
+			if p := &b.ops[j]; p.comm == o.comm && p.symmetric() {
 				return o.errTooOld(fmt.Sprintf("it is in one group with another operation, %s, both in symmetric windows: NCCL %s corrupts the results: issue them one after the other",
 					p.Kind, ncclapi.VersionText(o.comm.version)))
 			}
@@ -399,7 +400,7 @@ func (g *group) checkSymmetric() error {
 }
 
 func (o *operation) errTooOld(why string) error {
-	return fmt.Errorf("nccl: %s on rank %d of %d: %s, or use NCCL 2.28.7 or newer: %w", o.Kind, o.comm.rank, o.comm.size, why, ErrorInvalidUsage)
+	return o.comm.errorf(o.Kind, "%s, or use NCCL 2.28.7 or newer: %w", why, ErrorInvalidUsage)
 }
 
 // An InUseError reports that a communicator cannot be closed because a graph has captured

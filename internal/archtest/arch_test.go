@@ -44,7 +44,7 @@ var layers = [][]string{
 	{"internal/ptxtest"},
 	{"memory"},
 	{"internal/flight", "internal/testgpu/buffers"},
-	{"internal/gemm", "internal/kern", "internal/ranks"},
+	{"internal/gemm", "internal/kern", "internal/collective"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
 	{"internal/strided", "internal/nancheck"},
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/spin"},

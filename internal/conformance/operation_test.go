@@ -35,37 +35,37 @@ func parts(all bool, n int) int {
 var operations = []operation{{
 	f: ncclapi.FuncAllReduce, reduces: true, huge: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.AllReduce(c.send, c.recv, uintptr(c.count), c.t, c.op, c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Op: c.op, Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: (*issued).reduced,
 }, {
 	f: ncclapi.FuncReduce, reduces: true, rooted: true, receivesAtRoot: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.Reduce(c.send, c.recv, uintptr(c.count), c.t, c.op, int32(c.root), c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncReduce, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Op: c.op, Root: int32(c.root), Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: (*issued).reduced,
 }, {
 	f: ncclapi.FuncReduceScatter, reduces: true, huge: true, sendsAll: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.ReduceScatter(c.send, c.recv, uintptr(c.count), c.t, c.op, c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncReduceScatter, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Op: c.op, Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: func(c *issued, lo int, got []byte) string { return c.reduced(c.Me*c.bytes+lo, got) },
 }, {
 	f: ncclapi.FuncBroadcast, huge: true, rooted: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.Broadcast(c.send, c.recv, uintptr(c.count), c.t, int32(c.root), c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Root: int32(c.root), Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: func(c *issued, lo int, got []byte) string { return c.moved(c.root, lo, got) },
 }, {
 	f: ncclapi.FuncAllGather, huge: true, receivesAll: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.AllGather(c.send, c.recv, uintptr(c.count), c.t, c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncAllGather, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: func(c *issued, lo int, got []byte) string { return c.moved(lo/c.bytes, lo%c.bytes, got) },
 }, {
 	f: ncclapi.FuncAlltoAll, sendsAll: true, receivesAll: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.AlltoAll(c.send, c.recv, uintptr(c.count), c.t, c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncAlltoAll, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: func(c *issued, lo int, got []byte) string {
 		return c.moved(lo/c.bytes, c.Me*c.bytes+lo%c.bytes, got)
@@ -73,13 +73,13 @@ var operations = []operation{{
 }, {
 	f: ncclapi.FuncGather, rooted: true, receivesAtRoot: true, receivesAll: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.Gather(c.send, c.recv, uintptr(c.count), c.t, int32(c.root), c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncGather, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Root: int32(c.root), Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: func(c *issued, lo int, got []byte) string { return c.moved(lo/c.bytes, lo%c.bytes, got) },
 }, {
 	f: ncclapi.FuncScatter, rooted: true, sendsAll: true,
 	issue: func(c *issued) {
-		c.nccl(c.API.Scatter(c.send, c.recv, uintptr(c.count), c.t, int32(c.root), c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncScatter, Send: c.send, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Root: int32(c.root), Comm: c.Comm, Stream: c.Stream}))
 	},
 	check: func(c *issued, lo int, got []byte) string { return c.moved(c.root, c.Me*c.bytes+lo, got) },
 }, {
@@ -88,8 +88,8 @@ var operations = []operation{{
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		c.nccl(c.API.GroupStart())
-		c.nccl(c.API.Send(c.send, uintptr(c.count), c.t, int32((c.Me+1)%c.N), c.Comm, c.Stream))
-		c.nccl(c.API.Recv(c.recv, uintptr(c.count), c.t, int32((c.Me+c.N-1)%c.N), c.Comm, c.Stream))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: c.send, Count: uintptr(c.count), Type: c.t, Root: int32((c.Me + 1) % c.N), Comm: c.Comm, Stream: c.Stream}))
+		c.nccl(c.API.Collective(ncclapi.Call{Func: ncclapi.FuncRecv, Recv: c.recv, Count: uintptr(c.count), Type: c.t, Root: int32((c.Me + c.N - 1) % c.N), Comm: c.Comm, Stream: c.Stream}))
 		c.nccl(c.API.GroupEnd())
 	},
 	check: func(c *issued, lo int, got []byte) string { return c.moved((c.Me+c.N-1)%c.N, lo, got) },

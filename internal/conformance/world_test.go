@@ -194,7 +194,7 @@ func (w *world) allReduce(t *testing.T) {
 					out = w.send
 				}
 				w.all(t, func(rank int) ncclapi.Result {
-					return w.api.AllReduce(w.send[rank], out[rank], uintptr(count), dt, op, w.comms[rank], w.streams[rank])
+					return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: out[rank], Count: uintptr(count), Type: dt, Op: op, Comm: w.comms[rank], Stream: w.streams[rank]})
 				})
 				for rank := range w.n {
 					checkReduced(t, dt, op, w.results(t, rank, out[rank], count*int(dt.Size())), inputs, 0)
@@ -210,7 +210,7 @@ func (w *world) reduce(t *testing.T) {
 			root := i % w.n
 			inputs := w.fill(t, func(rank int) []byte { return input(dt, op, count, uint64(rank*3+1)) })
 			w.all(t, func(rank int) ncclapi.Result {
-				return w.api.Reduce(w.send[rank], w.recv[rank], uintptr(count), dt, op, int32(root), w.comms[rank], w.streams[rank])
+				return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncReduce, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(count), Type: dt, Op: op, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
 			})
 			checkReduced(t, dt, op, w.results(t, root, w.recv[root], count*int(dt.Size())), inputs, 0)
 		}
@@ -222,7 +222,7 @@ func (w *world) reduceScatter(t *testing.T) {
 		for _, count := range counts(dt, 1, 513) {
 			inputs := w.fill(t, func(rank int) []byte { return input(dt, op, count*w.n, uint64(rank*5+2)) })
 			w.all(t, func(rank int) ncclapi.Result {
-				return w.api.ReduceScatter(w.send[rank], w.recv[rank], uintptr(count), dt, op, w.comms[rank], w.streams[rank])
+				return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncReduceScatter, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(count), Type: dt, Op: op, Comm: w.comms[rank], Stream: w.streams[rank]})
 			})
 			for rank := range w.n {
 				checkReduced(t, dt, op, w.results(t, rank, w.recv[rank], count*int(dt.Size())), inputs, rank*count)
@@ -243,7 +243,7 @@ func (w *world) preMulSum(t *testing.T) {
 	}
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Float32, ncclapi.Sum, count, uint64(rank)) })
 	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.AllReduce(w.send[rank], w.recv[rank], count, ncclapi.Float32, ops[rank], w.comms[rank], w.streams[rank])
+		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Float32, Op: ops[rank], Comm: w.comms[rank], Stream: w.streams[rank]})
 	})
 	for rank := range w.n {
 		for i := range count {
@@ -262,7 +262,7 @@ func (w *world) broadcast(t *testing.T) {
 		for root := range w.n {
 			inputs := w.fill(t, func(rank int) []byte { return pattern(bytes, uint64(rank)) })
 			w.all(t, func(rank int) ncclapi.Result {
-				return w.api.Broadcast(w.send[rank], w.recv[rank], uintptr(bytes), ncclapi.Uint8, int32(root), w.comms[rank], w.streams[rank])
+				return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(bytes), Type: ncclapi.Uint8, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
 			})
 			for rank := range w.n {
 				require.Equal(t, inputs[root], w.results(t, rank, w.recv[rank], bytes))
@@ -287,7 +287,7 @@ func (w *world) allGather(t *testing.T) {
 				if inPlace {
 					from = w.recv[rank] + cudadrv.DevicePtr(rank*bytes)
 				}
-				return w.api.AllGather(from, w.recv[rank], uintptr(bytes), ncclapi.Int8, w.comms[rank], w.streams[rank])
+				return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllGather, Send: from, Recv: w.recv[rank], Count: uintptr(bytes), Type: ncclapi.Int8, Comm: w.comms[rank], Stream: w.streams[rank]})
 			})
 			for rank := range w.n {
 				require.Equal(t, want, append([]byte(nil), w.results(t, rank, w.recv[rank], len(want))...))
@@ -301,7 +301,7 @@ func (w *world) allToAll(t *testing.T) {
 		size := 4 * count
 		inputs := w.fill(t, func(rank int) []byte { return pattern(size*w.n, uint64(rank)) })
 		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.AlltoAll(w.send[rank], w.recv[rank], uintptr(count), ncclapi.Float32, w.comms[rank], w.streams[rank])
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAlltoAll, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(count), Type: ncclapi.Float32, Comm: w.comms[rank], Stream: w.streams[rank]})
 		})
 		for rank := range w.n {
 			got := w.results(t, rank, w.recv[rank], size*w.n)
@@ -317,7 +317,7 @@ func (w *world) gatherScatter(t *testing.T) {
 		root := size % w.n
 		inputs := w.fill(t, func(rank int) []byte { return pattern(size, uint64(rank)) })
 		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.Gather(w.send[rank], w.recv[rank], uintptr(size), ncclapi.Uint8, int32(root), w.comms[rank], w.streams[rank])
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncGather, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
 		})
 		got := w.results(t, root, w.recv[root], size*w.n)
 		for rank := range w.n {
@@ -325,7 +325,7 @@ func (w *world) gatherScatter(t *testing.T) {
 		}
 		inputs = w.fill(t, func(rank int) []byte { return pattern(size*w.n, uint64(rank+9)) })
 		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.Scatter(w.send[rank], w.recv[rank], uintptr(size), ncclapi.Uint8, int32(root), w.comms[rank], w.streams[rank])
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncScatter, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
 		})
 		for rank := range w.n {
 			require.Equal(t, inputs[root][rank*size:(rank+1)*size], w.results(t, rank, w.recv[rank], size))
@@ -341,8 +341,8 @@ func (w *world) pointToPoint(t *testing.T) {
 		w.group(t, func() {
 			for rank := range w.n {
 				next, prev := (rank+1)%w.n, (rank+w.n-1)%w.n
-				good(t, w.api, w.api.Send(w.send[rank], uintptr(size), ncclapi.Uint8, int32(next), w.comms[rank], w.streams[rank]))
-				good(t, w.api, w.api.Recv(w.recv[rank], uintptr(size), ncclapi.Uint8, int32(prev), w.comms[rank], w.streams[rank]))
+				good(t, w.api, w.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: w.send[rank], Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(next), Comm: w.comms[rank], Stream: w.streams[rank]}))
+				good(t, w.api, w.api.Collective(ncclapi.Call{Func: ncclapi.FuncRecv, Recv: w.recv[rank], Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(prev), Comm: w.comms[rank], Stream: w.streams[rank]}))
 			}
 		})
 		for rank := range w.n {
@@ -363,10 +363,10 @@ func (w *world) twoStreams(t *testing.T) {
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Int32, ncclapi.Sum, count, uint64(rank)) })
 	for range 3 {
 		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.AllReduce(w.send[rank], w.recv[rank], count, ncclapi.Int32, ncclapi.Sum, w.comms[rank], w.streams[rank])
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: w.comms[rank], Stream: w.streams[rank]})
 		})
 		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.AllReduce(w.recv[rank], w.recv[rank], count, ncclapi.Int32, ncclapi.Max, w.comms[rank], second[rank])
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.recv[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Int32, Op: ncclapi.Max, Comm: w.comms[rank], Stream: second[rank]})
 		})
 		for rank := range w.n {
 			w.sync(t, rank, second[rank])
@@ -389,7 +389,7 @@ func (w *world) memAlloc(t *testing.T) {
 		w.upload(t, rank, w.streams[rank], memory[rank], inputs[rank])
 	}
 	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.AllReduce(memory[rank], memory[rank], count, ncclapi.Float32, ncclapi.Sum, w.comms[rank], w.streams[rank])
+		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: memory[rank], Recv: memory[rank], Count: count, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: w.comms[rank], Stream: w.streams[rank]})
 	})
 	for rank := range w.n {
 		checkReduced(t, ncclapi.Float32, ncclapi.Sum, w.download(t, rank, w.streams[rank], memory[rank], 4*count), inputs, 0)
@@ -406,7 +406,7 @@ func (w *world) split(t *testing.T) {
 	const count = 300
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Int64, ncclapi.Sum, count, uint64(rank)) })
 	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.AllReduce(w.send[rank], w.recv[rank], count, ncclapi.Int64, ncclapi.Sum, parts[rank], w.streams[rank])
+		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Int64, Op: ncclapi.Sum, Comm: parts[rank], Stream: w.streams[rank]})
 	})
 	for rank := range w.n {
 		var same [][]byte
@@ -438,7 +438,7 @@ func (w *world) shrink(t *testing.T) {
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Int64, ncclapi.Sum, count, uint64(rank)) })
 	w.group(t, func() {
 		for rank := range left {
-			good(t, w.api, w.api.AllReduce(w.send[rank], w.recv[rank], count, ncclapi.Int64, ncclapi.Sum, parts[rank], w.streams[rank]))
+			good(t, w.api, w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Int64, Op: ncclapi.Sum, Comm: parts[rank], Stream: w.streams[rank]}))
 		}
 	})
 	for rank := range left {
@@ -467,7 +467,7 @@ func (w *world) initRank(t *testing.T) {
 	const count = 64
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Uint8, ncclapi.Max, count, uint64(rank)) })
 	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.AllReduce(w.send[rank], w.recv[rank], count, ncclapi.Uint8, ncclapi.Max, comms[rank], w.streams[rank])
+		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Uint8, Op: ncclapi.Max, Comm: comms[rank], Stream: w.streams[rank]})
 	})
 	for rank := range w.n {
 		checkReduced(t, ncclapi.Uint8, ncclapi.Max, w.results(t, rank, w.recv[rank], count), inputs, 0)
@@ -479,11 +479,21 @@ func (w *world) initRank(t *testing.T) {
 func (w *world) errors(t *testing.T) {
 	c, s, p := w.comms[0], w.streams[0], w.send[0]
 	for name, f := range map[string]func() ncclapi.Result{
-		"type":      func() ncclapi.Result { return w.api.AllReduce(p, p, 1, 99, ncclapi.Sum, c, s) },
-		"reduction": func() ncclapi.Result { return w.api.AllReduce(p, p, 1, ncclapi.Int8, 77, c, s) },
-		"root":      func() ncclapi.Result { return w.api.Broadcast(p, p, 1, ncclapi.Int8, int32(w.n), c, s) },
-		"peer":      func() ncclapi.Result { return w.api.Send(p, 1, ncclapi.Int8, -1, c, s) },
-		"null":      func() ncclapi.Result { return w.api.AllReduce(p, p, 1, ncclapi.Int8, ncclapi.Sum, 0, s) },
+		"type": func() ncclapi.Result {
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: 99, Op: ncclapi.Sum, Comm: c, Stream: s})
+		},
+		"reduction": func() ncclapi.Result {
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Op: 77, Comm: c, Stream: s})
+		},
+		"root": func() ncclapi.Result {
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Root: int32(w.n), Comm: c, Stream: s})
+		},
+		"peer": func() ncclapi.Result {
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: -1, Comm: c, Stream: s})
+		},
+		"null": func() ncclapi.Result {
+			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Op: ncclapi.Sum, Comm: 0, Stream: s})
+		},
 	} {
 		t.Run(name, func(t *testing.T) {
 			require.Equal(t, ncclapi.InvalidArgument, f())
@@ -493,7 +503,7 @@ func (w *world) errors(t *testing.T) {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		good(t, w.api, w.api.GroupStart())
-		require.Equal(t, ncclapi.InvalidArgument, w.api.Broadcast(p, p, 1, ncclapi.Int8, -1, c, s))
+		require.Equal(t, ncclapi.InvalidArgument, w.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Root: -1, Comm: c, Stream: s}))
 		require.Equal(t, ncclapi.InvalidArgument, w.api.GroupEnd(), "a group returns the error of a call in it")
 	})
 	t.Run("unmatched", func(t *testing.T) {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/kernel"
@@ -239,8 +240,8 @@ func (r *Rank) try(ctx context.Context, s *stream.Stream, x trial) (torn string,
 		for i := range x.in.Data() {
 			x.in.Data()[i] = trialValue(k, r.rank, i)
 		}
-		o := operation{kind: flight.AllReduce, algorithm: TwoShotLines, dtype: memory.Float32, format: formatOf[memory.Float32], bytes: x.x.Bytes(), dst: x.x.Ptr(), src: x.x.Ptr()}
-		err := errors.Join(x.x.CopyFromPinned(s, x.in), r.enqueue(s, &o), x.x.CopyToPinned(s, x.out), s.Sync(context.WithoutCancel(ctx)))
+		o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, N: x.x.Len()}, Stream: s}, Algorithm: int8(TwoShotLines), Dst: collective.OperandOf(x.x), Src: collective.OperandOf(x.x)}
+		err := errors.Join(x.x.CopyFromPinned(s, x.in), r.enqueue(&o), x.x.CopyToPinned(s, x.out), s.Sync(context.WithoutCancel(ctx)))
 		if err != nil {
 			return "", err
 		}

@@ -15,6 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -277,10 +278,9 @@ func noLines(t *testing.T, group []member, why string) {
 		err := fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.TwoShotLines})
 		require.ErrorIs(t, err, errors.ErrUnsupported)
 		require.ErrorContains(t, err, why)
-		raw := fabric.Raw{Kind: flight.AllReduce, Algorithm: fabric.TwoShotLines, DType: memory.Float32, Op: flight.Sum, Count: 8}
-		require.False(t, m.Takes(&raw))
-		raw.Algorithm = fabric.Auto
-		require.True(t, m.Takes(&raw))
+		o := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, Reduction: flight.Sum, N: 8}}}
+		require.False(t, m.Takes(&o, fabric.TwoShotLines))
+		require.True(t, m.Takes(&o, fabric.Auto))
 	}
 	k := floats(func(x float32) float32 { return x })
 	carryOut(t, group, k, call{name: "all-reduce", n: 300_000})

@@ -7,13 +7,13 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/stream"
 )
 
 // A Rank is a rank of a group that Open has made. Its operations may be enqueued by any
@@ -143,71 +143,45 @@ func (r *Rank) Prepare(s gpu.HasStream) error {
 // Launched ends what Prepare began. For Chorus's own packages.
 func (r *Rank) Launched(s gpu.HasStream) { r.order.Launched(s) }
 
-// A Raw is a collective with validated operands, given by their addresses.
-type Raw struct {
-	Kind      flight.Kind
-	Algorithm Algorithm // of all-reduces
-	DType     memory.DType
-	Op        flight.Reduction
-	Root      int
-	Count     int    // elements of one rank's part; of all for AllReduces and Broadcasts
-	Dst, Src  uint64 // Src is not used if the rank only receives
-}
-
-// operation returns the properties of x that are the same on all ranks, and whether there
-// is a kernel with enough room.
-func (x *Raw) operation(r *Rank) (o operation, ok bool) {
-	o = operation{kind: x.Kind, algorithm: x.Algorithm, op: x.Op, root: x.Root, dtype: x.DType, bytes: x.Count * x.DType.Size(), dst: x.Dst, src: x.Src}
-	if !hasKernel[x.Kind] {
-		return o, false
-	}
-	if o.reduces() {
-		if o.format = formatOf[x.DType]; o.format < 0 || x.Op < 0 || x.Op >= flight.NumReductions {
-			return o, false
-		}
-	}
-	_, ok = o.fits(r)
-	return o, ok && r.ranks > 1 && o.bytes > 0
-}
-
-// Takes reports whether Enqueue supports the collective. Addresses do not matter, so the
+// Takes reports whether Enqueue supports the collective with an algorithm. Addresses do not matter, so the
 // answer is the same on all ranks.
-func (r *Rank) Takes(x *Raw) bool {
-	_, ok := x.operation(r)
-	return ok
+func (r *Rank) Takes(x *collective.Op, a Algorithm) bool {
+	o := (*operation)(x)
+	if !hasKernel[x.Kind] || o.reduces() && (formatOf[x.DType] < 0 || x.Reduction < 0 || x.Reduction >= flight.NumReductions) {
+		return false
+	}
+	_, _, ok := o.fits(r, a)
+	return ok && r.ranks > 1 && o.bytes() > 0
 }
 
-// Enqueue enqueues a collective on s, a stream of the rank's device. Takes must have returned
-// true for it. Destination and source may be in place as in NCCL, except for AllToAlls,
-// whose operands must not overlap.
-func (r *Rank) Enqueue(s *stream.Stream, x *Raw) error {
+// Enqueue enqueues a collective on its stream, which is of the rank's device, with its Algorithm. Takes must have
+// returned true for it. Destination and source may be in place as in NCCL, except for AllToAlls,
+// whose operands must not overlap. The source may be missing if the rank only receives.
+func (r *Rank) Enqueue(x *collective.Op) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
-	o, ok := x.operation(r)
-	if !ok {
-		return r.errorf(x.Kind.Plain(), "%d elements of %s: there is no kernel for that", x.Count, x.DType)
+	if !r.Takes(x, Algorithm(x.Algorithm)) {
+		return r.errorf(x.Kind.Plain(), "%d elements of %s: there is no kernel for that", x.N, x.DType)
 	}
-	if o.src == 0 {
-		o.src = o.dst
-	}
-	if err := r.enqueue(s, &o); err != nil {
+	if err := r.enqueue((*operation)(x)); err != nil {
 		return r.errorf(x.Kind.Plain(), "%w", err)
 	}
 	return nil
 }
 
-// An operation is an operation of one rank.
-type operation struct {
-	kind      flight.Kind
-	op        flight.Reduction
-	root      int
-	algorithm Algorithm
+// An operation is a collective.Op that a Chorus kernel executes.
+type operation collective.Op
 
-	dtype    memory.DType
-	format   int // index in formats, for reductions
-	bytes    int // of one rank's part
-	dst, src uint64
+// bytes returns the size of one rank's part.
+func (o *operation) bytes() int { return o.N * o.DType.Size() }
+
+// operands returns the addresses of the operands. A rank that only receives has no source.
+func (o *operation) operands() (dst, src uint64) {
+	if dst, src = uint64(o.Dst.Ptr), uint64(o.Src.Ptr); src == 0 {
+		src = dst
+	}
+	return dst, src
 }
 
 // hasKernel has the collectives that have Chorus kernels.
@@ -216,60 +190,63 @@ var hasKernel = [flight.NumKinds]bool{
 }
 
 func (o *operation) reduces() bool {
-	return o.kind == flight.AllReduce || o.kind == flight.ReduceScatter
+	return o.Kind == flight.AllReduce || o.Kind == flight.ReduceScatter
 }
 
-// fits chooses the algorithm and reports whether there is room for the operation; most is
-// the maximum size.
-func (o *operation) fits(r *Rank) (most int, ok bool) {
-	l := r.Limits()
+// fits returns the algorithm to use, chooses it if a is Auto, and reports whether there is room for the
+// operation; most is the maximum size.
+func (o *operation) fits(r *Rank, a Algorithm) (use Algorithm, most int, ok bool) {
+	l, bytes := r.Limits(), o.bytes()
 	most = l.Part
-	if o.kind == flight.AllReduce {
-		if o.algorithm == Auto && o.bytes <= l.AllReduce() {
-			o.algorithm = r.choose(o.bytes)
+	if o.Kind == flight.AllReduce {
+		if a == Auto && bytes <= l.AllReduce() {
+			a = r.choose(bytes)
 		}
-		most = l.of(o.algorithm)
+		most = l.of(a)
 	}
-	return most, r.ranks == 1 || o.bytes <= most
+	return a, most, r.ranks == 1 || bytes <= most
 }
 
 // enqueue launches the kernel.
-func (r *Rank) enqueue(s *stream.Stream, o *operation) error {
-	k, g, err := o.kernel(r)
+func (r *Rank) enqueue(o *operation) error {
+	a, _, _ := o.fits(r, Algorithm(o.Algorithm))
+	k, g, err := o.kernel(r, a)
 	if err != nil {
 		return err
 	}
-	if err := gpu.StreamOf(s).Captured(r); err != nil {
+	s := gpu.StreamOf(o.Stream)
+	if err := s.Captured(r); err != nil {
 		return err
 	}
+	dst, src := o.operands()
 	var args [rootParam + 1]kernel.Arg
 	copy(args[:], r.args[:])
-	args[signatureParam] = kernel.Scalar(o.signature())
-	args[inParam], args[outParam] = kernel.Address(o.src), kernel.Address(o.dst)
-	args[bytesParam], args[alignedParam] = kernel.Scalar(uint64(o.bytes)), kernel.Scalar(o.aligned())
+	args[signatureParam] = kernel.Scalar(o.signature(a))
+	args[inParam], args[outParam] = kernel.Address(src), kernel.Address(dst)
+	args[bytesParam], args[alignedParam] = kernel.Scalar(uint64(o.bytes())), kernel.Scalar(o.aligned(a))
 	n := rootParam
-	if o.kind == flight.Broadcast {
-		args[rootParam] = kernel.Scalar(uint32(o.root))
+	if o.Kind == flight.Broadcast {
+		args[rootParam] = kernel.Scalar(uint32(o.Root))
 		n++
 	}
-	if err := r.order.Begin(gpu.StreamOf(s)); err != nil {
+	if err := r.order.Begin(s); err != nil {
 		return errors.Join(r.Err(), err)
 	}
 	defer r.order.End()
 	if err := r.Err(); err != nil {
 		return err
 	}
-	if err := k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:n]...); err != nil {
+	if err := k.Launch(o.Stream, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:n]...); err != nil {
 		return err
 	}
-	gpu.StreamOf(s).Uses("kernel of "+o.kind.String(), r.ranks > 1, func() []cudadrv.Use { return o.uses(r) })
+	s.Uses("kernel of "+o.Kind.String(), r.ranks > 1, func() []cudadrv.Use { return o.uses(r) })
 	return nil
 }
 
 // uses lists the operands of this rank, for the sanitizer.
 func (o *operation) uses(r *Rank) []cudadrv.Use {
 	in, out := 1, 1
-	switch o.kind {
+	switch o.Kind {
 	case flight.AllGather:
 		out = r.ranks
 	case flight.ReduceScatter:
@@ -277,21 +254,22 @@ func (o *operation) uses(r *Rank) []cudadrv.Use {
 	case flight.AllToAll:
 		in, out = r.ranks, r.ranks
 	case flight.Broadcast:
-		if in = 0; o.root == r.rank {
+		if in = 0; o.Root == r.rank {
 			in = 1
 		}
 	}
-	return []cudadrv.Use{{Ptr: cudadrv.DevicePtr(o.src), Bytes: uint64(in * o.bytes)}, {Ptr: cudadrv.DevicePtr(o.dst), Bytes: uint64(out * o.bytes), Write: true}}
+	dst, src := o.operands()
+	return []cudadrv.Use{{Ptr: cudadrv.DevicePtr(src), Bytes: uint64(in * o.bytes())}, {Ptr: cudadrv.DevicePtr(dst), Bytes: uint64(out * o.bytes()), Write: true}}
 }
 
 // kernel returns the kernel of the operation and its grid.
-func (o *operation) kernel(r *Rank) (k *kernel.Kernel, g grid, err error) {
+func (o *operation) kernel(r *Rank, a Algorithm) (k *kernel.Kernel, g grid, err error) {
 	t := tools(r.dev, r.ranks)
-	switch o.kind {
+	switch o.Kind {
 	case flight.AllReduce:
-		k, err = t.reducer(r.dev, allReduceFn+function(o.algorithm)-1, o.format, o.op)
+		k, err = t.reducer(r.dev, allReduceFn+function(a)-1, formatOf[o.DType], o.Reduction)
 	case flight.ReduceScatter:
-		k, err = t.reducer(r.dev, reduceScatterFn, o.format, o.op)
+		k, err = t.reducer(r.dev, reduceScatterFn, formatOf[o.DType], o.Reduction)
 	case flight.AllGather:
 		k, err = t.mover(r.dev, allGatherFn)
 	case flight.AllToAll:
@@ -299,17 +277,17 @@ func (o *operation) kernel(r *Rank) (k *kernel.Kernel, g grid, err error) {
 	case flight.Broadcast:
 		k, err = t.mover(r.dev, broadcastFn)
 	}
-	return k, r.grid(o.algorithm.steps(o.bytes, r.ranks)), err
+	return k, r.grid(a.steps(o.bytes(), r.ranks)), err
 }
 
 // signature is a hash of all properties that must be the same on all ranks. Packets and
 // signals carry it, so that a rank does not accept the data of another operation.
-func (o *operation) signature() uint64 {
-	x := uint64(o.kind) | uint64(o.algorithm)<<8 | uint64(o.dtype)<<16 | uint64(o.root)<<32
+func (o *operation) signature(a Algorithm) uint64 {
+	x := uint64(o.Kind) | uint64(a)<<8 | uint64(o.DType)<<16 | uint64(o.Root)<<32
 	if o.reduces() {
-		x |= uint64(o.op) << 24
+		x |= uint64(o.Reduction) << 24
 	}
-	return scramble(scramble(x) + uint64(o.bytes))
+	return scramble(scramble(x) + uint64(o.bytes()))
 }
 
 // scramble is a bijective hash of a number.
@@ -322,14 +300,15 @@ func scramble(x uint64) uint64 {
 // aligned is 1 if the rank's kernel may access several bytes of its operands at once. The
 // other ranks' operands may be aligned differently, because the data on the links is the
 // same.
-func (o *operation) aligned() uint32 {
+func (o *operation) aligned(a Algorithm) uint32 {
 	unit := uint64(8)
-	bits := o.dst | o.src
+	dst, src := o.operands()
+	bits := dst | src
 	switch {
-	case o.kind == flight.AllReduce && o.algorithm == TwoShot:
+	case o.Kind == flight.AllReduce && a == TwoShot:
 		unit = 16
-	case o.kind != flight.AllReduce && o.kind != flight.Broadcast:
-		bits |= uint64(o.bytes) // the offset of each part
+	case o.Kind != flight.AllReduce && o.Kind != flight.Broadcast:
+		bits |= uint64(o.bytes()) // the offset of each part
 	}
 	if bits%unit == 0 {
 		return 1

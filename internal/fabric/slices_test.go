@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
@@ -21,46 +22,50 @@ type AllReduceConfig struct {
 
 // AllReduce enqueues an all-reduce of slices, after it has checked them.
 func AllReduce[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op flight.Reduction, cfg *AllReduceConfig) error {
-	o := operation{kind: flight.AllReduce, op: op}
+	o := operationOf(flight.AllReduce, op, 0)
 	if cfg != nil {
-		o.algorithm = cfg.Algorithm
+		o.Algorithm = int8(cfg.Algorithm)
 	}
-	return issue(r, s, &o, dst, src)
+	return issue(r, s, o, dst, src)
 }
 
 // AllGather enqueues an all-gather of slices, after it has checked them.
 func AllGather[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(r, s, &operation{kind: flight.AllGather}, dst, src)
+	return issue(r, s, operationOf(flight.AllGather, 0, 0), dst, src)
 }
 
 // ReduceScatter enqueues a reduce-scatter of slices, after it has checked them.
 func ReduceScatter[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op flight.Reduction) error {
-	return issue(r, s, &operation{kind: flight.ReduceScatter, op: op}, dst, src)
+	return issue(r, s, operationOf(flight.ReduceScatter, op, 0), dst, src)
 }
 
 // Broadcast enqueues a broadcast of slices, after it has checked them.
 func Broadcast[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], root int) error {
-	return issue(r, s, &operation{kind: flight.Broadcast, root: root}, dst, src)
+	return issue(r, s, operationOf(flight.Broadcast, 0, root), dst, src)
 }
 
 // AllToAll enqueues an all-to-all of slices, after it has checked them.
 func AllToAll[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(r, s, &operation{kind: flight.AllToAll}, dst, src)
+	return issue(r, s, operationOf(flight.AllToAll, 0, 0), dst, src)
+}
+
+func operationOf(k flight.Kind, op flight.Reduction, root int) *operation {
+	return &operation{Op: flight.Op{Request: flight.Request{Kind: k, Reduction: op, Root: root}}}
 }
 
 // issue checks an operation and enqueues it.
 func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src memory.Slice[T]) error {
 	if r == nil {
-		return fmt.Errorf("fabric: %s: no rank given", o.kind.Plain())
+		return fmt.Errorf("fabric: %s: no rank given", o.Kind.Plain())
 	}
-	fail := func(err error) error { return r.errorf(o.kind.Plain(), "%w", err) }
+	fail := func(err error) error { return r.errorf(o.Kind.Plain(), "%w", err) }
 	if err := r.Err(); err != nil {
 		return err
 	}
 	if (s == nil || !gpu.StreamOf(s).Open()) || s.Device() != r.dev {
-		return gpu.CheckStream("fabric: "+o.kind.Plain(), s, gpu.DeviceOf(r.dev))
+		return gpu.CheckStream("fabric: "+o.Kind.Plain(), s, gpu.DeviceOf(r.dev))
 	}
-	if o.kind == flight.Broadcast && o.root >= 0 && o.root < r.ranks && r.rank != o.root {
+	if o.Kind == flight.Broadcast && o.Root >= 0 && o.Root < r.ranks && r.rank != o.Root {
 		src = dst
 	}
 	if err := o.lengths(r, dst.Len(), src.Len(), memory.DTypeOf[T]()); err != nil {
@@ -69,23 +74,23 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 	if err := errors.Join(mem.Check("the destination", dst.Buffer(), dst.Len(), r.dev), mem.Check("the source", src.Buffer(), src.Len(), r.dev)); err != nil {
 		return fail(err)
 	}
-	o.dst, o.src = dst.Ptr(), src.Ptr()
+	o.Dst, o.Src, o.Stream = collective.OperandOf(dst), collective.OperandOf(src), s
 	if err := o.overlap(r, dst.Bytes(), src.Bytes()); err != nil {
 		return fail(err)
 	}
-	if o.bytes == 0 {
+	if o.bytes() == 0 {
 		return nil
 	}
 	if err := o.room(r); err != nil {
 		return fail(err)
 	}
 	if r.ranks == 1 {
-		if o.dst == o.src {
+		if o.Dst.Ptr == o.Src.Ptr {
 			return nil
 		}
 		return memory.Copy(s, dst, src)
 	}
-	if err := r.enqueue(s, o); err != nil {
+	if err := r.enqueue(o); err != nil {
 		return fail(err)
 	}
 	return nil
@@ -94,7 +99,7 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 // lengths checks the lengths, the type and what names a way or a rank.
 func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 	wantDst, wantSrc, part := src, src, src
-	switch o.kind {
+	switch o.Kind {
 	case flight.AllGather:
 		wantDst = src * r.ranks
 	case flight.ReduceScatter:
@@ -102,49 +107,50 @@ func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 	case flight.AllToAll:
 		part = src / r.ranks
 	}
-	o.bytes, o.dtype = part*t.Size(), t
+	o.N, o.DType = part, t
 	switch {
 	case dst != wantDst:
 		return fmt.Errorf("the destination has %d elements: want %d", dst, wantDst)
 	case src != wantSrc:
 		return fmt.Errorf("the source has %d elements: want %d", src, wantSrc)
-	case o.kind == flight.AllToAll && src%r.ranks != 0:
+	case o.Kind == flight.AllToAll && src%r.ranks != 0:
 		return fmt.Errorf("the source has %d elements: want a multiple of %d, the number of ranks", src, r.ranks)
-	case o.kind == flight.Broadcast && (o.root < 0 || o.root >= r.ranks):
-		return fmt.Errorf("rank %d does not exist", o.root)
-	case o.algorithm < Auto || o.algorithm >= algorithms:
-		return fmt.Errorf("%s does not exist", o.algorithm)
+	case o.Kind == flight.Broadcast && (o.Root < 0 || o.Root >= r.ranks):
+		return fmt.Errorf("rank %d does not exist", o.Root)
+	case Algorithm(o.Algorithm) < Auto || Algorithm(o.Algorithm) >= algorithms:
+		return fmt.Errorf("%s does not exist", Algorithm(o.Algorithm))
 	}
 	if !o.reduces() {
 		return nil
 	}
-	if o.op < 0 || o.op >= flight.NumReductions {
-		return fmt.Errorf("%s does not exist: want sum, prod, max, min or avg", o.op)
+	if o.Reduction < 0 || o.Reduction >= flight.NumReductions {
+		return fmt.Errorf("%s does not exist: want sum, prod, max, min or avg", o.Reduction)
 	}
-	if o.format = formatOf[t]; o.format < 0 {
-		return fmt.Errorf("%s of %s: want an integer of 8, 32 or 64 bits or a float of at least 16: %w", o.op, t, errors.ErrUnsupported)
+	if formatOf[t] < 0 {
+		return fmt.Errorf("%s of %s: want an integer of 8, 32 or 64 bits or a float of at least 16: %w", o.Reduction, t, errors.ErrUnsupported)
 	}
 	return nil
 }
 
 // overlap refuses buffers that share memory in another way than in place.
 func (o *operation) overlap(r *Rank, dst, src int) error {
-	if o.dst+uint64(dst) <= o.src || o.src+uint64(src) <= o.dst {
+	to, from := uint64(o.Dst.Ptr), uint64(o.Src.Ptr)
+	if to+uint64(dst) <= from || from+uint64(src) <= to {
 		return nil
 	}
-	own := uint64(r.rank * o.bytes)
+	own := uint64(r.rank * o.bytes())
 	want := "the same memory"
-	switch o.kind {
+	switch o.Kind {
 	case flight.AllReduce, flight.Broadcast:
-		if o.dst == o.src {
+		if to == from {
 			return nil
 		}
 	case flight.AllGather:
-		if want = "the source to be the rank's part of the destination"; o.src == o.dst+own {
+		if want = "the source to be the rank's part of the destination"; from == to+own {
 			return nil
 		}
 	case flight.ReduceScatter:
-		if want = "the destination to be the rank's part of the source"; o.dst == o.src+own {
+		if want = "the destination to be the rank's part of the source"; to == from+own {
 			return nil
 		}
 	case flight.AllToAll:
@@ -155,14 +161,14 @@ func (o *operation) overlap(r *Rank, dst, src int) error {
 
 // room is fits with an error.
 func (o *operation) room(r *Rank) error {
-	most, ok := o.fits(r)
+	a, most, ok := o.fits(r, Algorithm(o.Algorithm))
 	switch {
 	case ok:
 		return nil
-	case o.algorithm == TwoShotLines && r.noLines != "":
+	case a == TwoShotLines && r.noLines != "":
 		return r.Supports(TwoShotLines)
-	case o.kind == flight.AllReduce && o.bytes <= r.Limits().AllReduce():
-		return fmt.Errorf("%d bytes: %s takes at most %d", o.bytes, o.algorithm, most)
+	case o.Kind == flight.AllReduce && o.bytes() <= r.Limits().AllReduce():
+		return fmt.Errorf("%d bytes: %s takes at most %d", o.bytes(), a, most)
 	}
-	return fmt.Errorf("%d bytes a rank: at most %d with this Config.Bytes", o.bytes, most)
+	return fmt.Errorf("%d bytes a rank: at most %d with this Config.Bytes", o.bytes(), most)
 }

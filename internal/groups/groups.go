@@ -8,9 +8,9 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/route"
 )
 
@@ -22,7 +22,7 @@ type Inside interface {
 	// Collective.
 	CheckSame(ctx context.Context, op, given string) error
 	// Chosen returns the name of the strategy that the group uses for x.
-	Chosen(x ranks.Collective) string
+	Chosen(x collective.Op) string
 	// UseWhole is comm.Group.Use with the strategy of this name, but the group uses it for all
 	// sizes that it supports, even if it is slow for them. Measurements need that.
 	UseWhole(ctx context.Context, strategy string) error

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"runtime"
+	"strings"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -216,44 +217,32 @@ func (l *Lib) RedOpDestroy(op RedOp, c Comm) Result {
 	return l.Call(FuncRedOpDestroy, dl.Get().In(uintptr(op), uintptr(c)))
 }
 
-func (l *Lib) AllReduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncAllReduce, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(c), uintptr(s)})
-}
+// orders has, for each function of Collectives, the indexes of its arguments in a Call; noArgument follows the last one.
+var orders = func() (orders [NumFuncs][dl.DirectWords]uint8) {
+	for f := range Collectives {
+		for i := range orders[f] {
+			orders[f][i] = noArgument
+			if a := Collectives[f].Arguments; i < len(a) {
+				orders[f][i] = uint8(strings.IndexByte("srntopcq", a[i]))
+			}
+		}
+	}
+	return orders
+}()
 
-func (l *Lib) Broadcast(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncBroadcast, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)})
-}
+const noArgument = 8
 
-func (l *Lib) Reduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncReduce, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(root), uintptr(c), uintptr(s)})
-}
-
-func (l *Lib) AllGather(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncAllGather, words{uintptr(send), uintptr(recv), sendCount, uintptr(t), uintptr(c), uintptr(s)})
-}
-
-func (l *Lib) ReduceScatter(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncReduceScatter, words{uintptr(send), uintptr(recv), recvCount, uintptr(t), uintptr(op), uintptr(c), uintptr(s)})
-}
-
-func (l *Lib) AlltoAll(send, recv cudadrv.DevicePtr, count uintptr, t DType, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncAlltoAll, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(c), uintptr(s)})
-}
-
-func (l *Lib) Gather(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncGather, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)})
-}
-
-func (l *Lib) Scatter(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncScatter, words{uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)})
-}
-
-func (l *Lib) Send(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncSend, words{uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)})
-}
-
-func (l *Lib) Recv(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result {
-	return l.Direct(FuncRecv, words{uintptr(buf), count, uintptr(t), uintptr(peer), uintptr(c), uintptr(s)})
+func (l *Lib) Collective(c Call) Result {
+	given := [noArgument + 1]uintptr{uintptr(c.Send), uintptr(c.Recv), c.Count, uintptr(c.Type), uintptr(c.Op), uintptr(c.Root), uintptr(c.Comm), uintptr(c.Stream)}
+	var w words
+	for i, k := range &orders[c.Func] {
+		w[i] = given[k]
+	}
+	if c.Config == nil {
+		return l.Direct(c.Func, w)
+	}
+	// A call that passes a struct uses a frame, which keeps the struct alive and in its place.
+	return l.Call(c.Called(), dl.Get().In(w[:len(Collectives[c.Func].Arguments)]...).Ptr(unsafe.Pointer(c.Config)))
 }
 
 func (l *Lib) GroupStart() Result { return l.Direct(FuncGroupStart, words{}) }
@@ -277,48 +266,6 @@ func (l *Lib) Signal(peer, signal, ctx int32, flags uint32, c Comm, s cudadrv.St
 func (l *Lib) WaitSignal(descs []SignalDesc, c Comm, s cudadrv.Stream) Result {
 	return l.Call(FuncWaitSignal, dl.Get().
 		In(uintptr(len(descs))).Ptr(unsafe.Pointer(unsafe.SliceData(descs))).In(uintptr(c), uintptr(s)))
-}
-
-// A call that passes a struct uses a frame, which keeps the struct alive and in its place.
-
-func (l *Lib) AllReduceConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncAllReduceConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) BroadcastConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncBroadcastConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) ReduceConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncReduceConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(op), uintptr(root), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) AllGatherConfig(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncAllGatherConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), sendCount, uintptr(t), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) ReduceScatterConfig(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncReduceScatterConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), recvCount, uintptr(t), uintptr(op), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) AlltoAllConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncAlltoAllConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) GatherConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncGatherConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
-}
-
-func (l *Lib) ScatterConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result {
-	return l.Call(FuncScatterConfig, dl.Get().
-		In(uintptr(send), uintptr(recv), count, uintptr(t), uintptr(root), uintptr(c), uintptr(s)).Ptr(unsafe.Pointer(cfg)))
 }
 
 func (l *Lib) SetEncryption(cfg *EncryptionConfig) Result {

@@ -52,17 +52,8 @@ type API interface {
 	RedOpCreatePreMulSum(scalar unsafe.Pointer, t DType, residence int32, c Comm) (RedOp, Result)
 	RedOpDestroy(op RedOp, c Comm) Result
 
-	AllReduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result
-	Broadcast(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result
-	Reduce(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream) Result
-	AllGather(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream) Result
-	ReduceScatter(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream) Result
-	AlltoAll(send, recv cudadrv.DevicePtr, count uintptr, t DType, c Comm, s cudadrv.Stream) Result
-	Gather(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result
-	Scatter(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream) Result
-	Send(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result
-	Recv(buf cudadrv.DevicePtr, count uintptr, t DType, peer int32, c Comm, s cudadrv.Stream) Result
-
+	// Collective enqueues a collective or a transfer.
+	Collective(c Call) Result
 	GroupStart() Result
 	GroupEnd() Result
 	GroupSimulateEnd(info *SimInfo) Result
@@ -91,14 +82,6 @@ type API interface {
 	// store.
 	GetPeerDevicePointer(w Window, offset uintptr, peer int32) (cudadrv.DevicePtr, Result)
 	// The collectives with a configuration, which C reads during the call.
-	AllReduceConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
-	BroadcastConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
-	ReduceConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, op RedOp, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
-	AllGatherConfig(send, recv cudadrv.DevicePtr, sendCount uintptr, t DType, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
-	ReduceScatterConfig(send, recv cudadrv.DevicePtr, recvCount uintptr, t DType, op RedOp, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
-	AlltoAllConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
-	GatherConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
-	ScatterConfig(send, recv cudadrv.DevicePtr, count uintptr, t DType, root int32, c Comm, s cudadrv.Stream, cfg *CollConfig) Result
 	SetEncryption(cfg *EncryptionConfig) Result
 }
 
@@ -238,6 +221,61 @@ var symbols = [NumFuncs]dl.Versioned{
 	FuncParamBind:      {"ncclParamBind", 23004},
 	FuncParamGetI64:    {"ncclParamGetI64", 23004},
 	FuncParamDumpAll:   {"ncclParamDumpAll", 23004},
+}
+
+// A Call is a call of one of NCCL's collectives or transfers. A function ignores what it has no argument for.
+type Call struct {
+	Func       Func // without a configuration, such as FuncAllReduce
+	Send, Recv cudadrv.DevicePtr
+	Count      uintptr
+	Type       DType
+	Op         RedOp
+	Root       int32 // or the peer
+	Comm       Comm
+	Stream     cudadrv.Stream
+	Config     *CollConfig // nil for the function without one
+}
+
+// A Collective is what is known of a function that a Call can have.
+type Collective struct {
+	Arguments string // in C's order, a letter each: s Send, r Recv, n Count, t Type, o Op, p Root, c Comm, q Stream
+	// Sends and Recvs are the numbers of Counts that a rank reads and writes: none, one, or one for each rank.
+	Sends, Recvs Extent
+	// SendRoot and RecvRoot say that only the root uses the buffer.
+	SendRoot, RecvRoot bool
+	Configured         Func // the function with a configuration; 0 if there is none
+}
+
+// An Extent is the length of a buffer of a collective.
+type Extent uint8
+
+// The extents.
+const (
+	None Extent = iota
+	One
+	EachRank
+)
+
+// Collectives has the functions that a Call can have.
+var Collectives = [NumFuncs]Collective{
+	FuncAllReduce:     {Arguments: "srntocq", Sends: One, Recvs: One, Configured: FuncAllReduceConfig},
+	FuncBroadcast:     {Arguments: "srntpcq", Sends: One, Recvs: One, SendRoot: true, Configured: FuncBroadcastConfig},
+	FuncReduce:        {Arguments: "srntopcq", Sends: One, Recvs: One, RecvRoot: true, Configured: FuncReduceConfig},
+	FuncAllGather:     {Arguments: "srntcq", Sends: One, Recvs: EachRank, Configured: FuncAllGatherConfig},
+	FuncReduceScatter: {Arguments: "srntocq", Sends: EachRank, Recvs: One, Configured: FuncReduceScatterConfig},
+	FuncAlltoAll:      {Arguments: "srntcq", Sends: EachRank, Recvs: EachRank, Configured: FuncAlltoAllConfig},
+	FuncGather:        {Arguments: "srntpcq", Sends: One, Recvs: EachRank, RecvRoot: true, Configured: FuncGatherConfig},
+	FuncScatter:       {Arguments: "srntpcq", Sends: EachRank, Recvs: One, SendRoot: true, Configured: FuncScatterConfig},
+	FuncSend:          {Arguments: "sntpcq", Sends: One},
+	FuncRecv:          {Arguments: "rntpcq", Recvs: One},
+}
+
+// Called returns the C function that the call calls.
+func (c *Call) Called() Func {
+	if c.Config != nil {
+		return Collectives[c.Func].Configured
+	}
+	return c.Func
 }
 
 // Name is the C name, such as ncclCommSplit.

@@ -142,16 +142,16 @@ func TestRecordedCalls(t *testing.T) {
 	two("RedOpCreatePreMulSum", op, r)
 	one("RedOpDestroy", a.RedOpDestroy(5, 0xc1))
 
-	one("AllReduce", a.AllReduce(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51))
-	one("Broadcast", a.Broadcast(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51))
-	one("Reduce", a.Reduce(0xd1, 0xd2, 100, BFloat16, Avg, 6, 0xc1, 0x51))
-	one("AllGather", a.AllGather(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51))
-	one("ReduceScatter", a.ReduceScatter(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51))
-	one("AlltoAll", a.AlltoAll(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51))
-	one("Gather", a.Gather(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51))
-	one("Scatter", a.Scatter(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51))
-	one("Send", a.Send(0xd1, 100, BFloat16, 6, 0xc1, 0x51))
-	one("Recv", a.Recv(0xd1, 100, BFloat16, 6, 0xc1, 0x51))
+	one("AllReduce", a.Collective(Call{Func: FuncAllReduce, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Op: Avg, Comm: 0xc1, Stream: 0x51}))
+	one("Broadcast", a.Collective(Call{Func: FuncBroadcast, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51}))
+	one("Reduce", a.Collective(Call{Func: FuncReduce, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Op: Avg, Root: 6, Comm: 0xc1, Stream: 0x51}))
+	one("AllGather", a.Collective(Call{Func: FuncAllGather, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Comm: 0xc1, Stream: 0x51}))
+	one("ReduceScatter", a.Collective(Call{Func: FuncReduceScatter, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Op: Avg, Comm: 0xc1, Stream: 0x51}))
+	one("AlltoAll", a.Collective(Call{Func: FuncAlltoAll, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Comm: 0xc1, Stream: 0x51}))
+	one("Gather", a.Collective(Call{Func: FuncGather, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51}))
+	one("Scatter", a.Collective(Call{Func: FuncScatter, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51}))
+	one("Send", a.Collective(Call{Func: FuncSend, Send: 0xd1, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51}))
+	one("Recv", a.Collective(Call{Func: FuncRecv, Recv: 0xd1, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51}))
 	one("GroupStart", a.GroupStart())
 	one("GroupEnd", a.GroupEnd())
 	one("GroupSimulateEnd", a.GroupSimulateEnd(sim))
@@ -191,14 +191,14 @@ func TestRecordedCalls(t *testing.T) {
 	call := NewCollConfig(23203)
 	call.MinCTAs, call.MaxCTAs, call.NVLSCTAs, call.CGAClusterSize, call.CTAPolicy = 2, 8, 3, 4, 1
 	call.UserProfilerTag, call.LaunchCompletionEvent = 0x77, 0xe1
-	one("AllReduceConfig", a.AllReduceConfig(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51, call))
-	one("BroadcastConfig", a.BroadcastConfig(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51, nil))
-	one("ReduceConfig", a.ReduceConfig(0xd1, 0xd2, 100, BFloat16, Avg, 6, 0xc1, 0x51, nil))
-	one("AllGatherConfig", a.AllGatherConfig(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51, nil))
-	one("ReduceScatterConfig", a.ReduceScatterConfig(0xd1, 0xd2, 100, BFloat16, Avg, 0xc1, 0x51, nil))
-	one("AlltoAllConfig", a.AlltoAllConfig(0xd1, 0xd2, 100, BFloat16, 0xc1, 0x51, nil))
-	one("GatherConfig", a.GatherConfig(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51, nil))
-	one("ScatterConfig", a.ScatterConfig(0xd1, 0xd2, 100, BFloat16, 6, 0xc1, 0x51, nil))
+	one("AllReduceConfig", a.Collective(Call{Func: FuncAllReduce, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Op: Avg, Comm: 0xc1, Stream: 0x51, Config: call}))
+	one("BroadcastConfig", a.Collective(Call{Func: FuncBroadcast, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51, Config: call}))
+	one("ReduceConfig", a.Collective(Call{Func: FuncReduce, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Op: Avg, Root: 6, Comm: 0xc1, Stream: 0x51, Config: call}))
+	one("AllGatherConfig", a.Collective(Call{Func: FuncAllGather, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Comm: 0xc1, Stream: 0x51, Config: call}))
+	one("ReduceScatterConfig", a.Collective(Call{Func: FuncReduceScatter, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Op: Avg, Comm: 0xc1, Stream: 0x51, Config: call}))
+	one("AlltoAllConfig", a.Collective(Call{Func: FuncAlltoAll, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Comm: 0xc1, Stream: 0x51, Config: call}))
+	one("GatherConfig", a.Collective(Call{Func: FuncGather, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51, Config: call}))
+	one("ScatterConfig", a.Collective(Call{Func: FuncScatter, Send: 0xd1, Recv: 0xd2, Count: 100, Type: BFloat16, Root: 6, Comm: 0xc1, Stream: 0x51, Config: call}))
 	one("SetEncryption", a.SetEncryption(NewEncryptionConfig(23203, "a key")))
 
 	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
@@ -212,11 +212,17 @@ func TestCallsDoNotAllocate(t *testing.T) {
 	var a API = lib
 	cfg := NewCollConfig(23203)
 	for name, call := range map[string]func(){
-		"AllReduce":       func() { a.AllReduce(1, 2, 3, Float32, Sum, 4, 5) },
-		"Reduce":          func() { a.Reduce(1, 2, 3, Float32, Sum, 0, 4, 5) },
-		"AllReduceConfig": func() { a.AllReduceConfig(1, 2, 3, Float32, Sum, 4, 5, cfg) },
-		"GroupStart":      func() { a.GroupStart() },
-		"AsyncError":      func() { a.CommGetAsyncError(1) },
+		"AllReduce": func() {
+			a.Collective(Call{Func: FuncAllReduce, Send: 1, Recv: 2, Count: 3, Type: Float32, Op: Sum, Comm: 4, Stream: 5})
+		},
+		"Reduce": func() {
+			a.Collective(Call{Func: FuncReduce, Send: 1, Recv: 2, Count: 3, Type: Float32, Op: Sum, Root: 0, Comm: 4, Stream: 5})
+		},
+		"AllReduceConfig": func() {
+			a.Collective(Call{Func: FuncAllReduce, Send: 1, Recv: 2, Count: 3, Type: Float32, Op: Sum, Comm: 4, Stream: 5, Config: cfg})
+		},
+		"GroupStart": func() { a.GroupStart() },
+		"AsyncError": func() { a.CommGetAsyncError(1) },
 	} {
 		require.Zero(t, testing.AllocsPerRun(200, call), name)
 	}
@@ -262,7 +268,7 @@ func TestMissingFunctions(t *testing.T) {
 
 	require.True(t, lib.Has(FuncAllReduce))
 	require.False(t, lib.Has(FuncAlltoAll))
-	require.Equal(t, MissingSymbol, lib.AlltoAll(1, 2, 3, Float32, 4, 5))
+	require.Equal(t, MissingSymbol, lib.Collective(Call{Func: FuncAlltoAll, Send: 1, Recv: 2, Count: 3, Type: Float32, Comm: 4, Stream: 5}))
 	require.Equal(t, MissingSymbol, lib.CommShrink(1, nil, new(Comm), nil, 0))
 	_, r := lib.CommGetUniqueID(1)
 	require.Equal(t, MissingSymbol, r)

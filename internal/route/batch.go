@@ -3,11 +3,11 @@ package route
 import (
 	"fmt"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/osthread"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -17,32 +17,23 @@ import (
 type Batch struct {
 	*nccl.Batch
 	routers Routers
-	in      ranks.Batch   // the steps of the nccl.Batch
-	plan    []step        // of the operations
+	in      collective.Batch // the steps of the nccl.Batch
+	ops     []*collective.Op
 	errs    []error       // results of the operations
 	tallies []tally       // of the routers
 	foreign int           // number of operations of other communicators
 	inOrder bool          // ReduceInOrder was called
 	norms   []fabric.Norm // of EnqueueNorms, by local rank
 
-	streams     []*stream.Stream // by rank, for copy engines
-	collectives []ranks.Collective
+	// By rank, for copy engines.
+	streams []*stream.Stream
+	byRank  []*collective.Op
 
 	// Of ordered reductions: the copies of a round, and the operations that run together.
-	moves    []ranks.Move
+	moves    []collective.Move
 	turns    []int
 	reducing []reducing
 	moved    bool // NCCL has enqueued copies of the operations
-}
-
-// A step is an operation with its backend.
-type step struct {
-	op       *flight.Op
-	router   *Router // nil for an operation of another communicator, which is NCCL's
-	x        ranks.Collective
-	strategy Strategy
-	norm     *fabric.Norm // executed with the operation by one kernel, or nil
-	pieces   bool         // Chorus kernels execute it in pieces
 }
 
 // A tally counts the operations of a router in a batch.
@@ -52,21 +43,19 @@ type tally struct{ operations, collectives int }
 // routers NCCL executes everything.
 func (rs Routers) NewBatch() *Batch {
 	b := nccl.NewBatch()
-	return &Batch{Batch: b, routers: rs, in: ranks.StepsOf(b), tallies: make([]tally, len(rs))}
+	return &Batch{Batch: b, routers: rs, in: collective.BatchOf(b), tallies: make([]tally, len(rs))}
 }
 
 // Enqueue is nccl.Batch.Enqueue with these differences: NCCL gets a single operation without
 // a group of NCCL, and the communicators fail if Chorus kernels have started a part of the
 // batch when another part fails.
 func (b *Batch) Enqueue() error {
-	if n := b.in.Len(); n == 0 || n > 1 && len(b.routers) == 0 {
-		return b.Batch.Enqueue()
+	if len(b.routers) > 0 || b.in.Len() == 1 {
+		b.in.SetExecutor(b)
+		defer b.in.SetExecutor(nil)
 	}
 	defer b.Reset()
-	if err := b.enqueue(); err != nil {
-		return b.in.Cause(err)
-	}
-	return nil
+	return b.Batch.Enqueue()
 }
 
 // ReduceInOrder enables deterministic reductions for the batch until Enqueue or Reset, if the
@@ -77,64 +66,49 @@ func (b *Batch) ReduceInOrder() { b.inOrder = true }
 func (b *Batch) Reset() {
 	b.Batch.Reset()
 	b.inOrder = false
-	b.plan, b.errs, b.moves = b.plan[:0], b.errs[:0], b.moves[:0]
+	b.ops, b.errs, b.moves = b.ops[:0], b.errs[:0], b.moves[:0]
 }
 
-// enqueue is Enqueue with the error as it was noticed.
-func (b *Batch) enqueue() error {
-	if err := b.in.Prepare(); err != nil {
-		return err
-	}
-	defer b.in.Unlock()
-	b.decide()
-	if err := b.in.Record(); err != nil {
-		return err
-	}
-	b.execute()
-	return b.in.Finish(b.errs)
-}
-
-// decide chooses the backend of each operation. If a rank has several collectives in the
+// Decide chooses the backend of each operation. If a rank has several collectives in the
 // batch, NCCL gets all these collectives, because it orders them on a stream itself. Transfers do not
 // count: other ranks need not have them.
-func (b *Batch) decide() {
+func (b *Batch) Decide() {
 	b.describe()
 	together := b.together()
-	for i := range b.plan {
-		s := &b.plan[i]
-		if s.router != nil && b.tallies[s.router.local].collectives == 1 {
-			s.x.Together = together
-			s.strategy = s.router.choose(&s.x)
-			b.fuse(s)
+	for _, x := range b.ops {
+		strategy, only := NCCLOnly, false
+		if x.Local >= 0 && b.tallies[x.Local].collectives == 1 {
+			only = true
+			x.Together = together
+			if strategy = b.routers[x.Local].choose(x); b.norms != nil { // EnqueueNorms has decided so
+				strategy, x.Fused = OwnKernels, true
+			}
 		}
-		s.op.Service = services[s.strategy]
-		if s.router != nil && s.router.inOrder(&s.x, s.strategy, b.inOrder) {
-			if s.pieces = b.tallies[s.router.local].collectives == 1 && s.router.inPieces(&s.x); s.pieces {
-				s.strategy, s.op.Service = OwnKernels, ranks.Kernels
+		x.Service, x.Algorithm = services[strategy], int8(algorithms[strategy])
+		if x.Local >= 0 && b.routers[x.Local].inOrder(x, strategy, b.inOrder) {
+			if x.Pieces = only && b.routers[x.Local].inPieces(x); x.Pieces {
+				x.Service, x.Algorithm = collective.Kernels, int8(fabric.Auto)
 			} else {
-				s.strategy, s.op.Service = NCCLOnly, ranks.Ordered
+				x.Service = collective.Ordered
 			}
 		}
 	}
 }
 
-// describe returns a plan that executes all operations by NCCL.
+// describe lists the operations and counts those of each router.
 func (b *Batch) describe() {
 	clear(b.tallies)
 	b.foreign = 0
 	for i := range b.in.Len() {
-		o := b.in.At(i)
-		r := b.routers.of(o.Comm, o.Rank)
-		b.plan = append(b.plan, step{op: o.Op, router: r, strategy: NCCLOnly, x: ranks.Collective{
-			Kind: o.Kind, DType: o.DType, Op: o.Reduction, Root: o.Root, Count: o.N, Dst: o.Dst, Src: o.Src, Captured: o.Captured,
-		}})
-		b.errs = append(b.errs, nil)
-		if r == nil {
+		x, c, rank := b.in.At(i)
+		x.Local = b.routers.of(c, rank)
+		b.ops, b.errs = append(b.ops, x), append(b.errs, nil)
+		if x.Local < 0 {
 			b.foreign++
 			continue
 		}
-		t := &b.tallies[r.local]
-		if t.operations++; !flight.Kinds[o.Kind].Peer {
+		t := &b.tallies[x.Local]
+		if t.operations++; !flight.Kinds[x.Kind].Peer {
 			t.collectives++
 		}
 	}
@@ -142,12 +116,12 @@ func (b *Batch) describe() {
 
 // together reports whether the batch is one operation of each rank, all of the same kind.
 func (b *Batch) together() bool {
-	first := &b.plan[0]
-	if first.router == nil || len(b.plan) != first.router.comm.Size() || !b.single() {
+	first := b.ops[0]
+	if first.Local < 0 || len(b.ops) != b.router(first).comm.Size() || !b.single() {
 		return false
 	}
-	for i := range b.plan {
-		if b.plan[i].op.Kind != first.op.Kind {
+	for _, x := range b.ops {
+		if x.Kind != first.Kind {
 			return false
 		}
 	}
@@ -167,13 +141,16 @@ func (b *Batch) single() bool {
 // concurrent reports whether threads may execute the operations concurrently. A captured
 // batch is enqueued by one thread, because a capture may belong to a thread.
 func (b *Batch) concurrent() bool {
-	return len(b.plan) > 1 && b.single() && !b.plan[0].op.Captured
+	return len(b.ops) > 1 && b.single() && !b.ops[0].Captured
 }
 
+// router returns the router of an operation that has one.
+func (b *Batch) router(x *collective.Op) *Router { return b.routers[x.Local] }
+
 // services has the service of each strategy that can be chosen for an operation.
-var services = [NumStrategies]ranks.Service{
-	NCCLOnly: ranks.NCCL, OwnKernels: ranks.Kernels, OneShot: ranks.Kernels, TwoShotPackets: ranks.Kernels, TwoShot: ranks.Kernels,
-	TwoShotLines: ranks.Kernels, Windows: ranks.Windows, CopyEngines: ranks.CopyEngines,
+var services = [NumStrategies]collective.Service{
+	NCCLOnly: collective.NCCL, OwnKernels: collective.Kernels, OneShot: collective.Kernels, TwoShotPackets: collective.Kernels, TwoShot: collective.Kernels,
+	TwoShotLines: collective.Kernels, Windows: collective.Windows, CopyEngines: collective.CopyEngines,
 }
 
 // An Error reports that a backend other than NCCL could not enqueue an operation of a rank. The
@@ -193,40 +170,41 @@ func (e *Error) Error() string {
 // Unwrap returns the cause.
 func (e *Error) Unwrap() error { return e.Err }
 
-// failed returns the error of a step.
-func (s *step) failed(err error) error {
+// failed returns the error of an operation that its backend could not enqueue.
+func (b *Batch) failed(x *collective.Op, err error) error {
 	if err == nil {
 		return nil
 	}
-	c := s.router.comm
+	c := b.router(x).comm
 	return gpu.DeviceOf(c.Device()).Because(&Error{
-		Op: s.op.Kind.Plain(), Rank: c.Rank(), Size: c.Size(), Device: c.Device().String(), Backend: ranks.ServiceName(s.op.Service), Err: err,
+		Op: x.Kind.Plain(), Rank: c.Rank(), Size: c.Size(), Device: c.Device().String(), Backend: collective.ServiceName(x.Service), Err: err,
 	})
 }
 
-// execute executes the plan and stores the results.
-func (b *Batch) execute() {
+// Execute executes the operations and returns their results.
+func (b *Batch) Execute() []error {
 	if b.orderedSteps() > 0 {
 		if b.executeOrdered() {
 			b.executeGroup()
 		}
-		return
+		return b.errs
 	}
 	switch {
-	case b.allBy(ranks.CopyEngines):
+	case b.allBy(collective.CopyEngines):
 		b.executeByEngines()
-	case b.concurrent() && osthread.Launchers.Try(len(b.plan), b):
-	case len(b.plan) == 1 || b.allBy(ranks.Kernels):
+	case b.concurrent() && osthread.Launchers.Try(len(b.ops), b):
+	case len(b.ops) == 1 || b.allBy(collective.Kernels):
 		b.executeInTurn()
 	default:
 		b.executeGroup()
 	}
+	return b.errs
 }
 
 // allBy reports whether one service executes all operations.
-func (b *Batch) allBy(service ranks.Service) bool {
-	for i := range b.plan {
-		if b.plan[i].op.Service != service {
+func (b *Batch) allBy(service collective.Service) bool {
+	for _, x := range b.ops {
+		if x.Service != service {
 			return false
 		}
 	}
@@ -235,17 +213,16 @@ func (b *Batch) allBy(service ranks.Service) bool {
 
 // executeByEngines lets copy engines execute the operations of all ranks.
 func (b *Batch) executeByEngines() {
-	n := len(b.plan)
-	if b.streams == nil {
-		b.streams, b.collectives = make([]*stream.Stream, n), make([]ranks.Collective, n)
+	if b.byRank == nil {
+		b.streams, b.byRank = make([]*stream.Stream, len(b.ops)), make([]*collective.Op, len(b.ops))
 	}
-	for i := range b.plan {
-		s := &b.plan[i]
-		b.streams[s.router.local], b.collectives[s.router.local] = s.op.Stream, s.x
+	for _, x := range b.ops {
+		b.streams[x.Local], b.byRank[x.Local] = x.Stream, x
 	}
 	b.in.ReadPeers()
-	err := b.plan[0].failed(copyBetweenRanks(b.streams, b.collectives))
+	err := b.failed(b.ops[0], copyBetweenRanks(b.streams, b.byRank))
 	clear(b.streams)
+	clear(b.byRank)
 	for i := range b.errs {
 		b.errs[i] = err
 	}
@@ -254,7 +231,7 @@ func (b *Batch) executeByEngines() {
 // executeInTurn executes the operations one after the other, without a group of NCCL. It ends
 // at the first error.
 func (b *Batch) executeInTurn() {
-	for i := range b.plan {
+	for i := range b.ops {
 		if b.Do(i); b.errs[i] != nil {
 			b.failFrom(i+1, b.errs[i])
 			return
@@ -271,8 +248,8 @@ func (b *Batch) failFrom(i int, err error) {
 
 // failRest stores an error as the result of the operations that are not ordered.
 func (b *Batch) failRest(err error) {
-	for i := range b.plan {
-		if b.plan[i].op.Service != ranks.Ordered {
+	for i := range b.ops {
+		if b.ops[i].Service != collective.Ordered {
 			b.errs[i] = err
 		}
 	}
@@ -280,12 +257,11 @@ func (b *Batch) failRest(err error) {
 
 // Do executes operation i alone, for osthread.Pool.
 func (b *Batch) Do(i int) {
-	s := &b.plan[i]
-	switch s.op.Service {
-	case ranks.Kernels:
-		b.errs[i] = s.launch()
-	case ranks.Windows:
-		if b.errs[i] = b.copyIn(i); b.errs[i] == nil {
+	switch x := b.ops[i]; x.Service {
+	case collective.Kernels:
+		b.errs[i] = b.launch(x)
+	case collective.Windows:
+		if b.errs[i] = b.copyIn(x); b.errs[i] == nil {
 			b.errs[i] = b.in.Execute(i)
 			b.copyOut(i)
 		}
@@ -307,12 +283,12 @@ func (b *Batch) executeGroup() {
 	} else {
 		b.failRest(err)
 	}
-	for i := range b.plan {
-		service := b.plan[i].op.Service
-		if err != nil && service != ranks.Kernels && service != ranks.Ordered {
+	for i := range b.ops {
+		service := b.ops[i].Service
+		if err != nil && service != collective.Kernels && service != collective.Ordered {
 			b.errs[i] = err
 		}
-		if service == ranks.Windows && i < lent {
+		if service == collective.Windows && i < lent {
 			b.copyOut(i)
 		}
 	}
@@ -321,34 +297,34 @@ func (b *Batch) executeGroup() {
 // launchAll launches the Chorus kernels up to the first error.
 func (b *Batch) launchAll() {
 	var err error
-	for i := range b.plan {
-		if s := &b.plan[i]; s.op.Service == ranks.Kernels {
+	for i := range b.ops {
+		if x := b.ops[i]; x.Service == collective.Kernels {
 			if err == nil {
-				err = s.launch()
+				err = b.launch(x)
 			}
 			b.errs[i] = err
 		}
 	}
 }
 
-// launch launches the Chorus kernel of a step.
-func (s *step) launch() error {
-	if s.norm != nil {
-		return s.failed(s.router.kernels.EnqueueNorm(s.op.Stream, s.norm))
+// launch launches the Chorus kernel of an operation.
+func (b *Batch) launch(x *collective.Op) error {
+	r := b.router(x)
+	switch {
+	case x.Fused:
+		return b.failed(x, r.kernels.EnqueueNorm(x.Stream, &b.norms[x.Local]))
+	case x.Pieces:
+		return b.failed(x, r.launchPieces(x))
 	}
-	if s.pieces {
-		return s.failed(s.launchPieces())
-	}
-	raw := rawOf(s.strategy, &s.x)
-	return s.failed(s.router.kernels.Enqueue(s.op.Stream, &raw))
+	return b.failed(x, r.kernels.Enqueue(x))
 }
 
 // copyAllIn copies the operands of all operations that use windows. It returns the number of
 // operations before the first error.
 func (b *Batch) copyAllIn() (n int, err error) {
-	for ; n < len(b.plan); n++ {
-		if b.plan[n].op.Service == ranks.Windows {
-			if err := b.copyIn(n); err != nil {
+	for ; n < len(b.ops); n++ {
+		if x := b.ops[n]; x.Service == collective.Windows {
+			if err := b.copyIn(x); err != nil {
 				return n, err
 			}
 		}
@@ -356,22 +332,14 @@ func (b *Batch) copyAllIn() (n int, err error) {
 	return n, nil
 }
 
-// copyIn copies the operand of operation i to its rank's window, and makes NCCL use the
+// copyIn copies the operand of an operation to its rank's window, and makes NCCL use the
 // window. After nil, copyOut must follow.
-func (b *Batch) copyIn(i int) error {
-	s := &b.plan[i]
-	dst, src, err := s.router.window.copyIn(s.op.Stream, &s.x)
-	if err == nil {
-		b.in.Substitute(i, dst, src)
-	}
-	return s.failed(err)
-}
+func (b *Batch) copyIn(x *collective.Op) error { return b.failed(x, b.router(x).window.copyIn(x)) }
 
 // copyOut copies the result of operation i from the window, if NCCL has taken the operation.
 func (b *Batch) copyOut(i int) {
-	s := &b.plan[i]
-	err := s.router.window.copyOut(s.op.Stream, &s.x, b.errs[i] == nil)
+	err := b.router(b.ops[i]).window.copyOut(b.ops[i], b.errs[i] == nil)
 	if b.errs[i] == nil {
-		b.errs[i] = s.failed(err)
+		b.errs[i] = b.failed(b.ops[i], err)
 	}
 }

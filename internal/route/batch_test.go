@@ -12,11 +12,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -38,20 +38,20 @@ func TestBatchesOfAllShapes(t *testing.T) {
 		g.routers.UseTuning(enginesFirst())
 		other.routers.UseTuning(enginesFirst())
 		same := func(b *nccl.Batch) error { return errors.Join(g.send(b), g.recv(b)) }
-		const N, K, E = ranks.NCCL, ranks.Kernels, ranks.CopyEngines
+		const N, K, E = collective.NCCL, collective.Kernels, collective.CopyEngines
 		for name, c := range map[string]struct {
 			batches []([]add) // enqueued at the same time
-			want    []ranks.Service
-			others  []ranks.Service
+			want    []collective.Service
+			others  []collective.Service
 		}{
-			"all ranks":                {[][]add{{g.gather(0), g.gather(1)}}, []ranks.Service{E}, nil},
-			"another order":            {[][]add{{g.gather(1), g.gather(0)}}, []ranks.Service{E}, nil},
-			"a batch each":             {[][]add{{g.gather(0)}, {g.gather(1)}}, []ranks.Service{K}, nil},
-			"each twice":               {[][]add{{g.gather(0), g.gather(1), g.gatherAside(0), g.gatherAside(1)}}, []ranks.Service{N, N}, nil},
-			"a batch of two each":      {[][]add{{g.gather(0), g.gatherAside(0)}, {g.gather(1), g.gatherAside(1)}}, []ranks.Service{N, N}, nil},
-			"with transfers":           {[][]add{{same, g.gather(0), g.gather(1)}}, []ranks.Service{K}, nil},
-			"with another's operation": {[][]add{{g.gather(0), other.gather(1)}, {other.gather(0), g.gather(1)}}, []ranks.Service{K}, []ranks.Service{N}},
-			"two communicators":        {[][]add{{g.gather(0), other.gather(0), g.gather(1), other.gather(1)}}, []ranks.Service{K}, []ranks.Service{N}},
+			"all ranks":                {[][]add{{g.gather(0), g.gather(1)}}, []collective.Service{E}, nil},
+			"another order":            {[][]add{{g.gather(1), g.gather(0)}}, []collective.Service{E}, nil},
+			"a batch each":             {[][]add{{g.gather(0)}, {g.gather(1)}}, []collective.Service{K}, nil},
+			"each twice":               {[][]add{{g.gather(0), g.gather(1), g.gatherAside(0), g.gatherAside(1)}}, []collective.Service{N, N}, nil},
+			"a batch of two each":      {[][]add{{g.gather(0), g.gatherAside(0)}, {g.gather(1), g.gatherAside(1)}}, []collective.Service{N, N}, nil},
+			"with transfers":           {[][]add{{same, g.gather(0), g.gather(1)}}, []collective.Service{K}, nil},
+			"with another's operation": {[][]add{{g.gather(0), other.gather(1)}, {other.gather(0), g.gather(1)}}, []collective.Service{K}, []collective.Service{N}},
+			"two communicators":        {[][]add{{g.gather(0), other.gather(0), g.gather(1), other.gather(1)}}, []collective.Service{K}, []collective.Service{N}},
 		} {
 			g.clear(t)
 			other.clear(t)
@@ -62,10 +62,10 @@ func TestBatchesOfAllShapes(t *testing.T) {
 			}
 			all.Wait()
 			require.NoError(t, errors.Join(errs...), name)
-			require.Equal(t, [][]ranks.Service{c.want, c.want}, g.last(len(c.want)), name)
+			require.Equal(t, [][]collective.Service{c.want, c.want}, g.last(len(c.want)), name)
 			g.requireGathered(t, name)
 			if c.others != nil {
-				require.Equal(t, [][]ranks.Service{c.others, c.others}, other.last(1), name)
+				require.Equal(t, [][]collective.Service{c.others, c.others}, other.last(1), name)
 				other.requireGathered(t, name)
 			}
 		}
@@ -74,7 +74,7 @@ func TestBatchesOfAllShapes(t *testing.T) {
 		// NCCL executes the operations that package nccl enqueues.
 		g.clear(t)
 		require.NoError(t, nccl.Group(func(b *nccl.Batch) error { return errors.Join(g.gather(0)(b), g.gather(1)(b)) }))
-		require.Equal(t, [][]ranks.Service{{N}, {N}}, g.last(1))
+		require.Equal(t, [][]collective.Service{{N}, {N}}, g.last(1))
 		g.requireGathered(t, "package nccl")
 	})
 }
@@ -95,7 +95,7 @@ func TestBatchThatNCCLRefusesInPart(t *testing.T) {
 			g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: c.fault}), OwnKernels)
 			batch := func() error { return g.enqueue(g.reduce(0), g.reduce(1), g.send, g.recv) }
 			require.NoError(t, batch())
-			require.Equal(t, [][]ranks.Service{{ranks.Kernels}, {ranks.Kernels}}, g.last(1))
+			require.Equal(t, [][]collective.Service{{collective.Kernels}, {collective.Kernels}}, g.last(1))
 			stop := gpu.DeviceOf(g.comms[0].Device()).System().Machine.CountCalls()
 			require.ErrorIs(t, batch(), nccl.ErrorInvalidUsage)
 			require.Equal(t, c.launched, stop()["cuLaunchKernel"] > 0)
@@ -151,7 +151,7 @@ func TestServicesOfTheLastCollectives(t *testing.T) {
 	gather := func() error { return g.enqueue(g.gather(0), g.gather(1)) }
 	reduce := func() error { return g.enqueue(g.reduce(0), g.reduce(1)) }
 	transfer := func() error { return g.enqueue(g.send, g.recv) }
-	first, list := ranks.Of(g.comms[0]).Services(5)
+	first, list := collective.Of(g.comms[0]).Services(5)
 	require.Zero(t, first)
 	require.Empty(t, list)
 	for _, call := range []func() error{reduce, transfer, gather, reduce, transfer} {
@@ -160,9 +160,9 @@ func TestServicesOfTheLastCollectives(t *testing.T) {
 	require.ErrorIs(t, gather(), nccl.ErrorInvalidUsage)
 	require.NoError(t, reduce())
 	require.NoError(t, transfer())
-	all := []ranks.Service{ranks.Kernels, ranks.NCCL, ranks.Kernels, ranks.Kernels}
+	all := []collective.Service{collective.Kernels, collective.NCCL, collective.Kernels, collective.Kernels}
 	for n := 1; n < 6; n++ {
-		first, list := ranks.Of(g.comms[1]).Services(n)
+		first, list := collective.Of(g.comms[1]).Services(n)
 		require.Equal(t, all[max(4-n, 0):], list)
 		require.EqualValues(t, max(5-n, 1), first)
 	}
@@ -187,7 +187,7 @@ func TestWindowsAreReturned(t *testing.T) {
 		g.wait(t)
 		g.clear(t)
 		require.NoError(t, gather())
-		require.Equal(t, [][]ranks.Service{{ranks.Windows}, {ranks.Windows}}, g.last(1))
+		require.Equal(t, [][]collective.Service{{collective.Windows}, {collective.Windows}}, g.last(1))
 		g.requireGathered(t, fault)
 	}
 }

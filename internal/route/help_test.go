@@ -6,8 +6,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -114,9 +114,9 @@ func (g *rig) enqueue(calls ...add) error {
 }
 
 // last returns the services of the last n collectives of each rank.
-func (g *rig) last(n int) (list [][]ranks.Service) {
+func (g *rig) last(n int) (list [][]collective.Service) {
 	for _, c := range g.comms {
-		_, s := ranks.Of(c).Services(n)
+		_, s := collective.Of(c).Services(n)
 		list = append(list, s)
 	}
 	return list

@@ -9,9 +9,9 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -416,7 +416,7 @@ func (o operation) choice(k *Router, bytes int) Choice {
 	if reduces(o.kind) {
 		c.Type, c.Reduction = o.dtype.String(), o.op.String()
 	}
-	x := o.collective(bytes)
+	x := o.sized(bytes)
 	for s := NCCLOnly + 1; s < Tuned; s++ {
 		// OwnKernels without a choice of algorithm is one of the strategies with one.
 		if s == OwnKernels && o.kind == flight.AllReduce || s.Algorithm() && o.kind != flight.AllReduce {
@@ -440,7 +440,8 @@ func (o operation) measuredType() memory.DType {
 	return o.dtype
 }
 
-func (o operation) collective(bytes int) ranks.Collective {
+// sized returns an operation of a size.
+func (o operation) sized(bytes int) collective.Op {
 	t := o.measuredType()
-	return ranks.Collective{Kind: o.kind, DType: t, Op: o.op, Count: bytes / t.Size(), Together: true}
+	return collective.Op{Op: flight.Op{Request: flight.Request{Kind: o.kind, DType: t, Reduction: o.op, N: bytes / t.Size()}}, Together: true}
 }

@@ -4,10 +4,11 @@ import (
 	"errors"
 	"fmt"
 
+	"github.com/gochorus/chorus/internal/collective"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -93,45 +94,44 @@ func syncAll(users []*gpu.Stream) error {
 // inOrder reports whether an operation must be executed in rank order, and s may
 // not execute it. Chorus kernels reduce all ranks as one block. requested says that its batch
 // requests the order.
-func (k *Router) inOrder(x *ranks.Collective, s Strategy, requested bool) bool {
+func (k *Router) inOrder(x *collective.Op, s Strategy, requested bool) bool {
 	if k.ordered == nil || k.ordered.request && !requested || !flight.Kinds[x.Kind].Reduces {
 		return false
 	}
-	return services[s] != ranks.Kernels || k.ordered.block < k.comm.Size()
+	return services[s] != collective.Kernels || k.ordered.block < k.comm.Size()
 }
 
 // inPieces reports whether Chorus kernels execute x in rank order, in pieces of any number. NCCL does
 // not execute it, so it does not matter above which size NCCL is faster without an order.
-func (k *Router) inPieces(x *ranks.Collective) bool {
+func (k *Router) inPieces(x *collective.Op) bool {
 	s := k.rule.Load().strategy
-	if k.kernels == nil || s != Tuned && services[s] != ranks.Kernels || k.ordered.block < k.comm.Size() || x.Kind != flight.AllReduce {
+	if k.kernels == nil || s != Tuned && services[s] != collective.Kernels || k.ordered.block < k.comm.Size() || x.Kind != flight.AllReduce {
 		return false
 	}
-	raw := rawOf(OwnKernels, x)
-	raw.Count = min(x.Count, k.pieceOf(x))
-	return k.kernels.Takes(&raw)
+	piece := *x
+	piece.N = min(x.N, k.pieceOf(x))
+	return k.kernels.Takes(&piece, fabric.Auto)
 }
 
 // pieceOf returns the number of elements in a piece of x.
-func (k *Router) pieceOf(x *ranks.Collective) int {
+func (k *Router) pieceOf(x *collective.Op) int {
 	return min(k.ordered.piece, k.kernels.Limits().AllReduce()) / x.DType.Size()
 }
 
 // launchPieces launches the kernels of an operation of inPieces.
-func (s *step) launchPieces() error {
-	raw := rawOf(OwnKernels, &s.x)
-	piece, left := s.router.pieceOf(&s.x), s.x.Count
-	for ; left > 0; left -= raw.Count {
-		raw.Count = min(left, piece)
-		if err := s.router.kernels.Enqueue(s.op.Stream, &raw); err != nil {
-			if left < s.x.Count {
-				err = &ranks.PartialError{Err: err}
+func (k *Router) launchPieces(x *collective.Op) error {
+	piece, left := *x, x.N
+	for most := k.pieceOf(x); left > 0; left -= piece.N {
+		piece.N = min(left, most)
+		if err := k.kernels.Enqueue(&piece); err != nil {
+			if left < x.N {
+				err = &collective.PartialError{Err: err}
 			}
 			return err
 		}
-		raw.Dst += uint64(raw.Count * s.x.DType.Size())
-		if raw.Src != 0 { // 0 means in place
-			raw.Src += uint64(raw.Count * s.x.DType.Size())
+		piece.Dst.Ptr += cudadrv.DevicePtr(piece.Bytes())
+		if piece.Src.Ptr != 0 { // 0 means in place
+			piece.Src.Ptr += cudadrv.DevicePtr(piece.Bytes())
 		}
 	}
 	return nil
@@ -139,8 +139,8 @@ func (s *step) launchPieces() error {
 
 // reduction returns the type and the reduction that compute an operation, and the factor of a
 // PreMulSum or nil. It returns an error if no kernel reduces in order.
-func (k *Router) reduction(x *ranks.Collective) (t memory.DType, op flight.Reduction, by *fabric.Factor, err error) {
-	t, op = x.DType, x.Op
+func (k *Router) reduction(x *collective.Op) (t memory.DType, op flight.Reduction, by *fabric.Factor, err error) {
+	t, op = x.DType, x.Reduction
 	if t == memory.Bool { // bytes that are 0 or 1
 		if t = memory.Uint8; op == flight.Sum {
 			op = flight.Max
@@ -149,7 +149,7 @@ func (k *Router) reduction(x *ranks.Collective) (t memory.DType, op flight.Reduc
 	if op < 0 || op >= flight.NumReductions {
 		bits, at, ok := k.in.Factor(op)
 		if !ok {
-			return t, op, nil, fmt.Errorf("the reduction %s was closed", x.Op)
+			return t, op, nil, fmt.Errorf("the reduction %s was closed", x.Reduction)
 		}
 		by, op = &fabric.Factor{Bits: bits, At: at}, flight.Sum
 	}
@@ -197,11 +197,4 @@ func (k *Router) fuses(x *fabric.Norm) bool {
 		return false
 	}
 	return k.kernels != nil && k.ordered == nil && k.kernels.TakesNorm(x)
-}
-
-// fuse lets a Chorus kernel execute a step together with its norm, if EnqueueNorms has decided so.
-func (b *Batch) fuse(s *step) {
-	if b.norms != nil {
-		s.strategy, s.norm = OwnKernels, &b.norms[s.router.local]
-	}
 }

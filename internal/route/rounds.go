@@ -1,10 +1,10 @@
 package route
 
 import (
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -14,7 +14,8 @@ type reducing struct {
 	shape
 	stages
 	at    int // index of the operation in the batch
-	step  *step
+	x     *collective.Op
+	r     *Router
 	rank  int
 	dtype memory.DType
 	op    flight.Reduction
@@ -25,18 +26,18 @@ type reducing struct {
 
 // newReducing describes operation i of a batch.
 func (b *Batch) newReducing(i int) (x reducing, err error) {
-	s := &b.plan[i]
-	r, c := s.router, &s.x
-	x = reducing{at: i, step: s, rank: r.comm.Rank(), base: r.ordered.scratch.Ptr()}
+	c := b.ops[i]
+	r := b.router(c)
+	x = reducing{at: i, x: c, r: r, rank: r.comm.Rank(), base: r.ordered.scratch.Ptr()}
 	if x.dtype, x.op, x.by, err = r.reduction(c); err != nil {
-		return x, s.failed(err)
+		return x, b.failed(c, err)
 	}
 	bytes := r.ordered.scratch.Len() - r.comm.Size()*unit // which parts of any length may waste
 	if x.by != nil {
 		bytes /= 2
 		x.room = x.base + uint64(r.ordered.scratch.Len()/2/unit*unit)
 	}
-	x.shape = shape{kind: c.Kind, ranks: r.comm.Size(), root: c.Root, size: c.DType.Size(), n: c.Count, counts: b.in.At(i).Counts}
+	x.shape = shape{kind: c.Kind, ranks: r.comm.Size(), root: c.Root, size: c.DType.Size(), n: c.N, counts: c.Sends}
 	x.stages, x.most = x.newStages(r.ordered, bytes)
 	return x, nil
 }
@@ -55,7 +56,7 @@ func (x *reducing) stride(k int) uint64 {
 // source returns the address of the elements of this rank that a rank reduces.
 func (x *reducing) source(k, rank int) uint64 {
 	if x.by == nil {
-		return x.step.x.Src + uint64(x.part(k, rank).from*x.size)
+		return uint64(x.x.Src.Ptr) + uint64(x.part(k, rank).from*x.size)
 	}
 	if x.whole() {
 		return x.room
@@ -66,15 +67,15 @@ func (x *reducing) source(k, rank int) uint64 {
 // result returns the address of this rank's results of a round, and whether it has some.
 func (x *reducing) result(k int) (dst uint64, ok bool) {
 	p := x.part(k, x.rank)
-	switch c := &x.step.x; {
+	switch dst := uint64(x.x.Dst.Ptr); {
 	case p.n == 0:
 		return 0, false
 	case x.kind == flight.Reduce && x.rank != x.root:
 		return x.slot(k, x.rank), true
 	case x.divides():
-		return c.Dst + uint64(p.from*x.size), true
+		return dst + uint64(p.from*x.size), true
 	default:
-		return c.Dst + uint64(k*x.shape.step()*x.size), true
+		return dst + uint64(k*x.shape.step()*x.size), true
 	}
 }
 
@@ -88,7 +89,7 @@ func (x *reducing) multiply(k int) error {
 		if p.n == 0 {
 			continue
 		}
-		if err := fabric.Scale(x.step.op.Stream, x.dtype, x.source(k, rank), x.step.x.Src+uint64(p.from*x.size), p.n, *x.by); err != nil {
+		if err := fabric.Scale(x.x.Stream, x.dtype, x.source(k, rank), uint64(x.x.Src.Ptr)+uint64(p.from*x.size), p.n, *x.by); err != nil {
 			return err
 		}
 		if x.whole() {
@@ -99,13 +100,13 @@ func (x *reducing) multiply(k int) error {
 }
 
 // exchange appends the copies of this rank's elements to the ranks that reduce them.
-func (x *reducing) exchange(list []ranks.Move, k int) []ranks.Move {
+func (x *reducing) exchange(list []collective.Move, k int) []collective.Move {
 	if x.staged() {
 		return x.exchangeInBlock(list, k)
 	}
 	mine := x.part(k, x.rank).n * x.size
 	if x.whole() && x.kind == flight.AllReduce {
-		return append(list, ranks.Move{Operation: x.at, Kind: flight.AllGather, Dst: x.base, Src: x.source(k, x.rank), Bytes: mine})
+		return append(list, collective.Move{Operation: x.at, Kind: flight.AllGather, Dst: x.base, Src: x.source(k, x.rank), Bytes: mine})
 	}
 	for peer := range x.ranks {
 		if peer == x.rank {
@@ -117,18 +118,18 @@ func (x *reducing) exchange(list []ranks.Move, k int) []ranks.Move {
 	return list
 }
 
-func (x *reducing) send(list []ranks.Move, peer int, src uint64, bytes int) []ranks.Move {
+func (x *reducing) send(list []collective.Move, peer int, src uint64, bytes int) []collective.Move {
 	if bytes == 0 {
 		return list
 	}
-	return append(list, ranks.Move{Operation: x.at, Kind: flight.Send, Peer: peer, Src: src, Bytes: bytes})
+	return append(list, collective.Move{Operation: x.at, Kind: flight.Send, Peer: peer, Src: src, Bytes: bytes})
 }
 
-func (x *reducing) receive(list []ranks.Move, peer int, dst uint64, bytes int) []ranks.Move {
+func (x *reducing) receive(list []collective.Move, peer int, dst uint64, bytes int) []collective.Move {
 	if bytes == 0 {
 		return list
 	}
-	return append(list, ranks.Move{Operation: x.at, Kind: flight.Recv, Peer: peer, Dst: dst, Bytes: bytes})
+	return append(list, collective.Move{Operation: x.at, Kind: flight.Recv, Peer: peer, Dst: dst, Bytes: bytes})
 }
 
 // reduce enqueues the reduction of this rank's part.
@@ -139,24 +140,24 @@ func (x *reducing) reduce(k int) error {
 	}
 	if x.staged() {
 		f := x.blocksFold(k, dst)
-		return f.Enqueue(x.step.op.Stream)
+		return f.Enqueue(x.x.Stream)
 	}
 	f := fabric.Fold{
-		DType: x.dtype, Op: x.op, Block: x.step.router.ordered.block, Ranks: x.ranks, Count: x.part(k, x.rank).n,
+		DType: x.dtype, Op: x.op, Block: x.r.ordered.block, Ranks: x.ranks, Count: x.part(k, x.rank).n,
 		Base: x.base, Stride: x.stride(k), Mine: x.rank, Own: x.source(k, x.rank), Dst: dst, All: x.ranks,
 	}
-	return f.Enqueue(x.step.op.Stream)
+	return f.Enqueue(x.x.Stream)
 }
 
 // publish appends the copies of the results to the ranks that need them.
-func (x *reducing) publish(list []ranks.Move, k int) []ranks.Move {
+func (x *reducing) publish(list []collective.Move, k int) []collective.Move {
 	if x.whole() || !x.divides() {
 		return list
 	}
 	src, _ := x.result(k)
-	mine, dst := x.part(k, x.rank).n*x.size, x.step.x.Dst
+	mine, dst := x.part(k, x.rank).n*x.size, uint64(x.x.Dst.Ptr)
 	if x.kind == flight.AllReduce && x.even(k) {
-		return append(list, ranks.Move{Operation: x.at, Kind: flight.AllGather, Dst: dst + uint64(x.round(k).from*x.size), Src: src, Bytes: mine})
+		return append(list, collective.Move{Operation: x.at, Kind: flight.AllGather, Dst: dst + uint64(x.round(k).from*x.size), Src: src, Bytes: mine})
 	}
 	for peer := range x.ranks {
 		if peer == x.rank {
@@ -179,7 +180,7 @@ func (b *Batch) executeOrdered() (more bool) {
 	for turn := 0; ; turn++ {
 		list := b.turn(turn)
 		if len(list) == 0 {
-			return len(b.plan) > b.orderedSteps()
+			return len(b.ops) > b.orderedSteps()
 		}
 		if err := b.reduceTogether(list); err != nil {
 			for ; len(list) > 0; turn++ {
@@ -198,12 +199,12 @@ func (b *Batch) executeOrdered() (more bool) {
 func (b *Batch) turn(n int) []int {
 	clear(b.tallies)
 	list := b.turns[:0]
-	for i := range b.plan {
-		if s := &b.plan[i]; s.op.Service == ranks.Ordered {
-			if t := &b.tallies[s.router.local]; t.operations == n {
+	for i, x := range b.ops {
+		if x.Service == collective.Ordered {
+			if t := &b.tallies[x.Local]; t.operations == n {
 				list = append(list, i)
 			}
-			b.tallies[s.router.local].operations++
+			b.tallies[x.Local].operations++
 		}
 	}
 	b.turns = list
@@ -212,8 +213,8 @@ func (b *Batch) turn(n int) []int {
 
 // orderedSteps returns the number of ordered operations.
 func (b *Batch) orderedSteps() (n int) {
-	for i := range b.plan {
-		if b.plan[i].op.Service == ranks.Ordered {
+	for _, x := range b.ops {
+		if x.Service == collective.Ordered {
 			n++
 		}
 	}
@@ -231,7 +232,7 @@ func (b *Batch) reduceTogether(list []int) error {
 		b.reducing = append(b.reducing, x)
 	}
 	xs := b.reducing
-	begun, err := begin(xs)
+	begun, err := b.begin(xs)
 	b.moved = false
 	rounds := 0
 	for i := range xs {
@@ -241,10 +242,10 @@ func (b *Batch) reduceTogether(list []int) error {
 		err = b.round(xs, k)
 	}
 	if err != nil && b.moved {
-		err = &ranks.PartialError{Err: err}
+		err = &collective.PartialError{Err: err}
 	}
 	for i := range xs[:begun] {
-		xs[i].step.router.ordered.order.End()
+		xs[i].r.ordered.order.End()
 	}
 	clear(xs) // keeps no memory of the caller
 	return err
@@ -252,15 +253,15 @@ func (b *Batch) reduceTogether(list []int) error {
 
 // begin reserves the memory of the routers for their operations. It returns the number of
 // operations before the first error; the caller must end these.
-func begin(xs []reducing) (n int, err error) {
+func (b *Batch) begin(xs []reducing) (n int, err error) {
 	for ; n < len(xs); n++ {
-		o, s := xs[n].step.router.ordered, gpu.StreamOf(xs[n].step.op.Stream)
+		o, s := xs[n].r.ordered, gpu.StreamOf(xs[n].x.Stream)
 		err := s.Captured(&o.order)
 		if err == nil {
 			err = o.order.Begin(s)
 		}
 		if err != nil {
-			return n, xs[n].step.failed(err)
+			return n, b.failed(xs[n].x, err)
 		}
 	}
 	return n, nil
@@ -274,7 +275,7 @@ func (b *Batch) round(xs []reducing, k int) error {
 			continue
 		}
 		if err := xs[i].multiply(k); err != nil {
-			return xs[i].step.failed(err)
+			return b.failed(xs[i].x, err)
 		}
 		b.moves = xs[i].exchange(b.moves, k)
 	}
@@ -286,7 +287,7 @@ func (b *Batch) round(xs []reducing, k int) error {
 			continue
 		}
 		if err := xs[i].reduceBlock(k); err != nil {
-			return xs[i].step.failed(err)
+			return b.failed(xs[i].x, err)
 		}
 		b.moves = xs[i].exchangeBlocks(b.moves, k)
 	}
@@ -298,7 +299,7 @@ func (b *Batch) round(xs []reducing, k int) error {
 			continue
 		}
 		if err := xs[i].reduce(k); err != nil {
-			return xs[i].step.failed(err)
+			return b.failed(xs[i].x, err)
 		}
 		b.moves = xs[i].publish(b.moves, k)
 	}
@@ -313,7 +314,7 @@ func (b *Batch) move(xs []reducing) error {
 	err := b.in.Move(b.moves)
 	b.moves = b.moves[:0]
 	b.moved = b.moved || err == nil
-	return xs[0].step.failed(err)
+	return b.failed(xs[0].x, err)
 }
 
 // unit is the alignment of parts in bytes.
@@ -471,7 +472,7 @@ func (x *reducing) place() (block, index int) {
 }
 
 // exchangeInBlock appends the copies of this rank's elements to the other ranks of its block.
-func (x *reducing) exchangeInBlock(list []ranks.Move, k int) []ranks.Move {
+func (x *reducing) exchangeInBlock(list []collective.Move, k int) []collective.Move {
 	mine, index := x.place()
 	for i := range x.stages.block {
 		if i == index {
@@ -499,7 +500,7 @@ func (x *reducing) reduceBlock(k int) error {
 			DType: x.dtype, Op: x.op, Block: x.stages.block, Ranks: x.stages.block, Count: n, Base: x.blockSlot(0, b), Stride: x.blockSlot(1, 0) - x.base,
 			Mine: index, Own: x.source(k, part), Dst: x.own(b), Stage: fabric.BlockStage, All: x.ranks,
 		}
-		if err := f.Enqueue(x.step.op.Stream); err != nil {
+		if err := f.Enqueue(x.x.Stream); err != nil {
 			return err
 		}
 	}
@@ -507,7 +508,7 @@ func (x *reducing) reduceBlock(k int) error {
 }
 
 // exchangeBlocks appends the copies of the block's results to the ranks of the other blocks.
-func (x *reducing) exchangeBlocks(list []ranks.Move, k int) []ranks.Move {
+func (x *reducing) exchangeBlocks(list []collective.Move, k int) []collective.Move {
 	mine, index := x.place()
 	for b := range x.blocks {
 		if b == mine {

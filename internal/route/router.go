@@ -6,12 +6,13 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -19,15 +20,15 @@ import (
 // A Router chooses the backends of one rank's collectives, and owns the backends except NCCL.
 type Router struct {
 	comm     *nccl.Communicator
-	in       ranks.Inside    // of comm
-	local    int             // index of the local rank
-	stream   *stream.Stream  // of the group
-	kernels  *fabric.Rank    // nil if there are no Chorus kernels
-	window   *window         // nil if there is none
-	ordered  *ordered        // nil if the order of reductions does not matter
-	engines  bool            // copy engines reach all ranks, which are in this process
-	opened   Strategy        // the strategy that Open got
-	exchange fabric.Exchange // with the other ranks, until all are open
+	in       collective.Inside // of comm
+	local    int               // index of the local rank
+	stream   *stream.Stream    // of the group
+	kernels  *fabric.Rank      // nil if there are no Chorus kernels
+	window   *window           // nil if there is none
+	ordered  *ordered          // nil if the order of reductions does not matter
+	engines  bool              // copy engines reach all ranks, which are in this process
+	opened   Strategy          // the strategy that Open got
+	exchange fabric.Exchange   // with the other ranks, until all are open
 	rule     atomic.Pointer[rule]
 }
 
@@ -42,17 +43,12 @@ type rule struct {
 // executes everything.
 type Routers []*Router
 
-// of returns the router of a communicator, or nil.
-func (rs Routers) of(c ranks.Inside, rank int) *Router {
+// of returns the index of the router of a communicator, or -1.
+func (rs Routers) of(c collective.Inside, rank int) int32 {
 	if rank < len(rs) && rs[rank].in == c { // the ranks of one process
-		return rs[rank]
+		return int32(rank)
 	}
-	for _, r := range rs {
-		if r.in == c {
-			return r
-		}
-	}
-	return nil
+	return int32(slices.IndexFunc(rs, func(r *Router) bool { return r.in == c }))
 }
 
 // Strategy returns the strategy in use.
@@ -131,7 +127,7 @@ func (rs Routers) Unsupported(s Strategy) error {
 }
 
 // Chosen returns the strategy of the local ranks for x.
-func (rs Routers) Chosen(x ranks.Collective) Strategy {
+func (rs Routers) Chosen(x collective.Op) Strategy {
 	if len(rs) == 0 {
 		return NCCLOnly
 	}
@@ -140,7 +136,7 @@ func (rs Routers) Chosen(x ranks.Collective) Strategy {
 
 // choose returns the strategy for x: the first one of the rule that supports x.
 // Only all-reduces have a choice among the algorithms of Chorus kernels.
-func (k *Router) choose(x *ranks.Collective) Strategy {
+func (k *Router) choose(x *collective.Op) Strategy {
 	s := k.firstSupported(x)
 	if s.Algorithm() && x.Kind != flight.AllReduce {
 		return OwnKernels
@@ -148,7 +144,7 @@ func (k *Router) choose(x *ranks.Collective) Strategy {
 	return s
 }
 
-func (k *Router) firstSupported(x *ranks.Collective) Strategy {
+func (k *Router) firstSupported(x *collective.Op) Strategy {
 	r := k.rule.Load()
 	switch {
 	case x.Kind == 0: // an operation that is always NCCL's
@@ -167,7 +163,7 @@ func (k *Router) firstSupported(x *ranks.Collective) Strategy {
 }
 
 // orNCCL returns s if s supports x, and otherwise NCCLOnly.
-func (k *Router) orNCCL(s Strategy, x *ranks.Collective, most int) Strategy {
+func (k *Router) orNCCL(s Strategy, x *collective.Op, most int) Strategy {
 	if k.supports(s, x, most) {
 		return s
 	}
@@ -176,7 +172,7 @@ func (k *Router) orNCCL(s Strategy, x *ranks.Collective, most int) Strategy {
 
 // supports reports whether s supports x. Chorus kernels support up to so many bytes if they choose
 // their algorithm.
-func (k *Router) supports(s Strategy, x *ranks.Collective, most int) bool {
+func (k *Router) supports(s Strategy, x *collective.Op, most int) bool {
 	switch s {
 	case OwnKernels:
 		return k.kernels != nil && x.Bytes() <= most && k.kernelsSupport(s, x)
@@ -185,14 +181,13 @@ func (k *Router) supports(s Strategy, x *ranks.Collective, most int) bool {
 	case Windows:
 		return k.window != nil && k.window.fits(x)
 	case CopyEngines:
-		return k.engines && x.Together && (x.Kind == flight.AllGather || x.Kind == flight.AllToAll) && x.Count > 0
+		return k.engines && x.Together && (x.Kind == flight.AllGather || x.Kind == flight.AllToAll) && x.N > 0
 	}
 	return false
 }
 
-func (k *Router) kernelsSupport(s Strategy, x *ranks.Collective) bool {
-	raw := rawOf(s, x)
-	return k.kernels.Takes(&raw)
+func (k *Router) kernelsSupport(s Strategy, x *collective.Op) bool {
+	return k.kernels.Takes(x, algorithms[s])
 }
 
 // abort ends the Chorus kernels in flight.
@@ -212,7 +207,7 @@ func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communica
 	}
 	rs := make(Routers, len(comms))
 	for i, c := range comms {
-		rs[i] = &Router{comm: c, in: ranks.Of(c), local: i, stream: streams[i], opened: s}
+		rs[i] = &Router{comm: c, in: collective.Of(c), local: i, stream: streams[i], opened: s}
 		if s != NCCLOnly {
 			rs[i].exchange = exchange(c.Rank())
 		}

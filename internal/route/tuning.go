@@ -16,10 +16,10 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
@@ -440,17 +440,17 @@ func isOdd(bytes int) bool { return bytes%16 != 0 }
 
 // find returns the strategies for x, the fastest first. It uses the entry whose size has the
 // nearest logarithm.
-func (t *Index) find(x *ranks.Collective) []Strategy {
+func (t *Index) find(x *collective.Op) []Strategy {
 	bytes := x.Bytes()
 	if t == nil || bytes == 0 || x.DType >= numDTypes {
 		return nil
 	}
 	m := t[x.Kind][0][0]
 	if reduces(x.Kind) {
-		if x.Op < 0 || x.Op >= flight.NumReductions {
+		if x.Reduction < 0 || x.Reduction >= flight.NumReductions {
 			return nil
 		}
-		m = t[x.Kind][x.DType][x.Op]
+		m = t[x.Kind][x.DType][x.Reduction]
 	}
 	if m == nil {
 		return nil

@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -45,7 +45,7 @@ func TestTunedChoice(t *testing.T) {
 	g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), Tuned)
 	g.routers.UseTuning(tuning.Index())
 	of := func(kind flight.Kind, dtype memory.DType, op nccl.Op, count int) Strategy {
-		return g.routers.Chosen(ranks.Collective{Kind: kind, DType: dtype, Op: flight.Reduction(op), Count: count})
+		return g.routers.Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: kind, DType: dtype, Reduction: flight.Reduction(op), N: count}}})
 	}
 	for _, c := range []struct {
 		want, got Strategy
@@ -99,7 +99,7 @@ func TestMeasuringRestoresTheStrategy(t *testing.T) {
 		plan = slices.DeleteFunc(plan, func(c Choice) bool { return c.Operation != "all-gather" || c.Bytes != 256<<10 })
 		require.Len(t, plan, 1)
 		require.Equal(t, CopyEngines, plan[0].Times[len(plan[0].Times)-1].Strategy)
-		x := ranks.Collective{Kind: flight.AllGather, DType: memory.Float32, Count: 64, Together: true}
+		x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGather, DType: memory.Float32, N: 64}}, Together: true}
 		for s, want := range map[Strategy]Strategy{NCCLOnly: NCCLOnly, OwnKernels: OwnKernels, Tuned: NCCLOnly} {
 			g.routers.Use(s)
 			tuning := &Tuning{Choices: slices.Clone(plan)}

@@ -6,12 +6,12 @@ import (
 	"fmt"
 	"log/slog"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -68,7 +68,7 @@ func hideUnsupported(err error) error {
 
 // allocate allocates the memory, in its own pool.
 func (w *window) allocate(s *stream.Stream) (err error) {
-	if err := ranks.Of(w.comm).NoWindows(); err != nil {
+	if err := collective.Of(w.comm).NoWindows(); err != nil {
 		return err
 	}
 	w.pool = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
@@ -106,13 +106,13 @@ func syncUnlessLost(s *gpu.Stream) error {
 
 // fits reports whether NCCL has a correct symmetric kernel for x and the window is large
 // enough.
-func (w *window) fits(x *ranks.Collective) bool {
+func (w *window) fits(x *collective.Op) bool {
 	in, out := w.extents(x)
-	return in > 0 && max(in, out) <= windowBytes && ranks.Of(w.comm).Symmetric(x)
+	return in > 0 && max(in, out) <= windowBytes && collective.Of(w.comm).Symmetric(x)
 }
 
 // extents returns how many bytes an operation reads and writes.
-func (w *window) extents(x *ranks.Collective) (in, out int) {
+func (w *window) extents(x *collective.Op) (in, out int) {
 	part := x.Bytes()
 	switch x.Kind {
 	case flight.AllGather:
@@ -123,32 +123,34 @@ func (w *window) extents(x *ranks.Collective) (in, out int) {
 	return part, part
 }
 
-// copyIn copies the operand to the window and returns the addresses for NCCL to write and
-// read. After it returned no error, the window is reserved for this operation until copyOut.
-func (w *window) copyIn(s *stream.Stream, x *ranks.Collective) (dst, src uint64, err error) {
-	if err := gpu.StreamOf(s).Captured(&w.order); err != nil {
-		return 0, 0, err
+// copyIn copies the operand to the window, and puts the window's addresses for NCCL into the operation. After it
+// returned no error, the window is reserved for this operation until copyOut.
+func (w *window) copyIn(x *collective.Op) error {
+	s := gpu.StreamOf(x.Stream)
+	if err := s.Captured(&w.order); err != nil {
+		return err
 	}
-	if err := w.order.Begin(gpu.StreamOf(s)); err != nil {
-		return 0, 0, err
+	if err := w.order.Begin(s); err != nil {
+		return err
 	}
 	in, _ := w.extents(x)
-	src, dst = w.mem.Ptr(), w.mem.Ptr()+windowBytes
-	if err := copyBytes(s, src, x.Src, in); err != nil {
+	if err := copyBytes(x.Stream, w.mem.Ptr(), uint64(x.Src.Ptr), in); err != nil {
 		w.order.End()
-		return 0, 0, err
+		return err
 	}
-	return dst, src, nil
+	x.Result = uint64(x.Dst.Ptr)
+	x.Src.Ptr, x.Dst.Ptr = cudadrv.DevicePtr(w.mem.Ptr()), cudadrv.DevicePtr(w.mem.Ptr()+windowBytes)
+	return nil
 }
 
 // copyOut copies the result from the window, if NCCL has taken the operation.
-func (w *window) copyOut(s *stream.Stream, x *ranks.Collective, taken bool) error {
+func (w *window) copyOut(x *collective.Op, taken bool) error {
 	defer w.order.End()
 	if !taken {
 		return nil
 	}
 	_, out := w.extents(x)
-	return copyBytes(s, x.Dst, w.mem.Ptr()+windowBytes, out)
+	return copyBytes(x.Stream, x.Result, w.mem.Ptr()+windowBytes, out)
 }
 
 func copyBytes(s *stream.Stream, dst, src uint64, n int) error {
@@ -180,7 +182,7 @@ func (rs Routers) openEngines() error {
 // its parts, from the next rank first, so that no two ranks fetch from the same rank at
 // the same time. The streams meet before, so that all sources are ready, and after, so
 // that no source changes before all ranks have fetched it.
-func copyBetweenRanks(ss []*stream.Stream, xs []ranks.Collective) error {
+func copyBetweenRanks(ss []*stream.Stream, xs []*collective.Op) error {
 	if err := synchronize(ss); err != nil {
 		return err
 	}
@@ -188,7 +190,7 @@ func copyBetweenRanks(ss []*stream.Stream, xs []ranks.Collective) error {
 	for step := range n {
 		for to := range n {
 			from := (to + step) % n
-			src, dst := xs[from].Src, xs[to].Dst+uint64(from*part)
+			src, dst := uint64(xs[from].Src.Ptr), uint64(xs[to].Dst.Ptr)+uint64(from*part)
 			if xs[0].Kind == flight.AllToAll {
 				src += uint64(to * part)
 			}
@@ -251,7 +253,7 @@ func SetKernelBytes(all, part int) (restore func()) {
 	return func() { kernelBytes, kernelPartBytes = old[0], old[1] }
 }
 
-func kernelLimit(x *ranks.Collective) int {
+func kernelLimit(x *collective.Op) int {
 	if x.Kind == flight.AllReduce {
 		return kernelBytes
 	}
@@ -259,8 +261,3 @@ func kernelLimit(x *ranks.Collective) int {
 }
 
 var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines}
-
-// rawOf returns x as Chorus kernels take it.
-func rawOf(s Strategy, x *ranks.Collective) fabric.Raw {
-	return fabric.Raw{Kind: x.Kind, Algorithm: algorithms[s], DType: x.DType, Op: x.Op, Root: x.Root, Count: x.Count, Dst: x.Dst, Src: x.Src}
-}

@@ -147,12 +147,8 @@ func (l *nccl) leave() []work {
 }
 
 // submit records a call, at the end of the thread's group if there is one.
-func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.Stream, uses func(c *comm) []cudadrv.Use) ncclapi.Result {
-	return l.submitConfig(r, name, h, s, nil, uses)
-}
-
-// submitConfig is submit for a call with a configuration.
-func (l *nccl) submitConfig(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.Stream, cfg *ncclapi.CollConfig, uses func(c *comm) []cudadrv.Use) ncclapi.Result {
+// cfg may be nil.
+func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.Stream, cfg *ncclapi.CollConfig, uses func(c *comm) []cudadrv.Use) ncclapi.Result {
 	if r != ncclapi.Success && r != ncclapi.InProgress {
 		return r
 	}

@@ -64,7 +64,7 @@ func TestConfigurationsOfCalls(t *testing.T) {
 		cfg := ncclapi.NewCollConfig(newest)
 		change(cfg)
 		require.Equal(t, ncclapi.InvalidArgument,
-			c.api.AllReduceConfig(p, p, 1, ncclapi.Int32, ncclapi.Sum, c.comms[0], c.streams[0], cfg), want)
+			c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0], Config: cfg}), want)
 		require.Contains(t, c.api.GetLastError(0), want)
 	}
 	cfg := ncclapi.NewCollConfig(newest)
@@ -87,7 +87,7 @@ func (c *clan) total(a, b *ncclapi.CollConfig) []int32 {
 	p := []cudadrv.DevicePtr{c.Alloc(0, 64), c.Alloc(1, 64)}
 	for rank, cfg := range []*ncclapi.CollConfig{a, b} {
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], p[rank], []int32{int32(rank + 1)})
-		c.good(c.api.AllReduceConfig(p[rank], p[rank], 1, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank], cfg))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p[rank], Recv: p[rank], Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank], Config: cfg}))
 	}
 	return virtualtest.Download[int32](c.Rig, 0, c.streams[0], p[0], 1)
 }
@@ -101,7 +101,7 @@ func TestLaunchCompletionEvent(t *testing.T) {
 		cfg := ncclapi.NewCollConfig(newest)
 		cfg.LaunchCompletionEvent = uintptr(events[rank])
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], p[rank], []int32{int32(rank + 1)})
-		c.good(c.api.AllReduceConfig(p[rank], p[rank], 1, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank], cfg))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p[rank], Recv: p[rank], Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank], Config: cfg}))
 	}
 	issue(0)
 	c.Do(0, func() cudadrv.Result { return c.Drv.EventSynchronize(events[0]) })
@@ -123,7 +123,7 @@ func TestConfigurationsThatDiffer(t *testing.T) {
 			change(other, c)
 			p := []cudadrv.DevicePtr{c.Alloc(0, 64), c.Alloc(1, 64)}
 			for rank, cfg := range []*ncclapi.CollConfig{ncclapi.NewCollConfig(newest), other} {
-				c.good(c.api.AllReduceConfig(p[rank], p[rank], 1, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank], cfg))
+				c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p[rank], Recv: p[rank], Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank], Config: cfg}))
 			}
 			for rank := range 2 {
 				require.Contains(t, c.wait(rank, ncclapi.InvalidUsage), want)
@@ -140,7 +140,7 @@ func TestEventsOfAGroup(t *testing.T) {
 		for range 2 {
 			cfg := ncclapi.NewCollConfig(newest)
 			cfg.LaunchCompletionEvent = uintptr(c.untimed(0))
-			c.good(c.api.AllReduceConfig(p, p, 1, ncclapi.Int32, ncclapi.Sum, c.comms[0], c.streams[0], cfg))
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0], Config: cfg}))
 		}
 		require.Equal(t, ncclapi.InvalidUsage, c.api.GroupEnd())
 		return 0

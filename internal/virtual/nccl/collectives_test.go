@@ -90,8 +90,8 @@ func TestRegistrations(t *testing.T) {
 	q := c.Alloc(1, 64)
 	virtualtest.Upload(c.Rig, 0, c.streams[0], p, []int32{1})
 	virtualtest.Upload(c.Rig, 1, c.streams[1], q, []int32{2})
-	c.good(c.api.AllReduce(p, p, 1, ncclapi.Int32, ncclapi.Sum, h, c.streams[0]))
-	c.good(c.api.AllReduce(q, q, 1, ncclapi.Int32, ncclapi.Sum, c.comms[1], c.streams[1]))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: h, Stream: c.streams[0]}))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: q, Recv: q, Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[1], Stream: c.streams[1]}))
 	require.Equal(t, []int32{3}, virtualtest.Download[int32](c.Rig, 0, c.streams[0], p, 1))
 
 	c.good(c.api.CommDeregister(h, b))
@@ -113,12 +113,12 @@ func TestFinalizeThenDestroy(t *testing.T) {
 	}
 	for range 5 {
 		for rank, p := range bufs {
-			c.good(c.api.AllReduce(p, p, 1<<16, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank]))
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1 << 16, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank]}))
 		}
 	}
 	c.each(func(rank int) ncclapi.Result { return c.api.CommFinalize(c.comms[rank]) })
 	for rank, p := range bufs {
-		require.Equal(t, ncclapi.InvalidArgument, c.api.AllReduce(p, p, 1, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank]))
+		require.Equal(t, ncclapi.InvalidArgument, c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank]}))
 		require.Contains(t, c.api.GetLastError(0), "is finalized")
 		async, r := c.api.CommGetAsyncError(c.comms[rank])
 		c.good(r)
@@ -145,7 +145,7 @@ func TestGroupSimulateEnd(t *testing.T) {
 		info := ncclapi.NewSimInfo(defaultVersion)
 		c.good(c.api.GroupStart())
 		c.good(c.api.GroupStart())
-		c.good(c.api.AllReduce(p, p, count, ncclapi.Float32, ncclapi.Avg, c.comms[0], c.streams[0]))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: count, Type: ncclapi.Float32, Op: ncclapi.Avg, Comm: c.comms[0], Stream: c.streams[0]}))
 		c.good(c.api.GroupEnd())
 		c.good(c.api.GroupSimulateEnd(info))
 		times[i] = info.EstimatedTime
@@ -176,7 +176,7 @@ func TestPreMulSumOfDeviceScalar(t *testing.T) {
 	for round := range 3 {
 		for rank := range 2 {
 			virtualtest.Upload(c.Rig, rank, c.streams[rank], scalars[rank], []float32{float32(round + rank)})
-			c.good(c.api.AllReduce(in[rank], out[rank], 2, ncclapi.Float32, ops[rank], c.comms[rank], c.streams[rank]))
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: in[rank], Recv: out[rank], Count: 2, Type: ncclapi.Float32, Op: ops[rank], Comm: c.comms[rank], Stream: c.streams[rank]}))
 		}
 		want := float32(2*round + 1)
 		for rank := range 2 {
@@ -184,13 +184,13 @@ func TestPreMulSumOfDeviceScalar(t *testing.T) {
 		}
 	}
 	require.Equal(t, ncclapi.InvalidArgument,
-		c.api.AllReduce(in[0], out[0], 2, ncclapi.Float16, ops[0], c.comms[0], c.streams[0]), "the scalar is of another type")
+		c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: in[0], Recv: out[0], Count: 2, Type: ncclapi.Float16, Op: ops[0], Comm: c.comms[0], Stream: c.streams[0]}), "the scalar is of another type")
 	for rank := range 2 {
 		c.good(c.api.RedOpDestroy(ops[rank], c.comms[rank]))
 		require.Equal(t, ncclapi.InvalidArgument, c.api.RedOpDestroy(ops[rank], c.comms[rank]))
 	}
 	require.Equal(t, ncclapi.InvalidArgument,
-		c.api.AllReduce(in[0], out[0], 2, ncclapi.Float32, ops[0], c.comms[0], c.streams[0]), "the reduction was destroyed")
+		c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: in[0], Recv: out[0], Count: 2, Type: ncclapi.Float32, Op: ops[0], Comm: c.comms[0], Stream: c.streams[0]}), "the reduction was destroyed")
 	require.Empty(t, c.m.Reports())
 }
 
@@ -207,7 +207,7 @@ func TestOffsetsInSymmetricWindows(t *testing.T) {
 		})
 		p[1] += offset
 		for rank := range w {
-			c.good(c.api.AllReduce(p[rank], p[rank], 4, ncclapi.Float32, ncclapi.Sum, c.comms[rank], c.streams[rank]))
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p[rank], Recv: p[rank], Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank]}))
 		}
 		if offset == 0 {
 			c.Sync(0, c.streams[0])
@@ -244,12 +244,12 @@ func TestShrink(t *testing.T) {
 		c.good(r)
 		require.Equal(t, int32(place), me)
 		wg.Go(func() { // the first operation blocks until all ranks have issued theirs
-			c.good(c.api.AllReduce(bufs[rank], bufs[rank], 1, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: bufs[rank], Recv: bufs[rank], Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: smaller[rank], Stream: c.streams[rank]}))
 		})
 	}
 	wg.Wait()
 	for rank := range 4 {
-		c.good(c.api.AllReduce(bufs[rank], bufs[rank], 1, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank]))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: bufs[rank], Recv: bufs[rank], Count: 1, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank]}))
 	}
 	for rank := range 4 {
 		require.Equal(t, []int32{3*13 + 2}, virtualtest.Download[int32](c.Rig, rank, c.streams[rank], bufs[rank], 1))
@@ -287,7 +287,9 @@ func TestSplitWithoutColor(t *testing.T) {
 		require.Equal(t, int32(2), n)
 		p := c.Alloc(rank, 4)
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], p, []int32{int32(rank)})
-		wg.Go(func() { c.good(c.api.Broadcast(p, p, 1, ncclapi.Int32, 1, parts[rank], c.streams[rank])) })
+		wg.Go(func() {
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 1, Type: ncclapi.Int32, Root: 1, Comm: parts[rank], Stream: c.streams[rank]}))
+		})
 		defer func() {
 			require.Equal(t, []int32{2}, virtualtest.Download[int32](c.Rig, rank, c.streams[rank], p, 1))
 			c.good(c.api.CommDestroy(parts[rank]))
@@ -324,8 +326,8 @@ func TestGroupOfStreams(t *testing.T) {
 				for i := range streams {
 					// The second operation on a buffer is on another stream.
 					p, next := bufs[rank][i], s[rank][(i+1)%streams]
-					c.good(c.api.AllReduce(p, p, n, ncclapi.Int32, ncclapi.Sum, c.comms[rank], s[rank][i]))
-					c.good(c.api.AllReduce(p, p, n, ncclapi.Int32, ncclapi.Sum, c.comms[rank], next))
+					c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: n, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: s[rank][i]}))
+					c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: n, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: next}))
 				}
 			}
 		})

@@ -94,15 +94,15 @@ func TestFirstOperationsBlock(t *testing.T) {
 	type call func(rank int) ncclapi.Result
 	reduce := func(n uintptr) call {
 		return func(r int) ncclapi.Result {
-			return c.api.AllReduce(src[r], dst[r], n, ncclapi.Float32, ncclapi.Sum, c.comms[r], c.streams[r])
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: src[r], Recv: dst[r], Count: n, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[r], Stream: c.streams[r]})
 		}
 	}
 	send := func(from, to int) call {
 		return func(r int) ncclapi.Result {
 			if r == from {
-				return c.api.Send(src[r], small, ncclapi.Float32, int32(to), c.comms[r], c.streams[r])
+				return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: src[r], Count: small, Type: ncclapi.Float32, Root: int32(to), Comm: c.comms[r], Stream: c.streams[r]})
 			}
-			return c.api.Recv(dst[r], small, ncclapi.Float32, int32(from), c.comms[r], c.streams[r])
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncRecv, Recv: dst[r], Count: small, Type: ncclapi.Float32, Root: int32(from), Comm: c.comms[r], Stream: c.streams[r]})
 		}
 	}
 	known := func(at, rank int) (n int) { // connections that one rank knows another to have issued
@@ -126,10 +126,10 @@ func TestFirstOperationsBlock(t *testing.T) {
 		{"send", []int{0}, []int{1}, send(0, 1)},
 		{"receive", []int{0}, []int{1}, send(1, 0)},
 		{"gather", []int{2}, []int{0, 1}, func(r int) ncclapi.Result {
-			return c.api.Gather(src[r], dst[r], small, ncclapi.Float32, 2, c.comms[r], c.streams[r])
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncGather, Send: src[r], Recv: dst[r], Count: small, Type: ncclapi.Float32, Root: 2, Comm: c.comms[r], Stream: c.streams[r]})
 		}},
 		{"all-to-all", []int{0, 1}, []int{2}, func(r int) ncclapi.Result {
-			return c.api.AlltoAll(src[r], dst[r], small, ncclapi.Float32, c.comms[r], c.streams[r])
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAlltoAll, Send: src[r], Recv: dst[r], Count: small, Type: ncclapi.Float32, Comm: c.comms[r], Stream: c.streams[r]})
 		}},
 	} {
 		ended, before := make(chan int, 3), make([]int, 3)
@@ -155,9 +155,9 @@ func TestFirstOperationsBlock(t *testing.T) {
 			c.good(x.call(rank))
 		}
 	}
-	c.good(c.api.Broadcast(src[0], dst[0], small, ncclapi.Float32, 0, c.comms[0], c.streams[0])) // the ring exists
-	c.good(c.api.Broadcast(src[1], dst[1], small, ncclapi.Float32, 0, c.comms[1], c.streams[1]))
-	c.good(c.api.Broadcast(src[2], dst[2], small, ncclapi.Float32, 0, c.comms[2], c.streams[2]))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: src[0], Recv: dst[0], Count: small, Type: ncclapi.Float32, Root: 0, Comm: c.comms[0], Stream: c.streams[0]})) // the ring exists
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: src[1], Recv: dst[1], Count: small, Type: ncclapi.Float32, Root: 0, Comm: c.comms[1], Stream: c.streams[1]}))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: src[2], Recv: dst[2], Count: small, Type: ncclapi.Float32, Root: 0, Comm: c.comms[2], Stream: c.streams[2]}))
 	for rank := range 3 {
 		c.Sync(rank, c.streams[rank])
 	}

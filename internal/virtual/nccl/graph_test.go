@@ -16,7 +16,7 @@ func (c *clan) reduceAll(ps []cudadrv.DevicePtr) ncclapi.Result {
 	c.T.Helper()
 	c.good(c.api.GroupStart())
 	for i, p := range ps {
-		c.good(c.api.AllReduce(p, p, 1, ncclapi.Float32, ncclapi.Sum, c.comms[i], c.streams[i]))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[i], Stream: c.streams[i]}))
 	}
 	return c.api.GroupEnd()
 }

@@ -164,19 +164,25 @@ func TestArguments(t *testing.T) {
 	p, foreign := c.Alloc(0, 64), c.Alloc(1, 64)
 	reduce := func(send, recv cudadrv.DevicePtr, count uintptr) func() ncclapi.Result {
 		return func() ncclapi.Result {
-			return c.api.AllReduce(send, recv, count, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0])
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: send, Recv: recv, Count: count, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]})
 		}
 	}
 	for want, f := range map[string]func() ncclapi.Result{
-		"sendbuff is null":                   reduce(0, p, 1),
-		"not aligned to the 4 bytes":         reduce(p, p+2, 1),
-		"lies in the block of 64 bytes":      reduce(p, foreign, 1),
-		"needs 68 bytes and has 64":          reduce(p, p, 17),
-		"not a device address":               reduce(p, 0x1234, 1),
-		"more than any memory":               reduce(p, p, 1<<62),
-		"rank 2 is not one of 2":             func() ncclapi.Result { return c.api.Send(p, 1, ncclapi.Int8, 2, c.comms[0], c.streams[0]) },
-		"the stream is of device 1":          func() ncclapi.Result { return c.api.Send(p, 1, ncclapi.Int8, 1, c.comms[0], c.streams[1]) },
-		"is not a communicator, or it was d": func() ncclapi.Result { return c.api.Send(p, 1, ncclapi.Int8, 1, 4711, c.streams[1]) },
+		"sendbuff is null":              reduce(0, p, 1),
+		"not aligned to the 4 bytes":    reduce(p, p+2, 1),
+		"lies in the block of 64 bytes": reduce(p, foreign, 1),
+		"needs 68 bytes and has 64":     reduce(p, p, 17),
+		"not a device address":          reduce(p, 0x1234, 1),
+		"more than any memory":          reduce(p, p, 1<<62),
+		"rank 2 is not one of 2": func() ncclapi.Result {
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: 2, Comm: c.comms[0], Stream: c.streams[0]})
+		},
+		"the stream is of device 1": func() ncclapi.Result {
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: 1, Comm: c.comms[0], Stream: c.streams[1]})
+		},
+		"is not a communicator, or it was d": func() ncclapi.Result {
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: 1, Comm: 4711, Stream: c.streams[1]})
+		},
 	} {
 		require.Equal(t, ncclapi.InvalidArgument, f(), want)
 		require.Contains(t, c.api.GetLastError(0), want)
@@ -206,8 +212,8 @@ func TestFailedGroupEnqueuesNothing(t *testing.T) {
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()
 		c.good(c.api.GroupStart())
-		c.good(c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
-		require.Equal(t, ncclapi.InvalidArgument, c.api.AllReduce(0, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}))
+		require.Equal(t, ncclapi.InvalidArgument, c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: 0, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}))
 		require.Equal(t, ncclapi.InvalidArgument, c.api.GroupEnd())
 	}()
 	c.Do(0, func() cudadrv.Result { return c.Drv.StreamQuery(c.streams[0]) })
@@ -216,8 +222,8 @@ func TestFailedGroupEnqueuesNothing(t *testing.T) {
 func TestSendAndRecvDisagree(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 3})
 	p, q := c.Alloc(0, 64), c.Alloc(1, 64)
-	c.good(c.api.Send(p, 4, ncclapi.Float32, 1, c.comms[0], c.streams[0]))
-	c.good(c.api.Recv(q, 8, ncclapi.Float32, 0, c.comms[1], c.streams[1]))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 4, Type: ncclapi.Float32, Root: 1, Comm: c.comms[0], Stream: c.streams[0]}))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncRecv, Recv: q, Count: 8, Type: ncclapi.Float32, Root: 0, Comm: c.comms[1], Stream: c.streams[1]}))
 	for rank := range 3 { // also at the one that has no part in it
 		require.Contains(t, c.wait(rank, ncclapi.InvalidUsage),
 			"rank 0 issued send(4 x float32, to rank 1) as operation 0, rank 1 issued recv(8 x float32, from rank 0) as operation 0")
@@ -228,14 +234,14 @@ func TestSendAndRecvDisagree(t *testing.T) {
 func TestAbortEndsAtOnce(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 3})
 	p := c.Alloc(0, 64)
-	c.good(c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}))
 	start := time.Now()
 	c.good(c.api.CommAbort(c.comms[0]))
 	c.Sync(0, c.streams[0])
 	require.Less(t, time.Since(start), 20*time.Second)
 	require.Equal(t, "rank 0 aborted", c.wait(1, ncclapi.RemoteError))
 	require.Equal(t, "rank 0 aborted", c.wait(2, ncclapi.RemoteError))
-	require.Equal(t, ncclapi.RemoteError, c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[1], c.streams[1]))
+	require.Equal(t, ncclapi.RemoteError, c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[1], Stream: c.streams[1]}))
 	for _, x := range virtualtest.Download[float32](c.Rig, 0, c.streams[0], p, 4) {
 		require.NotEqual(t, x, x, "the output is not poisoned")
 	}
@@ -245,7 +251,7 @@ func TestAbortEndsAtOnce(t *testing.T) {
 func TestAbortInAGroup(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 2})
 	p := c.Alloc(0, 64)
-	c.good(c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}))
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	c.good(c.api.GroupStart())
@@ -268,7 +274,7 @@ func TestAbortUnderACall(t *testing.T) {
 			calls := make(chan ncclapi.Result, machine.LaunchDepth+2)
 			go func() {
 				for range cap(calls) {
-					calls <- c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0])
+					calls <- c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]})
 				}
 				close(calls)
 			}()
@@ -297,7 +303,7 @@ func TestShrinkAfterLoss(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 3})
 	buf := []cudadrv.DevicePtr{c.Alloc(0, 64), c.Alloc(1, 64), c.Alloc(2, 64)}
 	for _, rank := range []int{0, 2} {
-		c.good(c.api.AllReduce(buf[rank], buf[rank], 4, ncclapi.Int32, ncclapi.Sum, c.comms[rank], c.streams[rank]))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: buf[rank], Recv: buf[rank], Count: 4, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[rank], Stream: c.streams[rank]}))
 	}
 	c.good(c.api.CommAbort(c.comms[1]))
 	smaller := make([]ncclapi.Comm, 3)
@@ -312,7 +318,7 @@ func TestShrinkAfterLoss(t *testing.T) {
 	for _, rank := range []int{0, 2} {
 		virtualtest.Upload(c.Rig, rank, c.streams[rank], buf[rank], []int32{int32(rank), 5})
 		wg.Go(func() {
-			c.good(c.api.AllReduce(buf[rank], buf[rank], 2, ncclapi.Int32, ncclapi.Sum, smaller[rank], c.streams[rank]))
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: buf[rank], Recv: buf[rank], Count: 2, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: smaller[rank], Stream: c.streams[rank]}))
 		})
 	}
 	wg.Wait()
@@ -329,8 +335,8 @@ func TestCollectiveRaces(t *testing.T) {
 	p, q := c.Alloc(0, 64), c.Alloc(1, 64)
 	other := c.Stream(0)
 	c.Do(0, func() cudadrv.Result { return c.Drv.MemsetD8Async(p, 0, 64, other) })
-	c.good(c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
-	c.good(c.api.AllReduce(q, q, 4, ncclapi.Float32, ncclapi.Sum, c.comms[1], c.streams[1]))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: q, Recv: q, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[1], Stream: c.streams[1]}))
 	require.Equal(t, cudadrv.ErrorLaunchFailed, c.On(0, c.Drv.CtxSynchronize))
 	require.NotEmpty(t, c.m.Reports())
 	require.Contains(t, c.m.Explain(0), "ncclAllReduce")
@@ -340,7 +346,7 @@ func TestFaultedCollective(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 1, Faults: "ncclAllReduce#2=ncclSystemError"})
 	p := c.Alloc(0, 64)
 	for _, want := range []ncclapi.Result{ncclapi.Success, ncclapi.SystemError, ncclapi.Success} {
-		require.Equal(t, want, c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, c.comms[0], c.streams[0]))
+		require.Equal(t, want, c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}))
 	}
 	c.Sync(0, c.streams[0])
 }
@@ -353,7 +359,7 @@ func TestWrongAndSlowCollectives(t *testing.T) {
 	virtualtest.Upload(c.Rig, 0, c.streams[0], p, want)
 	for n := 1; n <= 3; n++ {
 		begun := time.Now()
-		c.good(c.api.AllReduce(p, q, 4, ncclapi.Int32, ncclapi.Sum, c.comms[0], c.streams[0]))
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: q, Count: 4, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}))
 		got := virtualtest.Download[int32](c.Rig, 0, c.streams[0], q, 4)
 		require.Equal(t, n != 2, slices.Equal(want, got), "all-reduce %d", n)
 		require.True(t, n < 3 || time.Since(begun) >= 50*time.Millisecond, "it was not delayed")

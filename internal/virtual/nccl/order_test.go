@@ -58,7 +58,7 @@ func (c *couple) issue(comms []ncclapi.Comm, rank int, s cudadrv.Stream) {
 	if &comms[0] == &c.b[0] {
 		p += 512
 	}
-	c.good(c.api.AllReduce(p, p, 4, ncclapi.Float32, ncclapi.Sum, comms[rank], s))
+	c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 4, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: comms[rank], Stream: s}))
 }
 
 func (c *couple) healthy() {
@@ -179,7 +179,7 @@ func TestTwoCommunicatorsInOneOrder(t *testing.T) {
 	t.Run("empty collectives", func(t *testing.T) { // NCCL discards them
 		c := newCouple(t)
 		empty := func(rank int) {
-			c.good(c.api.AllReduce(c.x[rank], c.x[rank], 0, ncclapi.Float32, ncclapi.Sum, c.b[rank], c.s[1][rank]))
+			c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: c.x[rank], Recv: c.x[rank], Count: 0, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.b[rank], Stream: c.s[1][rank]}))
 		}
 		c.issue(c.a, 0, c.s[0][0])
 		empty(1)
@@ -196,7 +196,7 @@ func childOrders(differ bool) func(*child) {
 		c.CU(c.Do(func() cudadrv.Result { c.nccl(c.api.CommSplit(c.comm, 0, int32(c.rank), &other, nil)); return 0 }))
 		p := c.Alloc(4096)
 		issue := func(h ncclapi.Comm, at cudadrv.DevicePtr) {
-			if r := c.api.AllReduce(p+at, p+at, 100, ncclapi.Float32, ncclapi.Sum, h, c.Stream); !differ {
+			if r := c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p + at, Recv: p + at, Count: 100, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: h, Stream: c.Stream}); !differ {
 				c.nccl(r)
 			}
 		}

@@ -91,22 +91,22 @@ func processes(t testing.TB, scenario string, size int, faults map[int]string) (
 var scenarios = map[string]func(*child){
 	"loop": childLoop, "hung": childHung, "bench": childBench, "orders-differ": childOrders(true), "orders-equal": childOrders(false),
 	"mismatch-count": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.AllReduce(p, p, pickOdd[uintptr](odd, 100, 99), ncclapi.Float32, ncclapi.Sum, c.comm, c.Stream)
+		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: pickOdd[uintptr](odd, 100, 99), Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream})
 	}),
 	"mismatch-type": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.AllReduce(p, p, 100, pickOdd(odd, ncclapi.Float32, ncclapi.Int32), ncclapi.Sum, c.comm, c.Stream)
+		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 100, Type: pickOdd(odd, ncclapi.Float32, ncclapi.Int32), Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream})
 	}),
 	"mismatch-redop": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.AllReduce(p, p, 100, ncclapi.Float32, pickOdd(odd, ncclapi.Sum, ncclapi.Max), c.comm, c.Stream)
+		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Op: pickOdd(odd, ncclapi.Sum, ncclapi.Max), Comm: c.comm, Stream: c.Stream})
 	}),
 	"mismatch-root": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.Broadcast(p, p, 100, ncclapi.Float32, pickOdd[int32](odd, 0, 1), c.comm, c.Stream)
+		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Root: pickOdd[int32](odd, 0, 1), Comm: c.comm, Stream: c.Stream})
 	}),
 	"mismatch-op": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
 		if odd {
-			return c.api.Broadcast(p, p, 100, ncclapi.Float32, 0, c.comm, c.Stream)
+			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Root: 0, Comm: c.comm, Stream: c.Stream})
 		}
-		return c.api.AllReduce(p, p, 100, ncclapi.Float32, ncclapi.Sum, c.comm, c.Stream)
+		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream})
 	}),
 }
 
@@ -124,7 +124,7 @@ func childLoop(c *child) {
 	c.CU(c.Do(func() cudadrv.Result { return c.Drv.MemsetD8Async(p, 0, 4*n, c.Stream) }))
 	issued := 0
 	for ; issued < 12; issued++ {
-		if r := c.api.AllReduce(p, p, n, ncclapi.Float32, ncclapi.Sum, c.comm, c.Stream); r != 0 {
+		if r := c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: n, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream}); r != 0 {
 			break
 		}
 		if issued == 0 { // from here on the stream is busy, also when the rank is lost
@@ -157,7 +157,7 @@ func childLoop(c *child) {
 // childHung has an operation that hangs at one rank, which aborts.
 func childHung(c *child) {
 	p := c.Alloc(400)
-	if r := c.api.AllReduce(p, p, 100, ncclapi.Float32, ncclapi.Sum, c.comm, c.Stream); r != ncclapi.RemoteError {
+	if r := c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream}); r != ncclapi.RemoteError {
 		c.nccl(r)
 	}
 	if os.Getenv(envFaults) == "" {
@@ -205,7 +205,7 @@ func childBench(c *child) {
 			c.CU(c.Do(func() cudadrv.Result { return c.Drv.StreamSynchronize(c.Stream) }))
 			start = time.Now()
 		}
-		c.nccl(c.api.AllReduce(p, q, n, ncclapi.Float32, ncclapi.Sum, c.comm, c.Stream))
+		c.nccl(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: q, Count: n, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream}))
 	}
 	c.CU(c.Do(func() cudadrv.Result { return c.Drv.StreamSynchronize(c.Stream) }))
 	d := time.Since(start)

@@ -8,9 +8,9 @@ import (
 	"text/tabwriter"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/groups"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -81,14 +81,14 @@ func (r *Report) choose(ctx context.Context, g *comm.Group, p *Plan) error {
 
 // collective returns the job as comm describes it to choose a strategy, for one
 // call that issues for all local ranks. Its Kind is 0 if comm has no strategies for it.
-func (p *Plan) collective(j job) ranks.Collective {
+func (p *Plan) collective(j job) collective.Op {
 	kinds := map[kind]flight.Kind{
 		allReduce: flight.AllReduce, allGather: flight.AllGather, reduceScatter: flight.ReduceScatter,
 		broadcast: flight.Broadcast, allToAll: flight.AllToAll,
 	}
-	x := ranks.Collective{Kind: kinds[j.op.kind], DType: j.dtype, Count: j.layout.param, Together: true, Captured: p.Launches > 0}
+	x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: kinds[j.op.kind], DType: j.dtype, N: j.layout.param, Captured: p.Launches > 0}}, Together: true}
 	if j.op.reduces {
-		x.Op = flight.Reduction(j.red.raw())
+		x.Reduction = flight.Reduction(j.red.raw())
 	}
 	if j.dtype == memory.Invalid || j.red == MulSum {
 		x.Kind = 0 // comm has no strategies for MulSum

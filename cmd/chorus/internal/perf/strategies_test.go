@@ -10,9 +10,9 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/groups"
-	"github.com/gochorus/chorus/internal/ranks"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -93,8 +93,8 @@ func TestChosenHasATime(t *testing.T) {
 		require.Equal(t, "own", r.Rows[i].Strategy)
 		require.Zero(t, r.Wrong)
 		require.Equal(t, comm.Tuned, g.Strategy())
-		require.Equal(t, string(comm.OwnKernels), groups.Of(g).Chosen(ranks.Collective{Kind: flight.Broadcast, DType: memory.Float32, Count: 1 << 18}))
+		require.Equal(t, string(comm.OwnKernels), groups.Of(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
 		require.NoError(t, g.Use(testgpu.Context(t), comm.OwnKernels))
-		require.Equal(t, string(comm.NCCLOnly), groups.Of(g).Chosen(ranks.Collective{Kind: flight.Broadcast, DType: memory.Float32, Count: 1 << 18}))
+		require.Equal(t, string(comm.NCCLOnly), groups.Of(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
 	})
 }

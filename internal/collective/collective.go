@@ -1,14 +1,18 @@
-// Package ranks gives packages above nccl access to the internals of an nccl.Communicator,
-// such as its position in a stream, and to the steps of enqueueing an nccl.Batch.
+// Package collective has what all backends of a collective share: the operation, which is one struct from the
+// public call to the launch, and the names of the backends. It gives packages above nccl access to the internals of an
+// nccl.Communicator, such as its position in a stream, and to the operations of an nccl.Batch.
 //
-// nccl.Communicator and nccl.Batch embed the bridges that [Of] and [StepsOf] follow.
-package ranks
+// nccl.Communicator and nccl.Batch embed the bridges that [Of] and [BatchOf] follow.
+package collective
 
 import (
 	"errors"
 
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -43,7 +47,7 @@ type Inside interface {
 	Noticed() error
 	// Symmetric reports whether NCCL has a correct kernel for such a collective of memory
 	// in symmetric windows. With some versions it has none for captured collectives.
-	Symmetric(x *Collective) bool
+	Symmetric(x *Op) bool
 	// Factor returns the factor of an open PreMulSum: one element in bits, or at a device address
 	// if that is not 0. ok is false if the reduction is another one.
 	Factor(op flight.Reduction) (bits, at uint64, ok bool)
@@ -101,21 +105,25 @@ func Partial(err error) bool {
 	return ok
 }
 
-// A Batch gives internal/route the steps of nccl.Batch.Enqueue, so that it can execute
-// operations by other backends than NCCL. It calls them in this order: Prepare, Record, the
-// execution, Finish, Unlock, Cause.
+// An Executor executes the operations of an nccl.Batch by other backends than NCCL. Batch.Enqueue calls it after it has
+// validated the operations and locked their communicators.
+type Executor interface {
+	// Decide chooses the backend of each operation, before it is entered in the flight recorder: it sets Service.
+	Decide()
+	// Execute executes the operations and returns their results. If only some of the operations were
+	// enqueued, the communicators fail, because these operations wait for the others.
+	Execute() (errs []error)
+}
+
+// A Batch gives internal/route the operations of an nccl.Batch, and lets NCCL execute them.
 type Batch interface {
-	// Prepare validates the operations and locks their communicators. If it returns nil, the
-	// caller must call Unlock.
-	Prepare() error
+	// SetExecutor lets e decide about the operations and execute them. nil means NCCL.
+	SetExecutor(e Executor)
 	// Len returns the number of operations.
 	Len() int
-	// At returns operation i. The caller may set its Service before Record.
-	At(i int) Operation
-
-	// Record enters the operations in the flight recorders, and compares them with the
-	// operations of the other ranks in this process. If it returns an error, nothing is recorded.
-	Record() error
+	// At returns operation i, the communicator that issues it, and its rank. The caller may change the addresses
+	// of its operands for NCCL.
+	At(i int) (*Op, Inside, int)
 
 	// Execute gives operation i to NCCL, outside of a group of NCCL.
 	Execute(i int) error
@@ -127,31 +135,51 @@ type Batch interface {
 	// Move lets NCCL enqueue copies between ranks, in one group of NCCL, as parts of operations of
 	// the batch. The flight recorders have the operations only.
 	Move(list []Move) error
-	// Substitute replaces the buffers of operation i that NCCL uses.
-	Substitute(i int, dst, src uint64)
 	// ReadPeers records that copy engines read the memory of all ranks: the loss of one device
 	// then fails the waits of the others.
 	ReadPeers()
-
-	// Finish records the result of each operation, and returns the first error. If only some
-	// of the operations were enqueued, the communicators fail, because these operations wait
-	// for the others.
-	Finish(errs []error) error
-	// Unlock unlocks the communicators.
-	Unlock()
-	// Cause returns the best known cause of an error of Prepare, Record or Finish. The
-	// communicators must not be locked.
-	Cause(err error) error
 }
 
-// An Operation is an operation of a batch.
-type Operation struct {
-	*flight.Op
-	Comm     Inside // of the communicator that issues it
-	Rank     int
-	Dst, Src uint64 // addresses of the operands; 0 if the rank has none
-	Counts   []int  // of a ReduceScatterV: the elements that each rank gets
+// An Op is an operation of one rank, from the call of nccl's function to the call of NCCL or the launch of a
+// Chorus kernel. Package nccl validates it, internal/flight records it, internal/route chooses its backend, and
+// internal/fabric launches its kernel. It is a value on the caller's stack, or in a batch until that is enqueued.
+type Op struct {
+	flight.Op
+	Dst, Src     Operand
+	Sends, Recvs []int // the elements of each rank, if they differ
+
+	// The choice of internal/route.
+	Local     int32  // index of the rank among the local ranks of its group; -1 for an operation of another communicator, which is NCCL's
+	Algorithm int8   // of the Chorus kernel: a fabric.Algorithm
+	Together  bool   // one batch has such an operation of each rank of the communicator, and nothing else
+	Fused     bool   // one Chorus kernel executes the operation and a norm
+	Pieces    bool   // Chorus kernels execute it in pieces
+	Result    uint64 // the destination of the caller, while NCCL uses the buffers of a window
 }
+
+// Bytes returns the size that counts: of all of an all-reduce or a broadcast, and of one
+// rank's part of the other collectives.
+func (x *Op) Bytes() int { return x.N * x.DType.Size() }
+
+// An Operand is a buffer of an operation, or empty if the rank has none.
+type Operand struct {
+	Ptr cudadrv.DevicePtr
+	Len int // in elements
+	Buf *memory.Buffer
+}
+
+// OperandOf returns the Operand of a slice.
+func OperandOf[T memory.Element](x memory.Slice[T]) Operand {
+	return Operand{cudadrv.DevicePtr(x.Ptr()), x.Len(), x.Buffer()}
+}
+
+// Fits reports whether the buffer has n elements, is open, and is on the device.
+func (x *Operand) Fits(dev *device.Device, n int) bool {
+	return x.Len == n && (mem.OpenOn(x.Buf, dev) || x.Buf == nil && n == 0)
+}
+
+// Closed reports whether the operand's buffer was closed.
+func (x *Operand) Closed(dev *device.Device) bool { return x.Buf != nil && !mem.OpenOn(x.Buf, dev) }
 
 // A Move is a rank's side of a copy between ranks.
 type Move struct {
@@ -162,8 +190,8 @@ type Move struct {
 	Bytes     int // of one rank
 }
 
-// StepsOf returns the steps of a batch of nccl.NewBatch.
-func StepsOf(b inside.Has[Batch]) Batch { return *inside.Of(b) }
+// BatchOf returns the inside of a batch of nccl.NewBatch.
+func BatchOf(b inside.Has[Batch]) Batch { return *inside.Of(b) }
 
 // A Service says which backend executes a collective.
 type Service = flight.Service
@@ -194,21 +222,3 @@ func ServiceName(s Service) string {
 	}
 	return "an unknown backend"
 }
-
-// A Collective describes an operation for the choice of a backend.
-type Collective struct {
-	Kind     flight.Kind
-	DType    memory.DType
-	Op       flight.Reduction
-	Root     int
-	Count    int    // elements: of one rank's part, or all if the ranks have no parts
-	Dst, Src uint64 // 0 if the rank has none
-	// Together is true if one batch has such an operation of each rank of the communicator,
-	// and nothing else.
-	Together bool
-	Captured bool // into a graph
-}
-
-// Bytes returns the size that counts: of all of an all-reduce or a broadcast, and of one
-// rank's part of the other collectives.
-func (x *Collective) Bytes() int { return x.Count * x.DType.Size() }

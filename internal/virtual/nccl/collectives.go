@@ -1,6 +1,10 @@
 package nccl
 
-import "github.com/gochorus/chorus/internal/ncclapi"
+import (
+	"strings"
+
+	"github.com/gochorus/chorus/internal/ncclapi"
+)
 
 // kinds has the kind of each function that a ncclapi.Call can have.
 var kinds = [ncclapi.NumFuncs]kind{
@@ -12,7 +16,7 @@ var kinds = [ncclapi.NumFuncs]kind{
 func (l *lib) Collective(c ncclapi.Call) ncclapi.Result {
 	d := &ncclapi.Collectives[c.Func]
 	i := issue{
-		f: c.Called(), kind: kinds[c.Func], count: c.Count, t: c.Type, op: c.Op, root: c.Root, comm: c.Comm, stream: c.Stream, cfg: c.Config,
+		f: c.Called(), kind: kinds[c.Func], count: c.Count, t: c.Type, comm: c.Comm, stream: c.Stream, cfg: c.Config,
 		perRankSend: d.Sends == ncclapi.EachRank, perRankRecv: d.Recvs == ncclapi.EachRank, sendAtRoot: d.SendRoot, recvAtRoot: d.RecvRoot,
 	}
 	if d.Sends != ncclapi.None {
@@ -20,6 +24,12 @@ func (l *lib) Collective(c ncclapi.Call) ncclapi.Result {
 	}
 	if d.Recvs != ncclapi.None {
 		i.recv, i.recvs = c.Recv, 1
+	}
+	if strings.Contains(d.Arguments, "o") {
+		i.op = c.Op
+	}
+	if strings.Contains(d.Arguments, "p") {
+		i.root = c.Root
 	}
 	return i.submit(l)
 }

@@ -41,11 +41,11 @@ func slowAfter(lostAfter time.Duration) time.Duration {
 func successionTime(lostAfter time.Duration) time.Duration { return 2*lostAfter + 2*dialAttempt }
 
 // A choice decides which coordinator a host registers with. At the start of a job, this is the smallest seed that answers. After the
-// loss of a coordinator, it is the first host that answers in the order of succession, or the leader that others have chosen
+// loss of a coordinator, it is the first host by succession that answers, or the leader that others have chosen
 // meanwhile. Like a coordinator, a choice is a function of events and time. An election (election.go) has its connections.
 type choice struct {
 	voter      *voter   // of this host
-	candidates []string // addresses, in the order of preference
+	candidates []string // addresses, the preferred one first
 	self       string   // address of this host's coordinator, or ""
 	history    *history // nil at the start of the job
 	// After the loss of a coordinator:

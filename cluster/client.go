@@ -81,7 +81,7 @@ func (to target) register(l *link, hello welcome, addr, name string, id uint64, 
 	return k, nil
 }
 
-// greet makes a link of a new connection. It takes ownership of conn.
+// greet authenticates a new connection and returns its link. It takes ownership of conn.
 func greet(ctx context.Context, conn net.Conn, to target) (*link, welcome, error) {
 	var hello welcome
 	stop := context.AfterFunc(ctx, func() { conn.Close() })

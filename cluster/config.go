@@ -78,7 +78,7 @@ type Config struct {
 	// Timing.Backoff, which doubles each time up to 64 times its value. Workers that are killed
 	// because their host is excluded do not count.
 	MaxRestarts int
-	// Host is the name of this host in messages and in the order of ranks;
+	// Host is the name of this host in messages, and orders the ranks;
 	// empty means the system's host name.
 	Host string
 	// Seeds are the host:port addresses of the hosts that may coordinate at the start, the

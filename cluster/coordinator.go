@@ -355,7 +355,7 @@ type coordinator struct {
 	restart *restart // how all processes are started again; nil while they run
 	retries retries
 	planned instant
-	workers []*peer // in the order of arrival
+	workers []*peer // by arrival
 	world   *world
 	elastic *elastic // if the processes call Run and the first world is complete
 	// succession is set while this coordinator wants to replace one that was lost.
@@ -701,7 +701,7 @@ func (p *peer) member() Member {
 	return p.reg.Member
 }
 
-// admit makes an unregistered peer a member. The event is a message of the peer.
+// admit registers a peer as a member. The event is a message of the peer.
 func (c *coordinator) admit(p *peer) {
 	p.state = peerJoined
 	c.act(admit{p})

@@ -20,7 +20,7 @@
 // authenticated and encrypted TCP connection to it. After a reset or an outage that is
 // shorter than CHORUS_LOST_AFTER it connects again, and no call is lost or repeated.
 // Between the hosts of a job, gossip by memberlist helps to find the coordinator and to
-// explain a loss. Gossip makes no decisions, and a job on one host does not use it.
+// explain a loss. Gossip decides nothing, and a job on one host does not use it.
 //
 // A world of Attach has a fixed size and ends with its first loss. `chorus run
 // --max-restarts N` then starts all processes again.

@@ -242,7 +242,7 @@ func (e *election) failed(err error) error {
 	return err
 }
 
-// adopt makes the outcome the agent's. It closes this host's coordinator if
+// adopt hands the outcome to the agent. It closes this host's coordinator if
 // another one was chosen.
 func (e *election) adopt(o *outcome) error {
 	a := e.agent

@@ -35,7 +35,7 @@ type elastic struct {
 	proposed []voterSet // of all proposals since the last epoch began
 	next     *world
 	hosts    *plan
-	peers    []*peer // in the order of next
+	peers    []*peer // one for each of next
 	voters   voterSet
 
 	// expected are the places in which launchers start workers.
@@ -658,7 +658,7 @@ func (c *coordinator) form() {
 	c.inPhase(prepareBy, dueAnswers)
 }
 
-// nextMembers returns the members of the next epoch: survivors in the order of their
+// nextMembers returns the members of the next epoch: survivors by their
 // ranks, and then newcomers by host and local rank.
 func (c *coordinator) nextMembers() []*peer {
 	old, fresh := c.epochMembers(), c.newcomers()

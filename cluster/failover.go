@@ -11,7 +11,7 @@ import (
 
 // If the workers call Run and the coordinator is lost, the agents of the last epoch choose
 // another one among themselves, as seeds do at the start. Each agent runs a coordinator, and
-// registers with the first one that answers in the order of succession. A coordinator takes over
+// registers with the first one that answers, by succession. A coordinator takes over
 // if enough agents agree (quorum.go). Epochs begin only if enough agents have the proposal, so
 // that agents of two parts of a network never begin two epochs.
 
@@ -246,7 +246,7 @@ func (a *Agent) tellElsewhere(l *link, at string) {
 	l.finish()
 }
 
-// followNext makes k the connection to the coordinator, and repeats what the last one may not know.
+// followNext continues with k as the connection to the coordinator, and repeats what the last one may not know.
 func (a *Agent) followNext(t *attempt, k *client, addr string) {
 	a.mu.Lock()
 	old := a.k

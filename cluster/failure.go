@@ -315,8 +315,8 @@ func (c *coordinator) stopped(a *peer, f fault) {
 	}
 }
 
-// later runs f now or, if a loss is pending, after it. Causes are reported in the
-// order of their arrival.
+// later runs f now or, if a loss is pending, after it. Causes are reported as
+// they arrive.
 func (c *coordinator) later(f func()) {
 	if c.faults.pending != nil {
 		c.faults.held = append(c.faults.held, f)

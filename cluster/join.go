@@ -28,7 +28,7 @@ type JoinConfig struct {
 	// number of processes there. If they are nil and 0, the coordinator counts.
 	LocalRank *int
 	LocalSize int
-	// Node is the index of this host and Host its name, in messages and in the order of ranks. Nil lets
+	// Node is the index of this host and Host its name, in messages and for the numbers of ranks. Nil lets
 	// the coordinator number the hosts; "" means CHORUS_HOST or the system's host name. The UUIDs of
 	// virtual devices do not depend on Host: set CHORUS_HOST if processes of one machine are to have the
 	// virtual devices of several hosts.

@@ -72,7 +72,7 @@ func (s *membership) Key(purpose string) ([]byte, error) {
 	return s.key.derive(s.job, s.by.Run, purpose)
 }
 
-// Members returns all processes of the world in the order of ranks. The caller
+// Members returns all processes of the world, by rank. The caller
 // may change the slice.
 func (s *membership) Members() []Member { return slices.Clone(s.members) }
 

@@ -10,11 +10,11 @@ import (
 // udpHeader is the number of bytes before the data of a packet, as a socket's filter sees it.
 const udpHeader = 8
 
-// keepLabelled makes the kernel drop the packets of a socket that do not begin with label, so
+// keepLabelled has the kernel drop the packets of a socket that do not begin with label, so
 // that a flood of them neither wakes this process nor fills the socket's buffer.
 func keepLabelled(c *net.UDPConn, label []byte) error { return setFilter(c, labelFilter(label)) }
 
-// keepNone makes the kernel drop all packets of a socket.
+// keepNone has the kernel drop all packets of a socket.
 func keepNone(c *net.UDPConn) error {
 	return setFilter(c, []unix.SockFilter{{Code: unix.BPF_RET | unix.BPF_K}})
 }

@@ -7,7 +7,7 @@ import (
 )
 
 // A voterSet is the hosts of an epoch, which decide on the next one: the UUIDs of their
-// agents in the order of succession, the coordinator first.
+// agents by succession, the coordinator first.
 type voterSet []string
 
 // count returns the number of hosts that have not ended, and how many of them are present.
@@ -94,7 +94,7 @@ func (c *history) last() uint64 {
 	return last
 }
 
-// hosts returns the UUIDs of the hosts that may decide, in the order of succession, with duplicates.
+// hosts returns the UUIDs of the hosts that may decide, by succession, with duplicates.
 func (c *history) hosts() []string { return slices.Concat(c.voterSets()...) }
 
 // propose records a proposal.

@@ -18,7 +18,7 @@ type Member struct {
 	PID       int    `json:"pid"`
 	Name      string `json:"name,omitempty"` // breaks ties if the coordinator assigns ranks
 
-	arrival int // at the coordinator: position in the order of arrival
+	arrival int // at the coordinator: how many peers came before
 }
 
 // isSame reports whether two members, perhaps of different epochs, are the same process.
@@ -84,7 +84,7 @@ type welcome struct {
 	Over     string `json:"over,omitempty"`     // with Refers: why the job has ended on this host
 }
 
-// world is the committed list of all processes, in the order of ranks.
+// world is the committed list of all processes, by rank.
 type world struct {
 	By      leader      `json:"by,omitzero"` // the coordinator that begins the epoch
 	Members []Member    `json:"members"`
@@ -144,7 +144,7 @@ type newMember struct {
 	PID   int    `json:"pid"`
 }
 
-// plan is the committed list of all hosts, in the order of node indices.
+// plan is the committed list of all hosts, by node index.
 type plan struct {
 	By       leader `json:"by,omitzero"` // the coordinator that sends it
 	Hosts    []host `json:"hosts"`
@@ -329,8 +329,8 @@ func compareMembers(a, b Member) int {
 		naturalCompare(a.Name, b.Name), cmp.Compare(a.PID, b.PID))
 }
 
-// numberHosts sets unknown fields (-1, or 0 for LocalSize) of members in the
-// order of ranks. Hosts are numbered in the order of their first appearance.
+// numberHosts sets unknown fields (-1, or 0 for LocalSize) of members, by
+// rank. The host that appears first has number 0.
 func numberHosts(ms []Member) {
 	node := map[string]int{}
 	count := map[string]int{}

@@ -127,7 +127,7 @@ func (k *client) redialOrGiveUp(broken error) {
 	}
 }
 
-// redial makes one attempt to continue the stream over a new link.
+// redial tries once to continue the stream over a new link.
 func (k *client) redial() error {
 	select {
 	case k.slots <- struct{}{}:

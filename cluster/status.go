@@ -22,7 +22,7 @@ type Status struct {
 	Epoch    int            `json:"epoch"`
 	Restarts int            `json:"restarts"` // how often all processes were started again
 	Hosts    []string       `json:"hosts"`    // by node
-	Members  []MemberStatus `json:"members"`  // in the order of ranks
+	Members  []MemberStatus `json:"members"`  // by rank
 }
 
 // A MemberStatus is the state of one process.

@@ -77,8 +77,8 @@ func (e *engine) wait(t ticket, c call, reply func(call)) {
 	}
 }
 
-// answer replies to a call whose keys all have values. The values of opGetAll are in the order
-// of the first occurrence of each key. Replies to many calls share the memory of long values.
+// answer replies to a call whose keys all have values. The values of opGetAll follow
+// the first occurrence of each key. Replies to many calls share the memory of long values.
 func (e *engine) answer(w *waiter) {
 	r := call{op: statusOK}
 	if w.op != opWait {

@@ -70,7 +70,7 @@ func (s *Store) Get(ctx context.Context, key string) ([]byte, error) {
 }
 
 // GetAll waits until all keys have values, and returns the values that they have at one
-// moment, in the order of keys (multi_get). The caller owns the result.
+// moment, one for each key (multi_get). The caller owns the result.
 func (s *Store) GetAll(ctx context.Context, keys ...string) ([][]byte, error) {
 	var once []string
 	for _, k := range keys {
@@ -161,7 +161,7 @@ func (s *Store) keys(keys []string) [][]byte {
 	return fields
 }
 
-// present makes a value of nil, which means the absence of a value in calls.
+// present replaces nil, which means the absence of a value in calls, by an empty value.
 func present(value []byte) []byte {
 	if value == nil {
 		return []byte{}

@@ -205,7 +205,7 @@ func (s *stream) fail(cause error) {
 	s.wake()
 }
 
-// adopt makes the link of r the current one.
+// adopt continues on the link of r.
 func (s *stream) adopt(r renewal) error {
 	s.reading.close()
 	s.reading = r.link

@@ -225,7 +225,7 @@ func (p *placement) rank(local int) int {
 	return -1
 }
 
-// addresses returns the addresses of the candidates in the order of succession.
+// addresses returns the addresses of the candidates, by succession.
 func (c *history) addresses() []string {
 	var out []string
 	ended := setOf(c.Ended)

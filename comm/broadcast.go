@@ -23,7 +23,7 @@ type BroadcastConfig struct {
 }
 
 // Broadcast enqueues copies of t, which is on a device of the group or on the host, to the
-// devices (torch.cuda.comm.broadcast), and returns the copies in the order of the devices.
+// devices (torch.cuda.comm.broadcast), and returns the copies, one for each device.
 // The result for the device of t shares the memory of t. The other results are contiguous.
 // With Out, whose strides and types may differ, the results share the memory of the
 // tensors of Out. Each result owns a reference to its memory: the caller closes all
@@ -309,7 +309,7 @@ type ReduceAddCoalescedConfig struct {
 
 // ReduceAddCoalesced enqueues, for each k, the sum of tss[i][k] over all lists i, with few
 // transfers (torch.cuda.comm.reduce_add_coalesced). The tensors of each list are on one
-// device. It returns the sums, contiguous and on the destination, in the order of k; lists
+// device. It returns the sums, contiguous and on the destination, one for each k; lists
 // that are longer than the shortest list are truncated. Sums of one flat buffer share its
 // memory, which is freed when all these sums are closed. If there is only one list, the sum
 // of a contiguous tensor that fills a buffer alone is a new reference to its memory. The

@@ -28,7 +28,7 @@ const (
 // Shards is one slice for each local rank of a group.
 type Shards[T memory.Element] []memory.Slice[T]
 
-// Make allocates n elements on each local rank, in the order of the group's
+// Make allocates n elements on each local rank, ordered by the group's
 // streams.
 func Make[T memory.Element](g *Group, n int) (Shards[T], error) {
 	if err := g.check("make"); err != nil {
@@ -333,7 +333,7 @@ func (b *Batch) SetTimeout(d time.Duration) {
 	}
 }
 
-// SetDeterministic makes the reductions of the batch deterministic until Enqueue or Reset, in a
+// SetDeterministic selects deterministic reductions for the batch until Enqueue or Reset, in a
 // group whose Config.Deterministic has OnRequest: see Order. All ranks must call it for the same
 // batches. In other deterministic groups it changes nothing. Without Config.Deterministic it
 // returns an error that matches ErrMismatch, and the batch fails.

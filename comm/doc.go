@@ -1,4 +1,4 @@
-// Package comm is the package that most programs import. It makes groups of ranks, each
+// Package comm is the package that most programs import. It creates groups of ranks, each
 // with a device, that move and reduce memory together.
 //
 // One process for each GPU, started by chorus run, torchrun, Slurm, MPI or Kubernetes, or one

@@ -57,7 +57,7 @@ type member struct {
 	on     nccl.Issuer // takes the rank's operations: the group's batch, or comm if there is nothing to choose or combine
 }
 
-// newGroup makes a group of initialized communicators.
+// newGroup returns a group of initialized communicators.
 func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 	g := &Group{size: comms[0].Size(), cfg: cfg, batch: route.Routers(nil).NewBatch()}
 	g.ref = inside.New[groups.Inside](internals{g})
@@ -335,7 +335,7 @@ func (g *Group) writeTraces() {
 	}
 }
 
-// setBroken makes a cause the cause of the broken group, completed by the information of
+// setBroken records a cause as that of the broken group, completed by the information of
 // the other processes. It returns false if the group is already broken.
 func (g *Group) setBroken(first error) bool {
 	g.failing.Lock()

@@ -130,11 +130,11 @@ type Config struct {
 	// operation (Timeout) and the size of the flight recorder. Recoverable is refused: a
 	// group that fails aborts its communicators.
 	NCCL *nccl.Config
-	// HighPriority makes the group's streams run before streams with the default priority
+	// HighPriority gives the group's streams precedence over streams with the default priority
 	// (is_high_priority_stream of ProcessGroupNCCL.Options). Groups of Split and Sub do as
 	// their parent.
 	HighPriority bool
-	// Deterministic makes the bits of reductions independent of everything except the inputs.
+	// Deterministic selects reductions whose bits depend on nothing but the inputs.
 	// nil means that they may depend on sizes, algorithms and strategies. See Order.
 	Deterministic *Order
 	// Strategy selects the algorithms of the collectives.
@@ -178,7 +178,7 @@ func (c *Config) nccl(onFailure func(*nccl.Communicator, error) error) *nccl.Con
 	return &n
 }
 
-// newStream makes the stream of a local rank.
+// newStream creates the stream of a local rank.
 func (c *Config) newStream(dev *device.Device) (*stream.Stream, error) {
 	if c == nil || !c.HighPriority {
 		return stream.New(dev, nil)
@@ -190,7 +190,7 @@ func (c *Config) newStream(dev *device.Device) (*stream.Stream, error) {
 	return stream.New(dev, &stream.Config{Priority: greatest})
 }
 
-// Local makes a group whose ranks are all in this process: rank i on devs[i]
+// Local returns a group whose ranks are all in this process: rank i on devs[i]
 // (ncclCommInitAll). If devs is nil, it uses all devices of the default system. It returns
 // when the communicators are ready, or with the cause when ctx ends first. The first group on a device loads NCCL's
 // kernels, for which the driver may wait for all work of the device.
@@ -248,7 +248,7 @@ func distinct(devs []*device.Device) error {
 // encrypts reports whether the environment asks for encryption.
 func encrypts() bool { return env.NCCLEncrypt.Value() == "yes" }
 
-// encrypt makes NCCL encrypt its connections if the environment asks for it, with a key that the
+// encrypt has NCCL encrypt its connections if the environment asks for it, with a key that the
 // processes of the job derive from its secret.
 func encrypt(r Rendezvous, dev *device.Device) error {
 	if _, err := env.NCCLEncrypt.OneOf("yes", "no"); err != nil || !encrypts() {
@@ -293,7 +293,7 @@ func (e *brokenError) Unwrap() []error { return []error{ErrBroken, e.cause} }
 // NoColor is the color of a rank that does not join any group of Split.
 const NoColor = -1
 
-// Split makes one group for each color (ncclCommSplit). colors has an entry for each local
+// Split divides the group into one group for each color (ncclCommSplit). colors has an entry for each local
 // rank: a color from 0 on, or NoColor. In a new group the ranks are ordered by their keys,
 // then as in g; nil keys are all equal. Colors and keys have 32 bits. Split returns the
 // group of each local rank, by local rank: the same group for ranks of the same color, nil
@@ -363,7 +363,7 @@ func (g *Group) childConfig(w *reporter) *nccl.Config {
 	return n
 }
 
-// children makes the groups of communicators.
+// children returns the groups of communicators.
 func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Communicator, watchers []*reporter) ([]*Group, error) {
 	groups := make([]*Group, len(colors))
 	for i, c := range comms {
@@ -401,7 +401,7 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 	return groups, nil
 }
 
-// Sub makes a group of some ranks, which get the new ranks 0, 1, 2... in the order of the
+// Sub returns a group of some ranks, which get the new ranks 0, 1, 2... as they stand in the
 // list (torch.distributed.new_group). All ranks of g must call it with the same list, or
 // all get an error. It returns nil if none of the ranks is local. Otherwise Sub behaves
 // like Split. Collective.

@@ -32,7 +32,7 @@ type Rendezvous interface {
 	Get(ctx context.Context, key string) ([]byte, error)
 }
 
-// Join makes a group with one rank in each process of r; the local rank uses dev. It
+// Join returns a group with one rank in each process of r; the local rank uses dev. It
 // returns when all ranks have called it, or when ctx ends. It returns an error on every
 // rank if two ranks use the same GPU, or if Join fails or its ctx ends on one rank; the
 // error then names that rank. The group is broken as soon as r loses a rank, or as the epoch of
@@ -212,7 +212,7 @@ func rankInfoOf(dev *device.Device, s route.Strategy, cfg *Config) (rankInfo, er
 	return rankInfo{Host: host, Machine: fabric.Host(), PID: os.Getpid(), Device: dev.String(), UUID: uuid, Backend: dev.System().Backend(), Strategy: s.String(), Order: cfg.orderName(), NCCL: version, Shares: ncclapi.SharesGPUs(), Encrypts: encrypts()}, nil
 }
 
-// hostsOf numbers the hosts in the order of their first ranks.
+// hostsOf numbers the hosts by their first ranks.
 func hostsOf(infos []rankInfo) []int {
 	seen, hosts := map[string]int{}, make([]int, len(infos))
 	for i, c := range infos {

@@ -331,7 +331,7 @@ type staging struct {
 	out    bool            // copy temp to given after it
 }
 
-// stage makes the staging of tensors of one type with n elements.
+// stage allocates the staging of tensors of one type with n elements.
 func stage(s *stream.Stream, given []tensor.Tensor, n int, in, out bool) (staging, error) {
 	temp, err := tensor.Make(s, given[0].DType(), n)
 	if err != nil {
@@ -377,7 +377,7 @@ func (b *Batch) copyOut() error {
 	return nil
 }
 
-// freeStagings frees the memory in the order of the streams.
+// freeStagings frees the memory, stream-ordered.
 func (b *Batch) freeStagings() {
 	for i := range b.stagings {
 		_ = b.stagings[i].temp.Close() // the memory is the batch's, so there is nothing to report

@@ -215,7 +215,7 @@ func (x *scattering) enqueue() (results []tensor.Tensor, err error) {
 	return results, nil
 }
 
-// allocate makes the results. Chunks that need no copy are complete then.
+// allocate allocates the results. Chunks that need no copy are complete then.
 func (x *scattering) allocate() (results []tensor.Tensor, err error) {
 	results = make([]tensor.Tensor, 0, len(x.chunks))
 	for i, c := range x.chunks {

@@ -53,7 +53,7 @@ func badArgument(op, format string, args ...any) error {
 	return &argumentError{fmt.Errorf("comm: %s: "+format, append([]any{op}, args...)...)}
 }
 
-// asBadArgument makes the error of another package an error of an invalid argument.
+// asBadArgument turns the error of another package into one of an invalid argument.
 func asBadArgument(err error) error { return &argumentError{err} }
 
 // rankOn returns the rank on a device, or -1.

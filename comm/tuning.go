@@ -285,7 +285,7 @@ func (g *Group) setInitialTuning(ctx context.Context) error {
 	return nil
 }
 
-// SetTuning makes a group with the strategy Tuned use rank 0's t on all ranks. If t is
+// SetTuning sets rank 0's t on all ranks of a group with the strategy Tuned. If t is
 // empty, NCCL runs everything. If rank 0's t is nil, the group uses the entry of rank 0's
 // TuningFile, or an empty Tuning if the file has none. If the Tuning was not made for such
 // a group, all ranks return an error and the group is closed. Collective.
@@ -311,7 +311,7 @@ type sharedTuning struct {
 	Path   string // the file to write a new Tuning to
 }
 
-// shareTuning makes all ranks use rank 0's t, or the Tuning of its file if t is nil.
+// shareTuning sets rank 0's t on all ranks, or the Tuning of its file if t is nil.
 func (g *Group) shareTuning(ctx context.Context, t *Tuning) (x sharedTuning, err error) {
 	at, err := g.sameSite(ctx)
 	if err != nil {

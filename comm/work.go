@@ -198,7 +198,7 @@ func (w *Work) setResult(err error) error {
 	return w.result
 }
 
-// WaitOn makes operations that are enqueued on s from now on wait until the group's
+// WaitOn orders operations that are enqueued on s from now on after the group's
 // streams have passed the Work's operations (torch's wait of a Work). The host does not
 // wait. A nil error does not mean that the operations complete: if the group ends before
 // they do, s continues too, and the outputs are undefined. Wait and Done report that,

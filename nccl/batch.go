@@ -480,7 +480,7 @@ func (b *Batch) checkCaptures() error {
 	return nil
 }
 
-// relaxed makes calls of NCCL with the device's context bound and in the relaxed mode of
+// relaxed calls NCCL with the device's context bound and in the relaxed mode of
 // captures. In a call NCCL may allocate memory, open memory of its peers, and query
 // events, which the other modes forbid.
 func relaxed(dev *device.Device, call func() error) error {

@@ -233,7 +233,7 @@ type PreMulSum struct {
 	dtype memory.DType
 }
 
-// NewPreMulSum makes a reduction for operations of c on elements of T, with this rank's
+// NewPreMulSum creates a reduction for operations of c on elements of T, with this rank's
 // factor. The ranks may have different factors. Close it after the last operation that
 // uses it is enqueued; the end of c closes it too. NewPreMulSum enqueues nothing and is
 // not collective.

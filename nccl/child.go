@@ -24,7 +24,7 @@ import (
 // ErrRevoked is the error of operations after Revoke. Split, Shrink and Grow still work.
 var ErrRevoked = errors.New("the communicator was revoked")
 
-// Split makes one communicator for each color, with the ranks ordered by key and then by
+// Split creates one communicator for each color, with the ranks ordered by key and then by
 // rank (ncclCommSplit). All ranks of c must call it. For a negative color it returns nil
 // and a nil error. Colors and keys have 32 bits, as in NCCL. Split does not affect pending
 // operations or c, which may be closed before or after its children.
@@ -54,7 +54,7 @@ const (
 	ShrinkAbort = ShrinkMode(ncclapi.ShrinkAbort)
 )
 
-// Shrink makes a communicator of the ranks that are not excluded, in their order
+// Shrink creates a communicator of the ranks that are not excluded, in their order
 // (ncclCommShrink, NCCL 2.27.3 and newer). The remaining ranks must call it with the same
 // list; the excluded ranks must not. Close c afterwards. cfg and ctx are as in Split.
 func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []int, cfg *Config) (*Communicator, error) {
@@ -85,7 +85,7 @@ func (c *Communicator) allowChildren() {
 	}
 }
 
-// GrowID makes the id that new ranks need to join c (ncclCommGetUniqueId, NCCL 2.29.2 and
+// GrowID returns the id that new ranks need to join c (ncclCommGetUniqueId, NCCL 2.29.2 and
 // newer). One rank calls it, sends it to the new ranks, and passes it to Grow.
 func (c *Communicator) GrowID() (UniqueID, error) {
 	const f = ncclapi.FuncCommGetUniqueID
@@ -104,7 +104,7 @@ func (c *Communicator) GrowID() (UniqueID, error) {
 	return UniqueID(id), err
 }
 
-// Grow makes a communicator with size ranks (ncclCommGrow, NCCL 2.29.2 and newer). All
+// Grow creates a communicator with size ranks (ncclCommGrow, NCCL 2.29.2 and newer). All
 // ranks of c must call it and keep their numbers; the new ranks call JoinGrown. id is the
 // result of GrowID on the rank that called it, and nil on the other ranks of c. c must
 // have no pending operations; close it afterwards. cfg and ctx are as in Split.
@@ -119,7 +119,7 @@ func (c *Communicator) Grow(ctx context.Context, size int, id *UniqueID, cfg *Co
 		})
 }
 
-// JoinGrown makes dev a new rank of a communicator that other ranks enlarge with Grow
+// JoinGrown joins with dev as a new rank of a communicator that other ranks enlarge with Grow
 // (ncclCommGrow). rank is from the old number of ranks to size-1. It returns when all
 // ranks have joined; ctx is as in NewCommunicator.
 func JoinGrown(ctx context.Context, dev *device.Device, id UniqueID, rank, size int, cfg *Config) (*Communicator, error) {
@@ -139,7 +139,7 @@ func JoinGrown(ctx context.Context, dev *device.Device, id UniqueID, rank, size 
 	})
 }
 
-// child makes a communicator from c by one call of NCCL. If cfg has no name, the child
+// child creates a communicator from c by one call of NCCL. If cfg has no name, the child
 // gets a name in traces that is the same on all its ranks: c's name and the number of the
 // child.
 func (c *Communicator) child(ctx context.Context, f ncclapi.Func, cfg *Config, label func(nth int) string,
@@ -287,7 +287,7 @@ func (c *Communicator) Resume() error {
 	return c.manage(ncclapi.FuncCommResume, func() ncclapi.Result { return c.api.CommResume(*c.h) })
 }
 
-// manage makes one call that changes the communicator.
+// manage calls NCCL once to change the communicator.
 func (c *Communicator) manage(f ncclapi.Func, call func() ncclapi.Result) error {
 	name := f.Name()
 	if err := c.checkUsable(name); err != nil {

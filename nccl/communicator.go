@@ -74,7 +74,7 @@ type Communicator struct {
 
 var made atomic.Int64
 
-// NewCommunicator makes rank of size ranks (ncclCommInitRankScalable). It returns when all
+// NewCommunicator creates the communicator of one rank of size (ncclCommInitRankScalable). It returns when all
 // ranks have called it with the same id and size. If ctx ends first it returns the cause;
 // NCCL cannot cancel the attempt, so it continues in the background and its result is
 // aborted. The first communicator on a device loads NCCL's kernels, and the driver may wait for all work of the
@@ -106,7 +106,7 @@ func NewScalable(ctx context.Context, dev *device.Device, ids []UniqueID, rank, 
 	})
 }
 
-// NewCommunicators makes one rank on each of the devices, in their order
+// NewCommunicators creates one rank on each of the devices, in their order
 // (ncclCommInitAll). If ctx ends first, or one rank fails, it returns none.
 func NewCommunicators(ctx context.Context, devs []*device.Device, cfg *Config) ([]*Communicator, error) {
 	if len(devs) == 0 || devs[0] == nil {
@@ -150,7 +150,7 @@ func checkRank(dev *device.Device, rank, size int) error {
 	return nil
 }
 
-// newUnconnected makes a communicator without a handle, and NCCL's form of cfg.
+// newUnconnected returns a communicator without a handle, and NCCL's form of cfg.
 func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communicator, *ncclapi.Config, error) {
 	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
@@ -337,7 +337,7 @@ func (c *Communicator) abortInTime() error {
 	}
 }
 
-// abort makes NCCL abort the pending operations and free the communicator. At that time no
+// abort has NCCL abort the pending operations and free the communicator. At that time no
 // other call must be in NCCL. NCCL waits for kernels that were launched before. It does not
 // wait for a call that still waits for space in its stream or for a lost peer, and frees the
 // communicator that the call uses. Only NCCL's abort flag makes such a call return. In an NCCL

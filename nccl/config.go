@@ -39,7 +39,7 @@ type Config struct {
 	MaxP2PPeers         *int  // NCCL 2.30
 	GraphStreamOrdering *int  // NCCL 2.30
 
-	LaunchOrderImplicit *bool // operations of several communicators start in the order of the host's calls; NCCL 2.31
+	LaunchOrderImplicit *bool // operations of several communicators start in the sequence of the host's calls; NCCL 2.31
 	NumRMASignals       *int  // signals of one-sided operations in each context; NCCL 2.31
 	RMAEagerInit        *bool // prepare one-sided operations with the communicator, and not with its first window; NCCL 2.31
 	HostCFTMode         *int  // logical endpoints of Blackwell GPUs: 1 enable, 2 disable, 3 enable if possible; NCCL 2.31
@@ -233,7 +233,7 @@ func cstring(s string) *byte { return &append([]byte(s), 0)[0] }
 // makes one communicator.
 type UniqueID [128]byte
 
-// NewUniqueID makes an id on the system of dev and starts listening for the
+// NewUniqueID creates an id on the system of dev and starts listening for the
 // ranks; the process must live until the communicator is made. It fails if NCCL has not answered within CHORUS_DRIVER_TIMEOUT.
 func NewUniqueID(dev *device.Device) (UniqueID, error) {
 	if dev == nil {
@@ -359,7 +359,7 @@ func encryptionOf(dev *device.Device) *encryption {
 	return gpu.DeviceOf(dev).System().Local(&encryptionKey, func() any { return &encryption{} }).(*encryption)
 }
 
-// SetEncryption makes NCCL encrypt its connections over TCP with TLS 1.3 and authenticate the
+// SetEncryption has NCCL encrypt its connections over TCP with TLS 1.3 and authenticate the
 // other ranks by a key (ncclSetEncryption). The key has at least 32 bytes, none of them 0. NCCL
 // must be 2.32.3 or newer, and built with OpenSSL 3. All processes of the job must call it with the same key before
 // they make the first id or communicator on the System of dev, and keep the key. A second call

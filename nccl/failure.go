@@ -91,7 +91,7 @@ func (c *Communicator) lastMessage() string {
 	return c.api.GetLastError(*c.h)
 }
 
-// fail makes a cause the communicator's failure, if it is the first, and aborts the
+// fail records a cause as the communicator's failure, if it is the first, and aborts the
 // pending operations here and on the other ranks of this process.
 func (c *Communicator) fail(cause error) {
 	c.observeBeforeTraces()
@@ -100,7 +100,7 @@ func (c *Communicator) fail(cause error) {
 	}
 }
 
-// failAsync makes a final error of an operation the communicator's failure. The first
+// failAsync records a final error of an operation as the communicator's failure. The first
 // operations wait for the other ranks, and fail with such an error when these ranks have
 // failed. The communicator is entered.
 func (c *Communicator) failAsync(err error) {
@@ -129,7 +129,7 @@ func isFatal(err error) bool {
 	return ok && (e.Err == ErrorRemote || e.Err == ErrorInternal || e.Err == ErrorSystem)
 }
 
-// setFailure makes a cause the failure, or returns nil if the communicator has already failed.
+// setFailure records a cause as the failure, or returns nil if the communicator has already failed.
 // completeFailure must follow.
 func (c *Communicator) setFailure(cause error) *failure {
 	f := &failure{first: cause, err: cause, done: make(chan struct{})}
@@ -209,7 +209,7 @@ func (c *Communicator) writeTracesTo(prefix string) {
 	_, _ = f.Write(b.Bytes())
 }
 
-// suffix makes the file names of communicators with the same rank different.
+// suffix tells the file names of communicators with the same rank apart.
 func suffix(name string) string {
 	if name == "" {
 		return ""
@@ -300,7 +300,7 @@ func (e *MismatchError) Error() string {
 // Unwrap returns ErrorInvalidUsage, for errors.Is.
 func (e *MismatchError) Unwrap() error { return ErrorInvalidUsage }
 
-// errTimeout makes the error of the operations that have exceeded the timeout.
+// errTimeout returns the error of the operations that have exceeded the timeout.
 func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others []*member) *TimeoutError {
 	_, completed := c.rec.Final()
 	t := &TimeoutError{
@@ -340,7 +340,7 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 	return t
 }
 
-// errMismatch makes the error of an operation that the mismatches of the ranks refused.
+// errMismatch returns the error of an operation that the mismatches of the ranks refused.
 func (c *Communicator) errMismatch(o *operation) *MismatchError {
 	c.rec.CountError(flight.ReasonMismatch)
 	mine := c.rec.Entry(o.Record)

@@ -50,7 +50,7 @@ func (b *Batch) concurrent() bool {
 	return true
 }
 
-// resizeErrs makes room for the result of each operation.
+// resizeErrs gives errs room for the result of each operation.
 func (b *Batch) resizeErrs() {
 	b.errs = b.errs[:0]
 	for range b.ops {
@@ -153,7 +153,7 @@ func (c *Config) nanCheck() (bool, error) {
 	return c != nil && c.NaNCheck || word == "1", err
 }
 
-// openNaNCheck makes the checker of a communicator, if the configuration asks for one.
+// openNaNCheck opens the checker of a communicator, if the configuration asks for one.
 func (c *Communicator) openNaNCheck() (err error) {
 	if c.checksNaN {
 		c.nan, err = nancheck.New(c.dev)
@@ -277,7 +277,7 @@ func (cfg *DevCommConfig) requirements(version int32) (*ncclapi.DevCommRequireme
 	return r, nil
 }
 
-// create makes NCCL create it. NCCL waits for all ranks.
+// create has NCCL create it. NCCL waits for all ranks.
 func (d *DevComm) create(name string, reqs *ncclapi.DevCommRequirements) error {
 	c := d.comm
 	if err := c.enter(name); err != nil {

@@ -107,7 +107,7 @@ func (c *Communicator) register(r *registration, ptr, bytes uint64) error {
 	})
 }
 
-// unlessEnded makes a call about a resource of the communicator. It does nothing after the end of
+// unlessEnded calls NCCL about a resource of the communicator. It does nothing after the end of
 // the communicator.
 func (c *Communicator) unlessEnded(name string, call func() ncclapi.Result) error {
 	if err := c.enter(name); err != nil {

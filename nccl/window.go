@@ -32,7 +32,7 @@ type Window struct {
 	span  *span // nil unless it is symmetric
 }
 
-// RegisterWindow makes the first bytes of b a window (ncclCommWindowRegister, NCCL 2.27.3
+// RegisterWindow registers the first bytes of b as a window (ncclCommWindowRegister, NCCL 2.27.3
 // and newer). All ranks must call it, in the same order relative to other operations, and
 // it returns when all have. symmetric promises that all ranks have the same size and use
 // the same offsets in collectives (NCCL_WIN_COLL_SYMMETRIC). Before NCCL 2.28.7
@@ -85,7 +85,7 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	}
 }
 
-// register makes NCCL register the window. NCCL waits for all ranks.
+// register has NCCL register the window. NCCL waits for all ranks.
 func (w *Window) register(name string, ptr cudadrv.DevicePtr) error {
 	c, flags := w.comm, ncclapi.WindowDefault
 	if w.span != nil {
@@ -196,7 +196,7 @@ func Signal(c *Communicator, s *stream.Stream, peer int) error {
 	})
 }
 
-// WaitSignal makes s wait for n signals of rank peer, and for all data that peer has put
+// WaitSignal enqueues a wait of s for n signals of rank peer, and for all data that peer has put
 // before them (ncclWaitSignal, NCCL 2.29.2 and newer). The host does not wait.
 func WaitSignal(c *Communicator, s *stream.Stream, peer, n int) error {
 	const f = ncclapi.FuncWaitSignal

@@ -384,6 +384,11 @@ func (s *coreSim) settles() {
 		if a.history == nil {
 			return // before a host knows of the first epoch, the job ends there with its coordinator
 		}
+		if a.ended == errNoMajority.Error() && len(a.history.open(a.history.Epoch)) > 0 {
+			// The coordinator has proposed an epoch, and failed. The epoch may have begun, and half of its hosts without the
+			// first one may not go on. Hosts that had given this coordinator up before do not know of it.
+			return
+		}
 	}
 	left := 0
 	for i := range s.agents {

@@ -112,6 +112,8 @@
 //	network splits                      one part has more than half, or  that part goes on, the other ends and says why
 //	                                    half with the coordinator
 //	network splits into small parts     none has half                    the job ends
+//	the coordinator proposes an epoch   half of that epoch's hosts are   the job ends, because the epoch may have begun
+//	to few hosts, and then vanishes     left without it
 //	packets are lost in one direction   as for a split                   the hosts that hear each other go on
 //	virtual machine freezes             its clock goes on                as for a host that vanishes; it ends when it continues
 //	connections are reset               nobody refuses connections in    as for a split: resets and dropped packets

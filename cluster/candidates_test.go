@@ -138,6 +138,22 @@ func TestReplacedLeader(t *testing.T) {
 	require.Equal(t, []action{notChosen{v.follow(leader{Term: 2})}}, c.step(5, planSent{dial: 2, plan: plan{By: leader{Term: 2}}}))
 }
 
+// A host that has promised its vote to one candidate gives it to no other one of that term or of a smaller one, and leaves it.
+func TestPromisedVote(t *testing.T) {
+	for _, other := range []leader{{Term: 3, Agent: "b"}, {Term: 2, Agent: "b"}} {
+		v := newVoter(1)
+		v.promised = leader{Term: 3, Agent: "a"}
+		c := newSuccession(&v, &history{Epoch: 1, Voters: voterSet{"a", "b", "x"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostSilent, 1)
+		c.candidates = []string{"b"}
+		c.step(1, begin{})
+		c.step(2, answered{dial: 1, hello: welcome{Elects: true}})
+		require.EqualValues(t, 1, c.link)
+		require.Equal(t, []action{leave{1}}, c.step(3, voteAsked{dial: 1, attempt: 1, by: other}), "%v", other)
+		require.Equal(t, leader{Term: 3, Agent: "a"}, v.promised)
+		require.False(t, c.bound)
+	}
+}
+
 // A host that agreed to stay with a coordinator does not move, and it moves again after that.
 func TestBoundHostStays(t *testing.T) {
 	v := newVoter(1)

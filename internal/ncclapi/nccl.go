@@ -81,7 +81,6 @@ type API interface {
 	// The address of a window of another rank is 0 if the rank is not reachable by load and
 	// store.
 	GetPeerDevicePointer(w Window, offset uintptr, peer int32) (cudadrv.DevicePtr, Result)
-	// The collectives with a configuration, which C reads during the call.
 	SetEncryption(cfg *EncryptionConfig) Result
 }
 

@@ -334,10 +334,15 @@ func TestProcessesShareADevice(t *testing.T) {
 			if backend == "cuda" {
 				testgpu.CUDA(t, 1)
 			}
-			code, out, _ := job(t, backend, "one device", 4, env.ShareGPUs.Name+"=yes")
+			gpu, _, _ := strings.Cut(os.Getenv("CUDA_VISIBLE_DEVICES"), ",")
+			if gpu == "" {
+				gpu = "0"
+			}
+			one := "CUDA_VISIBLE_DEVICES=" + gpu // otherwise each process has a GPU for itself on a large host
+			code, out, _ := job(t, backend, "one device", 4, env.ShareGPUs.Name+"=yes", one)
 			require.Zero(t, code, out)
 			require.Regexp(t, `ranks 0 \(pid \d+\) and 1 \(pid \d+\) share a GPU: the results are right, but timings mean nothing`, out)
-			code, out, _ = job(t, backend, "conform", 3, env.ShareGPUs.Name+"=yes", env.VirtualDevices.Name+"=1", env.CommStrategy.Name+"=own")
+			code, out, _ = job(t, backend, "conform", 3, env.ShareGPUs.Name+"=yes", env.VirtualDevices.Name+"=1", env.CommStrategy.Name+"=own", one)
 			require.Zero(t, code, out)
 			require.Contains(t, out, "share a GPU")
 		})

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"regexp"
 	"strings"
 	"syscall"
 	"time"
@@ -198,6 +199,10 @@ func newTimelineSummaryCommand() *cobra.Command {
   overlap        both ran
   gaps           nothing ran
 
+It also says how often each rank arrived last at a collective, and how long the others waited only
+for this rank. The last rank is the one on whose stream the collective takes the shortest time, so
+that the clocks of hosts do not matter.
+
 Steps are nvtx ranges whose names begin with "step". If there are none, a step lasts from one
 launch of a graph to the next. A range is a time of the host: end it after a wait for the device.
 On CUDA a graph counts as compute, because its operations are not recorded one by one.`,
@@ -233,12 +238,18 @@ const analyzeLong = `Find the rank or the hardware that made a job hang, from th
 Set CHORUS_NCCL_TRACE_FILE to a prefix, such as /shared/trace-, before the job starts. Each
 process then writes its recorders to a file when an operation times out or the job loses a
 process. Copy the files of all hosts into one folder. PyTorch's dumps (TORCH_FR_DUMP_TEMP_FILE)
-are accepted too, as pickles or JSON, if their names still end in the rank. So is the output of
-ncclras --format=json (NCCL 2.28.7 and newer), in which running jobs may have unequal counts.
+are accepted too, as pickles or JSON. So is the output of ncclras --format=json (NCCL 2.28.7 and
+newer), in which running jobs may have unequal counts. Files may be compressed by gzip or zstd.
+
+PyTorch's dumps do not contain their rank. It is taken from the name, if that has the rank as in
+nccl_trace_rank_0, else from the sends and receives in the file, or because no other file has it.
+--rank-pattern finds it in any other path, by the first group in parentheses. A verdict names
+the file if its rank is not known. Files of several jobs in one folder are told apart by their
+groups and by their names.
 
 The command compares the operations of the ranks in each group: the operation, type, size,
 reduction and root. Then it finds the ranks that other ranks wait for. The first paragraph of the
-output is the verdict. Other findings and a table of each group follow. A state is what the process
+output is the verdict, with how sure it is and why it may be wrong. Other findings and a table of each group follow. A state is what the process
 observed before it wrote the file: an operation that is not known to have completed may have
 completed. Remove the files of earlier runs first.
 
@@ -247,16 +258,21 @@ the command line.`
 
 func newAnalyzeCommand() *cobra.Command {
 	var asJSON bool
+	var pattern string
 	c := &cobra.Command{
 		Use:     "analyze [flags] path...",
 		Short:   "Find the cause of a hang in the flight recorders of all ranks",
 		Long:    analyzeLong,
-		Example: "  chorus analyze traces/\n  chorus analyze --json trace-0 trace-1 trace-2",
+		Example: "  chorus analyze traces/\n  chorus analyze --json trace-0 trace-1 trace-2\n  chorus analyze --rank-pattern 'node([0-9]+)/' dumps/node*/dump.pickle.zst",
 		RunE: func(c *cobra.Command, paths []string) error {
 			if len(paths) == 0 {
 				return usageError(c, errors.New("no file or folder given"))
 			}
-			job, err := analyze.Load(paths)
+			ranks, err := rankPattern(pattern)
+			if err != nil {
+				return usageError(c, err)
+			}
+			job, err := analyze.Load(paths, ranks)
 			if err != nil {
 				return err
 			}
@@ -273,5 +289,21 @@ func newAnalyzeCommand() *cobra.Command {
 		},
 	}
 	c.Flags().BoolVar(&asJSON, "json", false, "report in JSON")
+	c.Flags().StringVar(&pattern, "rank-pattern", "", "regular expression whose first group is the rank in the path of a PyTorch dump")
 	return c
+}
+
+// rankPattern compiles the flag; "" means none.
+func rankPattern(text string) (*regexp.Regexp, error) {
+	if text == "" {
+		return nil, nil
+	}
+	re, err := regexp.Compile(text)
+	if err == nil && re.NumSubexp() < 1 {
+		err = errors.New("it has no group in parentheses, which stands for the rank")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--rank-pattern %q: %w", text, err)
+	}
+	return re, nil
 }

@@ -28,11 +28,11 @@ import (
 	"github.com/gochorus/chorus/internal/poll"
 )
 
-// hangingJob starts a job of 4 ranks, of which rank 1 omits a collective. It returns the address of
+// hangingJob starts a job of 4 ranks, of which rank 1 hangs or is late. It returns the address of
 // the metrics.
-func hangingJob(t *testing.T, name string) (url string) {
+func hangingJob(t *testing.T, name, how string) (url string) {
 	cmd := exec.Command(self(t), "run", "--nproc-per-node", "4", "--job", name, "--metrics", "127.0.0.1:0", "--", self(t))
-	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", hangVar+"=skip", meetVar+"="+t.TempDir(), "CHORUS_NCCL_TIMEOUT=5m", "CHORUS_GRACE=1s")
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", hangVar+"="+how, meetVar+"="+t.TempDir(), "CHORUS_NCCL_TIMEOUT=5m", "CHORUS_GRACE=1s")
 	out, err := cmd.StderrPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())
@@ -48,10 +48,29 @@ func hangingJob(t *testing.T, name string) (url string) {
 	return found
 }
 
+// TestStatusOfAStraggler asks who is late in a job that goes on, by the command and by the metrics.
+func TestStatusOfAStraggler(t *testing.T) {
+	name := fmt.Sprintf("straggler-test-%d", os.Getpid())
+	url := hangingJob(t, name, "late")
+	eventually(t, asking(t, "status", "--job", name), regexp.MustCompile(`rank 1 \(host .*, process \d+\) arrives last in the group of 4 ranks: in \d+ of \d+ collectives that were compared, \d+\.\d ms after the others on average \(by `).MatchString)
+	metrics := func() string { return get(t, url+"metrics") }
+	eventually(t, metrics, regexp.MustCompile(`chorus_group_last_arrivals_total\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} [1-9]`).MatchString)
+	require.Regexp(t, `chorus_group_held_up_seconds_total\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} 0\.[0-9]`, metrics())
+}
+
+func get(t *testing.T, url string) string {
+	resp, err := http.Get(url)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return string(text)
+}
+
 // TestStatusOfAHangingJob asks which rank is behind, by the command, the metrics and the page.
 func TestStatusOfAHangingJob(t *testing.T) {
 	name := fmt.Sprintf("status-test-%d", os.Getpid())
-	url := hangingJob(t, name)
+	url := hangingJob(t, name, "skip")
 	var j monitor.Job
 	behind := regexp.MustCompile(`^rank 1 \(host .*, process \d+\) is behind in the group of 4 ranks since \d+\.\d s: it has issued \d+ collectives, another rank \d+$`)
 	eventually(t, asking(t, "status", "--job", name, "--json"), func(out string) bool {
@@ -67,14 +86,7 @@ func TestStatusOfAHangingJob(t *testing.T) {
 	// The rank that is behind comes first.
 	eventually(t, asking(t, "status", "--job", name), regexp.MustCompile(`(?s)\nrank 1 \(host .*\nRANK +HOST [^\n]*\n1 +\S+ +\d+ +running `).MatchString)
 	eventually(t, asking(t, "mem", "ledger", "--job", name), regexp.MustCompile(`\n3 +\S+ +virtual:3 +\S+ [KMG]?i?B +\S+% +buffers\n`).MatchString)
-	metrics := func() string {
-		resp, err := http.Get(url + "metrics")
-		require.NoError(t, err)
-		defer resp.Body.Close()
-		text, err := io.ReadAll(resp.Body)
-		require.NoError(t, err)
-		return string(text)
-	}
+	metrics := func() string { return get(t, url+"metrics") }
 	eventually(t, metrics, regexp.MustCompile(`chorus_group_lag_operations\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} 1\n`).MatchString)
 
 	watchInTerminal(t, name)
@@ -197,7 +209,8 @@ func TestStatusFlags(t *testing.T) {
 }
 
 // hangVar turns the test binary into a worker whose rank 1 lets the job hang: "skip" omits a
-// collective, "orders" uses two groups in another order than the other ranks.
+// collective, "orders" uses two groups in another order than the other ranks. With "late" the job goes on, and rank 1 comes
+// late to each collective.
 const hangVar = "CHORUS_TEST_HANG"
 
 // meetVar is the folder of awaitAll.
@@ -236,6 +249,14 @@ func hangIn(ctx context.Context, how string) error {
 		return g.Wait(ctx)
 	}
 	for range 2 {
+		if err := reduce(g); err != nil {
+			return err
+		}
+	}
+	for how == "late" && ctx.Err() == nil {
+		if g.Rank() == 1 {
+			time.Sleep(20 * time.Millisecond) // its work
+		}
 		if err := reduce(g); err != nil {
 			return err
 		}

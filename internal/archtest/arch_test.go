@@ -67,7 +67,7 @@ var importers = map[string][]string{
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
 	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
-	"github.com/klauspost/compress":   {"internal/ptx"},
+	"github.com/klauspost/compress":   {"internal/ptx", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},

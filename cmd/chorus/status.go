@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"regexp"
 	"strings"
@@ -19,6 +20,7 @@ import (
 	"github.com/gochorus/chorus/cmd/chorus/internal/timeline"
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -30,11 +32,19 @@ The command runs on any host of the job, as the user of the job or as root, and 
 container. It talks to chorus run through a Unix socket, so it needs no secret. It also works
 if the job hangs: a process that does not answer within a second is listed as silent.
 
+With --ras it shows a running job of PyTorch, vLLM or another program that uses NCCL 2.28.7 or newer,
+which need not use Chorus. NCCL's RAS service listens at localhost:28028 on each host of the job
+(NCCL_RAS_ADDR). The command asks it twice within some seconds. Ranks that have launched fewer or
+other operations than the others, and do not go on, hold the job up. Processes that do not answer,
+and errors of communicators, come first. Sends and receives are not among the counts.
+
 A rate is the average between two readings. A completed collective may be shown as
 in flight for up to a second if the driver does not answer.`
 
 type statusFlags struct {
 	job           string
+	ras           string
+	pause         time.Duration
 	watch, asJSON bool
 }
 
@@ -46,10 +56,15 @@ func newStatusCommand() *cobra.Command {
 		Long:  statusLong,
 		Example: `  chorus status
   chorus status --watch
-  chorus status --job mnist --json`,
+  chorus status --job mnist --json
+  chorus status --ras localhost:28028`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch {
+			case f.ras != "" && (f.watch || f.job != ""):
+				return usageError(cmd, errors.New("--ras excludes --watch and --job"))
+			case f.ras != "" && f.pause <= 0:
+				return usageError(cmd, fmt.Errorf("--pause is %v: want more than 0", f.pause))
 			case f.watch && f.asJSON:
 				return usageError(cmd, errors.New("--watch and --json exclude each other"))
 			case f.watch && !isTerminal(os.Stdout):
@@ -59,12 +74,17 @@ func newStatusCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&f.job, "job", "", "name of the job, if several jobs run on this host")
+	cmd.Flags().StringVar(&f.ras, "ras", "", "address of NCCL's RAS service, to show a job that need not use Chorus, such as localhost:28028")
+	cmd.Flags().DurationVar(&f.pause, "pause", 3*time.Second, "time between the two questions of --ras")
 	cmd.Flags().BoolVar(&f.watch, "watch", false, "output that is renewed each second, until Ctrl-C")
 	cmd.Flags().BoolVar(&f.asJSON, "json", false, "output in JSON")
 	return cmd
 }
 
 func (f *statusFlags) run(ctx context.Context, out io.Writer) error {
+	if f.ras != "" {
+		return f.foreign(ctx, out)
+	}
 	client, j, err := monitor.Find(ctx, f.job)
 	if err != nil {
 		return err
@@ -81,6 +101,21 @@ func (f *statusFlags) run(ctx context.Context, out io.Writer) error {
 		return encode(out, j)
 	}
 	return j.Print(out, 0)
+}
+
+// foreign shows a job by NCCL's RAS service.
+func (f *statusFlags) foreign(ctx context.Context, out io.Writer) error {
+	if _, _, err := net.SplitHostPort(f.ras); err != nil {
+		return usage(fmt.Errorf("--ras %q: %w: want HOST:PORT", f.ras, err))
+	}
+	s, err := ras.Watch(ctx, f.ras, f.pause)
+	if err != nil {
+		return err
+	}
+	if f.asJSON {
+		return encode(out, s)
+	}
+	return s.Print(out)
 }
 
 // Control sequences of terminals: they show and hide the other screen, move to its start, and

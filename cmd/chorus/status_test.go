@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -26,6 +27,8 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ras"
+	"github.com/gochorus/chorus/internal/ras/rastest"
 )
 
 // hangingJob starts a job of 4 ranks, of which rank 1 hangs or is late. It returns the address of
@@ -175,6 +178,38 @@ func watchInTerminal(t *testing.T, name string) {
 	for _, line := range strings.Split(shown.String(), "\r\n") {
 		require.LessOrEqual(t, len(line), 80+len(enterScreen+screenStart+clearLine+clearRest), "lines fit in 80 columns")
 	}
+}
+
+// TestStatusOfAForeignJob asks a fake of NCCL's RAS service, and programs that are none.
+func TestStatusOfAForeignJob(t *testing.T) {
+	on := func(pid, allReduces, broadcasts int) rastest.Rank {
+		return rastest.Rank{Host: "10.0.0.1", PID: pid, AllReduces: allReduces, Broadcasts: broadcasts}
+	}
+	addr := rastest.Serve(t, rastest.Answer(on(1, 6, 0), on(2, 6, 0), on(3, 5, 1), on(4, 6, 0)))
+	out, errs, code := chorusCommand(t, nil, "status", "--ras", addr, "--pause", "10ms")
+	require.Zero(t, code, errs)
+	require.Contains(t, out, "communicator 0x5c1d8d1a3f0b2c44 of 4 ranks: rank 2 (process 3 on host 10.0.0.1) is in another operation: it has launched 1 Broadcast and not 0, and 5 AllReduce and not 6 as most other ranks; no rank has launched anything in 0.0 s\n")
+	require.Regexp(t, `\n0x5c1d8d1a3f0b2c44 +stuck +2 of 4 +10\.0\.0\.1 +3 +2 +ok +7 +0 +0 +AllGather 1, AllReduce 5, Broadcast 1\n`, out)
+	out, errs, code = chorusCommand(t, nil, "status", "--ras", addr, "--pause", "10ms", "--json")
+	require.Zero(t, code, errs)
+	var s ras.State
+	require.NoError(t, json.Unmarshal([]byte(out), &s))
+	require.Len(t, s.Findings, 1)
+
+	foreign := rastest.Listen(t, func(c net.Conn) { _, _ = io.WriteString(c, "SSH-2.0-OpenSSH_9.2\r\n") })
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", foreign)
+	require.Equal(t, 1, code)
+	require.Contains(t, errs, foreign+`: the answer to the handshake is "SSH-2.0-OpenSSH_9.2" and not SERVER PROTOCOL: another program than NCCL's RAS service listens there`)
+	part := rastest.Answer(on(1, 6, 0))
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", rastest.Serve(t, part[:400]))
+	require.Equal(t, 1, code)
+	require.Contains(t, errs, "it is cut off after 400 bytes")
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", "nowhere")
+	require.Equal(t, 64, code)
+	require.Contains(t, errs, `--ras "nowhere": address nowhere: missing port in address: want HOST:PORT`)
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", addr, "--job", "x")
+	require.Equal(t, 64, code)
+	require.Contains(t, errs, "--ras excludes --watch and --job")
 }
 
 func TestStatusWithoutAJob(t *testing.T) {

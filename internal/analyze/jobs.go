@@ -162,7 +162,7 @@ type Sureness string
 
 // The degrees of sureness.
 const (
-	Certain Sureness = "certain, as far as the files are complete"
+	Certain Sureness = "certain if the files are complete"
 	Likely  Sureness = "likely"
 	Open    Sureness = "not certain"
 )

@@ -11,9 +11,9 @@ import (
 	"strings"
 )
 
-// PyTorch's dumps do not contain the rank that wrote them. It is known, in this order, by a pattern of the user, by "rank_N" in
-// the name, by sends and receives in the content, by a number at the end of the name, or because all other ranks
-// of the job have files. Otherwise the file stands for the rank.
+// PyTorch's dumps do not contain the rank that wrote them. A pattern of the user finds it in the path. Otherwise "rank_N" in the
+// name has it, or a number at the end of the name that the content permits. Sends and receives in the content have it, too. If all
+// other ranks of the job have files, it is the one that is left, and if several are, the file stands for the rank.
 
 // stem is the name of a file without its folder, compression and rank: files of one job have the same.
 func stem(file string) string {
@@ -45,7 +45,7 @@ func worldOf(file string) (rank int, certain, ok bool) {
 	return rank, false, ok
 }
 
-// setRank sets the rank of a dump of PyTorch as far as the file alone determines it.
+// setRank sets the rank of a dump of PyTorch if the file alone determines it.
 func (d *dump) setRank(pattern *regexp.Regexp) error {
 	d.world = -1
 	if d.fromChorus() || d.service != nil {

@@ -1,6 +1,6 @@
 // Package arrivals compares when the ranks of a group arrive at its collectives, to find the rank that the
 // others wait for. It has two methods. A collective of all ranks ends at about the same moment everywhere, so the
-// rank that arrives last is the one on whose stream it took the shortest time: this needs no common clock, and
+// rank that arrives last is the one on whose stream it took the shortest time. This needs no common clock, and
 // holds between hosts. Where the times on the streams are not known, it compares the times of the calls, but only of
 // ranks that share a clock: a call may come long before the work on the device.
 package arrivals

@@ -80,7 +80,7 @@ type Group struct {
 	Oldest    *Op     `json:"oldest,omitempty"` // the oldest operation in flight
 	IdleNanos int64   `json:"idle_ns"`          // since the last operation was issued; 0 if there was none
 	Totals    []Total `json:"totals,omitempty"`
-	// Arrivals has, for the latest collectives that all ranks wait for, in ascending order: the number of the collective, the time
+	// Arrivals are the latest collectives at which all ranks wait for each other, in ascending order. Each has its number, the time
 	// of the call on Clock, and the time that it took on its stream, in nanoseconds. A time that is not known is 0.
 	Arrivals [][3]int64 `json:"arrivals,omitempty"`
 	Clock    string     `json:"clock,omitempty"` // equal for ranks that share a clock

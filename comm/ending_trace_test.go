@@ -60,7 +60,7 @@ func TestEveryRankWritesItsRecorder(t *testing.T) {
 			require.Contains(t, string(text), `"end":"nccl: `)
 		}
 	}
-	job, err := analyze.Load([]string{dir})
+	job, err := analyze.Load([]string{dir}, nil)
 	require.NoError(t, err)
 	r := job.Analyze()
 	require.Contains(t, []string{analyze.KindFailed, analyze.KindBehind}, r.Kind, r.Verdict)
@@ -101,7 +101,7 @@ func TestEveryEndLeavesFiles(t *testing.T) {
 				require.NoError(t, err, "rank %d\n%s", rank, out)
 				require.Contains(t, string(text), `"end":"`, "rank %d\n%s", rank, out)
 			}
-			files, err := analyze.Load([]string{dir})
+			files, err := analyze.Load([]string{dir}, nil)
 			require.NoError(t, err)
 			r := files.Analyze()
 			require.Contains(t, c.kinds, r.Kind, "%s\n%s", r.Verdict, out)

@@ -207,7 +207,7 @@ func (h *hangCase) check(t *testing.T, devs []*device.Device, connected bool) {
 			}
 		}
 	}
-	job, err := analyze.Load([]string{dir})
+	job, err := analyze.Load([]string{dir}, nil)
 	require.NoError(t, err)
 	r := job.Analyze()
 	require.Equal(t, h.kind, r.Kind, "%s\n%s", r.Verdict, verdicts)

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/defects"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
@@ -44,7 +45,7 @@ func (o *operation) callNCCL() ncclapi.Result {
 	c := o.call(functions[o.Kind], o.Src.Ptr, o.Dst.Ptr, uintptr(o.N*o.unit), int32(o.Root))
 	switch o.Kind {
 	case flight.AllReduce, flight.Reduce, flight.ReduceScatter:
-		if o.comm.size == 1 && o.redop > ncclapi.Avg {
+		if o.comm.size == 1 && o.redop > ncclapi.Avg && defects.OneRank.Affects(o.comm.version) {
 			return o.callOneRank(c) // a single rank has no use for a configuration
 		}
 	case flight.Broadcast:
@@ -126,7 +127,7 @@ func (o *operation) callPart(p *part) ncclapi.Result {
 			return ncclapi.Success
 		}
 		c := o.call(ncclapi.FuncReduce, p.from, p.to, p.out, p.rank)
-		if o.comm.size == 1 && o.redop > ncclapi.Avg {
+		if o.comm.size == 1 && o.redop > ncclapi.Avg && defects.OneRank.Affects(o.comm.version) {
 			return o.callOneRank(c)
 		}
 		return o.comm.api.Collective(c)
@@ -376,7 +377,7 @@ func (x internals) Noticed() error {
 }
 
 func (x internals) Symmetric(k *collective.Op) bool {
-	return symmetricKernel(k.Kind, k.DType, k.Reduction) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && x.c.symmetricKernelStale())
+	return symmetricKernel(k.Kind, k.DType, k.Reduction) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && defects.SymmetricInGraphs.Affects(x.c.version))
 }
 
 func (x internals) Factor(op flight.Reduction) (bits, at uint64, ok bool) {

@@ -69,7 +69,7 @@ func TestStartedCollective(t *testing.T) {
 		require.Contains(t, b.String(), `"last_started_collective":"1","last_completed_collective":"-1"`)
 		require.NoError(t, os.WriteFile(filepath.Join(dir, x.c.dev.String()), b.Bytes(), 0o600))
 	}
-	job, err := analyze.Load([]string{dir})
+	job, err := analyze.Load([]string{dir}, nil)
 	require.NoError(t, err)
 	report := job.Analyze()
 	require.Equal(t, analyze.KindStuck, report.Kind, report.Verdict)

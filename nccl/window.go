@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/defects"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
@@ -224,6 +225,12 @@ func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) erro
 	if peer < 0 || peer >= c.size {
 		return c.errorf(f.Name(), "rank %d does not exist", peer)
 	}
+	if defects.PutsInGraphs.Affects(c.version) {
+		why := fmt.Sprintf("NCCL %s does not capture one-sided operations: use 2.30.3 or newer", ncclapi.VersionText(c.version))
+		if err := gpu.StreamOf(s).RefuseCapture(f.Name(), why); err != nil {
+			return fmt.Errorf("nccl: %w", err)
+		}
+	}
 	return gpu.StreamOf(s).Captured(held{c})
 }
 
@@ -293,26 +300,8 @@ func (r *Registration) Close() error {
 	return c.unlessEnded("ncclCommDeregister", func() ncclapi.Result { return c.api.CommDeregister(*c.h, r.id) })
 }
 
-// Before version exactSymmetric, NCCL's symmetric kernels corrupt their output if a rank's
-// part of an all-gather or a reduce-scatter is not a multiple of symmetricUnit bytes, and
-// if a group has several such collectives. Chorus refuses these operations.
-const (
-	exactSymmetric = 22807
-	symmetricUnit  = 8
-)
-
-// With versions from staleSymmetric to before freshSymmetric, symmetric kernels are reported to read data in a graph that
-// a kernel before them has not written yet. Chorus itself does not choose them in captures. Operations on windows that the
-// program has registered are not refused, because no test of ours has reproduced the report.
-const (
-	staleSymmetric = 22800
-	freshSymmetric = 23007
-)
-
-// symmetricKernelStale reports whether symmetric kernels may read stale data in graphs.
-func (c *Communicator) symmetricKernelStale() bool {
-	return c.version >= staleSymmetric && c.version < freshSymmetric
-}
+// symmetricUnit divides the parts that the symmetric kernels with the defect SymmetricParts pack correctly, in bytes.
+const symmetricUnit = 8
 
 // A span is the memory of a symmetric window.
 type span struct{ from, to cudadrv.DevicePtr }
@@ -358,7 +347,7 @@ func symmetricKernel(k flight.Kind, t memory.DType, op flight.Reduction) bool {
 
 // symmetricKernelWrong reports whether the symmetric kernel is incorrect for a part of the given size.
 func (c *Communicator) symmetricKernelWrong(k flight.Kind, part int) bool {
-	return c.version < exactSymmetric && (k == flight.AllGather || k == flight.ReduceScatter) && part%symmetricUnit != 0
+	return defects.SymmetricParts.Affects(c.version) && (k == flight.AllGather || k == flight.ReduceScatter) && part%symmetricUnit != 0
 }
 
 // symmetric reports whether NCCL will use a symmetric kernel for the operation.
@@ -386,7 +375,7 @@ func (o *operation) checkSymmetric() error {
 func (b *Batch) checkSymmetric() error {
 	for i := range b.ops {
 		o := &b.ops[i]
-		if o.comm.spans.Load() == nil || o.comm.version >= exactSymmetric || !o.symmetric() {
+		if o.comm.spans.Load() == nil || !defects.SymmetricGroups.Affects(o.comm.version) || !o.symmetric() {
 			continue
 		}
 		for j := range b.ops[:i] {

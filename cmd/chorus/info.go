@@ -13,8 +13,10 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/defects"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
 func newInfoCommand() *cobra.Command {
@@ -24,7 +26,8 @@ func newInfoCommand() *cobra.Command {
 		Short: "Show the devices, the loaded libraries, and the links between devices",
 		Long: `Show the devices with their sensor readings, the versions of the driver, CUDA and
 NCCL, the path of each loaded library, and the pairs of devices with direct access to
-each other's memory. Without a GPU it shows the virtual devices and says so.`,
+each other's memory. Known defects of the loaded NCCL follow, with what Chorus does
+about them. Without a GPU it shows the virtual devices and says so.`,
 		Args: noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			sys, note, err := device.OrVirtual()
@@ -51,7 +54,18 @@ type report struct {
 	Note      string        `json:"note,omitempty"`
 	Devices   []deviceInfo  `json:"devices"`
 	Libraries []libraryInfo `json:"libraries"`
-	Topology  [][]string    `json:"topology"` // [i][j]: how i reaches j
+	Defects   []defectInfo  `json:"nccl_defects"` // of the loaded NCCL
+	Topology  [][]string    `json:"topology"`     // [i][j]: how i reaches j
+}
+
+type defectInfo struct {
+	ID       string `json:"id"`
+	Versions string `json:"versions"`
+	Fault    string `json:"fault"`
+	When     string `json:"when"`
+	Chorus   string `json:"chorus"` // what Chorus does about it
+	Open     bool   `json:"open"`   // a program can meet it all the same
+	Source   string `json:"source"`
 }
 
 type deviceInfo struct {
@@ -69,7 +83,7 @@ type libraryInfo struct {
 }
 
 func inspect(sys *device.System, note string) (*report, error) {
-	r := &report{Backend: sys.Backend(), Note: note}
+	r := &report{Backend: sys.Backend(), Note: note, Defects: []defectInfo{}}
 	for _, d := range sys.Devices() {
 		p, err := d.Properties()
 		if err != nil {
@@ -96,8 +110,24 @@ func inspect(sys *device.System, note string) (*report, error) {
 			i.Error = l.Err.Error()
 		}
 		r.Libraries = append(r.Libraries, i)
+		if l.Name == "NCCL" && sys.Backend() == backend.CUDA { // the NCCL of virtual devices has no defects of NVIDIA's
+			r.Defects = defectsOf(l.Version)
+		}
 	}
 	return r, nil
+}
+
+// defectsOf returns the known defects of a version of NCCL, and none if the version is not known.
+func defectsOf(version string) []defectInfo {
+	list := []defectInfo{}
+	code, err := ncclapi.ParseVersion(version)
+	if err != nil {
+		return list
+	}
+	for _, d := range defects.Of(code) {
+		list = append(list, defectInfo{d.ID, d.Range(), d.Fault, d.When, d.Chorus, d.Open, d.Source})
+	}
+	return list
 }
 
 // links returns how d reaches each device: "self"; "peerN" for direct access,
@@ -145,6 +175,10 @@ func (r *report) print(out io.Writer) error {
 		}
 		fmt.Fprintf(w, "%s\t%s\t%s\n", l.Name, l.Version, where)
 	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	r.printDefects(out)
 	fmt.Fprintf(w, "\nLINKS")
 	for j := range r.Topology {
 		fmt.Fprintf(w, "\t%d", j)
@@ -159,6 +193,16 @@ func (r *report) print(out io.Writer) error {
 	}
 	fmt.Fprintf(w, "\npeerN: direct access, N = 0 is the fastest kind of link; host: copies pass through host memory\n")
 	return w.Flush()
+}
+
+// printDefects prints the defects of the loaded NCCL, if there are any.
+func (r *report) printDefects(out io.Writer) {
+	if len(r.Defects) > 0 {
+		fmt.Fprintf(out, "\nDEFECTS OF THE LOADED NCCL\n")
+	}
+	for _, d := range r.Defects {
+		fmt.Fprintf(out, "%s (%s): %s when %s.\n  Chorus %s. Source: %s.\n", d.ID, d.Versions, d.Fault, d.When, d.Chorus, d.Source)
+	}
 }
 
 // printTelemetry prints a line for each device with sensor readings, and once the

@@ -32,6 +32,14 @@ func TestInfo(t *testing.T) {
 	require.NoError(t, err)
 	require.Contains(t, string(text), `"memory_used_bytes":0`)
 	require.NotContains(t, string(text), "temperature", "what is not known is absent")
+	require.Contains(t, string(text), `"nccl_defects":[]`)
+	require.NotContains(t, out.String(), "DEFECTS")
+	require.Empty(t, defectsOf("no version"))
+	r.Defects = defectsOf("2.28.3")
+	out.Reset()
+	require.NoError(t, r.print(&out))
+	require.Contains(t, out.String(), "\nDEFECTS OF THE LOADED NCCL\nsymmetric-in-graphs (2.28.3 to before 2.30.7): symmetric kernels may read data that")
+	require.Regexp(t, `DEFECTS(?s:.*)LINKS`, out.String(), "in the order of the help")
 }
 
 func TestReading(t *testing.T) {

@@ -6,7 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
+	"regexp"
 	"strings"
 	"syscall"
 	"time"
@@ -18,6 +20,7 @@ import (
 	"github.com/gochorus/chorus/cmd/chorus/internal/timeline"
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -29,11 +32,19 @@ The command runs on any host of the job, as the user of the job or as root, and 
 container. It talks to chorus run through a Unix socket, so it needs no secret. It also works
 if the job hangs: a process that does not answer within a second is listed as silent.
 
+With --ras it shows a running job of PyTorch, vLLM or another program that uses NCCL 2.28.7 or newer,
+which need not use Chorus. NCCL's RAS service listens at localhost:28028 on each host of the job
+(NCCL_RAS_ADDR). The command asks it twice within some seconds. Ranks that have launched fewer or
+other operations than the others, and do not go on, hold the job up. Processes that do not answer,
+and errors of communicators, come first. Sends and receives are not among the counts.
+
 A rate is the average between two readings. A completed collective may be shown as
 in flight for up to a second if the driver does not answer.`
 
 type statusFlags struct {
 	job           string
+	ras           string
+	pause         time.Duration
 	watch, asJSON bool
 }
 
@@ -45,10 +56,15 @@ func newStatusCommand() *cobra.Command {
 		Long:  statusLong,
 		Example: `  chorus status
   chorus status --watch
-  chorus status --job mnist --json`,
+  chorus status --job mnist --json
+  chorus status --ras localhost:28028`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch {
+			case f.ras != "" && (f.watch || f.job != ""):
+				return usageError(cmd, errors.New("--ras excludes --watch and --job"))
+			case f.ras != "" && f.pause <= 0:
+				return usageError(cmd, fmt.Errorf("--pause is %v: want more than 0", f.pause))
 			case f.watch && f.asJSON:
 				return usageError(cmd, errors.New("--watch and --json exclude each other"))
 			case f.watch && !isTerminal(os.Stdout):
@@ -58,12 +74,17 @@ func newStatusCommand() *cobra.Command {
 		},
 	}
 	cmd.Flags().StringVar(&f.job, "job", "", "name of the job, if several jobs run on this host")
+	cmd.Flags().StringVar(&f.ras, "ras", "", "address of NCCL's RAS service, to show a job that need not use Chorus, such as localhost:28028")
+	cmd.Flags().DurationVar(&f.pause, "pause", 3*time.Second, "time between the two questions of --ras")
 	cmd.Flags().BoolVar(&f.watch, "watch", false, "output that is renewed each second, until Ctrl-C")
 	cmd.Flags().BoolVar(&f.asJSON, "json", false, "output in JSON")
 	return cmd
 }
 
 func (f *statusFlags) run(ctx context.Context, out io.Writer) error {
+	if f.ras != "" {
+		return f.foreign(ctx, out)
+	}
 	client, j, err := monitor.Find(ctx, f.job)
 	if err != nil {
 		return err
@@ -80,6 +101,21 @@ func (f *statusFlags) run(ctx context.Context, out io.Writer) error {
 		return encode(out, j)
 	}
 	return j.Print(out, 0)
+}
+
+// foreign shows a job by NCCL's RAS service.
+func (f *statusFlags) foreign(ctx context.Context, out io.Writer) error {
+	if _, _, err := net.SplitHostPort(f.ras); err != nil {
+		return usage(fmt.Errorf("--ras %q: %w: want HOST:PORT", f.ras, err))
+	}
+	s, err := ras.Watch(ctx, f.ras, f.pause)
+	if err != nil {
+		return err
+	}
+	if f.asJSON {
+		return encode(out, s)
+	}
+	return s.Print(out)
 }
 
 // Control sequences of terminals: they show and hide the other screen, move to its start, and
@@ -198,6 +234,10 @@ func newTimelineSummaryCommand() *cobra.Command {
   overlap        both ran
   gaps           nothing ran
 
+It also says how often each rank arrived last at a collective, and how long the others waited only
+for this rank. The last rank is the one on whose stream the collective takes the shortest time, so
+that the clocks of hosts do not matter.
+
 Steps are nvtx ranges whose names begin with "step". If there are none, a step lasts from one
 launch of a graph to the next. A range is a time of the host: end it after a wait for the device.
 On CUDA a graph counts as compute, because its operations are not recorded one by one.`,
@@ -233,12 +273,18 @@ const analyzeLong = `Find the rank or the hardware that made a job hang, from th
 Set CHORUS_NCCL_TRACE_FILE to a prefix, such as /shared/trace-, before the job starts. Each
 process then writes its recorders to a file when an operation times out or the job loses a
 process. Copy the files of all hosts into one folder. PyTorch's dumps (TORCH_FR_DUMP_TEMP_FILE)
-are accepted too, as pickles or JSON, if their names still end in the rank. So is the output of
-ncclras --format=json (NCCL 2.28.7 and newer), in which running jobs may have unequal counts.
+are accepted too, as pickles or JSON. So is the output of ncclras --format=json (NCCL 2.28.7 and
+newer), in which running jobs may have unequal counts. Files may be compressed by gzip or zstd.
+
+PyTorch's dumps do not contain their rank. It is taken from the name, if that has the rank as in
+nccl_trace_rank_0, else from the sends and receives in the file, or because no other file has it.
+--rank-pattern finds it in any other path, by the first group in parentheses. A verdict names
+the file if its rank is not known. Files of several jobs in one folder are told apart by their
+groups and by their names.
 
 The command compares the operations of the ranks in each group: the operation, type, size,
 reduction and root. Then it finds the ranks that other ranks wait for. The first paragraph of the
-output is the verdict. Other findings and a table of each group follow. A state is what the process
+output is the verdict, with how sure it is and why it may be wrong. Other findings and a table of each group follow. A state is what the process
 observed before it wrote the file: an operation that is not known to have completed may have
 completed. Remove the files of earlier runs first.
 
@@ -247,16 +293,21 @@ the command line.`
 
 func newAnalyzeCommand() *cobra.Command {
 	var asJSON bool
+	var pattern string
 	c := &cobra.Command{
 		Use:     "analyze [flags] path...",
 		Short:   "Find the cause of a hang in the flight recorders of all ranks",
 		Long:    analyzeLong,
-		Example: "  chorus analyze traces/\n  chorus analyze --json trace-0 trace-1 trace-2",
+		Example: "  chorus analyze traces/\n  chorus analyze --json trace-0 trace-1 trace-2\n  chorus analyze --rank-pattern 'node([0-9]+)/' dumps/node*/dump.pickle.zst",
 		RunE: func(c *cobra.Command, paths []string) error {
 			if len(paths) == 0 {
 				return usageError(c, errors.New("no file or folder given"))
 			}
-			job, err := analyze.Load(paths)
+			ranks, err := rankPattern(pattern)
+			if err != nil {
+				return usageError(c, err)
+			}
+			job, err := analyze.Load(paths, ranks)
 			if err != nil {
 				return err
 			}
@@ -273,5 +324,21 @@ func newAnalyzeCommand() *cobra.Command {
 		},
 	}
 	c.Flags().BoolVar(&asJSON, "json", false, "report in JSON")
+	c.Flags().StringVar(&pattern, "rank-pattern", "", "regular expression whose first group is the rank in the path of a PyTorch dump")
 	return c
+}
+
+// rankPattern compiles the flag; "" means none.
+func rankPattern(text string) (*regexp.Regexp, error) {
+	if text == "" {
+		return nil, nil
+	}
+	re, err := regexp.Compile(text)
+	if err == nil && re.NumSubexp() < 1 {
+		err = errors.New("it has no group in parentheses, which stands for the rank")
+	}
+	if err != nil {
+		return nil, fmt.Errorf("--rank-pattern %q: %w", text, err)
+	}
+	return re, nil
 }

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"os"
 	"os/exec"
@@ -26,13 +27,15 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/poll"
+	"github.com/gochorus/chorus/internal/ras"
+	"github.com/gochorus/chorus/internal/ras/rastest"
 )
 
-// hangingJob starts a job of 4 ranks, of which rank 1 omits a collective. It returns the address of
+// hangingJob starts a job of 4 ranks, of which rank 1 hangs or is late. It returns the address of
 // the metrics.
-func hangingJob(t *testing.T, name string) (url string) {
+func hangingJob(t *testing.T, name, how string) (url string) {
 	cmd := exec.Command(self(t), "run", "--nproc-per-node", "4", "--job", name, "--metrics", "127.0.0.1:0", "--", self(t))
-	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", hangVar+"=skip", meetVar+"="+t.TempDir(), "CHORUS_NCCL_TIMEOUT=5m", "CHORUS_GRACE=1s")
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", hangVar+"="+how, meetVar+"="+t.TempDir(), "CHORUS_NCCL_TIMEOUT=5m", "CHORUS_GRACE=1s")
 	out, err := cmd.StderrPipe()
 	require.NoError(t, err)
 	require.NoError(t, cmd.Start())
@@ -48,10 +51,29 @@ func hangingJob(t *testing.T, name string) (url string) {
 	return found
 }
 
+// TestStatusOfAStraggler asks who is late in a job that goes on, by the command and by the metrics.
+func TestStatusOfAStraggler(t *testing.T) {
+	name := fmt.Sprintf("straggler-test-%d", os.Getpid())
+	url := hangingJob(t, name, "late")
+	eventually(t, asking(t, "status", "--job", name), regexp.MustCompile(`rank 1 \(host .*, process \d+\) arrives last in the group of 4 ranks: in \d+ of \d+ collectives that were compared, \d+\.\d ms after the others on average \(by `).MatchString)
+	metrics := func() string { return get(t, url+"metrics") }
+	eventually(t, metrics, regexp.MustCompile(`chorus_group_last_arrivals_total\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} [1-9]`).MatchString)
+	require.Regexp(t, `chorus_group_held_up_seconds_total\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} 0\.[0-9]`, metrics())
+}
+
+func get(t *testing.T, url string) string {
+	resp, err := http.Get(url)
+	require.NoError(t, err)
+	defer resp.Body.Close()
+	text, err := io.ReadAll(resp.Body)
+	require.NoError(t, err)
+	return string(text)
+}
+
 // TestStatusOfAHangingJob asks which rank is behind, by the command, the metrics and the page.
 func TestStatusOfAHangingJob(t *testing.T) {
 	name := fmt.Sprintf("status-test-%d", os.Getpid())
-	url := hangingJob(t, name)
+	url := hangingJob(t, name, "skip")
 	var j monitor.Job
 	behind := regexp.MustCompile(`^rank 1 \(host .*, process \d+\) is behind in the group of 4 ranks since \d+\.\d s: it has issued \d+ collectives, another rank \d+$`)
 	eventually(t, asking(t, "status", "--job", name, "--json"), func(out string) bool {
@@ -67,14 +89,7 @@ func TestStatusOfAHangingJob(t *testing.T) {
 	// The rank that is behind comes first.
 	eventually(t, asking(t, "status", "--job", name), regexp.MustCompile(`(?s)\nrank 1 \(host .*\nRANK +HOST [^\n]*\n1 +\S+ +\d+ +running `).MatchString)
 	eventually(t, asking(t, "mem", "ledger", "--job", name), regexp.MustCompile(`\n3 +\S+ +virtual:3 +\S+ [KMG]?i?B +\S+% +buffers\n`).MatchString)
-	metrics := func() string {
-		resp, err := http.Get(url + "metrics")
-		require.NoError(t, err)
-		defer resp.Body.Close()
-		text, err := io.ReadAll(resp.Body)
-		require.NoError(t, err)
-		return string(text)
-	}
+	metrics := func() string { return get(t, url+"metrics") }
 	eventually(t, metrics, regexp.MustCompile(`chorus_group_lag_operations\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} 1\n`).MatchString)
 
 	watchInTerminal(t, name)
@@ -165,6 +180,38 @@ func watchInTerminal(t *testing.T, name string) {
 	}
 }
 
+// TestStatusOfAForeignJob asks a fake of NCCL's RAS service, and programs that are none.
+func TestStatusOfAForeignJob(t *testing.T) {
+	on := func(pid, allReduces, broadcasts int) rastest.Rank {
+		return rastest.Rank{Host: "10.0.0.1", PID: pid, AllReduces: allReduces, Broadcasts: broadcasts}
+	}
+	addr := rastest.Serve(t, rastest.Answer(on(1, 6, 0), on(2, 6, 0), on(3, 5, 1), on(4, 6, 0)))
+	out, errs, code := chorusCommand(t, nil, "status", "--ras", addr, "--pause", "10ms")
+	require.Zero(t, code, errs)
+	require.Contains(t, out, "communicator 0x5c1d8d1a3f0b2c44 of 4 ranks: rank 2 (process 3 on host 10.0.0.1) is in another operation: it has launched 1 Broadcast and not 0, and 5 AllReduce and not 6 as most other ranks; no rank has launched anything in 0.0 s\n")
+	require.Regexp(t, `\n0x5c1d8d1a3f0b2c44 +stuck +2 of 4 +10\.0\.0\.1 +3 +2 +ok +7 +0 +0 +AllGather 1, AllReduce 5, Broadcast 1\n`, out)
+	out, errs, code = chorusCommand(t, nil, "status", "--ras", addr, "--pause", "10ms", "--json")
+	require.Zero(t, code, errs)
+	var s ras.State
+	require.NoError(t, json.Unmarshal([]byte(out), &s))
+	require.Len(t, s.Findings, 1)
+
+	foreign := rastest.Listen(t, func(c net.Conn) { _, _ = io.WriteString(c, "SSH-2.0-OpenSSH_9.2\r\n") })
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", foreign)
+	require.Equal(t, 1, code)
+	require.Contains(t, errs, foreign+`: the answer to the handshake is "SSH-2.0-OpenSSH_9.2" and not SERVER PROTOCOL: another program than NCCL's RAS service listens there`)
+	part := rastest.Answer(on(1, 6, 0))
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", rastest.Serve(t, part[:400]))
+	require.Equal(t, 1, code)
+	require.Contains(t, errs, "it is cut off after 400 bytes")
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", "nowhere")
+	require.Equal(t, 64, code)
+	require.Contains(t, errs, `--ras "nowhere": address nowhere: missing port in address: want HOST:PORT`)
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", addr, "--job", "x")
+	require.Equal(t, 64, code)
+	require.Contains(t, errs, "--ras excludes --watch and --job")
+}
+
 func TestStatusWithoutAJob(t *testing.T) {
 	ask := func() string { // jobs of other tests may not answer for a moment
 		out, errs, code := chorusCommand(t, nil, "status", "--job", "no-such-job")
@@ -197,7 +244,8 @@ func TestStatusFlags(t *testing.T) {
 }
 
 // hangVar turns the test binary into a worker whose rank 1 lets the job hang: "skip" omits a
-// collective, "orders" uses two groups in another order than the other ranks.
+// collective, "orders" uses two groups in another order than the other ranks. With "late" the job goes on, and rank 1 comes
+// late to each collective.
 const hangVar = "CHORUS_TEST_HANG"
 
 // meetVar is the folder of awaitAll.
@@ -236,6 +284,14 @@ func hangIn(ctx context.Context, how string) error {
 		return g.Wait(ctx)
 	}
 	for range 2 {
+		if err := reduce(g); err != nil {
+			return err
+		}
+	}
+	for how == "late" && ctx.Err() == nil {
+		if g.Rank() == 1 {
+			time.Sleep(20 * time.Millisecond) // its work
+		}
 		if err := reduce(g); err != nil {
 			return err
 		}

@@ -11,6 +11,9 @@ import (
 
 // Analyze compares the ranks of a job.
 func (j *Job) Analyze() *Report {
+	if len(j.jobs) > 0 {
+		return j.analyzeJobs()
+	}
 	r := &Report{Culprits: []Rank{}, Findings: []Finding{}, Groups: []Table{}, Files: j.files}
 	j.unreadable(r)
 	for _, g := range j.groups {
@@ -25,6 +28,7 @@ func (j *Job) Analyze() *Report {
 	j.service(r)
 	slices.SortStableFunc(r.Findings, func(a, b Finding) int { return slices.Index(kinds, a.Kind) - slices.Index(kinds, b.Kind) })
 	r.conclude()
+	r.judge(j)
 	return r
 }
 

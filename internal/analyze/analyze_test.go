@@ -105,7 +105,7 @@ func writeRank(t *testing.T, dir string, rank, base int, groups []string, ops []
 
 func analyze(t *testing.T, paths ...string) *Report {
 	t.Helper()
-	j, err := Load(paths)
+	j, err := Load(paths, nil)
 	require.NoError(t, err)
 	r := j.Analyze()
 	var b strings.Builder
@@ -346,8 +346,16 @@ func TestAnalyzeTwoJobs(t *testing.T) {
 	}
 	require.Equal(t, KindNone, analyze(t, filepath.Join(dir, "trace-0"), filepath.Join(dir, "trace-1"), filepath.Join(dir, "trace-2")).Kind)
 	r := analyze(t, dir)
-	require.Equal(t, KindTwice, r.Kind, r.Verdict)
-	require.Regexp(t, `two jobs: rank \d \(PID (10|90)\d on n\d\) and rank \d \(PID (10|90)\d on n\d\) have the same rank`, r.Verdict)
+	require.Equal(t, KindSlow, r.Kind, r.Verdict)
+	require.Len(t, r.Jobs, 2)
+	require.Equal(t, filepath.Join(dir, "other-trace"), r.Jobs[0].Job)
+	require.Regexp(t, `^Job .*/other-trace: All ranks have issued .* on rank 1 \(PID 901 on n1\)`, r.Verdict)
+	require.Equal(t, KindNone, r.Jobs[1].Kind, "the other job is healthy")
+	require.Len(t, r.Files, 6)
+	require.Equal(t, r.Jobs[0].Job, r.Files[0].Job)
+	var text strings.Builder
+	require.NoError(t, r.WriteText(&text))
+	require.Regexp(t, `(?s)^The files are of 2 jobs\.\n\nJob \S+/other-trace: All ranks .*\n\nJob \S+/trace: No difference found`, text.String())
 }
 
 // A rank that failed by itself is the culprit if the others say that they ended because of another rank.
@@ -458,7 +466,7 @@ func TestAnalyzeBadFiles(t *testing.T) {
 		"odd transfer":      {`{"entries": [{"is_p2p": true, "profiling_name": "nccl:isend"}]}`, `want "send A->B"`},
 		"control":           {`{"pg_config": {"0": {"ranks": "\u001b[2J", "rank": 0}}}`, `x1b[2J`},
 		"classes":           {"\x80\x02cos\nsystem\n.", "pickle"},
-		"torch unranked":    {`{"pg_config": {"0": {"ranks": "[0]"}}}`, "does not have the rank as in nccl_trace_rank_0"},
+		"bad torch ranks":   {`{"pg_config": {"0": {"ranks": "0-7"}}}`, `the ranks of a group are "0-7": want a list`},
 	} {
 		t.Run(name, func(t *testing.T) {
 			file := filepath.Join(t.TempDir(), "trace")
@@ -469,9 +477,9 @@ func TestAnalyzeBadFiles(t *testing.T) {
 			require.NotContains(t, r.Verdict, "\x1b")
 		})
 	}
-	_, err := Load([]string{t.TempDir()})
+	_, err := Load([]string{t.TempDir()}, nil)
 	require.ErrorContains(t, err, "have no files")
-	_, err = Load([]string{filepath.Join(t.TempDir(), "no")})
+	_, err = Load([]string{filepath.Join(t.TempDir(), "no")}, nil)
 	require.ErrorIs(t, err, os.ErrNotExist)
 }
 

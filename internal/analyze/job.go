@@ -3,14 +3,11 @@ package analyze
 import (
 	"cmp"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"path/filepath"
-	"regexp"
 	"slices"
 	"strconv"
-	"strings"
 
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
@@ -25,11 +22,15 @@ type Job struct {
 	twice  [][2]*node // a rank that has files of two processes
 	// twiceFiles are files of PyTorch that have the same rank.
 	twiceFiles [][2]string
+	torchFiles map[int]string // by rank
 	entries    int
 	live       bool           // the dumps are answers of ranks that run
 	asked      []int          // the ranks of the world that were asked for a dump, if live
 	ended      map[int]string // world ranks whose file has no groups, with their processes
 	answers    []*ras.Answer  // of NCCL's RAS service
+
+	name string // of the job, if the files are of several
+	jobs []*Job // the jobs, if the files are of several
 }
 
 // A node is one rank of the job in all its groups.
@@ -41,6 +42,8 @@ type node struct {
 	uuid   string
 	name   string // for people
 	seen   bool   // a file of it was read
+	// Of PyTorch's files: the rank is the only one that no other file has, or it is not known, and world is one of those possible.
+	eliminated, guessed bool
 }
 
 // A group is a communicator.
@@ -83,24 +86,26 @@ func (j *Job) add(d *dump) error {
 	if j.entries += len(d.entries); j.entries > mostJobEntries {
 		return fmt.Errorf("the files have more than %d operations: analyze fewer files", mostJobEntries)
 	}
-	world := -1
-	if !d.fromChorus() {
-		var err error
-		if world, err = worldOf(d.file); err != nil {
-			return err
-		}
+	if !d.fromChorus() && d.world < 0 {
+		return fmt.Errorf("the dump is from PyTorch, of one of the ranks %.80s, which all have files of their own: it is of another job, or a copy", fmt.Sprint(d.candidates))
 	}
 	if len(d.config) == 0 && d.source != nil {
-		if rank, err := worldOf(d.file); err == nil {
+		if rank, _, ok := worldOf(d.file); ok {
 			j.ended[rank] = fmt.Sprintf("PID %d on %s", d.source.PID, d.source.Host)
 		}
 		return nil
+	}
+	if !d.fromChorus() { // PyTorch writes one file for each rank
+		if other := j.torchFiles[d.world]; other != "" {
+			j.twiceFiles = append(j.twiceFiles, [2]string{other, plain.Text(d.file)})
+		}
+		j.torchFiles[d.world] = plain.Text(d.file)
 	}
 	byGroup, wrapped := d.divide()
 	for _, id := range slices.Sorted(maps.Keys(d.config)) {
 		c := d.config[id]
 		plain.Record(&c)
-		if err := j.addGroup(d, id, &c, world, byGroup[id], wrapped); err != nil {
+		if err := j.addGroup(d, id, &c, byGroup[id], wrapped); err != nil {
 			return err
 		}
 	}
@@ -109,25 +114,6 @@ func (j *Job) add(d *dump) error {
 
 // mostJobEntries limits the memory of a job, to about a gigabyte.
 const mostJobEntries = 8 << 20
-
-// worldOf returns the rank of a dump of PyTorch, which only the name of its file has.
-func worldOf(file string) (int, error) {
-	base := strings.TrimSuffix(filepath.Base(file), ".gz")
-	// A copy may have more numbers, as in nccl_trace_rank_0.1 or rank_0_attempt_1.
-	if m := afterRank.FindStringSubmatch(base); m != nil {
-		if rank, err := strconv.Atoi(m[1]); err == nil && rank < mostRanks {
-			return rank, nil
-		}
-	}
-	digits := base[len(strings.TrimRight(base, "0123456789")):]
-	if rank, err := strconv.Atoi(digits); err == nil && rank < mostRanks && len(digits) < len(base) && !strings.ContainsAny(strings.TrimSuffix(base, digits), "0123456789") {
-		return rank, nil
-	}
-	return 0, errors.New("the dump is from PyTorch, and its file name does not have the rank as in nccl_trace_rank_0: keep the name that PyTorch gave it")
-}
-
-// afterRank matches the rank in the name of a file.
-var afterRank = regexp.MustCompile(`rank_?([0-9]+)`)
 
 // divide returns the entries by group. wrapped reports that PyTorch's ring, which all groups
 // share, has overwritten operations.
@@ -144,18 +130,22 @@ func (d *dump) divide() (byGroup map[string][]entry, wrapped bool) {
 	return byGroup, wrapped && !d.fromChorus()
 }
 
-func (j *Job) addGroup(d *dump, id string, c *rawConfig, world int, list []entry, wrapped bool) error {
+func (j *Job) addGroup(d *dump, id string, c *rawConfig, list []entry, wrapped bool) error {
 	ranks, err := ranksOf(c.Ranks)
 	if err != nil {
 		return err
 	}
-	m := &member{node: &node{world: world}, file: plain.Text(d.file), list: list, full: wrapped}
+	world := d.world
+	if d.fromChorus() {
+		world = -1
+	}
+	m := &member{node: &node{world: world, guessed: d.guessed, eliminated: d.eliminated}, file: plain.Text(d.file), list: list, full: wrapped}
 	g := &group{key: c.Name, name: cmp.Or(c.Desc, "group "+c.Name), size: len(ranks), world: ranks, members: map[int]*member{}}
 	if c.Rank == nil {
 		g.key = fmt.Sprint(c.Name, ranks)
 		if m.rank = slices.Index(ranks, world); m.rank < 0 {
 			if len(list) > 0 {
-				return fmt.Errorf("the file is of rank %d by its name and has operations of group %q, whose ranks are %.80s: it is of another rank or of another job", world, cmp.Or(c.Desc, c.Name), c.Ranks)
+				return fmt.Errorf("the file is of rank %d by its name or the pattern, and has operations of group %q, whose ranks are %.80s: it is of another rank or of another job", world, cmp.Or(c.Desc, c.Name), c.Ranks)
 			}
 			return nil // PyTorch knows the ranks of groups that it is not in
 		}
@@ -163,7 +153,9 @@ func (j *Job) addGroup(d *dump, id string, c *rawConfig, world int, list []entry
 			list[i].uneven = list[i].op == "all_to_all" // PyTorch uses this name for both kinds
 		}
 		m.unknown = wrapped && len(list) == 0
-		m.name = fmt.Sprint("rank ", world)
+		if m.name = fmt.Sprint("rank ", world); d.guessed {
+			m.name = "the rank of " + filepath.Base(m.file)
+		}
 	} else {
 		g.world, m.rank = nil, *c.Rank
 		if m.rank < 0 || m.rank >= len(ranks) {
@@ -237,9 +229,8 @@ func (j *Job) keep(g *group, m *member) {
 		g = known
 	}
 	old := g.members[m.rank]
-	if old != nil && (old.written == 0 || m.written == 0) { // of PyTorch, which writes one file for each rank
+	if old != nil && (old.written == 0 || m.written == 0) { // of PyTorch
 		j.twice = append(j.twice, [2]*node{old.node, m.node})
-		j.twiceFiles = append(j.twiceFiles, [2]string{old.file, m.file})
 	}
 	if old == nil || old.written <= m.written {
 		g.members[m.rank] = m
@@ -307,6 +298,9 @@ func (j *Job) absent(g *group) (list []*node) {
 				continue
 			}
 			n.world, n.name = g.world[rank], fmt.Sprint("rank ", g.world[rank])
+			if g.guesses() {
+				n.name = "a rank without a file"
+			}
 			if known := j.nodes[fmt.Sprint("world ", n.world)]; known != nil {
 				n = known
 			}
@@ -314,6 +308,16 @@ func (j *Job) absent(g *group) (list []*node) {
 		list = append(list, n)
 	}
 	return list
+}
+
+// guesses reports whether the ranks of some files are not known.
+func (g *group) guesses() bool {
+	for _, m := range g.members {
+		if m.guessed {
+			return true
+		}
+	}
+	return false
 }
 
 // mayAnswer reports whether the operations of a rank of the world can be known.
@@ -328,5 +332,5 @@ func (j *Job) known(g *group) bool {
 const mostNamed = 16
 
 func newJob() *Job {
-	return &Job{byKey: map[string]*group{}, nodes: map[string]*node{}, ended: map[int]string{}}
+	return &Job{byKey: map[string]*group{}, nodes: map[string]*node{}, ended: map[int]string{}, torchFiles: map[int]string{}}
 }

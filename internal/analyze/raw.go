@@ -76,6 +76,7 @@ type entry struct {
 	reduction   string
 	root        int // -1 if there is none
 	peer        int // the other rank of a send or receive; -1 for a collective
+	self        int // the rank that issued a send or receive
 	sends       bool
 	uneven      bool   // the ranks may have different sizes
 	batch       uint64 // record of the first operation of its batch; 0 if not known
@@ -123,7 +124,10 @@ func (r *rawEntry) entry(t texts) (entry, error) {
 		return e, fmt.Errorf("record %d: the sizes %.80v and %.80v have more than %d elements, or a negative dimension", r.Record, r.InputSizes, r.OutputSizes, math.MaxInt64)
 	}
 	e.frame = t.of(r.caller())
-	name := strings.TrimPrefix(r.Name, "nccl:")
+	_, name, found := strings.Cut(r.Name, ":") // after the backend, such as nccl or gloo
+	if !found {
+		name = r.Name
+	}
 	if r.Transfer {
 		if err := e.setPeer(name); err != nil {
 			return e, err
@@ -149,11 +153,11 @@ func (r *rawEntry) caller() string {
 func (e *entry) setPeer(name string) error {
 	var self, peer int
 	if _, err := fmt.Sscanf(name, "send %d->%d", &self, &peer); err == nil {
-		e.sends, e.peer = true, peer
+		e.sends, e.self, e.peer = true, self, peer
 		return nil
 	}
 	if _, err := fmt.Sscanf(name, "recv %d<-%d", &self, &peer); err == nil {
-		e.peer = peer
+		e.self, e.peer = self, peer
 		return nil
 	}
 	return fmt.Errorf("record %d: the transfer is called %.80q: want \"send A->B\" or \"recv A<-B\"", e.record, name)

@@ -14,6 +14,8 @@ import (
 	"regexp"
 	"slices"
 
+	"github.com/klauspost/compress/zstd"
+
 	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
@@ -29,17 +31,26 @@ const (
 	mostGroups     = 1 << 16
 	mostText       = 512
 	mostDepth      = 16
+	mostWindow     = 64 << 20 // of a file that zstd has compressed
 	mostValues     = 16 << 20 // of a pickle
 )
 
 // A dump is the content of a file.
 type dump struct {
 	file    string
+	at      int  // of its File
+	unread  bool // it could not be read
 	config  map[string]rawConfig
 	source  *rawSource  // nil if PyTorch wrote it
 	service *ras.Answer // the file has an answer of NCCL's RAS service, and nothing else
 	entries []entry
 	texts   texts
+
+	// Of PyTorch's dumps.
+	all                 []int // the ranks of the largest group
+	candidates          []int // the ranks that may have written the file
+	world               int   // the rank; -1 if not known
+	eliminated, guessed bool  // how it is known; see node
 }
 
 // isService matches the begin of an answer of NCCL's RAS service.
@@ -50,11 +61,19 @@ var isService = regexp.MustCompile(`^\s*\{\s*"nccl_version"`)
 func decode(r io.Reader) (*dump, error) {
 	b := bufio.NewReader(&limited{r, mostFileBytes})
 	d := &dump{texts: texts{}}
-	if begin, _ := b.Peek(2); bytes.Equal(begin, []byte{0x1f, 0x8b}) {
+	switch begin, _ := b.Peek(4); {
+	case bytes.HasPrefix(begin, []byte{0x1f, 0x8b}):
 		z, err := gzip.NewReader(b)
 		if err != nil {
 			return nil, err
 		}
+		b = bufio.NewReader(&limited{z, mostFileBytes})
+	case bytes.Equal(begin, []byte{0x28, 0xb5, 0x2f, 0xfd}):
+		z, err := zstd.NewReader(b, zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxMemory(mostWindow))
+		if err != nil {
+			return nil, err
+		}
+		defer z.Close()
 		b = bufio.NewReader(&limited{z, mostFileBytes})
 	}
 	begin, err := b.Peek(1)
@@ -255,34 +274,40 @@ type File struct {
 	Name  string `json:"file"`
 	From  string `json:"from"` // "chorus", "torch" or "ras"
 	Error string `json:"error,omitempty"`
+	Job   string `json:"job,omitempty"` // if the files are of several jobs
 }
 
-// Load reads the dumps of all ranks. It reads all files of a folder, but not of folders in it.
-// A file that cannot be read is a finding, not an error.
-func Load(paths []string) (*Job, error) {
+// Load reads the dumps of all ranks. It reads all files of a folder, but not of folders in it. A file that cannot be read is a
+// finding, not an error. pattern finds the ranks of PyTorch's dumps in their paths by its first group in parentheses; with nil
+// they are found as [dump.setRank] describes. If the files are of several jobs, the report has a part for each.
+func Load(paths []string, pattern *regexp.Regexp) (*Job, error) {
 	names, err := list(paths)
 	if err != nil {
 		return nil, err
 	}
-	j := newJob()
-	for _, name := range names {
+	var dumps []*dump
+	var files []File
+	for i, name := range names {
 		f := File{Name: plain.Text(name), From: "chorus"}
 		d, err := loadFile(name)
 		if err == nil {
+			d.at = i
 			switch {
 			case d.service != nil:
 				f.From = "ras"
 			case !d.fromChorus():
 				f.From = "torch"
 			}
-			err = j.add(d)
+			if err = d.setRank(pattern); err == nil {
+				dumps = append(dumps, d)
+			}
 		}
 		if err != nil {
 			f.Error, f.From = plain.Text(err.Error()), ""
 		}
-		j.files = append(j.files, f)
+		files = append(files, f)
 	}
-	return j, nil
+	return newJobs(dumps, files), nil
 }
 
 // Live returns a job without files, for the dumps of ranks that run. The dumps also have groups

@@ -210,6 +210,7 @@ type Finding struct {
 	Group string `json:"group,omitempty"`
 	Seq   uint64 `json:"sequence,omitempty"` // of the collective; 0 if there is none
 	Ranks []Rank `json:"ranks,omitempty"`    // the culprits
+	Job   string `json:"job,omitempty"`      // if the files are of several jobs
 }
 
 // A Rank names a rank of the job.
@@ -238,16 +239,21 @@ type Table struct {
 	Group string `json:"group"`
 	Size  int    `json:"size"`
 	Rows  []Row  `json:"ranks"`
+	Job   string `json:"job,omitempty"` // if the files are of several jobs
 }
 
 // A Report is the result of an analysis.
 type Report struct {
 	Verdict  string    `json:"verdict"`
 	Kind     string    `json:"kind"`
+	Sure     Sureness  `json:"sure"`
+	Doubts   []string  `json:"doubts"` // why the verdict may be wrong
 	Culprits []Rank    `json:"culprits"`
 	Findings []Finding `json:"findings"`
 	Groups   []Table   `json:"groups"`
 	Files    []File    `json:"files"`
+	Job      string    `json:"job,omitempty"`  // if the files are of several jobs
+	Jobs     []*Report `json:"jobs,omitempty"` // if the files are of several jobs; the other fields are those of all
 }
 
 func (n *node) rank() Rank {
@@ -255,7 +261,7 @@ func (n *node) rank() Rank {
 	if n.uuid != "" {
 		r.Device = n.device
 	}
-	if n.world >= 0 {
+	if n.world >= 0 && !n.guessed {
 		r.World = &n.world
 	}
 	return r
@@ -313,17 +319,41 @@ func (g *group) table() Table {
 // WriteText writes the report for people: the verdict first.
 func (r *Report) WriteText(w io.Writer) error {
 	var b strings.Builder
-	fmt.Fprintf(&b, "%s\n", r.Verdict)
-	for _, f := range r.Findings {
-		if f.Text != r.Verdict {
-			fmt.Fprintf(&b, "\n%s: %s\n", f.Kind, f.Text)
-		}
+	if len(r.Jobs) > 0 {
+		fmt.Fprintf(&b, "The files are of %d jobs.\n", len(r.Jobs))
 	}
-	for i := range r.Groups {
-		r.Groups[i].write(&b)
+	for i, j := range append(r.Jobs, r)[:max(len(r.Jobs), 1)] {
+		if j.Job != "" {
+			fmt.Fprintf(&b, "%s\nJob %s: ", strings.Repeat("\n", min(i, 1)), j.Job)
+		}
+		j.write(&b)
 	}
 	_, err := io.WriteString(w, b.String())
 	return err
+}
+
+// write writes the report of a job.
+func (r *Report) write(b *strings.Builder) {
+	fmt.Fprintf(b, "%s\n", r.Verdict)
+	if r.Kind != KindNone {
+		fmt.Fprintf(b, "This is %s.%s\n", r.Sure, sentences(r.Doubts))
+	}
+	for _, f := range r.Findings {
+		if f.Text != r.Verdict {
+			fmt.Fprintf(b, "\n%s: %s\n", f.Kind, f.Text)
+		}
+	}
+	for i := range r.Groups {
+		r.Groups[i].write(b)
+	}
+}
+
+func sentences(list []string) string {
+	text := ""
+	for _, s := range list {
+		text += " " + upper(s) + "."
+	}
+	return text
 }
 
 // mostRows limits the rows of a table in text: ranks that issued the same are next to each other.

@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/inside", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
+	{"gds/safetensors", "internal/arrivals", "internal/defects", "internal/dtype", "internal/env", "internal/handle", "internal/inside", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
 	{"internal/torchfile", "internal/ras", "internal/timeline"},
 	{"internal/ras/rastest"},
 	{"internal/analyze"},
@@ -67,7 +67,7 @@ var importers = map[string][]string{
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
 	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
-	"github.com/klauspost/compress":   {"internal/ptx"},
+	"github.com/klauspost/compress":   {"internal/ptx", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},

@@ -74,6 +74,7 @@ type Entry struct {
 	Begun      int64 // from the recorder's clock
 	started    int64 // when its stream was observed to have reached it; 0 means not known
 	completed  int64
+	took       int64  // nanoseconds between the marks around it; 0 means not known
 	batch      uint64 // record of the first operation of its batch
 	in, out    int
 	timeout    time.Duration // 0 means none
@@ -146,7 +147,7 @@ func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
 	}
 	e.Request, e.batch = o.Request, batch
 	e.ID, e.Collective, e.Transfer = r.last, r.collectives, r.transfers
-	e.Created, e.Begun, e.started, e.completed = t, t-r.blindTime.Load(), 0, 0
+	e.Created, e.Begun, e.started, e.completed, e.took = t, t-r.blindTime.Load(), 0, 0, 0
 	e.in, e.out, e.stream = o.In, o.Out, uintptr(gpu.StreamOf(o.Stream).Raw())
 	e.state, e.queued, e.refused = Scheduled, false, false
 	if !o.Captured {

@@ -116,6 +116,7 @@ func (w *Watch) Observe() (ahead []Mark, blind bool, err error) {
 		}
 	}
 	w.rec.SetReached(passed, ahead)
+	w.marks.durations(w.rec.setTook)
 	blind, err = w.follow()
 	return ahead, blind, err
 }
@@ -233,6 +234,7 @@ type Marks struct {
 type Mark struct {
 	event  cudadrv.Event
 	used   bool
+	timed  bool // the time since the mark before it was read
 	Stream uintptr
 	Record uint64 // the mark is after the stream's operations up to this one; 0 if it says nothing about them
 	Next   uint64 // the stream's operations from this one on are after the mark; 0 if that is not known
@@ -279,14 +281,14 @@ func (m *Marks) Set(s *stream.Stream, mark Mark) (passed Mark, err error) {
 	}
 	if k.event == 0 {
 		err := gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) (r cudadrv.Result) {
-			k.event, r = drv.EventCreate(cudadrv.EventDisableTiming)
+			k.event, r = drv.EventCreate(cudadrv.EventDefault)
 			return r
 		})
 		if err != nil {
 			return passed, err
 		}
 	}
-	k.used = false
+	k.used, k.timed = false, false
 	err = gpu.DeviceOf(m.dev).DoRelaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventRecord(k.event, gpu.StreamOf(s).Raw()) })
 	if err != nil {
 		return passed, err

@@ -104,8 +104,10 @@ func (l limits) connect(addr string, end time.Time) (*conn, error) {
 	if err == nil {
 		version, ok := strings.CutPrefix(answer, "SERVER PROTOCOL ")
 		if _, bad := strconv.ParseUint(version, 10, 31); !ok || bad != nil {
-			err = fmt.Errorf("the answer to the handshake is %.40q: want SERVER PROTOCOL", answer)
+			err = fmt.Errorf("the answer to the handshake is %.40q and not SERVER PROTOCOL: another program than NCCL's RAS service listens there", answer)
 		}
+	} else {
+		err = fmt.Errorf("no answer to the handshake of NCCL's RAS service: %w", err)
 	}
 	if err != nil {
 		_ = c.Close()
@@ -163,15 +165,17 @@ var kindName = regexp.MustCompile(`^[A-Za-z0-9_]{1,32}$`)
 
 // An Answer is the state of the communicators of a job.
 type Answer struct {
+	NCCL          string         `json:"nccl_version"`
 	Communicators []Communicator `json:"communicators"`
 }
 
 // A Communicator has the ranks that the service knows.
 type Communicator struct {
-	Hash    string `json:"hash"`
-	Size    int    `json:"size"`
-	Ranks   []Rank `json:"ranks"`
-	Missing []Rank `json:"missing_ranks"` // ranks that have not reported this communicator
+	Hash      string `json:"hash"`
+	Secondary string `json:"secondary_hash"` // tells communicators with one hash apart
+	Size      int    `json:"size"`
+	Ranks     []Rank `json:"ranks"`
+	Missing   []Rank `json:"missing_ranks"` // ranks that have not reported this communicator
 }
 
 // A Rank is a rank of a communicator, with its process.
@@ -179,6 +183,7 @@ type Rank struct {
 	Rank   int               `json:"rank"`
 	Host   string            `json:"host"` // an address
 	PID    int               `json:"pid"`  // -1 if not known
+	Device int               `json:"cuda_dev"`
 	Status Status            `json:"status"`
 	Counts map[string]uint64 `json:"collective_counts"` // operations that were launched, by kind
 }
@@ -200,10 +205,16 @@ func Decode(b []byte) (*Answer, error) {
 	d := json.NewDecoder(bytes.NewReader(missingComma.ReplaceAll(b, []byte("$1,$2"))))
 	a := new(Answer)
 	if err := d.Decode(a); err != nil {
+		if errors.Is(err, io.ErrUnexpectedEOF) {
+			return nil, fmt.Errorf("ras: the answer is not JSON of NCCL's RAS service: it is cut off after %d bytes: %w", len(b), err)
+		}
 		return nil, fmt.Errorf("ras: the answer is not JSON of NCCL's RAS service: %w", err)
 	}
 	if _, err := d.Token(); !errors.Is(err, io.EOF) {
 		return nil, errors.New("ras: more bytes follow the answer")
+	}
+	if len(a.NCCL) > maxName {
+		return nil, fmt.Errorf("ras: the version of NCCL has %d bytes: want at most %d", len(a.NCCL), maxName)
 	}
 	if a.Communicators == nil {
 		return nil, errors.New(`ras: the answer has no "communicators"`)
@@ -221,8 +232,8 @@ func (c *Communicator) check() error {
 	if c.Size < 1 || c.Size > maxSize {
 		return fmt.Errorf("it has %d ranks: want 1 to %d", c.Size, maxSize)
 	}
-	if len(c.Hash) > maxName {
-		return fmt.Errorf("its hash has %d bytes: want at most %d", len(c.Hash), maxName)
+	if n := max(len(c.Hash), len(c.Secondary)); n > maxName {
+		return fmt.Errorf("its hash has %d bytes: want at most %d", n, maxName)
 	}
 	seen := make(map[int]bool)
 	for _, r := range slices.Concat(c.Ranks, c.Missing) {

@@ -56,7 +56,7 @@ func TestAskRefuses(t *testing.T) {
 	}{
 		"silent":         {say(""), "i/o timeout"},
 		"closes":         {func(c net.Conn) { _, _ = bufio.NewReader(c).ReadString('\n') }, "EOF"},
-		"another":        {say("220 smtp.example ESMTP\x1b[2J\n"), `the answer to the handshake is "220 smtp.example ESMTP\x1b[2J": want SERVER PROTOCOL`},
+		"another":        {say("220 smtp.example ESMTP\x1b[2J\n"), `the answer to the handshake is "220 smtp.example ESMTP\x1b[2J" and not SERVER PROTOCOL`},
 		"no number":      {say("SERVER PROTOCOL x\n"), "the answer to the handshake"},
 		"long line":      {say(strings.Repeat("x", 1000)), "a line of the answer has more than 256 bytes"},
 		"no JSON":        {func(c net.Conn) { rastest.Speak(c, false, nil) }, `the answer to SET FORMAT json is "ERROR: Unknown command SET FORMAT json"`},

@@ -19,6 +19,7 @@ const (
 	maxGroups  = 32
 	maxDevices = 64
 	maxTotals  = 128 // of a group
+	maxArrived = 64  // arrivals of a group
 	maxUses    = 32  // of a device
 	maxPools   = 8   // of a device
 	maxNotes   = 8
@@ -79,6 +80,10 @@ type Group struct {
 	Oldest    *Op     `json:"oldest,omitempty"` // the oldest operation in flight
 	IdleNanos int64   `json:"idle_ns"`          // since the last operation was issued; 0 if there was none
 	Totals    []Total `json:"totals,omitempty"`
+	// Arrivals are the latest collectives at which all ranks wait for each other, in ascending order. Each has its number, the time
+	// of the call on Clock, and the time that it took on its stream, in nanoseconds. A time that is not known is 0.
+	Arrivals [][3]int64 `json:"arrivals,omitempty"`
+	Clock    string     `json:"clock,omitempty"` // equal for ranks that share a clock
 }
 
 // An Op is an operation in flight.
@@ -142,13 +147,19 @@ type Use struct {
 // encode returns the status with at most MaxBytes. It drops details if necessary.
 func (p *Process) encode() []byte {
 	p.limit()
-	for _, drop := range []func(){func() {}, p.dropUses, p.dropTotals, func() { *p = Process{Notes: []string{"the status is too long"}} }} {
+	for _, drop := range []func(){func() {}, p.dropArrivals, p.dropUses, p.dropTotals, func() { *p = Process{Notes: []string{"the status is too long"}} }} {
 		drop()
 		if b, err := json.Marshal(p); err == nil && len(b) <= MaxBytes {
 			return b
 		}
 	}
 	return nil
+}
+
+func (p *Process) dropArrivals() {
+	for i := range p.Groups {
+		p.Groups[i].Arrivals = nil
+	}
 }
 
 func (p *Process) dropUses() {
@@ -301,6 +312,14 @@ func (g *Group) check() error {
 			return err
 		}
 	}
+	if len(g.Arrivals) > maxArrived {
+		return fmt.Errorf("%d arrivals: want at most %d", len(g.Arrivals), maxArrived)
+	}
+	for i, a := range g.Arrivals {
+		if a[0] < 1 || a[1] < 0 || a[2] < 0 || i > 0 && g.Arrivals[i-1][0] >= a[0] {
+			return fmt.Errorf("arrival %d at collective %d after %d, called at %d ns, took %d ns: want ascending collectives and no negative times", i, a[0], g.Arrivals[max(i-1, 0)][0], a[1], a[2])
+		}
+	}
 	for i, t := range g.Totals {
 		if i > 0 && g.Totals[i-1].compare(t) >= 0 {
 			return errors.New("totals are not in order, or repeat")
@@ -309,7 +328,7 @@ func (g *Group) check() error {
 			return err
 		}
 	}
-	return checkTexts(g.ID, g.Name, g.Device, g.State)
+	return checkTexts(g.ID, g.Name, g.Device, g.State, g.Clock)
 }
 
 // compare orders the totals of a group.

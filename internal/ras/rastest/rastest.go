@@ -71,6 +71,7 @@ type Rank struct {
 	Host       string
 	PID        int
 	AllReduces int // launched
+	Broadcasts int // launched
 	AsyncError int
 	Silent     bool // the process does not answer
 	Dead       bool // and has not for a minute
@@ -86,7 +87,7 @@ func Answer(ranks ...Rank) string {
 			continue
 		}
 		live = append(live, head+fmt.Sprintf("            \"init_state\": 0,\n            \"async_error\": %d,\n            \"finalize_called\": false,\n            \"destroy_flag\": false,\n            \"abort_flag\": false\n          },\n", r.AsyncError)+
-			fmt.Sprintf("          \"collective_counts\": {\n            \"Broadcast\": 0,\n            \"Reduce\": 0,\n            \"AllGather\": 1,\n            \"ReduceScatter\": 0,\n            \"AllReduce\": %d\n          }\n        }", r.AllReduces))
+			fmt.Sprintf("          \"collective_counts\": {\n            \"Broadcast\": %d,\n            \"Reduce\": 0,\n            \"AllGather\": 1,\n            \"ReduceScatter\": 0,\n            \"AllReduce\": %d\n          }\n        }", r.Broadcasts, r.AllReduces))
 	}
 	return "{\n  \"nccl_version\": \"2.29.2+cuda13.0\",\n  \"cuda_runtime_version\": 13000,\n  \"cuda_driver_version\": 13000,\n  \"timestamp\": \"2026-11-27 12:00:00\",\n  \"communicators_count\": 1,\n  \"communicators\": [\n" +
 		fmt.Sprintf("    {\n      \"hash\": \"0x5c1d8d1a3f0b2c44\",\n      \"secondary_hash\": \"0x9f1c3:0x77a1\",\n      \"size\": %d,\n      \"ranks_count\": %d,\n      \"missing_ranks_count\": %d,\n      \"ranks\": [\n", len(ranks), len(live), len(missing)) +

@@ -277,7 +277,7 @@ func (c Counts) OK(strict bool) bool { return c.Fail == 0 && (!strict || c.Warn 
 
 // Checks lists all checks in output order. docs/DOCTOR.md has a table of them.
 var Checks = []*Check{
-	deviceNodes, driverMismatch, libraryCopies,
+	deviceNodes, driverMismatch, libraryCopies, ncclDefects,
 	fabricManager, mig, computeMode, otherProcesses, persistence,
 	recoveryAction, rowRemap, ecc, xid, nvlink, clocks, powerLimit, pcie,
 	shm, memlock, openFiles, processes, stack, cgroupMemory, cgroupCPU, hugePages,

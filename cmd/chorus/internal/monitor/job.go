@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/arrivals"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -55,6 +56,8 @@ type Member struct {
 	// Rates over Job.Interval.
 	BytesPerSecond      float64 `json:"bytes_per_second"`
 	OperationsPerSecond float64 `json:"operations_per_second"`
+	// Tally says how often the rank arrived last at collectives of the group.
+	Tally arrivals.Tally `json:"last_arrivals"`
 }
 
 // A Group is a communicator over all ranks that answered.
@@ -291,6 +294,7 @@ type Source struct {
 	ask  func(context.Context) (*cluster.Status, error) // nil until the hosts have joined
 	host string
 	last *Job
+	late tallies
 }
 
 // NewSource returns a Source of a job that waits for its hosts. The name may be empty.
@@ -342,6 +346,7 @@ func (s *Source) Job(ctx context.Context) (*Job, error) {
 	if s.last != nil && j.Time.Sub(s.last.Time) <= maxInterval {
 		j.setRates(s.last)
 	}
+	s.late.add(j)
 	s.last = j
 	return j, nil
 }

@@ -133,3 +133,57 @@ func TestPrintMemory(t *testing.T) {
 3     b     cuda:1  79 GiB  98.8%  free
 `, out.String())
 }
+
+// A rank that comes 5 ms late is named after one state with the last steps of each rank, on one host and on several, and its
+// counts go on in later states.
+func TestStragglers(t *testing.T) {
+	state := func(clocks func(rank int) string, took bool, from int) *Job {
+		s := exampleStatus(t)
+		for rank := range 4 {
+			g := status.Group{ID: "a1", Name: "data", Rank: rank, Size: 4, WorldRank: rank, Device: "virtual:0", Issued: 200, Completed: 200, Clock: clocks(rank)}
+			for i := range 20 {
+				late := int64(0)
+				if rank == 3 {
+					late = 5e6
+				}
+				a := [3]int64{int64(from + i), int64(from+i)*20e6 + late, 0}
+				if took {
+					a[2] = 6e6 + int64(rank)*1e3 - late
+				}
+				g.Arrivals = append(g.Arrivals, a)
+			}
+			s.Members[rank] = member(t, rank, status.Process{Groups: []status.Group{g}})
+		}
+		return newJob(s, time.Now())
+	}
+	host := func(int) string { return "one" }
+	hosts := func(rank int) string { return fmt.Sprint(rank / 2) }
+	var late tallies
+	j := state(host, false, 100)
+	late.add(j)
+	require.Equal(t, []string{"rank 3 (host n2, process 103) arrives last in group data: in 20 of 20 collectives that were compared, 5.0 ms after the others on average (by the times of the calls on one host: work on the device may come later)"}, j.Findings)
+	text, err := json.Marshal(j)
+	require.NoError(t, err)
+	require.Contains(t, string(text), `"last_arrivals":{"compared":20,"on_streams":0,"last":20,"held_up_ns":100000000}`)
+	require.NotContains(t, string(text), `"arrivals":[[`, "readers get the counts")
+	j = state(host, false, 110)
+	late.add(j)
+	require.Equal(t, uint64(30), j.Ranks[3].Groups[0].Tally.Last, "each collective counts once")
+	j = state(host, false, 110)
+	j.Restarts++
+	late.add(j)
+	require.Equal(t, uint64(20), j.Ranks[3].Groups[0].Tally.Last, "other processes begin from 0")
+
+	late = tallies{}
+	j = state(hosts, false, 100)
+	late.add(j)
+	require.Empty(t, j.Findings, "hosts have no common clock")
+	j = state(hosts, true, 100)
+	late.add(j)
+	require.Len(t, j.Findings, 1)
+	require.Regexp(t, `^rank 3 .* in 20 of 20 .* 5\.0 ms .*\(by the times on the streams: the rank that arrives last waits least\)$`, j.Findings[0])
+	j = state(hosts, true, 200)
+	j.Ranks[1].Groups = nil
+	late.add(j)
+	require.Equal(t, uint64(20), j.Ranks[3].Groups[0].Tally.Compared, "nothing is compared without all ranks")
+}

@@ -193,6 +193,10 @@ var (
 	lagDesc        = desc{"chorus_group_lag_operations", "Collectives that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
 	lagTimeDesc    = desc{"chorus_group_lag_seconds", "Time that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
 
+	comparedDesc = desc{"chorus_group_compared_arrivals_total", "Collectives of the group at which the arrivals of its ranks were compared, a sample of all.", prometheus.CounterValue, ofGroup}
+	lastDesc     = desc{"chorus_group_last_arrivals_total", "How often the rank arrived last at the collectives that were compared.", prometheus.CounterValue, ofGroup}
+	heldUpDesc   = desc{"chorus_group_held_up_seconds_total", "Time for which the other ranks waited only for this rank at the collectives that were compared.", prometheus.CounterValue, ofGroup}
+
 	errorsDesc    = desc{"chorus_collective_errors_total", "Failures of collectives by reason: timeout, peer_lost, mismatch, async, refused.", prometheus.CounterValue, append(ofGroup[:3:3], "reason")}
 	durationsDesc = desc{"chorus_collective_duration_seconds", "Time that collectives took on their streams, while a timeline is recorded.", prometheus.UntypedValue, append(ofRank[:2:2], "op", "size")}
 	exitsDesc     = desc{"chorus_worker_exits_total", "Exits of the processes of this host by reason: ok, code (not 0), signal, killed by chorus run, or stopped with the job or after another process had failed.", prometheus.CounterValue, []string{"host", "reason"}}
@@ -322,6 +326,9 @@ func (s *sender) group(m *Member, group []string) {
 	s.send(completedDesc, float64(m.Completed), group...)
 	s.send(lagDesc, float64(m.Behind), group...)
 	s.send(lagTimeDesc, m.Lag.Seconds(), group...)
+	s.send(comparedDesc, float64(m.Tally.Compared), group...)
+	s.send(lastDesc, float64(m.Tally.Last), group...)
+	s.send(heldUpDesc, m.Tally.HeldUp.Seconds(), group...)
 	byKind := map[string]status.Total{}
 	for k := flight.AllReduce; k < flight.NumKinds; k++ {
 		byKind[k.Label()] = status.Total{}

@@ -24,6 +24,8 @@ type Job struct {
 	Ranks   []*Rank
 	Dropped uint64   // records that are missing
 	Cut     []string // files whose last line is incomplete
+
+	sizes map[string]int // of groups
 }
 
 // A Rank is a device of a process, with the times of the job: nanoseconds since its first record.
@@ -63,7 +65,7 @@ type slice struct {
 
 // newJob assigns ranks, moves all times to one clock, and makes the slices of each stream nest.
 func newJob(files []*file) *Job {
-	j := &Job{}
+	j := &Job{sizes: map[string]int{}}
 	for _, f := range files {
 		j.addFile(f)
 	}
@@ -120,6 +122,7 @@ func (j *Job) addRecord(r *Rank, x timeline.Record) {
 	case timeline.Member:
 		m := x.Member
 		r.Device, r.groups[m.Group] = x.Name, cmp.Or(m.Label, r.groups[m.Group])
+		j.sizes[m.Group] = max(j.sizes[m.Group], m.Size)
 		if m.Rank < len(m.World) {
 			r.Number, r.known, r.world = m.World[m.Rank], true, max(r.world, m.WorldSize)
 		} else if !r.known {

@@ -2,6 +2,7 @@ package timeline
 
 import (
 	"encoding/json"
+	"fmt"
 	"math/rand/v2"
 	"os"
 	"path/filepath"
@@ -304,4 +305,47 @@ func TestSteps(t *testing.T) {
 	var b strings.Builder
 	require.NoError(t, s.WriteText(&b))
 	require.Contains(t, b.String(), "Steps are marked by nvtx ranges.")
+}
+
+// The rank that arrives last is counted by the times that collectives take, on two hosts whose clocks differ, and only if all
+// ranks of the group have a timeline.
+func TestArrivals(t *testing.T) {
+	const late = 2
+	record := func(dir string, ranks int) {
+		for rank := range ranks {
+			h := timeline.Header{Host: fmt.Sprint("h", rank/2), Boot: fmt.Sprint("boot", rank/2)}
+			skew := int64(rank/2) * 1e9
+			list := []timeline.Record{{Kind: timeline.Member, Name: "cuda:0", Member: &timeline.Membership{Group: "g", Rank: rank, Size: 4, World: []int{0, 1, 2, 3}, WorldSize: 4}}}
+			for i := range int64(30) {
+				begin, end := skew+i*20e6+int64(rank)*1000, skew+i*20e6+6e6
+				if rank == late && i%10 > 0 {
+					begin += 5e6
+				}
+				op := timeline.Op{Group: "g", Name: "ncclAllReduce", Sequence: uint64(2*i + 1), Rank: rank, Peer: -1}
+				list = append(list, timeline.Record{Kind: timeline.Collective, Name: "ncclAllReduce", Order: uint64(2*i + 1), Stream: 7, Begin: begin, End: end, Ops: []timeline.Op{op}})
+				op.Name, op.Sequence, op.Peer = "ncclBroadcast", op.Sequence+1, 0
+				list = append(list, timeline.Record{Kind: timeline.Collective, Name: "ncclBroadcast", Order: uint64(2*i + 2), Stream: 7, Begin: end, End: end + 1000 + int64(rank), Ops: []timeline.Op{op}})
+			}
+			write(t, dir, fmt.Sprint("rank", rank), h, list...)
+		}
+	}
+	dir := t.TempDir()
+	record(dir, 4)
+	s := load(t, dir).Summarize()
+	require.Len(t, s.Ranks, 4)
+	require.Equal(t, uint64(30), s.Ranks[late].Arrivals.Compared, "without broadcasts")
+	require.Equal(t, uint64(27), s.Ranks[late].Arrivals.Last)
+	require.True(t, s.Ranks[late].Arrivals.Straggles())
+	require.Equal(t, uint64(3), s.Ranks[3].Arrivals.Last)
+	var b strings.Builder
+	require.NoError(t, s.WriteText(&b))
+	require.Contains(t, b.String(), "stream of the last rank:\nrank 2 on h1: 27 of 30, and the others waited 135ms for it, 4.999ms each time: it is a straggler\nrank 3 on h1: 3 of 30, ")
+	require.Equal(t, 1, strings.Count(b.String(), "it is a straggler"))
+
+	part := t.TempDir()
+	record(part, 3)
+	s = load(t, part).Summarize()
+	for _, r := range s.Ranks {
+		require.Zero(t, r.Arrivals.Compared, "rank 3 may be the last")
+	}
 }

@@ -10,6 +10,7 @@ import (
 	"text/tabwriter"
 	"time"
 
+	"github.com/gochorus/chorus/internal/arrivals"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -33,6 +34,8 @@ type RankShare struct {
 	Share
 	HostWaits time.Duration `json:"host_waits_ns"` // a goroutine waits for the device
 	Steps     []Share       `json:"steps"`
+	// Arrivals says how often the rank arrived last at collectives.
+	Arrivals arrivals.Tally `json:"last_arrivals"`
 }
 
 // A Summary is the share of all ranks.
@@ -52,7 +55,7 @@ func (j *Job) Summarize() *Summary {
 			s.Steps = ""
 		}
 	}
-	ranges := j.ranges()
+	ranges, late := j.ranges(), j.tallyArrivals()
 	for _, r := range j.Ranks {
 		work, comm := r.busy()
 		x := RankShare{Rank: r.Number, Host: r.Host, Device: r.Device, Share: share(work, comm, extent(work, comm)), Steps: []Share{}}
@@ -64,6 +67,7 @@ func (j *Job) Summarize() *Summary {
 		for _, w := range own {
 			x.Steps = append(x.Steps, share(work, comm, w))
 		}
+		x.Arrivals = *late[r]
 		s.Ranks = append(s.Ranks, x)
 	}
 	return s
@@ -184,6 +188,9 @@ func (s *Summary) WriteText(w io.Writer) error {
 		}
 	}
 	if err := tw.Flush(); err != nil {
+		return err
+	}
+	if err := s.writeArrivals(w); err != nil {
 		return err
 	}
 	return s.writeNotes(w)

@@ -1,0 +1,270 @@
+package ras
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"maps"
+	"slices"
+	"strings"
+	"text/tabwriter"
+	"time"
+
+	"github.com/gochorus/chorus/internal/plain"
+)
+
+// A State compares two answers of a job. Counts of operations that differ between ranks are normal while a job runs, because
+// the ranks are not asked at the same moment. Counts that differ and do not change show a job that hangs.
+type State struct {
+	Address       string        `json:"address"`
+	NCCL          string        `json:"nccl"`
+	Interval      time.Duration `json:"interval_ns"` // between the answers
+	Communicators []CommState   `json:"communicators"`
+	Findings      []string      `json:"findings"`
+}
+
+// The progress of a communicator.
+const (
+	Running = "running" // some count has grown
+	Idle    = "idle"    // all ranks have launched the same operations, and no count has grown: the ranks may wait in the last operation
+	Stuck   = "stuck"   // the ranks have launched different operations, and no count has grown
+	Failing = "failing" // a rank is silent or dead, or has an error
+)
+
+// A CommState is the state of a communicator.
+type CommState struct {
+	Hash  string      `json:"hash"`
+	Size  int         `json:"size"`
+	State string      `json:"state"`
+	Ranks []RankState `json:"ranks"`
+}
+
+// A RankState is the state of a rank.
+type RankState struct {
+	Rank     int               `json:"rank"`
+	Host     string            `json:"host"`
+	PID      int               `json:"pid"`
+	Device   int               `json:"cuda_dev"`
+	State    string            `json:"state"`    // "ok", "silent", "dead", "closed", or the error
+	Launched uint64            `json:"launched"` // operations of all kinds
+	Behind   uint64            `json:"behind"`   // operations, relative to the rank that has launched the most
+	Grown    uint64            `json:"grown"`    // operations since the first answer
+	Counts   map[string]uint64 `json:"counts"`
+}
+
+// Watch asks a service twice, with a pause between the answers.
+func Watch(ctx context.Context, addr string, pause time.Duration) (*State, error) {
+	first, err := Ask(addr)
+	if err != nil {
+		return nil, err
+	}
+	begin := time.Now()
+	select {
+	case <-ctx.Done():
+		return nil, context.Cause(ctx)
+	case <-time.After(pause):
+	}
+	second, err := Ask(addr)
+	if err != nil {
+		return nil, fmt.Errorf("%w (it answered %s ago)", err, time.Since(begin).Round(100*time.Millisecond))
+	}
+	return Compare(addr, first, second, time.Since(begin)), nil
+}
+
+// Compare compares two answers of the service at an address.
+func Compare(addr string, first, second *Answer, interval time.Duration) *State {
+	s := &State{Address: addr, NCCL: second.NCCL, Interval: interval, Communicators: []CommState{}, Findings: []string{}}
+	for i := range second.Communicators {
+		c := &second.Communicators[i]
+		old := map[int]*Rank{}
+		if k := slices.IndexFunc(first.Communicators, c.same); k >= 0 {
+			for i := range first.Communicators[k].Ranks {
+				r := &first.Communicators[k].Ranks[i]
+				old[r.Rank] = r
+			}
+		}
+		x := c.state(old)
+		s.Communicators = append(s.Communicators, x)
+		n := &namer{c, func(c *Communicator, rank int) string { return fmt.Sprintf("rank %d", rank) }}
+		texts := slices.Concat(n.silent(), n.errors())
+		if x.State == Stuck {
+			texts = append(texts, n.differing(&x)...)
+		}
+		for _, text := range texts {
+			s.Findings = append(s.Findings, fmt.Sprintf("communicator %s of %d ranks: %s", c.Hash, c.Size, text))
+		}
+		if x.State == Stuck {
+			s.Findings[len(s.Findings)-1] += fmt.Sprintf("; no rank has launched anything in %.1f s", interval.Seconds())
+		}
+	}
+	return s
+}
+
+// same reports whether o is the same communicator.
+func (c *Communicator) same(o Communicator) bool {
+	return c.Hash == o.Hash && c.Secondary == o.Secondary && c.Size == o.Size
+}
+
+// state compares the ranks with each other, and with their earlier counts.
+func (c *Communicator) state(old map[int]*Rank) CommState {
+	x := CommState{Hash: c.Hash, Size: c.Size, State: Idle, Ranks: []RankState{}}
+	most, grown := uint64(0), false
+	for i := range c.Ranks {
+		r := &c.Ranks[i]
+		s := RankState{Rank: r.Rank, Host: r.Host, PID: r.PID, Device: r.Device, State: "ok", Launched: r.launched(), Counts: r.Counts}
+		if before := old[r.Rank]; before != nil && s.Launched > before.launched() {
+			s.Grown, grown = s.Launched-before.launched(), true
+		}
+		for _, result := range []int{r.Status.InitState, r.Status.AsyncError} {
+			if failed(result) {
+				s.State = resultName(result)
+			}
+		}
+		most = max(most, s.Launched)
+		x.Ranks = append(x.Ranks, s)
+	}
+	failing := false
+	for i := range x.Ranks {
+		x.Ranks[i].Behind = most - x.Ranks[i].Launched
+		failing = failing || x.Ranks[i].State != "ok"
+	}
+	for _, r := range c.Missing {
+		s := RankState{Rank: r.Rank, Host: r.Host, PID: r.PID, Device: r.Device, State: "closed", Counts: map[string]uint64{}}
+		switch {
+		case r.Status.Dead:
+			s.State = "dead"
+		case r.Status.Unresponsive:
+			s.State = "silent"
+		}
+		failing = failing || s.State != "closed"
+		x.Ranks = append(x.Ranks, s)
+	}
+	slices.SortStableFunc(x.Ranks, func(a, b RankState) int { return a.Rank - b.Rank })
+	differ := slices.ContainsFunc(c.Ranks, func(r Rank) bool { return !maps.Equal(r.Counts, c.Ranks[0].Counts) })
+	switch {
+	case grown:
+		x.State = Running
+	case differ:
+		x.State = Stuck
+	case failing:
+		x.State = Failing
+	}
+	return x
+}
+
+// launched returns the number of operations of all kinds.
+func (r *Rank) launched() (n uint64) {
+	for _, count := range r.Counts {
+		n += count
+	}
+	return n
+}
+
+// differing says which ranks have launched fewer or other operations than most ranks. If no counts are those of more ranks than any
+// others, as with two ranks, the ranks with the fewest operations are behind, and if all have as many, nobody knows who is right.
+func (n *namer) differing(x *CommState) []string {
+	classes := map[string][]*Rank{}
+	for i := range n.Ranks {
+		r := &n.Ranks[i]
+		key := fmt.Sprint(r.Counts) // sorted by kind
+		classes[key] = append(classes[key], r)
+	}
+	list := slices.SortedFunc(maps.Values(classes), func(a, b []*Rank) int {
+		if len(a) != len(b) {
+			return len(b) - len(a)
+		}
+		return a[0].Rank - b[0].Rank
+	})
+	usual := list[0]
+	clear := len(list[0]) > len(list[1])
+	if !clear {
+		for _, class := range list { // the ranks that have launched the most are not behind
+			if class[0].launched() > usual[0].launched() {
+				usual = class
+			}
+		}
+	}
+	var texts []string
+	for _, class := range list {
+		if class[0] == usual[0] || len(texts) == maxClasses {
+			continue
+		}
+		texts = append(texts, n.ranks(class)+" "+difference(class, usual, clear))
+	}
+	return []string{strings.Join(texts, "; ")}
+}
+
+// difference compares the counts of a class of ranks with those of others.
+func difference(class, usual []*Rank, clear bool) string {
+	var fewer, more []string
+	names := map[string]bool{}
+	for kind := range class[0].Counts {
+		names[kind] = true
+	}
+	for kind := range usual[0].Counts {
+		names[kind] = true
+	}
+	for _, kind := range slices.Sorted(maps.Keys(names)) {
+		switch a, b := class[0].Counts[kind], usual[0].Counts[kind]; {
+		case a < b:
+			fewer = append(fewer, fmt.Sprintf("%d %s and not %d", a, kind, b))
+		case a > b:
+			more = append(more, fmt.Sprintf("%d %s and not %d", a, kind, b))
+		}
+	}
+	others := plural(len(usual), fmt.Sprintf("rank %d", usual[0].Rank), "most other ranks")
+	switch {
+	case len(more) == 0:
+		return fmt.Sprintf("%s behind: %s launched %s as %s", plural(len(class), "is", "are"), plural(len(class), "it has", "they have"), strings.Join(fewer, ", "), others)
+	case len(fewer) == 0:
+		return fmt.Sprintf("%s ahead: %s launched %s as %s", plural(len(class), "is", "are"), plural(len(class), "it has", "they have"), strings.Join(more, ", "), others)
+	}
+	text := fmt.Sprintf("%s in another operation: %s launched %s, and %s as %s", plural(len(class), "is", "are"), plural(len(class), "it has", "they have"),
+		strings.Join(more, ", "), strings.Join(fewer, ", "), others)
+	if !clear {
+		text += ", and which of them is wrong is not known"
+	}
+	return text
+}
+
+// Print writes the state as a table, the communicators with findings first.
+func (s *State) Print(out io.Writer) error {
+	var b strings.Builder
+	fmt.Fprintf(&b, "NCCL %s at %s  %s  compared over %.1f s\n", s.NCCL, s.Address, count(len(s.Communicators), "communicator"), s.Interval.Seconds())
+	for _, f := range s.Findings {
+		fmt.Fprintln(&b, f)
+	}
+	if len(s.Findings) == 0 {
+		fmt.Fprintln(&b, "no rank is silent, and none has launched other operations than the others")
+	}
+	fmt.Fprintln(&b)
+	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(w, "COMMUNICATOR\tSTATE\tRANK\tHOST\tPID\tGPU\tPROCESS\tLAUNCHED\tBEHIND\tNEW\tKINDS")
+	list := slices.Clone(s.Communicators)
+	slices.SortStableFunc(list, func(a, b CommState) int { return slices.Index(order, a.State) - slices.Index(order, b.State) })
+	for _, c := range list {
+		for _, r := range c.Ranks {
+			fmt.Fprintf(w, "%s\t%s\t%d of %d\t%s\t%d\t%d\t%s\t%d\t%d\t%d\t%s\n", c.Hash, c.State, r.Rank, c.Size, r.Host, r.PID, r.Device, r.State, r.Launched, r.Behind, r.Grown, kindsOf(r.Counts))
+		}
+	}
+	if err := w.Flush(); err != nil {
+		return err
+	}
+	_, err := io.WriteString(out, b.String())
+	return err
+}
+
+var order = []string{Failing, Stuck, Idle, Running}
+
+// kindsOf lists the counts that are not zero.
+func kindsOf(counts map[string]uint64) string {
+	var texts []string
+	for _, kind := range slices.Sorted(maps.Keys(counts)) {
+		if counts[kind] > 0 {
+			texts = append(texts, fmt.Sprintf("%s %d", kind, counts[kind]))
+		}
+	}
+	return plain.Text(strings.Join(texts, ", "))
+}
+
+func count(n int, what string) string { return plural(n, "1 "+what, fmt.Sprintf("%d %ss", n, what)) }

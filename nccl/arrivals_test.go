@@ -1,0 +1,103 @@
+package nccl
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/arrivals"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A rank whose stream arrives 5 ms late is named, although the host issues all operations at once.
+func TestLateStreamIsNamed(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		const late, steps = 1, 10
+		cs, err := NewCommunicators(testgpu.Context(t), devs[:2], nil)
+		require.NoError(t, err)
+		streams, xs := make([]*stream.Stream, 2), make([]memory.Slice[float32], 2)
+		for i, c := range cs {
+			defer func() { require.NoError(t, c.Close()) }()
+			streams[i], err = stream.New(devs[i], nil)
+			require.NoError(t, err)
+			defer streams[i].Close()
+			xs[i], err = memory.Make[float32](streams[i], 64)
+			require.NoError(t, err)
+			defer xs[i].Close()
+		}
+		busy := spin.New(t, devs[late])
+		for range steps {
+			busy.On(streams[late], 5*time.Millisecond)
+			require.NoError(t, Group(func(b *Batch) error {
+				for i, c := range cs {
+					c.marks.SetRequested(0) // a mark is due
+					if err := AllReduce(b.On(c), streams[i], xs[i], xs[i], Sum); err != nil {
+						return err
+					}
+				}
+				return nil
+			}))
+			for _, s := range streams {
+				require.NoError(t, s.Sync(testgpu.Context(t)))
+			}
+		}
+		ranks := make([]arrivals.Rank, 2)
+		for i, c := range cs {
+			_, _, err := c.watch.Observe()
+			require.NoError(t, err)
+			for _, a := range c.rec.Arrivals() {
+				require.Positive(t, a.Called)
+				if a.Took > 0 {
+					ranks[i].List = append(ranks[i].List, a)
+				}
+			}
+		}
+		tallies, _ := arrivals.Compare(ranks, 1) // the first one connects the ranks
+		require.GreaterOrEqual(t, tallies[late].Compared, uint64(8), "%+v", ranks)
+		require.Equal(t, tallies[late].Compared, tallies[late].OnStreams)
+		require.True(t, tallies[late].Straggles(), "%+v of %+v", tallies, ranks)
+		require.False(t, tallies[1-late].Straggles())
+	})
+}
+
+// Collectives with a root, sends and captured operations are not reported, and of a burst only the first is.
+func TestArrivals(t *testing.T) {
+	r := newIdleRank(t)
+	rec := r.recorded(0)
+	defer rec.Close()
+	at := flight.Now()
+	schedule := func(k flight.Kind, captured bool) {
+		o := flight.Op{Request: flight.Request{Kind: k, N: 64, Captured: captured}, Stream: r.s}
+		rec.Schedule(&o, at)
+		rec.Accept(&o)
+		at += int64(10 * time.Microsecond)
+	}
+	schedule(flight.AllReduce, false) // 1
+	schedule(flight.AllReduce, false)
+	schedule(flight.AllGather, false)
+	at += int64(2 * time.Millisecond)
+	schedule(flight.Send, false)
+	at += int64(2 * time.Millisecond)
+	schedule(flight.Broadcast, false) // 4
+	at += int64(2 * time.Millisecond)
+	schedule(flight.AllReduce, true)
+	at += int64(2 * time.Millisecond)
+	schedule(flight.ReduceScatter, false) // 6
+	list := rec.Arrivals()
+	require.Len(t, list, 2, "%+v", list)
+	require.Equal(t, uint64(1), list[0].Sequence)
+	require.Equal(t, uint64(6), list[1].Sequence)
+	require.Greater(t, list[1].Called-list[0].Called, int64(8*time.Millisecond))
+	for range 2 * flight.MaxArrivals {
+		at += int64(2 * time.Millisecond)
+		schedule(flight.AllReduce, false)
+	}
+	require.Len(t, rec.Arrivals(), 16, "all that the ring has")
+	require.NotEmpty(t, flight.Clock())
+}

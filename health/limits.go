@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -432,7 +432,7 @@ var numa = &Check{
 	Run:    perGPU(checkNUMA),
 }
 
-func checkNUMA(_ context.Context, h *Host, g *GPU) Result {
+func checkNUMA(_ context.Context, h *Host, g *gpu) Result {
 	const want = "a processor on the GPU's node"
 	if online, err := h.read("sys/devices/system/node/online"); err == nil && online == "0" {
 		return pass("one NUMA node", want)

@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -46,7 +46,7 @@ func checkRDMA(ctx context.Context, h *Host) []Result {
 	for i, p := range ports {
 		list[i] = h.checkPort(p, fastest)
 		if grown := h.portErrors(p) - before[i]; grown > 0 && list[i].Verdict == Pass {
-			list[i] = warn(fmt.Sprintf("%s has %d new errors in %v", portName(p), grown, h.Interval), "no new errors", "NCCL repeats transfers, or ends with an error", curePort)
+			list[i] = warn(fmt.Sprintf("%s has %d new errors in %v", portName(p), grown, h.interval), "no new errors", "NCCL repeats transfers, or ends with an error", curePort)
 		}
 	}
 	return list
@@ -119,7 +119,7 @@ func checkGDR(h *Host) Result {
 			return pass("nvidia_peermem is loaded", want)
 		}
 	}
-	c := h.CUDA()
+	c := h.cuda()
 	switch {
 	case c.Err != nil:
 		return unread(c.Err)
@@ -165,7 +165,7 @@ func checkIfname(h *Host) Result {
 }
 
 // chosen returns the interfaces that NCCL uses.
-func (h *Host) chosen() ([]Interface, error) {
+func (h *Host) chosen() ([]nic, error) {
 	all, err := h.usable()
 	if err != nil {
 		return nil, err
@@ -181,29 +181,29 @@ func (h *Host) chosen() ([]Interface, error) {
 }
 
 // firstChosen returns the first interface that NCCL uses.
-func (h *Host) firstChosen() (Interface, error) {
+func (h *Host) firstChosen() (nic, error) {
 	chosen, err := h.chosen()
 	switch {
 	case err != nil:
-		return Interface{}, err
+		return nic{}, err
 	case len(chosen) == 0:
-		return Interface{}, errors.New("NCCL has no interface (see ifname)")
+		return nic{}, errors.New("NCCL has no interface (see ifname)")
 	}
 	return chosen[0], nil
 }
 
 // usable returns the interfaces that are up and have an address.
-func (h *Host) usable() ([]Interface, error) {
-	all, err := h.Interfaces()
+func (h *Host) usable() ([]nic, error) {
+	all, err := h.interfaces()
 	if err != nil {
 		return nil, err
 	}
-	return slices.DeleteFunc(slices.Clone(all), func(i Interface) bool { return !i.Up || len(i.Addrs) == 0 }), nil
+	return slices.DeleteFunc(slices.Clone(all), func(i nic) bool { return !i.Up || len(i.Addrs) == 0 }), nil
 }
 
 // matching returns the interfaces that a value of NCCL_SOCKET_IFNAME selects: a list of prefixes,
 // of names after "=", or of prefixes to exclude after "^".
-func matching(all []Interface, value string) (out []Interface) {
+func matching(all []nic, value string) (out []nic) {
 	list, exclude := strings.CutPrefix(value, "^")
 	list, exact := strings.CutPrefix(list, "=")
 	names := strings.Split(list, ",")
@@ -218,7 +218,7 @@ func matching(all []Interface, value string) (out []Interface) {
 
 // byDefault returns NCCL's choice without the variable: ib*, then all but docker* and lo*, then
 // docker*, then lo*.
-func byDefault(all []Interface) []Interface {
+func byDefault(all []nic) []nic {
 	for _, value := range []string{"ib", "^docker,lo", "docker", "lo"} {
 		if list := matching(all, value); len(list) > 0 {
 			return list
@@ -231,7 +231,7 @@ func hasPrefix(name string, prefixes []string) bool {
 	return slices.ContainsFunc(prefixes, func(p string) bool { return strings.HasPrefix(name, p) })
 }
 
-func joined(list []Interface) string {
+func joined(list []nic) string {
 	if len(list) == 0 {
 		return "no interface"
 	}
@@ -243,7 +243,7 @@ func joined(list []Interface) string {
 }
 
 // cureIfname names the first interface that other hosts may reach.
-func cureIfname(all []Interface) string {
+func cureIfname(all []nic) string {
 	for _, i := range all {
 		if !hasPrefix(i.Name, inner) {
 			return "set NCCL_SOCKET_IFNAME==" + i.Name
@@ -264,7 +264,7 @@ func checkHostname(ctx context.Context, h *Host) Result {
 	const want, cure = "addresses that other hosts reach", "use addresses in --seeds, or correct /etc/hosts"
 	seeds := h.seeds()
 	for _, s := range seeds {
-		addrs, err := h.Lookup(ctx, s)
+		addrs, err := h.lookup(ctx, s)
 		if err != nil {
 			return fail(fmt.Sprintf("the seed %s: %v", s, err), want, "this host does not find the coordinator", cure)
 		}
@@ -272,7 +272,7 @@ func checkHostname(ctx context.Context, h *Host) Result {
 			return fail(fmt.Sprintf("the seed %s is %v on this host", s, addrs[0].Unmap()), want, "other hosts do not reach this host by that address", cure)
 		}
 	}
-	addrs, err := h.Lookup(ctx, h.Local)
+	addrs, err := h.lookup(ctx, h.Local)
 	if err != nil {
 		return unread(err)
 	}
@@ -352,7 +352,7 @@ const (
 
 func checkShm(h *Host) Result {
 	const want, cure = "1 GiB or more", "docker run --shm-size=1g or --ipc=host; in Kubernetes mount an emptyDir with medium Memory at /dev/shm"
-	s, err := h.SpaceOf("/dev/shm")
+	s, err := h.spaceOf("/dev/shm")
 	if err != nil {
 		return unread(err)
 	}

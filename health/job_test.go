@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -59,7 +59,7 @@ func exchanged(t *testing.T, change func(node int, w *world)) []*Facts {
 	for i := range hosts {
 		w := healthy()
 		w.Name = string(rune('a' + i))
-		w.nics = []Interface{{"ens3", 1500, true, prefixes("127.0.0.1/8")}}
+		w.nics = []nic{{"ens3", 1500, true, prefixes("127.0.0.1/8")}}
 		change(i, w)
 		hosts[i] = &Facts{Host: w.Name}
 		wg.Go(func() { Exchange(t.Context(), s, w.Host, hosts[i], i, len(hosts)) })
@@ -106,7 +106,7 @@ func TestExchangeWithoutAHost(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 20*time.Millisecond)
 	defer cancel()
 	w := healthy()
-	w.nics = []Interface{{"ens3", 1500, true, prefixes("127.0.0.1/8")}}
+	w.nics = []nic{{"ens3", 1500, true, prefixes("127.0.0.1/8")}}
 	f := &Facts{Host: "b"}
 	Exchange(ctx, newStore(), w.Host, f, 1, 2)
 	require.Contains(t, f.Broken, context.DeadlineExceeded.Error())
@@ -128,8 +128,8 @@ func TestDialFails(t *testing.T) {
 
 func TestClockSync(t *testing.T) {
 	try(t, clockSync,
-		change{"free", func(w *world) { w.ClockStatus = func() (bool, error) { return false, nil } }, Warn, "chronyd"},
-		change{"refused", func(w *world) { w.ClockStatus = func() (bool, error) { return false, fs.ErrPermission } }, Unknown, "permission"},
+		change{"free", func(w *world) { w.clockStatus = func() (bool, error) { return false, nil } }, Warn, "chronyd"},
+		change{"refused", func(w *world) { w.clockStatus = func() (bool, error) { return false, fs.ErrPermission } }, Unknown, "permission"},
 	)
 }
 
@@ -165,7 +165,7 @@ func TestCompare(t *testing.T) {
 		{gpuCount, func(w *world) { w.gpus = w.gpus[:1] }, Fail, "host c: 1 GPU; hosts a, b: 2 GPUs"},
 		{gpuProducts, func(w *world) { w.gpus[1].name = "NVIDIA L4" }, Warn, "host c: NVIDIA H200, NVIDIA L4; hosts a, b: NVIDIA H200"},
 		{driverVersions, func(w *world) { w.put("proc/driver/nvidia/version", "Module 570.86.10 x") }, Warn, "host c: 570.86.10; hosts a, b: 580.159.04"},
-		{ncclVersions, func(w *world) { w.NCCL = func() (*Library, error) { return &Library{"", "2.28.9"}, nil } }, Fail, "host c: 2.28.9; hosts a, b: 2.28.3"},
+		{ncclVersions, func(w *world) { w.nccl = func() (*library, error) { return &library{"", "2.28.9"}, nil } }, Fail, "host c: 2.28.9; hosts a, b: 2.28.3"},
 		{powerCaps, func(w *world) { w.gpus[0].limit = 500000 }, Warn, "host c: 500 W, 700 W; hosts a, b: 700 W"},
 		{mtus, func(w *world) { w.nics[2].MTU = 1500 }, Fail, "host c: MTU 1500; hosts a, b: MTU 9000"},
 		{subnets, func(w *world) { w.nics[2].Addrs = prefixes("10.9.0.7/24") }, Warn, "host c: network 10.9.0.0/24; hosts a, b: network 10.0.0.0/24"},
@@ -187,7 +187,7 @@ func TestCompareUnread(t *testing.T) {
 		driverVersions: "this host has no NVIDIA GPU", ncclVersions: "this host has no NVIDIA GPU", mtus: "no netlink", subnets: "no netlink", seedNames: "no such host", protocols: "not a regular file", otherVariables: "not a regular file"} {
 		r := compared(t, c, func(w *world) {
 			w.withoutGPU()
-			w.Interfaces = func() ([]Interface, error) { return nil, errors.New("no netlink") }
+			w.interfaces = func() ([]nic, error) { return nil, errors.New("no netlink") }
 			w.deny("etc/nccl.conf")
 			w.Env["CHORUS_SEEDS"] = "nowhere"
 		})
@@ -196,7 +196,7 @@ func TestCompareUnread(t *testing.T) {
 		require.Contains(t, r.Cause, reason, c.ID)
 	}
 	r := compared(t, ncclVersions, func(w *world) {
-		w.NCCL = func() (*Library, error) {
+		w.nccl = func() (*library, error) {
 			return nil, errors.New("no usable library; tried:\n\t/usr/lib: no such file")
 		}
 	})
@@ -207,17 +207,17 @@ func TestCompareUnread(t *testing.T) {
 
 func TestClockSkew(t *testing.T) {
 	for _, x := range []struct {
-		skew *Skew
+		skew *skew
 		want Verdict
 		text string
 	}{
-		{&Skew{time.Millisecond, 4 * time.Millisecond}, Pass, "0s"},
-		{&Skew{-300 * time.Millisecond, 10 * time.Millisecond}, Warn, "the clock of host b differs by 295ms or more"},
-		{&Skew{300 * time.Millisecond, time.Second}, Pass, "0s"},
-		{&Skew{time.Minute, 0}, Fail, "1m0s"},
+		{&skew{time.Millisecond, 4 * time.Millisecond}, Pass, "0s"},
+		{&skew{-300 * time.Millisecond, 10 * time.Millisecond}, Warn, "the clock of host b differs by 295ms or more"},
+		{&skew{300 * time.Millisecond, time.Second}, Pass, "0s"},
+		{&skew{time.Minute, 0}, Fail, "1m0s"},
 		{nil, Unknown, "host b did not measure its clock"},
 	} {
-		r := Compare([]*Check{clockSkew}, []*Facts{{Host: "a"}, {Host: "b", Skew: x.skew}, {Host: "c", Skew: &Skew{}}})[0]
+		r := Compare([]*Check{clockSkew}, []*Facts{{Host: "a"}, {Host: "b", Skew: x.skew}, {Host: "c", Skew: &skew{}}})[0]
 		require.Equal(t, x.want, r.Verdict)
 		require.Contains(t, r.Found+r.Cause, x.text)
 	}

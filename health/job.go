@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -25,8 +25,8 @@ const trips = 8
 
 // measureClock compares the clock of this host with the clock of rank 0, which answers by
 // serveClock.
-func measureClock(ctx context.Context, s Store, node int) (*Skew, error) {
-	var best *Skew
+func measureClock(ctx context.Context, s Store, node int) (*skew, error) {
+	var best *skew
 	for i := range trips {
 		asked := time.Now()
 		if err := s.Set(ctx, clockKey("ask", node, i), nil); err != nil {
@@ -39,10 +39,10 @@ func measureClock(ctx context.Context, s Store, node int) (*Skew, error) {
 		trip := time.Since(asked)
 		var then time.Time
 		if err := then.UnmarshalText(text); err != nil {
-			return nil, fmt.Errorf("doctor: the clock of rank 0: %w", err)
+			return nil, fmt.Errorf("health: the clock of rank 0: %w", err)
 		}
 		if best == nil || trip < best.Trip {
-			best = &Skew{Offset: then.Sub(asked.Round(0)) - trip/2, Trip: trip} // Round removes the monotonic time
+			best = &skew{Offset: then.Sub(asked.Round(0)) - trip/2, Trip: trip} // Round removes the monotonic time
 		}
 	}
 	return best, nil
@@ -138,7 +138,7 @@ func (f *Facts) tryPort(ctx context.Context, s Store, node int) error {
 	}
 	var to endpoint
 	if err := json.Unmarshal(text, &to); err != nil {
-		return fmt.Errorf("doctor: the address of host %d: %w", node, err)
+		return fmt.Errorf("health: the address of host %d: %w", node, err)
 	}
 	if to.Addr == "" { // that host has a reason
 		return nil
@@ -224,7 +224,7 @@ var clockSync = &Check{
 	ID: "clock-sync", Scope: ScopeHost, Source: "adjtimex",
 	Hazard: "The clock of the host is not synchronized, so logs of hosts do not match.",
 	Run: one(func(h *Host) Result {
-		ok, err := h.ClockStatus()
+		ok, err := h.clockStatus()
 		switch {
 		case err != nil:
 			return unread(err)
@@ -245,7 +245,7 @@ var gpuCount = same(Check{ID: "gpu-count", Source: "NVML", Hazard: "A host has f
 var gpuProducts = same(Check{ID: "gpu-products", Source: "nvmlDeviceGetName", Hazard: "The hosts have different GPUs."}, Warn,
 	"all ranks wait for the slowest GPU", "use hosts with equal GPUs",
 	func(_ context.Context, h *Host) (string, error) {
-		return h.ofGPUs(func(g *GPU) (string, error) { return g.Name() })
+		return h.ofGPUs(func(g *gpu) (string, error) { return g.Name() })
 	})
 
 var driverVersions = same(Check{ID: "driver-versions", Source: "/proc/driver/nvidia/version", Hazard: "The hosts have different drivers."}, Warn,
@@ -263,7 +263,7 @@ var ncclVersions = same(Check{ID: "nccl-versions", Source: "loaded NCCL", Hazard
 		if reason := h.noGPU(); reason != "" {
 			return "", errors.New(reason)
 		}
-		lib, err := h.NCCL()
+		lib, err := h.nccl()
 		if err != nil {
 			return "", err
 		}
@@ -273,7 +273,7 @@ var ncclVersions = same(Check{ID: "nccl-versions", Source: "loaded NCCL", Hazard
 var powerCaps = same(Check{ID: "power-caps", Source: "nvmlDeviceGetPowerManagementLimit", Hazard: "The hosts limit the power of their GPUs differently."}, Warn,
 	"all ranks wait for the GPUs with the lowest limit", "nvidia-smi -pl with one value on all hosts",
 	func(_ context.Context, h *Host) (string, error) {
-		return h.ofGPUs(func(g *GPU) (string, error) {
+		return h.ofGPUs(func(g *gpu) (string, error) {
 			mw, err := g.PowerLimit()
 			return fmt.Sprintf("%d W", mw/1000), err
 		})
@@ -294,7 +294,7 @@ var seedNames = same(Check{ID: "seeds", Source: "resolver: CHORUS_SEEDS", Hazard
 	func(ctx context.Context, h *Host) (string, error) {
 		var parts []string
 		for _, s := range h.seeds() {
-			addrs, err := h.Lookup(ctx, s)
+			addrs, err := h.lookup(ctx, s)
 			if err != nil {
 				return "", err
 			}
@@ -346,7 +346,7 @@ func (h *Host) settingsText(wanted func(name string) bool) (string, error) {
 }
 
 // ofGPUs lists the different values of the GPUs.
-func (h *Host) ofGPUs(value func(g *GPU) (string, error)) (string, error) {
+func (h *Host) ofGPUs(value func(g *gpu) (string, error)) (string, error) {
 	gpus, err := h.gpus()
 	if err != nil {
 		return "", err
@@ -368,28 +368,28 @@ func (h *Host) ofGPUs(value func(g *GPU) (string, error)) (string, error) {
 // Facts are the values of one host that a job compares.
 type Facts struct {
 	Host   string          `json:"host"`
-	Values map[string]Fact `json:"values"`           // by the name of the check
-	Skew   *Skew           `json:"skew,omitempty"`   // nil: not measured
+	Values map[string]fact `json:"values"`           // by the name of the check
+	Skew   *skew           `json:"skew,omitempty"`   // nil: not measured
 	Ports  []string        `json:"ports,omitempty"`  // hosts that did not answer, with the reason
 	Broken string          `json:"broken,omitempty"` // why the exchange with the other hosts failed
 }
 
-// A Fact is a value, or the reason for its absence.
-type Fact struct {
+// A fact is a value, or the reason for its absence.
+type fact struct {
 	Value   string `json:"value,omitempty"`
 	Missing string `json:"missing,omitempty"`
 }
 
-// A Skew is the difference between the clocks of rank 0 and of a host. It is known up to half of
+// A skew is the difference between the clocks of rank 0 and of a host. It is known up to half of
 // the round trip.
-type Skew struct {
+type skew struct {
 	Offset time.Duration `json:"offset"`
 	Trip   time.Duration `json:"trip"`
 }
 
 // Facts reads the values of this host for the checks that compare hosts.
 func (h *Host) Facts(ctx context.Context, checks []*Check) *Facts {
-	f := &Facts{Host: h.Name, Values: map[string]Fact{}}
+	f := &Facts{Host: h.Name, Values: map[string]fact{}}
 	for _, c := range checks {
 		if c.value == nil {
 			continue
@@ -406,12 +406,12 @@ func (h *Host) Facts(ctx context.Context, checks []*Check) *Facts {
 		select {
 		case a := <-answers:
 			if a.err != nil {
-				f.Values[c.ID] = Fact{Missing: reasonOf(a.err)}
+				f.Values[c.ID] = fact{Missing: reasonOf(a.err)}
 			} else {
-				f.Values[c.ID] = Fact{Value: a.value}
+				f.Values[c.ID] = fact{Value: a.value}
 			}
 		case <-ctx.Done():
-			f.Values[c.ID] = Fact{Missing: "no answer in time"}
+			f.Values[c.ID] = fact{Missing: "no answer in time"}
 		}
 	}
 	return f

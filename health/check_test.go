@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -62,7 +62,7 @@ func TestChecksAreComplete(t *testing.T) {
 
 // docs/DOCTOR.md has a row for each check, in registry order.
 func TestDocument(t *testing.T) {
-	text, err := os.ReadFile("../../../../docs/DOCTOR.md")
+	text, err := os.ReadFile("../docs/DOCTOR.md")
 	require.NoError(t, err)
 	var want, got []string
 	for _, c := range Checks {

@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -20,7 +20,9 @@ import (
 	"github.com/gochorus/chorus/internal/nvml"
 )
 
-// A Host is the evidence that checks read. Tests fill it with fakes.
+// A Host is the source of the evidence: files, the environment, the driver and its libraries. [NewHost]
+// returns this machine. A tool in a container that mounts the file system of its host replaces Root, for example
+// by os.DirFS("/host").
 type Host struct {
 	Name  string            // in the results
 	Local string            // the name that the host has for itself
@@ -28,46 +30,47 @@ type Host struct {
 	Env   map[string]string // the environment
 	Ranks int               // processes on this host; 0: one for each GPU
 
-	SpaceOf     func(path string) (*Space, error)
-	WriteSpeed  func(ctx context.Context, dir string) (bytesPerSecond float64, err error)
-	OpenDevice  func(path string) error
-	KernelLog   func() ([]KernelLine, error)
-	ClockStatus func() (synchronized bool, err error)
-	Interfaces  func() ([]Interface, error)
-	Lookup      func(ctx context.Context, name string) ([]netip.Addr, error)
-	CUDA        func() *CUDA
-	NCCL        func() (*Library, error)
-	NVML        func() ([]*GPU, error)
-	Interval    time.Duration // between two readings of a counter
-	Measured    *Measured     // nil: not measured
+	Measured *Measured // the results that checks with Measures need; nil: not measured
+
+	spaceOf     func(path string) (*space, error)
+	writeSpeed  func(ctx context.Context, dir string) (bytesPerSecond float64, err error)
+	openDevice  func(path string) error
+	kernelLog   func() ([]logLine, error)
+	clockStatus func() (synchronized bool, err error)
+	interfaces  func() ([]nic, error)
+	lookup      func(ctx context.Context, name string) ([]netip.Addr, error)
+	cuda        func() *cudaStatus
+	nccl        func() (*library, error)
+	listGPUs    func() ([]*gpu, error)
+	interval    time.Duration // between two readings of a counter
 
 	once    sync.Once
-	gpuList []*GPU
+	gpuList []*gpu
 	gpuErr  error
 }
 
-// A Space is the size of a file system.
-type Space struct{ Total, Free uint64 }
+// A space is the size of a file system.
+type space struct{ Total, Free uint64 }
 
-// A KernelLine is a line of the kernel's log.
-type KernelLine struct {
+// A logLine is a line of the kernel's log.
+type logLine struct {
 	Age  time.Duration
 	Text string
 }
 
-// An Interface is a network interface with its addresses.
-type Interface struct {
+// A nic is a network interface with its addresses.
+type nic struct {
 	Name  string
 	MTU   int
 	Up    bool
 	Addrs []netip.Prefix
 }
 
-// A Library is a loaded library.
-type Library struct{ Path, Version string }
+// A library is a loaded library.
+type library struct{ Path, Version string }
 
-// CUDA is the state of the CUDA driver after cuInit.
-type CUDA struct {
+// A cudaStatus is the state of the CUDA driver after cuInit.
+type cudaStatus struct {
 	Path    string // of libcuda, with links resolved
 	Err     error  // of loading the library
 	Code    int    // CUresult of cuInit
@@ -75,8 +78,8 @@ type CUDA struct {
 	DMABuf  bool   // whether all GPUs export memory as DMA buffers
 }
 
-// A GPU is a GPU of the host, with NVML's index.
-type GPU struct {
+// A gpu is a GPU of the host, with NVML's index.
+type gpu struct {
 	Index int
 	UUID  string
 	nvml.Device
@@ -98,13 +101,13 @@ type Speed struct {
 }
 
 // gpus returns the GPUs, or the reason for their absence.
-func (h *Host) gpus() ([]*GPU, error) {
+func (h *Host) gpus() ([]*gpu, error) {
 	h.once.Do(func() {
 		if reason := h.noGPU(); reason != "" {
 			h.gpuErr = errors.New(reason)
 			return
 		}
-		h.gpuList, h.gpuErr = h.NVML()
+		h.gpuList, h.gpuErr = h.listGPUs()
 	})
 	return h.gpuList, h.gpuErr
 }
@@ -224,7 +227,7 @@ func isLoopback(addrs []netip.Addr) bool {
 // wait waits between two readings of a counter.
 func (h *Host) wait(ctx context.Context) error {
 	select {
-	case <-time.After(h.Interval):
+	case <-time.After(h.interval):
 		return nil
 	case <-ctx.Done():
 		return ctx.Err()
@@ -232,14 +235,14 @@ func (h *Host) wait(ctx context.Context) error {
 }
 
 // interfacesOf converts the interfaces of package net.
-func interfacesOf(list []net.Interface) ([]Interface, error) {
-	var out []Interface
+func interfacesOf(list []net.Interface) ([]nic, error) {
+	var out []nic
 	for _, i := range list {
 		addrs, err := i.Addrs()
 		if err != nil {
 			return nil, err
 		}
-		x := Interface{Name: i.Name, MTU: i.MTU, Up: i.Flags&net.FlagUp != 0}
+		x := nic{Name: i.Name, MTU: i.MTU, Up: i.Flags&net.FlagUp != 0}
 		for _, a := range addrs {
 			if p, err := netip.ParsePrefix(a.String()); err == nil {
 				x.Addrs = append(x.Addrs, p)
@@ -263,11 +266,12 @@ func bytesText(n uint64) string {
 	return fmt.Sprintf("%d B", n)
 }
 
-// NewHost returns this machine.
+// NewHost returns this machine. It reads only the name of the host and the environment. The checks read
+// everything else, each time that they run.
 func NewHost() (*Host, error) {
 	name, err := os.Hostname()
 	if err != nil {
-		return nil, fmt.Errorf("doctor: the name of this host: %w", err)
+		return nil, fmt.Errorf("health: the name of this host: %w", err)
 	}
 	env := map[string]string{}
 	for _, e := range os.Environ() {
@@ -275,21 +279,21 @@ func NewHost() (*Host, error) {
 		env[k] = v
 	}
 	return &Host{
-		Name: name, Local: name, Root: rootFS{os.DirFS("/")}, Env: env, Interval: time.Second,
-		SpaceOf: spaceOf, WriteSpeed: writeSpeed, OpenDevice: openDevice, KernelLog: kernelLog, ClockStatus: clockStatus,
-		Interfaces: func() ([]Interface, error) {
+		Name: name, Local: name, Root: rootFS{os.DirFS("/")}, Env: env, interval: time.Second,
+		spaceOf: spaceOf, writeSpeed: writeSpeed, openDevice: openDevice, kernelLog: kernelLog, clockStatus: clockStatus,
+		interfaces: func() ([]nic, error) {
 			list, err := net.Interfaces()
 			if err != nil {
 				return nil, err
 			}
 			return interfacesOf(list)
 		},
-		Lookup: func(ctx context.Context, name string) ([]netip.Addr, error) {
+		lookup: func(ctx context.Context, name string) ([]netip.Addr, error) {
 			ctx, cancel := context.WithTimeout(ctx, 2*time.Second)
 			defer cancel()
 			return net.DefaultResolver.LookupNetIP(ctx, "ip", name)
 		},
-		CUDA: sync.OnceValue(startCUDA), NCCL: sync.OnceValues(loadNCCL), NVML: listGPUs,
+		cuda: sync.OnceValue(startCUDA), nccl: sync.OnceValues(loadNCCL), listGPUs: listGPUs,
 	}, nil
 }
 
@@ -308,12 +312,12 @@ func (r rootFS) Lstat(name string) (fs.FileInfo, error)     { return fs.Lstat(r.
 func (r rootFS) Stat(name string) (fs.FileInfo, error)      { return fs.Stat(r.FS, name) }
 func (r rootFS) ReadDir(name string) ([]fs.DirEntry, error) { return fs.ReadDir(r.FS, name) }
 
-func spaceOf(path string) (*Space, error) {
+func spaceOf(path string) (*space, error) {
 	var s syscall.Statfs_t
 	if err := syscall.Statfs(path, &s); err != nil {
 		return nil, &fs.PathError{Op: "statfs", Path: path, Err: err}
 	}
-	return &Space{s.Blocks * uint64(s.Bsize), s.Bavail * uint64(s.Bsize)}, nil
+	return &space{s.Blocks * uint64(s.Bsize), s.Bavail * uint64(s.Bsize)}, nil
 }
 
 // openDevice opens and closes a device file for reading and writing.
@@ -339,7 +343,7 @@ func clockStatus() (bool, error) {
 const mostLines = 200_000
 
 // kernelLog reads the records of /dev/kmsg that exist.
-func kernelLog() ([]KernelLine, error) {
+func kernelLog() ([]logLine, error) {
 	const path = "/dev/kmsg"
 	fd, err := syscall.Open(path, syscall.O_RDONLY|syscall.O_NONBLOCK|syscall.O_CLOEXEC, 0)
 	if err != nil {
@@ -350,7 +354,7 @@ func kernelLog() ([]KernelLine, error) {
 	if err != nil {
 		return nil, err
 	}
-	var lines []KernelLine
+	var lines []logLine
 	b := make([]byte, 8192) // a record is shorter
 	for range mostLines {
 		n, err := syscall.Read(fd, b)
@@ -387,28 +391,28 @@ func parseSeconds(fields []string) (time.Duration, error) {
 
 // kernelLine parses a record such as "4,1234,5678901,-;text". The third number is the time since
 // the start in µs.
-func kernelLine(record string, now time.Duration) (KernelLine, bool) {
+func kernelLine(record string, now time.Duration) (logLine, bool) {
 	head, text, ok := strings.Cut(record, ";")
 	f := strings.Split(head, ",")
 	if !ok || len(f) < 3 {
-		return KernelLine{}, false
+		return logLine{}, false
 	}
 	us, err := strconv.ParseInt(f[2], 10, 64)
 	if err != nil {
-		return KernelLine{}, false
+		return logLine{}, false
 	}
 	text, _, _ = strings.Cut(text, "\n") // further lines hold the device
-	return KernelLine{Age: now - time.Duration(us)*time.Microsecond, Text: text}, true
+	return logLine{Age: now - time.Duration(us)*time.Microsecond, Text: text}, true
 }
 
 // startCUDA initializes the driver. It does not create a context.
-func startCUDA() *CUDA {
+func startCUDA() *cudaStatus {
 	lib, err := cudadrv.Open()
 	if err != nil {
-		return &CUDA{Err: err}
+		return &cudaStatus{Err: err}
 	}
 	r := lib.Init()
-	c := &CUDA{Path: lib.Path(), Code: int(r)}
+	c := &cudaStatus{Path: lib.Path(), Code: int(r)}
 	if r != cudadrv.Success {
 		c.Meaning = r.Meaning()
 		return c
@@ -424,24 +428,29 @@ func startCUDA() *CUDA {
 	return c
 }
 
-func loadNCCL() (*Library, error) {
+func loadNCCL() (*library, error) {
 	lib, err := ncclapi.Open()
 	if err != nil {
 		return nil, err
 	}
-	return &Library{Path: lib.Path(), Version: ncclapi.VersionText(lib.Version())}, nil
+	return &library{Path: lib.Path(), Version: ncclapi.VersionText(lib.Version())}, nil
 }
 
-func listGPUs() ([]*GPU, error) {
+func listGPUs() ([]*gpu, error) {
 	api, err := nvml.Open()
 	if err != nil {
 		return nil, err
 	}
+	return gpusOf(api)
+}
+
+// gpusOf lists the GPUs of NVML.
+func gpusOf(api nvml.API) ([]*gpu, error) {
 	uuids, err := api.UUIDs()
 	if err != nil {
 		return nil, err
 	}
-	gpus := make([]*GPU, len(uuids))
+	gpus := make([]*gpu, len(uuids))
 	for i, u := range uuids {
 		d, err := api.Device(u)
 		if err != nil {
@@ -451,7 +460,7 @@ func listGPUs() ([]*GPU, error) {
 		if err != nil {
 			return nil, err
 		}
-		gpus[i] = &GPU{Index: i, UUID: u, Device: d, Health: health}
+		gpus[i] = &gpu{Index: i, UUID: u, Device: d, Health: health}
 	}
 	return gpus, nil
 }

@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -30,14 +30,14 @@ const (
 
 func checkDisk(ctx context.Context, h *Host) Result {
 	const want, cure = "1 GB/s and 16 GiB free", "write checkpoints to a local NVMe disk or a parallel file system"
-	s, err := h.SpaceOf(".")
+	s, err := h.spaceOf(".")
 	if err != nil {
 		return unread(err)
 	}
 	if s.Free < leastFree {
 		return warn(bytesText(s.Free)+" free", want, "a checkpoint may not fit", "remove files, or choose another directory")
 	}
-	speed, err := h.WriteSpeed(ctx, ".")
+	speed, err := h.writeSpeed(ctx, ".")
 	if err != nil {
 		return unread(err)
 	}
@@ -162,7 +162,7 @@ func checkCopies(h *Host) Result {
 	if reason := h.noGPU(); reason != "" {
 		return unknown(reason)
 	}
-	lib, err := h.NCCL()
+	lib, err := h.nccl()
 	if err != nil {
 		return unread(err)
 	}

@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -19,10 +19,10 @@ type world struct {
 	*Host
 	files fstest.MapFS
 	gpus  []*fakeGPU
-	space Space
-	cuda  CUDA
-	log   []KernelLine
-	nics  []Interface
+	space space
+	cuda  cudaStatus
+	log   []logLine
+	nics  []nic
 	names map[string][]netip.Addr
 }
 
@@ -127,9 +127,9 @@ func (w *world) deny(name string) {
 }
 
 func healthy() *world {
-	w := &world{files: fstest.MapFS{}, space: Space{64 << 30, 64 << 30}, gpus: []*fakeGPU{newFakeGPU(gpu0), newFakeGPU(gpu1)},
-		cuda:  CUDA{Path: "/usr/lib/libcuda.so.580.159.04", DMABuf: true},
-		nics:  []Interface{{"lo", 65536, true, prefixes("127.0.0.1/8")}, {"docker0", 1500, true, prefixes("172.17.0.1/16")}, {"ens3", 9000, true, prefixes("10.0.0.7/24")}},
+	w := &world{files: fstest.MapFS{}, space: space{64 << 30, 64 << 30}, gpus: []*fakeGPU{newFakeGPU(gpu0), newFakeGPU(gpu1)},
+		cuda:  cudaStatus{Path: "/usr/lib/libcuda.so.580.159.04", DMABuf: true},
+		nics:  []nic{{"lo", 65536, true, prefixes("127.0.0.1/8")}, {"docker0", 1500, true, prefixes("172.17.0.1/16")}, {"ens3", 9000, true, prefixes("10.0.0.7/24")}},
 		names: map[string][]netip.Addr{"node1": {netip.MustParseAddr("10.0.0.7")}}}
 	for name, text := range map[string]string{
 		"dev/nvidia0": "", "dev/nvidia1": "", "dev/nvidiactl": "", "dev/nvidia-uvm": "", "dev/nvidia-uvm-tools": "",
@@ -164,24 +164,24 @@ func healthy() *world {
 	w.putBridges()
 	w.Host = &Host{
 		Name: "node1", Local: "node1", Root: w.files, Env: map[string]string{"PWD": "/home/user", "HOME": "/home/user"},
-		SpaceOf:     func(string) (*Space, error) { return &w.space, nil },
-		WriteSpeed:  func(context.Context, string) (float64, error) { return 2.3e9, nil },
-		OpenDevice:  func(string) error { return nil },
-		KernelLog:   func() ([]KernelLine, error) { return w.log, nil },
-		ClockStatus: func() (bool, error) { return true, nil },
-		Interfaces:  func() ([]Interface, error) { return w.nics, nil },
-		Lookup: func(_ context.Context, name string) ([]netip.Addr, error) {
+		spaceOf:     func(string) (*space, error) { return &w.space, nil },
+		writeSpeed:  func(context.Context, string) (float64, error) { return 2.3e9, nil },
+		openDevice:  func(string) error { return nil },
+		kernelLog:   func() ([]logLine, error) { return w.log, nil },
+		clockStatus: func() (bool, error) { return true, nil },
+		interfaces:  func() ([]nic, error) { return w.nics, nil },
+		lookup: func(_ context.Context, name string) ([]netip.Addr, error) {
 			if a, ok := w.names[name]; ok {
 				return a, nil
 			}
 			return nil, errors.New("no such host " + name)
 		},
-		CUDA: func() *CUDA { return &w.cuda },
-		NCCL: func() (*Library, error) { return &Library{"/usr/lib/libnccl.so.2.28.3", "2.28.3"}, nil },
-		NVML: func() ([]*GPU, error) {
-			list := make([]*GPU, len(w.gpus))
+		cuda: func() *cudaStatus { return &w.cuda },
+		nccl: func() (*library, error) { return &library{"/usr/lib/libnccl.so.2.28.3", "2.28.3"}, nil },
+		listGPUs: func() ([]*gpu, error) {
+			list := make([]*gpu, len(w.gpus))
 			for i, g := range w.gpus {
-				list[i] = &GPU{Index: i, UUID: g.id, Device: g, Health: g}
+				list[i] = &gpu{Index: i, UUID: g.id, Device: g, Health: g}
 			}
 			return list, nil
 		},

@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"cmp"
@@ -37,7 +37,7 @@ func one(check func(h *Host) Result) func(context.Context, *Host) []Result {
 }
 
 // perGPU adapts a function with a result for each GPU to a check.
-func perGPU(check func(ctx context.Context, h *Host, g *GPU) Result) func(context.Context, *Host) []Result {
+func perGPU(check func(ctx context.Context, h *Host, g *gpu) Result) func(context.Context, *Host) []Result {
 	return func(ctx context.Context, h *Host) []Result {
 		gpus, err := h.gpus()
 		if err != nil {
@@ -324,7 +324,7 @@ func (r *Report) Write(w io.Writer, colour bool) error {
 			name = colours[f.verdict] + name + "\x1b[0m"
 		}
 		if len(f.ids) > 1 { // only unknown results are folded over checks
-			f.text, f.notes = f.text+":", wrap(f.ids, 80)
+			f.text, f.notes = f.text+":", plain.Wrap(f.ids, 80)
 			fmt.Fprintf(&b, "%s  %s\n", name, f.text)
 		} else {
 			fmt.Fprintf(&b, "%s  %-*s  %s\n", name, width, f.ids[0], r.places(f.results)+f.text)
@@ -338,24 +338,6 @@ func (r *Report) Write(w io.Writer, colour bool) error {
 	_, err := io.WriteString(w, b.String())
 	return err
 }
-
-// wrap joins names to lines of a width.
-func wrap(list []string, width int) (lines []string) {
-	line := ""
-	for i, s := range list {
-		if i < len(list)-1 {
-			s += ","
-		}
-		if line != "" && len(line)+1+len(s) > width {
-			lines, line = append(lines, line), ""
-		}
-		line = strings.TrimPrefix(line+" "+s, " ")
-	}
-	return append(lines, line)
-}
-
-// Names lists the names of checks in lines of the help.
-func Names(checks []*Check) string { return strings.Join(wrap(names(checks), 80), "\n  ") }
 
 func plural(n int, thing string) string {
 	if n == 1 {

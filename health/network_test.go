@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"errors"
@@ -51,7 +51,7 @@ func TestGdr(t *testing.T) {
 		change{"neither", func(w *world) { w.put("proc/modules", "nvidia 1 2 - Live 0x0\n"); w.cuda.DMABuf = false }, Warn, "nvidia-peermem"},
 		change{"DMA buffers", func(w *world) { w.put("proc/modules", "") }, Pass, "DMA buffers"},
 		change{"no RDMA", func(w *world) { w.put("proc/modules", ""); w.cuda.DMABuf = false; w.remove("sys/class/infiniband") }, Pass, "no RDMA device"},
-		change{"no CUDA", func(w *world) { w.put("proc/modules", ""); w.cuda = CUDA{Err: errors.New("no usable library")} }, Unknown, "no usable library"},
+		change{"no CUDA", func(w *world) { w.put("proc/modules", ""); w.cuda = cudaStatus{Err: errors.New("no usable library")} }, Unknown, "no usable library"},
 		change{"no modules", func(w *world) { w.remove("proc/modules") }, Unknown, "/proc/modules"},
 	)
 }
@@ -62,11 +62,11 @@ func TestIfname(t *testing.T) {
 		change{"a prefix", func(w *world) { w.Env["NCCL_SOCKET_IFNAME"] = "eth,ens" }, Pass, "ens3"},
 		change{"an exact name", func(w *world) { w.Env["NCCL_SOCKET_IFNAME"] = "=ens" }, Fail, "none of"},
 		change{"an exclusion", func(w *world) { w.Env["NCCL_SOCKET_IFNAME"] = "^ens,lo" }, Warn, "NCCL uses docker0"},
-		change{"InfiniBand first", func(w *world) { w.nics = append(w.nics, Interface{"ib0", 2044, true, prefixes("10.1.0.7/24")}) }, Pass, "NCCL uses ib0"},
+		change{"InfiniBand first", func(w *world) { w.nics = append(w.nics, nic{"ib0", 2044, true, prefixes("10.1.0.7/24")}) }, Pass, "NCCL uses ib0"},
 		change{"down", func(w *world) { w.nics[2].Up = false }, Warn, "NCCL uses docker0"},
 		change{"no address of the network", func(w *world) { w.nics[2].Addrs = prefixes("169.254.0.7/16") }, Warn, "169.254.0.7/16"},
 		change{"no interface", func(w *world) { w.nics = nil }, Fail, "no interface"},
-		change{"refused", func(w *world) { w.Interfaces = func() ([]Interface, error) { return nil, errors.New("no netlink") } }, Unknown, "no netlink"},
+		change{"refused", func(w *world) { w.interfaces = func() ([]nic, error) { return nil, errors.New("no netlink") } }, Unknown, "no netlink"},
 	)
 }
 
@@ -87,11 +87,11 @@ var (
 
 func TestShm(t *testing.T) {
 	try(t, shm,
-		change{"Docker's default", func(w *world) { w.space = Space{64 << 20, 64 << 20} }, Fail, "--shm-size=1g"},
-		change{"one rank", func(w *world) { w.space = Space{64 << 20, 64 << 20}; w.Ranks = 1 }, Warn, "64 MiB"},
-		change{"small", func(w *world) { w.space = Space{512 << 20, 512 << 20} }, Warn, "512 MiB"},
+		change{"Docker's default", func(w *world) { w.space = space{64 << 20, 64 << 20} }, Fail, "--shm-size=1g"},
+		change{"one rank", func(w *world) { w.space = space{64 << 20, 64 << 20}; w.Ranks = 1 }, Warn, "64 MiB"},
+		change{"small", func(w *world) { w.space = space{512 << 20, 512 << 20} }, Warn, "512 MiB"},
 		change{"full", func(w *world) { w.space.Free = 1 << 20 }, Warn, "1 MiB free"},
-		change{"no folder", func(w *world) { w.SpaceOf = func(string) (*Space, error) { return nil, fs.ErrNotExist } }, Unknown, "not exist"},
+		change{"no folder", func(w *world) { w.spaceOf = func(string) (*space, error) { return nil, fs.ErrNotExist } }, Unknown, "not exist"},
 	)
 }
 

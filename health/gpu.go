@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -22,7 +22,7 @@ var computeMode = &Check{
 	Run:    perGPU(checkComputeMode),
 }
 
-func checkComputeMode(_ context.Context, _ *Host, g *GPU) Result {
+func checkComputeMode(_ context.Context, _ *Host, g *gpu) Result {
 	const want = "default: any number of processes"
 	cure := fmt.Sprintf("nvidia-smi -i %d -c 0", g.Index)
 	mode, err := g.ComputeMode()
@@ -75,7 +75,7 @@ func checkDeviceNodes(h *Host) Result {
 		case name != "nvidiactl":
 			continue
 		}
-		if err := h.OpenDevice("/dev/" + name); err != nil {
+		if err := h.openDevice("/dev/" + name); err != nil {
 			return fail(err.Error(), "all device files open", "the driver does not start in this process",
 				"run the program with access to /dev/nvidia*: as a member of the video group, or in a container with all GPUs")
 		}
@@ -136,7 +136,7 @@ func checkDriver(h *Host) Result {
 	if err != nil {
 		return unread(err)
 	}
-	c := h.CUDA()
+	c := h.cuda()
 	if c.Err != nil {
 		return fail(c.Err.Error(), "libcuda of driver "+kernel, "no program can use CUDA", "install the driver's libraries; in a container: NVIDIA_DRIVER_CAPABILITIES=compute,utility")
 	}
@@ -188,7 +188,7 @@ const (
 	mostDRAM = 20_000_000
 )
 
-func checkECC(_ context.Context, _ *Host, g *GPU) Result {
+func checkECC(_ context.Context, _ *Host, g *gpu) Result {
 	const want = "on, no uncorrected errors"
 	on, later, err := g.ECCMode()
 	switch {
@@ -230,7 +230,7 @@ var mig = &Check{
 	Run:    perGPU(checkMIG),
 }
 
-func checkMIG(_ context.Context, _ *Host, g *GPU) Result {
+func checkMIG(_ context.Context, _ *Host, g *gpu) Result {
 	const want = "off"
 	now, later, err := g.MIGMode()
 	switch {
@@ -255,7 +255,7 @@ var rowRemap = &Check{
 // mostRows is the number of uncorrectable rows that fail a board.
 const mostRows = 512
 
-func checkRows(_ context.Context, _ *Host, g *GPU) Result {
+func checkRows(_ context.Context, _ *Host, g *gpu) Result {
 	const want = "no pending and no failed remapping"
 	r, err := g.RemappedRows()
 	if err != nil {
@@ -281,7 +281,7 @@ var recoveryAction = &Check{
 	Run:    perGPU(checkRecovery),
 }
 
-func checkRecovery(_ context.Context, _ *Host, g *GPU) Result {
+func checkRecovery(_ context.Context, _ *Host, g *gpu) Result {
 	const want = "no action"
 	a, err := g.RecoveryAction()
 	if err != nil {
@@ -309,7 +309,7 @@ var persistence = &Check{
 	ID: "persistence", Scope: ScopeGPU, Source: "nvmlDeviceGetPersistenceMode",
 	Hazard: "The driver initializes the GPU again for each program.",
 	Needs:  []string{"device-nodes", "driver-mismatch"},
-	Run: perGPU(func(_ context.Context, _ *Host, g *GPU) Result {
+	Run: perGPU(func(_ context.Context, _ *Host, g *gpu) Result {
 		on, err := g.Persistence()
 		switch {
 		case err != nil:
@@ -325,7 +325,7 @@ var powerLimit = &Check{
 	ID: "power-limit", Scope: ScopeGPU, Source: "nvmlDeviceGetPowerManagementLimit, nvmlDeviceGetPowerManagementDefaultLimit",
 	Hazard: "The power of the GPU is limited below its default.",
 	Needs:  []string{"device-nodes", "driver-mismatch"},
-	Run: perGPU(func(_ context.Context, _ *Host, g *GPU) Result {
+	Run: perGPU(func(_ context.Context, _ *Host, g *gpu) Result {
 		limit, err := g.PowerLimit()
 		if err != nil {
 			return unread(err)
@@ -363,7 +363,7 @@ var clockRules = []struct {
 	{nvml.SyncBoost, Warn, "sync boost", "the slowest GPU of the group limits the clocks", "remove the sync boost group by DCGM"},
 }
 
-func checkClocks(_ context.Context, _ *Host, g *GPU) Result {
+func checkClocks(_ context.Context, _ *Host, g *gpu) Result {
 	const want = "no slowdown"
 	events, err := g.ClockEvents()
 	if err != nil {
@@ -387,7 +387,7 @@ var otherProcesses = &Check{
 // mostUsed is the memory that an idle GPU has in use at most.
 const mostUsed = 1 << 30
 
-func checkProcesses(_ context.Context, h *Host, g *GPU) Result {
+func checkProcesses(_ context.Context, h *Host, g *gpu) Result {
 	const want = "no other process"
 	list, err := g.Processes()
 	if err != nil {
@@ -476,7 +476,7 @@ type xidEvent struct {
 }
 
 // xidEventOf returns the error of a line of the kernel's log, unless the line has none or a harmless one.
-func xidEventOf(l KernelLine) (e xidEvent, found bool) {
+func xidEventOf(l logLine) (e xidEvent, found bool) {
 	e.name = "SXid"
 	m := sxidLine.FindStringSubmatch(l.Text)
 	if m == nil {
@@ -504,7 +504,7 @@ func checkXid(h *Host) Result {
 	if reason := h.noGPU(); reason != "" {
 		return unknown(reason)
 	}
-	lines, err := h.KernelLog()
+	lines, err := h.kernelLog()
 	if err != nil {
 		return unknown(err.Error() + ": needs CAP_SYSLOG, or kernel.dmesg_restrict=0 on the host")
 	}

@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -46,7 +46,7 @@ func modelOf(name string) *linkModel {
 
 const cureNVLink = "reset all GPUs, restart the fabric manager, and replace the board if it comes again"
 
-func checkNVLink(ctx context.Context, h *Host, g *GPU) Result {
+func checkNVLink(ctx context.Context, h *Host, g *gpu) Result {
 	up, err := g.NVLinks()
 	if err != nil {
 		return unread(err)
@@ -81,7 +81,7 @@ func checkNVLink(ctx context.Context, h *Host, g *GPU) Result {
 const mostCRC = 100
 
 // checkLinkErrors reads the counters of all links twice.
-func checkLinkErrors(ctx context.Context, h *Host, g *GPU, up []bool, found string) Result {
+func checkLinkErrors(ctx context.Context, h *Host, g *gpu, up []bool, found string) Result {
 	before, err := crcErrors(g, up)
 	if err != nil {
 		return unknown(found + "; " + err.Error())
@@ -95,7 +95,7 @@ func checkLinkErrors(ctx context.Context, h *Host, g *GPU, up []bool, found stri
 	}
 	for i := range up {
 		if n := after[i] - before[i]; after[i] > before[i] && n >= mostCRC { // a reset sets the counter to 0
-			return fail(fmt.Sprintf("%d CRC errors of link %d in %v", n, i, h.Interval), fmt.Sprintf("fewer than %d", mostCRC), "the link repeats transfers", cureNVLink)
+			return fail(fmt.Sprintf("%d CRC errors of link %d in %v", n, i, h.interval), fmt.Sprintf("fewer than %d", mostCRC), "the link repeats transfers", cureNVLink)
 		}
 		for _, c := range []nvml.LinkCounter{nvml.LinkReplays, nvml.LinkRecoveries} {
 			if n, err := g.NVLinkErrors(i, c); up[i] && err == nil && n > 0 {
@@ -106,7 +106,7 @@ func checkLinkErrors(ctx context.Context, h *Host, g *GPU, up []bool, found stri
 	return pass(found+", no errors", "all links up, no errors")
 }
 
-func crcErrors(g *GPU, up []bool) ([]uint64, error) {
+func crcErrors(g *gpu, up []bool) ([]uint64, error) {
 	list := make([]uint64, len(up))
 	for i, u := range up {
 		if !u {
@@ -133,8 +133,8 @@ const (
 	cureFabric = "run systemctl start nvidia-fabricmanager on the host, with the same version as the driver"
 )
 
-func checkFabric(_ context.Context, h *Host, g *GPU) Result {
-	if c := h.CUDA(); c.Code == cudaNotReady {
+func checkFabric(_ context.Context, h *Host, g *gpu) Result {
+	if c := h.cuda(); c.Code == cudaNotReady {
 		return fail("cuInit returns 802, system not ready", wantFabric, "CUDA does not start: the fabric manager does not run", cureFabric)
 	}
 	f, err := g.Fabric()
@@ -176,7 +176,7 @@ var pcie = &Check{
 
 const curePCIe = "reseat the card or the riser, and check the slot's settings in the BIOS"
 
-func checkPCIe(ctx context.Context, h *Host, g *GPU) Result {
+func checkPCIe(ctx context.Context, h *Host, g *gpu) Result {
 	id, err := g.PCIBusID()
 	if err != nil {
 		return unread(err)
@@ -208,7 +208,7 @@ func checkPCIe(ctx context.Context, h *Host, g *GPU) Result {
 }
 
 // checkReplays compares the replays of one interval with the limit of a minute.
-func checkReplays(ctx context.Context, h *Host, g *GPU, lanes int, speed string) Result {
+func checkReplays(ctx context.Context, h *Host, g *gpu, lanes int, speed string) Result {
 	found := fmt.Sprintf("%d lanes, at most %s", lanes, speed)
 	before, err := g.PCIeReplays()
 	if err != nil {
@@ -222,7 +222,7 @@ func checkReplays(ctx context.Context, h *Host, g *GPU, lanes int, speed string)
 		return unknown(found + "; " + err.Error())
 	}
 	if limit := mostReplays(lanes, speed); after-before > limit {
-		return warn(fmt.Sprintf("%d replays in %v", after-before, h.Interval), fmt.Sprintf("at most %d a minute", limit), "the link repeats packets, so copies are slower", curePCIe)
+		return warn(fmt.Sprintf("%d replays in %v", after-before, h.interval), fmt.Sprintf("at most %d a minute", limit), "the link repeats packets, so copies are slower", curePCIe)
 	}
 	return pass(found+", no replays", "all lanes, few replays")
 }
@@ -298,7 +298,7 @@ var iommu = &Check{
 	Run:    perGPU(checkIOMMU),
 }
 
-func checkIOMMU(_ context.Context, h *Host, g *GPU) Result {
+func checkIOMMU(_ context.Context, h *Host, g *gpu) Result {
 	const want = "no translation, and no redirection by ACS"
 	cpu, err := h.read("proc/cpuinfo")
 	if err != nil {

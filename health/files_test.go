@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"context"
@@ -12,14 +12,14 @@ import (
 func TestDisk(t *testing.T) {
 	writes := func(speed float64, err error) func(w *world) {
 		return func(w *world) {
-			w.WriteSpeed = func(context.Context, string) (float64, error) { return speed, err }
+			w.writeSpeed = func(context.Context, string) (float64, error) { return speed, err }
 		}
 	}
 	try(t, disk,
 		change{"slow", writes(0.2e9, nil), Warn, "0.2 GB/s"},
 		change{"full", func(w *world) { w.space.Free = 1 << 30 }, Warn, "1 GiB free"},
 		change{"read-only", writes(0, errors.New("read-only file system")), Unknown, "read-only"},
-		change{"no folder", func(w *world) { w.SpaceOf = func(string) (*Space, error) { return nil, os.ErrNotExist } }, Unknown, "not exist"},
+		change{"no folder", func(w *world) { w.spaceOf = func(string) (*space, error) { return nil, os.ErrNotExist } }, Unknown, "not exist"},
 	)
 }
 
@@ -57,7 +57,7 @@ func TestLibraryCopies(t *testing.T) {
 	try(t, libraryCopies,
 		noGPU,
 		change{"no NCCL", func(w *world) {
-			w.NCCL = func() (*Library, error) { return nil, errors.New("no usable library for NCCL") }
+			w.nccl = func() (*library, error) { return nil, errors.New("no usable library for NCCL") }
 		}, Unknown, "no usable library"},
 		change{"another copy", func(w *world) {
 			w.Env["LD_LIBRARY_PATH"] = "/opt/nccl"

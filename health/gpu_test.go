@@ -1,4 +1,4 @@
-package doctor
+package health
 
 import (
 	"errors"
@@ -30,7 +30,7 @@ func TestDeviceNodes(t *testing.T) {
 		change{"no node", func(w *world) { w.remove("dev/nvidia0"); w.remove("dev/nvidia1") }, Fail, "0 of 2 GPUs"},
 		change{"one node", func(w *world) { w.remove("dev/nvidia1") }, Warn, "1 of 2 GPUs"},
 		change{"an assigned node", func(w *world) { w.remove("dev/nvidia1"); w.Env["NVIDIA_VISIBLE_DEVICES"] = "0" }, Pass, "1 of 2 GPUs"},
-		change{"no permission", func(w *world) { w.OpenDevice = func(string) error { return fs.ErrPermission } }, Fail, "permission denied"},
+		change{"no permission", func(w *world) { w.openDevice = func(string) error { return fs.ErrPermission } }, Fail, "permission denied"},
 	)
 }
 
@@ -42,12 +42,12 @@ func TestDriverMismatch(t *testing.T) {
 		change{"cuInit 803", func(w *world) { w.cuda.Code = 803 }, Fail, "same version"},
 		change{"cuInit 999", func(w *world) { w.cuda.Code, w.cuda.Meaning = 999, "unknown error" }, Fail, "cuInit returns 999: unknown error"},
 		change{"cuInit 802", func(w *world) { w.cuda.Code = 802 }, Unknown, "fabric-manager"},
-		change{"no libcuda", func(w *world) { w.cuda = CUDA{Err: errors.New("no usable library")} }, Fail, "no usable library"},
+		change{"no libcuda", func(w *world) { w.cuda = cudaStatus{Err: errors.New("no usable library")} }, Fail, "no usable library"},
 		change{"NVML fails", func(w *world) {
-			w.NVML = func() ([]*GPU, error) { return nil, &nvml.Error{Op: "nvmlInit_v2", Code: 18, Text: "mismatch"} }
+			w.listGPUs = func() ([]*gpu, error) { return nil, &nvml.Error{Op: "nvmlInit_v2", Code: 18, Text: "mismatch"} }
 		}, Fail, "(18)"},
 		change{"no NVML", func(w *world) {
-			w.NVML = func() ([]*GPU, error) { return nil, errors.New("no usable library for NVML") }
+			w.listGPUs = func() ([]*gpu, error) { return nil, errors.New("no usable library for NVML") }
 		}, Unknown, "no usable library for NVML"},
 		change{"another text", func(w *world) { w.put("proc/driver/nvidia/version", "?") }, Unknown, "has no version"},
 	)
@@ -145,26 +145,26 @@ func TestOtherProcesses(t *testing.T) {
 func TestXid(t *testing.T) {
 	try(t, xid,
 		noGPU,
-		change{"no permission", func(w *world) { w.KernelLog = func() ([]KernelLine, error) { return nil, fs.ErrPermission } }, Unknown, "CAP_SYSLOG"},
+		change{"no permission", func(w *world) { w.kernelLog = func() ([]logLine, error) { return nil, fs.ErrPermission } }, Unknown, "CAP_SYSLOG"},
 		change{"fell off the bus", logged(79, 12*time.Minute), Fail, "Xid 79 of GPU 0000:06:00, 12m0s ago"},
 		change{"NVLink", logged(145, time.Minute), Fail, "an NVLink had an error"},
 		change{"old", logged(48, 3*time.Hour), Warn, "3h0m0s ago"},
 		change{"a fault of a program", logged(13, time.Minute), Pass, "no error"},
-		change{"another message", func(w *world) { w.log = []KernelLine{{0, "NVRM: loading"}} }, Pass, "no error"},
+		change{"another message", func(w *world) { w.log = []logLine{{0, "NVRM: loading"}} }, Pass, "no error"},
 	)
 }
 
 // logged returns a host whose driver reported an error.
 func logged(number int, age time.Duration) func(w *world) {
 	return func(w *world) {
-		w.log = []KernelLine{{age + time.Hour, "usb 1-1: new device"}, {age, fmt.Sprintf("NVRM: Xid (PCI:0000:06:00): %d, pid=1, text", number)}}
+		w.log = []logLine{{age + time.Hour, "usb 1-1: new device"}, {age, fmt.Sprintf("NVRM: Xid (PCI:0000:06:00): %d, pid=1, text", number)}}
 	}
 }
 
 func TestKernelLine(t *testing.T) {
 	l, ok := kernelLine("4,1234,5000000,-;NVRM: Xid\n SUBSYSTEM=pci\n", 7*time.Second)
 	require.True(t, ok)
-	require.Equal(t, KernelLine{2 * time.Second, "NVRM: Xid"}, l)
+	require.Equal(t, logLine{2 * time.Second, "NVRM: Xid"}, l)
 	for _, text := range []string{"", ";", "4,5;x", "4,5,x;y", "no semicolon"} {
 		_, ok := kernelLine(text, 0)
 		require.False(t, ok, text)
@@ -190,7 +190,7 @@ func TestXidSeverity(t *testing.T) {
 	} {
 		try(t, xid, change{name, func(w *world) {
 			for _, l := range c.lines {
-				w.log = append(w.log, KernelLine{time.Minute, l})
+				w.log = append(w.log, logLine{time.Minute, l})
 			}
 		}, c.want, c.text})
 	}

@@ -14,7 +14,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/health"
@@ -23,6 +22,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/perf"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -488,19 +488,7 @@ func measureAllReduce(ctx context.Context, g *comm.Group, virtual bool) (*perf.R
 	if virtual {
 		bytes, iterations = 1<<10, 1
 	}
-	op, err := perf.Find("all_reduce")
-	if err != nil {
-		return nil, err
-	}
-	types, err := perf.ParseDTypes("float")
-	sums, err2 := perf.ParseReductions("sum")
-	if err := errors.Join(err, err2); err != nil {
-		return nil, err
-	}
-	return perf.Run(ctx, g, &perf.Plan{
-		Operations: []*perf.Operation{op}, DTypes: types, Reductions: sums, Sizes: perf.Sizes{Min: bytes, Max: bytes, Step: 1},
-		Iterations: iterations, Warmups: 2, Checks: 1,
-	}, nil)
+	return perf.Run(ctx, g, &perf.Plan{Operations: []string{"all_reduce"}, MinBytes: bytes, Iterations: iterations, Warmups: 2, Checks: 1}, nil)
 }
 
 // speedOf returns the verdict of a report. The times of virtual devices say nothing about a host.

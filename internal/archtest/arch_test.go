@@ -51,8 +51,8 @@ var layers = [][]string{
 	{"internal/route", "optim"},
 	{"internal/groups"},
 	{"comm", "internal/launch"},
-	{"amp", "ddp", "checkpoint", "health", "cmd/chorus/internal/monitor", "cmd/chorus/internal/perf", "cmd/chorus/internal/timeline", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
-	{"examples/internal/resume"},
+	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "cmd/chorus/internal/timeline", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
+	{"examples/internal/resume", "cmd/chorus/internal/results"},
 	{"cmd/chorus", "docs/guides", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/differ", "internal/forgive"},
 }
 

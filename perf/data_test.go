@@ -53,34 +53,34 @@ func TestReductionsAreExact(t *testing.T) {
 	t.Logf("seed %#x", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
 	for _, d := range dtypes {
-		for op := Sum; op <= MulSum; op++ {
+		for op := sum; op <= mulSum; op++ {
 			for _, n := range []int{1, 2, 3, 4, 7, 8, 16, 33, 300} {
 				p := newPattern(d, op, n)
 				for range testhost.Rounds(5, 50) {
-					sum, total := 0, 0.0
+					codes, total := 0, 0.0
 					low, high, product := math.Inf(1), math.Inf(-1), 1.0
 					for _, rank := range r.Perm(n) {
 						code := int(codeOf(r.Uint64(), uint32(rank), r.Uint32(), uint32(p.codes), uint32(p.limit)))
 						weight := 1 << (p.weights & uint32(rank) & 1)
-						sum += code * weight
+						codes += code * weight
 						x := number(d, p.values[code])
 						low, high, product = min(low, x), max(high, x), product*x
 						total += x * float64(weight)
 						for _, partial := range []float64{total, product} {
-							if op != Min && op != Max && (partial == product) == (op == Prod) {
-								require.Equal(t, partial, number(d, bits(d, partial)), "%s %s of %d ranks: a partial result is rounded", dtypeName(d), op, n)
+							if op != minimum && op != maximum && (partial == product) == (op == prod) {
+								require.Equal(t, partial, number(d, bits(d, partial)), "%s %s of %d ranks: a partial result is rounded", typeName(d), op, n)
 							}
 						}
 					}
-					want := map[Reduction]float64{Sum: total, MulSum: total, Prod: product, Min: low, Max: high, Avg: total / float64(n)}[op]
-					if op == Avg && !dtype.Of(d).IsFloat() {
+					want := map[reduction]float64{sum: total, mulSum: total, prod: product, minimum: low, maximum: high, avg: total / float64(n)}[op]
+					if op == avg && !dtype.Of(d).IsFloat() {
 						want = math.Trunc(want)
 					}
-					at := sum
-					if op == Min || op == Max {
-						at = int(map[Reduction]float64{Min: low, Max: high}[op])
+					at := codes
+					if op == minimum || op == maximum {
+						at = int(map[reduction]float64{minimum: low, maximum: high}[op])
 					}
-					require.Equal(t, number(d, bits(d, want)), number(d, p.results[at]), "%s %s of %d ranks", dtypeName(d), op, n)
+					require.Equal(t, number(d, bits(d, want)), number(d, p.results[at]), "%s %s of %d ranks", typeName(d), op, n)
 				}
 			}
 		}
@@ -98,7 +98,7 @@ func TestCheckFindsEveryElement(t *testing.T) {
 			l, err := newDataKernels(devs[0], size)
 			require.NoError(t, err)
 			defer l.module.Close()
-			c, err := newDataTables(s, l, newPattern(d, Moves, 4), size)
+			c, err := newDataTables(s, l, newPattern(d, moves, 4), size)
 			require.NoError(t, err)
 			defer c.close()
 			const n = 1000
@@ -116,21 +116,21 @@ func TestCheckFindsEveryElement(t *testing.T) {
 				return out[0]
 			}
 			require.NoError(t, c.fill(s, x, n, 2, 7))
-			require.Zero(t, count(piece{n: n, first: 2, ranks: 1}, 7), dtypeName(d))
-			require.Zero(t, count(piece{at: 300, n: 700, from: 300, first: 2, ranks: 1}, 7), dtypeName(d))
+			require.Zero(t, count(piece{n: n, first: 2, ranks: 1}, 7), typeName(d))
+			require.Zero(t, count(piece{at: 300, n: 700, from: 300, first: 2, ranks: 1}, 7), typeName(d))
 			for name, other := range map[string]uint64{
 				"another rank": count(piece{n: n, first: 1, ranks: 1}, 7),
 				"another seed": count(piece{n: n, first: 2, ranks: 1}, 8),
 				"another part": count(piece{n: n, from: 1, first: 2, ranks: 1}, 7),
 			} {
-				require.Greater(t, other, uint64(n/2), "%s: %s", dtypeName(d), name)
+				require.Greater(t, other, uint64(n/2), "%s: %s", typeName(d), name)
 			}
 			for _, at := range []int{0, 511, n - 1} {
 				element := x.Slice(at*size, (at+1)*size)
 				was := make([]byte, size)
 				require.NoError(t, element.CopyTo(s, was))
 				require.NoError(t, poison(s, element))
-				require.Equal(t, uint64(1), count(piece{n: n, first: 2, ranks: 1}, 7), "%s: element %d", dtypeName(d), at)
+				require.Equal(t, uint64(1), count(piece{n: n, first: 2, ranks: 1}, 7), "%s: element %d", typeName(d), at)
 				require.NoError(t, element.CopyFrom(s, was))
 			}
 		}

@@ -60,8 +60,8 @@ func (r *rank) row(ctx context.Context, p *Plan, j job) (*Row, error) {
 // describe returns a row without measurements.
 func (j job) describe() *Row {
 	return &Row{
-		Operation: j.op.Name, Bytes: j.layout.size() * j.dtype.Size(), Count: j.layout.param,
-		Type: dtypeName(j.dtype), Reduction: j.red.String(), Root: j.root,
+		Operation: j.op.name, Bytes: j.layout.size() * j.dtype.Size(), Count: j.layout.param,
+		Type: typeName(j.dtype), Reduction: j.red.String(), Root: j.root,
 	}
 }
 
@@ -98,7 +98,7 @@ func (r *rank) measure(ctx context.Context, p *Plan, j job, inPlace bool) (*Meas
 	if err != nil {
 		return nil, err
 	}
-	return j.sum(all, per, p.Checks > 0), nil
+	return j.combine(all, per, p.Checks > 0), nil
 }
 
 // warmUp issues the warm-up calls of a job, and returns all calls of the job.
@@ -119,9 +119,9 @@ func (r *rank) warmUp(ctx context.Context, p *Plan, j job, inPlace bool) ([]func
 	return calls, nil
 }
 
-// sum combines the numbers of all ranks: it averages the times and adds the wrong
+// combine combines the numbers of all ranks: it averages the times and adds the wrong
 // elements.
-func (j job) sum(all [][]float64, per int, checked bool) *Measure {
+func (j job) combine(all [][]float64, per int, checked bool) *Measure {
 	n := len(all[0]) - 2
 	slowest := make([]float64, n)
 	m := &Measure{}
@@ -159,8 +159,8 @@ func (r *rank) calls(j job, inPlace bool) (list []issue, err error) {
 	batch := groups.Of(r.group).NewBatch()
 	for at := 0; at+stride <= r.bufs[0].Len() && len(list) < mostCalls; at += stride {
 		x := call{batch: batch, c: r.c, s: r.s, kind: j.op.kind, op: j.red.raw(), root: j.root, layout: j.layout}
-		if j.red == MulSum {
-			if x.op, err = r.mulSum(j.dtype); err != nil {
+		if j.red == mulSum {
+			if x.op, err = r.preMulSum(j.dtype); err != nil {
 				return nil, err
 			}
 		}
@@ -271,7 +271,7 @@ type rank struct {
 const step = 512
 
 // newRank prepares local rank i with buffers of the given size.
-func newRank(ctx context.Context, g *comm.Group, i int, shared *localState, bytes int, reg Registration) (r *rank, err error) {
+func newRank(ctx context.Context, g *comm.Group, i int, shared *localState, bytes int, reg int) (r *rank, err error) {
 	r = &rank{group: g, local: i, localState: shared, c: g.Communicator(i), s: g.Stream(i), dev: g.Device(i), kernels: map[int]*dataKernels{}, factors: map[memory.DType]nccl.Op{}}
 	r.pool = memory.NewPool(poolConfig(reg))
 	r.later(r.pool.Close)
@@ -301,19 +301,19 @@ func newRank(ctx context.Context, g *comm.Group, i int, shared *localState, byte
 // otherwise the default allocator, as for a program's tensors. NCCL would
 // register its own memory in graphs even without a request, which makes it
 // faster.
-func poolConfig(reg Registration) *memory.PoolConfig {
-	if reg == Unregistered {
+func poolConfig(reg int) *memory.PoolConfig {
+	if reg == unregistered {
 		return nil
 	}
 	return &memory.PoolConfig{Allocator: nccl.Allocator}
 }
 
 // register registers the buffers with NCCL.
-func (r *rank) register(ctx context.Context, reg Registration) error {
+func (r *rank) register(ctx context.Context, reg int) error {
 	switch reg {
-	case Registered:
+	case registered:
 		return r.c.RegisterPool(r.pool) // closing the pool deregisters
-	case Windows:
+	case windows:
 		for _, x := range r.bufs {
 			w, err := r.c.RegisterWindow(ctx, x.Buffer(), x.Len(), true)
 			if err != nil {

@@ -148,28 +148,28 @@ const (
 // mostCodes limits the size of the tables.
 const mostCodes = 2048
 
-// newPattern builds the data for a reduction over n ranks; Moves means no reduction.
-func newPattern(t memory.DType, op Reduction, n int) *pattern {
+// newPattern builds the data for a reduction over n ranks; moves means no reduction.
+func newPattern(t memory.DType, op reduction, n int) *pattern {
 	p := &pattern{limit: n, codes: exact(t) + 1}
 	value := func(code int) float64 { return float64(code) }
 	result := value
 	switch op {
-	case Min:
+	case minimum:
 		p.op = codeMin
-	case Max:
+	case maximum:
 		p.op = codeMax
-	case Prod:
+	case prod:
 		p.divide(exponents(t), n)
 		value = func(code int) float64 { return math.Ldexp(1, code) }
 		result = value
-	case Sum:
+	case sum:
 		p.divide(exact(t), n)
-	case MulSum:
+	case mulSum:
 		p.weights = 1
 		p.divide(exact(t)/2, n)
-	case Avg:
+	case avg:
 		p.divide(exact(t), n)
-		result = func(sum int) float64 { return float64(sum) / float64(n) }
+		result = func(total int) float64 { return float64(total) / float64(n) }
 		if n&(n-1) != 0 && dtype.Of(t).IsFloat() {
 			p.tolerance = 2 // 1/n is rounded, and the products are rounded again
 		}
@@ -212,15 +212,15 @@ func exponents(t memory.DType) int {
 	return min(row.Digits-1, 30)
 }
 
-// mulSum returns the reduction that multiplies the elements of odd ranks by two.
+// preMulSum returns the reduction that multiplies the elements of odd ranks by two.
 // It is created once for each element type.
-func (r *rank) mulSum(t memory.DType) (nccl.Op, error) {
+func (r *rank) preMulSum(t memory.DType) (nccl.Op, error) {
 	if op, ok := r.factors[t]; ok {
 		return op, nil
 	}
 	make, ok := factorMakers[t]
 	if !ok {
-		return 0, fmt.Errorf("mulsum is not supported for %s", dtypeName(t))
+		return 0, fmt.Errorf("mulsum is not supported for %s", typeName(t))
 	}
 	p, err := make(r.c, r.c.Rank()%2 == 1)
 	if err != nil {
@@ -250,14 +250,14 @@ func factor[T memory.Element](one, two T) func(*nccl.Communicator, bool) (*nccl.
 	}
 }
 
-// ParseDTypes returns the types for a name of nccl-tests or of package memory, or
+// ParseTypes returns the types for a name of nccl-tests or of package memory, or
 // all types of NCCL for "all".
-func ParseDTypes(name string) ([]memory.DType, error) {
+func ParseTypes(name string) ([]memory.DType, error) {
 	var list []memory.DType
 	var names []string
 	for _, t := range dtypes {
-		names = append(names, dtypeName(t))
-		if name == "all" || name == dtypeName(t) || name == t.String() {
+		names = append(names, typeName(t))
+		if name == "all" || name == typeName(t) || name == t.String() {
 			list = append(list, t)
 		}
 	}
@@ -271,8 +271,8 @@ func ParseDTypes(name string) ([]memory.DType, error) {
 var dtypes = []memory.DType{memory.Int8, memory.Uint8, memory.Int32, memory.Uint32, memory.Int64, memory.Uint64, memory.Float16,
 	memory.Float32, memory.Float64, memory.BFloat16, memory.Float8E4M3, memory.Float8E5M2}
 
-// dtypeName returns the name of nccl-tests.
-func dtypeName(t memory.DType) string { return cmp.Or(dtype.Of(t).NCCLTests, t.String()) }
+// typeName returns the name of nccl-tests.
+func typeName(t memory.DType) string { return cmp.Or(dtype.Of(t).NCCLTests, t.String()) }
 
 // bits returns the bits of x converted to a type: rounded to the nearest value
 // for floats, and toward zero for integers.
@@ -296,41 +296,41 @@ func encode(all []uint64, size int) []byte {
 	return out
 }
 
-// A Reduction is a reduction operator.
-type Reduction int
+// A reduction is a reduction operator.
+type reduction int
 
-// The reductions of nccl-tests. MulSum multiplies the elements of each rank by
+// The reductions of nccl-tests. mulSum multiplies the elements of each rank by
 // the rank's factor before it adds them.
 const (
-	Moves Reduction = iota // no reduction
-	Sum
-	Prod
-	Max
-	Min
-	Avg
-	MulSum
+	moves reduction = iota // no reduction
+	sum
+	prod
+	maximum
+	minimum
+	avg
+	mulSum
 )
 
-var reductions = [...]string{"none", "sum", "prod", "max", "min", "avg", "mulsum"}
+var reductionNames = [...]string{"none", "sum", "prod", "max", "min", "avg", "mulsum"}
 
 // String returns the name in the table.
-func (r Reduction) String() string { return reductions[r] }
+func (r reduction) String() string { return reductionNames[r] }
 
-// ParseReductions returns the reduction with a name, or all reductions for "all".
-func ParseReductions(name string) ([]Reduction, error) {
-	if name == "all" {
-		return []Reduction{Sum, Prod, Max, Min, Avg, MulSum}, nil
-	}
-	for r := Sum; r <= MulSum; r++ {
-		if name == reductions[r] {
-			return []Reduction{r}, nil
+// parseReductions returns the reduction with a name, or all reductions for "all".
+func parseReductions(name string) (list []reduction, err error) {
+	for r := sum; r <= mulSum; r++ {
+		if name == "all" || name == r.String() {
+			list = append(list, r)
 		}
 	}
-	return nil, fmt.Errorf("unknown reduction %q: want all or one of %s", name, strings.Join(reductions[1:], ", "))
+	if list == nil {
+		return nil, fmt.Errorf("unknown reduction %q: want all or one of %s", name, strings.Join(reductionNames[1:], ", "))
+	}
+	return list, nil
 }
 
-// raw returns the NCCL operator. It is not valid for MulSum.
-func (r Reduction) raw() nccl.Op {
+// raw returns the NCCL operator. It is not valid for mulSum.
+func (r reduction) raw() nccl.Op {
 	return [...]nccl.Op{nccl.Sum, nccl.Sum, nccl.Prod, nccl.Max, nccl.Min, nccl.Avg, nccl.Sum}[r]
 }
 

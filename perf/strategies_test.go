@@ -1,9 +1,7 @@
 package perf
 
 import (
-	"bytes"
 	"slices"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -17,32 +15,6 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// Marks compare a time with that of the chosen strategy of the same size.
-func TestMarksAreOfOneSize(t *testing.T) {
-	row := func(bytes int, s comm.Strategy, us float64, chosen bool) *Row {
-		return &Row{Operation: "all_reduce", Type: "float", Reduction: "sum", Root: -1, Bytes: bytes,
-			OutOfPlace: &Measure{Time: us}, Strategy: string(s), Chosen: chosen}
-	}
-	r := &Report{Rows: []*Row{
-		row(8, comm.NCCLOnly, 10, false), row(8, comm.OwnKernels, 5, true), row(8, comm.Windows, 4, false),
-		row(16, comm.NCCLOnly, 3, true), row(16, comm.OwnKernels, 4, false), row(16, comm.Windows, 2, false),
-		row(32, comm.NCCLOnly, 9, false), row(32, comm.Windows, 8, true),
-	}}
-	var text bytes.Buffer
-	require.NoError(t, r.WriteStrategies(&text))
-	var lines [][]string
-	for line := range strings.Lines(text.String()) {
-		if f := strings.Fields(line); len(f) > 0 && f[0] != "#" {
-			lines = append(lines, f)
-		}
-	}
-	require.Equal(t, [][]string{
-		{"8", "10.00", "5.00*", "4.00<"},
-		{"16", "3.00*", "4.00", "2.00<"},
-		{"32", "9.00", "-", "8.00*"},
-	}, lines, text.String())
-}
-
 // What is chosen is so for a call that has all ranks of the process: copy engines too,
 // which may be the fastest in graphs only. Either way the sums are right.
 func TestChosenOfAllRanks(t *testing.T) {
@@ -55,10 +27,9 @@ func TestChosenOfAllRanks(t *testing.T) {
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, g.Close()) })
 		for launches, want := range map[int]string{0: "own", 3: "copy-engines"} {
-			r, err := RunStrategies(testgpu.Context(t), g, &Plan{
-				Operations: Operations[:2], DTypes: []memory.DType{memory.Float32}, Reductions: []Reduction{Sum},
-				Sizes: Sizes{Min: 1 << 10, Max: 1 << 10}, Iterations: 2, Launches: launches, Checks: 1,
-			})
+			r, err := Run(testgpu.Context(t), g, &Plan{
+				Operations: Operations()[:2], MinBytes: 1 << 10, Iterations: 2, Launches: launches, Checks: 1, Strategies: true,
+			}, nil)
 			require.NoError(t, err)
 			chosen := map[string]string{}
 			for _, row := range r.Rows {
@@ -66,7 +37,7 @@ func TestChosenOfAllRanks(t *testing.T) {
 					chosen[row.Operation] += row.Strategy
 				}
 			}
-			require.Equal(t, map[string]string{Operations[0].Name: "nccl", Operations[1].Name: want}, chosen)
+			require.Equal(t, map[string]string{"all_reduce": "nccl", "all_gather": want}, chosen)
 			require.Zero(t, r.Wrong)
 		}
 	})
@@ -82,13 +53,11 @@ func TestChosenHasATime(t *testing.T) {
 		}}})
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, g.Close()) })
-		i := slices.IndexFunc(Operations, func(o *Operation) bool { return o.Name == "broadcast" })
-		r, err := RunStrategies(testgpu.Context(t), g, &Plan{
-			Operations: Operations[i : i+1], DTypes: []memory.DType{memory.Float32}, Reductions: []Reduction{Sum},
-			Sizes: Sizes{Min: 1 << 20, Max: 1 << 20}, Iterations: 1, Checks: 1,
-		})
+		r, err := Run(testgpu.Context(t), g, &Plan{
+			Operations: []string{"broadcast"}, MinBytes: 1 << 20, Iterations: 1, Checks: 1, Strategies: true,
+		}, nil)
 		require.NoError(t, err)
-		i = slices.IndexFunc(r.Rows, func(row *Row) bool { return row.Chosen })
+		i := slices.IndexFunc(r.Rows, func(row *Row) bool { return row.Chosen })
 		require.GreaterOrEqual(t, i, 0)
 		require.Equal(t, "own", r.Rows[i].Strategy)
 		require.Zero(t, r.Wrong)

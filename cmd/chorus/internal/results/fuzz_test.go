@@ -1,4 +1,4 @@
-package perf
+package results
 
 import (
 	"io"
@@ -12,8 +12,8 @@ func FuzzReadReport(f *testing.F) {
 	f.Add(`{"form": 1, "rows": [null]}`)
 	f.Add(`{}{}`)
 	f.Fuzz(func(t *testing.T, s string) {
-		if r, err := ReadReport(strings.NewReader(s)); err == nil {
-			_ = r.WriteJSON(io.Discard)
+		if r, err := Read(strings.NewReader(s)); err == nil {
+			_ = WriteJSON(r, io.Discard)
 		}
 	})
 }

@@ -143,7 +143,7 @@ func hypercubeOf[T memory.Element](c *nccl.Communicator, s *stream.Stream, dst, 
 }
 
 // pieces describes the expected content of a rank's destination after the call.
-func (o *Operation) pieces(l layout, rank, n, root int) (list []piece) {
+func (o *operation) pieces(l layout, rank, n, root int) (list []piece) {
 	switch o.kind {
 	case allReduce:
 		return []piece{{n: l.recv, ranks: n}}
@@ -184,7 +184,7 @@ func (o *Operation) pieces(l layout, rank, n, root int) (list []piece) {
 
 // offsets returns the offsets, in elements, of a rank's buffers within the single
 // buffer of an in-place operation.
-func (o *Operation) offsets(l layout, rank int) (dst, src int) {
+func (o *operation) offsets(l layout, rank int) (dst, src int) {
 	switch o.kind {
 	case allGather, gather, hypercube:
 		return 0, rank * l.send

@@ -1,4 +1,4 @@
-package perf
+package results
 
 import (
 	"fmt"
@@ -9,6 +9,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/chart"
+	"github.com/gochorus/chorus/perf"
 )
 
 // pageStyle is the style of the page without its charts.
@@ -28,16 +29,16 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #e4e3df 
 `
 
 // WriteHTML writes a self-contained page with charts and all figures.
-func (r *Report) WriteHTML(w io.Writer) error {
+func WriteHTML(r *perf.Report, w io.Writer) error {
 	p := &htmlPage{}
-	p.add("<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>chorus perf: %s</title>\n", r.title())
+	p.add("<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>chorus perf: %s</title>\n", title(r))
 	p.WriteString("<style>\n" + chart.Style + pageStyle + "</style></head>\n<body>\n<h1>chorus perf</h1>\n")
-	p.add("<p>%s, %s</p>\n", r.title(), r.Time.Format("2006-01-02 15:04 MST"))
+	p.add("<p>%s, %s</p>\n", title(r), r.Time.Format("2006-01-02 15:04 MST"))
 	p.verdict(r.Verdict)
 	if r.Error != "" {
 		p.add("<p><strong>The measurement ended early: %s</strong></p>\n", r.Error)
 	}
-	for _, c := range r.charts() {
+	for _, c := range charts(r) {
 		p.WriteString("<div class=\"wide\">" + c.SVG() + "</div>\n")
 	}
 	if r.Pairs != nil {
@@ -74,7 +75,7 @@ func (p *htmlPage) cells(tag string, texts ...string) {
 	p.WriteString("</tr>\n")
 }
 
-func (p *htmlPage) verdict(v *Verdict) {
+func (p *htmlPage) verdict(v *perf.Verdict) {
 	switch {
 	case v == nil:
 	case v.OK:
@@ -84,7 +85,7 @@ func (p *htmlPage) verdict(v *Verdict) {
 	}
 }
 
-func (p *htmlPage) pairs(of *Pairs) {
+func (p *htmlPage) pairs(of *perf.Pairs) {
 	p.add("<h2>Pairs: GB/s from row to column, %d bytes one way</h2>\n", of.Bytes)
 	p.matrix("%.1f", of.Bandwidth)
 	p.WriteString("<h2>Pairs: half a round trip of 8 bytes, us</h2>\n")
@@ -112,7 +113,7 @@ func (p *htmlPage) matrix(format string, values [][]float64) {
 	p.WriteString("</table></div>\n")
 }
 
-func (p *htmlPage) figures(r *Report) {
+func (p *htmlPage) figures(r *perf.Report) {
 	p.add("<h2>Figures</h2>\n<p>Average bus bandwidth %.5g GB/s over all rows", r.AvgBusBW)
 	if r.Link > 0 {
 		p.add("; a link does %v GB/s in one direction", r.Link)
@@ -133,7 +134,7 @@ func (p *htmlPage) figures(r *Report) {
 }
 
 // figure writes the row of the table for one side of a row.
-func (p *htmlPage) figure(row *Row, m *Measure, inPlace bool) {
+func (p *htmlPage) figure(row *perf.Row, m *perf.Measure, inPlace bool) {
 	root, place, wrong := "", "out", "not checked"
 	if row.Root >= 0 {
 		root = fmt.Sprint(row.Root)
@@ -149,11 +150,11 @@ func (p *htmlPage) figure(row *Row, m *Measure, inPlace bool) {
 }
 
 // charts returns charts of the bandwidths and times of all operations.
-func (r *Report) charts() (list []*chart.Chart) {
+func charts(r *perf.Report) (list []*chart.Chart) {
 	for _, c := range []*chart.Chart{
-		r.chart("Bus bandwidth", "GB/s", func(m *Measure) float64 { return m.BusBW }),
-		r.chart("Time of an operation", "us", func(m *Measure) float64 { return m.Time }),
-		r.chart("99th percentile of single operations", "us", func(m *Measure) float64 { return m.P99 }),
+		chartOf(r, "Bus bandwidth", "GB/s", func(m *perf.Measure) float64 { return m.BusBW }),
+		chartOf(r, "Time of an operation", "us", func(m *perf.Measure) float64 { return m.Time }),
+		chartOf(r, "99th percentile of single operations", "us", func(m *perf.Measure) float64 { return m.P99 }),
 	} {
 		if c != nil {
 			list = append(list, c)
@@ -169,9 +170,9 @@ type curve struct {
 }
 
 // features describes a side of a row in words, without its size.
-func (r *Row) features(inPlace bool) []string {
+func features(r *perf.Row, inPlace bool) []string {
 	list := []string{strings.ReplaceAll(r.Operation, "_", "-"), r.Type, "", "", r.Strategy, "out of place"}
-	if r.Reduction != Moves.String() {
+	if r.Reduction != "none" {
 		list[2] = r.Reduction
 	}
 	if r.Root >= 0 {
@@ -185,18 +186,18 @@ func (r *Row) features(inPlace bool) []string {
 
 // curves returns a curve for each side of each operation. It omits values that are not
 // positive or not finite, which a logarithmic axis cannot show.
-func (r *Report) curves(of func(*Measure) float64) (list []*curve) {
+func curves(r *perf.Report, of func(*perf.Measure) float64) (list []*curve) {
 	for _, row := range r.Rows {
 		for side, m := range row.Sides() {
 			y := of(m)
 			if !(y > 0) || math.IsInf(y, 1) {
 				continue
 			}
-			features := row.features(side == 1)
-			i := slices.IndexFunc(list, func(c *curve) bool { return slices.Equal(c.features, features) })
+			f := features(row, side == 1)
+			i := slices.IndexFunc(list, func(c *curve) bool { return slices.Equal(c.features, f) })
 			if i < 0 {
 				i = len(list)
-				list = append(list, &curve{features: features})
+				list = append(list, &curve{features: f})
 			}
 			list[i].points = append(list[i].points, chart.Point{X: float64(row.Bytes), Y: y})
 		}
@@ -225,8 +226,8 @@ func split(list []*curve) (shared string, names []string) {
 }
 
 // chart returns a chart of one quantity, or nil if there are no values.
-func (r *Report) chart(title, unit string, of func(*Measure) float64) *chart.Chart {
-	list := r.curves(of)
+func chartOf(r *perf.Report, title, unit string, of func(*perf.Measure) float64) *chart.Chart {
+	list := curves(r, of)
 	if len(list) == 0 {
 		return nil
 	}

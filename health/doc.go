@@ -1,8 +1,8 @@
 // Package health checks whether a host is ready for a job on its GPUs. It is the library behind chorus doctor, for
 // tools that want the results as data: agents of node health, operators, admission checks.
 //
-// Each hazard is a [Check] with a name, the source of its evidence, and a function that reads the evidence of a
-// [Host] and returns a [Result] for the host, or one for each GPU or link. A result has the verdict, what was found,
+// Each hazard is a [Check]: a name, the source of the evidence, and a function that reads it from a [Host]. The
+// function returns a [Result] for the host, or one for each GPU or link. A result has the verdict, what was found,
 // what a healthy host has, what the difference causes, and what cures it. Evidence that could not be read gives the
 // verdict [Unknown] with the reason, and never [Pass] or [Fail], so that a container without permissions is not
 // taken for a healthy or a broken host.

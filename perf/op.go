@@ -80,7 +80,7 @@ func doubled(count, n, align int) layout {
 	return layout{c, c * n, c, c * (n - 1)}
 }
 
-// operations lists all operations in the order of Operations.
+// operations are the rows of all operations.
 var operations = []*operation{
 	{name: "all_reduce", kind: allReduce, reduces: true, inPlace: true, factor: twice, layout: alike},
 	{name: "all_gather", kind: allGather, inPlace: true, factor: others, layout: spread},

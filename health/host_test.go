@@ -84,6 +84,7 @@ func (g *fakeGPU) PowerLimit() (int, error)                      { return g.limi
 func (g *fakeGPU) DefaultPowerLimit() (int, error)               { return g.usual, g.err }
 func (g *fakeGPU) PCIeReplays() (int, error)                     { return g.replays(), g.err }
 func (g *fakeGPU) NVLinkSpeed(int) (int, error)                  { return g.speed, g.err }
+func (g *fakeGPU) NVLinkSent() (uint64, error)                   { return 0, g.err }
 func (g *fakeGPU) RecoveryAction() (nvml.RecoveryAction, error)  { return g.action, g.err }
 func (g *fakeGPU) Fabric() (*nvml.Fabric, error)                 { return &g.fabric, errors.Join(g.err, g.noFabric) }
 func (g *fakeGPU) NVLinkErrors(link int, c nvml.LinkCounter) (uint64, error) {

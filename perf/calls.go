@@ -97,7 +97,7 @@ func bind[T memory.Element](x call, dst, src memory.Slice[T]) issue {
 	case hypercube:
 		return hypercubeOf(c, s, dst, src, x.layout.param)
 	}
-	return func(b *nccl.Batch) error { return exchange(b, c, s, src, (rank+1)%n, dst, (rank+n-1)%n) }
+	return func(b *nccl.Batch) error { return exchangeOf(b, c, s, src, (rank+1)%n, dst, (rank+n-1)%n) }
 }
 
 // counts returns the numbers of elements that a rank sends to and receives from each rank.
@@ -108,10 +108,10 @@ func counts(part, n, rank int) (out, in []int) {
 	return out, in
 }
 
-// exchange sends to one rank and receives from another at the same time.
-func exchange[T memory.Element](b *nccl.Batch, c *nccl.Communicator, s *stream.Stream, src memory.Slice[T], to int, dst memory.Slice[T], from int) error {
+// exchangeOf sends to one rank and receives from another at the same time.
+func exchangeOf[T memory.Element](b *nccl.Batch, c *nccl.Communicator, s *stream.Stream, src memory.Slice[T], to int, dst memory.Slice[T], from int) error {
 	if b == nil {
-		return nccl.Group(func(b *nccl.Batch) error { return exchange(b, c, s, src, to, dst, from) })
+		return nccl.Group(func(b *nccl.Batch) error { return exchangeOf(b, c, s, src, to, dst, from) })
 	}
 	if err := nccl.Send(b.On(c), s, src, to); err != nil {
 		return err
@@ -133,7 +133,7 @@ func hypercubeOf[T memory.Element](c *nccl.Communicator, s *stream.Stream, dst, 
 		for step := 1; step < n; step *= 2 {
 			have := rank &^ (step - 1)
 			get := have ^ step
-			err := exchange(b, c, s, dst.Slice(have*part, (have+step)*part), rank^step, dst.Slice(get*part, (get+step)*part), rank^step)
+			err := exchangeOf(b, c, s, dst.Slice(have*part, (have+step)*part), rank^step, dst.Slice(get*part, (get+step)*part), rank^step)
 			if err != nil {
 				return err
 			}

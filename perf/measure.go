@@ -28,6 +28,14 @@ type Measure struct {
 	P50   float64 `json:"p50"` // of single operations in µs, each timed on its slowest rank
 	P99   float64 `json:"p99"`
 	Wrong *int64  `json:"nwrong,omitempty"` // wrong elements in all checks; nil: not checked
+
+	Ranks []RankMeasure `json:"ranks,omitempty"` // the shares of the ranks
+}
+
+// A RankMeasure is the share of one rank in a Measure.
+type RankMeasure struct {
+	Time  float64 `json:"time"`             // of one operation in µs
+	Wrong int64   `json:"nwrong,omitempty"` // wrong elements in the rank's results
 }
 
 // A Row is one size of one operation.
@@ -132,6 +140,7 @@ func (j job) combine(all [][]float64, per int, checked bool) *Measure {
 		}
 		m.Time += one[n] / float64(per) / float64(len(all))
 		wrong += int64(one[n+1])
+		m.Ranks = append(m.Ranks, RankMeasure{Time: one[n] / float64(per), Wrong: int64(one[n+1])})
 	}
 	if checked {
 		m.Wrong = &wrong

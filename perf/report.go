@@ -9,6 +9,8 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -108,17 +110,33 @@ func gpusOf(ctx context.Context, g *comm.Group) ([]GPU, error) {
 
 // localGPUs identifies the devices of the local ranks.
 func localGPUs(g *comm.Group) ([]GPU, error) {
-	host, err := os.Hostname()
-	if err != nil {
-		return nil, err
+	devs := make([]*device.Device, g.Locals())
+	for i := range devs {
+		devs[i] = g.Device(i)
 	}
-	list := make([]GPU, g.Locals())
+	list, err := describeDevices(devs, g.Rank())
 	for i := range list {
-		p, err := g.Device(i).Properties()
+		list[i].Rank = g.Communicator(i).Rank()
+	}
+	return list, err
+}
+
+// describeDevices identifies devices, the first of which has a rank.
+func describeDevices(devs []*device.Device, first int) ([]GPU, error) {
+	host := env.HostName.Value()
+	if host == "" {
+		var err error
+		if host, err = os.Hostname(); err != nil {
+			return nil, err
+		}
+	}
+	list := make([]GPU, len(devs))
+	for i, d := range devs {
+		p, err := d.Properties()
 		if err != nil {
 			return nil, err
 		}
-		list[i] = GPU{Rank: g.Communicator(i).Rank(), Host: host, UUID: p.UUID, PCI: p.PCIBusID, Product: p.Name}
+		list[i] = GPU{Rank: first + i, Host: host, UUID: p.UUID, PCI: p.PCIBusID, Product: p.Name}
 	}
 	return list, nil
 }

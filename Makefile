@@ -121,7 +121,7 @@ generate: ## write docs/ENVIRONMENT.md
 	$(GO) test ./internal/env -run TestDocument -update
 
 ptx: ## recompile the Chorus kernels to PTX; needs NVRTC and a GPU
-	$(GO) test ./rng ./internal/strided ./cmd/chorus/internal/perf ./internal/fabric -run 'TestPTX$$' -v -ptx
+	$(GO) test ./rng ./internal/strided ./perf ./internal/fabric -run 'TestPTX$$' -v -ptx
 
 fuzz: ## run every fuzz target for FUZZTIME (30s)
 	@grep -ro --include=*_test.go '^func Fuzz[A-Za-z]*' . | sort | sed 's|/[^/]*:func | |' | while read -r p f; do \

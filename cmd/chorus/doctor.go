@@ -8,20 +8,21 @@ import (
 	"io"
 	"os"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/cmd/chorus/internal/doctor"
-	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/health"
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/perf"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -67,7 +68,7 @@ const doctorExample = `  chorus doctor
 
 // doctorFlags are the flags of chorus doctor.
 type doctorFlags struct {
-	doctor.Selection
+	health.Selection
 	json, strict bool
 }
 
@@ -76,13 +77,13 @@ func newDoctorCommand() *cobra.Command {
 	c := &cobra.Command{
 		Use:     "doctor",
 		Short:   "Check whether the host is ready for a job on its GPUs",
-		Long:    fmt.Sprintf(doctorLong, doctor.Names(doctor.Checks)),
+		Long:    fmt.Sprintf(doctorLong, checkNames()),
 		Example: doctorExample,
 		Args:    noArgs,
 		RunE: func(c *cobra.Command, _ []string) error {
 			anywhere := f.Selection
 			anywhere.Job = true // known after the job has started
-			if _, err := anywhere.Select(doctor.Checks); err != nil {
+			if _, err := anywhere.Select(health.Checks); err != nil {
 				return usageError(c, err)
 			}
 			return interruptible(c, f.run)
@@ -98,8 +99,17 @@ func newDoctorCommand() *cobra.Command {
 	return c
 }
 
+// checkNames lists the names of all checks in lines of the help.
+func checkNames() string {
+	var names []string
+	for _, c := range health.Checks {
+		names = append(names, c.ID)
+	}
+	return strings.Join(plain.Wrap(names, 80), "\n  ")
+}
+
 // print writes the report. Its error is the exit code of a host that is not ready.
-func (f *doctorFlags) print(out io.Writer, r *doctor.Report) error {
+func (f *doctorFlags) print(out io.Writer, r *health.Report) error {
 	var err error
 	switch {
 	case f.json:
@@ -136,14 +146,14 @@ type visit struct {
 	m      *member
 	store  *cluster.Store
 	nodes  []string // names of the hosts by node
-	checks []*doctor.Check
-	host   *doctor.Host // nil unless this process has local rank 0
+	checks []*health.Check
+	host   *health.Host // nil unless this process has local rank 0
 }
 
 // findings are the message of one host to rank 0.
 type findings struct {
-	Results []doctor.Result
-	Facts   *doctor.Facts
+	Results []health.Result
+	Facts   *health.Facts
 }
 
 // run checks this host, and in a job all hosts. Rank 0 prints.
@@ -187,13 +197,13 @@ func hostNames(members []cluster.Member) []string {
 // prepare selects the checks and opens the host.
 func (v *visit) prepare() (err error) {
 	v.Job = len(v.nodes) > 1
-	if v.checks, err = v.Select(doctor.Checks); err != nil {
+	if v.checks, err = v.Select(health.Checks); err != nil {
 		return usage(err)
 	}
 	if v.m.LocalRank() != 0 {
 		return nil
 	}
-	if v.host, err = doctor.NewHost(); err != nil {
+	if v.host, err = health.NewHost(); err != nil {
 		return err
 	}
 	if v.m.Size() == 1 {
@@ -205,13 +215,13 @@ func (v *visit) prepare() (err error) {
 }
 
 // examine runs the checks. It returns the report on rank 0, and nil on the others.
-func (v *visit) examine(ctx context.Context) (*doctor.Report, error) {
+func (v *visit) examine(ctx context.Context) (*health.Report, error) {
 	if v.host != nil {
 		if err := v.read(ctx); err != nil {
 			return nil, err
 		}
 	}
-	var report *doctor.Report
+	var report *health.Report
 	if v.m.isFirst() {
 		var err error
 		if report, err = v.collect(ctx); err != nil {
@@ -224,7 +234,7 @@ func (v *visit) examine(ctx context.Context) (*doctor.Report, error) {
 		}
 	}
 	if report != nil {
-		report.Counts = doctor.Count(report.Results)
+		report.Counts = health.Count(report.Results)
 	}
 	return report, nil
 }
@@ -233,13 +243,13 @@ func (v *visit) examine(ctx context.Context) (*doctor.Report, error) {
 func (v *visit) read(ctx context.Context) error {
 	limited, cancel := context.WithTimeout(ctx, readTime)
 	defer cancel()
-	reads := slices.DeleteFunc(slices.Clone(v.checks), func(c *doctor.Check) bool { return c.Measures })
-	mine := findings{Results: doctor.Run(limited, v.host, reads)}
+	reads := slices.DeleteFunc(slices.Clone(v.checks), func(c *health.Check) bool { return c.Measures })
+	mine := findings{Results: health.Run(limited, v.host, reads)}
 	if v.Job {
 		mine.Facts = v.host.Facts(limited, reads)
 		exchanging, cancel := context.WithTimeout(ctx, exchangeTime)
 		defer cancel()
-		doctor.Exchange(exchanging, v.store, v.host, mine.Facts, v.m.Node(), len(v.nodes))
+		health.Exchange(exchanging, v.store, v.host, mine.Facts, v.m.Node(), len(v.nodes))
 	}
 	if err := ctx.Err(); err != nil { // interrupted: the results are not complete
 		return err
@@ -254,9 +264,9 @@ func (v *visit) read(ctx context.Context) error {
 func resultsKey(node int) string { return fmt.Sprintf("results/%d", node) }
 
 // collect returns the findings of all hosts.
-func (v *visit) collect(ctx context.Context) (*doctor.Report, error) {
-	r := &doctor.Report{Version: version(), Hosts: v.nodes}
-	var facts []*doctor.Facts
+func (v *visit) collect(ctx context.Context) (*health.Report, error) {
+	r := &health.Report{Version: version(), Hosts: v.nodes}
+	var facts []*health.Facts
 	for node, name := range v.nodes {
 		text, err := v.store.Get(ctx, resultsKey(node))
 		if err != nil {
@@ -270,15 +280,15 @@ func (v *visit) collect(ctx context.Context) (*doctor.Report, error) {
 		r.Results, facts = append(r.Results, one.Results...), append(facts, one.Facts)
 	}
 	if v.Job {
-		r.Results = append(r.Results, doctor.Compare(v.checks, facts)...)
+		r.Results = append(r.Results, health.Compare(v.checks, facts)...)
 	}
 	return r, nil
 }
 
 // measure measures all GPUs together, unless the results of rank 0 have a reason against it.
-func (v *visit) measure(ctx context.Context, report *doctor.Report) error {
+func (v *visit) measure(ctx context.Context, report *health.Report) error {
 	if report != nil {
-		if err := v.store.Set(ctx, "measure", []byte(doctor.CanMeasure(report.Results))); err != nil {
+		if err := v.store.Set(ctx, "measure", []byte(health.CanMeasure(report.Results))); err != nil {
 			return err
 		}
 	}
@@ -292,53 +302,53 @@ func (v *visit) measure(ctx context.Context, report *doctor.Report) error {
 	}
 	if report != nil {
 		v.host.Measured = measured
-		loads := slices.DeleteFunc(slices.Clone(v.checks), func(c *doctor.Check) bool { return !c.Measures })
-		report.Results = append(report.Results, doctor.Run(ctx, v.host, loads)...)
+		loads := slices.DeleteFunc(slices.Clone(v.checks), func(c *health.Check) bool { return !c.Measures })
+		report.Results = append(report.Results, health.Run(ctx, v.host, loads)...)
 	}
 	return ctx.Err()
 }
 
 // peers tests the copies between all pairs of GPUs of this process.
-func (m *member) peers() doctor.Speed {
+func (m *member) peers() health.Speed {
 	if len(m.devs) == 1 {
-		return doctor.Speed{Missing: "each process has one GPU: start chorus doctor --measure without chorus run"}
+		return health.Speed{Missing: "each process has one GPU: start chorus doctor --measure without chorus run"}
 	}
 	if env.P2P.Value() == "off" {
-		return doctor.Speed{Missing: env.P2P.Name + "=off: direct copies are not in use"}
+		return health.Speed{Missing: env.P2P.Name + "=off: direct copies are not in use"}
 	}
 	tested := 0
 	for i, a := range m.devs {
 		for _, b := range m.devs[:i] {
 			can, err := a.CanAccessPeer(b)
 			if err != nil {
-				return doctor.Speed{Missing: err.Error()}
+				return health.Speed{Missing: err.Error()}
 			}
 			if !can {
 				continue
 			}
 			works, err := gpu.DeviceOf(a).PeerWorks(gpu.DeviceOf(b))
 			if err != nil {
-				return doctor.Speed{Missing: err.Error()}
+				return health.Speed{Missing: err.Error()}
 			}
 			if !works {
-				return doctor.Speed{Reason: fmt.Sprintf("wrong data between GPUs %d and %d", b.Ordinal(), a.Ordinal())}
+				return health.Speed{Reason: fmt.Sprintf("wrong data between GPUs %d and %d", b.Ordinal(), a.Ordinal())}
 			}
 			tested++
 		}
 	}
 	if tested == 0 {
-		return doctor.Speed{OK: true, Reason: "no pair has direct access"}
+		return health.Speed{OK: true, Reason: "no pair has direct access"}
 	}
-	return doctor.Speed{OK: true, Reason: fmt.Sprintf("direct copies between all %d pairs bring the right data", tested)}
+	return health.Speed{OK: true, Reason: fmt.Sprintf("direct copies between all %d pairs bring the right data", tested)}
 }
 
 // copiesInTurn measures the copies of all ranks: the processes of a host one after the other.
-func (m *member) copiesInTurn(ctx context.Context, g *comm.Group) ([]doctor.Copy, error) {
+func (m *member) copiesInTurn(ctx context.Context, g *comm.Group) ([]health.Copy, error) {
 	most := 1
 	for _, x := range m.Members() {
 		most = max(most, x.LocalSize)
 	}
-	var mine []doctor.Copy
+	var mine []health.Copy
 	for i := range most {
 		if i == m.LocalRank() {
 			mine = m.copies(ctx)
@@ -355,8 +365,8 @@ func (m *member) copiesInTurn(ctx context.Context, g *comm.Group) ([]doctor.Copy
 }
 
 // copies measures the copies of the GPUs of this process, one after the other.
-func (m *member) copies(ctx context.Context) []doctor.Copy {
-	list := make([]doctor.Copy, len(m.devs))
+func (m *member) copies(ctx context.Context) []health.Copy {
+	list := make([]health.Copy, len(m.devs))
 	bytes := 256 << 20
 	if m.virtual() {
 		bytes = 1 << 10
@@ -373,7 +383,7 @@ func (m *member) copies(ctx context.Context) []doctor.Copy {
 }
 
 // measureCopy measures copies of pinned memory in both directions.
-func measureCopy(ctx context.Context, d *device.Device, bytes int) (c doctor.Copy, err error) {
+func measureCopy(ctx context.Context, d *device.Device, bytes int) (c health.Copy, err error) {
 	p, err := d.Properties()
 	if err != nil {
 		return c, err
@@ -430,13 +440,13 @@ func bandwidth(ctx context.Context, s *stream.Stream, bytes int, issue func() er
 }
 
 // notMeasured returns measurements that have a reason for their absence.
-func notMeasured(reason string) *doctor.Measured {
-	none := doctor.Speed{Missing: reason}
-	return &doctor.Measured{Peers: none, Pairs: none, AllReduce: none, Pinned: none}
+func notMeasured(reason string) *health.Measured {
+	none := health.Speed{Missing: reason}
+	return &health.Measured{Peers: none, Pairs: none, AllReduce: none, Pinned: none}
 }
 
 // measured measures the GPUs of all processes together. All processes call it.
-func (m *member) measured(ctx context.Context) *doctor.Measured {
+func (m *member) measured(ctx context.Context) *health.Measured {
 	if err := m.find(0); err != nil {
 		return notMeasured(err.Error())
 	}
@@ -450,7 +460,7 @@ func (m *member) measured(ctx context.Context) *doctor.Measured {
 		return notMeasured(err.Error())
 	}
 	defer g.Close()
-	all := &doctor.Measured{Peers: m.peers(), Pinned: m.pinned()}
+	all := &health.Measured{Peers: m.peers(), Pinned: m.pinned()}
 	if all.Copies, err = m.copiesInTurn(ctx, g); err != nil {
 		return notMeasured(err.Error())
 	}
@@ -478,48 +488,36 @@ func measureAllReduce(ctx context.Context, g *comm.Group, virtual bool) (*perf.R
 	if virtual {
 		bytes, iterations = 1<<10, 1
 	}
-	op, err := perf.Find("all_reduce")
-	if err != nil {
-		return nil, err
-	}
-	types, err := perf.ParseDTypes("float")
-	sums, err2 := perf.ParseReductions("sum")
-	if err := errors.Join(err, err2); err != nil {
-		return nil, err
-	}
-	return perf.Run(ctx, g, &perf.Plan{
-		Operations: []*perf.Operation{op}, DTypes: types, Reductions: sums, Sizes: perf.Sizes{Min: bytes, Max: bytes, Step: 1},
-		Iterations: iterations, Warmups: 2, Checks: 1,
-	}, nil)
+	return perf.Run(ctx, g, &perf.Plan{Operations: []string{"all_reduce"}, MinBytes: bytes, Iterations: iterations, Warmups: 2, Checks: 1}, nil)
 }
 
 // speedOf returns the verdict of a report. The times of virtual devices say nothing about a host.
-func speedOf(r *perf.Report, err error) doctor.Speed {
+func speedOf(r *perf.Report, err error) health.Speed {
 	switch {
 	case err != nil:
-		return doctor.Speed{Missing: err.Error()}
+		return health.Speed{Missing: err.Error()}
 	case r.Verdict == nil:
-		return doctor.Speed{Missing: "no known bandwidth of the links of " + r.Device}
+		return health.Speed{Missing: "no known bandwidth of the links of " + r.Device}
 	case r.Backend != backend.CUDA:
-		return doctor.Speed{Missing: r.Verdict.Reason}
+		return health.Speed{Missing: r.Verdict.Reason}
 	}
-	return doctor.Speed{OK: r.Verdict.OK, Reason: r.Verdict.Reason}
+	return health.Speed{OK: r.Verdict.OK, Reason: r.Verdict.Reason}
 }
 
 // pinned pins memory for the first GPU of this process and frees it.
-func (m *member) pinned() doctor.Speed {
+func (m *member) pinned() health.Speed {
 	most, err := env.GDSPinned.Int()
 	if err != nil {
-		return doctor.Speed{Missing: err.Error()}
+		return health.Speed{Missing: err.Error()}
 	}
 	for _, n := range []int{64 << 20, most} {
 		x, err := memory.MakePinned[byte](m.devs[0], n)
 		if err != nil {
-			return doctor.Speed{Reason: fmt.Sprintf("%d MiB cannot be pinned: %v", n>>20, err)}
+			return health.Speed{Reason: fmt.Sprintf("%d MiB cannot be pinned: %v", n>>20, err)}
 		}
 		if err := x.Close(); err != nil {
-			return doctor.Speed{Missing: err.Error()}
+			return health.Speed{Missing: err.Error()}
 		}
 	}
-	return doctor.Speed{OK: true, Reason: fmt.Sprintf("64 MiB and %d MiB were pinned", most>>20)}
+	return health.Speed{OK: true, Reason: fmt.Sprintf("64 MiB and %d MiB were pinned", most>>20)}
 }

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/cmd/chorus/internal/doctor"
+	"github.com/gochorus/chorus/health"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testhost"
 )
@@ -48,20 +48,20 @@ func TestDoctorExitCodes(t *testing.T) {
 // The whole command works on any machine, and without a GPU nothing fails because of GPUs.
 func TestDoctorJSON(t *testing.T) {
 	out, errs, _ := chorusCommand(t, nil, "doctor", "--json")
-	var r doctor.Report
+	var r health.Report
 	require.NoError(t, json.Unmarshal([]byte(out), &r), errs)
 	name, err := os.Hostname()
 	require.NoError(t, err)
 	require.Equal(t, []string{name}, r.Hosts)
-	require.Equal(t, doctor.Count(r.Results), r.Counts)
+	require.Equal(t, health.Count(r.Results), r.Counts)
 	seen := map[string]bool{}
 	for _, x := range r.Results {
 		seen[x.ID] = true
-		if x.Verdict == doctor.Unknown {
+		if x.Verdict == health.Unknown {
 			require.NotEmpty(t, x.Cause, x.ID)
 		}
 	}
-	checks, err := (&doctor.Selection{}).Select(doctor.Checks)
+	checks, err := (&health.Selection{}).Select(health.Checks)
 	require.NoError(t, err)
 	for _, c := range checks {
 		require.True(t, seen[c.ID], c.ID)
@@ -70,7 +70,7 @@ func TestDoctorJSON(t *testing.T) {
 
 func TestDoctorHelp(t *testing.T) {
 	help := newDoctorCommand().Long
-	for _, c := range doctor.Checks {
+	for _, c := range health.Checks {
 		require.Contains(t, strings.ReplaceAll(help, "\n", " "), c.ID)
 	}
 }
@@ -91,10 +91,10 @@ func TestDoctorJob(t *testing.T) {
 	wg.Wait()
 	require.Equal(t, 1, codes[0], errs[0])
 	require.Empty(t, outs[1])
-	var r doctor.Report
+	var r health.Report
 	require.NoError(t, json.Unmarshal([]byte(outs[0]), &r), outs[0]+errs[0])
 	require.Equal(t, []string{"host0", "host1"}, r.Hosts)
-	verdicts := map[string][]doctor.Verdict{}
+	verdicts := map[string][]health.Verdict{}
 	for _, x := range r.Results {
 		verdicts[x.ID] = append(verdicts[x.ID], x.Verdict)
 		switch x.ID {
@@ -105,9 +105,9 @@ func TestDoctorJob(t *testing.T) {
 		}
 	}
 	require.Len(t, verdicts["shm"], 2)
-	require.Equal(t, []doctor.Verdict{doctor.Pass}, verdicts["clock-skew"])
-	require.Equal(t, []doctor.Verdict{doctor.Fail}, verdicts["variables-protocol"])
-	require.Equal(t, []doctor.Verdict{doctor.Unknown}, verdicts["pairs"])
+	require.Equal(t, []health.Verdict{health.Pass}, verdicts["clock-skew"])
+	require.Equal(t, []health.Verdict{health.Fail}, verdicts["variables-protocol"])
+	require.Equal(t, []health.Verdict{health.Unknown}, verdicts["pairs"])
 }
 
 // TestDoctorMeasures runs the measurements on virtual devices, whose times prove nothing.

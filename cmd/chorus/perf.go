@@ -15,10 +15,11 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
+	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/perf"
 )
 
 const perfLong = `Measure and check collectives like NVIDIA's nccl-tests, without MPI or a compiler.
@@ -82,14 +83,10 @@ type perfFlags struct {
 
 func newPerfCommand() *cobra.Command {
 	var f perfFlags
-	names := make([]string, len(perf.Operations))
-	for i, o := range perf.Operations {
-		names[i] = o.Name
-	}
 	c := &cobra.Command{
 		Use:     "perf [flags] operation...",
 		Short:   "Measure and check collectives, like nccl-tests",
-		Long:    fmt.Sprintf(perfLong, strings.Join(names, ", ")),
+		Long:    fmt.Sprintf(perfLong, strings.Join(perf.Operations(), ", ")),
 		Example: perfExample,
 		RunE: func(c *cobra.Command, ops []string) error {
 			if !c.Flags().Changed("maxbytes") {
@@ -179,7 +176,7 @@ func (f *perfFlags) plan(ops []string) (*perfPlan, error) {
 	case p.pairs:
 		return p, p.pairPlan().Check(2)
 	}
-	return p, p.Sizes.Check()
+	return p, (&perf.Plan{Operations: []string{"all_reduce"}, Types: []string{"int8"}, MinBytes: p.MinBytes, MaxBytes: p.MaxBytes, StepBytes: p.StepBytes, StepFactor: p.StepFactor, Iterations: 1}).Check(1)
 }
 
 // parse sets the values of the plan that flags have.
@@ -187,18 +184,21 @@ func (f *perfFlags) parse(p *perfPlan) (err error) {
 	for _, x := range []struct {
 		flag, text string
 		to         *int
-	}{{"-b", f.min, &p.Sizes.Min}, {"-e", f.max, &p.Sizes.Max}, {"-i", f.step, &p.Sizes.Step}} {
+	}{{"-b", f.min, &p.MinBytes}, {"-e", f.max, &p.MaxBytes}, {"-i", f.step, &p.StepBytes}} {
 		n, err := perf.ParseBytes(x.text)
 		if err != nil {
 			return fmt.Errorf("%s: %w", x.flag, err)
 		}
 		*x.to = n
 	}
-	p.Sizes.Factor = f.factor
-	if p.DTypes, err = perf.ParseDTypes(f.dtype); err != nil {
+	if p.MaxBytes < 1 {
+		return fmt.Errorf("sizes from %d to %d bytes: want at least 1, and the smallest first", p.MinBytes, p.MaxBytes)
+	}
+	if _, err := perf.ParseTypes(f.dtype); err != nil {
 		return fmt.Errorf("-d: %w", err)
 	}
-	if p.Reductions, err = perf.ParseReductions(f.red); err != nil {
+	p.StepFactor, p.Types, p.Reductions, p.Strategies = f.factor, []string{f.dtype}, []string{f.red}, f.strategies
+	if err := (&perf.Plan{Operations: []string{"all_reduce"}, Reductions: p.Reductions, MinBytes: 4, Iterations: 1}).Check(1); err != nil {
 		return fmt.Errorf("-o: %w", err)
 	}
 	if p.Root, err = strconv.Atoi(f.root); f.root == "all" {
@@ -207,12 +207,12 @@ func (f *perfFlags) parse(p *perfPlan) (err error) {
 		return fmt.Errorf("-r %q: want a rank or all", f.root)
 	}
 	p.Iterations, p.Warmups, p.Checks, p.Launches = f.iters, f.warmups, f.checks, f.graph
-	p.Register = perf.Registration(f.register)
+	p.Register = f.register
 	return nil
 }
 
 func (p *perfPlan) pairPlan() *perf.PairPlan {
-	return &perf.PairPlan{Bytes: p.Sizes.Max, Iterations: p.Iterations, Warmups: p.Warmups}
+	return &perf.PairPlan{Bytes: p.MaxBytes, Iterations: p.Iterations, Warmups: p.Warmups}
 }
 
 func (f *perfFlags) operations(p *perfPlan, names []string) error {
@@ -222,15 +222,15 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 	for _, name := range names {
 		switch name {
 		case "all":
-			p.Operations, p.Fitting = append(p.Operations, perf.Operations...), true
+			p.Operations, p.Fitting = append(p.Operations, perf.Operations()...), true
 		case "pairs":
 			p.pairs = true
 		default:
-			o, err := perf.Find(name)
-			if err != nil {
-				return fmt.Errorf("%w, all or pairs", err)
+			name = strings.TrimSuffix(name, "_perf")
+			if !slices.Contains(perf.Operations(), name) {
+				return fmt.Errorf("unknown operation %q: want one of %s, all or pairs", name, strings.Join(perf.Operations(), ", "))
 			}
-			p.Operations = append(p.Operations, o)
+			p.Operations = append(p.Operations, name)
 		}
 	}
 	if p.pairs && len(p.Operations) > 0 {
@@ -238,7 +238,7 @@ func (f *perfFlags) operations(p *perfPlan, names []string) error {
 	}
 	for i, o := range p.Operations {
 		if slices.Contains(p.Operations[:i], o) {
-			return fmt.Errorf("%s is given twice", o.Name)
+			return fmt.Errorf("%s is given twice", o)
 		}
 	}
 	return nil
@@ -256,7 +256,7 @@ func (f *perfFlags) readBaseline() (*perf.Report, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--baseline: %w", err)
 	}
-	r, err := perf.ReadReport(bytes.NewReader(text))
+	r, err := results.Read(bytes.NewReader(text))
 	if err != nil {
 		return nil, fmt.Errorf("--baseline %s: %w", f.baseline, err)
 	}
@@ -315,10 +315,10 @@ func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 // perfWriters write a complete report. For text that is only the end: the tables
 // were printed as they grew.
 var perfWriters = map[string]func(*perf.Report, io.Writer) error{
-	"text":  (*perf.Report).WriteEnd,
-	"json":  (*perf.Report).WriteJSON,
-	"csv":   (*perf.Report).WriteCSV,
-	"bench": (*perf.Report).WriteBench,
+	"text":  results.WriteEnd,
+	"json":  results.WriteJSON,
+	"csv":   results.WriteCSV,
+	"bench": results.WriteBench,
 }
 
 // A perfTarget holds rank 0's output files and baseline. On the other ranks it
@@ -379,7 +379,7 @@ func (t *perfTarget) finish() error {
 // measure runs the plan and writes the results.
 func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p *perfPlan) error {
 	if t.baseline != nil {
-		if err := t.baseline.Comparable(g, &p.Plan, f.strategies); err != nil {
+		if err := results.Comparable(t.baseline, g, &p.Plan); err != nil {
 			return usage(fmt.Errorf("--baseline %s: %w", f.baseline, err))
 		}
 	}
@@ -397,7 +397,7 @@ func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p
 		return err
 	}
 	if t.page != nil {
-		if err := r.WriteHTML(t.page); err != nil {
+		if err := results.WriteHTML(r, t.page); err != nil {
 			return err
 		}
 	}
@@ -411,7 +411,7 @@ func (f *perfFlags) writeIncomplete(t *perfTarget, r *perf.Report) error {
 		errs = append(errs, perfWriters[f.format](r, t.out))
 	}
 	if t.page != nil {
-		errs = append(errs, r.WriteHTML(t.page))
+		errs = append(errs, results.WriteHTML(r, t.page))
 	}
 	return errors.Join(errs...)
 }
@@ -424,19 +424,19 @@ func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p
 		if err != nil || !text {
 			return r, err
 		}
-		return r, errors.Join(r.WriteHead(out), r.Pairs.WriteText(out))
+		return r, errors.Join(results.WriteHead(r, out), results.WritePairs(r.Pairs, out))
 	}
 	if f.strategies {
-		r, err := perf.RunStrategies(ctx, g, &p.Plan)
+		r, err := perf.Run(ctx, g, &p.Plan, nil)
 		if err != nil || !text {
 			return r, err
 		}
-		return r, errors.Join(r.WriteHead(out), r.WriteStrategies(out))
+		return r, errors.Join(results.WriteHead(r, out), results.WriteStrategies(r, out))
 	}
 	if !text {
 		return perf.Run(ctx, g, &p.Plan, nil)
 	}
-	t := perf.NewTable(out, f.link)
+	t := results.NewTable(out, f.link)
 	if err := t.Head(g); err != nil {
 		return nil, err
 	}
@@ -448,11 +448,11 @@ func (f *perfFlags) collect(ctx context.Context, out io.Writer, g *comm.Group, p
 // result compares with the baseline and returns the exit code as an error.
 func (f *perfFlags) result(t *perfTarget, r *perf.Report) error {
 	if t.baseline != nil {
-		both, missing, err := r.Compare(t.baseline)
+		both, missing, err := results.Compare(r, t.baseline)
 		if err != nil {
 			return fmt.Errorf("--baseline %s: %w", f.baseline, err)
 		}
-		slower, err := perf.WriteChanges(t.remarks, both, missing, f.tolerance)
+		slower, err := results.WriteChanges(t.remarks, both, missing, f.tolerance)
 		if err != nil {
 			return err
 		}

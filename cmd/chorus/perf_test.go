@@ -15,7 +15,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
+	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testhost"
 )
@@ -127,7 +127,7 @@ func TestPerfOfProcesses(t *testing.T) {
 	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual")
 	out, err := cmd.Output()
 	require.NoError(t, err)
-	r, err := perf.ReadReport(bytes.NewReader(out))
+	r, err := results.Read(bytes.NewReader(out))
 	require.NoError(t, err, "only rank 0 prints")
 	require.Equal(t, 3, r.Ranks)
 	require.Equal(t, 1, r.Locals)

@@ -10,11 +10,12 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
+	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/route"
+	"github.com/gochorus/chorus/perf"
 )
 
 const tuneLong = `Measure all strategies of each collective, and record the fastest one for each size.
@@ -89,7 +90,7 @@ func (f *tuneFlags) config() (*comm.TuneConfig, error) {
 			return nil, fmt.Errorf("-e: %w", err)
 		}
 	}
-	if c.Types, err = distinct("-d", f.types, perf.ParseDTypes); err != nil {
+	if c.Types, err = distinct("-d", f.types, perf.ParseTypes); err != nil {
 		return nil, err
 	}
 	if c.Ops, err = distinct("-o", f.ops, parseTunable); err != nil {
@@ -247,11 +248,11 @@ func titleOf(c *comm.Choice) string {
 }
 
 // strategyTable builds a table of the choices of one operation.
-func strategyTable(choices []comm.Choice, dry bool) *perf.StrategyTable {
-	b := &perf.StrategyTable{Title: titleOf(&choices[0])}
+func strategyTable(choices []comm.Choice, dry bool) *results.StrategyTable {
+	b := &results.StrategyTable{Title: titleOf(&choices[0])}
 	var columns []comm.Strategy
 	for _, c := range choices {
-		row := perf.StrategyRow{Bytes: c.Bytes, Cells: map[string]string{}}
+		row := results.StrategyRow{Bytes: c.Bytes, Cells: map[string]string{}}
 		for i, x := range c.Times {
 			if !slices.Contains(columns, x.Strategy) {
 				columns = append(columns, x.Strategy)
@@ -260,9 +261,9 @@ func strategyTable(choices []comm.Choice, dry bool) *perf.StrategyTable {
 			case dry:
 				row.Cells[string(x.Strategy)] = "? "
 			case i == 0:
-				row.Cells[string(x.Strategy)] = perf.Cell(x.Micros, "*")
+				row.Cells[string(x.Strategy)] = results.Cell(x.Micros, "*")
 			default:
-				row.Cells[string(x.Strategy)] = perf.Cell(x.Micros, " ")
+				row.Cells[string(x.Strategy)] = results.Cell(x.Micros, " ")
 			}
 		}
 		b.Rows = append(b.Rows, row)

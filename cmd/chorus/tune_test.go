@@ -10,7 +10,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/perf"
+	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
@@ -103,7 +103,7 @@ func TestPerfStrategies(t *testing.T) {
 	chosen := func() (list []string) {
 		out, errs, code := chorusPerf(t, set, append(args, "--format", "json")...)
 		require.Zero(t, code, errs)
-		r, err := perf.ReadReport(strings.NewReader(out))
+		r, err := results.Read(strings.NewReader(out))
 		require.NoError(t, err)
 		require.Equal(t, "tuned", r.Strategy)
 		have := map[string][]string{}

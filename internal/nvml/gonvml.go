@@ -13,6 +13,12 @@ func bind(find dl.Resolver, path string) (raw, error) {
 	return goNVML{nvml.New(nvml.WithLibraryPath(path)), find}, nil
 }
 
+// Of returns the API of an implementation of go-nvml's interface: a mock, in tests of hosts that are not at hand.
+// The implementation has all functions except the fabric's state, which go-nvml reads past its interface.
+func Of(api nvml.Interface) (API, error) {
+	return start(goNVML{api, func(name string) (uintptr, bool) { return 0, name != "nvmlDeviceGetGpuFabricInfoV" }}, nil)
+}
+
 // goNVML calls NVML by go-nvml.
 type goNVML struct {
 	api  nvml.Interface

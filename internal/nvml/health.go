@@ -24,6 +24,7 @@ type Health interface {
 	PCIeReplays() (int, error) // since the driver was loaded
 	NVLinkErrors(link int, c LinkCounter) (uint64, error)
 	NVLinkSpeed(link int) (megabytesPerSecond int, err error)
+	NVLinkSent() (bytes uint64, err error) // over all links, since the driver was loaded
 	RecoveryAction() (RecoveryAction, error)
 	Fabric() (*Fabric, error) // state of the registration with the fabric manager
 }
@@ -124,6 +125,7 @@ const (
 
 // Fields of nvmlDeviceGetFieldValues.
 const (
+	fieldNVLinkSent     = 138 // NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_TX in KiB, with the link as the scope
 	fieldNVLinkSpeed    = 164 // NVML_FI_DEV_NVLINK_GET_SPEED, with the link as the scope
 	fieldRecoveryAction = 230 // NVML_FI_DEV_GET_GPU_RECOVERY_ACTION
 )
@@ -214,6 +216,12 @@ func (d device) NVLinkErrors(link int, c LinkCounter) (uint64, error) {
 func (d device) NVLinkSpeed(link int) (int, error) {
 	v, err := d.field(fieldNVLinkSpeed, uint32(link))
 	return int(v), err
+}
+
+func (d device) NVLinkSent() (uint64, error) {
+	const allLinks = math.MaxUint32
+	v, err := d.field(fieldNVLinkSent, allLinks)
+	return v << 10, err
 }
 
 func (d device) RecoveryAction() (RecoveryAction, error) {

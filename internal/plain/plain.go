@@ -160,3 +160,18 @@ func each(v reflect.Value, f func(string) string) {
 		}
 	}
 }
+
+// Wrap joins names by commas to lines of at most width bytes.
+func Wrap(names []string, width int) (lines []string) {
+	line := ""
+	for i, s := range names {
+		if i < len(names)-1 {
+			s += ","
+		}
+		if line != "" && len(line)+1+len(s) > width {
+			lines, line = append(lines, line), ""
+		}
+		line = strings.TrimPrefix(line+" "+s, " ")
+	}
+	return append(lines, line)
+}

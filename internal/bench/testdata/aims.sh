@@ -47,7 +47,7 @@ passed() {
 }
 
 tests() {
-	limit=$((4 * limit)) within tests env PACKAGE_TIMEOUT="$limit" "$pack/run.sh" '^(nccl|comm|ddp|internal/fabric|cmd/chorus/internal/perf)$' -- -test.skip '/virtual|//virtual|/joined|//joined'
+	limit=$((4 * limit)) within tests env PACKAGE_TIMEOUT="$limit" "$pack/run.sh" '^(nccl|comm|ddp|internal/fabric|perf)$' -- -test.skip '/virtual|//virtual|/joined|//joined'
 	cat "$rows/tests.txt"
 }
 abort() {

@@ -5,6 +5,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -38,41 +39,41 @@ func New(m *machine.Machine) cublasapi.API {
 
 // begin consults the fault plan, unbinds the thread's context and looks up the
 // handle, which must belong to the same device.
-func (l *lib) begin(name string, h cublasapi.Handle) (*handle, bool, cublasapi.Result) {
-	dev, hang, r := Begin(l.m, name)
+func (l *lib) begin(name string, h cublasapi.Handle) (*handle, fault.Fault, cublasapi.Result) {
+	dev, x, r := Begin(l.m, name)
 	if r != cublasapi.Success {
-		return nil, false, r
+		return nil, x, r
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	handle := l.handles[h]
 	if handle == nil || handle.dev != dev {
-		return nil, false, cublasapi.NotInitialized
+		return nil, x, cublasapi.NotInitialized
 	}
-	return handle, hang, cublasapi.Success
+	return handle, x, cublasapi.Success
 }
 
 // Begin begins a call that needs a context: it consults the fault plan, unbinds the thread's
-// context and returns its device. hang tells that the call's operation never ends.
-func Begin(m *machine.Machine, name string) (dev *machine.Device, hang bool, r cublasapi.Result) {
+// context and returns its device and the planned fault of its operation.
+func Begin(m *machine.Machine, name string) (dev *machine.Device, x fault.Fault, r cublasapi.Result) {
 	bound := m.Unbind()
-	x := m.Fault(name)
+	x = m.FaultIn(bound, name)
 	if x.Status != 0 {
-		return nil, false, cublasapi.Result(x.Status)
+		return nil, x, cublasapi.Result(x.Status)
 	}
 	m.Lock()
 	defer m.Unlock()
 	dev = m.Retained(bound)
 	if dev == nil {
-		return nil, false, cublasapi.NotInitialized
+		return nil, x, cublasapi.NotInitialized
 	}
 	if dev.Status() != cudadrv.Success {
-		return nil, false, cublasapi.ExecutionFailed
+		return nil, x, cublasapi.ExecutionFailed
 	}
 	if m.Permits(name) != cudadrv.Success {
-		return nil, false, cublasapi.NotInitialized
+		return nil, x, cublasapi.NotInitialized
 	}
-	return dev, x.Hang, cublasapi.Success
+	return dev, x, cublasapi.Success
 }
 
 func (l *lib) Create() (cublasapi.Handle, cublasapi.Result) {
@@ -218,7 +219,7 @@ func (l *lib) GemmStridedBatchedEx(h cublasapi.Handle, ta, tb cublasapi.Op, m, n
 
 func (l *lib) gemm(name string, h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int32, alpha cublasapi.Scalar, a, b cublasapi.Matrix,
 	beta cublasapi.Scalar, c cublasapi.Matrix, batch int32, compute cublasapi.ComputeType, algo int32) cublasapi.Result {
-	handle, hang, r := l.begin(name, h)
+	handle, x, r := l.begin(name, h)
 	if r != cublasapi.Success {
 		return r
 	}
@@ -254,7 +255,7 @@ func (l *lib) gemm(name string, h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k
 	if res != cudadrv.Success || s.Invalidated() {
 		return cublasapi.ExecutionFailed
 	}
-	s.EnqueueCall(name, hang, g.run)
+	s.EnqueueCall(name, x, g.run)
 	return cublasapi.Success
 }
 

@@ -7,6 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -68,17 +69,17 @@ type preference struct {
 }
 
 // begin begins a call that needs a handle of the current context.
-func (l *ltLib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, hang bool, r cublasapi.Result) {
-	dev, hang, r = Begin(l.m, name)
+func (l *ltLib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, x fault.Fault, r cublasapi.Result) {
+	dev, x, r = Begin(l.m, name)
 	if r != cublasapi.Success {
-		return nil, false, r
+		return nil, x, r
 	}
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.handles[h] != dev {
-		return nil, false, cublasapi.NotInitialized
+		return nil, x, cublasapi.NotInitialized
 	}
-	return dev, hang, cublasapi.Success
+	return dev, x, cublasapi.Success
 }
 
 // free begins a call that needs no context: it consults the fault plan.

@@ -34,7 +34,8 @@ type Fault struct {
 // A Plan is a fault plan with the calls counted so far. Each library call
 // consults it once, by its C name.
 type Plan struct {
-	plan map[string]map[int]Fault
+	plan   map[string]map[int]Fault // by the C name, or the name with the number of a device
+	scoped bool                     // a fault has a device
 
 	counts atomic.Pointer[callCount] // of CountCalls
 	hang   atomic.Pointer[string]    // of HangNext
@@ -81,8 +82,17 @@ func (f *Plan) Hit(name string) (status int32, hang bool) {
 	return x.Status, x.Hang
 }
 
+// Scoped reports whether the plan has faults of single devices, which [Plan.NextOn] needs the device for.
+func (f *Plan) Scoped() bool { return f.scoped }
+
 // Next is Hit for calls that support more kinds of faults.
-func (f *Plan) Next(name string) Fault {
+func (f *Plan) Next(name string) Fault { return f.NextOn(name, NoDevice) }
+
+// NoDevice is the device of a call that belongs to none.
+const NoDevice = -1
+
+// NextOn is Next for a call on a device. A fault of this device has its own count of calls, and comes first.
+func (f *Plan) NextOn(name string, device int32) Fault {
 	f.counts.Load().add(name)
 	if p := f.hang.Load(); p != nil && *p == name && f.hang.CompareAndSwap(p, nil) {
 		if !streamOps[name] {
@@ -94,12 +104,16 @@ func (f *Plan) Next(name string) Fault {
 		return Fault{}
 	}
 	f.mu.Lock()
-	f.count[name]++
-	x, ok := f.plan[name][f.count[name]]
-	if !ok {
-		x = f.plan[name][everyCall]
+	x, ok := f.planned(name)
+	if device != NoDevice && f.scoped {
+		if y, on := f.planned(onDevice(name, device)); on {
+			x, ok = y, on
+		}
 	}
 	f.mu.Unlock()
+	if !ok {
+		return Fault{}
+	}
 	switch {
 	case x.lose:
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
@@ -109,6 +123,18 @@ func (f *Plan) Next(name string) Fault {
 	}
 	return x
 }
+
+// planned counts a call and returns its planned fault. f.mu is held.
+func (f *Plan) planned(key string) (x Fault, ok bool) {
+	f.count[key]++
+	if x, ok = f.plan[key][f.count[key]]; !ok {
+		x, ok = f.plan[key][everyCall]
+	}
+	return x, ok
+}
+
+// onDevice returns the key of a call on a device.
+func onDevice(name string, device int32) string { return fmt.Sprintf("%s:%d", name, device) }
 
 // everyCall represents * instead of a number.
 const everyCall = 0
@@ -133,7 +159,7 @@ func (f *Plan) Parse(text string) error {
 		}
 		name, n, x, err := parseFault(item)
 		if err != nil {
-			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n, wrong@call#n, slow@call#n=duration, short@call#n or async@call#n=status, separated by commas, * for every n, "+
+			return fmt.Errorf("virtual: fault %q: %w; want call#n=status, hang@call#n, lose@call#n, zero@call#n, wrong@call#n, slow@call#n=duration, short@call#n or async@call#n=status, separated by commas, * for every n, call:device#n for calls on one device, "+
 				"such as cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY or hang@ncclAllReduce#2", item, err)
 		}
 		if f.plan == nil {
@@ -143,6 +169,7 @@ func (f *Plan) Parse(text string) error {
 			f.plan[name] = map[int]Fault{}
 		}
 		f.plan[name][n] = x
+		f.scoped = f.scoped || strings.Contains(name, ":")
 	}
 	return nil
 }
@@ -166,8 +193,15 @@ func parseFault(item string) (name string, n int, x Fault, err error) {
 	} else if n, err = strconv.Atoi(number); err != nil || n < 1 {
 		return "", 0, x, fmt.Errorf("%q is not the number of a call, counted from 1", number)
 	}
-	if err := x.suits(name); err != nil {
+	call, device, scoped := strings.Cut(name, ":")
+	if d, err := strconv.ParseUint(device, 10, 8); scoped && (err != nil || fmt.Sprint(d) != device) {
+		return "", 0, x, fmt.Errorf("%q is not the number of a device, counted from 0", device)
+	}
+	if err := x.suits(call); err != nil {
 		return "", 0, x, err
+	}
+	if scoped && !onDevices(call) {
+		return "", 0, x, fmt.Errorf("%q is not a call on one device", call)
 	}
 	switch {
 	case x.Slow > 0:
@@ -175,12 +209,19 @@ func parseFault(item string) (name string, n int, x Fault, err error) {
 			return "", 0, x, fmt.Errorf("%q is not a duration", status)
 		}
 	case failing:
-		if x.Status, err = statusOf(name, status); err != nil {
+		if x.Status, err = statusOf(call, status); err != nil {
 			return "", 0, x, err
 		}
 	}
 	return name, n, x, nil
 }
+
+// onDevices reports whether a call belongs to one device: it needs a context or a communicator.
+func onDevices(call string) bool { return streamOps[call] || contextCalls[call] }
+
+// contextCalls are the calls besides streamOps that need a context.
+var contextCalls = Names(`cuMemAlloc cuMemHostAlloc cuMemCreate cuStreamCreateWithPriority cuStreamSynchronize cuEventCreate cuModuleLoadData
+	cublasCreate cublasLtCreate`)
 
 func (x *Fault) setKind(kind string) error {
 	switch kind {
@@ -214,9 +255,9 @@ func (x *Fault) suits(call string) error {
 	case x.Short && !transfers[call]:
 		return fmt.Errorf("%q does not transfer between files and memory", call)
 	case x.Wrong && !delivers[call]:
-		return fmt.Errorf("%q is neither a copy nor an operation of NCCL that delivers data", call)
+		return fmt.Errorf("%q is neither a copy, nor a product, nor an operation of NCCL that delivers data", call)
 	case x.Slow > 0 && !delivers[call] && call != "ncclSend":
-		return fmt.Errorf("%q is neither a copy nor an operation of NCCL", call)
+		return fmt.Errorf("%q is neither a copy, nor a product, nor an operation of NCCL", call)
 	case x.Zero && !between[call]:
 		return fmt.Errorf("%q does not copy between devices", call)
 	}
@@ -272,9 +313,9 @@ var noStatus = Names(`cuFileHandleDeregister`)
 // between lists the copies that may involve two devices.
 var between = Names(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
 
-// delivers lists the copies and the operations of NCCL that write memory.
+// delivers lists the copies, products and operations of NCCL that write memory.
 var delivers = Names(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast
-	ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll ncclGather ncclScatter ncclRecv`)
+	ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll ncclGather ncclScatter ncclRecv cublasLtMatmul`)
 
 // streamOps lists the calls that enqueue an asynchronous operation.
 var streamOps = Names(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync

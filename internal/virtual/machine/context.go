@@ -94,7 +94,7 @@ func (d driver) begin(name string) (call, cudadrv.Result) {
 func (d driver) beginEnding(name string) (call, cudadrv.Result) {
 	c := call{m: d.m, name: name}
 	bound := d.m.threads.take()
-	x := d.m.faults.Next(name)
+	x := d.m.FaultIn(bound, name)
 	c.hang, c.zero, c.wrong, c.slow = x.Hang, x.Zero, x.Wrong, x.Slow
 	d.m.mu.Lock()
 	c.dev = d.m.deviceOf(bound)

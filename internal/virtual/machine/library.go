@@ -27,6 +27,28 @@ func (m *Machine) Devices() []*Device { return m.devices }
 // that hangs, but does not enqueue an operation, hangs here.
 func (m *Machine) Fault(name string) fault.Fault { return m.faults.Next(name) }
 
+// FaultIn is Fault for a call that needs a context, which is bound to a device.
+func (m *Machine) FaultIn(bound cudadrv.Context, name string) fault.Fault {
+	if !m.faults.Scoped() {
+		return m.faults.Next(name)
+	}
+	m.mu.Lock()
+	ordinal := int32(fault.NoDevice)
+	if dev := m.deviceOf(bound); dev != nil {
+		ordinal = dev.ordinal
+	}
+	m.mu.Unlock()
+	return m.faults.NextOn(name, ordinal)
+}
+
+// FaultOn is Fault for a call on a device.
+func (m *Machine) FaultOn(dev *Device, name string) fault.Fault {
+	if dev == nil {
+		return m.faults.Next(name)
+	}
+	return m.faults.NextOn(name, dev.ordinal)
+}
+
 // AddReports registers f, whose mistakes Reports also returns.
 func (m *Machine) AddReports(f func() []string) {
 	m.mu.Lock()
@@ -104,9 +126,9 @@ func (s *Stream) Destroyed() bool { return s.destroyed }
 func (s *Stream) Invalidated() bool { return s.capture != nil && s.capture.invalid }
 
 // EnqueueCall appends the operation of a call, or records it if the stream is being
-// captured. If hang is true, the stream hangs before it. The machine is locked.
-func (s *Stream) EnqueueCall(name string, hang bool, run func(*Op)) {
-	c := call{m: s.dev.m, name: name, hang: hang}
+// captured, with the planned fault of the call: it hangs, begins later, or Op.Wrong is set. The machine is locked.
+func (s *Stream) EnqueueCall(name string, x fault.Fault, run func(*Op)) {
+	c := call{m: s.dev.m, name: name, hang: x.Hang, wrong: x.Wrong, slow: x.Slow}
 	c.enqueue(s, run)
 }
 
@@ -138,6 +160,9 @@ func (o *Op) Machine() *Machine { return o.s.dev.m }
 
 // Device returns the device of the operation's stream.
 func (o *Op) Device() *Device { return o.s.dev }
+
+// Wrong reports whether the fault plan asks the operation to deliver a wrong byte.
+func (o *Op) Wrong() bool { return o.wrong }
 
 // Now returns the operation's point in time. The machine is locked.
 func (o *Op) Now() race.Stamp { return o.s.now }

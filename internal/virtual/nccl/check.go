@@ -36,7 +36,7 @@ func (i *issue) submit(l *lib) ncclapi.Result {
 	if !l.Has(i.f) {
 		return ncclapi.MissingSymbol
 	}
-	x := l.m.Fault(i.f.Name())
+	x := l.m.FaultOn(l.deviceOf(i.comm), i.f.Name())
 	if x.Status != 0 && !x.Async {
 		return l.submit(nil, l.refuse(ncclapi.Result(x.Status), "the fault plan failed %s", i.f.Name()))
 	}

@@ -103,6 +103,14 @@ func (l *lib) find(h ncclapi.Comm) *comm {
 	return l.comms[h]
 }
 
+// deviceOf returns the device of a communicator, or nil.
+func (l *lib) deviceOf(h ncclapi.Comm) *machine.Device {
+	if c := l.find(h); c != nil {
+		return c.dev
+	}
+	return nil
+}
+
 // comm returns the live communicator of a handle.
 func (l *lib) comm(f ncclapi.Func, h ncclapi.Comm) (*comm, ncclapi.Result) {
 	if c := l.find(h); c != nil {

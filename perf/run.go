@@ -1,0 +1,145 @@
+package perf
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"runtime"
+	"slices"
+	"sync"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// Run measures the plan on all ranks of the group, like nccl-tests. All ranks call Run with the
+// same plan. On rank 0 it calls row for each row as soon as it is measured; row
+// may be nil. The Report is the same on all ranks. If an operation fails or ctx
+// ends, Run stops and closes the group; the Report then has the rows before that and the error.
+// Run uses the group's streams, and returns when they are idle. No other work may be on them, because the times
+// would include it.
+func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, error) {
+	full, err := p.complete()
+	if err != nil {
+		return nil, err
+	}
+	if p.Strategies {
+		return full.runStrategies(ctx, g)
+	}
+	return full.run(ctx, g, row)
+}
+
+// run measures a complete plan.
+func (p *Plan) run(ctx context.Context, g *comm.Group, row func(*Row)) (*Report, error) {
+	jobs, err := p.jobs(g.Size())
+	if err != nil {
+		return nil, err
+	}
+	if p.only != nil {
+		jobs = slices.DeleteFunc(jobs, func(j job) bool { return !p.only(j) })
+	}
+	// Ranks with different plans would wait for each other.
+	same := *p
+	same.only = nil
+	if err := groups.Of(g).CheckSame(ctx, "perf", fmt.Sprintf("the flags %+v", same)); err != nil {
+		_ = g.Shutdown(ctx)
+		return nil, err
+	}
+	r, err := Describe(g)
+	if err != nil {
+		return nil, err
+	}
+	r.Plan = &same
+	if len(jobs) == 0 {
+		return r, nil
+	}
+	if r.GPUs, err = gpusOf(ctx, g); err != nil {
+		return nil, err
+	}
+	err = r.run(ctx, g, p, jobs, row)
+	r.sumUp()
+	if err != nil {
+		r.Error, r.Verdict = err.Error(), nil
+	}
+	return r, err
+}
+
+// run measures the jobs on all local ranks.
+func (r *Report) run(ctx context.Context, g *comm.Group, p *Plan, jobs []job, row func(*Row)) error {
+	bytes := 0
+	for _, j := range jobs {
+		bytes = max(bytes, j.layout.size()*j.dtype.Size())
+	}
+	return spmd(ctx, g, (bytes+step-1)/step*step, p.Register, func(ctx context.Context, x *rank) error {
+		for _, j := range jobs {
+			one, err := x.row(ctx, p, j)
+			if err != nil {
+				return err
+			}
+			if x.c.Rank() != g.Rank() {
+				continue // another local rank returns the same row
+			}
+			r.Rows = append(r.Rows, one)
+			if row != nil && x.c.Rank() == 0 {
+				row(one)
+			}
+		}
+		return nil
+	})
+}
+
+// spmd runs fn for all local ranks concurrently, each on a locked OS thread, with
+// buffers of the given size. The first error cancels the others.
+func spmd(ctx context.Context, g *comm.Group, bytes int, reg int, fn func(context.Context, *rank) error) error {
+	asked := ctx
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	ended := make(chan error, 1)
+	// Closing the group aborts operations that use the buffers or wait for another rank.
+	stop := context.AfterFunc(ctx, func() {
+		broken := g.Err() // names the failed rank
+		_ = g.Close()
+		ended <- broken
+	})
+	ranks, shared := make([]*rank, g.Locals()), &localState{localCalls: make([][]issue, g.Locals()), batch: groups.Of(g).NewBatch()}
+	onThreads(len(ranks), func(i int) {
+		var err error
+		if ranks[i], err = newRank(ctx, g, i, shared, bytes, reg); err == nil {
+			err = fn(ctx, ranks[i])
+		}
+		if err != nil {
+			cancel(err)
+		}
+	})
+	var err error
+	if !stop() {
+		err = <-ended
+		if cause := context.Cause(asked); err == nil || cause != nil && errors.Is(err, nccl.ErrorRemote) {
+			// A broken connection is a consequence of the cancellation.
+			err = cmp.Or(cause, context.Cause(ctx)) // the first error; the others are consequences
+		}
+	}
+	var errs []error
+	for _, r := range ranks {
+		errs = append(errs, r.close())
+	}
+	if err != nil {
+		return err
+	}
+	return errors.Join(errs...)
+}
+
+// onThreads calls fn with each number below n concurrently, each on a locked OS thread.
+func onThreads(n int, fn func(i int)) {
+	var wg sync.WaitGroup
+	for i := range n {
+		wg.Go(func() {
+			runtime.LockOSThread()
+			defer runtime.UnlockOSThread()
+			fn(i)
+		})
+	}
+	wg.Wait()
+}

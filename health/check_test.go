@@ -14,7 +14,7 @@ import (
 
 func TestHealthyHost(t *testing.T) {
 	w := healthy()
-	w.NCCL = func() (*Library, error) { return &Library{"/usr/lib/libnccl.so.2.32.6", "2.32.6"}, nil }
+	w.nccl = func() (*library, error) { return &library{"/usr/lib/libnccl.so.2.32.6", "2.32.6"}, nil }
 	fast := Speed{OK: true, Reason: "fast"}
 	w.Measured = &Measured{[]Copy{{Product: "NVIDIA H200", ToGPU: 55, FromGPU: 55}}, fast, fast, fast, fast}
 	for _, r := range Run(t.Context(), w.Host, Checks) {

@@ -18,7 +18,7 @@ func checkDefects(h *Host) Result {
 	if reason := h.noGPU(); reason != "" {
 		return unknown(reason)
 	}
-	lib, err := h.NCCL()
+	lib, err := h.nccl()
 	if err != nil {
 		return unread(err)
 	}

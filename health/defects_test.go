@@ -10,7 +10,7 @@ import (
 func TestNCCLDefects(t *testing.T) {
 	version := func(v string) func(w *world) {
 		return func(w *world) {
-			w.NCCL = func() (*Library, error) { return &Library{Path: "/usr/lib/libnccl.so.2", Version: v}, nil }
+			w.nccl = func() (*library, error) { return &library{Path: "/usr/lib/libnccl.so.2", Version: v}, nil }
 		}
 	}
 	w := healthy()
@@ -21,7 +21,7 @@ func TestNCCLDefects(t *testing.T) {
 		{"stale data in graphs", version("2.28.3"), Warn, "symmetric-in-graphs: symmetric kernels may read data"},
 		{"the cure of all", version("2.28.3"), Warn, "install NCCL 2.31.2 or newer"},
 		{"without the first", version("2.30.7"), Warn, "windows-in-one-allocation: "},
-		{"no NCCL", func(w *world) { w.NCCL = func() (*Library, error) { return nil, errors.New("no usable library") } }, Unknown, "no usable library"},
+		{"no NCCL", func(w *world) { w.nccl = func() (*library, error) { return nil, errors.New("no usable library") } }, Unknown, "no usable library"},
 		{"no version", version("x"), Unknown, `NCCL's version is "x"`},
 	} {
 		w := healthy()

@@ -1,12 +1,14 @@
 package memory_test
 
 import (
+	"errors"
 	"math/rand/v2"
 	"sync/atomic"
 	"testing"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -155,6 +157,17 @@ func TestAdoptRefuses(t *testing.T) {
 
 		x, err := memory.Adopt[int32](s, p, 4, nil)
 		require.NoError(t, err)
+		var adopted, closed error
+		g, err := graph.Capture([]*stream.Stream{s}, func() error {
+			adopted, closed = adopt(p, 4), x.Close()
+			return x.Zero(s)
+		}, nil)
+		require.NoError(t, err)
+		require.NoError(t, g.Close())
+		for _, err := range []error{adopted, closed} {
+			_, refused := errors.AsType[*device.CaptureError](err)
+			require.True(t, refused, "%v", err)
+		}
 		var in error
 		require.NoError(t, s.Callback(func() { in = x.Close() }))
 		require.NoError(t, s.Sync(t.Context()))

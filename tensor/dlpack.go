@@ -173,10 +173,10 @@ var exportDeleter = sync.OnceValue(func() uintptr {
 // ToDLPack exports the tensor for another library, without a copy (torch's __dlpack__).
 // Operations on consumer from now on come after the operations that are enqueued on the
 // stream that the memory was allocated on; consumer may be nil if the caller orders them. The
-// result owns a reference to the memory, as Retain makes one. Its deleter, which the consumer
-// calls on any thread, releases it: as with Close, the memory is reused behind the operations on its
-// own stream, so a consumer on another stream must be recorded by RecordStream, or wait for
-// its work before it calls the deleter.
+// result owns a reference to the memory, like the result of Retain. Its deleter, which the
+// consumer calls on any thread, releases it. As with Close, the memory is reused behind the
+// operations on its own stream. So a consumer on another stream must be recorded by
+// RecordStream, or must complete its work before it calls the deleter.
 //
 // Unless unversioned is set, the struct is a DLManagedTensorVersioned of version 1.0.
 //

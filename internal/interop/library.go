@@ -118,7 +118,7 @@ func chorus_all_reduce(managed *unsafe.Pointer, unversioned C.int) C.int {
 // that are taken over anew for each one, or of memory that Chorus has allocated.
 //
 //export chorus_time_all_reduce
-func chorus_time_all_reduce(next unsafe.Pointer, elements, rounds C.int) C.double {
+func chorus_time_all_reduce(adopt, elements, rounds C.int) C.double {
 	var us []float64
 	own := make([]tensor.Tensor, group.Locals())
 	for i := range own {
@@ -130,7 +130,7 @@ func chorus_time_all_reduce(next unsafe.Pointer, elements, rounds C.int) C.doubl
 	defer closeAll(own)
 	for range rounds {
 		list := own
-		if next != nil {
+		if adopt != 0 {
 			var adopted []tensor.Tensor
 			for i, x := range own { // export and take over: the ways of both directions
 				p, err := x.ToDLPack(nil, false)
@@ -153,7 +153,7 @@ func chorus_time_all_reduce(next unsafe.Pointer, elements, rounds C.int) C.doubl
 			return -1
 		}
 		us = append(us, float64(time.Since(begun).Nanoseconds())/1e3)
-		if next != nil && failed(closeAll(list)) {
+		if adopt != 0 && failed(closeAll(list)) {
 			return -1
 		}
 	}

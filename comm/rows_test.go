@@ -89,8 +89,8 @@ func TestRowsRefuse(t *testing.T) {
 	require.NoError(t, err)
 	defer g.Close()
 	for want, sends := range map[string][][]int{
-		"counts of 1 ranks for 2 local ranks":                       {{1, 1}},
-		"local rank 1 has 1 counts: want one for each of 2 ranks":   {{1, 1}, {1}},
+		"counts of 1 ranks for 2 local ranks":                      {{1, 1}},
+		"local rank 1 has 1 counts: want one for each of 2 ranks":  {{1, 1}, {1}},
 		"local rank 0 has the count -1 for rank 1: want 0 or more": {{1, -1}, {1, 1}},
 	} {
 		_, err := comm.ExchangeCounts(t.Context(), g, sends)

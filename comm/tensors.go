@@ -221,6 +221,8 @@ type typedOps interface {
 	// issue issues the operation of one rank. The zero Tensor is an operand that the rank does
 	// not use.
 	issue(m *member, c *tensorCall, dst, src tensor.Tensor) error
+	// allToAllV exchanges elements of contiguous tensors.
+	allToAllV(on Issuer, dst []tensor.Tensor, recvs [][]int, src []tensor.Tensor, sends [][]int) error
 }
 
 type typedOpsOf[T memory.Element] struct{}
@@ -338,7 +340,7 @@ func (x TensorIssuer) ReduceScatter(op Op, dst []tensor.Tensor, src ...[]tensor.
 
 // AllToAll enqueues the exchange of parts between all ranks: part i of src goes to rank i, and
 // part i of dst comes from rank i (torch.distributed.all_to_all, all_to_all_single). All parts
-// have the same number of elements; AllToAllV has no form for tensors. Collective.
+// have the same number of elements; AllToAllV exchanges different numbers of rows. Collective.
 func (x TensorIssuer) AllToAll(dst [][]tensor.Tensor, src ...[]tensor.Tensor) error {
 	return x.issue(&tensorCall{kind: flight.AllToAll, dst: dst, src: src})
 }

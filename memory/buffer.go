@@ -30,7 +30,8 @@ type Buffer struct {
 	captured bool // allocated by a capture: the graph owns the memory
 
 	imported bool         // from another process
-	foreign  func() error // frees memory that no allocator of this process owns; nil otherwise
+	adopted  bool         // of Adopt: foreign may be called while work is pending
+	foreign  func() error // releases memory that no allocator of Chorus owns; nil otherwise
 
 	mu     sync.Mutex
 	users  []*stream.Stream // the other streams that use the memory

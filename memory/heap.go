@@ -37,6 +37,8 @@ type heap struct {
 	engines []*uncached      // every engine this heap has ever had
 	used    bool             // memory was allocated
 
+	adopted adoptions
+
 	forget func() // removes the heap from the status of the process
 }
 

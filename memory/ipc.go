@@ -169,9 +169,16 @@ func IPCCollect(dev *device.Device) error {
 }
 
 // awaitUsers waits for the streams that used the buffer. It is needed for memory that
-// cannot be freed in stream order. b.mu is held.
+// cannot be freed in stream order. Adopted memory is released behind their work, which also
+// needs the driver. b.mu is held.
 func (b *Buffer) awaitUsers() error {
 	const op = "memory: close"
+	if b.adopted {
+		if gpu.InCallback() {
+			return fmt.Errorf("%s adopted memory: it needs the driver, which a callback must not use: close it outside: %w", op, device.ErrorNotPermitted)
+		}
+		return nil
+	}
 	if err := gpu.DeviceOf(b.Device()).Blocking(op); err != nil {
 		return err
 	}

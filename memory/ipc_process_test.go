@@ -3,6 +3,7 @@ package memory
 import (
 	"bufio"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -28,11 +29,13 @@ const ipcVar = "CHORUS_TEST_IPC"
 
 // A task is what a worker is to do, and told is what it says then.
 type task struct {
-	Do     string // "add", "hold", "drop", "share" or "close"
+	Do     string // "add", "hold", "raw", "drop", "share" or "close"
 	Handle IPCHandle
 	Kind   string // of memory, to share
-	N      int    // elements, to share
+	N      int    // elements, to share or of Raw
 	From   int32  // the first value that is there, or is to be
+	Raw    CUDAIPCHandle
+	Offset int // bytes from the start of Raw
 }
 
 type told struct {
@@ -105,6 +108,15 @@ func (w *worker) do(k *task, a *told) error {
 			return nil
 		}
 		return first(x.CopyFrom(w.s, ints(x.Len(), k.From+1)), x.Close())
+	case "raw":
+		x, err := OpenCUDAIPC[int32](w.s, k.Raw, k.Offset, k.N)
+		if err != nil {
+			return err
+		}
+		if got, want := read(w.t, w.s, x), ints(k.N, k.From); !slices.Equal(got, want) {
+			return fmt.Errorf("it has %d…, not %d…", got[0], k.From)
+		}
+		return errors.Join(x.CopyFrom(w.s, ints(k.N, k.From+1)), x.Close())
 	case "drop":
 		for _, x := range w.held {
 			if err := x.Close(); err != nil {
@@ -250,6 +262,30 @@ func TestIPCOfProcesses(t *testing.T) {
 		require.NoError(t, x.Close())
 		require.EqualValues(t, made, freed.Load())
 		w.end()
+	})
+}
+
+// Memory goes to another process by plain handles of CUDA.
+func TestCUDAIPCOfProcesses(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		w := startWorker(t, devs[0])
+		var freed atomic.Int32
+		x := shareables["segment"](t, s, 5000, &freed)
+		part := x.Slice(100, 4100)
+		for i := range 10 {
+			require.NoError(t, part.CopyFrom(s, ints(part.Len(), int32(i))))
+			require.NoError(t, s.Sync(t.Context()))
+			h, offset, err := part.CUDAIPCHandle()
+			require.NoError(t, err)
+			require.Empty(t, w.ask(task{Do: "raw", Raw: h, Offset: offset, N: part.Len(), From: int32(i)}).Error)
+			require.Equal(t, ints(part.Len(), int32(i+1)), read(t, s, part))
+			require.Contains(t, w.ask(task{Do: "raw", Raw: h, Offset: offset, N: 1 << 24, From: 0}).Error, "the allocation has ")
+		}
+		w.end()
+		require.NoError(t, x.Close())
 	})
 }
 

@@ -65,6 +65,7 @@ type Event struct {
 	owner    handle.Owner
 	dev      *device.Device
 	opened   bool        // made by another process
+	borrowed bool        // of ExternalEvent: Close does not destroy it
 	external bool        // of EventConfig.External
 	recorded atomic.Bool // at least once
 	captured atomic.Bool // its last Record was captured into a graph
@@ -94,6 +95,37 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	}
 	handle.Init(e, &e.owner, handle.About{Kind: "event", On: dev, Frequent: true})
 	return e, nil
+}
+
+// ExternalEvent wraps a CUevent that other code has made on dev, such as an event of PyTorch
+// in the same process. Close closes only the wrapper. The CUevent must live until then, and
+// so must it for graphs whose operations are on it. Handle returns it.
+//
+// The other code may have recorded the event before. Elapsed needs two events that are both
+// made with Timing; ExternalEvent does not know that of others, so Elapsed refuses its events.
+// CUDA cannot check that cuEvent is an event at all: if it is not, the process may crash.
+func ExternalEvent(dev *device.Device, cuEvent uintptr) (*Event, error) {
+	const op = "stream: external event"
+	if dev == nil {
+		return nil, fmt.Errorf("%s: no device given", op)
+	}
+	if cuEvent == 0 {
+		return nil, fmt.Errorf("%s: 0 is no event: %w", op, device.ErrorInvalidHandle)
+	}
+	e := &Event{dev: dev, borrowed: true, eventRef: inside.New(gpu.Event{Raw: cudadrv.Event(cuEvent), Flags: cudadrv.EventDisableTiming})}
+	gpu.DeviceOf(dev).RecordedElsewhere(gpu.EventOf(e))
+	if _, err := gpu.DeviceOf(dev).QueryEvent(gpu.EventOf(e)); err != nil {
+		return nil, fmt.Errorf("%s: %#x on %s: %w", op, cuEvent, dev, err)
+	}
+	handle.Init(e, &e.owner, handle.About{Kind: "external event", On: dev, Frequent: true})
+	return e, nil
+}
+
+// Handle returns the CUevent, for code that calls CUDA directly. It is valid until Close.
+// Other code may wait for the event and record it on streams of its device.
+func (e *Event) Handle() uintptr {
+	gpu.DeviceOf(e.dev).RecordedElsewhere(gpu.EventOf(e))
+	return uintptr(gpu.EventOf(e))
 }
 
 // Device returns the event's device.
@@ -210,7 +242,7 @@ func (e *Event) Close() error {
 	e.closed = true
 	held := e.graphs > 0
 	e.mu.Unlock()
-	if held {
+	if held || e.borrowed {
 		return nil
 	}
 	return gpu.DeviceOf(e.dev).DestroyEvent(gpu.EventOf(e))
@@ -309,7 +341,7 @@ func (e *Event) hold() {
 func (e *Event) letGo() {
 	e.mu.Lock()
 	e.graphs--
-	last := e.graphs == 0 && e.closed
+	last := e.graphs == 0 && e.closed && !e.borrowed
 	e.mu.Unlock()
 	if last {
 		_ = gpu.DeviceOf(e.dev).DestroyEvent(gpu.EventOf(e)) // a lost device has reported its error

@@ -1,5 +1,7 @@
 package tensor
 
+import "unsafe"
+
 // Shares reports whether two operands of a product share memory.
 func Shares(x, y Tensor) bool { return shares(&x, &y) }
 
@@ -9,3 +11,29 @@ func SharesWithin(x Tensor) bool { return sharesWithin(&x) }
 // Owned reports whether the memory is freed by Close of the last reference, and does not
 // belong to a slice.
 func (t Tensor) Owned() bool { return t.at().Owned() }
+
+// Exported returns the number of tensors that consumers of ToDLPack have.
+func Exported() int64 { return exportCount.Load() }
+
+// A Managed is a tensor of another library in DLPack's format.
+type Managed struct {
+	v       dlManagedVersioned
+	m       dlManaged
+	shape   []int64
+	strides []int64
+}
+
+// NewManaged returns the struct of a producer. change may damage it.
+func NewManaged(unversioned bool, ptr uint64, id int32, code, bits uint8, shape, strides []int64, deleter uintptr, change func(kind *int32, dims *int32, lanes *uint16, offset *uint64, major *uint32)) (*Managed, DLPack) {
+	x := &Managed{shape: shape, strides: strides}
+	tensor := dlTensor{data: uintptr(ptr), device: dlDevice{dlCUDA, id}, dims: int32(len(shape)), dtype: dlType{code, bits, 1}, shape: unsafe.SliceData(shape), strides: unsafe.SliceData(strides)}
+	x.v = dlManagedVersioned{major: dlMajor, deleter: deleter}
+	if change != nil {
+		change(&tensor.device.kind, &tensor.dims, &tensor.dtype.lanes, &tensor.offset, &x.v.major)
+	}
+	x.v.tensor, x.m = tensor, dlManaged{tensor: tensor, deleter: deleter}
+	if unversioned {
+		return x, DLPack{unsafe.Pointer(&x.m), true}
+	}
+	return x, DLPack{unsafe.Pointer(&x.v), false}
+}

@@ -22,6 +22,17 @@ func (r *rig) testAddressRanges(t *testing.T) {
 	}
 	res := r.on(t, 0, func() cudadrv.Result { _, _, res := r.drv.MemGetAddressRange(1); return res })
 	require.NotEqual(t, cudadrv.Success, res)
+	for want, a := range map[int32]cudadrv.PointerAttribute{cudadrv.MemoryTypeDevice: cudadrv.PointerMemoryType, 0: cudadrv.PointerDevice} {
+		for _, at := range []cudadrv.DevicePtr{0, 1, n - 1} {
+			r.do(t, 0, func() cudadrv.Result {
+				got, res := r.drv.PointerGetAttribute(a, p+at)
+				require.Equal(t, want, got, "attribute %d of byte %d", a, at)
+				return res
+			})
+		}
+		res := r.on(t, 0, func() cudadrv.Result { _, res := r.drv.PointerGetAttribute(a, 1); return res })
+		require.NotEqual(t, cudadrv.Success, res, "attribute %d of no memory", a)
+	}
 }
 
 // testInterprocessMemory tests the part that a single process can test.

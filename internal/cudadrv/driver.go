@@ -43,6 +43,8 @@ type Driver interface {
 	MemFree(p DevicePtr) Result
 	// MemGetAddressRange finds the allocation, or the mapping, that p lies in.
 	MemGetAddressRange(p DevicePtr) (base DevicePtr, bytes uintptr, r Result)
+	// PointerGetAttribute asks what memory p lies in, whichever context is current.
+	PointerGetAttribute(a PointerAttribute, p DevicePtr) (int32, Result)
 	// IpcGetMemHandle names memory of MemAlloc for other processes.
 	IpcGetMemHandle(p DevicePtr) (IpcMemHandle, Result)
 	// IpcOpenMemHandle maps the memory of another process. Opening a handle again

@@ -258,6 +258,11 @@ func (l *Lib) MemGetAddressRange(p DevicePtr) (base DevicePtr, bytes uintptr, r 
 	return DevicePtr(v), uintptr(w), r
 }
 
+func (l *Lib) PointerGetAttribute(a PointerAttribute, p DevicePtr) (int32, Result) {
+	v, r := l.Call1(fnPointerGetAttribute, dl.Get().Out().In(uintptr(a), uintptr(p)))
+	return int32(v), r
+}
+
 func (l *Lib) IpcGetMemHandle(p DevicePtr) (IpcMemHandle, Result) {
 	h := new(IpcMemHandle)
 	r := l.Call(fnIpcGetMemHandle, dl.Get().Ptr(unsafe.Pointer(h)).In(uintptr(p)))

@@ -49,6 +49,7 @@ var signatures = dltest.Signatures{
 	"cuMemHostAlloc":                    "o8 w i",
 	"cuMemFreeHost":                     "p4",
 	"cuMemGetAddressRange_v2":           "o8 o8 w",
+	"cuPointerGetAttribute":             "o4 i w",
 	"cuIpcGetMemHandle":                 "o64 w",
 	"cuIpcOpenMemHandle_v2":             "o8 T i",
 	"cuIpcCloseMemHandle":               "w",
@@ -188,6 +189,8 @@ func TestRecordedCalls(t *testing.T) {
 	two("MemPoolGetAttribute", value, r)
 	p, size, r = d.MemGetAddressRange(0xd1)
 	two("MemGetAddressRange", []uint64{uint64(p), uint64(size)}, r)
+	n, r = d.PointerGetAttribute(PointerDevice, 0xd1)
+	two("PointerGetAttribute", n, r)
 	mem, r := d.IpcGetMemHandle(0xd1)
 	two("IpcGetMemHandle", fmt.Sprintf("%x…%x", mem[:8], mem[60:]), r)
 	for i := range mem {

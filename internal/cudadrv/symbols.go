@@ -39,6 +39,7 @@ const (
 	fnMemHostAlloc
 	fnMemFreeHost
 	fnMemGetAddressRange
+	fnPointerGetAttribute
 	fnIpcGetMemHandle
 	fnIpcOpenMemHandle
 	fnIpcCloseMemHandle
@@ -144,6 +145,7 @@ var symbols = [numFns]dl.Func{
 	fnMemHostAlloc:                    {Name: "cuMemHostAlloc"},
 	fnMemFreeHost:                     {Name: "cuMemFreeHost"},
 	fnMemGetAddressRange:              {Name: "cuMemGetAddressRange_v2"},
+	fnPointerGetAttribute:             {Name: "cuPointerGetAttribute"},
 	fnIpcGetMemHandle:                 {Name: "cuIpcGetMemHandle"},
 	fnIpcOpenMemHandle:                {Name: "cuIpcOpenMemHandle_v2"},
 	fnIpcCloseMemHandle:               {Name: "cuIpcCloseMemHandle"},

@@ -29,6 +29,18 @@ type Attribute int32
 // P2PAttribute is CUdevice_P2PAttribute.
 type P2PAttribute int32
 
+// PointerAttribute is CUpointer_attribute.
+type PointerAttribute int32
+
+// The attributes of addresses that Chorus reads.
+const (
+	PointerMemoryType PointerAttribute = 2 // a CUmemorytype
+	PointerDevice     PointerAttribute = 9 // the ordinal
+)
+
+// MemoryTypeDevice is the CUmemorytype of device memory. Managed memory has it, too.
+const MemoryTypeDevice = 2
+
 // Flags of the creating calls, with the values of cuda.h.
 const (
 	StreamDefault     uint32 = 0

@@ -8,6 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -264,12 +265,62 @@ func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error)
 	if err != nil {
 		return Array{}, err
 	}
+	return owning(buf, t, shape, strides), nil
+}
+
+// Adopt returns an array over memory that other code has allocated: it begins some bytes behind
+// an address. It takes over the shape and the strides, which must not be negative. The last
+// Close releases the memory; see memory.Adopt.
+func Adopt(s *stream.Stream, t memory.DType, ptr, offset uint64, shape, strides []int, release func()) (Array, error) {
+	n, err := count(t, shape)
+	if err != nil {
+		return Array{}, err
+	}
+	size, last := t.Size(), 0 // last is the farthest element
+	for i, d := range shape {
+		switch {
+		case strides[i] < 0:
+			return Array{}, fmt.Errorf("strides %v are negative, which is not supported: copy the tensor first", strides)
+		case n > 0 && d > 1 && strides[i] > (math.MaxInt/size-last-1)/(d-1):
+			return Array{}, fmt.Errorf("shape %v with strides %v is larger than any memory", shape, strides)
+		}
+		if n > 0 {
+			last += (d - 1) * strides[i]
+		}
+	}
+	if ptr > math.MaxUint64-offset || (ptr+offset)%uint64(size) != 0 {
+		return Array{}, fmt.Errorf("the elements of %s begin at byte %d of %#x: misaligned: want a multiple of %d", t, offset, ptr, size)
+	}
+	if n > 0 {
+		last++
+	}
+	x, err := memory.Adopt[uint8](s, ptr+offset, last*size, release)
+	if err != nil {
+		return Array{}, err
+	}
+	return owning(x.Buffer(), t, shape, strides), nil
+}
+
+// owning returns an array that has the first reference to a buffer.
+func owning(buf *memory.Buffer, t memory.DType, shape, strides []int) Array {
 	own := &struct {
 		mem storage
-		ref reference // the first
+		ref reference
 	}{mem: storage{buf: buf, refs: 1}}
 	own.ref.mem = &own.mem
-	return Array{mem: &own.mem, ref: &own.ref, DType: t, Shape: shape, Strides: strides}, nil
+	return Array{mem: &own.mem, ref: &own.ref, DType: t, Shape: shape, Strides: strides}
+}
+
+// Follow orders operations on s from now on after those that are enqueued on the stream of the
+// memory. It does nothing if s is nil.
+func (t *Array) Follow(op string, s *stream.Stream) error {
+	if s == nil {
+		return nil
+	}
+	if err := gpu.CheckStream(op, s, nil); err != nil {
+		return err
+	}
+	return s.WaitStream(mem.BufferOf(t.mem.buf).Stream)
 }
 
 // Retain returns an array of the same elements that owns another reference to their

@@ -211,6 +211,32 @@ func (d *Device) resetOpened() {
 	}
 }
 
+// memoryTypeHost is the CUmemorytype of page-locked memory.
+const memoryTypeHost = 1
+
+func (d driver) PointerGetAttribute(a cudadrv.PointerAttribute, p cudadrv.DevicePtr) (int32, cudadrv.Result) {
+	c, r := d.begin("cuPointerGetAttribute")
+	if r != cudadrv.Success {
+		return 0, r
+	}
+	defer c.end()
+	b, _ := d.m.Find(p)
+	if b == nil || b.freeing || b.space != nil && len(b.space.within(uint64(p)-b.addr, 1)) == 0 {
+		return 0, cudadrv.ErrorInvalidValue
+	}
+	switch {
+	case a == cudadrv.PointerMemoryType && b.dev == nil:
+		return memoryTypeHost, cudadrv.Success
+	case a == cudadrv.PointerMemoryType:
+		return cudadrv.MemoryTypeDevice, cudadrv.Success
+	case a == cudadrv.PointerDevice && b.dev == nil:
+		return int32(c.dev.ordinal), cudadrv.Success
+	case a == cudadrv.PointerDevice:
+		return int32(b.dev.ordinal), cudadrv.Success
+	}
+	return 0, cudadrv.ErrorInvalidValue
+}
+
 func (d driver) MemGetAddressRange(p cudadrv.DevicePtr) (base cudadrv.DevicePtr, n uintptr, r cudadrv.Result) {
 	c, r := d.begin("cuMemGetAddressRange")
 	if r != cudadrv.Success {

@@ -33,7 +33,7 @@ test: ## run all tests
 	CGO_ENABLED=0 $(GO) test $(FAST) $(BESIDE) -timeout 20m ./...
 
 # The packages that own goroutines and locks. The others only call them.
-GOROUTINES = ./checkpoint ./cluster ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/differ ./internal/dl \
+GOROUTINES = ./checkpoint ./cluster ./internal/job ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/differ ./internal/dl \
 	./internal/flight ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll ./internal/race \
 	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/sockets ./internal/status ./internal/strided ./internal/virtual/... \
 	./memory/... ./nccl ./rng ./stream
@@ -86,8 +86,9 @@ soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each 
 	$(SOAK) ./cluster -run 'TestWaitsNeverLie|TestOutageBetweenHosts|TestRandomEpochs' -waits 5000 -outages 50 -epochs 2000
 	$(SOAK) ./cluster -run TestCoordinatorDies -count 20 -deaths 0
 	$(GO) test -count=1 -timeout 2h ./cluster -run 'TestSimulation$$' -simulate 1h
-	$(GO) test -count=1 -timeout 1h ./cluster -run 'TestCoreS' -coresim 10m -corefaults 2
-	$(GO) test -count=1 -timeout 2h ./cluster -run 'TestManyAgents|TestStarts' -agents 1000 -starts 20 -started 64
+	$(GO) test -count=1 -timeout 1h ./internal/job -run 'TestCoreS' -coresim 10m -corefaults 2
+	$(GO) test -count=1 -timeout 2h ./internal/job -run TestManyAgents -agents 1000
+	$(GO) test -count=1 -timeout 2h ./cluster -run TestStarts -starts 20 -started 64
 	$(SOAK) ./internal/launch -run TestElasticRandomHosts -hosts 100
 	$(SOAK) ./examples/elastic -run TestSoak -soak 1h
 	$(GO) test -count=1 -timeout 2h ./examples/elastic -run TestNoJobRunsTwice -splits 20

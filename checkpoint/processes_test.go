@@ -19,6 +19,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/files"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -245,8 +246,8 @@ func runJobIn(t *testing.T, backend, deed string, ranks int, folder string, seed
 		Procs:   ranks,
 		Devices: launch.Devices{Count: ranks, Backend: backend, Env: []string{
 			deedVar + "=" + deed, folderVar + "=" + folder, seedVar + "=" + fmt.Sprint(seed), "CHORUS_BACKEND=" + backend}},
-		Grace:   time.Minute,                                                         // all end by themselves
-		Cluster: cluster.Config{Timing: cluster.Timing{LostAfter: 30 * time.Second}}, // a kill is noticed at once
+		Grace:   time.Minute,                                                     // all end by themselves
+		Cluster: job.Config{Timing: cluster.Timing{LostAfter: 30 * time.Second}}, // a kill is noticed at once
 		Stdout:  &text,
 		Stderr:  &text,
 	})

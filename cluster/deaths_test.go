@@ -15,6 +15,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 var deathPoints = flag.Int("deaths", 8, "deaths of the coordinator in each test of TestCoordinatorDies; 0 means after each message")
@@ -34,7 +36,7 @@ type mortal struct {
 
 // forward forwards the messages of the coordinator on one connection.
 func (d *mortal) forward(to, from net.Conn) {
-	b := make([]byte, answerBytes)
+	b := make([]byte, job.AnswerBytes)
 	_, err := io.ReadFull(from, b)
 	if err == nil {
 		_, err = to.Write(b)
@@ -111,7 +113,7 @@ func (d *mortal) isDead() bool {
 type deathJob struct {
 	*witness
 	*mortal
-	as      []*Agent
+	as      []*job.Agent
 	workers []*randomWorker // the last of each host
 	finish  chan struct{}
 }

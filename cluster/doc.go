@@ -16,7 +16,7 @@
 //	cause := context.Cause(sess.Context()) // a *MemberLostError with process and reason
 //
 // One coordinator holds the authoritative state. Under `chorus run` it runs in the
-// launcher (an [Agent]), otherwise in the process of rank 0. Each process has one
+// launcher, otherwise in the process of rank 0. Each process has one
 // authenticated and encrypted TCP connection to it. After a reset or an outage that is
 // shorter than CHORUS_LOST_AFTER it connects again, and no call is lost or repeated.
 // Between the hosts of a job, gossip by memberlist helps to find the coordinator and to
@@ -66,8 +66,8 @@
 // change while a process lives, so that the device stays the same.
 //
 // The coordinator tells the launchers to start lost workers again, at most
-// Config.MaxRestarts times in the whole job, with a growing delay for each worker. Without
-// restarts the job goes on with the survivors, if at least Config.MinNodes hosts and
+// --max-restarts times in the whole job, with a growing delay for each worker. Without
+// restarts the job goes on with the survivors, if at least MIN hosts of --nnodes and
 // RunConfig.MinSize processes remain. A process that does not return in time is killed, and the next epoch waits up to 2 s
 // for its exit. With `chorus run --nnodes MIN:MAX`, hosts
 // join while the job runs. SIGTERM to one launcher drains its host: all ranks finish the step, and the job
@@ -137,7 +137,7 @@
 // runs a separate job. One seed excludes this. A seed that starts again while it cannot reach the
 // hosts of its old job begins another job if MIN hosts are with it.
 //
-// All methods of [Session] and [Agent] are safe for concurrent use. Calls that wait
+// All methods of [Session] are safe for concurrent use. Calls that wait
 // for other processes take a context; a context without a deadline is limited to
 // CHORUS_CALL_TIMEOUT. Close leaves the job immediately, and the other processes do
 // not see it as a failure. A process that exits without Close or Shutdown is lost.

@@ -14,6 +14,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 var epochChanges = flag.Int("epochs", 25, "random changes of TestRandomEpochs")
@@ -202,14 +204,14 @@ func TestRandomEpochs(t *testing.T) {
 }
 
 // obey starts a worker again if the coordinator orders it.
-func (x *witness) obey(a *Agent, o Order, workers map[int]*randomWorker, finish chan struct{}) {
+func (x *witness) obey(a *job.Agent, o job.Order, workers map[int]*randomWorker, finish chan struct{}) {
 	if o.Start {
 		workers[o.Local] = x.start(a, o.Local, finish)
 	}
 }
 
 // wholeAgain obeys the remaining orders until all workers are members of one epoch.
-func (x *witness) wholeAgain(a *Agent, workers map[int]*randomWorker, n int, finish chan struct{}) {
+func (x *witness) wholeAgain(a *job.Agent, workers map[int]*randomWorker, n int, finish chan struct{}) {
 	deadline := time.After(time.Minute)
 	for {
 		x.mu.Lock()
@@ -230,7 +232,7 @@ func (x *witness) wholeAgain(a *Agent, workers map[int]*randomWorker, n int, fin
 	}
 }
 
-func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker {
+func (x *witness) start(a *job.Agent, local int, finish chan struct{}) *randomWorker {
 	r := &randomWorker{local: local, world: make(chan *World, 1), result: make(chan error, 1), dead: make(chan struct{})}
 	j, err := detect(environ(strings.Join(a.WorkerEnv(local), " ")))
 	require.NoError(x.t, err)
@@ -256,7 +258,7 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 				case <-r.dead:
 					return errors.New("dead")
 				case <-ctx.Done():
-					time.Sleep(time.Duration(rand.IntN(4)) * settleTime / 2) // an abort takes time
+					time.Sleep(time.Duration(rand.IntN(4)) * job.SettleTime / 2) // an abort takes time
 					return context.Cause(ctx)
 				case <-finish:
 					return nil
@@ -269,12 +271,12 @@ func (x *witness) start(a *Agent, local int, finish chan struct{}) *randomWorker
 }
 
 // kill ends a worker like kill -9. A worker that is not a member yet is excused.
-func (x *witness) kill(a *Agent, r *randomWorker) {
+func (x *witness) kill(a *job.Agent, r *randomWorker) {
 	select {
 	case w := <-r.world:
 		x.bury(r)
 		_ = reportKill(a, r.local, w.me.PID, x.reportBy) // another coordinator learns it, too
-		w.calls.(remote).k.closeConnection()
+		w.calls.(job.Remote).Client.CloseConnection()
 		<-r.result
 	default:
 	}

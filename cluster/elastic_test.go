@@ -13,12 +13,14 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A ran is a call of Run in this process, which stands for a worker.
 type ran struct {
 	local  int
-	agent  *Agent
+	agent  *job.Agent
 	worlds chan *World // each that fn gets
 	steps  chan int    // steps that fn has begun in an epoch, after its end
 	finish chan struct{}
@@ -28,13 +30,13 @@ type ran struct {
 }
 
 // runWorker starts a worker whose function takes steps until its epoch ends or finish is closed.
-func runWorker(t *testing.T, a *Agent, local int, cfg RunConfig) *ran {
+func runWorker(t *testing.T, a *job.Agent, local int, cfg RunConfig) *ran {
 	r := newRan(a, local)
 	r.start(t, cfg)
 	return r
 }
 
-func newRan(a *Agent, local int) *ran {
+func newRan(a *job.Agent, local int) *ran {
 	return &ran{local: local, agent: a, worlds: make(chan *World, 100), steps: make(chan int, 100), finish: make(chan struct{}), result: make(chan error, 1)}
 }
 
@@ -134,19 +136,19 @@ func requireLine(t *testing.T, lines <-chan string, expression string) {
 func (r *ran) kill(t *testing.T, w *World) {
 	t.Helper()
 	require.NoError(t, reportKill(r.agent, r.local, os.Getpid(), time.Minute))
-	w.calls.(remote).k.closeConnection()
+	w.calls.(job.Remote).Client.CloseConnection()
 	require.Error(t, <-r.result)
 }
 
 // reportKill reports that a worker was killed, and waits until the coordinator has the report, at most for limit. Without a
 // report, the coordinator loses the worker soon after its connection has ended, for another reason.
-func reportKill(a *Agent, local, pid int, limit time.Duration) error {
-	k := a.client()
-	if err := a.Report(local, Exit{PID: pid, Code: 137, Reason: "killed by SIGKILL"}); err != nil {
+func reportKill(a *job.Agent, local, pid int, limit time.Duration) error {
+	k := a.Client()
+	if err := a.Report(local, job.Exit{PID: pid, Code: 137, Reason: "killed by SIGKILL"}); err != nil {
 		return err
 	}
-	k.stream.sendBeat() // its echo acknowledges the report
-	k.stream.flush(limit)
+	k.Stream.SendBeat() // its echo acknowledges the report
+	k.Stream.Flush(limit)
 	return nil
 }
 
@@ -161,19 +163,19 @@ func (r *ran) returned(t *testing.T) error {
 	}
 }
 
-func orderOf(t *testing.T, a *Agent) Order {
+func orderOf(t *testing.T, a *job.Agent) job.Order {
 	t.Helper()
 	select {
 	case o := <-a.Orders():
 		return o
 	case <-time.After(time.Minute):
 		require.FailNow(t, "no order")
-		return Order{}
+		return job.Order{}
 	}
 }
 
 // elasticJob starts agents and their workers, and waits for the first epoch.
-func elasticJob(t *testing.T, rc RunConfig, cfgs ...*Config) ([]*Agent, []*ran) {
+func elasticJob(t *testing.T, rc RunConfig, cfgs ...*job.Config) ([]*job.Agent, []*ran) {
 	t.Helper()
 	as, errs := startAll(t, cfgs...)
 	require.NoError(t, errors.Join(errs...))
@@ -192,12 +194,12 @@ func elasticJob(t *testing.T, rc RunConfig, cfgs ...*Config) ([]*Agent, []*ran) 
 	return as, rs
 }
 
-func oneHost(n, restarts int) *Config {
-	return &Config{Job: "elastic", LocalSize: n, MaxRestarts: restarts, Timing: quick, Notify: func(string) {}}
+func oneHost(n, restarts int) *job.Config {
+	return &job.Config{Job: "elastic", LocalSize: n, MaxRestarts: restarts, Timing: quick, Notify: func(string) {}}
 }
 
 // finishAll ends the functions of workers and then their job.
-func finishAll(t *testing.T, as []*Agent, rs ...*ran) {
+func finishAll(t *testing.T, as []*job.Agent, rs ...*ran) {
 	t.Helper()
 	for _, r := range rs {
 		close(r.finish)
@@ -269,13 +271,13 @@ func TestAllFinishTheLastStep(t *testing.T) {
 		j.Notify = func(string) {}
 		go func() { ends <- Run(t.Context(), &RunConfig{Join: j}, fn) }()
 	}
-	b, err := Start(t.Context(), cfgs[1])
+	b, err := job.Start(t.Context(), cfgs[1])
 	require.NoError(t, err)
 	r := runWorker(t, b, 0, RunConfig{})
 	r.awaitSize(t, 3)
 	close(r.finish)
 	require.NoError(t, errors.Join(<-ends, <-ends, r.returned(t)))
-	for _, a := range []*Agent{as[0], b} {
+	for _, a := range []*job.Agent{as[0], b} {
 		a.Close()
 	}
 }
@@ -315,7 +317,7 @@ func TestEpochs(t *testing.T) {
 
 	<-rs[0].steps
 	<-rs[2].steps
-	require.Equal(t, Order{Local: 1, Start: true, Count: 1}, orderOf(t, a))
+	require.Equal(t, job.Order{Local: 1, Start: true, Count: 1}, orderOf(t, a))
 	back := runWorker(t, a, 1, RunConfig{})
 	w0, w2 = rs[0].world(t, 3), rs[2].world(t, 3)
 	w1 := back.world(t, 3)
@@ -328,7 +330,7 @@ func TestEpochs(t *testing.T) {
 
 	// Without budget the world stays small.
 	back.kill(t, w1)
-	require.Equal(t, Order{Local: 1}, orderOf(t, a))
+	require.Equal(t, job.Order{Local: 1}, orderOf(t, a))
 	rs[0].world(t, 4)
 	rs[2].world(t, 4)
 	finishAll(t, as, rs[0], rs[2])
@@ -395,8 +397,8 @@ func TestRevokeIsBounded(t *testing.T) {
 		ws = append(ws, r.world(t, 1))
 	}
 	rs[0].kill(t, ws[0])
-	require.Equal(t, Order{Local: 0}, orderOf(t, as[0]))
-	require.Equal(t, Order{Local: 2, PID: os.Getpid(), Kill: true}, orderOf(t, as[0]))
+	require.Equal(t, job.Order{Local: 0}, orderOf(t, as[0]))
+	require.Equal(t, job.Order{Local: 2, PID: os.Getpid(), Kill: true}, orderOf(t, as[0]))
 	w := rs[1].world(t, 2)
 	require.Equal(t, []int{0, 1}, []int{w.Rank(), w.Size()})
 	left := w.Left()
@@ -457,7 +459,7 @@ func TestRunIsForAll(t *testing.T) {
 }
 
 // cluster returns configs of hosts with one worker each.
-func elasticHosts(t *testing.T, least, most, restarts int) []*Config {
+func elasticHosts(t *testing.T, least, most, restarts int) []*job.Config {
 	cfgs := onLoopback(t, most, 1)
 	for _, c := range cfgs {
 		c.MinNodes, c.LocalSize, c.MaxRestarts = least, 1, restarts
@@ -470,7 +472,7 @@ func TestHostsComeAndGo(t *testing.T) {
 	t.Parallel()
 	cfgs := elasticHosts(t, 1, 2, 0)
 	as, rs := elasticJob(t, RunConfig{}, cfgs[0])
-	b, err := Start(t.Context(), cfgs[1])
+	b, err := job.Start(t.Context(), cfgs[1])
 	require.NoError(t, err)
 	rb := runWorker(t, b, 0, RunConfig{})
 	w := rs[0].world(t, 2)
@@ -479,21 +481,21 @@ func TestHostsComeAndGo(t *testing.T) {
 	require.Equal(t, []int{1, 1}, []int{wb.Rank(), wb.Node()})
 	require.Equal(t, 2, as[0].Nodes())
 
-	b.k.closeConnection() // its launcher is killed
-	wb.calls.(remote).k.closeConnection()
+	b.Client().CloseConnection() // its launcher is killed
+	wb.calls.(job.Remote).Client.CloseConnection()
 	w = rs[0].world(t, 3)
 	require.Equal(t, 1, w.Size())
 	require.Contains(t, w.Left()[0].Reason, "its connection closed")
 	rb.returned(t)
 	b.Close()
 
-	b, err = Start(t.Context(), cfgs[1])
+	b, err = job.Start(t.Context(), cfgs[1])
 	require.NoError(t, err)
 	defer b.Close()
 	rb = runWorker(t, b, 0, RunConfig{})
 	require.Equal(t, 2, rs[0].world(t, 4).Size())
 	rb.world(t, 4)
-	finishAll(t, []*Agent{as[0], b}, rs[0], rb)
+	finishAll(t, []*job.Agent{as[0], b}, rs[0], rb)
 }
 
 // A host that is drained leaves at the end of a step, and the last host stops the job.
@@ -509,7 +511,7 @@ func TestDrain(t *testing.T) {
 	require.Equal(t, 1, w.Size())
 	require.Equal(t, "its launcher received SIGTERM", w.Left()[0].Reason)
 	require.True(t, w.Left()[0].Planned)
-	require.Equal(t, Order{Stop: true}, orderOf(t, as[1]))
+	require.Equal(t, job.Order{Stop: true}, orderOf(t, as[1]))
 	require.NoError(t, as[1].Close())
 	require.NoError(t, as[0].Drain("received SIGTERM", 143))
 	require.Equal(t, 143, requireCause[*StopError](t, as[0].Context()).ExitCode)
@@ -529,7 +531,7 @@ func TestDrainCoordinator(t *testing.T) {
 	require.Eventually(t, as[0].CanDrain, time.Minute, time.Millisecond)
 	require.NoError(t, as[0].Drain("received SIGTERM", 143))
 	require.ErrorIs(t, rs[0].returned(t), ErrDismissed)
-	require.Equal(t, Order{Stop: true}, orderOf(t, as[0]))
+	require.Equal(t, job.Order{Stop: true}, orderOf(t, as[0]))
 	steps := <-rs[0].steps
 	for _, r := range rs[1:] {
 		w := r.awaitSize(t, 2)
@@ -556,7 +558,7 @@ func TestEpochsWithoutLaunchers(t *testing.T) {
 	rs[0].world(t, 1)
 	w := rs[1].world(t, 1)
 	rs[2].world(t, 1)
-	w.calls.(remote).k.closeConnection()
+	w.calls.(job.Remote).Client.CloseConnection()
 	require.Error(t, rs[1].returned(t))
 	require.Equal(t, 2, rs[0].world(t, 2).Size())
 	require.Equal(t, 1, rs[2].world(t, 2).Rank())
@@ -575,75 +577,65 @@ func TestSmallerSeedJoinsTheRunningJob(t *testing.T) {
 		c.MinNodes, c.LocalSize = 1, 1
 	}
 	as, rs := elasticJob(t, RunConfig{}, cfgs[1])
-	require.Equal(t, cfgs[0].Seeds[1], as[0].addr)
-	b, err := Start(t.Context(), cfgs[0])
+	require.Equal(t, cfgs[0].Seeds[1], as[0].Addr)
+	b, err := job.Start(t.Context(), cfgs[0])
 	require.NoError(t, err)
 	defer b.Close()
-	require.Equal(t, as[0].addr, b.addr)
+	require.Equal(t, as[0].Addr, b.Addr)
 	rb := runWorker(t, b, 0, RunConfig{})
 	require.Equal(t, 0, rs[0].world(t, 2).Rank())
 	require.Equal(t, 1, rb.world(t, 2).Rank())
-	finishAll(t, []*Agent{as[0], b}, rs[0], rb)
+	finishAll(t, []*job.Agent{as[0], b}, rs[0], rb)
 }
 
 // TestLeftWithAMissedEpoch checks that a process which learns nothing of epoch 2 finds its departures in epoch 3, without a
 // process that epoch 3 has or names itself.
 func TestLeftWithAMissedEpoch(t *testing.T) {
 	l, _ := net.Pipe()
-	k := &client{stream: newStream(&link{c: l}, newRunClock(time.Second), time.Second), clock: newRunClock(time.Second)}
-	k.ctx, k.cancel = context.WithCancelCause(t.Context())
+	k := &job.Client{Stream: job.NewStream(&job.Link{Conn: l}, job.NewRunClock(time.Second), time.Second), Clock: job.NewRunClock(time.Second)}
+	k.Ctx, k.Cancel = context.WithCancelCause(t.Context())
 	r := &runner{cfg: &JoinConfig{}, parent: t.Context(), k: k, worlds: make(chan *World, 3), end: make(chan error, 1)}
-	begin := func(epoch uint64, w world) *World {
-		m := note(kindWorld, w)
-		m.epoch = epoch
+	begin := func(epoch uint64, w job.World) *World {
+		m := job.Note(job.KindWorld, w)
+		m.Epoch = epoch
 		r.event(k, m)
 		return <-r.worlds
 	}
 	at := func(rank int, host string, pid int) Member { return Member{Rank: rank, Host: host, PID: pid} }
-	begin(1, world{Members: []Member{at(0, "a", 1), at(1, "b", 1), at(2, "c", 1)}})
-	w := begin(3, world{Members: []Member{at(0, "a", 1), at(1, "d", 1)}, Left: []Departure{{Member: at(1, "c", 1), Reason: "killed by SIGKILL"}}})
+	begin(1, job.World{Members: []Member{at(0, "a", 1), at(1, "b", 1), at(2, "c", 1)}})
+	w := begin(3, job.World{Members: []Member{at(0, "a", 1), at(1, "d", 1)}, Left: []Departure{{Member: at(1, "c", 1), Reason: "killed by SIGKILL"}}})
 	require.Equal(t, []Departure{
 		{Member: at(1, "c", 1), Reason: "killed by SIGKILL"},
 		{Member: at(1, "b", 1), Reason: "left after epoch 1; the reason is unknown, because this process missed epoch 2"},
 	}, w.Left())
-	w = begin(4, world{Members: []Member{at(0, "a", 1)}})
+	w = begin(4, job.World{Members: []Member{at(0, "a", 1)}})
 	require.Empty(t, w.Left(), "no epoch is missed")
 }
 
-// FuzzEvents gives a worker and a launcher messages that a coordinator may send.
-func FuzzEvents(f *testing.F) {
-	add := func(k kind, id uint64, v any) {
-		m := note(k, v)
-		m.id = id
-		f.Add(m.encode())
+// FuzzWorkerEvents gives a worker messages that a coordinator may send.
+func FuzzWorkerEvents(f *testing.F) {
+	add := func(k job.Kind, id uint64, v any) {
+		m := job.Note(k, v)
+		m.ID = id
+		f.Add(m.Encode())
 	}
 	members := []Member{{Rank: 0, Host: "a"}, {Rank: 1, Host: "b", Node: 1}}
-	add(kindWorld, 1, world{Members: members, New: []int{1}, Left: []Departure{{Member: members[0], Reason: "killed"}}})
-	add(kindWorld, 9, world{Members: members})
-	add(kindWorld, 1, world{Members: slices.Repeat(members, 100)}) // packed
-	add(kindRevoke, 0, fault{Rank: 1, Reason: "killed"})
-	add(kindUntil, 3, nil)
-	add(kindOrder, 0, Order{Local: 1, Start: true})
-	add(kindOrder, 0, Order{Local: -1, Kill: true})
-	add(kindNews, 0, news{Plan: plan{Hosts: []host{{UUID: "u", LocalSize: 2}}}, Members: members, Line: "epoch 2"})
-	add(kindFault, 0, fault{Rank: -1, Again: true})
+	add(job.KindWorld, 1, job.World{Members: members, New: []int{1}, Left: []Departure{{Member: members[0], Reason: "killed"}}})
+	add(job.KindWorld, 9, job.World{Members: members})
+	add(job.KindWorld, 1, job.World{Members: slices.Repeat(members, 100)}) // packed
+	add(job.KindRevoke, 0, job.Fault{Rank: 1, Reason: "killed"})
+	add(job.KindUntil, 3, nil)
+	add(job.KindFault, 0, job.Fault{Rank: -1, Again: true})
 	f.Fuzz(func(t *testing.T, b []byte) {
-		m, err := decodeMessage(b)
+		m, err := job.DecodeMessage(b)
 		if err != nil {
 			return
 		}
 		l, _ := net.Pipe()
-		k := &client{stream: newStream(&link{c: l}, newRunClock(time.Second), time.Second), clock: newRunClock(time.Second),
-			replies: map[uint64]chan message{}, endedC: make(chan struct{})}
-		k.ctx, k.cancel = context.WithCancelCause(t.Context())
+		k := &job.Client{Stream: job.NewStream(&job.Link{Conn: l}, job.NewRunClock(time.Second), time.Second), Clock: job.NewRunClock(time.Second)}
+		k.Ctx, k.Cancel = context.WithCancelCause(t.Context())
 		r := &runner{cfg: &JoinConfig{}, parent: t.Context(), k: k, worlds: make(chan *World, 2), end: make(chan error, 1)}
-		r.event(k, note(kindWorld, world{Members: []Member{{Host: "a"}}}))
+		r.event(k, job.Note(job.KindWorld, job.World{Members: []Member{{Host: "a"}}}))
 		r.event(k, m)
-		a := &Agent{uuid: "u", cfg: Config{LocalSize: 2, Notify: func(string) {}}, orders: make(chan Order, 1), voter: newVoter(2), life: t.Context()}
-		p, err := a.newAttempt(k, 1, plan{Hosts: []host{{UUID: "u", LocalSize: 2}}})
-		require.NoError(t, err)
-		a.adopt(p)
-		a.event(k, m)
-		_, _, _ = a.Rank(0), a.Size(), a.Context()
 	})
 }

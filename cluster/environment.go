@@ -12,26 +12,13 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/job"
 )
 
-// A launcher is a program that starts processes: how to detect it and read its variables.
-type launcher struct {
-	name   string
-	title  string // in messages
-	found  func(*reader) bool
-	sizes  []string // the first one that is set is the number of processes that it has started
-	config func(*reader) (*JoinConfig, error)
-}
-
-// launchers from the inside out: mpirun in an allocation of Slurm runs inside of srun or of a batch
-// script, whose variables its processes inherit.
-var launchers = []launcher{
-	{"chorus", "`chorus run`", (*reader).hasChorus, []string{env.WorldSize.Name}, (*reader).chorus},
-	{"torchrun", "torchrun", (*reader).hasTorchrun, []string{"WORLD_SIZE"}, (*reader).torchrun},
-	{"openmpi", "Open MPI", (*reader).hasOpenMPI, []string{"OMPI_COMM_WORLD_SIZE"}, (*reader).openMPI},
-	{"pmi", "MPI (PMI)", (*reader).hasPMI, []string{"PMI_SIZE"}, (*reader).pmi},
-	{"slurm", "Slurm", (*reader).hasSlurm, []string{"SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"}, (*reader).slurm},
-	{"kubernetes", "Kubernetes", (*reader).hasKubernetes, []string{env.WorldSize.Name}, (*reader).kubernetes},
+// configs are the launchers' readers of a place in a world.
+var configs = map[string]func(*reader) (*JoinConfig, error){
+	"chorus": (*reader).chorus, "torchrun": (*reader).torchrun, "openmpi": (*reader).openMPI,
+	"pmi": (*reader).pmi, "slurm": (*reader).slurm, "kubernetes": (*reader).kubernetes,
 }
 
 // unsupported lists variables of launchers that Chorus cannot read. A value above alone means that the
@@ -49,31 +36,31 @@ var unsupported = []struct {
 // mpirun in an allocation of Slurm. The innermost one that has started several processes decides: the
 // variables of one that has started a single process only describe that process.
 func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
-	r := &reader{lookup: lookup}
-	choice := r.text(env.Launcher.Name, env.Launcher.Default)
+	r := &reader{&job.Environment{Lookup: lookup}}
+	choice := r.Text(env.Launcher.Name, env.Launcher.Default)
 	if choice == "none" {
 		return &JoinConfig{source: env.Launcher.Name + "=none: a world of one process"}, nil
 	}
 	known := []string{"auto", "none"}
-	var alone *launcher // the innermost of those that have started one process
-	for i := range launchers {
-		l := &launchers[i]
-		known = append(known, l.name)
-		if choice != l.name && (choice != "auto" || !l.found(r)) {
+	var alone *job.Launcher // the innermost of those that have started one process
+	for i := range job.Launchers {
+		l := &job.Launchers[i]
+		known = append(known, l.Name)
+		if choice != l.Name && (choice != "auto" || !l.Found(r.Environment)) {
 			continue
 		}
-		if choice == "auto" && l.name != "chorus" && r.started(l) == 1 {
+		if choice == "auto" && l.Name != "chorus" && r.Started(l) == 1 {
 			alone = cmp.Or(alone, l)
 			continue
 		}
 		return r.configOf(l)
 	}
 	if !slices.Contains(known, choice) {
-		return nil, r.problem("want one of "+strings.Join(known, ", "), env.Launcher.Name)
+		return nil, r.Problem("want one of "+strings.Join(known, ", "), env.Launcher.Name)
 	}
 	for _, u := range unsupported {
-		if n := deref(r.optional(u.name, 0), 0); n > u.alone {
-			return nil, r.problem(u.title+" started several processes, and Chorus cannot read their places from its variables: start them by `chorus run`, or set "+
+		if n := job.Deref(r.Optional(u.name, 0), 0); n > u.alone {
+			return nil, r.Problem(u.title+" started several processes, and Chorus cannot read their places from its variables: start them by `chorus run`, or set "+
 				env.Launcher.Name+"=none for a world of one process in each", u.name)
 		}
 	}
@@ -84,46 +71,19 @@ func detect(lookup func(string) (string, bool)) (*JoinConfig, error) {
 		return nil, err
 	}
 	source := "no launcher's variables are set: a world of one process"
-	if r.isSet("JOB_COMPLETION_INDEX") {
+	if r.IsSet("JOB_COMPLETION_INDEX") {
 		source = "JOB_COMPLETION_INDEX is set, but neither " + env.WorldSize.Name + " nor " + env.Seeds.Name + ": a world of one process"
 	}
 	return &JoinConfig{source: source}, nil
 }
 
 // configOf reads the variables of a launcher.
-func (r *reader) configOf(l *launcher) (*JoinConfig, error) {
-	cfg, err := l.config(r)
-	if err = cmp.Or(r.err, err); err != nil { // the first error
+func (r *reader) configOf(l *job.Launcher) (*JoinConfig, error) {
+	cfg, err := configs[l.Name](r)
+	if err = cmp.Or(r.Err, err); err != nil { // the first error
 		return nil, err
 	}
 	return r.finish(cfg)
-}
-
-// started returns the number of processes that a launcher has started, or 0 if its variables do not
-// contain it.
-func (r *reader) started(l *launcher) int {
-	n, err := strconv.Atoi(strings.TrimSpace(r.text(r.firstSet(l.sizes...), "")))
-	if err != nil {
-		return 0 // config describes the problem
-	}
-	return n
-}
-
-// checkOneJob returns an error if a launcher has started this process beside others, although it would be
-// the only host of its job. Each of them would then run a job of its own, and nobody would notice.
-func checkOneJob(lookup func(string) (string, bool)) error {
-	r := &reader{lookup: lookup}
-	if r.text(env.Launcher.Name, env.Launcher.Default) == "none" {
-		return nil
-	}
-	for i := range launchers {
-		l := &launchers[i]
-		if n := r.started(l); l.found(r) && n > 1 {
-			return r.problem(fmt.Sprintf("%s started %d processes, and each would run a job of its own: give all of them the same --nnodes, --seeds and --job, or --nnodes 1 if you want separate jobs", l.title, n),
-				r.firstSet(l.sizes...))
-		}
-	}
-	return nil
 }
 
 // incompletePairs lists variables that a launcher always sets together. If only some are
@@ -146,34 +106,34 @@ var incompletePairs = []struct {
 // a world of one process.
 func (r *reader) halfSet() error {
 	for _, h := range incompletePairs {
-		set, missing := slices.DeleteFunc(slices.Clone(h.set), func(n string) bool { return !r.isSet(n) }),
-			slices.DeleteFunc(slices.Clone(h.need), r.isSet)
+		set, missing := slices.DeleteFunc(slices.Clone(h.set), func(n string) bool { return !r.IsSet(n) }),
+			slices.DeleteFunc(slices.Clone(h.need), r.IsSet)
 		if len(set) > 0 && len(missing) > 0 {
 			return r.half(h.launcher, append(set, missing...))
 		}
 	}
-	if r.text("SLURM_PROCID", "0") != "0" {
+	if r.Text("SLURM_PROCID", "0") != "0" {
 		return r.half("Slurm", []string{"SLURM_PROCID", "SLURM_STEP_NODELIST"})
 	}
 	return nil
 }
 
 func (r *reader) half(launcher string, names []string) error {
-	return r.problem("only some of "+launcher+"'s variables are set: set the rest, or "+env.Launcher.Name+"=none for a world of one process", names...)
+	return r.Problem("only some of "+launcher+"'s variables are set: set the rest, or "+env.Launcher.Name+"=none for a world of one process", names...)
 }
 
 // finish adds the settings that do not depend on the launcher: job, host and secret.
 func (r *reader) finish(cfg *JoinConfig) (*JoinConfig, error) {
-	if v := r.text(env.Job.Name, ""); v != "" {
+	if v := r.Text(env.Job.Name, ""); v != "" {
 		cfg.Job = v
 	}
-	cfg.Host = r.text(env.HostName.Name, cfg.Host)
-	cfg.Insecure = r.text(env.Insecure.Name, "no") == "yes"
+	cfg.Host = r.Text(env.HostName.Name, cfg.Host)
+	cfg.Insecure = r.Text(env.Insecure.Name, "no") == "yes"
 	if cfg.token != nil || cfg.Size == 1 && cfg.Addr == "" {
 		return cfg, nil
 	}
-	if path := r.text(env.SecretFile.Name, ""); path != "" {
-		secret, err := readSecretFile(path)
+	if path := r.Text(env.SecretFile.Name, ""); path != "" {
+		secret, err := job.ReadSecretFile(path)
 		if err != nil {
 			return nil, err
 		}
@@ -182,103 +142,31 @@ func (r *reader) finish(cfg *JoinConfig) (*JoinConfig, error) {
 	return cfg, nil
 }
 
-// A reader reads an environment and keeps the first error.
-type reader struct {
-	lookup func(string) (string, bool)
-	err    error
-}
-
-func (r *reader) isSet(name string) bool {
-	v, ok := r.lookup(name)
-	return ok && v != ""
-}
-
-func (r *reader) text(name, unset string) string {
-	if v, ok := r.lookup(name); ok && v != "" {
-		return v
-	}
-	return unset
-}
-
-// firstSet returns the first of the names that is set, or the last name.
-func (r *reader) firstSet(names ...string) string {
-	for _, n := range names {
-		if r.isSet(n) {
-			return n
-		}
-	}
-	return names[len(names)-1]
-}
-
-// number returns the value of a required variable: a number of at least low.
-func (r *reader) number(name string, low int) int {
-	n, err := strconv.Atoi(strings.TrimSpace(r.text(name, "")))
-	if err != nil || n < low {
-		r.fail(r.problem(fmt.Sprintf("want a whole number of at least %d", low), name))
-		return low
-	}
-	return n
-}
-
-// optional is number for an optional variable.
-func (r *reader) optional(name string, low int) *int {
-	if !r.isSet(name) {
-		return nil
-	}
-	return new(r.number(name, low))
-}
-
-func (r *reader) fail(err error) {
-	if r.err == nil {
-		r.err = err
-	}
-}
-
-// problem returns a ConfigError about the named variables.
-func (r *reader) problem(reason string, names ...string) error {
-	e := &ConfigError{Reason: reason}
-	for _, n := range names {
-		if v, ok := r.lookup(n); ok {
-			e.Vars = append(e.Vars, fmt.Sprintf("%s=%q", n, v))
-		} else {
-			e.Vars = append(e.Vars, n+" (unset)")
-		}
-	}
-	return e
-}
-
 // place reads the four numbers that all launchers provide, and checks their
 // consistency.
 func (r *reader) place(rank, size, localRank, localSize string) *JoinConfig {
-	cfg := &JoinConfig{Rank: new(r.number(rank, 0)), Size: r.number(size, 1),
-		LocalRank: r.optional(localRank, 0), LocalSize: deref(r.optional(localSize, 1), 0)}
+	cfg := &JoinConfig{Rank: new(r.Number(rank, 0)), Size: r.Number(size, 1),
+		LocalRank: r.Optional(localRank, 0), LocalSize: job.Deref(r.Optional(localSize, 1), 0)}
 	switch {
-	case r.err != nil:
+	case r.Err != nil:
 	case *cfg.Rank >= cfg.Size:
-		r.fail(r.problem("the rank must be less than the size", rank, size))
+		r.Fail(r.Problem("the rank must be less than the size", rank, size))
 	case cfg.LocalSize > cfg.Size:
-		r.fail(r.problem("a host cannot have more processes than the world", localSize, size))
+		r.Fail(r.Problem("a host cannot have more processes than the world", localSize, size))
 	case cfg.LocalRank != nil && cfg.LocalSize > 0 && *cfg.LocalRank >= cfg.LocalSize:
-		r.fail(r.problem("the local rank must be less than the local size", localRank, localSize))
+		r.Fail(r.Problem("the local rank must be less than the local size", localRank, localSize))
 	case cfg.LocalRank != nil && *cfg.LocalRank > *cfg.Rank:
-		r.fail(r.problem("the local rank cannot exceed the rank", localRank, rank))
+		r.Fail(r.Problem("the local rank cannot exceed the rank", localRank, rank))
 	}
 	return cfg
-}
-
-// agree fails if two variables are set to different values.
-func (r *reader) agree(a, b, reason string) {
-	if r.isSet(a) && r.isSet(b) && r.text(a, "") != r.text(b, "") {
-		r.fail(r.problem(reason, a, b))
-	}
 }
 
 // found sets the text of Session.Source.
 func (r *reader) found(cfg *JoinConfig, launcher string, names ...string) *JoinConfig {
 	var parts []string
 	for _, n := range names {
-		if r.isSet(n) {
-			parts = append(parts, n+"="+r.text(n, ""))
+		if r.IsSet(n) {
+			parts = append(parts, n+"="+r.Text(n, ""))
 		}
 	}
 	cfg.source = launcher + ": " + strings.Join(parts, ", ")
@@ -295,9 +183,9 @@ func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
 	if cfg.Size == 1 {
 		return cfg
 	}
-	cfg.Serve = deref(cfg.Rank, -1) == 0
+	cfg.Serve = job.Deref(cfg.Rank, -1) == 0
 	if local {
-		cfg.Addr = net.JoinHostPort(loopback(), port)
+		cfg.Addr = net.JoinHostPort(job.Loopback(), port)
 		return cfg
 	}
 	cfg.Addr = net.JoinHostPort(master, port)
@@ -310,70 +198,60 @@ func (cfg *JoinConfig) hostedBy(master, port string, local bool) *JoinConfig {
 
 func (cfg *JoinConfig) oneHost() bool { return cfg.LocalSize == cfg.Size }
 
-func (r *reader) hasChorus() bool { return r.isSet(env.Rank.Name) || r.isSet(env.Addr.Name) }
-
 // chorus reads the variables of Agent.WorkerEnv.
 func (r *reader) chorus() (*JoinConfig, error) {
 	for _, n := range []string{env.Rank.Name, env.WorldSize.Name, env.Addr.Name, env.Token.Name} {
-		if !r.isSet(n) {
-			return nil, r.problem("a variable of `chorus run` is missing", n)
+		if !r.IsSet(n) {
+			return nil, r.Problem("a variable of `chorus run` is missing", n)
 		}
 	}
 	cfg := r.place(env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.LocalSize.Name)
-	r.agree(env.Rank.Name, "RANK", "two launchers gave this process different ranks; unset one, or choose with "+env.Launcher.Name)
-	r.agree(env.WorldSize.Name, "WORLD_SIZE", "two launchers gave this process different worlds; unset one, or choose with "+env.Launcher.Name)
-	cfg.Node = r.optional(env.Node.Name, 0)
-	cfg.Addr = r.text(env.Addr.Name, "")
-	token, err := decodeToken(r.text(env.Token.Name, ""))
+	r.Agree(env.Rank.Name, "RANK", "two launchers gave this process different ranks; unset one, or choose with "+env.Launcher.Name)
+	r.Agree(env.WorldSize.Name, "WORLD_SIZE", "two launchers gave this process different worlds; unset one, or choose with "+env.Launcher.Name)
+	cfg.Node = r.Optional(env.Node.Name, 0)
+	cfg.Addr = r.Text(env.Addr.Name, "")
+	token, err := job.DecodeToken(r.Text(env.Token.Name, ""))
 	if err != nil { // the value is a secret: show only the name
 		return nil, &ConfigError{Vars: []string{env.Token.Name}, Reason: err.Error()}
 	}
-	cfg.agent, cfg.agentAt = r.text(env.Agent.Name, ""), r.text(env.AgentAddr.Name, "")
-	cfg.token, cfg.epoch = token, uint64(deref(r.optional(env.Epoch.Name, firstEpoch), 0))
+	cfg.agent, cfg.agentAt = r.Text(env.Agent.Name, ""), r.Text(env.AgentAddr.Name, "")
+	cfg.token, cfg.epoch = token, uint64(job.Deref(r.Optional(env.Epoch.Name, job.FirstEpoch), 0))
 	return r.found(cfg, "chorus run", env.Rank.Name, env.WorldSize.Name, env.LocalRank.Name, env.Node.Name), nil
 }
 
-func (r *reader) hasTorchrun() bool { return r.isSet("RANK") && r.isSet("WORLD_SIZE") }
-
 func (r *reader) torchrun() (*JoinConfig, error) {
 	cfg := r.place("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-	cfg.Node = r.optional("GROUP_RANK", 0)
-	cfg.Job = r.text("TORCHELASTIC_RUN_ID", "torchrun")
-	if r.err == nil && cfg.Size > 1 {
-		master := r.text("MASTER_ADDR", "")
+	cfg.Node = r.Optional("GROUP_RANK", 0)
+	cfg.Job = r.Text("TORCHELASTIC_RUN_ID", "torchrun")
+	if r.Err == nil && cfg.Size > 1 {
+		master := r.Text("MASTER_ADDR", "")
 		if master == "" {
-			return nil, r.problem("a world of several processes needs the address of rank 0's host", "MASTER_ADDR")
+			return nil, r.Problem("a world of several processes needs the address of rank 0's host", "MASTER_ADDR")
 		}
-		port := r.number("MASTER_PORT", 1)
+		port := r.Number("MASTER_PORT", 1)
 		// torchrun's own store may listen on MASTER_PORT.
-		if strings.EqualFold(r.text("TORCHELASTIC_USE_AGENT_STORE", ""), "true") {
+		if strings.EqualFold(r.Text("TORCHELASTIC_USE_AGENT_STORE", ""), "true") {
 			port++
 		}
-		local := cfg.oneHost() || cfg.LocalSize == 0 && !r.isSet("KUBERNETES_SERVICE_HOST") && isLoopback(master+":0")
+		local := cfg.oneHost() || cfg.LocalSize == 0 && !r.IsSet("KUBERNETES_SERVICE_HOST") && isLoopback(master+":0")
 		cfg.hostedBy(master, strconv.Itoa(port), local)
 	}
 	return r.found(cfg, "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"), nil
 }
 
-// hasSlurm reports whether srun started this process. A script of sbatch has a
-// SLURM_PROCID, too, but no step.
-func (r *reader) hasSlurm() bool {
-	return r.isSet("SLURM_JOB_ID") && r.isSet("SLURM_PROCID") && r.isSet("SLURM_STEP_NODELIST")
-}
-
 func (r *reader) slurm() (*JoinConfig, error) {
-	sizeVar := r.firstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+	sizeVar := r.FirstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 	cfg := r.place("SLURM_PROCID", sizeVar, "SLURM_LOCALID", "")
-	cfg.Node = r.optional("SLURM_NODEID", 0)
-	cfg.Job = "slurm-" + r.text("SLURM_JOB_ID", "") + "." + r.text("SLURM_STEP_ID", "0")
-	hosts, err := parseNodeList(r.text("SLURM_STEP_NODELIST", ""))
+	cfg.Node = r.Optional("SLURM_NODEID", 0)
+	cfg.Job = "slurm-" + r.Text("SLURM_JOB_ID", "") + "." + r.Text("SLURM_STEP_ID", "0")
+	hosts, err := parseNodeList(r.Text("SLURM_STEP_NODELIST", ""))
 	if err != nil {
-		return nil, r.problem(err.Error(), "SLURM_STEP_NODELIST")
+		return nil, r.Problem(err.Error(), "SLURM_STEP_NODELIST")
 	}
 	if err := r.slurmLocalSize(cfg, len(hosts)); err != nil {
 		return nil, err
 	}
-	cfg.Host = r.text("SLURMD_NODENAME", "")
+	cfg.Host = r.Text("SLURMD_NODENAME", "")
 	addr, port, err := r.seed(hosts[0], r.slurmPort())
 	if err != nil {
 		return nil, err
@@ -383,19 +261,19 @@ func (r *reader) slurm() (*JoinConfig, error) {
 }
 
 func (r *reader) slurmLocalSize(cfg *JoinConfig, hosts int) error {
-	name := r.firstSet("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-	if !r.isSet(name) {
+	name := r.FirstSet("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+	if !r.IsSet(name) {
 		return nil
 	}
-	counts, err := parseTasksPerNode(r.text(name, ""))
+	counts, err := parseTasksPerNode(r.Text(name, ""))
 	if err != nil {
-		return r.problem(err.Error(), name)
+		return r.Problem(err.Error(), name)
 	}
 	if len(counts) != hosts {
-		return r.problem(fmt.Sprintf("the first lists %d hosts, the second %d", len(counts), hosts), name, "SLURM_STEP_NODELIST")
+		return r.Problem(fmt.Sprintf("the first lists %d hosts, the second %d", len(counts), hosts), name, "SLURM_STEP_NODELIST")
 	}
-	if node := deref(cfg.Node, -1); node >= len(counts) {
-		return r.problem("the node's index is not in the list", "SLURM_NODEID", name)
+	if node := job.Deref(cfg.Node, -1); node >= len(counts) {
+		return r.Problem("the node's index is not in the list", "SLURM_NODEID", name)
 	} else if node >= 0 {
 		cfg.LocalSize = counts[node]
 	}
@@ -406,39 +284,26 @@ func (r *reader) slurmLocalSize(cfg *JoinConfig, hosts int) error {
 // two steps on one host rarely share. It starts at 61440, above Linux's ephemeral
 // ports.
 func (r *reader) slurmPort() int {
-	job, step := r.number("SLURM_JOB_ID", 0), deref(r.optional("SLURM_STEP_ID", 0), 0)
+	job, step := r.Number("SLURM_JOB_ID", 0), job.Deref(r.Optional("SLURM_STEP_ID", 0), 0)
 	return 61440 + (job+step)%4096
 }
 
-func (r *reader) hasOpenMPI() bool { return r.isSet("OMPI_COMM_WORLD_SIZE") }
-
 func (r *reader) openMPI() (*JoinConfig, error) {
 	cfg := r.place("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
-	cfg.Job = "openmpi-" + r.text(r.firstSet("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"), "0")
+	cfg.Job = "openmpi-" + r.Text(r.FirstSet("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"), "0")
 	if err := r.hostedBySeed(cfg, "OMPI_COMM_WORLD_SIZE"); err != nil {
 		return nil, err
 	}
 	return r.found(cfg, "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"), nil
 }
 
-// hasPMI reports MPICH, Intel MPI or PALS. Slurm sets PMI_RANK and PMI_SIZE, too (srun --mpi=pmi2), for
-// the processes that its own variables describe; those also contain an address. MPICH and Intel MPI
-// inside of Slurm set MPI_LOCALNRANKS.
-func (r *reader) hasPMI() bool {
-	if !r.isSet("PMI_RANK") || !r.isSet("PMI_SIZE") {
-		return false
-	}
-	return !r.hasSlurm() || r.isSet("MPI_LOCALNRANKS") || r.text("PMI_RANK", "") != r.text("SLURM_PROCID", "") ||
-		r.text("PMI_SIZE", "") != r.text(r.firstSet("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "")
-}
-
 func (r *reader) pmi() (*JoinConfig, error) {
-	localRank, localSize := r.firstSet("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), r.firstSet("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
+	localRank, localSize := r.FirstSet("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), r.FirstSet("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE")
 	cfg := r.place("PMI_RANK", "PMI_SIZE", localRank, localSize)
 	cfg.Job = "pmi"
-	if r.err == nil && cfg.oneHost() && cfg.Size > 1 {
+	if r.Err == nil && cfg.oneHost() && cfg.Size > 1 {
 		if cfg.Job = r.pmiJob(); cfg.Job == "" {
-			return nil, r.problem("the launcher gives the job no name, so that it could meet another job of this host: set "+env.Job.Name+" to a name that no other job has", "PMI_SIZE", env.Job.Name)
+			return nil, r.Problem("the launcher gives the job no name, so that it could meet another job of this host: set "+env.Job.Name+" to a name that no other job has", "PMI_SIZE", env.Job.Name)
 		}
 	}
 	if err := r.hostedBySeed(cfg, "PMI_SIZE"); err != nil {
@@ -454,7 +319,7 @@ func (r *reader) pmiJob() string {
 	if pid := ancestor("hydra"); pid > 0 {
 		return fmt.Sprintf("pmi-%d", pid)
 	}
-	return r.text(env.Job.Name, "")
+	return r.Text(env.Job.Name, "")
 }
 
 // ancestor returns the nearest ancestor of this process whose program's name has a prefix, or 0.
@@ -480,10 +345,6 @@ func ancestor(prefix string) int {
 	return 0
 }
 
-func (r *reader) hasKubernetes() bool {
-	return r.isSet("JOB_COMPLETION_INDEX") && (r.isSet(env.WorldSize.Name) || r.isSet(env.Seeds.Name))
-}
-
 // kubernetes reads an indexed Job with one process in each pod. No variable
 // contains the Job's number of completions, so the user must set it.
 func (r *reader) kubernetes() (*JoinConfig, error) {
@@ -497,15 +358,15 @@ func (r *reader) kubernetes() (*JoinConfig, error) {
 
 // hostedBySeed completes the config of a launcher that provides no address.
 func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
-	if r.err != nil || cfg.Size == 1 {
+	if r.Err != nil || cfg.Size == 1 {
 		return nil
 	}
-	if !cfg.oneHost() && !r.isSet(env.Seeds.Name) {
-		return r.problem("the launcher provides no address: set "+env.Seeds.Name+" to host:port of rank 0's process", shown, env.Seeds.Name)
+	if !cfg.oneHost() && !r.IsSet(env.Seeds.Name) {
+		return r.Problem("the launcher provides no address: set "+env.Seeds.Name+" to host:port of rank 0's process", shown, env.Seeds.Name)
 	}
 	h := fnv.New32a()
 	h.Write([]byte(cfg.Job))
-	addr, port, err := r.seed(loopback(), 61440+int(h.Sum32()%4096))
+	addr, port, err := r.seed(job.Loopback(), 61440+int(h.Sum32()%4096))
 	if err != nil {
 		return err
 	}
@@ -515,13 +376,16 @@ func (r *reader) hostedBySeed(cfg *JoinConfig, shown string) error {
 
 // seed returns the first address of CHORUS_SEEDS, or host and port if it is unset.
 func (r *reader) seed(host string, port int) (string, string, error) {
-	if !r.isSet(env.Seeds.Name) {
+	if !r.IsSet(env.Seeds.Name) {
 		return host, strconv.Itoa(port), nil
 	}
-	first, _, _ := strings.Cut(r.text(env.Seeds.Name, ""), ",")
-	h, p, err := splitAddr(first, defaultPort)
+	first, _, _ := strings.Cut(r.Text(env.Seeds.Name, ""), ",")
+	h, p, err := job.SplitAddr(first, job.DefaultPort)
 	if err != nil {
-		return "", "", r.problem(err.Error(), env.Seeds.Name)
+		return "", "", r.Problem(err.Error(), env.Seeds.Name)
 	}
 	return h, p, nil
 }
+
+// A reader derives a place from an environment.
+type reader struct{ *job.Environment }

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // environ makes a lookup of "A=1 B=2".
@@ -24,7 +26,7 @@ func environ(text string) func(string) (string, bool) {
 	}
 }
 
-var testToken = strings.Repeat("ab", keyBytes)
+var testToken = strings.Repeat("ab", job.KeyBytes)
 
 func TestDetect(t *testing.T) {
 	type place struct{ rank, size, local, localSize int }
@@ -64,7 +66,7 @@ func TestDetect(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			c, err := detect(environ(tc.env))
 			require.NoError(t, err)
-			require.Equal(t, tc.want, place{deref(c.Rank, -1), c.Size, deref(c.LocalRank, -1), c.LocalSize})
+			require.Equal(t, tc.want, place{job.Deref(c.Rank, -1), c.Size, job.Deref(c.LocalRank, -1), c.LocalSize})
 			require.Equal(t, tc.addr, c.Addr)
 			require.Equal(t, tc.serve, c.Serve)
 			require.Equal(t, tc.source, c.source)
@@ -112,44 +114,6 @@ func TestDetectContradictions(t *testing.T) {
 		require.ErrorAs(t, err, &e, env)
 		require.Contains(t, err.Error(), want, env)
 		require.NotContains(t, err.Error(), testToken)
-	}
-}
-
-// TestSecretOfAPod reads files as kubelet makes them for a pod with fsGroup: root owns them, and
-// the group of the pod can read them.
-func TestSecretOfAPod(t *testing.T) {
-	if os.Geteuid() != 0 {
-		t.Skip("only root can make files with any owner")
-	}
-	path := filepath.Join(t.TempDir(), "secret")
-	require.NoError(t, os.WriteFile(path, []byte("0123456789abcdef"), 0o600))
-	for _, tc := range []struct {
-		pod  bool
-		uid  int
-		gid  int
-		mode os.FileMode
-		good bool
-	}{
-		{true, 0, os.Getegid(), 0o440, true},
-		{false, 0, os.Getegid(), 0o440, false},
-		{true, 0, os.Getegid(), 0o460, false},
-		{true, 0, os.Getegid(), 0o444, false},
-		{true, 0, 65534, 0o440, false},
-		{true, 65534, os.Getegid(), 0o440, false},
-	} {
-		t.Setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-		if !tc.pod {
-			require.NoError(t, os.Unsetenv("KUBERNETES_SERVICE_HOST"))
-		}
-		require.NoError(t, os.Chown(path, tc.uid, tc.gid))
-		require.NoError(t, os.Chmod(path, tc.mode))
-		secret, err := readSecretFile(path)
-		if tc.good {
-			require.NoError(t, err, "%+v", tc)
-			require.Equal(t, "0123456789abcdef", string(secret))
-		} else {
-			require.Error(t, err, "%+v", tc)
-		}
 	}
 }
 
@@ -249,25 +213,6 @@ func TestNestedLaunchers(t *testing.T) {
 	require.Equal(t, []int{3, 4, 1}, []int{*cfg.Rank, cfg.Size, *cfg.LocalRank})
 }
 
-// TestOneJob is `chorus run` without --nnodes under each launcher.
-func TestOneJob(t *testing.T) {
-	for _, e := range environments {
-		vars := strings.ReplaceAll(e.two, "CHORUS_LAUNCHER=chorus", "")
-		require.ErrorContains(t, checkOneJob(environ(vars)), "started 2 processes, and each would run a job of its own", e.name)
-		require.NoError(t, checkOneJob(environ(vars+" CHORUS_LAUNCHER=none")), e.name)
-		require.NoError(t, checkOneJob(environ(e.one)), e.name)
-	}
-	require.NoError(t, checkOneJob(environ("SLURM_JOB_ID=100 SLURM_PROCID=0 SLURM_NTASKS=7")), "the script of sbatch")
-	for name, value := range map[string]string{"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_NTASKS": "2"} {
-		t.Setenv(name, value)
-	}
-	_, err := Start(t.Context(), &Config{Timing: quick})
-	require.ErrorContains(t, err, "Slurm started 2 processes")
-	a, err := Start(t.Context(), &Config{Nodes: 1, Timing: quick})
-	require.NoError(t, err)
-	require.NoError(t, a.Close())
-}
-
 // TestTwoJobsOfMPICH starts two jobs at the same time, each with the variables of Hydra and below a proxy
 // of its own. Their names and ports differ, so each has a world of its own.
 func TestTwoJobsOfMPICH(t *testing.T) {
@@ -291,25 +236,5 @@ wait
 		require.NoError(t, cmds[i].Wait())
 		require.Equal(t, 2, strings.Count(outs[i].String(), "left 0"), outs[i].String())
 		require.Contains(t, outs[i].String(), "attached 1 of 2")
-	}
-}
-
-func TestSplitAddr(t *testing.T) {
-	for in, want := range map[string][2]string{
-		"n1": {"n1", "7"}, "n1:8": {"n1", "8"}, "10.0.0.1": {"10.0.0.1", "7"}, "10.0.0.1:8": {"10.0.0.1", "8"}, " n1 ": {"n1", "7"},
-		"2001:db8::1": {"2001:db8::1", "7"}, "[2001:db8::1]": {"2001:db8::1", "7"}, "[2001:db8::1]:8": {"2001:db8::1", "8"},
-		"fe80::77%lo": {"fe80::77%lo", "7"}, "[fe80::77%lo]": {"fe80::77%lo", "7"}, "[fe80::77%lo]:8": {"fe80::77%lo", "8"}, "[::]": {"::", "7"}, "::": {"::", "7"},
-	} {
-		h, p, err := splitAddr(in, "7")
-		require.NoError(t, err, in)
-		require.Equal(t, want, [2]string{h, p}, in)
-	}
-	for _, in := range []string{"[2001:db8::1", "2001:db8::1]", "2001:db8:1:8", "[::x]:8", "[n1]:8:9"} {
-		_, _, err := splitAddr(in, "7")
-		require.EqualError(t, err, "want an IPv6 address as in [2001:db8::1]:7", in)
-	}
-	for _, in := range []string{"", " "} {
-		_, _, err := splitAddr(in, "7")
-		require.EqualError(t, err, "empty address", in)
 	}
 }

@@ -48,19 +48,3 @@ func ExampleSession_Context() {
 	fmt.Println(cause)
 	// Output: cluster: session is closed
 }
-
-// A launcher starts the job's part of its host and gives each worker its
-// environment.
-func ExampleStart() {
-	agent, err := cluster.Start(context.Background(), &cluster.Config{LocalSize: 2})
-	if err != nil {
-		log.Fatal(err)
-	}
-	defer agent.Close()
-	for local := range agent.LocalSize() {
-		fmt.Println(agent.Rank(local), "of", agent.Size(), len(agent.WorkerEnv(local)) > 0)
-	}
-	// Output:
-	// 0 of 2 true
-	// 1 of 2 true
-}

@@ -3,42 +3,12 @@ package cluster
 import (
 	"os"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
-)
 
-func TestFlapper(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		f := &flapper{}
-		for range flapLimit - 1 {
-			f.ranFor(2*time.Second, time.Second)
-			require.False(t, f.isDue())
-		}
-		f.ranFor(time.Minute, time.Second)
-		require.Zero(t, f.inARow, "a good run")
-		for range flapLimit {
-			require.False(t, f.isDue())
-			f.ranFor(2*time.Second, time.Second)
-		}
-		const now = instant(time.Hour)
-		for _, want := range []time.Duration{30 * time.Second, time.Minute, 2 * time.Minute} {
-			require.True(t, f.isDue())
-			require.Equal(t, want, f.exclude(now, time.Second))
-			require.False(t, f.isDue())
-			require.Equal(t, want, f.until-now)
-			f.ranFor(0, time.Second)
-		}
-		for range 100 {
-			f.exclude(now, time.Second)
-		}
-		require.Equal(t, 30*64*time.Second, f.exclude(now, time.Second))
-		f.ranFor(time.Hour, time.Second)
-		require.False(t, f.isDue())
-		require.Zero(t, f.excluded)
-	})
-}
+	"github.com/gochorus/chorus/internal/job"
+)
 
 // A worker of one host fails each time soon after it has joined. Its host is excluded, with the
 // worker beside it, and comes back after a time. The others go on.
@@ -58,17 +28,17 @@ func TestFlappingHostIsExcluded(t *testing.T) {
 		bad.kill(t, bad.last(t))
 		epoch++
 	}
-	for range flapLimit - 1 {
+	for range job.FlapLimit - 1 {
 		fail()
 		o := orderOf(t, as[1])
 		require.True(t, o.Start)
-		require.Less(t, o.After, exclusion*cfgs[1].Timing.Backoff/2)
+		require.Less(t, o.After, job.Exclusion*cfgs[1].Timing.Backoff/2)
 		bad = runWorker(t, as[1], 0, RunConfig{})
 		bad.awaitSize(t, 3)
 	}
 	rs[0].awaitSize(t, 3)
 	fail()
-	var kill, again Order
+	var kill, again job.Order
 	for kill.PID == 0 || again.After == 0 {
 		switch o := orderOf(t, as[1]); {
 		case o.Kill:
@@ -78,10 +48,10 @@ func TestFlappingHostIsExcluded(t *testing.T) {
 		}
 	}
 	require.Equal(t, 1, kill.Local)
-	require.Greater(t, again.After, exclusion*cfgs[1].Timing.Backoff/2, "the host is excluded")
+	require.Greater(t, again.After, job.Exclusion*cfgs[1].Timing.Backoff/2, "the host is excluded")
 	rs[0].awaitSize(t, 1)
 	require.Error(t, beside.returned(t))
-	require.NoError(t, as[1].Report(1, Exit{PID: os.Getpid(), Code: 137, Reason: "killed by SIGKILL"}))
+	require.NoError(t, as[1].Report(1, job.Exit{PID: os.Getpid(), Code: 137, Reason: "killed by SIGKILL"}))
 	second := orderOf(t, as[1])
 	require.True(t, second.Start)
 	require.Zero(t, second.Count, "this is not a restart of the worker beside")
@@ -93,23 +63,4 @@ func TestFlappingHostIsExcluded(t *testing.T) {
 	})
 	rs[0].awaitSize(t, 3)
 	finishAll(t, as, rs[0], bad, beside)
-}
-
-// A process that its launcher has started when the exclusion was over joins, although the coordinator's clock has stood still
-// meanwhile. One that was started before the exclusion began does not.
-func TestEndOfAnExclusion(t *testing.T) {
-	for waited, want := range map[bool]peerState{true: peerJoined, false: peerGone} {
-		j := newPaperJob("a", "b")
-		j.cfg.again = restartPolicy{most: 5, backoff: time.Second}
-		order := func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1}) }
-		if !waited {
-			j.do(order)
-		}
-		j.flappers = map[string]*flapper{"b": {until: j.now + time.Minute}}
-		if waited {
-			j.do(order)
-		}
-		j.sleep(2 * exitGrace)
-		require.Equal(t, want, j.register("b", 201, 0).state)
-	}
 }

@@ -6,18 +6,19 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/plain"
 )
 
 // whereabouts asks the launcher of this process who coordinates the job. The address is "" if the
 // launcher does not know yet. If over is not "", it is why the job has ended on this host.
-func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, over string) {
-	l, hello, err := cfg.to(cfg.agentAt, key).dial(ctx)
-	if r, ok := errors.AsType[*referral](err); ok {
-		if r.finished {
-			return "", errFinished.Error()
+func (cfg *JoinConfig) whereabouts(ctx context.Context, key job.Credential) (at, over string) {
+	l, hello, err := cfg.to(cfg.agentAt, key).Dial(ctx)
+	if r, ok := errors.AsType[*job.Referral](err); ok {
+		if r.Finished {
+			return "", job.ErrFinished.Error()
 		}
-		return r.at, r.over
+		return r.At, r.Over
 	}
 	if err != nil {
 		if errors.Is(err, syscall.ECONNREFUSED) {
@@ -25,7 +26,7 @@ func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, ove
 		}
 		return "", over
 	}
-	l.close()
+	l.Close()
 	if hello.Elects {
 		return "", ""
 	}
@@ -34,56 +35,56 @@ func (cfg *JoinConfig) whereabouts(ctx context.Context, key credential) (at, ove
 
 // hasLostCoordinator reports whether this process may go on with another coordinator.
 func (r *runner) hasLostCoordinator() bool {
-	how := loss(r.k.loss.Load())
-	return r.cfg.agentAt != "" && r.k.ctx.Err() != nil && r.parent.Err() == nil && how != notLost && len(r.end) == 0
+	how := job.Loss(r.k.Loss.Load())
+	return r.cfg.agentAt != "" && r.k.Ctx.Err() != nil && r.parent.Err() == nil && how != job.NotLost && len(r.end) == 0
 }
 
 // followAgent registers with the coordinator that the launcher has chosen after the loss of the last one.
 func (r *runner) followAgent() error {
 	lost := r.k
-	lost.close()
+	lost.Close()
 	select {
 	case <-r.worlds: // its coordinator is lost
 	default:
 	}
-	limit := lost.hello.LostAfter
-	ctx, cancel := context.WithTimeout(r.parent, successionTime(limit)+joinFactor*limit)
+	limit := lost.Hello.LostAfter
+	ctx, cancel := context.WithTimeout(r.parent, job.SuccessionTime(limit)+job.JoinFactor*limit)
 	defer cancel()
 	begun := time.Now()
-	for delay := firstRetry; ; delay = min(2*delay, lastRetry/16) {
+	for delay := job.FirstRetry; ; delay = min(2*delay, job.LastRetry/16) {
 		at, over := r.cfg.whereabouts(ctx, r.key)
-		if over == errFinished.Error() {
-			return errFinished
+		if over == job.ErrFinished.Error() {
+			return job.ErrFinished
 		}
 		if over != "" {
 			return lostBecause(lost, over)
 		}
-		same := at == lost.to.addr
+		same := at == lost.To.Addr
 		if at != "" && !same {
-			l, hello, err := r.cfg.to(at, r.key).dial(ctx)
-			same = err == nil && hello.Agent == lost.hello.Agent
+			l, hello, err := r.cfg.to(at, r.key).Dial(ctx)
+			same = err == nil && hello.Agent == lost.Hello.Agent
 			if err == nil && !hello.Elects && !same {
 				r.cfg.Addr, r.cfg.at = at, at
 				return r.register(l, hello)
 			}
 			if err == nil {
-				l.close()
+				l.Close()
 			}
 		}
 		if same && time.Since(begun) > 2*limit { // the launcher would have noticed a loss by now
 			return lostBecause(lost, "this process has lost it, and the launcher of this host has not: the job goes on without this process")
 		}
-		if !sleep(ctx, delay) {
-			return context.Cause(lost.ctx)
+		if !job.Sleep(ctx, delay) {
+			return context.Cause(lost.Ctx)
 		}
 	}
 }
 
 // lostBecause returns the loss of a coordinator with the launcher's reason why no other follows.
-func lostBecause(k *client, why string) error {
-	e, ok := errors.AsType[*MemberLostError](context.Cause(k.ctx))
+func lostBecause(k *job.Client, why string) error {
+	e, ok := errors.AsType[*MemberLostError](context.Cause(k.Ctx))
 	if !ok {
-		return context.Cause(k.ctx)
+		return context.Cause(k.Ctx)
 	}
 	f := *e
 	f.Reason = plain.Text(why)
@@ -91,21 +92,21 @@ func lostBecause(k *client, why string) error {
 }
 
 // register tells a coordinator of this process.
-func (r *runner) register(l *link, hello welcome) error {
+func (r *runner) register(l *job.Link, hello job.Welcome) error {
 	reg := r.cfg.registration()
 	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
 	if r.now != nil {
-		reg.Seat, reg.By, reg.Member = r.now.epoch, r.followed, r.now.me
+		reg.Seat, reg.By, reg.Member = r.now.epoch, r.Followed, r.now.me
 	}
 	ready := make(chan struct{}) // r.k is set
-	k, err := r.cfg.register(l, hello, r.key, reg, func(k *client, m message) {
+	k, err := r.cfg.register(l, hello, r.key, reg, func(k *job.Client, m job.Message) {
 		<-ready
 		r.event(k, m)
 	})
 	r.k = k
 	close(ready)
 	if err != nil {
-		k.close()
+		k.Close()
 	}
 	return err
 }

@@ -7,12 +7,11 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"os"
 	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // JoinConfig holds the arguments of Join, which Attach reads from the environment.
@@ -43,7 +42,7 @@ type JoinConfig struct {
 	// Listen is the address that the coordinator listens on; empty means Addr.
 	Listen string
 
-	// Secret is as in Config. Without a secret and without Insecure, Addr must be
+	// Secret authenticates the members of the job to each other, with at least 16 bytes. Without a secret and without Insecure, Addr must be
 	// a loopback address. The processes then connect through a Unix socket, named
 	// after the job, the port and the user, that accepts only processes of this
 	// user and of root.
@@ -51,14 +50,16 @@ type JoinConfig struct {
 	Insecure bool
 
 	Timing Timing
-	Notify func(line string) // as in Config
+	// Notify is called with one line of text about every 5 s while members are missing. It must not block. Nil means
+	// slog's default logger.
+	Notify func(line string)
 
-	token *credential // from a launcher
-	agent string      // UUID of the launcher; "" without one
+	token *job.Credential // from a launcher
+	agent string          // UUID of the launcher; "" without one
 	// agentAt is the launcher's address in a job on several hosts: it knows the coordinator.
 	agentAt string
 	pid     int // of this process; 0 means os.Getpid
-	sys     *system
+	sys     *job.System
 	epoch   uint64 // in which the launcher started this process; 0: unknown
 	at      string // address to dial: Addr, or a Unix socket of this user
 	source  string
@@ -108,7 +109,7 @@ func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	start := time.Now()
 	ctx, cancel := context.WithTimeout(ctx, c.Timing.Join)
 	defer cancel()
-	var coord *server
+	var coord *job.Server
 	if c.Serve {
 		if coord, err = c.serve(ctx, key); err != nil {
 			return nil, err
@@ -116,7 +117,7 @@ func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 	}
 	s, err := c.join(ctx, key, coord, start)
 	if err != nil && coord != nil {
-		coord.close()
+		coord.Close()
 	}
 	return s, err
 }
@@ -131,7 +132,7 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 		c.Job = "chorus"
 	}
 	if c.Host == "" {
-		c.Host = hostName()
+		c.Host = job.HostName()
 	}
 	if c.source == "" {
 		c.source = "JoinConfig"
@@ -140,41 +141,41 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 		c.Notify = func(line string) { slog.Info("cluster: " + line) }
 	}
 	if c.Addr == "" && c.Size > 1 {
-		return nil, badConfig("join job %q: a world of size %d needs the coordinator's address", c.Job, c.Size)
+		return nil, job.BadConfig("join job %q: a world of size %d needs the coordinator's address", c.Job, c.Size)
 	}
 	if c.Rank != nil && (*c.Rank < 0 || *c.Rank >= c.Size) {
-		return nil, badConfig("join job %q: rank %d in a world of size %d", c.Job, *c.Rank, c.Size)
+		return nil, job.BadConfig("join job %q: rank %d in a world of size %d", c.Job, *c.Rank, c.Size)
 	}
-	if err := cmp.Or(checkName("job", c.Job), checkName("host", c.Host), checkName("process", c.Name)); err != nil {
+	if err := cmp.Or(job.CheckName("job", c.Job), job.CheckName("host", c.Host), job.CheckName("process", c.Name)); err != nil {
 		return nil, err
 	}
 	var err error
-	c.Timing, err = c.Timing.complete()
+	c.Timing, err = job.CompleteTiming(c.Timing)
 	return &c, err
 }
 
 // key returns the credential of this process. Without a secret it selects a Unix
 // socket, which identifies the user of each process, or fails.
-func (cfg *JoinConfig) key() (credential, error) {
+func (cfg *JoinConfig) key() (job.Credential, error) {
 	cfg.at = cfg.Addr
 	switch {
 	case cfg.token != nil:
 		return *cfg.token, nil
 	case len(cfg.Secret) > 0:
-		if err := checkSecret(cfg.Secret); err != nil {
-			return credential{}, badConfig("join job %q: %v", cfg.Job, err)
+		if err := job.CheckSecret(cfg.Secret); err != nil {
+			return job.Credential{}, job.BadConfig("join job %q: %v", cfg.Job, err)
 		}
 	case cfg.Insecure:
-		cfg.Notify(insecure)
+		cfg.Notify(job.Insecure)
 	case !isLoopback(cfg.Addr) || cfg.Listen != "" && !isLoopback(cfg.Listen):
-		return credential{}, badConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or let anyone join with %s=yes",
+		return job.Credential{}, job.BadConfig("join job %q: no secret for the coordinator at %s: set %s in all processes, or let anyone join with %s=yes",
 			cfg.Job, cfg.Addr, env.SecretFile.Name, env.Insecure.Name)
 	default:
-		cfg.at = userSocket(cfg.Job, cfg.Addr)
+		cfg.at = job.UserSocket(cfg.Job, cfg.Addr)
 		cfg.Listen = cfg.at
 	}
-	k, err := deriveKeys(cfg.Secret, cfg.Job)
-	return k.control, err
+	k, err := job.DeriveKeys(cfg.Secret, cfg.Job)
+	return k.Control, err
 }
 
 func isLoopback(addr string) bool {
@@ -182,21 +183,21 @@ func isLoopback(addr string) bool {
 	if err != nil {
 		return false
 	}
-	ip := parseIP(h)
+	ip := job.ParseIP(h)
 	return h == "localhost" || ip != nil && ip.IsLoopback()
 }
 
 // serve starts the coordinator in this process. It is not an error if a
 // coordinator of the same job already has the port: registering there reports
 // which process has the same rank.
-func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*server, error) {
+func (cfg *JoinConfig) serve(ctx context.Context, key job.Credential) (*job.Server, error) {
 	at := cfg.Listen
 	if at == "" {
-		at = cfg.sys.listenAddr(ctx, cfg.Addr)
+		at = cfg.sys.ListenAddr(ctx, cfg.Addr)
 	}
-	ln, err := cfg.sys.listenAt(at)
+	ln, err := cfg.sys.ListenAt(at)
 	if errors.Is(err, syscall.EADDRINUSE) {
-		return nil, cfg.to(cfg.at, key).portTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
+		return nil, cfg.to(cfg.at, key).PortTaken(ctx, err, "choose another MASTER_PORT or "+env.Seeds.Name)
 	}
 	if err != nil {
 		return nil, err
@@ -205,69 +206,17 @@ func (cfg *JoinConfig) serve(ctx context.Context, key credential) (*server, erro
 		cfg.Addr = ln.Addr().String()
 		cfg.at = cfg.Addr
 	}
-	return newServer(ln, serverConfig{
-		job: cfg.Job, key: key, sys: cfg.sys, notify: cfg.Notify, keepOpen: cfg.keepOpen,
-		coordConfig: coordConfig{size: cfg.Size, joinBy: cfg.Timing.Join, revokeBy: cfg.Timing.Revoke, drainBy: cfg.Timing.Drain,
-			self: welcome{Host: cfg.Host, PID: cfg.sys.getpid(), Rank: deref(cfg.Rank, -1),
+	return job.NewServer(ln, job.ServerConfig{
+		Job: cfg.Job, Key: key, Sys: cfg.sys, Notify: cfg.Notify, KeepOpen: cfg.keepOpen,
+		CoordConfig: job.CoordConfig{Size: cfg.Size, JoinBy: cfg.Timing.Join, RevokeBy: cfg.Timing.Revoke, DrainBy: cfg.Timing.Drain,
+			Self: job.Welcome{Host: cfg.Host, PID: cfg.sys.Getpid(), Rank: job.Deref(cfg.Rank, -1),
 				Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter}},
 	}), nil
 }
 
-// portTaken returns nil if a coordinator of the job has the port to listen on, and otherwise the error. taken is the error
-// of the attempt to listen, and cure says what the user can do.
-func (to target) portTaken(ctx context.Context, taken error, cure string) error {
-	met := to.sameJob(ctx)
-	if met == nil {
-		return nil
-	}
-	if errors.Is(ctx.Err(), context.Canceled) {
-		return joinEnd(ctx, &JoinTimeoutError{Job: to.job})
-	}
-	if _, other := errors.AsType[*sockets.UserError](met); other {
-		return met
-	}
-	owner := "another program or another job has the port"
-	if outOfTime(met) {
-		owner = "the process that has the port does not answer"
-	}
-	return fmt.Errorf("%w: %s; %s", taken, owner, cure)
-}
-
-// sameJobTries limits the attempts to learn which job a coordinator has. A busy host may answer late.
-const sameJobTries = 4
-
-// sameJob returns nil if a coordinator of the job or a host that refers to it answers, and otherwise the error. If no process
-// answers, outOfTime reports true for the error.
-func (to target) sameJob(ctx context.Context) (err error) {
-	for range sameJobTries {
-		one, cancel := context.WithTimeout(ctx, dialAttempt)
-		var l *link
-		l, _, err = to.dial(one)
-		late := one.Err() != nil
-		cancel()
-		_, refers := errors.AsType[*referral](err)
-		_, final := errors.AsType[*AuthError](err)
-		switch {
-		case refers:
-			return nil
-		case err == nil:
-			return l.close()
-		case outOfTime(err):
-		case final || !late:
-			return err
-		default: // the end of the attempt has closed the connection
-			err = fmt.Errorf("%w: %w", os.ErrDeadlineExceeded, err)
-		}
-		if ctx.Err() != nil {
-			break
-		}
-	}
-	return err
-}
-
 // join connects to the coordinator and waits until the world is complete. The time to join begins
 // at start, and ctx ends when it is over.
-func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *server, start time.Time) (*Session, error) {
+func (cfg *JoinConfig) join(ctx context.Context, key job.Credential, coord *job.Server, start time.Time) (*Session, error) {
 	l, hello, err := cfg.connect(ctx, key, start)
 	if err != nil {
 		return nil, err
@@ -275,37 +224,37 @@ func (cfg *JoinConfig) join(ctx context.Context, key credential, coord *server, 
 	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
 	k, err := cfg.register(l, hello, key, cfg.registration(), j.event)
 	if err != nil {
-		k.close()
+		k.Close()
 		return nil, err
 	}
 	if err := j.wait(ctx, k, start); err != nil {
-		coord.decide(err)
-		k.leave(err)
+		coord.Decide(err)
+		k.Leave(err)
 		return nil, err
 	}
 	return newSession(cfg, k, coord, j), nil
 }
 
 // to returns the coordinator, or a launcher, at an address.
-func (cfg *JoinConfig) to(addr string, key credential) target {
-	return target{job: cfg.Job, addr: addr, key: key, sys: cfg.sys}
+func (cfg *JoinConfig) to(addr string, key job.Credential) job.Target {
+	return job.Target{Job: cfg.Job, Addr: addr, Key: key, Sys: cfg.sys}
 }
 
 // register registers this process.
-func (cfg *JoinConfig) register(l *link, hello welcome, key credential, reg registration, events func(*client, message)) (*client, error) {
-	return cfg.to(cfg.at, key).register(l, hello, cfg.Addr, cfg.Host, registerWorker, reg, events)
+func (cfg *JoinConfig) register(l *job.Link, hello job.Welcome, key job.Credential, reg job.Registration, events func(*job.Client, job.Message)) (*job.Client, error) {
+	return cfg.to(cfg.at, key).Register(l, hello, cfg.Addr, cfg.Host, job.RegisterWorker, reg, events)
 }
 
 // connect dials until the coordinator answers, the time limit passes, or a retry
 // cannot succeed.
-func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.Time) (*link, welcome, error) {
-	delay, lastLine := firstRetry, start
+func (cfg *JoinConfig) connect(ctx context.Context, key job.Credential, start time.Time) (*job.Link, job.Welcome, error) {
+	delay, lastLine := job.FirstRetry, start
 	var why error // the last error other than a timeout, if there was one
 	for refused := 0; ; {
-		l, hello, err := cfg.to(cfg.at, key).dial(ctx)
+		l, hello, err := cfg.to(cfg.at, key).Dial(ctx)
 		if err == nil && hello.Elects {
-			l.close()
-			err = &referral{}
+			l.Close()
+			err = &job.Referral{}
 		}
 		if err == nil {
 			return l, hello, nil
@@ -315,30 +264,24 @@ func (cfg *JoinConfig) connect(ctx context.Context, key credential, start time.T
 				cfg.at, cfg.Addr = at, at
 			}
 		}
-		if refused++; !isRefusal(err) {
+		if refused++; !job.IsRefusal(err) {
 			refused = 0
 		}
-		if refused == refusals {
+		if refused == job.Refusals {
 			return nil, hello, err
 		}
-		if time.Since(lastLine) >= waitLine {
+		if time.Since(lastLine) >= job.WaitLine {
 			lastLine = time.Now()
 			cfg.Notify(fmt.Sprintf("job %s: waiting since %v for the coordinator: %v", cfg.Job, time.Since(start).Round(time.Second), err))
 		}
-		if why == nil || !outOfTime(err) {
+		if why == nil || !job.OutOfTime(err) {
 			why = err
 		}
-		if !sleep(ctx, delay) {
-			return nil, hello, joinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: cfg.Addr, Unit: unitProcess, Err: why})
+		if !job.Sleep(ctx, delay) {
+			return nil, hello, job.JoinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: cfg.Addr, Unit: job.UnitProcess, Err: why})
 		}
-		delay = min(2*delay, lastRetry)
+		delay = min(2*delay, job.LastRetry)
 	}
-}
-
-// outOfTime reports whether an attempt failed only because of its deadline.
-// Connections and dialers return different errors for that.
-func outOfTime(err error) bool {
-	return errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded)
 }
 
 // joining receives the coordinator's messages for a worker that has registered.
@@ -346,45 +289,45 @@ type joining struct {
 	job, addr string
 	done      chan error // nil when the world is complete
 
-	by      leader
+	by      job.Leader
 	epoch   uint64
 	rank    int
 	members []Member
 }
 
 // event runs on the reader goroutine of the client.
-func (j *joining) event(k *client, m message) {
-	switch m.kind {
-	case kindWorld:
-		k.beStrict(0)
+func (j *joining) event(k *job.Client, m job.Message) {
+	switch m.Kind {
+	case job.KindWorld:
+		k.BeStrict(0)
 		j.finish(j.completeWorld(m))
-	case kindFault:
-		var f fault
-		err := m.record(&f)
+	case job.KindFault:
+		var f job.Fault
+		err := m.Record(&f)
 		if err == nil {
-			err = f.err()
+			err = f.Err()
 		}
-		k.cancel(err)
+		k.Cancel(err)
 		j.finish(err)
-	case kindRefuse:
-		var r refusal
-		err := m.record(&r)
+	case job.KindRefuse:
+		var r job.Refusal
+		err := m.Record(&r)
 		if err == nil {
-			err = r.err(j.job, j.addr)
+			err = r.Err(j.job, j.addr)
 		}
 		j.finish(err)
 	}
 }
 
-func (j *joining) completeWorld(m message) error {
-	var w world
-	if err := m.record(&w); err != nil {
+func (j *joining) completeWorld(m job.Message) error {
+	var w job.World
+	if err := m.Record(&w); err != nil {
 		return err
 	}
-	if m.id >= uint64(len(w.Members)) {
-		return fmt.Errorf("cluster: join job %q: rank %d in a list of %d", j.job, m.id, len(w.Members))
+	if m.ID >= uint64(len(w.Members)) {
+		return fmt.Errorf("cluster: join job %q: rank %d in a list of %d", j.job, m.ID, len(w.Members))
 	}
-	j.by, j.epoch, j.rank, j.members = w.By, m.epoch, int(m.id), w.Members
+	j.by, j.epoch, j.rank, j.members = w.By, m.Epoch, int(m.ID), w.Members
 	return nil
 }
 
@@ -397,13 +340,13 @@ func (j *joining) finish(err error) {
 }
 
 // wait returns when the world is complete or cannot become complete.
-func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
+func (j *joining) wait(ctx context.Context, k *job.Client, start time.Time) error {
 	select {
 	case err := <-j.done:
 		return err
-	case <-k.ctx.Done():
+	case <-k.Ctx.Done():
 		return j.lost(k)
-	case <-k.endedC:
+	case <-k.EndedC:
 		if err := j.said(); err != nil {
 			return err
 		}
@@ -411,10 +354,10 @@ func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
 	case <-ctx.Done():
 	}
 	if !errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		return joinEnd(ctx, &JoinTimeoutError{Job: j.job})
+		return job.JoinEnd(ctx, &JoinTimeoutError{Job: j.job})
 	}
-	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: unitProcess}
-	r, err := k.askMissing()
+	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: job.UnitProcess}
+	r, err := k.AskMissing()
 	if err != nil {
 		if said := j.said(); said != nil { // the coordinator reached the same time limit
 			return said
@@ -422,13 +365,13 @@ func (j *joining) wait(ctx context.Context, k *client, start time.Time) error {
 		e.Err = err
 		return e
 	}
-	e.fill(r)
+	r.Fill(e)
 	return e
 }
 
 // lost returns the coordinator's last error if there is one, otherwise the connection's.
-func (j *joining) lost(k *client) error {
-	return cmp.Or(j.said(), context.Cause(k.ctx))
+func (j *joining) lost(k *job.Client) error {
+	return cmp.Or(j.said(), context.Cause(k.Ctx))
 }
 
 // said returns the coordinator's last message if it was an error.
@@ -441,37 +384,9 @@ func (j *joining) said() error {
 	}
 }
 
-// joinEnd returns the error of a join that ended with ctx: the timeout, or the
-// caller's cancellation.
-func joinEnd(ctx context.Context, timeout *JoinTimeoutError) error {
-	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		return timeout
-	}
-	return fmt.Errorf("cluster: join job %q: %w", timeout.Job, context.Cause(ctx))
-}
-
-func (cfg *JoinConfig) registration() registration {
-	return registration{Size: cfg.Size, Epoch: cfg.epoch, Member: Member{
-		Rank: deref(cfg.Rank, -1), LocalRank: deref(cfg.LocalRank, -1), LocalSize: cfg.LocalSize,
-		Node: deref(cfg.Node, -1), Host: cfg.Host, PID: cmp.Or(cfg.pid, cfg.sys.getpid()), Name: cfg.Name,
+func (cfg *JoinConfig) registration() job.Registration {
+	return job.Registration{Size: cfg.Size, Epoch: cfg.epoch, Member: Member{
+		Rank: job.Deref(cfg.Rank, -1), LocalRank: job.Deref(cfg.LocalRank, -1), LocalSize: cfg.LocalSize,
+		Node: job.Deref(cfg.Node, -1), Host: cfg.Host, PID: cmp.Or(cfg.pid, cfg.sys.Getpid()), Name: cfg.Name,
 	}}
-}
-
-func deref(p *int, unset int) int {
-	if p == nil {
-		return unset
-	}
-	return *p
-}
-
-// sleep waits for d and returns false if ctx ended first.
-func sleep(ctx context.Context, d time.Duration) bool {
-	t := time.NewTimer(d)
-	defer t.Stop()
-	select {
-	case <-t.C:
-		return true
-	case <-ctx.Done():
-		return false
-	}
 }

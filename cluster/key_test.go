@@ -5,39 +5,9 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
-
-// The processes with the secret and the workers derive the same keys, one for each purpose.
-func TestKeyOfAPurpose(t *testing.T) {
-	ks, err := deriveKeys(testSecret, "job")
-	require.NoError(t, err)
-	worker, err := ks.control.forWorkers("run")
-	require.NoError(t, err)
-	key := func(c credential, job, purpose string) string {
-		k, err := c.derive(job, "run", purpose)
-		require.NoError(t, err)
-		require.Len(t, k, keyBytes)
-		return string(k)
-	}
-	a := key(ks.control, "job", "a")
-	require.Equal(t, a, key(worker, "job", "a"))
-	other, err := deriveKeys(append(testSecret[:len(testSecret):len(testSecret)], 1), "job")
-	require.NoError(t, err)
-	for _, k := range []string{key(worker, "job", "b"), key(other.control, "job", "a"), string(worker.key), string(ks.control.key)} {
-		require.NotEqual(t, a, k)
-	}
-
-	none, err := deriveKeys(nil, "job")
-	require.NoError(t, err)
-	worker, err = none.control.forWorkers("run")
-	require.NoError(t, err)
-	for _, c := range []credential{none.control, worker} {
-		_, err := c.derive("job", "run", "a")
-		var bad *ConfigError
-		require.ErrorAs(t, err, &bad)
-		require.ErrorContains(t, err, `key for a of job "job": the job has no secret`)
-	}
-}
 
 func TestKeyOfASession(t *testing.T) {
 	addr := freeAddr(t)
@@ -59,7 +29,7 @@ func TestKeyOfASession(t *testing.T) {
 		})
 	}
 	wg.Wait()
-	require.Len(t, keys[0], keyBytes)
+	require.Len(t, keys[0], job.KeyBytes)
 	require.Equal(t, keys[0], keys[1])
 
 	alone, err := Join(t.Context(), nil)

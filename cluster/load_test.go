@@ -18,11 +18,16 @@ import (
 	"strings"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
+
+var attackTime = flag.Duration("attack", 2*time.Second, "how long the tests of hostile processes attack; from 20s on they check the processor's time, too")
 
 var hostileTime = flag.Duration("hostile", 2*time.Second, "how long the ranks of TestHostileRanks are hostile; from 10s on it checks times and memory, too")
 
@@ -53,7 +58,7 @@ func floodMain(coordinator, gossip, label string) int {
 	hold := func(addr string, first byte, limit time.Duration) {
 		c, err := net.DialTimeout("tcp", addr, time.Second)
 		if err != nil {
-			sleep(ctx, 10*time.Millisecond)
+			job.Sleep(ctx, 10*time.Millisecond)
 			return
 		}
 		defer c.Close()
@@ -75,7 +80,7 @@ func floodMain(coordinator, gossip, label string) int {
 		wg.Go(func() {
 			for n := 0; ctx.Err() == nil; n++ {
 				hold(to[i%2], byte(i/2), time.Hour)
-				sleep(ctx, time.Second)
+				job.Sleep(ctx, time.Second)
 			}
 		})
 	}
@@ -85,7 +90,7 @@ func floodMain(coordinator, gossip, label string) int {
 			for due := int64(time.Since(begin).Seconds() * float64(perSecond)); n < due; n++ {
 				fn(n)
 			}
-			sleep(ctx, time.Millisecond)
+			job.Sleep(ctx, time.Millisecond)
 		}
 	}
 	wg.Go(func() {
@@ -114,14 +119,14 @@ func floodMain(coordinator, gossip, label string) int {
 func TestRejoinUnderAttack(t *testing.T) {
 	as, rs := elasticJob(t, RunConfig{}, elasticHosts(t, 1, 2, 1000)...)
 	host := as[0]
-	if host.coord == nil {
+	if host.Coord == nil {
 		host = as[1]
 	}
-	require.NotNil(t, host.gossip)
+	require.NotNil(t, host.Gossip)
 	time.Sleep(200 * time.Millisecond) // for both hosts to have connected
 	before, processor, begin := residentNow(t, os.Getpid()), processorTime(), time.Now()
-	label := host.gossip.transport.run.Load().label
-	cmd := exec.Command("/proc/self/exe", "flood", host.addr, host.gossip.ml.LocalNode().Address(), hex.EncodeToString(label))
+	label := host.Gossip.Transport.Run.Load().Label
+	cmd := exec.Command("/proc/self/exe", "flood", host.Addr, host.Gossip.ML.LocalNode().Address(), hex.EncodeToString(label))
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
 	require.NoError(t, err)
@@ -132,12 +137,12 @@ func TestRejoinUnderAttack(t *testing.T) {
 	var most, rejoins int
 	var longest time.Duration
 	for range 2 { // more of them would exclude the host
-		sleep(t.Context(), max(*attackTime/4, time.Second)) // the last start is over
+		job.Sleep(t.Context(), max(*attackTime/4, time.Second)) // the last start is over
 		lost := time.Now()
 		rs[1].kill(t, rs[1].last(t))
 		order := orderOf(t, as[1])
 		require.True(t, order.Start)
-		sleep(t.Context(), order.After)
+		job.Sleep(t.Context(), order.After)
 		rs[1] = runWorker(t, as[1], 0, RunConfig{})
 		rs[1].awaitSize(t, 2)
 		rs[0].awaitSize(t, 2)
@@ -145,7 +150,7 @@ func TestRejoinUnderAttack(t *testing.T) {
 		rejoins++
 		most = max(most, residentNow(t, os.Getpid()))
 	}
-	for sleep(t.Context(), 200*time.Millisecond) && time.Since(begin) < *attackTime {
+	for job.Sleep(t.Context(), 200*time.Millisecond) && time.Since(begin) < *attackTime {
 		most = max(most, residentNow(t, os.Getpid()))
 	}
 	took, used := time.Since(begin), processorTime()-processor
@@ -186,7 +191,7 @@ func statusOf(t *testing.T, pid int, name string) int {
 
 // launcherMain is a launcher without workers. It prints their environments, and ends with its standard input.
 func launcherMain(workers int) int {
-	a, err := Start(context.Background(), &Config{Job: "hostile", LocalSize: workers, Notify: func(line string) { fmt.Fprintln(os.Stderr, line) }})
+	a, err := job.Start(context.Background(), &job.Config{Job: "hostile", LocalSize: workers, Notify: func(line string) { fmt.Fprintln(os.Stderr, line) }})
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
@@ -275,7 +280,7 @@ func TestHostileRanks(t *testing.T) {
 	begun := time.Now()
 	big := make([]byte, MaxValueBytes)
 	var many, long []string
-	for i := range maxCallKeys / 2 {
+	for i := range job.MaxCallKeys / 2 {
 		many = append(many, fmt.Sprint("m", i))
 	}
 	for i := range 1000 {
@@ -287,48 +292,48 @@ func TestHostileRanks(t *testing.T) {
 		}
 		return fields
 	}
-	list := call{op: opSetAll}
+	list := job.Call{Op: job.OpSetAll}
 	for _, name := range many {
-		list.fields = append(list.fields, []byte(name), []byte{})
+		list.Fields = append(list.Fields, []byte(name), []byte{})
 	}
 	var wg sync.WaitGroup
 	var calls atomic.Int64
 	for _, s := range ss {
 		k := s.k
-		send := func(c call) {
-			k.mu.Lock()
-			k.lastID++
-			id := k.lastID
-			k.mu.Unlock()
-			_ = k.send(message{kind: kindCall, epoch: firstEpoch, id: id, body: c.encode()}) // nobody reads the reply
+		send := func(c job.Call) {
+			k.Mu.Lock()
+			k.LastID++
+			id := k.LastID
+			k.Mu.Unlock()
+			_ = k.Send(job.Message{Kind: job.KindCall, Epoch: job.FirstEpoch, ID: id, Body: c.Encode()}) // nobody reads the reply
 			calls.Add(1)
 		}
 		wg.Go(func() {
 			for round := 0; time.Since(begun) < *hostileTime && s.Context().Err() == nil; round++ {
-				for range maxWaits - 3000 {
-					send(call{op: opGetAll, fields: keys("k", "l")})
+				for range job.MaxWaits - 3000 {
+					send(job.Call{Op: job.OpGetAll, Fields: keys("k", "l")})
 				}
 				for i := range 2000 {
-					send(call{op: opWait, fields: keys("k", "l", "n", strconv.Itoa(i))})
+					send(job.Call{Op: job.OpWait, Fields: keys("k", "l", "n", strconv.Itoa(i))})
 				}
-				send(call{op: opWait, fields: keys(append(many[:maxWaitKeys/4:maxWaitKeys/4], "n")...)})
-				send(call{op: opWait, fields: keys(append(long[:len(long):len(long)], "n")...)})
-				send(call{op: opSet, fields: [][]byte{[]byte("k"), big}})
-				send(call{op: opSet, fields: [][]byte{[]byte("l"), big}})
+				send(job.Call{Op: job.OpWait, Fields: keys(append(many[:job.MaxWaitKeys/4:job.MaxWaitKeys/4], "n")...)})
+				send(job.Call{Op: job.OpWait, Fields: keys(append(long[:len(long):len(long)], "n")...)})
+				send(job.Call{Op: job.OpSet, Fields: [][]byte{[]byte("k"), big}})
+				send(job.Call{Op: job.OpSet, Fields: [][]byte{[]byte("l"), big}})
 				for range 200 {
-					send(call{op: opDelete, fields: keys("l")})
-					send(call{op: opSet, fields: keys("l", "x")})
-					send(call{op: opAppend, fields: keys("k2", "x")})
-					_ = k.send(message{kind: kindWho, epoch: firstEpoch, id: 1})
+					send(job.Call{Op: job.OpDelete, Fields: keys("l")})
+					send(job.Call{Op: job.OpSet, Fields: keys("l", "x")})
+					send(job.Call{Op: job.OpAppend, Fields: keys("k2", "x")})
+					_ = k.Send(job.Message{Kind: job.KindWho, Epoch: job.FirstEpoch, ID: 1})
 				}
-				send(call{op: opSet, fields: [][]byte{[]byte("k2"), big[:len(big)/2]}})
+				send(job.Call{Op: job.OpSet, Fields: [][]byte{[]byte("k2"), big[:len(big)/2]}})
 				send(list)
 				for i := range 500 {
-					send(call{op: opBarrier, fields: keys(fmt.Sprint(strings.Repeat("b", 500), i))})
+					send(job.Call{Op: job.OpBarrier, Fields: keys(fmt.Sprint(strings.Repeat("b", 500), i))})
 				}
-				send(call{op: opDelete, fields: keys("k")})
-				send(call{op: opDelete, fields: keys("l")})
-				_ = k.stream.flush(time.Second) // as fast as the coordinator reads
+				send(job.Call{Op: job.OpDelete, Fields: keys("k")})
+				send(job.Call{Op: job.OpDelete, Fields: keys("l")})
+				_ = k.Stream.Flush(time.Second) // as fast as the coordinator reads
 			}
 		})
 	}
@@ -361,4 +366,11 @@ func parallel(n int, f func(i int) error) error {
 	}
 	wg.Wait()
 	return errors.Join(errs...)
+}
+
+// processorTime is what this process has used.
+func processorTime() time.Duration {
+	var u syscall.Rusage
+	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &u)
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }

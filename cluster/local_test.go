@@ -16,36 +16,37 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // strangerMain is a process of another user, who knows all but a secret. It joins a job as
 // rank 1, or coordinates it, until its standard input ends.
-func strangerMain(deed, job, addr string) int {
-	keys, err := deriveKeys(nil, job)
+func strangerMain(deed, name, addr string) int {
+	keys, err := job.DeriveKeys(nil, name)
 	if err != nil {
 		return 1
 	}
 	switch deed {
 	case "join":
-		l, hello, err := target{job: job, addr: addr, key: keys.control}.dial(context.Background())
+		l, hello, err := job.Target{Job: name, Addr: addr, Key: keys.Control}.Dial(context.Background())
 		if err != nil {
 			fmt.Println("kept out:", err)
 			return 0
 		}
 		fmt.Println("inside of the job of", hello.Host)
-		l.close()
+		l.Close()
 	case "coordinate":
-		ln, err := (*system)(nil).listenAt(addr)
+		ln, err := (*job.System)(nil).ListenAt(addr)
 		if err != nil {
 			fmt.Println(err)
 			return 1
 		}
 		ln = trusting{ln}
-		c := newServer(ln, serverConfig{job: job, key: keys.control, notify: func(string) {}, coordConfig: coordConfig{size: 2, self: welcome{Host: "stranger", PID: os.Getpid(), Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}}})
+		c := job.NewServer(ln, job.ServerConfig{Job: name, Key: keys.Control, Notify: func(string) {}, CoordConfig: job.CoordConfig{Size: 2, Self: job.Welcome{Host: "stranger", PID: os.Getpid(), Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}}})
 		fmt.Println("listening")
 		_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
-		c.close()
+		c.Close()
 	}
 	return 0
 }
@@ -119,8 +120,8 @@ func TestOneHostNeedsNoSecret(t *testing.T) {
 			require.NoError(t, err)
 			require.True(t, strings.HasPrefix(c.at, "@chorus-job-"), c.at)
 			if os.Geteuid() == 0 {
-				to := target{job: c.Job, addr: c.at, key: key}
-				for to.sameJob(t.Context()) != nil { // until rank 0 listens
+				to := job.Target{Job: c.Job, Addr: c.at, Key: key}
+				for to.SameJob(t.Context()) != nil { // until rank 0 listens
 					require.NoError(t, t.Context().Err())
 				}
 				out, _ := startStranger(t, "join", c.Job, c.at)

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // TestLost ends a worker's process in every way, in a world without launcher.
@@ -137,23 +139,6 @@ func TestJoinNobodyAnswers(t *testing.T) {
 	require.ErrorIs(t, err, context.Canceled)
 }
 
-// TestOutOfTime knows what dialling and waiting for an answer return when time is up.
-func TestOutOfTime(t *testing.T) {
-	ctx, cancel := context.WithDeadline(t.Context(), time.Now())
-	defer cancel()
-	_, err := (&net.Dialer{}).DialContext(ctx, "tcp", freeAddr(t))
-	require.True(t, outOfTime(err), "%v", err)
-	p, q := net.Pipe()
-	defer q.Close()
-	defer p.Close()
-	require.NoError(t, p.SetDeadline(time.Now()))
-	_, err = p.Read(make([]byte, 1))
-	require.True(t, outOfTime(err), "%v", err)
-	_, err = net.Dial("tcp", freeAddr(t))
-	require.ErrorIs(t, err, syscall.ECONNREFUSED)
-	require.False(t, outOfTime(err))
-}
-
 // TestCloseServesWhatIsSet closes the session that holds the coordinator while
 // another has still to read what it set.
 func TestCloseServesWhatIsSet(t *testing.T) {
@@ -161,7 +146,7 @@ func TestCloseServesWhatIsSet(t *testing.T) {
 	ss := joinWorld(t, 3, nil)
 	require.NoError(t, ss[0].Set(t.Context(), "verdict", []byte("no")))
 	require.NoError(t, ss[2].Close())
-	ss[0].coord.drains = time.Minute
+	ss[0].coord.Drains = time.Minute
 	closed := make(chan time.Time, 1)
 	go func() { ss[0].Close(); closed <- time.Now() }()
 	<-ss[0].Context().Done()
@@ -172,7 +157,7 @@ func TestCloseServesWhatIsSet(t *testing.T) {
 	}
 	left := time.Now()
 	require.NoError(t, ss[1].Close())
-	require.Less(t, (<-closed).Sub(left), ss[0].coord.drains/2, "nobody is left to wait for")
+	require.Less(t, (<-closed).Sub(left), ss[0].coord.Drains/2, "nobody is left to wait for")
 }
 
 // TestSilentCoordinator joins one that says nothing more.
@@ -181,36 +166,36 @@ func TestSilentCoordinator(t *testing.T) {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer ln.Close()
-	keys, err := deriveKeys(nil, "j")
+	keys, err := job.DeriveKeys(nil, "j")
 	require.NoError(t, err)
-	heard := make(chan []kind, 1)
+	heard := make(chan []job.Kind, 1)
 	go func() {
-		var kinds []kind
+		var kinds []job.Kind
 		defer func() { heard <- kinds }()
 		conn, err := ln.Accept()
 		if err != nil {
 			return
 		}
 		defer conn.Close()
-		l, err := acceptHandshake(conn, "j", keys.control)
+		l, err := job.AcceptHandshake(conn, "j", keys.Control)
 		if err != nil {
 			return
 		}
-		for _, m := range []message{
-			note(kindWelcome, welcome{Host: "a", PID: os.Getpid(), Rank: -1, Heartbeat: 2 * time.Second, LostAfter: 4 * time.Second}),
-			note(kindWorld, world{Members: []Member{{Host: "a"}}}),
+		for _, m := range []job.Message{
+			job.Note(job.KindWelcome, job.Welcome{Host: "a", PID: os.Getpid(), Rank: -1, Heartbeat: 2 * time.Second, LostAfter: 4 * time.Second}),
+			job.Note(job.KindWorld, job.World{Members: []Member{{Host: "a"}}}),
 		} {
-			if l.write(frame{body: m.encode()}, time.Second) != nil {
+			if l.Write(job.Frame{Body: m.Encode()}, time.Second) != nil {
 				return
 			}
 		}
 		for {
-			f, err := l.read()
+			f, err := l.Read()
 			if err != nil {
 				return
 			}
-			m, _ := decodeMessage(f.body)
-			kinds = append(kinds, m.kind)
+			m, _ := job.DecodeMessage(f.Body)
+			kinds = append(kinds, m.Kind)
 		}
 	}()
 	s, err := Join(t.Context(), &JoinConfig{Job: "j", Size: 1, Rank: new(0), Addr: ln.Addr().String(), Insecure: true, Timing: quick, Host: "a"})
@@ -222,7 +207,7 @@ func TestSilentCoordinator(t *testing.T) {
 	require.Equal(t, []any{-1, "a", os.Getpid()}, []any{lost.Rank, lost.Host, lost.PID})
 	require.Equal(t, "its launcher, which coordinates the job, was silent for 4s: stopped, starved or unreachable", lost.Reason)
 	kinds := <-heard
-	require.Equal(t, kindSilent, kinds[len(kinds)-1], "it should know why this process gave up")
+	require.Equal(t, job.KindSilent, kinds[len(kinds)-1], "it should know why this process gave up")
 }
 
 func TestDuplicateRank(t *testing.T) {
@@ -264,7 +249,7 @@ func TestDuplicateRank(t *testing.T) {
 func TestDuplicateCoordinator(t *testing.T) {
 	t.Parallel()
 	ss := joinWorld(t, 2, nil)
-	_, err := Join(t.Context(), &JoinConfig{Job: t.Name(), Size: 2, Rank: new(0), Addr: ss[1].k.addr, Serve: true,
+	_, err := Join(t.Context(), &JoinConfig{Job: t.Name(), Size: 2, Rank: new(0), Addr: ss[1].k.Addr, Serve: true,
 		Secret: testSecret, Timing: quick, Host: "c", Notify: func(string) {}})
 	var e *DuplicateError
 	require.ErrorAs(t, err, &e)
@@ -287,7 +272,7 @@ func TestAssignedRanks(t *testing.T) {
 func TestRefusals(t *testing.T) {
 	t.Parallel()
 	ss := joinWorld(t, 2, nil)
-	c := &JoinConfig{Job: t.Name(), Size: 3, Rank: new(2), Addr: ss[1].k.addr, Secret: testSecret, Timing: quick}
+	c := &JoinConfig{Job: t.Name(), Size: 3, Rank: new(2), Addr: ss[1].k.Addr, Secret: testSecret, Timing: quick}
 	_, err := Join(t.Context(), c)
 	var e *RefusedError
 	require.ErrorAs(t, err, &e)
@@ -313,7 +298,7 @@ func TestWrongSecret(t *testing.T) {
 		if c.Job == "other" {
 			says = "different job: "
 		}
-		c.Size, c.Rank, c.Addr, c.Timing = 2, new(1), ss[1].k.addr, quick
+		c.Size, c.Rank, c.Addr, c.Timing = 2, new(1), ss[1].k.Addr, quick
 		_, err := Join(t.Context(), c)
 		var e *AuthError
 		require.ErrorAs(t, err, &e)
@@ -371,7 +356,7 @@ func answerOnce(t *testing.T, delay time.Duration) string {
 	ln, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	t.Cleanup(func() { ln.Close() })
-	keys, err := deriveKeys(nil, "j")
+	keys, err := job.DeriveKeys(nil, "j")
 	require.NoError(t, err)
 	go func() {
 		for answered := false; ; {
@@ -385,8 +370,8 @@ func answerOnce(t *testing.T, delay time.Duration) string {
 			}
 			time.Sleep(delay)
 			delay = 0
-			if l, err := acceptHandshake(c, "j", keys.control); err == nil {
-				answered = l.write(frame{body: note(kindWelcome, welcome{Heartbeat: time.Minute, LostAfter: time.Hour}).encode()}, handshakeTimeout) == nil
+			if l, err := job.AcceptHandshake(c, "j", keys.Control); err == nil {
+				answered = l.Write(job.Frame{Body: job.Note(job.KindWelcome, job.Welcome{Heartbeat: time.Minute, LostAfter: time.Hour}).Encode()}, job.HandshakeTimeout) == nil
 			}
 		}
 	}()

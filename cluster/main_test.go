@@ -31,9 +31,6 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 3 && os.Args[1] == "elastic" {
 		os.Exit(elasticMain(os.Args[2], os.Args[3]))
 	}
-	if len(os.Args) > 3 && os.Args[1] == "attack" {
-		os.Exit(attackMain(os.Args[2], os.Args[3]))
-	}
 	if len(os.Args) > 4 && os.Args[1] == "flood" {
 		os.Exit(floodMain(os.Args[2], os.Args[3], os.Args[4]))
 	}
@@ -46,6 +43,10 @@ func TestMain(m *testing.M) {
 	}
 	if len(os.Args) > 4 && os.Args[1] == "stranger" {
 		os.Exit(strangerMain(os.Args[2], os.Args[3], os.Args[4]))
+	}
+	if len(os.Args) > 1 && !strings.HasPrefix(os.Args[1], "-") {
+		fmt.Fprintf(os.Stderr, "no role of this test program: %q\n", os.Args[1:]) // otherwise it would run all tests, and start programs for ever
+		os.Exit(2)
 	}
 	handle.OnLeak = func(l handle.Leak) {
 		fmt.Fprintf(os.Stderr, "leaked %s\n%s", l, l.Stack)
@@ -85,7 +86,7 @@ func ours() string {
 	buf = buf[:runtime.Stack(buf, true)]
 	var left []string
 	for s := range strings.SplitSeq(string(buf), "\n\n") {
-		if (strings.Contains(s, "chorus/cluster.") || strings.Contains(s, "memberlist.")) && !strings.Contains(s, "cluster.TestMain") {
+		if (strings.Contains(s, "chorus/cluster.") || strings.Contains(s, "internal/job.") || strings.Contains(s, "memberlist.")) && !strings.Contains(s, "cluster.TestMain") {
 			left = append(left, s)
 		}
 	}

@@ -4,7 +4,8 @@ import (
 	"context"
 	"os"
 	"slices"
-	"sync/atomic"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A membership is the place of this process in a world, with the world's store.
@@ -14,23 +15,17 @@ type membership struct {
 	me      Member
 	members []Member
 	ctx     context.Context
-	key     credential
-	by      leader // the coordinator that began it
-	number  uint64 // of the epoch
-}
-
-// A caller runs store calls, either over the connection to the coordinator or, in
-// a world of one process, directly in the engine.
-type caller interface {
-	call(ctx context.Context, c call) (call, error)
+	key     job.Credential
+	by      job.Leader // the coordinator that began it
+	number  uint64     // of the epoch
 }
 
 // soloMembership returns a world of one process, which ends with parent.
 func soloMembership(parent context.Context, cfg *JoinConfig) (membership, context.CancelCauseFunc) {
 	me := Member{LocalSize: 1, Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name}
-	m := membership{job: cfg.Job, me: me, members: []Member{me}, key: credential{key: randomBytes(keyBytes), worker: true}}
+	m := membership{job: cfg.Job, me: me, members: []Member{me}, key: job.Credential{Key: job.RandomBytes(job.KeyBytes), Worker: true}}
 	ctx, cancel := context.WithCancelCause(parent)
-	m.ctx, m.view = ctx, Store{calls: &solo{engine: newEngine(1, new(atomic.Int64)), session: ctx}, timeout: cfg.Timing.Call}
+	m.ctx, m.view = ctx, Store{calls: job.NewSolo(ctx), timeout: cfg.Timing.Call}
 	return m, cancel
 }
 
@@ -69,7 +64,7 @@ func (s *membership) Fence() (run string, term, epoch uint64) {
 // next run: data that must outlive the run needs a key of its own. The keys of two purposes tell nothing about each other. If
 // the job has no secret, Key returns a *ConfigError.
 func (s *membership) Key(purpose string) ([]byte, error) {
-	return s.key.derive(s.job, s.by.Run, purpose)
+	return s.key.Derive(s.job, s.by.Run, purpose)
 }
 
 // Members returns all processes of the world, by rank. The caller

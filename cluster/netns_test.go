@@ -18,6 +18,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/testhost"
 )
 
@@ -113,7 +114,7 @@ var lanTiming = Timing{Join: quick.Join, Call: quick.Call, Heartbeat: quick.Hear
 // agentMain is a launcher without workers.
 func agentMain(host, seed string) int {
 	nodes, _ := strconv.Atoi(os.Getenv(nodesVar))
-	a, err := Start(context.Background(), &Config{Job: "lan", Nodes: nodes, Host: host, Seeds: []string{seed}, Insecure: true, Timing: lanTiming})
+	a, err := job.Start(context.Background(), &job.Config{Job: "lan", Nodes: nodes, Host: host, Seeds: []string{seed}, Insecure: true, Timing: lanTiming})
 	if err != nil {
 		fmt.Println("start:", err)
 		return 41
@@ -124,11 +125,11 @@ func agentMain(host, seed string) int {
 			fmt.Println(v)
 		}
 	}
-	for deadline := time.Now().Add(90 * time.Second); a.gossip != nil && os.Getenv(waitVar) != "blind" && len(a.gossip.ml.Members()) < nodes && time.Now().Before(deadline); {
+	for deadline := time.Now().Add(90 * time.Second); a.Gossip != nil && os.Getenv(waitVar) != "blind" && len(a.Gossip.ML.Members()) < nodes && time.Now().Before(deadline); {
 		time.Sleep(10 * time.Millisecond)
 	}
-	if a.gossip != nil {
-		fmt.Println("gossip sees", len(a.gossip.ml.Members()))
+	if a.Gossip != nil {
+		fmt.Println("gossip sees", len(a.Gossip.ML.Members()))
 	}
 	if os.Getenv(waitVar) != "" {
 		for _, v := range a.WorkerEnv(0) {

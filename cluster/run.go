@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // RunConfig configures Run.
@@ -43,7 +44,7 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 		cfg = &RunConfig{}
 	}
 	if fn == nil {
-		return badConfig("run: no function given")
+		return job.BadConfig("run: no function given")
 	}
 	c, err := cfg.joinConfig()
 	if err != nil {
@@ -59,7 +60,7 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 	start := time.Now()
 	joinCtx, cancel := context.WithTimeout(ctx, c.Timing.Join)
 	defer cancel()
-	var coord *server
+	var coord *job.Server
 	if c.Serve {
 		if coord, err = c.serve(joinCtx, key); err != nil {
 			return err
@@ -68,8 +69,8 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 	r := &runner{cfg: c, parent: ctx, key: key, least: max(cfg.MinSize, 1), worlds: make(chan *World, 1), end: make(chan error, 1)}
 	err = r.run(joinCtx, start, coord, fn)
 	if coord != nil {
-		coord.drain()
-		coord.close()
+		coord.Drain()
+		coord.Close()
 	}
 	return err
 }
@@ -87,7 +88,7 @@ func (cfg *RunConfig) joinConfig() (*JoinConfig, error) {
 
 // runAlone runs fn in a world of one process.
 func runAlone(ctx context.Context, cfg *JoinConfig, fn func(context.Context, *World) error) error {
-	w := &World{epoch: firstEpoch}
+	w := &World{epoch: job.FirstEpoch}
 	w.membership, w.cancel = soloMembership(ctx, cfg)
 	defer w.cancel(ErrClosed)
 	return fn(w.ctx, w)
@@ -97,18 +98,18 @@ func runAlone(ctx context.Context, cfg *JoinConfig, fn func(context.Context, *Wo
 type runner struct {
 	cfg    *JoinConfig
 	parent context.Context
-	key    credential
-	least  int     // RunConfig.MinSize
-	k      *client // replaced after the loss of a coordinator
+	key    job.Credential
+	least  int         // RunConfig.MinSize
+	k      *job.Client // replaced after the loss of a coordinator
 	worlds chan *World
 	end    chan error // why no world follows
 
 	now *World // used by the reader goroutine of k, and between two
-	leadership
+	job.Leadership
 }
 
 // run joins the job and runs its epochs. The time to join begins at start, and ctx ends when it is over.
-func (r *runner) run(ctx context.Context, start time.Time, coord *server, fn func(context.Context, *World) error) error {
+func (r *runner) run(ctx context.Context, start time.Time, coord *job.Server, fn func(context.Context, *World) error) error {
 	l, hello, err := r.cfg.connect(ctx, r.key, start)
 	if err != nil {
 		return err
@@ -118,8 +119,8 @@ func (r *runner) run(ctx context.Context, start time.Time, coord *server, fn fun
 	}
 	w, err := r.firstWorld(ctx, start)
 	if w == nil {
-		coord.decide(err)
-		r.k.leave(err)
+		coord.Decide(err)
+		r.k.Leave(err)
 		return err
 	}
 	return r.epochs(w, fn)
@@ -128,16 +129,16 @@ func (r *runner) run(ctx context.Context, start time.Time, coord *server, fn fun
 // firstWorld waits for the first world of this process.
 func (r *runner) firstWorld(ctx context.Context, start time.Time) (*World, error) {
 	w, err := r.next(ctx)
-	if w != nil || ctx.Err() == nil || r.k.ctx.Err() != nil {
+	if w != nil || ctx.Err() == nil || r.k.Ctx.Err() != nil {
 		return w, err
 	}
-	e := &JoinTimeoutError{Job: r.cfg.Job, Waited: time.Since(start), Addr: r.cfg.Addr, Unit: unitProcess}
+	e := &JoinTimeoutError{Job: r.cfg.Job, Waited: time.Since(start), Addr: r.cfg.Addr, Unit: job.UnitProcess}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		a, err := r.k.askMissing()
-		e.fill(a)
+		a, err := r.k.AskMissing()
+		a.Fill(e)
 		e.Err = err
 	}
-	return nil, joinEnd(ctx, e)
+	return nil, job.JoinEnd(ctx, e)
 }
 
 // next waits for the next world, or returns why none follows. Both are nil if all functions
@@ -148,7 +149,7 @@ func (r *runner) next(ctx context.Context) (*World, error) {
 		if w != nil || err == nil || !r.hasLostCoordinator() {
 			return w, err
 		}
-		if err := r.followAgent(); errors.Is(err, errFinished) {
+		if err := r.followAgent(); errors.Is(err, job.ErrFinished) {
 			return nil, nil
 		} else if err != nil {
 			return nil, err
@@ -163,9 +164,9 @@ func (r *runner) nextFrom(ctx context.Context) (*World, error) {
 		return w, nil
 	case err := <-r.end:
 		return nil, err
-	case <-r.k.ctx.Done():
+	case <-r.k.Ctx.Done():
 		return nil, r.lost()
-	case <-r.k.endedC:
+	case <-r.k.EndedC:
 		return nil, r.ended()
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
@@ -178,7 +179,7 @@ func (r *runner) lost() error {
 	case err := <-r.end:
 		return err
 	default:
-		return context.Cause(r.k.ctx)
+		return context.Cause(r.k.Ctx)
 	}
 }
 
@@ -194,7 +195,7 @@ func (r *runner) ended() error {
 
 // epochs calls fn for each world.
 func (r *runner) epochs(w *World, fn func(context.Context, *World) error) error {
-	defer func() { r.k.close() }()
+	defer func() { r.k.Close() }()
 	for {
 		if err := r.answer(w, fn(w.ctx, w)); err != nil {
 			return err
@@ -210,10 +211,10 @@ func (r *runner) epochs(w *World, fn func(context.Context, *World) error) error 
 // process leaves the job.
 func (r *runner) answer(w *World, err error) error {
 	if err == nil && w.ctx.Err() == nil && !w.isLeaving() {
-		return r.send(w, message{kind: kindFinished})
+		return r.send(w, job.Message{Kind: job.KindFinished})
 	}
 	if !w.isLeaving() && !r.awaitEnd(w) {
-		m := note(kindFailed, fault{Reason: fmt.Sprintf("its function failed: %v", err)})
+		m := job.Note(job.KindFailed, job.Fault{Reason: fmt.Sprintf("its function failed: %v", err)})
 		return cmp.Or(err, r.send(w, m))
 	}
 	switch {
@@ -221,22 +222,22 @@ func (r *runner) answer(w *World, err error) error {
 		return cmp.Or(err, context.Cause(r.parent))
 	case r.hasLostCoordinator():
 		return nil
-	case r.k.ctx.Err() != nil:
+	case r.k.Ctx.Err() != nil:
 		return r.lost()
 	}
-	return r.send(w, message{kind: kindRevoked})
+	return r.send(w, job.Message{Kind: job.KindRevoked})
 }
 
-func (r *runner) send(w *World, m message) error {
-	m.epoch = w.epoch
-	_ = r.k.send(m) // if the connection is lost, next returns why
+func (r *runner) send(w *World, m job.Message) error {
+	m.Epoch = w.epoch
+	_ = r.k.Send(m) // if the connection is lost, next returns why
 	return nil
 }
 
 // awaitEnd waits until the epoch of w has ended, and reports whether it has. The error of a
 // collective may come before the coordinator has noticed the loss.
 func (r *runner) awaitEnd(w *World) bool {
-	t := time.NewTimer(r.k.hello.LostAfter + extraSilence(r.k.hello.LostAfter) + exitGrace + time.Second)
+	t := time.NewTimer(r.k.Hello.LostAfter + job.ExtraSilence(r.k.Hello.LostAfter) + job.ExitGrace + time.Second)
 	defer t.Stop()
 	select {
 	case <-w.ctx.Done():
@@ -247,58 +248,58 @@ func (r *runner) awaitEnd(w *World) bool {
 }
 
 // event runs on the reader goroutine of the client.
-func (r *runner) event(k *client, m message) {
-	switch m.kind {
-	case kindWorld:
+func (r *runner) event(k *job.Client, m job.Message) {
+	switch m.Kind {
+	case job.KindWorld:
 		r.begin(m)
-	case kindPropose:
-		_ = k.send(message{kind: kindPrepared, epoch: m.epoch, id: m.id}) // the reader handles a failure
-	case kindRevoke:
-		var f fault
-		if err := m.record(&f); err != nil {
+	case job.KindPropose:
+		_ = k.Send(job.Message{Kind: job.KindPrepared, Epoch: m.Epoch, ID: m.ID}) // the reader handles a failure
+	case job.KindRevoke:
+		var f job.Fault
+		if err := m.Record(&f); err != nil {
 			r.over(err)
-		} else if w := r.now; w != nil && w.epoch == m.epoch {
-			w.cancel(f.endOf(w))
+		} else if w := r.now; w != nil && w.epoch == m.Epoch {
+			w.cancel(endOf(f, w))
 		}
-	case kindHold:
-		if w := r.now; w != nil && w.epoch == m.epoch {
-			_ = k.send(message{kind: kindHeld, epoch: m.epoch, id: w.hold()}) // as above
+	case job.KindHold:
+		if w := r.now; w != nil && w.epoch == m.Epoch {
+			_ = k.Send(job.Message{Kind: job.KindHeld, Epoch: m.Epoch, ID: w.hold()}) // as above
 		}
-	case kindUntil:
-		if w := r.now; w != nil && w.epoch == m.epoch {
-			w.runUntil(m.id)
+	case job.KindUntil:
+		if w := r.now; w != nil && w.epoch == m.Epoch {
+			w.runUntil(m.ID)
 		}
-	case kindFault:
-		var f fault
-		err := m.record(&f)
+	case job.KindFault:
+		var f job.Fault
+		err := m.Record(&f)
 		if err == nil {
-			err = f.err()
+			err = f.Err()
 		}
 		r.over(err)
-		k.cancel(err)
-	case kindRefuse:
-		var f refusal
-		err := m.record(&f)
+		k.Cancel(err)
+	case job.KindRefuse:
+		var f job.Refusal
+		err := m.Record(&f)
 		if err == nil {
-			err = f.err(r.cfg.Job, r.cfg.Addr)
+			err = f.Err(r.cfg.Job, r.cfg.Addr)
 		}
 		r.over(err)
-	case kindFinish:
+	case job.KindFinish:
 		r.over(nil)
-	case kindDismiss:
+	case job.KindDismiss:
 		r.over(ErrDismissed)
 	}
 }
 
 // begin starts an epoch.
-func (r *runner) begin(m message) {
-	r.k.beStrict(0)
+func (r *runner) begin(m job.Message) {
+	r.k.BeStrict(0)
 	w, err := newWorld(r.parent, r, m)
 	if err == nil && r.now != nil && w.epoch <= r.now.epoch {
-		err = epochsMustGrow(r.now.epoch, r.followed, w.epoch, w.by)
+		err = job.EpochsMustGrow(r.now.epoch, r.Followed, w.epoch, w.by)
 	}
 	if err == nil {
-		err = r.follow(w.by)
+		err = r.Follow(w.by)
 	}
 	if err != nil {
 		if r.now != nil {
@@ -324,9 +325,9 @@ func (r *runner) over(err error) {
 }
 
 // endOf returns the cause of the end of w.
-func (f fault) endOf(w *World) error {
+func endOf(f job.Fault, w *World) error {
 	if f.Planned {
 		return &ChangeError{Epoch: int(w.epoch), Reason: f.Reason}
 	}
-	return f.err()
+	return f.Err()
 }

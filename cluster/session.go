@@ -1,13 +1,12 @@
 package cluster
 
 import (
-	"cmp"
 	"context"
 	"errors"
-	"fmt"
 	"sync"
 
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A Session is the membership of this process in a world. It has all methods of the world's
@@ -16,16 +15,16 @@ type Session struct {
 	membership
 	owner   handle.Owner
 	source  string
-	k       *client // nil in a world of one process
-	coord   *server // nil unless this process runs the coordinator
+	k       *job.Client // nil in a world of one process
+	coord   *job.Server // nil unless this process runs the coordinator
 	cancel  context.CancelCauseFunc
 	closing sync.Once
 }
 
-func newSession(cfg *JoinConfig, k *client, coord *server, j *joining) *Session {
-	s := &Session{source: cfg.source, k: k, coord: coord, cancel: k.cancel, membership: membership{
-		view: Store{calls: remote{k, j.epoch, k.ctx}, rank: j.rank, timeout: cfg.Timing.Call},
-		job:  cfg.Job, me: j.members[j.rank], members: j.members, ctx: k.ctx, key: k.to.key, by: j.by, number: j.epoch}}
+func newSession(cfg *JoinConfig, k *job.Client, coord *job.Server, j *joining) *Session {
+	s := &Session{source: cfg.source, k: k, coord: coord, cancel: k.Cancel, membership: membership{
+		view: Store{calls: job.NewRemote(k.Ctx, k, j.epoch), rank: j.rank, timeout: cfg.Timing.Call},
+		job:  cfg.Job, me: j.members[j.rank], members: j.members, ctx: k.Ctx, key: k.To.Key, by: j.by, number: j.epoch}}
 	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
 	return s
 }
@@ -54,7 +53,7 @@ func (s *Session) Shutdown(ctx context.Context) error {
 	}
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
-	r, err := s.calls.call(ctx, call{op: opFinish})
+	r, err := s.calls.Call(ctx, job.Call{Op: job.OpFinish})
 	if errors.Is(err, ErrEnded) && s.Size() == 2 && s.coordinates(s.members[1-s.Rank()]) {
 		err = nil // both have left
 	}
@@ -63,7 +62,7 @@ func (s *Session) Shutdown(ctx context.Context) error {
 
 // coordinates reports whether the process of a member runs the coordinator.
 func (s *Session) coordinates(m Member) bool {
-	return s.k.hello.PID == m.PID && s.k.hello.Host == m.Host
+	return s.k.Hello.PID == m.PID && s.k.Hello.Host == m.Host
 }
 
 // Close leaves the job immediately. The other processes continue, but a barrier
@@ -79,106 +78,13 @@ func (s *Session) Close() error {
 	s.closing.Do(func() {
 		s.owner.Close()
 		if s.k != nil {
-			s.k.close()
+			s.k.Close()
 		}
 		if s.coord != nil {
-			s.coord.drain()
-			s.coord.close()
+			s.coord.Drain()
+			s.coord.Close()
 		}
 		s.cancel(ErrClosed)
 	})
 	return nil
-}
-
-// remote implements caller with a client, for one epoch.
-type remote struct {
-	k     *client
-	epoch uint64
-	ctx   context.Context // of the epoch
-}
-
-func (r remote) call(ctx context.Context, c call) (call, error) {
-	m, id, err := r.k.ask(ctx, r.ctx.Done(), r.message(c))
-	if err == nil {
-		return decodeCall(m.body)
-	}
-	if ended := context.Cause(r.ctx); ended != nil || ctx.Err() == nil {
-		r.k.drop(id)
-		return call{}, cmp.Or(ended, err)
-	}
-	return r.k.cancelCall(id, c.op, err)
-}
-
-func (r remote) message(c call) message {
-	return message{kind: kindCall, epoch: r.epoch, body: c.encode()}
-}
-
-// last reads a key even after the job has failed, while the connection is open.
-func (r remote) last(ctx context.Context, c call) (call, error) {
-	m, id, err := r.k.ask(ctx, r.k.open.Done(), r.message(c))
-	if err != nil {
-		r.k.drop(id)
-		return call{}, err
-	}
-	return decodeCall(m.body)
-}
-
-// cancelCall cancels a call at the coordinator. For a barrier it waits briefly for
-// the reply, which lists the missing ranks.
-func (k *client) cancelCall(id uint64, op byte, cause error) (call, error) {
-	k.mu.Lock()
-	ch := k.replies[id]
-	k.mu.Unlock()
-	defer k.drop(id)
-	if err := k.send(message{kind: kindCancel, epoch: firstEpoch, id: id}); err != nil || ch == nil {
-		return call{}, cause
-	}
-	if op != opBarrier && op != opFinish {
-		return call{}, cause
-	}
-	ctx, cancel := context.WithTimeout(context.Background(), k.hello.LostAfter)
-	defer cancel()
-	m, err := k.await(ctx, k.ctx.Done(), ch)
-	if err != nil {
-		return call{}, cause
-	}
-	r, err := decodeCall(m.body)
-	if err != nil {
-		return call{}, fmt.Errorf("%w; %w", cause, err)
-	}
-	if r.op == statusOK { // the barrier opened during the cancellation
-		return r, nil
-	}
-	return r, cause
-}
-
-// solo is the store of a world of one process.
-type solo struct {
-	session context.Context
-	mu      sync.Mutex
-	engine  *engine
-	lastID  uint64
-}
-
-func (s *solo) call(ctx context.Context, c call) (call, error) {
-	if s.session.Err() != nil {
-		return call{}, context.Cause(s.session)
-	}
-	ch := make(chan call, 2) // a cancelled barrier may reply twice
-	s.mu.Lock()
-	s.lastID++
-	t := ticket{0, s.lastID}
-	s.engine.do(t, c, func(r call) { ch <- r })
-	s.mu.Unlock()
-	select {
-	case r := <-ch:
-		return r, nil
-	case <-s.session.Done():
-		return call{}, context.Cause(s.session)
-	case <-ctx.Done():
-		s.mu.Lock()
-		s.engine.cancel(t)
-		s.mu.Unlock()
-		return call{}, ctx.Err()
-	}
 }

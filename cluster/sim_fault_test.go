@@ -8,6 +8,8 @@ import (
 	"strconv"
 	"strings"
 	"time"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A simConfig describes a job of the simulation.
@@ -578,7 +580,7 @@ func randomSchedule(seed uint64) simSchedule {
 	}
 	early := func(f simFault) bool { return f.event == "" && f.after < unit/5 }
 	if r.IntN(4) == 0 && !slices.ContainsFunc(s.faults, early) { // agents that do not know of the first epoch end
-		s.calm = 4*successionTime(unit) + 20*unit
+		s.calm = 4*job.SuccessionTime(unit) + 20*unit
 	}
 	return s
 }

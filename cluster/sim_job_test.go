@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A simJob is an elastic job of the real code on a simulated network: agents, coordinators, and workers that call Run. Its
@@ -132,29 +134,24 @@ func (j *simJob) hasFailed() bool {
 }
 
 // watched sees a proposal or a commit of a coordinator, which holds its lock.
-func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
+func (j *simJob) watched(p *simProc, c job.Change) {
 	if p.isDead() {
 		return
 	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if !committed {
-		var ms []string
-		for _, q := range c.elastic.peers {
-			ms = append(ms, nameOf(q.reg.Member))
-		}
-		j.log("%s proposes epoch %d of [%s] to the hosts [%s]", p.name, c.epoch+1, strings.Join(ms, " "), strings.Join(j.hostsOf(c.elastic.voters), " "))
-		if j.lineages[c.cfg.self.Agent] == j.first {
+	var ms []string
+	for _, m := range c.Members {
+		ms = append(ms, nameOf(m))
+	}
+	if !c.Begun {
+		j.log("%s proposes epoch %d of [%s] to the hosts [%s]", p.name, c.Epoch, strings.Join(ms, " "), strings.Join(j.hostsOf(c.Voters), " "))
+		if j.lineages[c.Agent] == j.first {
 			j.trigger("propose", p.host)
 		}
 		return
 	}
-	x := &simCommit{epoch: c.epoch, term: c.term, coordinator: p, at: time.Now(), lineage: j.lineages[c.cfg.self.Agent], acked: map[string]int{}}
-	for _, m := range c.world.Members {
-		x.members = append(x.members, nameOf(m))
-	}
-	voters := c.voterSets[0]
-	x.voterSet = j.hostsOf(voters)
+	x := &simCommit{epoch: c.Epoch, term: c.Term, members: ms, voterSet: j.hostsOf(c.Voters), coordinator: p, at: time.Now(), lineage: j.lineages[c.Agent], acked: map[string]int{}}
 	if x.lineage == nil {
 		x.lineage = &simLineage{}
 		if j.first == nil {
@@ -163,7 +160,7 @@ func (j *simJob) watched(p *simProc, c *coordinator, committed bool) {
 		}
 	}
 	j.log("%s begins %v", p.name, x)
-	for _, u := range voters { // the last job that a host has joined, if its own one has ended
+	for _, u := range c.Voters { // the last job that a host has joined, if its own one has ended
 		j.lineages[u] = x.lineage
 	}
 	if o := x.lineage.add(x); o != nil {
@@ -213,12 +210,12 @@ type simLauncher struct {
 	host  *simHost
 	proc  *simProc
 	uuid  string
-	agent *Agent // nil while it starts; guarded by simJob.mu
-	err   error  // of Start, or why its job has ended
-	over  bool   // it has ended by itself; guarded by simJob.mu
+	agent *job.Agent // nil while it starts; guarded by simJob.mu
+	err   error      // of Start, or why its job has ended
+	over  bool       // it has ended by itself; guarded by simJob.mu
 	term  chan struct{}
 	ended chan simExit
-	due   chan Order
+	due   chan job.Order
 
 	workers   map[int]*simWorker
 	running   int
@@ -237,8 +234,8 @@ type simExit struct {
 
 // launch starts the launcher of a host.
 func (j *simJob) launch(h *simHost) {
-	l := &simLauncher{job: j, host: h, proc: h.start("launcher " + h.name), term: make(chan struct{}, 4), ended: make(chan simExit, 64), due: make(chan Order, 64), workers: map[int]*simWorker{}}
-	l.proc.sys.watch = func(c *coordinator, committed bool) { j.watched(l.proc, c, committed) }
+	l := &simLauncher{job: j, host: h, proc: h.start("launcher " + h.name), term: make(chan struct{}, 4), ended: make(chan simExit, 64), due: make(chan job.Order, 64), workers: map[int]*simWorker{}}
+	l.proc.sys.Watch = func(c job.Change) { j.watched(l.proc, c) }
 	j.mu.Lock()
 	if old := j.launchers[h.name]; old != nil {
 		l.proc.name += "'"
@@ -249,10 +246,10 @@ func (j *simJob) launch(h *simHost) {
 	j.all.Go(l.main)
 }
 
-func (l *simLauncher) config() *Config {
+func (l *simLauncher) config() *job.Config {
 	cfg := &l.job.cfg
-	c := &Config{Job: "sim", Nodes: cfg.hosts + cfg.late, MinNodes: cfg.least, LocalSize: cfg.local, MaxRestarts: cfg.restarts, Host: l.host.name,
-		Bind: l.host.ip, Secret: testSecret, NoGossip: true, Timing: cfg.timing(), sys: l.proc.sys,
+	c := &job.Config{Job: "sim", Nodes: cfg.hosts + cfg.late, MinNodes: cfg.least, LocalSize: cfg.local, MaxRestarts: cfg.restarts, Host: l.host.name,
+		Bind: l.host.ip, Secret: testSecret, NoGossip: true, Timing: cfg.timing(), Sys: l.proc.sys,
 		Notify: func(line string) {
 			if !l.proc.isDead() {
 				l.job.say("%s: %s", l.proc.name, line)
@@ -280,10 +277,10 @@ func (l *simLauncher) main() {
 		case <-ctx.Done():
 		}
 	}()
-	a, err := Start(ctx, l.config())
+	a, err := job.Start(ctx, l.config())
 	if err == nil {
 		j.mu.Lock()
-		l.agent, l.uuid = a, a.uuid
+		l.agent, l.uuid = a, a.UUID
 		j.mu.Unlock()
 		err = l.supervise(ctx, a)
 		a.Close()
@@ -312,7 +309,7 @@ func (l *simLauncher) killAll(power bool) {
 }
 
 // supervise runs the workers of the host until none is left, and returns why the job has ended here.
-func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
+func (l *simLauncher) supervise(ctx context.Context, a *job.Agent) error {
 	for local := range l.job.cfg.local {
 		l.spawn(a, local)
 	}
@@ -342,7 +339,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
 			l.running--
 			asked := l.stopping || l.draining
 			l.job.say("%s: worker %d#%d has exited with code %d", l.proc.name, e.worker.local, e.worker.proc.pid, e.code)
-			_ = a.Report(e.worker.local, Exit{PID: e.worker.proc.pid, Code: e.code, Asked: asked}) // as in package launch
+			_ = a.Report(e.worker.local, job.Exit{PID: e.worker.proc.pid, Code: e.code, Asked: asked}) // as in package launch
 			if e.code != 0 && !asked {
 				l.undecided++
 			}
@@ -423,7 +420,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *Agent) error {
 // simGrace is the time of workers to exit.
 const simGrace = 3 * time.Second
 
-func (l *simLauncher) isOver(a *Agent) bool { return l.stopping || a.Context().Err() != nil }
+func (l *simLauncher) isOver(a *job.Agent) bool { return l.stopping || a.Context().Err() != nil }
 
 // A simWorker is a process that calls Run. Its function takes a step now and then, and a while to return.
 type simWorker struct {
@@ -441,7 +438,7 @@ type simWorker struct {
 	stale time.Duration // for how long it has run in an old epoch
 }
 
-func (l *simLauncher) spawn(a *Agent, local int) {
+func (l *simLauncher) spawn(a *job.Agent, local int) {
 	j := l.job
 	w := &simWorker{launcher: l, local: local, proc: l.host.start(fmt.Sprintf("worker %s/%d", l.host.name, local))}
 	draw := mix(j.cfg.seed ^ hashOf(w.proc.name) ^ uint64(j.cfg.pace))
@@ -641,7 +638,7 @@ const watchEvery = 250 * time.Millisecond
 // watch checks now and then that one epoch is alive.
 func (j *simJob) watch(ctx context.Context) {
 	both := time.Duration(0)
-	for sleep(ctx, watchEvery) {
+	for job.Sleep(ctx, watchEvery) {
 		j.mu.Lock()
 		j.simNet.mu.Lock()
 		live := j.live()
@@ -710,9 +707,9 @@ func (j *simJob) settles() string {
 	j.simNet.mu.Lock()
 	live := j.live()
 	j.simNet.mu.Unlock()
-	var coordinator *server
+	var known []string // hosts
 	if len(live) == 1 {
-		coordinator = j.coordinatorOf(live[0].coordinator)
+		known, _ = j.coordinatedBy(live[0].coordinator)
 	}
 	var left []string
 	for i := range j.cfg.hosts {
@@ -730,15 +727,12 @@ func (j *simJob) settles() string {
 		case majority && slices.Contains(left, name) && (l.over || l.proc.isDead()):
 			return fmt.Sprintf("no fault has touched the majority %v of the hosts, and %s has ended: %v", left, l.proc.name, l.err)
 		case l.over || l.proc.isDead():
-		case coordinator == nil:
+		case known == nil:
 			if !j.waits() {
 				return fmt.Sprintf("%s has not ended, and no epoch is alive", l.proc.name)
 			}
 		default:
-			coordinator.mu.Lock()
-			known := slices.ContainsFunc(slices.Concat(coordinator.agents, coordinator.late), func(p *peer) bool { return p.host.UUID == l.uuid })
-			coordinator.mu.Unlock()
-			if !known {
+			if !slices.Contains(known, l.uuid) {
 				return fmt.Sprintf("%s has not ended, and does not belong to %v", l.proc.name, live[0])
 			}
 		}
@@ -746,16 +740,14 @@ func (j *simJob) settles() string {
 	return ""
 }
 
-// coordinatorOf returns the coordinator in the process of a launcher, or nil.
-func (j *simJob) coordinatorOf(p *simProc) *server {
+// coordinatedBy returns what the coordinator in the process of a launcher knows, or nil if there is none.
+func (j *simJob) coordinatedBy(p *simProc) (hosts []string, waits bool) {
 	for _, l := range j.launchers {
 		if l.proc == p && l.agent != nil {
-			l.agent.mu.Lock()
-			defer l.agent.mu.Unlock()
-			return l.agent.coord
+			return l.agent.Coordinated()
 		}
 	}
-	return nil
+	return nil, false
 }
 
 // waits reports whether a coordinator waits for processes.
@@ -764,13 +756,7 @@ func (j *simJob) waits() bool {
 		if l.agent == nil || l.proc.isDead() {
 			continue
 		}
-		c := j.coordinatorOf(l.proc)
-		if c == nil {
-			continue
-		}
-		c.mu.Lock()
-		waits := c.isElastic() && c.elastic.phase == phaseWait
-		c.mu.Unlock()
+		_, waits := j.coordinatedBy(l.proc)
 		if waits {
 			return true
 		}

@@ -13,6 +13,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A simNet is a simulated network of hosts and processes, for jobs of the real code in a bubble of testing/synctest. All
@@ -61,7 +63,7 @@ type simProc struct {
 	died    chan struct{}
 	wake    chan struct{} // closed when it goes on
 	conns   map[*simConn]bool
-	sys     *system
+	sys     *job.System
 }
 
 func newSimNet(seed uint64, latency time.Duration) *simNet {
@@ -134,7 +136,7 @@ func (h *simHost) start(name string) *simProc {
 	defer n.mu.Unlock()
 	n.lastPID++
 	p := &simProc{host: h, pid: 1000 + n.lastPID, name: name, died: make(chan struct{}), wake: make(chan struct{}), conns: map[*simConn]bool{}}
-	p.sys = &system{dial: p.dial, listen: p.listen, lookup: p.lookup, addrs: p.addrs, suspended: h.isStopped, pid: p.pid, run: p.run}
+	p.sys = &job.System{Dial: p.dial, Listen: p.listen, Lookup: p.lookup, Addrs: p.addrs, Suspended: h.isStopped, PID: p.pid, Run: p.run}
 	h.procs = append(h.procs, p)
 	return p
 }
@@ -257,7 +259,7 @@ func (n *simNet) find(from *simHost, name string) *simHost {
 func (p *simProc) dial(ctx context.Context, _, addr string) (net.Conn, error) {
 	n := p.host.net
 	p.run()
-	ctx, cancel := context.WithTimeout(ctx, dialAttempt)
+	ctx, cancel := context.WithTimeout(ctx, job.DialAttempt)
 	defer cancel()
 	name, port, err := net.SplitHostPort(addr)
 	if err != nil {
@@ -280,17 +282,17 @@ func (p *simProc) dial(ctx context.Context, _, addr string) (net.Conn, error) {
 		draw := mix(n.seed ^ hashOf(key) ^ n.dials[key]<<32)
 		there, back := n.delay(p.host, to, draw), n.delay(to, p.host, draw>>16)
 		n.mu.Unlock()
-		if !sleep(ctx, there) {
+		if !job.Sleep(ctx, there) {
 			return nil, ctx.Err()
 		}
 		c, err := n.connect(p, to, number, draw)
 		if c == nil && err == nil { // nobody has answered
-			if !sleep(ctx, time.Second<<try) {
+			if !job.Sleep(ctx, time.Second<<try) {
 				return nil, ctx.Err()
 			}
 			continue
 		}
-		if !sleep(ctx, back) {
+		if !job.Sleep(ctx, back) {
 			if c != nil {
 				c.Close()
 			}
@@ -617,10 +619,14 @@ func (c *simConn) CloseWrite() error {
 	return nil
 }
 
-func (c *simConn) LocalAddr() net.Addr                { return c.local }
-func (c *simConn) RemoteAddr() net.Addr               { return c.remote }
+func (c *simConn) LocalAddr() net.Addr { return c.local }
+
+func (c *simConn) RemoteAddr() net.Addr { return c.remote }
+
 func (c *simConn) SetWriteDeadline(t time.Time) error { return nil } // writes do not wait
-func (c *simConn) SetDeadline(t time.Time) error      { return c.SetReadDeadline(t) }
+
+func (c *simConn) SetDeadline(t time.Time) error { return c.SetReadDeadline(t) }
+
 func (c *simConn) SetReadDeadline(t time.Time) error {
 	c.net.mu.Lock()
 	defer c.net.mu.Unlock()
@@ -630,23 +636,23 @@ func (c *simConn) SetReadDeadline(t time.Time) error {
 }
 
 // handshake exchanges the messages of the real handshake without keys.
-func (c *simConn) handshake(job string, by credential, dialer bool) (*link, error) {
-	if err := c.SetDeadline(time.Now().Add(handshakeTimeout)); err != nil {
+func (c *simConn) handshake(name string, by job.Credential, dialer bool) (*job.Link, error) {
+	if err := c.SetDeadline(time.Now().Add(job.HandshakeTimeout)); err != nil {
 		return nil, err
 	}
-	answer, end := make([]byte, answerBytes), make([]byte, proofBytes)
-	l := &link{c: c, seal: noCipher{}, open: noCipher{}}
+	answer, end := make([]byte, job.AnswerBytes), make([]byte, job.ProofBytes)
+	l := &job.Link{Conn: c, Seal: noCipher{}, Open: noCipher{}}
 	if dialer {
-		tag := by.tag(job)
-		hello := concat(magic[:], []byte{protocolVersion}, tag[:], make([]byte, nonceBytes+pointBytes))
-		hello = append(hello, seal(by.key, hello)...)
+		tag := by.Tag(name)
+		hello := job.Concat(job.Magic[:], []byte{job.ProtocolVersion}, tag[:], make([]byte, job.NonceBytes+job.PointBytes))
+		hello = append(hello, job.Seal(by.Key, hello)...)
 		if _, err := c.Write(hello); err != nil {
 			return nil, err
 		}
 		if _, err := io.ReadFull(c, answer); err != nil {
 			return nil, err
 		}
-		if err := checkAnswer(answer); err != nil {
+		if err := job.CheckAnswer(answer); err != nil {
 			return nil, err
 		}
 		if _, err := c.Write(end); err != nil {
@@ -654,22 +660,22 @@ func (c *simConn) handshake(job string, by credential, dialer bool) (*link, erro
 		}
 		return l, c.SetDeadline(time.Time{})
 	}
-	hello, err := readHello(c)
+	hello, err := job.ReadHello(c)
 	if err != nil {
 		return nil, err
 	}
-	if by, err = by.of(hello, job); err != nil {
-		return nil, reject(c, err)
+	if by, err = by.Of(hello, name); err != nil {
+		return nil, job.Reject(c, err)
 	}
-	copy(answer, magic[:])
-	answer[4], answer[5] = protocolVersion, statusWelcome
+	copy(answer, job.Magic[:])
+	answer[4], answer[5] = job.ProtocolVersion, job.StatusWelcome
 	if _, err := c.Write(answer); err != nil {
 		return nil, err
 	}
 	if _, err := io.ReadFull(c, end); err != nil {
 		return nil, err
 	}
-	l.worker = by.worker
+	l.Worker = by.Worker
 	return l, c.SetDeadline(time.Time{})
 }
 
@@ -678,7 +684,10 @@ type noCipher struct{}
 
 var _ cipher.AEAD = noCipher{}
 
-func (noCipher) NonceSize() int                                { return 12 }
-func (noCipher) Overhead() int                                 { return 0 }
-func (noCipher) Seal(dst, _, plaintext, _ []byte) []byte       { return append(dst, plaintext...) }
+func (noCipher) NonceSize() int { return 12 }
+
+func (noCipher) Overhead() int { return 0 }
+
+func (noCipher) Seal(dst, _, plaintext, _ []byte) []byte { return append(dst, plaintext...) }
+
 func (noCipher) Open(dst, _, sealed, _ []byte) ([]byte, error) { return append(dst, sealed...), nil }

@@ -13,6 +13,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // profileVar is "default" for the default time limits in elasticMain.
@@ -27,7 +29,7 @@ func elasticMain(host, seed string) int {
 	if os.Getenv(profileVar) == "default" {
 		timing = Timing{}
 	}
-	a, err := Start(context.Background(), &Config{Job: "split", Nodes: nodes, MinNodes: 1, Host: host, Seeds: []string{seed}, Secret: testSecret, Timing: timing,
+	a, err := job.Start(context.Background(), &job.Config{Job: "split", Nodes: nodes, MinNodes: 1, Host: host, Seeds: []string{seed}, Secret: testSecret, Timing: timing,
 		Notify: func(line string) { fmt.Println(line) }})
 	if err != nil {
 		fmt.Println("start:", err)

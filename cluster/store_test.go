@@ -4,12 +4,13 @@ import (
 	"context"
 	"fmt"
 	"strings"
-	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // alone is a world of one, whose store is the same engine.
@@ -126,54 +127,6 @@ func TestStoreDeadlines(t *testing.T) {
 	})
 }
 
-func TestEngineForgets(t *testing.T) {
-	e := newEngine(2, new(atomic.Int64))
-	nothing := func(call) {}
-	e.do(ticket{0, 1}, call{op: opGet, fields: [][]byte{[]byte("k")}}, nothing)
-	e.do(ticket{1, 1}, call{op: opWait, fields: [][]byte{[]byte("k"), []byte("l")}}, nothing)
-	e.cancel(ticket{0, 1})
-	e.dropRank(1)
-	require.Empty(t, e.waiting)
-	require.Empty(t, e.byKey)
-
-	// Bad shapes are refused, not guessed at.
-	for _, c := range []call{{op: 0}, {op: 99}, {op: opSet}, {op: opGet, fields: [][]byte{nil}}, {op: opSet, fields: [][]byte{[]byte("k"), nil}}} {
-		var got call
-		e.do(ticket{0, 2}, c, func(r call) { got = r })
-		require.Equal(t, statusBad, got.op)
-	}
-}
-
-func TestEngineBarrier(t *testing.T) {
-	e := newEngine(3, new(atomic.Int64))
-	got := map[int]call{}
-	come := func(rank int, op byte) {
-		c := call{op: op}
-		if op == opBarrier {
-			c.fields = [][]byte{[]byte("b")}
-		}
-		e.do(ticket{rank, 1}, c, func(r call) { got[rank] = r })
-	}
-	come(0, opBarrier)
-	e.do(ticket{0, 2}, call{op: opBarrier, fields: [][]byte{[]byte("b")}}, func(r call) { got[100] = r })
-	require.Equal(t, statusBusy, got[100].op)
-	e.cancel(ticket{0, 1})
-	require.Equal(t, statusAbsent, got[0].op)
-	require.Equal(t, []int{1, 2}, fieldRanks(got[0].fields))
-
-	come(0, opBarrier) // it had not counted as come
-	come(1, opBarrier)
-	e.dropRank(2)
-	require.Equal(t, statusLeft, got[1].op)
-	require.Equal(t, []int{2}, fieldRanks(got[0].fields))
-	come(0, opFinish)
-	require.Equal(t, statusLeft, got[0].op, "waits still")
-	come(1, opFinish)
-	require.Equal(t, statusOK, got[0].op, "who has left has come to the last barrier")
-	require.Empty(t, e.barriers)
-	require.Empty(t, e.waiting)
-}
-
 func TestStoreOfSeveralKeys(t *testing.T) {
 	s := alone(t, Timing{})
 	ctx := t.Context()
@@ -251,33 +204,6 @@ func TestStoreRefusesEmptyKeys(t *testing.T) {
 	require.NoError(t, session.Barrier(ctx, ""))
 }
 
-// A waiting GetAll sees all values of a SetAll, or none.
-func TestSetAllIsAtomic(t *testing.T) {
-	e := newEngine(1, new(atomic.Int64))
-	fields := func(s ...string) (f [][]byte) {
-		for _, x := range s {
-			f = append(f, []byte(x))
-		}
-		return f
-	}
-	for i := range 100 { // maps have a random order
-		old, added := fmt.Sprint("old", i), fmt.Sprint("new", i)
-		e.set(old, []byte("0"))
-		var got call
-		e.do(ticket{0, uint64(i)}, call{op: opGetAll, fields: fields(old, added)}, func(r call) { got = r })
-		e.do(ticket{0, 1000}, call{op: opSetAll, fields: fields(old, "1", added, "1")}, func(r call) { require.Equal(t, statusOK, r.op) })
-		require.Equal(t, fields("1", "1"), got.fields)
-	}
-	full := string(make([]byte, MaxValueBytes))
-	for i := range MaxStoreBytes/MaxValueBytes - 1 {
-		e.set(fmt.Sprint("full", i), []byte(full))
-	}
-	before := e.total()
-	e.do(ticket{0, 1000}, call{op: opSetAll, fields: fields("x", full, "old0", "2")}, func(r call) { require.Equal(t, statusFull, r.op) })
-	require.Equal(t, before, e.total())
-	require.Equal(t, "1", string(e.values["old0"].b))
-}
-
 // The values of one call have a limit, which keeps its message small enough to send.
 func TestLimitOfSeveralKeys(t *testing.T) {
 	s := alone(t, Timing{})
@@ -295,8 +221,8 @@ func TestLimitOfSeveralKeys(t *testing.T) {
 	v, err := s.Get(ctx, "a")
 	require.NoError(t, err)
 	require.Len(t, v, MaxValueBytes)
-	for _, c := range []call{{op: opSetAll, fields: [][]byte{[]byte("k")}}, {op: opHas, fields: [][]byte{nil}}, {op: 99}} {
-		require.NotEqual(t, statusOK, checkCall(c))
+	for _, c := range []job.Call{{Op: job.OpSetAll, Fields: [][]byte{[]byte("k")}}, {Op: job.OpHas, Fields: [][]byte{nil}}, {Op: 99}} {
+		require.NotEqual(t, job.StatusOK, job.CheckCall(c))
 	}
-	require.Less(t, maxCallBytes+64, maxFrameBytes)
+	require.Less(t, job.MaxCallBytes+64, job.MaxFrameBytes)
 }

@@ -8,6 +8,8 @@ import (
 	"maps"
 	"slices"
 	"time"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A Store is a view of the job's key-value store: all keys of the world, or those with a prefix
@@ -17,7 +19,7 @@ import (
 // not empty and has at most MaxKeyBytes with its prefix, a value at most MaxValueBytes. The keys
 // and values of one call have at most 2*MaxValueBytes together, and the whole store MaxStoreBytes.
 type Store struct {
-	calls   caller
+	calls   job.Caller
 	rank    int           // of this process, for errors
 	timeout time.Duration // of calls whose context has no deadline
 	prefix  string
@@ -39,15 +41,15 @@ func (s *Store) Prefix(prefix string) *Store {
 // Set sets the value of key. It copies value before it returns, and returns when
 // the coordinator has stored it.
 func (s *Store) Set(ctx context.Context, key string, value []byte) error {
-	_, err := s.do(ctx, "set", key, call{op: opSet, fields: [][]byte{s.key(key), present(value)}})
+	_, err := s.do(ctx, "set", key, job.Call{Op: job.OpSet, Fields: [][]byte{s.key(key), present(value)}})
 	return err
 }
 
 // SetAll sets all keys at once, or none of them if it fails (multi_set).
 func (s *Store) SetAll(ctx context.Context, values map[string][]byte) error {
-	c := call{op: opSetAll}
+	c := job.Call{Op: job.OpSetAll}
 	for _, key := range slices.Sorted(maps.Keys(values)) {
-		c.fields = append(c.fields, s.key(key), present(values[key]))
+		c.Fields = append(c.Fields, s.key(key), present(values[key]))
 	}
 	_, err := s.do(ctx, "set", several(slices.Sorted(maps.Keys(values))), c)
 	return err
@@ -56,13 +58,13 @@ func (s *Store) SetAll(ctx context.Context, values map[string][]byte) error {
 // Append adds bytes to the end of the value of key, or sets it if key has no value, and
 // returns the length of the value.
 func (s *Store) Append(ctx context.Context, key string, more []byte) (int, error) {
-	r, err := s.do(ctx, "append", key, call{op: opAppend, fields: [][]byte{s.key(key), present(more)}})
-	return int(r.n), err
+	r, err := s.do(ctx, "append", key, job.Call{Op: job.OpAppend, Fields: [][]byte{s.key(key), present(more)}})
+	return int(r.N), err
 }
 
 // Get waits until key has a value and returns it. The caller owns the result.
 func (s *Store) Get(ctx context.Context, key string) ([]byte, error) {
-	values, err := s.values(ctx, key, 1, call{op: opGet, fields: [][]byte{s.key(key)}})
+	values, err := s.values(ctx, key, 1, job.Call{Op: job.OpGet, Fields: [][]byte{s.key(key)}})
 	if err != nil {
 		return nil, err
 	}
@@ -78,7 +80,7 @@ func (s *Store) GetAll(ctx context.Context, keys ...string) ([][]byte, error) {
 			once = append(once, k)
 		}
 	}
-	values, err := s.values(ctx, several(keys), len(once), call{op: opGetAll, fields: s.keys(once)})
+	values, err := s.values(ctx, several(keys), len(once), job.Call{Op: job.OpGetAll, Fields: s.keys(once)})
 	if err != nil {
 		return nil, err
 	}
@@ -90,59 +92,59 @@ func (s *Store) GetAll(ctx context.Context, keys ...string) ([][]byte, error) {
 }
 
 // values runs a call that returns n values.
-func (s *Store) values(ctx context.Context, key string, n int, c call) ([][]byte, error) {
+func (s *Store) values(ctx context.Context, key string, n int, c job.Call) ([][]byte, error) {
 	r, err := s.do(ctx, "get", key, c)
 	if err != nil {
 		return nil, err
 	}
-	if len(r.fields) != n {
-		return nil, &StoreError{Op: "get", Key: s.prefix + key, Rank: s.rank, Err: errShortCall}
+	if len(r.Fields) != n {
+		return nil, &StoreError{Op: "get", Key: s.prefix + key, Rank: s.rank, Err: job.ErrShortCall}
 	}
-	for i, f := range r.fields {
-		r.fields[i] = append([]byte{}, f...)
+	for i, f := range r.Fields {
+		r.Fields[i] = append([]byte{}, f...)
 	}
-	return r.fields, nil
+	return r.Fields, nil
 }
 
 // Wait waits until all keys have values.
 func (s *Store) Wait(ctx context.Context, keys ...string) error {
-	_, err := s.do(ctx, "wait", several(keys), call{op: opWait, fields: s.keys(keys)})
+	_, err := s.do(ctx, "wait", several(keys), job.Call{Op: job.OpWait, Fields: s.keys(keys)})
 	return err
 }
 
 // Has reports whether all keys have values, and does not wait for them (check).
 func (s *Store) Has(ctx context.Context, keys ...string) (bool, error) {
-	r, err := s.do(ctx, "check", several(keys), call{op: opHas, fields: s.keys(keys)})
-	return r.n == 1, err
+	r, err := s.do(ctx, "check", several(keys), job.Call{Op: job.OpHas, Fields: s.keys(keys)})
+	return r.N == 1, err
 }
 
 // NumKeys returns the number of keys of the whole store (num_keys): it counts keys with other
 // prefixes and keys of Chorus, too.
 func (s *Store) NumKeys(ctx context.Context) (int, error) {
-	r, err := s.do(ctx, "count", "all keys", call{op: opCount, fields: [][]byte{}})
-	return int(r.n), err
+	r, err := s.do(ctx, "count", "all keys", job.Call{Op: job.OpCount, Fields: [][]byte{}})
+	return int(r.N), err
 }
 
 // Add atomically adds delta to the number in key, or to 0 if key has no value,
 // and returns the sum. The value is decimal text: Get returns it, and Set may set
 // the initial value.
 func (s *Store) Add(ctx context.Context, key string, delta int64) (int64, error) {
-	r, err := s.do(ctx, "add", key, call{op: opAdd, n: delta, fields: [][]byte{s.key(key)}})
-	return r.n, err
+	r, err := s.do(ctx, "add", key, job.Call{Op: job.OpAdd, N: delta, Fields: [][]byte{s.key(key)}})
+	return r.N, err
 }
 
 // CompareAndSwap atomically sets key to next if its value is old, and reports
 // whether it did. A nil old means that key must have no value, a nil next deletes
 // key; an empty slice is a value.
 func (s *Store) CompareAndSwap(ctx context.Context, key string, old, next []byte) (bool, error) {
-	r, err := s.do(ctx, "compare-and-swap", key, call{op: opSwap, fields: [][]byte{s.key(key), old, next}})
-	return r.n == 1, err
+	r, err := s.do(ctx, "compare-and-swap", key, job.Call{Op: job.OpSwap, Fields: [][]byte{s.key(key), old, next}})
+	return r.N == 1, err
 }
 
 // Delete deletes key and reports whether it had a value.
 func (s *Store) Delete(ctx context.Context, key string) (bool, error) {
-	r, err := s.do(ctx, "delete", key, call{op: opDelete, fields: [][]byte{s.key(key)}})
-	return r.n == 1, err
+	r, err := s.do(ctx, "delete", key, job.Call{Op: job.OpDelete, Fields: [][]byte{s.key(key)}})
+	return r.N == 1, err
 }
 
 // key returns a key as the coordinator knows it. An empty key stays empty, and is refused.
@@ -185,26 +187,26 @@ func several(keys []string) string {
 // short time. ctx must have an end: nothing else limits the wait for a key
 // without a value.
 func (s *membership) Last(ctx context.Context, key string) ([]byte, error) {
-	r, ok := s.calls.(remote)
+	r, ok := s.calls.(job.Remote)
 	if !ok {
 		return s.Get(ctx, key)
 	}
 	e := &StoreError{Op: "get", Key: key, Rank: s.Rank()}
-	c := call{op: opGet, fields: [][]byte{[]byte(key)}}
-	if status := checkCall(c); status != statusOK {
+	c := job.Call{Op: job.OpGet, Fields: [][]byte{[]byte(key)}}
+	if status := job.CheckCall(c); status != job.StatusOK {
 		e.Err = statusError(status)
 		return nil, e
 	}
-	got, err := r.last(ctx, c)
+	got, err := r.Last(ctx, c)
 	switch {
 	case err != nil:
 		e.Err = err
-	case got.op != statusOK:
-		e.Err = statusError(got.op)
-	case len(got.fields) != 1:
-		e.Err = errShortCall
+	case got.Op != job.StatusOK:
+		e.Err = statusError(got.Op)
+	case len(got.Fields) != 1:
+		e.Err = job.ErrShortCall
 	default:
-		return bytes.Clone(got.fields[0]), nil
+		return bytes.Clone(got.Fields[0]), nil
 	}
 	return nil, e
 }
@@ -215,66 +217,66 @@ func (s *membership) Last(ctx context.Context, key string) ([]byte, error) {
 func (s *membership) Barrier(ctx context.Context, name string) error {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
-	r, err := s.calls.call(ctx, call{op: opBarrier, fields: [][]byte{[]byte(name)}})
+	r, err := s.calls.Call(ctx, job.Call{Op: job.OpBarrier, Fields: [][]byte{[]byte(name)}})
 	return s.barrierError(name, r, err)
 }
 
 // barrierError converts a barrier's reply to an error, or nil if it opened.
-func (s *membership) barrierError(name string, r call, err error) error {
+func (s *membership) barrierError(name string, r job.Call, err error) error {
 	e := &BarrierError{Name: name, Rank: s.Rank(), Err: err}
 	switch {
-	case err == nil && r.op == statusOK:
+	case err == nil && r.Op == job.StatusOK:
 		return nil
-	case r.op == statusAbsent:
-		e.Missing = fieldRanks(r.fields)
-	case r.op == statusLeft:
-		e.Left = fieldRanks(r.fields)
+	case r.Op == job.StatusAbsent:
+		e.Missing = job.FieldRanks(r.Fields)
+	case r.Op == job.StatusLeft:
+		e.Left = job.FieldRanks(r.Fields)
 		e.Missing = e.Left
 	case err == nil:
-		e.Err = statusError(r.op)
+		e.Err = statusError(r.Op)
 	}
 	return e
 }
 
 // do runs one call with the default deadline. Its error describes the call.
-func (s *Store) do(ctx context.Context, op, key string, c call) (call, error) {
+func (s *Store) do(ctx context.Context, op, key string, c job.Call) (job.Call, error) {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()
 	e := &StoreError{Op: op, Key: s.prefix + key, Rank: s.rank}
-	if status := checkCall(c); status != statusOK { // fail before sending
+	if status := job.CheckCall(c); status != job.StatusOK { // fail before sending
 		e.Err = statusError(status)
-		return call{}, e
+		return job.Call{}, e
 	}
-	r, err := s.calls.call(ctx, c)
+	r, err := s.calls.Call(ctx, c)
 	switch {
-	case err != nil && (c.op == opGet || c.op == opGetAll || c.op == opWait) && errors.Is(err, context.DeadlineExceeded):
+	case err != nil && (c.Op == job.OpGet || c.Op == job.OpGetAll || c.Op == job.OpWait) && errors.Is(err, context.DeadlineExceeded):
 		e.Note, e.Err = "no process has set it", err
 	case err != nil:
 		e.Err = err
-	case r.op != statusOK:
-		e.Err = statusError(r.op)
+	case r.Op != job.StatusOK:
+		e.Err = statusError(r.Op)
 	default:
 		return r, nil
 	}
-	return call{}, e
+	return job.Call{}, e
 }
 
 // statusError converts the status of a reply to an error.
 func statusError(status byte) error {
 	switch status {
-	case statusTooLarge:
+	case job.StatusTooLarge:
 		return fmt.Errorf("%w: keys have at most %d bytes, values %d, all of one call %d", ErrTooLarge, MaxKeyBytes, MaxValueBytes, 2*MaxValueBytes)
-	case statusFull:
+	case job.StatusFull:
 		return fmt.Errorf("%w: %d bytes for all keys and values", ErrStoreFull, MaxStoreBytes)
-	case statusTooMany:
-		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", ErrTooLarge, maxWaits, maxWaitKeys)
-	case statusNotNumber:
+	case job.StatusTooMany:
+		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", ErrTooLarge, job.MaxWaits, job.MaxWaitKeys)
+	case job.StatusNotNumber:
 		return errNotNumber
-	case statusBusy:
+	case job.StatusBusy:
 		return errBusy
-	case statusStale:
+	case job.StatusStale:
 		return errStale
-	case statusNoKey:
+	case job.StatusNoKey:
 		return errNoKey
 	}
 	return fmt.Errorf("the coordinator rejected this call (status %d)", status)

@@ -9,33 +9,35 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // TestStrangers lets everybody who is no member talk to a running job's port.
 func TestStrangers(t *testing.T) {
 	t.Parallel()
 	ss := joinWorld(t, 2, nil)
-	addr := ss[1].k.addr
+	addr := ss[1].k.Addr
 	noise := make([]byte, 4096)
 	rand.Read(noise)
-	tag := jobTag(t.Name())
+	tag := job.JobTag(t.Name())
 	for name, b := range map[string][]byte{
 		"http":  []byte("GET / HTTP/1.1\r\nHost: x\r\n\r\n"),
 		"tls":   {0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc},
 		"noise": noise,
 		"huge":  bytes.Repeat([]byte{0xff}, 1<<20),
-		"hello of a liar": concat(magic[:], []byte{protocolVersion}, tag[:],
-			make([]byte, nonceBytes), bytes.Repeat([]byte{9}, pointBytes), make([]byte, 1<<20)),
-		"other version": concat(magic[:], []byte{99}, make([]byte, helloBytes)),
+		"hello of a liar": job.Concat(job.Magic[:], []byte{job.ProtocolVersion}, tag[:],
+			make([]byte, job.NonceBytes), bytes.Repeat([]byte{9}, job.PointBytes), make([]byte, 1<<20)),
+		"other version": job.Concat(job.Magic[:], []byte{99}, make([]byte, job.HelloBytes)),
 	} {
 		t.Run(name, func(t *testing.T) {
 			c, err := net.Dial("tcp", addr)
 			require.NoError(t, err)
 			defer c.Close()
 			go c.Write(b) // may fail: nobody has to read it all
-			c.SetReadDeadline(time.Now().Add(handshakeTimeout + 5*time.Second))
+			c.SetReadDeadline(time.Now().Add(job.HandshakeTimeout + 5*time.Second))
 			got, _ := io.ReadAll(c) // a reset is as good as an end
-			require.LessOrEqual(t, len(got), answerBytes)
+			require.LessOrEqual(t, len(got), job.AnswerBytes)
 			requireAlive(t, ss)
 		})
 	}

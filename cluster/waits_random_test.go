@@ -281,7 +281,7 @@ func (p *waitProgram) happening(ctx context.Context, cancel func(), r int) func(
 		r = 1 + r%(p.size-1) // rank 0 has the coordinator
 		return func() {
 			p.lost[r].Store(true)
-			p.ss[r].k.closeConnection()
+			p.ss[r].k.CloseConnection()
 		}
 	case cancels:
 		return cancel

@@ -7,6 +7,7 @@ import (
 	"slices"
 	"sync"
 
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/plain"
 )
 
@@ -30,22 +31,22 @@ type World struct {
 }
 
 // newWorld returns the world of a record. It ends with parent and with the job.
-func newWorld(parent context.Context, r *runner, m message) (*World, error) {
-	var rec world
-	if err := m.record(&rec); err != nil {
+func newWorld(parent context.Context, r *runner, m job.Message) (*World, error) {
+	var rec job.World
+	if err := m.Record(&rec); err != nil {
 		return nil, err
 	}
-	if m.id >= uint64(len(rec.Members)) {
+	if m.ID >= uint64(len(rec.Members)) {
 		return nil, errors.New("the coordinator's list does not include this process")
 	}
-	w := &World{epoch: m.epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
-	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.id], members: rec.Members, key: r.k.to.key, by: rec.By, number: m.epoch}
+	w := &World{epoch: m.Epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
+	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.ID], members: rec.Members, key: r.k.To.Key, by: rec.By, number: m.Epoch}
 	for i := range w.left {
 		w.left[i].Reason = plain.Text(w.left[i].Reason)
 	}
 	w.ctx, w.cancel = context.WithCancelCause(parent)
-	w.view = Store{calls: remote{r.k, w.epoch, w.ctx}, rank: w.me.Rank, timeout: r.cfg.Timing.Call}
-	lost := r.k.ctx // another client follows after its end
+	w.view = Store{calls: job.NewRemote(w.ctx, r.k, w.epoch), rank: w.me.Rank, timeout: r.cfg.Timing.Call}
+	lost := r.k.Ctx // another client follows after its end
 	context.AfterFunc(lost, func() { w.cancel(context.Cause(lost)) })
 	return w, nil
 }
@@ -75,7 +76,7 @@ func (w *World) addMissed(last *World) {
 		return
 	}
 	for _, m := range last.members {
-		if slices.ContainsFunc(w.members, m.isSame) || slices.ContainsFunc(w.left, func(d Departure) bool { return m.isSame(d.Member) }) {
+		if slices.ContainsFunc(w.members, func(o Member) bool { return job.Same(m, o) }) || slices.ContainsFunc(w.left, func(d Departure) bool { return job.Same(m, d.Member) }) {
 			continue
 		}
 		w.left = append(w.left, Departure{Member: m, Reason: fmt.Sprintf("left after epoch %d; the reason is unknown, because this process missed epoch %d", last.epoch, last.epoch+1)})

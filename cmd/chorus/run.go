@@ -16,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 )
 
@@ -178,7 +179,7 @@ func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, er
 	if cfg.Devices, err = findDevices(procs); err != nil {
 		return nil, err
 	}
-	cfg.Cluster = cluster.Config{
+	cfg.Cluster = job.Config{
 		Job: orEnv(f.job, env.Job), Nodes: most, MinNodes: least, MaxRestarts: f.maxRestarts, Seeds: f.seeds,
 		Bind: orEnv(f.bind, env.Bind), Advertise: orEnv(f.advertise, env.Advertise),
 		SecretFile: orEnv(f.secretFile, env.SecretFile),
@@ -253,7 +254,7 @@ func start(cmd *cobra.Command, cfg *launch.Config) error {
 // monitored serves the state of a job: to chorus status always, and as metrics and a page at addr
 // unless it is empty. It does so at once, so that chorus status finds a job whose hosts join. The
 // result is called when all hosts have joined.
-func monitored(ctx context.Context, addr string, source *monitor.Source, exits *monitor.Exits, say func(level, text string)) (func(*cluster.Agent) func(), error) {
+func monitored(ctx context.Context, addr string, source *monitor.Source, exits *monitor.Exits, say func(level, text string)) (func(*job.Agent) func(), error) {
 	var metrics net.Listener
 	if addr != "" {
 		ln, public, err := monitor.Listen(ctx, addr)
@@ -275,7 +276,7 @@ func monitored(ctx context.Context, addr string, source *monitor.Source, exits *
 	if metrics != nil {
 		s.Serve(metrics, monitor.TrustedHosts(addr))
 	}
-	return func(a *cluster.Agent) func() {
+	return func(a *job.Agent) func() {
 		source.Join(a)
 		return func() { _ = s.Close() } // the process ends
 	}, nil

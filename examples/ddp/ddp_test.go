@@ -13,8 +13,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -49,12 +49,12 @@ func TestLossesAreThoseOfPyTorch(t *testing.T) {
 // runJob runs the program on one host and returns its results.
 func runJob(t *testing.T, backend string, ranks int) *digits.Result {
 	t.Helper()
-	return runOn(t, backend, ranks, cluster.Config{})
+	return runOn(t, backend, ranks, job.Config{})
 }
 
 // runOn runs ranks processes on each of the hosts, which this machine plays all,
 // and returns the results of the host that has rank 0.
-func runOn(t *testing.T, backend string, ranks int, hosts ...cluster.Config) *digits.Result {
+func runOn(t *testing.T, backend string, ranks int, hosts ...job.Config) *digits.Result {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "result.json")
 	self, err := os.Executable()
@@ -93,8 +93,8 @@ func TestTwoHosts(t *testing.T) {
 		t.Run(strategy, func(t *testing.T) {
 			t.Setenv("CHORUS_COMM_STRATEGY", strategy)
 			seed := net.JoinHostPort("127.0.0.1", strconv.Itoa(testhost.Reserve(t)))
-			host := func(n string) cluster.Config {
-				return cluster.Config{Job: "two", Nodes: 2, Host: "host" + n, Bind: "127.0.0." + n, Seeds: []string{seed},
+			host := func(n string) job.Config {
+				return job.Config{Job: "two", Nodes: 2, Host: "host" + n, Bind: "127.0.0." + n, Seeds: []string{seed},
 					Secret: []byte("sixteen bytes or more")}
 			}
 			first := host("1")

@@ -20,6 +20,7 @@ import (
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -126,7 +127,7 @@ func TestTrainingSurvives(t *testing.T) {
 		Program: []string{self, "-json", file, "-pause", "10ms"},
 		Procs:   4,
 		Devices: launch.Devices{Count: 4, Backend: "virtual", Env: []string{asWorker + "=1", "CHORUS_BACKEND=virtual"}},
-		Cluster: cluster.Config{Job: "survives", MaxRestarts: 3, Timing: cluster.Timing{Backoff: 10 * time.Millisecond, LostAfter: 20 * time.Second}}, // no process is silent
+		Cluster: job.Config{Job: "survives", MaxRestarts: 3, Timing: cluster.Timing{Backoff: 10 * time.Millisecond, LostAfter: 20 * time.Second}}, // no process is silent
 		Stdout:  k,
 		Stderr:  k,
 	})

@@ -16,7 +16,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testhost"
 )
@@ -57,7 +57,7 @@ func launcher(config string) int {
 		Program: append([]string{self}, c.Args...),
 		Procs:   c.Procs,
 		Devices: launch.Devices{Count: c.Procs, Backend: "virtual", Env: c.Env},
-		Cluster: cluster.Config{Job: c.Job, Nodes: c.Nodes, MinNodes: 1, Host: c.Host, Seeds: c.Seeds, Bind: c.Bind, MaxRestarts: c.Restarts,
+		Cluster: job.Config{Job: c.Job, Nodes: c.Nodes, MinNodes: 1, Host: c.Host, Seeds: c.Seeds, Bind: c.Bind, MaxRestarts: c.Restarts,
 			Secret: []byte("sixteen bytes or more")},
 		Stdout:  os.Stdout,
 		Stderr:  os.Stderr,

@@ -21,8 +21,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testhost"
 )
@@ -360,7 +360,7 @@ func requireUndisturbed(t *testing.T, res *result) {
 		Program: []string{self, "-json", file, "-epochs", fmt.Sprint(len(res.Losses) / digits.Steps)},
 		Procs:   1,
 		Devices: launch.Devices{Count: 1, Backend: "virtual", Env: []string{asWorker + "=1", "CHORUS_BACKEND=virtual"}},
-		Cluster: cluster.Config{Job: "alone"},
+		Cluster: job.Config{Job: "alone"},
 		Stdout:  &strings.Builder{},
 		Stderr:  os.Stderr,
 	})

@@ -27,7 +27,8 @@ var layers = [][]string{
 	{"internal/analyze"},
 	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/status"},
-	{"internal/dl", "cluster"},
+	{"internal/dl", "internal/job"},
+	{"cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},
 	{"internal/ncclapi", "internal/cublasapi", "internal/cufileapi", "internal/virtual/virtualtest"},
 	{"internal/cublasltapi"},
@@ -63,10 +64,10 @@ var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgp
 // rule: a module that is to be replaced is then replaced in one place.
 var importers = map[string][]string{
 	"github.com/ebitengine/purego":    {"internal/dl"},
-	"github.com/hashicorp/memberlist": {"cluster"},
+	"github.com/hashicorp/memberlist": {"internal/job"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "cluster", "internal/launch", "gds", "checkpoint"},
+	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "internal/job", "internal/launch", "gds", "checkpoint"},
 	"github.com/klauspost/compress":   {"internal/ptx", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},

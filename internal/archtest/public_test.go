@@ -18,9 +18,19 @@ import (
 
 // exceptions are exported names that TestPublicNamesAreForUsers accepts, each with a reason.
 var exceptions = map[string]string{
-	"device.LibraryError": userAlias,
-	"nccl.Frame":          userAlias,
-	"nccl.Operation":      userAlias,
+	"cluster.AuthError":        userAlias,
+	"cluster.ConfigError":      userAlias,
+	"cluster.Departure":        userAlias,
+	"cluster.DuplicateError":   userAlias,
+	"cluster.JoinTimeoutError": userAlias,
+	"cluster.Member":           userAlias,
+	"cluster.MemberLostError":  userAlias,
+	"cluster.RefusedError":     userAlias,
+	"cluster.StopError":        userAlias,
+	"cluster.Timing":           userAlias,
+	"device.LibraryError":      userAlias,
+	"nccl.Frame":               userAlias,
+	"nccl.Operation":           userAlias,
 }
 
 const userAlias = "an alias that gives users the name of a type that several packages share"

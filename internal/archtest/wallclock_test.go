@@ -22,7 +22,7 @@ var wallClock = map[string]bool{
 // The wall clock of a host may jump. No code of coordinators, members and launchers depends on it, and no
 // message has a time.
 func TestNoWallClock(t *testing.T) {
-	for _, dir := range []string{"cluster", "internal/launch"} {
+	for _, dir := range []string{"cluster", "internal/job", "internal/launch"} {
 		files, err := os.ReadDir(filepath.Join(root, dir))
 		require.NoError(t, err)
 		checked := 0

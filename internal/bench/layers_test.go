@@ -7,7 +7,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -21,7 +21,7 @@ func TestLayers(t *testing.T) {
 		Program: []string{self, "layers", "-tokens", "8", "-width", "16", "-layers", "3", "-rounds", "1", "-steps", "2"},
 		Procs:   2,
 		Devices: launch.Devices{Count: 2, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
-		Cluster: cluster.Config{Job: "layers"},
+		Cluster: job.Config{Job: "layers"},
 		Stdout:  &out,
 		Stderr:  &out,
 	})

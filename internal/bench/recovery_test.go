@@ -11,7 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -40,7 +40,7 @@ func TestContextEnds(t *testing.T) {
 		Procs:   3,
 		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
 		Grace:   10 * time.Second,
-		Cluster: cluster.Config{Job: "ends"},
+		Cluster: job.Config{Job: "ends"},
 		Stdout:  io.Discard,
 		Stderr:  out,
 	})
@@ -68,7 +68,7 @@ func recovers(t *testing.T, queued string, vars []string) {
 		Program: []string{self, "recovery", "-queued", queued, "-elements", "1000", "-mark", t.TempDir() + "/mark"},
 		Procs:   3,
 		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: append(vars, asRank+"=1", "CHORUS_BACKEND=virtual")},
-		Cluster: cluster.Config{Job: "recovers", MaxRestarts: 1},
+		Cluster: job.Config{Job: "recovers", MaxRestarts: 1},
 		Stdout:  &out,
 		Stderr:  &out,
 	})

@@ -4,15 +4,15 @@ import (
 	"context"
 	"errors"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // restarting reports whether the coordinator has decided to start all workers again.
-func (j *job) restarting() bool { return j.signal == 0 && j.agent.Restarting() }
+func (j *launcher) restarting() bool { return j.signal == 0 && j.agent.Restarting() }
 
 // awaitRestart is called after the workers of this host have exited. It returns when
 // the workers of all hosts can start again.
-func (j *job) awaitRestart() error {
+func (j *launcher) awaitRestart() error {
 	j.pipes = nil // all are closed
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
@@ -35,8 +35,8 @@ func (j *job) awaitRestart() error {
 }
 
 // notRestarted reports why the workers could not be started again, and returns the exit code.
-func (j *job) notRestarted(err error) int {
-	var stop *cluster.StopError
+func (j *launcher) notRestarted(err error) int {
+	var stop *job.StopError
 	switch {
 	case j.signal != 0:
 		j.say("received " + signalName(j.signal) + " during a restart")
@@ -50,7 +50,7 @@ func (j *job) notRestarted(err error) int {
 }
 
 // quoteCause repeats the last lines of the worker that failed first.
-func (j *job) quoteCause() {
+func (j *launcher) quoteCause() {
 	if lost, _ := j.causes(); lost != nil {
 		if c := j.childOf(lost); c != nil {
 			j.quote(c)

@@ -10,7 +10,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A child is one worker's process.
@@ -104,7 +104,7 @@ func (c *child) code() int {
 
 // failedAlone reports whether the child has failed by itself, and so was lost. A child that was silent
 // may exit because it was given up.
-func (c *child) failedAlone(lost *cluster.MemberLostError) bool {
+func (c *child) failedAlone(lost *job.MemberLostError) bool {
 	return lost.Closed && c.state != nil && !c.stopped && !c.killed && c.code() != 0
 }
 

@@ -14,8 +14,8 @@ import (
 	"strings"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/safefile"
 )
@@ -37,7 +37,7 @@ type Config struct {
 	// Devices are the devices of this host.
 	Devices Devices
 	// Cluster describes the job. Run sets LocalSize and Notify.
-	Cluster cluster.Config
+	Cluster job.Config
 	// Grace is the time from the loss of a worker until the others are asked to
 	// stop. Until then they can report and exit. After the same time again, they
 	// are killed. 0 means 10 s.
@@ -58,7 +58,7 @@ type Config struct {
 	Stdout, Stderr io.Writer
 	// Joined is called when all hosts have joined. Run calls its result before the agent is
 	// closed. Joined may be nil.
-	Joined func(*cluster.Agent) (leave func())
+	Joined func(*job.Agent) (leave func())
 	// Exited is called for each worker that has ended. Its reason is "ok", "code" (another exit code than
 	// 0), "signal", "killed" or "stopped". A worker is killed by the launcher because it did not answer or its
 	// host is excluded, and stopped with the job or after another worker had failed. A failure is counted
@@ -175,7 +175,7 @@ func whyNot(path string, err error) error {
 
 // workerEnv returns the environment of worker number local: the launcher's
 // environment, overridden by the variables of the devices and of the job.
-func (cfg *Config) workerEnv(a *cluster.Agent, local int) []string {
+func (cfg *Config) workerEnv(a *job.Agent, local int) []string {
 	vars := append(os.Environ(), cfg.Devices.Env...)
 	if _, set := os.LookupEnv("OMP_NUM_THREADS"); !set && cfg.Procs > 1 {
 		// Like torchrun: otherwise a library in each process would start a thread

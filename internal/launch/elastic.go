@@ -5,32 +5,32 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/job"
 )
 
-// elastic is the part of a job whose workers call cluster.Run: the coordinator decides
+// elastic is the part of a job whose workers call job.Run: the coordinator decides
 // which of them are started again.
 type elastic struct {
-	undecided int                // failed workers for which no order has come
-	scheduled int                // orders to start a worker that are not due
-	due       chan cluster.Order // orders to start a worker now
-	draining  bool               // this host leaves the job
-	dismissed bool               // the others have agreed to go on without it
-	finished  bool               // the program has ended on all hosts
+	undecided int            // failed workers for which no order has come
+	scheduled int            // orders to start a worker that are not due
+	due       chan job.Order // orders to start a worker now
+	draining  bool           // this host leaves the job
+	dismissed bool           // the others have agreed to go on without it
+	finished  bool           // the program has ended on all hosts
 }
 
 // mayStart reports whether workers may be started again.
-func (j *job) mayStart() bool {
+func (j *launcher) mayStart() bool {
 	return !j.over() && !j.draining && !j.finished && (j.undecided > 0 || j.scheduled > 0)
 }
 
 // mustStay reports whether the others still need this launcher although its workers have exited: it leaves the job, and answers
 // the proposal of the epoch without it, or hands over to another coordinator.
-func (j *job) mustStay() bool { return j.draining && !j.dismissed && !j.finished && !j.over() }
+func (j *launcher) mustStay() bool { return j.draining && !j.dismissed && !j.finished && !j.over() }
 
 // obey executes a command of the coordinator.
-func (j *job) obey(o cluster.Order) {
+func (j *launcher) obey(o job.Order) {
 	switch {
 	case o.Finish:
 		j.finished = true
@@ -57,7 +57,7 @@ func (j *job) obey(o cluster.Order) {
 const exitNotStarted = 126
 
 // startAgain starts a worker in place of one that has exited.
-func (j *job) startAgain(o cluster.Order) {
+func (j *launcher) startAgain(o job.Order) {
 	j.scheduled--
 	if j.over() || j.draining || j.finished {
 		return
@@ -70,7 +70,7 @@ func (j *job) startAgain(o cluster.Order) {
 		why := fmt.Sprintf("cannot be started again: %v", j.limits.explain(err))
 		j.say(fmt.Sprintf("worker %d of this host %s", o.Local, why))
 		j.undecided++ // the coordinator decides whether to try once more
-		_ = j.agent.Report(o.Local, cluster.Exit{Code: exitNotStarted, Reason: why})
+		_ = j.agent.Report(o.Local, job.Exit{Code: exitNotStarted, Reason: why})
 		return
 	}
 	j.children[o.Local] = c
@@ -78,7 +78,7 @@ func (j *job) startAgain(o cluster.Order) {
 
 // drain asks the job to go on without this host. The workers exit at the end of their step,
 // or are asked to when the other hosts go on.
-func (j *job) drain() {
+func (j *launcher) drain() {
 	j.draining = true
 	j.say("received SIGTERM: this host leaves the job at the end of the step; a second signal kills its ranks")
 	for _, c := range j.children {

@@ -20,6 +20,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // The test binary runs itself again as a launcher, with its config in this
@@ -32,7 +33,7 @@ func TestMain(m *testing.M) {
 	case len(os.Args) > 1 && os.Args[1] == "worker":
 		os.Exit(worker(os.Args[2:]))
 	case os.Getenv(configVar) != "":
-		os.Exit(launcher())
+		os.Exit(launcherMain())
 	}
 	os.Exit(m.Run())
 }
@@ -60,11 +61,11 @@ type setup struct {
 
 func (s *setup) config() *Config {
 	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw, JSON: s.JSON,
-		Cluster: cluster.Config{Nodes: s.Nodes, MinNodes: s.MinNodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
+		Cluster: job.Config{Nodes: s.Nodes, MinNodes: s.MinNodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
 			Secret: s.Secret, Timing: s.Timing}}
 }
 
-func launcher() int {
+func launcherMain() int {
 	var st setup
 	if err := json.Unmarshal([]byte(os.Getenv(configVar)), &st); err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -11,7 +11,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 const (
@@ -24,10 +24,10 @@ const (
 	oomEvery = 10 * time.Second
 )
 
-// A job is a running Run.
-type job struct {
+// A launcher is a running Run.
+type launcher struct {
 	cfg    Config
-	agent  *cluster.Agent
+	agent  *job.Agent
 	out    *output
 	guard  *guardian // or nil
 	ooms   oomWatch
@@ -55,7 +55,7 @@ type job struct {
 // groups of the workers are killed, too.
 func Run(ctx context.Context, cfg *Config) int {
 	c, err := cfg.complete()
-	j := &job{cfg: c, ooms: oomWatch{path: vmstat, cgroup: cgroupEvents()}}
+	j := &launcher{cfg: c, ooms: oomWatch{path: vmstat, cgroup: cgroupEvents()}}
 	if err != nil {
 		j.cfg = *cfg
 		j.fail(err.Error())
@@ -94,7 +94,7 @@ func Run(ctx context.Context, cfg *Config) int {
 }
 
 // signalAtEnd sends SIGTERM to this launcher when ctx ends, until stop is called.
-func (j *job) signalAtEnd(ctx context.Context) (stop func()) {
+func (j *launcher) signalAtEnd(ctx context.Context) (stop func()) {
 	signals, over := make(chan os.Signal), make(chan struct{})
 	from, ended := j.cfg.Signals, ctx.Done()
 	j.cfg.Signals = signals
@@ -124,7 +124,7 @@ const excuseTime = time.Minute
 
 // excuse tells the other hosts of the job that this host cannot take part, so that they do not wait
 // for it.
-func (j *job) excuse(ctx context.Context, why error) {
+func (j *launcher) excuse(ctx context.Context, why error) {
 	if j.cfg.Cluster.Nodes < 2 {
 		return
 	}
@@ -138,7 +138,7 @@ func (j *job) excuse(ctx context.Context, why error) {
 
 // startGuardian starts the guardian in the background, because that takes as long as a
 // rendezvous on one host. The channel delivers nil if it cannot start.
-func (j *job) startGuardian() <-chan *guardian {
+func (j *launcher) startGuardian() <-chan *guardian {
 	started := make(chan *guardian, 1)
 	go func() {
 		g, err := startGuardian()
@@ -151,7 +151,7 @@ func (j *job) startGuardian() <-chan *guardian {
 }
 
 // run runs the workers of a job that all hosts have joined, and returns the exit code.
-func (j *job) run(path string) int {
+func (j *launcher) run(path string) int {
 	j.path = path
 	out, err := newOutput(&j.cfg, j.agent.Job(), j.warn)
 	if err != nil {
@@ -182,8 +182,8 @@ func (j *job) run(path string) int {
 }
 
 // attempt starts all workers, and returns when all have exited.
-func (j *job) attempt() (code int, err error) {
-	j.children, j.running, j.stopping, j.elastic = nil, 0, false, elastic{due: make(chan cluster.Order, j.cfg.Procs)}
+func (j *launcher) attempt() (code int, err error) {
+	j.children, j.running, j.stopping, j.elastic = nil, 0, false, elastic{due: make(chan job.Order, j.cfg.Procs)}
 	j.ooms.begin()
 	if code, err = j.spawn(); err != nil {
 		j.kill()
@@ -199,13 +199,13 @@ func (j *job) attempt() (code int, err error) {
 }
 
 // say writes one line of the launcher itself.
-func (j *job) say(text string) { j.log("INFO", nil, text) }
+func (j *launcher) say(text string) { j.log("INFO", nil, text) }
 
-func (j *job) warn(text string) { j.log("WARN", nil, text) }
-func (j *job) fail(text string) { j.log("ERROR", nil, text) }
+func (j *launcher) warn(text string) { j.log("WARN", nil, text) }
+func (j *launcher) fail(text string) { j.log("ERROR", nil, text) }
 
 // log writes one line of a level, about a worker unless about is nil.
-func (j *job) log(level string, about *child, text string) {
+func (j *launcher) log(level string, about *child, text string) {
 	j.sayMu.Lock()
 	defer j.sayMu.Unlock()
 	if j.out != nil {
@@ -219,7 +219,7 @@ func (j *job) log(level string, about *child, text string) {
 }
 
 // meet waits for the other hosts. A signal aborts the wait.
-func (j *job) meet(ctx context.Context) (int, error) {
+func (j *launcher) meet(ctx context.Context) (int, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	cfg := j.cfg.Cluster
@@ -227,7 +227,7 @@ func (j *job) meet(ctx context.Context) (int, error) {
 	met := make(chan error, 1)
 	go func() {
 		var err error
-		j.agent, err = cluster.Start(ctx, &cfg)
+		j.agent, err = job.Start(ctx, &cfg)
 		met <- err
 	}()
 	for {
@@ -250,11 +250,11 @@ func (j *job) meet(ctx context.Context) (int, error) {
 
 // meetCode returns the exit code for a failed rendezvous.
 func meetCode(err error) int {
-	var timeout *cluster.JoinTimeoutError
-	var auth *cluster.AuthError
-	var config *cluster.ConfigError
-	var duplicate *cluster.DuplicateError
-	var refused *cluster.RefusedError
+	var timeout *job.JoinTimeoutError
+	var auth *job.AuthError
+	var config *job.ConfigError
+	var duplicate *job.DuplicateError
+	var refused *job.RefusedError
 	switch {
 	case err == nil:
 		return 0
@@ -269,7 +269,7 @@ func meetCode(err error) int {
 }
 
 // spawn starts all workers.
-func (j *job) spawn() (int, error) {
+func (j *launcher) spawn() (int, error) {
 	j.ended = make(chan *child, j.cfg.Procs)
 	for local := range j.cfg.Procs {
 		c := j.newChild(local)
@@ -281,7 +281,7 @@ func (j *job) spawn() (int, error) {
 	return 0, nil
 }
 
-func (j *job) newChild(local int) *child {
+func (j *launcher) newChild(local int) *child {
 	c := &child{local: local, rank: j.agent.Rank(local), again: j.restarts}
 	c.rankNow = func() int { return j.agent.Rank(local) }
 	c.shown.Store(int64(c.rank))
@@ -289,7 +289,7 @@ func (j *job) newChild(local int) *child {
 }
 
 // start starts a worker.
-func (j *job) start(c *child) error {
+func (j *launcher) start(c *child) error {
 	c.known = make(chan struct{})
 	defer close(c.known)
 	stdout, r1, err := j.out.pipe(c, false)
@@ -319,7 +319,7 @@ func (j *job) start(c *child) error {
 
 // supervise returns when all workers of this host have exited and, if none
 // failed, the workers of the other hosts, too.
-func (j *job) supervise() int {
+func (j *launcher) supervise() int {
 	j.grace = stoppedTimer()
 	defer j.grace.Stop()
 	ooms := time.NewTicker(oomEvery)
@@ -379,7 +379,7 @@ func stoppedTimer() *time.Timer {
 
 // onlyLost reports whether no worker is left that could exit: each one that still runs is the lost
 // one, or SIGSTOP stopped it, too.
-func (j *job) onlyLost() bool {
+func (j *launcher) onlyLost() bool {
 	lost, _ := j.causes()
 	if lost == nil {
 		return false
@@ -391,9 +391,9 @@ func (j *job) onlyLost() bool {
 }
 
 // over reports whether the job was stopped or has failed.
-func (j *job) over() bool { return j.stopping || j.agent.Context().Err() != nil }
+func (j *launcher) over() bool { return j.stopping || j.agent.Context().Err() != nil }
 
-func (j *job) childEnded(c *child) {
+func (j *launcher) childEnded(c *child) {
 	c.finish()
 	j.running--
 	if errors.Is(syscall.Kill(-c.pid, 0), syscall.ESRCH) {
@@ -406,7 +406,7 @@ func (j *job) childEnded(c *child) {
 	if c.code() != 0 && !c.stopped && !c.killed {
 		c.why += j.limits.remark()
 	}
-	_ = j.agent.Report(c.local, cluster.Exit{PID: c.pid, Code: c.code(), Reason: c.why, Asked: c.stopped})
+	_ = j.agent.Report(c.local, job.Exit{PID: c.pid, Code: c.code(), Reason: c.why, Asked: c.stopped})
 	if c.code() != 0 && !c.stopped {
 		j.undecided++
 		return // see countAll
@@ -415,7 +415,7 @@ func (j *job) childEnded(c *child) {
 }
 
 // count reports the exit of a worker to Config.Exited, once.
-func (j *job) count(c *child, first bool) {
+func (j *launcher) count(c *child, first bool) {
 	if j.cfg.Exited != nil && c.state != nil && !c.counted {
 		c.counted = true
 		j.cfg.Exited(c.exit(first))
@@ -423,7 +423,7 @@ func (j *job) count(c *child, first bool) {
 }
 
 // countAll counts the failures that were undecided while the coordinator had not named the first one.
-func (j *job) countAll() {
+func (j *launcher) countAll() {
 	lost, stop := j.causes()
 	for _, c := range j.children {
 		j.count(c, lost == nil && stop == nil || lost != nil && j.childOf(lost) == c)
@@ -432,7 +432,7 @@ func (j *job) countAll() {
 
 // signalled forwards a signal. The first signal that asks to stop starts the
 // grace period, the second ends it.
-func (j *job) signalled(s os.Signal) {
+func (j *launcher) signalled(s os.Signal) {
 	sig, ok := s.(syscall.Signal)
 	if !ok {
 		return
@@ -459,14 +459,14 @@ func (j *job) signalled(s os.Signal) {
 
 // ask stops the workers unless a signal already asked them to: many programs
 // treat a second signal as a request to exit immediately.
-func (j *job) ask() {
+func (j *launcher) ask() {
 	if !j.stopping {
 		j.stop(syscall.SIGTERM)
 	}
 }
 
 // stop asks all workers to exit and starts the grace period.
-func (j *job) stop(sig syscall.Signal) {
+func (j *launcher) stop(sig syscall.Signal) {
 	if !j.stopping {
 		j.stopping = true
 		for _, c := range j.children {
@@ -479,14 +479,14 @@ func (j *job) stop(sig syscall.Signal) {
 	j.each(syscall.SIGCONT)
 }
 
-func (j *job) kill() {
+func (j *launcher) kill() {
 	for _, c := range j.children {
 		c.killed = c.killed || c.running
 	}
 	j.each(syscall.SIGKILL)
 }
 
-func (j *job) each(sig syscall.Signal) {
+func (j *launcher) each(sig syscall.Signal) {
 	for _, c := range j.children {
 		c.signal(sig)
 	}
@@ -494,7 +494,7 @@ func (j *job) each(sig syscall.Signal) {
 
 // awaitOthers is called after the workers of this host have exited. It waits
 // until the workers of the other hosts have exited or the job has failed.
-func (j *job) awaitOthers() {
+func (j *launcher) awaitOthers() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
 	if j.draining {
@@ -524,7 +524,7 @@ func (j *job) awaitOthers() {
 }
 
 // verdict returns the exit code.
-func (j *job) verdict() int {
+func (j *launcher) verdict() int {
 	if j.signal != 0 {
 		return exitSignalOffset + int(j.signal)
 	}
@@ -541,7 +541,7 @@ func (j *job) verdict() int {
 
 // codeOfLost returns the exit code for a worker that was lost. The coordinator may have noticed the loss
 // before this launcher noticed the exit. c is nil for workers of other hosts.
-func codeOfLost(lost *cluster.MemberLostError, c *child) int {
+func codeOfLost(lost *job.MemberLostError, c *child) int {
 	if c != nil && c.failedAlone(lost) {
 		return c.code()
 	}
@@ -549,17 +549,17 @@ func codeOfLost(lost *cluster.MemberLostError, c *child) int {
 }
 
 // causes returns why the job stopped, according to the coordinator.
-func (j *job) causes() (*cluster.MemberLostError, *cluster.StopError) {
+func (j *launcher) causes() (*job.MemberLostError, *job.StopError) {
 	cause := context.Cause(j.agent.Context())
-	var lost *cluster.MemberLostError
-	var stop *cluster.StopError
+	var lost *job.MemberLostError
+	var stop *job.StopError
 	errors.As(cause, &lost)
 	errors.As(cause, &stop)
 	return lost, stop
 }
 
 // cleanUp kills all remaining processes and copies the remaining output.
-func (j *job) cleanUp() {
+func (j *launcher) cleanUp() {
 	killLeftovers()
 	drained := make(chan struct{})
 	go func() { j.out.wg.Wait(); close(drained) }()

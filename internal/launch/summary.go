@@ -6,11 +6,11 @@ import (
 	"strings"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // reportCause reports why the job failed, if it did, and returns code.
-func (j *job) reportCause(code int) int {
+func (j *launcher) reportCause(code int) int {
 	if code == 0 {
 		return 0
 	}
@@ -51,7 +51,7 @@ func (j *job) reportCause(code int) int {
 
 // how describes the loss of c. The coordinator's first observation counts, such
 // as silence; a kill after that is only a consequence.
-func how(c *child, lost *cluster.MemberLostError) string {
+func how(c *child, lost *job.MemberLostError) string {
 	after := fmt.Sprintf(" after %v", c.took.Round(roundTo(c.took)))
 	if lost.ExitCode < 0 {
 		text := "was lost" + after + ": " + lost.Reason
@@ -75,7 +75,7 @@ func roundTo(d time.Duration) time.Duration {
 }
 
 // childOf returns this host's worker that was lost, or nil.
-func (j *job) childOf(lost *cluster.MemberLostError) *child {
+func (j *launcher) childOf(lost *job.MemberLostError) *child {
 	for _, c := range j.children {
 		if c.pid == lost.PID && lost.Rank >= 0 && lost.Host == j.agent.Host() {
 			return c
@@ -85,7 +85,7 @@ func (j *job) childOf(lost *cluster.MemberLostError) *child {
 }
 
 // stoppedAll reports how many workers were stopped.
-func (j *job) stoppedAll() string {
+func (j *launcher) stoppedAll() string {
 	if who := j.others(nil); who != "" {
 		return "; stopped " + who
 	}
@@ -94,7 +94,7 @@ func (j *job) stoppedAll() string {
 
 // endedWith reports how many workers were stopped, or failed as a consequence of
 // the first loss. It does not count first.
-func (j *job) endedWith(first *child) string {
+func (j *launcher) endedWith(first *child) string {
 	if who := j.others(first); who != "" {
 		return "; " + who + " ended with it"
 	}
@@ -102,7 +102,7 @@ func (j *job) endedWith(first *child) string {
 }
 
 // others describes the workers except but that failed or were stopped. It returns "" if there are none.
-func (j *job) others(but *child) string {
+func (j *launcher) others(but *child) string {
 	n := 0
 	for _, c := range j.children {
 		if c != but && (c.stopped || c.code() != 0) {
@@ -128,7 +128,7 @@ func (j *job) others(but *child) string {
 }
 
 // quote repeats the last lines of a worker's stderr if other output followed them.
-func (j *job) quote(c *child) {
+func (j *launcher) quote(c *child) {
 	lines := j.out.buried(c)
 	if len(lines) == 0 {
 		return

@@ -12,7 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // browser returns a browser that can run without a screen.
@@ -58,9 +58,9 @@ func TestPageInABrowser(t *testing.T) {
 const phone = `<!doctype html><iframe src="/framed" width="360" height="780" style="border: 0"></iframe>`
 
 // shownAt returns what a browser shows of a job at a path, after two readings with rates.
-func shownAt(t *testing.T, s *cluster.Status, at string) string {
+func shownAt(t *testing.T, s *job.Status, at string) string {
 	path := browser(t)
-	routes := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) { return s, nil }}, Labels{}).routes()
+	routes := NewServer(&Source{ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{}).routes()
 	shown := make(chan string, 1000)
 	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if r.URL.Path == "/shown" {

@@ -10,8 +10,8 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/internal/arrivals"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -71,7 +71,7 @@ type Group struct {
 }
 
 // newJob decodes the reports of all ranks and compares the ranks.
-func newJob(s *cluster.Status, now time.Time) *Job {
+func newJob(s *job.Status, now time.Time) *Job {
 	j := &Job{Job: s.Job, Time: now, Epoch: s.Epoch, Restarts: s.Restarts, Hosts: s.Hosts, Ranks: []Rank{}, Groups: []Group{}, Findings: []string{}}
 	for _, m := range s.Members {
 		r := Rank{Rank: m.Rank, Host: m.Host, Node: m.Node, LocalRank: m.LocalRank, PID: m.PID, State: m.State, SilentNanos: max(m.Silent, 0), Missing: m.Missing}
@@ -291,7 +291,7 @@ type Source struct {
 	since time.Time
 
 	mu   sync.Mutex
-	ask  func(context.Context) (*cluster.Status, error) // nil until the hosts have joined
+	ask  func(context.Context) (*job.Status, error) // nil until the hosts have joined
 	host string
 	last *Job
 	late tallies
@@ -303,7 +303,7 @@ func NewSource(job string, hosts int) *Source {
 }
 
 // Join connects the Source to the agent, once all hosts have joined.
-func (s *Source) Join(a *cluster.Agent) {
+func (s *Source) Join(a *job.Agent) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	s.ask, s.host = a.Status, a.Host()

@@ -10,12 +10,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/status"
 )
 
 // exampleStatus is a job of 4 ranks, of which rank 2 has issued one collective less than the others.
-func exampleStatus(t testing.TB) *cluster.Status {
-	s := &cluster.Status{Job: "mnist", Epoch: 2, Restarts: 1, Hosts: []string{"n1", "n2"}}
+func exampleStatus(t testing.TB) *job.Status {
+	s := &job.Status{Job: "mnist", Epoch: 2, Restarts: 1, Hosts: []string{"n1", "n2"}}
 	for rank := range 4 {
 		g := status.Group{ID: "a1", Name: "data", Rank: rank, Size: 4, WorldRank: rank, Device: fmt.Sprintf("virtual:%d", rank%2), Issued: 8, Completed: 7,
 			IdleNanos: int64(3 * time.Second), Totals: []status.Total{{Op: "all_reduce", Strategy: "nccl", Size: "le_1MiB", Count: 8, Bytes: 8 << 20}}}
@@ -32,10 +33,10 @@ func exampleStatus(t testing.TB) *cluster.Status {
 	return s
 }
 
-func member(t testing.TB, rank int, p status.Process) cluster.MemberStatus {
+func member(t testing.TB, rank int, p status.Process) job.MemberStatus {
 	report, err := json.Marshal(p)
 	require.NoError(t, err)
-	return cluster.MemberStatus{Member: cluster.Member{Rank: rank, Host: fmt.Sprintf("n%d", 1+rank/2), Node: rank / 2, LocalRank: rank % 2, PID: 100 + rank}, State: "running", Report: report}
+	return job.MemberStatus{Member: cluster.Member{Rank: rank, Host: fmt.Sprintf("n%d", 1+rank/2), Node: rank / 2, LocalRank: rank % 2, PID: 100 + rank}, State: "running", Report: report}
 }
 
 func TestRankThatIsBehind(t *testing.T) {

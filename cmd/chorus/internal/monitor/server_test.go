@@ -24,12 +24,12 @@ import (
 	"github.com/prometheus/common/model"
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/status"
 )
 
 // serve serves a job at a port of the loopback, and counts the questions to the job.
-func serve(t *testing.T, ask func(context.Context) (*cluster.Status, error)) (url string) {
+func serve(t *testing.T, ask func(context.Context) (*job.Status, error)) (url string) {
 	t.Helper()
 	ln, public, err := Listen(t.Context(), "127.0.0.1:0")
 	require.NoError(t, err)
@@ -99,7 +99,7 @@ func TestCountersOfAFreshJob(t *testing.T) {
 	}
 	s.Restarts = 0
 	reg := prometheus.NewRegistry()
-	reg.MustRegister(newCollector(&Source{ask: func(context.Context) (*cluster.Status, error) { return s, nil }, host: "n2"}, Labels{Exits: &Exits{}}))
+	reg.MustRegister(newCollector(&Source{ask: func(context.Context) (*job.Status, error) { return s, nil }, host: "n2"}, Labels{Exits: &Exits{}}))
 	gathered, err := reg.Gather()
 	require.NoError(t, err)
 	families := map[string]*dto.MetricFamily{}
@@ -138,7 +138,7 @@ func TestJoiningJob(t *testing.T) {
 	var b strings.Builder
 	require.NoError(t, j.Print(&b, 0))
 	require.Regexp(t, `^job mnist .*0 ranks on 0 hosts.*\nthe job waits since [0-9.]+ s for its hosts: it needs 4 to start\n`, b.String())
-	s.ask = func(context.Context) (*cluster.Status, error) { return exampleStatus(t), nil }
+	s.ask = func(context.Context) (*job.Status, error) { return exampleStatus(t), nil }
 	j, err = s.Job(t.Context())
 	require.NoError(t, err)
 	require.Len(t, j.Ranks, 4, "the hosts have joined")
@@ -161,7 +161,7 @@ func TestMetrics(t *testing.T) {
 	p.Devices[0].Temperature, p.Devices[0].PowerDraw, p.Devices[0].Utilization = new(61), new(321_500), new(87)
 	s.Members[2] = member(t, 2, p)
 	s.Restarts = 2
-	url := serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })
+	url := serve(t, func(context.Context) (*job.Status, error) { return s, nil })
 	code, _, text := get(t, url+"/metrics", "")
 	require.Equal(t, http.StatusOK, code, text)
 	families := parse(t, text)
@@ -223,7 +223,7 @@ func checkPools(t *testing.T, families map[string]*dto.MetricFamily) {
 func TestVersionsBeforeTheRanksReport(t *testing.T) {
 	s := exampleStatus(t)
 	s.Members = s.Members[:2] // of the other host
-	_, _, text := get(t, serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })+"/metrics", "")
+	_, _, text := get(t, serve(t, func(context.Context) (*job.Status, error) { return s, nil })+"/metrics", "")
 	require.Equal(t, 1.0, value(t, parse(t, text), "chorus_build_info", map[string]string{"version": "v1", "nccl": "", "driver": "", "backend": ""}))
 }
 
@@ -231,7 +231,7 @@ func TestVersionsBeforeTheRanksReport(t *testing.T) {
 func TestMetricsUnderLoad(t *testing.T) {
 	var asked atomic.Int64
 	s := exampleStatus(t)
-	url := serve(t, func(context.Context) (*cluster.Status, error) { asked.Add(1); return s, nil })
+	url := serve(t, func(context.Context) (*job.Status, error) { asked.Add(1); return s, nil })
 	begin := time.Now()
 	var wg sync.WaitGroup
 	for range 4 {
@@ -248,7 +248,7 @@ func TestMetricsUnderLoad(t *testing.T) {
 
 func TestPage(t *testing.T) {
 	s := exampleStatus(t)
-	url := serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })
+	url := serve(t, func(context.Context) (*job.Status, error) { return s, nil })
 	code, header, text := get(t, url+"/", "")
 	require.Equal(t, http.StatusOK, code)
 	require.Contains(t, header.Get("Content-Security-Policy"), "default-src 'none'")
@@ -268,7 +268,7 @@ func TestPage(t *testing.T) {
 
 // TestRequestsThatAreRefused sends requests of strangers.
 func TestRequestsThatAreRefused(t *testing.T) {
-	fail := func(context.Context) (*cluster.Status, error) { return nil, errors.New("the job has ended") }
+	fail := func(context.Context) (*job.Status, error) { return nil, errors.New("the job has ended") }
 	url := serve(t, fail)
 	for _, host := range []string{"evil.example", "evil.example:9400", "127.0.0.1.evil.example", "", "localhost.evil.example"} {
 		for _, path := range []string{"/", "/metrics", "/status.json"} {
@@ -308,7 +308,7 @@ func TestRequestsThatAreRefused(t *testing.T) {
 func TestManyRequests(t *testing.T) {
 	end, begun := make(chan struct{}), make(chan struct{}, 1)
 	s := exampleStatus(t)
-	url := serve(t, func(context.Context) (*cluster.Status, error) { begun <- struct{}{}; <-end; return s, nil })
+	url := serve(t, func(context.Context) (*job.Status, error) { begun <- struct{}{}; <-end; return s, nil })
 	codes := make(chan int, 2*maxAnswers)
 	for range 2 * maxAnswers {
 		go func() {
@@ -364,7 +364,7 @@ func TestFind(t *testing.T) {
 		s.Job = name
 		ln, err := ListenLocal()
 		require.NoError(t, err)
-		server := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) { return s, nil }}, Labels{})
+		server := NewServer(&Source{ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{})
 		server.Serve(ln, nil)
 		t.Cleanup(func() { require.NoError(t, server.Close()) })
 	}
@@ -423,7 +423,7 @@ func TestOtherUsers(t *testing.T) {
 	ln, err := ListenLocal()
 	require.NoError(t, err)
 	var asked atomic.Bool
-	server := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) { asked.Store(true); return exampleStatus(t), nil }}, Labels{})
+	server := NewServer(&Source{ask: func(context.Context) (*job.Status, error) { asked.Store(true); return exampleStatus(t), nil }}, Labels{})
 	server.Serve(ln, nil)
 	defer server.Close()
 	ask := func(uid uint32) string {
@@ -506,7 +506,7 @@ func TestListenersHaveTheirOwnLimits(t *testing.T) {
 	end, begun := make(chan struct{}), make(chan struct{}, 100)
 	s := exampleStatus(t)
 	var slow atomic.Bool
-	server := NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) {
+	server := NewServer(&Source{ask: func(context.Context) (*job.Status, error) {
 		if slow.Load() {
 			begun <- struct{}{}
 			<-end
@@ -594,7 +594,7 @@ func TestReportsWithEqualLabels(t *testing.T) {
 		require.NoError(t, err)
 		s.Members[i].Report = b
 	}
-	code, _, body := get(t, serve(t, func(context.Context) (*cluster.Status, error) { return s, nil })+"/metrics", "127.0.0.1")
+	code, _, body := get(t, serve(t, func(context.Context) (*job.Status, error) { return s, nil })+"/metrics", "127.0.0.1")
 	require.Equal(t, http.StatusOK, code, body)
 	require.Contains(t, body, `group="a#2#2"`)
 	require.Contains(t, body, `reason="\\x01"`)
@@ -606,7 +606,7 @@ func TestReportsWithEqualLabels(t *testing.T) {
 func TestSeriesAreBounded(t *testing.T) {
 	s, changed, round := exampleStatus(t), -1, 0
 	var original status.Process
-	ask := func(context.Context) (*cluster.Status, error) {
+	ask := func(context.Context) (*job.Status, error) {
 		for i := range s.Members {
 			if m := &s.Members[i]; m.Report != nil && m.Host == "n2" && (changed < 0 || changed == m.Rank) {
 				if changed < 0 {

@@ -1,0 +1,302 @@
+package job
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+)
+
+// refusingHost returns the address of a stranger who answers that this is another job.
+func refusingHost(t *testing.T) string {
+	ln, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { ln.Close() })
+	go func() {
+		for {
+			c, err := ln.Accept()
+			if err != nil {
+				return
+			}
+			_, _ = c.Read(make([]byte, HelloBytes))
+			_ = Reject(c, errOtherJob)
+			c.Close()
+		}
+	}()
+	return ln.Addr().String()
+}
+
+// choosing lets a host choose among candidates after the loss of a coordinator, until it registers or limit has passed. answer returns
+// what a candidate answers after a millisecond, or false if it is silent.
+func choosing(candidates []string, lostAfter, limit time.Duration, answer func(addr string) (answered, bool)) (c *choice, took time.Duration) {
+	v := newVoter(1)
+	c = newSuccession(&v, &history{Epoch: 1, lostAfter: lostAfter}, "", "lost", lostSilent, 1)
+	c.candidates = candidates
+	type arrival struct {
+		at instant
+		e  choiceEvent
+	}
+	var due []arrival
+	handle := func(as []action) {
+		for _, a := range as {
+			if d, ok := a.(dial); ok {
+				e, answers := answer(d.addr)
+				e.dial = d.dial
+				if at := c.now + time.Millisecond; answers {
+					due = append(due, arrival{at, e})
+				} else {
+					due = append(due, arrival{c.now + d.limit, answered{dial: d.dial, err: context.DeadlineExceeded}})
+				}
+			}
+		}
+	}
+	for handle(c.step(1, nil)); c.link == 0 && !c.over && c.now < limit; {
+		at, _ := c.next()
+		i := -1
+		for j, x := range due {
+			if x.at <= at {
+				i, at = j, x.at
+			}
+		}
+		var e choiceEvent
+		if i >= 0 {
+			e = due[i].e
+			due = slices.Delete(due, i, i+1)
+		}
+		handle(c.step(at, e))
+	}
+	return c, c.now - c.begun
+}
+
+// Several hosts have vanished together with the coordinator. Candidates are dialled side by side, so that their number
+// costs no time.
+func TestCandidatesSideBySide(t *testing.T) {
+	const lostAfter = 3 * time.Second // one host is waited for a part of it
+	for _, n := range []int{0, 1, 14, 40} {
+		var candidates []string
+		for i := range n {
+			candidates = append(candidates, fmt.Sprintf("silent %d", i))
+		}
+		c, took := choosing(append(candidates, "next"), lostAfter, time.Minute, func(addr string) (answered, bool) {
+			return answered{hello: Welcome{Elects: true}}, addr == "next"
+		})
+		require.Equal(t, "next", c.addr)
+		batches := n / atOnce
+		require.Less(t, took, time.Duration(batches+1)*lostAfter/slowPart+10*time.Millisecond, "%d hosts have vanished", n)
+	}
+}
+
+// Of several candidates that answer, the first is registered with, and a leader before all of them.
+func TestFirstCandidate(t *testing.T) {
+	for name, tc := range map[string]struct {
+		hello map[string]Welcome // of the candidates that answer
+		refer map[string]string
+		want  string
+	}{
+		"first":                  {map[string]Welcome{"b": {Elects: true}, "c": {Elects: true}}, nil, "b"},
+		"leader":                 {map[string]Welcome{"a": {Elects: true}, "c": {Running: true}}, nil, "c"},
+		"leader of another one":  {map[string]Welcome{"x": {Running: true}}, map[string]string{"b": "x"}, "x"},
+		"candidate of another":   {map[string]Welcome{"x": {Elects: true}, "c": {Elects: true}}, map[string]string{"b": "x"}, "c"},
+		"refers to the lost one": {map[string]Welcome{"lost": {Running: true}}, map[string]string{"b": "lost"}, ""},
+		"another run":            {map[string]Welcome{"a": {Elects: true, Run: "other"}, "b": {Elects: true}}, nil, "b"},
+		"does not elect":         {map[string]Welcome{"a": {}, "c": {Elects: true}}, nil, "c"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			c, took := choosing([]string{"a", "b", "c"}, time.Second, 1500*time.Millisecond, func(addr string) (answered, bool) {
+				if at := tc.refer[addr]; at != "" {
+					return answered{refers: &Referral{At: at, Over: "its job has ended"}, err: &Referral{At: at}}, true
+				}
+				hello, ok := tc.hello[addr]
+				return answered{hello: hello}, ok
+			})
+			require.Equal(t, tc.want, c.addr)
+			if tc.want != "" {
+				require.Less(t, took, 100*time.Millisecond)
+			}
+		})
+	}
+}
+
+// A leader that others have replaced is told so, and not registered with. Terms of its successor are.
+func TestReplacedLeader(t *testing.T) {
+	v := newVoter(1)
+	v.promised = Leader{Term: 3}
+	c := newSuccession(&v, &history{Epoch: 1, Voters: voterSet{"a", "b", "x"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostSilent, 1)
+	c.candidates = []string{"a", "b"}
+	as := c.step(1, begin{})
+	require.Equal(t, []action{dial{1, "a", time.Second / 4}, dial{2, "b", time.Second / 4}}, as)
+	require.Equal(t, []action{announce{1}}, c.step(2, answered{dial: 1, hello: Welcome{Running: true, Term: 2}}))
+	as = c.step(3, answered{dial: 2, hello: Welcome{Running: true, Term: 3}})
+	require.Equal(t, []action{enroll{dial: 2, addr: "b", hello: Welcome{Running: true, Term: 3}, history: &history{Term: 3, Epoch: 1, Lost: "x"}}}, as)
+	require.Empty(t, c.step(4, planSent{dial: 1}), "only the registration counts")
+	require.Equal(t, []action{notChosen{v.Follow(Leader{Term: 2})}}, c.step(5, planSent{dial: 2, plan: plan{By: Leader{Term: 2}}}))
+}
+
+// A host that has promised its vote to one candidate gives it to no other one of that term or of a smaller one, and leaves it.
+func TestPromisedVote(t *testing.T) {
+	for _, other := range []Leader{{Term: 3, Agent: "b"}, {Term: 2, Agent: "b"}} {
+		v := newVoter(1)
+		v.promised = Leader{Term: 3, Agent: "a"}
+		c := newSuccession(&v, &history{Epoch: 1, Voters: voterSet{"a", "b", "x"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostSilent, 1)
+		c.candidates = []string{"b"}
+		c.step(1, begin{})
+		c.step(2, answered{dial: 1, hello: Welcome{Elects: true}})
+		require.EqualValues(t, 1, c.link)
+		require.Equal(t, []action{leave{1}}, c.step(3, voteAsked{dial: 1, attempt: 1, by: other}), "%v", other)
+		require.Equal(t, Leader{Term: 3, Agent: "a"}, v.promised)
+		require.False(t, c.bound)
+	}
+}
+
+// A host that agreed to stay with a coordinator does not move, and it moves again after that.
+func TestBoundHostStays(t *testing.T) {
+	v := newVoter(1)
+	c := newChoice(&v, []string{"a", "b"}, "", 1)
+	require.Equal(t, []action{dial{1, "a", 0}}, c.step(1, begin{}))
+	require.Equal(t, []action{dial{2, "b", 0}}, c.step(2, answered{dial: 1, err: errors.New("no answer")}))
+	require.Equal(t, []action{enroll{dial: 2, addr: "b"}}, c.step(3, answered{dial: 2}))
+	require.Equal(t, []action{dial{3, "a", 0}}, c.step(2*searchInterval, nil), "it looks for a smaller seed")
+	require.Equal(t, []action{vote{2, 1}}, c.step(2*searchInterval+1, voteAsked{dial: 2, attempt: 1}))
+	require.Equal(t, []action{hangUpDial{3}}, c.step(2*searchInterval+2, answered{dial: 3}))
+	require.Empty(t, c.step(4*searchInterval, nil))
+	require.Empty(t, c.step(4*searchInterval+1, voteAsked{dial: 2}))
+	require.Equal(t, []action{dial{4, "a", 0}, reportMissing{}}, c.step(6*searchInterval, nil))
+	require.Equal(t, []action{leave{2}, enroll{dial: 4, addr: "a"}}, c.step(6*searchInterval+1, answered{dial: 4}))
+	require.Empty(t, c.step(6*searchInterval+2, voteAsked{dial: 2, attempt: 2}), "it has left")
+}
+
+// A coordinator that reaches the same time limit refuses this host and closes, while this host asks it who is missing. Its reason counts.
+func TestRefusalAtTheTimeLimit(t *testing.T) {
+	k := &Client{Stream: NewStream(nil, NewRunClock(time.Second), time.Minute), replies: map[uint64]chan Message{}}
+	k.Ctx, k.Cancel = context.WithCancelCause(t.Context())
+	v := newVoter(1)
+	e := &election{agent: &Agent{cfg: Config{Job: "j"}}, choice: newChoice(&v, []string{"a"}, "", 1), k: k, timer: time.NewTimer(time.Hour)}
+	e.choice.over = true
+	e.event(1, k, Note(KindRefuse, Refusal{Reason: "two hosts are missing"}))
+	k.Cancel(errors.New("closed"))
+	require.ErrorContains(t, e.timeout(t.Context()), "two hosts are missing")
+	e.said = nil
+	require.ErrorContains(t, e.timeout(t.Context()), "closed")
+}
+
+// A host that has not noticed the loss will be a candidate soon, and those after it are not registered with, unless it takes too long.
+func TestCandidateHasNotNoticed(t *testing.T) {
+	c, took := choosing([]string{"a", "b"}, time.Second, time.Minute, func(addr string) (answered, bool) {
+		if addr == "a" {
+			return answered{refers: &Referral{At: "lost"}, err: &Referral{At: "lost"}}, true
+		}
+		return answered{hello: Welcome{Elects: true}}, true
+	})
+	require.Equal(t, "b", c.addr)
+	require.InDelta(t, time.Second, took, float64(100*time.Millisecond))
+}
+
+// Strangers at the ports of hosts that have ended refuse a host that looks for the next coordinator. That
+// proves nothing, and the candidate after them is found.
+func TestRefusalOfAStrangerDuringAChoice(t *testing.T) {
+	refuses := answered{refused: true, err: errOtherJob}
+	c, _ := choosing([]string{"stranger", "stranger 2", "next"}, time.Second, time.Minute, func(addr string) (answered, bool) {
+		if addr == "next" {
+			return answered{hello: Welcome{Elects: true}}, true
+		}
+		return refuses, true
+	})
+	require.Equal(t, "next", c.addr)
+	c, _ = choosing([]string{"stranger", "starts"}, time.Second, time.Minute, func(addr string) (answered, bool) {
+		if addr == "starts" {
+			return answered{err: errors.New("refused")}, true
+		}
+		return refuses, true
+	})
+	require.ErrorContains(t, c.failure, "refused", "one candidate has only not started yet")
+	require.True(t, c.over)
+	require.Equal(t, SuccessionTime(time.Second), c.now-c.begun)
+}
+
+// At the join, a stranger at one seed's port keeps no host from another seed. If all seeds refuse a host, it fails.
+func TestRefusalOfAStrangerAtTheJoin(t *testing.T) {
+	t.Parallel()
+	cfgs := onLoopback(t, 2, 1)
+	refusing := refusingHost(t)
+	for _, c := range cfgs {
+		c.NoGossip = true
+		c.Seeds = append([]string{refusing}, c.Seeds...)
+	}
+	as, errs := startAll(t, cfgs...)
+	require.NoError(t, errors.Join(errs...))
+	for _, a := range as {
+		a.Close()
+	}
+	cfgs[1].Seeds = []string{refusing}
+	_, err := Start(t.Context(), cfgs[1])
+	var auth *AuthError
+	require.ErrorAs(t, err, &auth)
+}
+
+// A candidate with enough hosts takes over without those that have vanished, waits for those that answer, and does not count
+// those that have ended.
+func TestCandidateLooksForVoters(t *testing.T) {
+	for name, tc := range map[string]struct {
+		found map[string]finding
+		took  time.Duration
+		term  uint64 // of the proposal; 0: none
+	}{
+		"vanished":    {map[string]finding{}, time.Second / slowPart, 2},
+		"not noticed": {map[string]finding{"e": foundAlive}, time.Second / 2, 2},
+		// c and d may have agreed to an epoch with e.
+		"others have ended": {map[string]finding{"c": foundEnded, "d": foundEnded}, time.Second / slowPart, 0},
+	} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				j := newPaperJob("a", "b", "c", "d", "e")
+				ch := *j.agentOn(t, "b").history
+				ch.Lost, ch.Term = "a", 1
+				k := newPaperJob("b", "c", "d")
+				k.plan, k.elastic, k.agents, k.workers, k.cfg.probes = nil, nil, nil, nil, true
+				voters := []string{"b", "c", "d"}
+				if tc.found["c"] == foundEnded {
+					ch.Ended = []string{"a"}
+					voters = voters[:1] // it would be half of b and e, if the others did not count
+				}
+				k.happen(candidacy{history: ch})
+				for _, u := range voters {
+					own := ch
+					p := k.hosts[u]
+					p.state, p.host.History = peerNew, &own
+					k.do(func() { require.NoError(t, k.registerAgent(p)) })
+				}
+				answered, asked := map[string]bool{}, time.Duration(0)
+				for u, f := range tc.found {
+					answered[u] = f == foundAlive
+				}
+				// probes answers the probe of voters when its time is over, as hosts that have vanished do not answer.
+				probes := func() {
+					if len(k.probes) > 0 && asked == 0 {
+						asked = k.now
+					}
+					if len(k.probes) > 0 && k.now >= asked+k.probes[0].limit {
+						asked, k.probes = 0, k.probes[1:]
+						k.happen(probed{answered})
+					}
+				}
+				for end := k.now + tc.took - time.Millisecond; k.now < end; probes() {
+					k.sleep(time.Millisecond)
+				}
+				require.Zero(t, k.attempt)
+				for end := k.now + 2*time.Second/slowPart; k.now < end; probes() {
+					k.sleep(time.Millisecond)
+				}
+				require.Equal(t, tc.term != 0, k.attempt != 0)
+				if tc.term != 0 {
+					require.Equal(t, tc.term, k.term)
+				}
+			})
+		})
+	}
+}

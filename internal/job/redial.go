@@ -1,0 +1,200 @@
+package job
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"time"
+)
+
+// maxRedials limits the attempts of a member that run at the same time.
+const maxRedials = 16
+
+// redials are a client's attempts to connect again.
+type redials struct {
+	slots       chan struct{}
+	unresumable chan error    // an attempt has shown that the stream cannot continue
+	resuming    chan struct{} // full while the coordinator is asked to continue the stream
+	requests    uint64        // how often it was asked; guarded by resuming
+}
+
+func newRedials() redials {
+	return redials{slots: make(chan struct{}, maxRedials), unresumable: make(chan error, 1), resuming: make(chan struct{}, 1)}
+}
+
+// BeStrict limits silence to LostAfter in d from now.
+func (k *Client) BeStrict(d time.Duration) { k.strict.Store(int64(k.Clock.now() + d)) }
+
+// silenceLimit returns the silence after which the coordinator is lost.
+func (k *Client) silenceLimit() time.Duration {
+	if int64(k.Clock.now()) < k.strict.Load() {
+		return JoinFactor * k.Hello.LostAfter
+	}
+	return k.Hello.LostAfter
+}
+
+// watch sends heartbeats, and looks for silence of the coordinator. TCP repeats lost
+// packets at growing intervals, so after an outage the connection may stay silent for as
+// long as the outage took. A new connection does not have to wait.
+func (k *Client) watch() {
+	t := time.NewTicker(k.Clock.step)
+	defer t.Stop()
+	beat := time.Now()
+	for {
+		select {
+		case <-k.open.Done():
+			return
+		case <-t.C:
+		}
+		k.Clock.tick()
+		if time.Since(beat) >= k.Hello.Heartbeat-k.Clock.step/2 {
+			beat = time.Now()
+			k.Stream.SendBeat()
+		}
+		switch overdue := k.Stream.silent() > k.Hello.overdueAfter(); {
+		case overdue && k.isSuspended(): // when it continues, most of the limit is left
+			k.Stream.touch()
+		case k.Stream.isTooSilent(k.silenceLimit()):
+			k.Stream.expire()
+		case overdue:
+			k.wg.Go(func() { _ = k.redial() }) // the next attempt has the same error
+		}
+	}
+}
+
+// reconnect returns another link after err ended the current one. If the coordinator's process has ended
+// or does not know this process, it returns err.
+func (k *Client) reconnect(err error) (renewal, error) {
+	if k.ended.Load() || k.final.Load() || k.isDown() {
+		return renewal{}, err
+	}
+	select {
+	case <-k.unresumable: // of an earlier connection
+	default:
+	}
+	slow := max(k.Hello.LostAfter/24, FirstRetry) // an attempt that takes longer gets a second one beside it
+	failed := make(chan struct{}, 1)
+	t := time.NewTimer(0)
+	defer t.Stop()
+	for delay := FirstRetry; ; {
+		select {
+		case r := <-k.Stream.renewals:
+			return r, nil
+		case <-k.Stream.expired:
+			return renewal{}, os.ErrDeadlineExceeded
+		case <-k.open.Done():
+			return renewal{}, err
+		case why := <-k.unresumable:
+			return renewal{}, why
+		case <-failed:
+			t.Reset(delay)
+			delay = min(2*delay, slow)
+		case <-t.C:
+			k.wg.Go(func() {
+				k.redialOrGiveUp(err)
+				select {
+				case failed <- struct{}{}:
+				default:
+				}
+			})
+			t.Reset(slow)
+		}
+	}
+}
+
+// redialOrGiveUp reports an attempt whose error no other attempt can fix.
+func (k *Client) redialOrGiveUp(broken error) {
+	err := k.redial()
+	refused, isRefused := errors.AsType[*RefusedError](err)
+	_, refers := errors.AsType[*Referral](err)
+	switch {
+	case isRefused:
+		k.Loss.Store(int32(lostByIt))
+		broken = fmt.Errorf("%w; connected again: %s", broken, refused.Reason)
+	case provesEnd(err, k.To.Addr, k.ip):
+		// After a longer silence it may have gone on with other hosts before it ended, and they may go on now.
+		if k.Stream.isCertain(k.Hello.LostAfter) {
+			k.Loss.Store(int32(lostEnded))
+		}
+	case refers: // its process does not coordinate any more
+	default: // also if a stranger answers, who proves nothing
+		return
+	}
+	select {
+	case k.unresumable <- broken:
+	default:
+	}
+}
+
+// redial tries once to continue the stream over a new link.
+func (k *Client) redial() error {
+	select {
+	case k.slots <- struct{}{}:
+	default:
+		return nil
+	}
+	defer func() { <-k.slots }()
+	links := k.Stream.Generation()
+	limit := max(k.Hello.LostAfter/4, time.Millisecond)
+	ctx, cancel := context.WithTimeout(k.open, limit)
+	defer cancel()
+	l, hello, err := k.To.Dial(ctx)
+	if r, refers := errors.AsType[*Referral](err); refers && hello.Agent != k.Hello.Agent {
+		return errReplaced{r.ip}
+	}
+	if err != nil {
+		return err
+	}
+	if hello.Agent != k.Hello.Agent {
+		l.Close()
+		return errReplaced{addrIP(l.Conn.RemoteAddr())}
+	}
+	k.resuming <- struct{}{}
+	defer func() { <-k.resuming }()
+	if k.Stream.Generation() != links || k.isDown() {
+		return l.Close()
+	}
+	stop := context.AfterFunc(k.open, func() { l.Close() })
+	defer stop()
+	r, err := k.resume(l, limit)
+	if err != nil {
+		k.keepOpen(l)
+		return err
+	}
+	k.Stream.replaceBy(r)
+	return nil
+}
+
+// keepOpen keeps a link that has not answered in time. The coordinator may have continued the stream on it, and
+// would take its end for the end of this process, before another attempt succeeds.
+func (k *Client) keepOpen(l *Link) {
+	k.wg.Go(func() {
+		Sleep(k.open, k.Hello.LostAfter)
+		l.Close()
+	})
+}
+
+// resume asks the coordinator to continue the stream on l.
+func (k *Client) resume(l *Link, limit time.Duration) (renewal, error) {
+	k.requests++
+	ask := Message{Kind: kindResume, Epoch: k.requests, ID: k.Stream.receivedSoFar(), Body: []byte(k.Hello.Stream)}
+	if err := l.Write(Frame{Body: ask.Encode()}, limit); err != nil {
+		return renewal{}, err
+	}
+	m, f, err := l.readMessage(limit)
+	if err != nil {
+		return renewal{}, err
+	}
+	switch m.Kind {
+	case kindResumed:
+		return renewal{link: l, acked: f.ack}, nil
+	case KindRefuse:
+		var r Refusal
+		if err := m.Record(&r); err != nil {
+			return renewal{}, err
+		}
+		return renewal{}, r.Err(k.To.Job, k.Addr)
+	}
+	return renewal{}, fmt.Errorf("message of kind %d after the request to resume", m.Kind)
+}

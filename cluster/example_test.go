@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
+	"time"
 
 	"github.com/gochorus/chorus/cluster"
 )
@@ -47,4 +48,24 @@ func ExampleSession_Context() {
 	}
 	fmt.Println(cause)
 	// Output: cluster: session is closed
+}
+
+// Pods that know each other's addresses need no launcher. Each calls Join with the same list and its own
+// index; the first one coordinates. Here the pods are goroutines.
+func ExampleJoin_peers() {
+	ctx := context.Background()
+	peers := []string{"127.0.0.1:29517", "127.0.0.1:29518"}
+	secret := []byte("at least 16 bytes, the same for all")
+	done := make(chan error)
+	for index := range peers {
+		go func() {
+			sess, err := cluster.Join(ctx, &cluster.JoinConfig{Job: "gang", Peers: peers, Rank: &index, Secret: secret, Timing: cluster.Timing{Join: time.Minute}})
+			if err == nil {
+				err = errors.Join(sess.Barrier(ctx, "ready"), sess.Shutdown(ctx)) // a *cluster.JoinTimeoutError would name who is missing
+			}
+			done <- err
+		}()
+	}
+	fmt.Println(<-done, <-done)
+	// Output: <nil> <nil>
 }

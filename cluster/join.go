@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"strings"
 	"syscall"
 	"time"
 
@@ -42,6 +43,13 @@ type JoinConfig struct {
 	// Listen is the address that the coordinator listens on; empty means Addr.
 	Listen string
 
+	// Peers are the addresses of all processes by rank, for processes that know each other and have no launcher,
+	// such as the pods of a gang. Rank is then the index of this process; Size, Addr and Serve follow from the list:
+	// the first peer coordinates, so its address is host:port. The ports of the others are not used, and
+	// may be left out. All processes need the same list. A *JoinTimeoutError names the peers that did not come,
+	// and those that came with another list or size; Timing.Join is the limit.
+	Peers []string
+
 	// Secret authenticates the members of the job to each other, with at least 16 bytes. Without a secret and without Insecure, Addr must be
 	// a loopback address. The processes then connect through a Unix socket, named
 	// after the job, the port and the user, that accepts only processes of this
@@ -63,6 +71,7 @@ type JoinConfig struct {
 	epoch   uint64 // in which the launcher started this process; 0: unknown
 	at      string // address to dial: Addr, or a Unix socket of this user
 	source  string
+	peersID string // of Peers
 	// keepOpen is how long the coordinator tells members that come after a failure; 0 means lastMessageTimeout.
 	keepOpen time.Duration
 }
@@ -127,10 +136,15 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 	if cfg != nil {
 		c = *cfg
 	}
-	c.Size = max(c.Size, 1)
 	if c.Job == "" {
 		c.Job = "chorus"
 	}
+	if c.Peers != nil {
+		if err := c.fromPeers(); err != nil {
+			return nil, err
+		}
+	}
+	c.Size = max(c.Size, 1)
 	if c.Host == "" {
 		c.Host = job.HostName()
 	}
@@ -152,6 +166,39 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 	var err error
 	c.Timing, err = job.CompleteTiming(c.Timing)
 	return &c, err
+}
+
+// fromPeers sets what follows from the list of peers.
+func (cfg *JoinConfig) fromPeers() error {
+	bad := func(format string, args ...any) error {
+		return job.BadConfig("join job %q: %s", cfg.Job, fmt.Sprintf(format, args...))
+	}
+	switch {
+	case len(cfg.Peers) == 0:
+		return bad("the list of peers is empty: want the addresses of all processes, this one's too")
+	case cfg.Addr != "" || cfg.Serve || cfg.Size != 0 && cfg.Size != len(cfg.Peers):
+		return bad("Peers and Size %d, Addr %q or Serve %t contradict each other: leave the latter out", cfg.Size, cfg.Addr, cfg.Serve)
+	case cfg.Rank == nil:
+		return bad("%d peers and no Rank: want the index of this process in the list", len(cfg.Peers))
+	case *cfg.Rank < 0 || *cfg.Rank >= len(cfg.Peers):
+		return bad("Rank is %d: want the index of this process in a list of %d peers", *cfg.Rank, len(cfg.Peers))
+	}
+	if _, port, err := net.SplitHostPort(cfg.Peers[0]); err != nil || port == "" {
+		return bad("peer 0 is %q: want host:port, because it coordinates", cfg.Peers[0])
+	}
+	seen := map[string]int{}
+	for i, at := range cfg.Peers {
+		if strings.TrimSpace(at) != at || at == "" {
+			return bad("peer %d is %q: want an address", i, at)
+		}
+		if first, twice := seen[at]; twice {
+			return bad("peers %d and %d are both %s: each process has one place in the list", first, i, at)
+		}
+		seen[at] = i
+	}
+	cfg.Size, cfg.Addr, cfg.Serve = len(cfg.Peers), cfg.Peers[0], *cfg.Rank == 0
+	cfg.peersID = job.PeersID(cfg.Peers)
+	return nil
 }
 
 // key returns the credential of this process. Without a secret it selects a Unix
@@ -208,7 +255,7 @@ func (cfg *JoinConfig) serve(ctx context.Context, key job.Credential) (*job.Serv
 	}
 	return job.NewServer(ln, job.ServerConfig{
 		Job: cfg.Job, Key: key, Sys: cfg.sys, Notify: cfg.Notify, KeepOpen: cfg.keepOpen,
-		CoordConfig: job.CoordConfig{Size: cfg.Size, JoinBy: cfg.Timing.Join, RevokeBy: cfg.Timing.Revoke, DrainBy: cfg.Timing.Drain,
+		CoordConfig: job.CoordConfig{Size: cfg.Size, Peers: cfg.peersID, JoinBy: cfg.Timing.Join, RevokeBy: cfg.Timing.Revoke, DrainBy: cfg.Timing.Drain,
 			Self: job.Welcome{Host: cfg.Host, PID: cfg.sys.Getpid(), Rank: job.Deref(cfg.Rank, -1),
 				Heartbeat: cfg.Timing.Heartbeat, LostAfter: cfg.Timing.LostAfter}},
 	}), nil
@@ -221,7 +268,7 @@ func (cfg *JoinConfig) join(ctx context.Context, key job.Credential, coord *job.
 	if err != nil {
 		return nil, err
 	}
-	j := &joining{job: cfg.Job, addr: cfg.Addr, done: make(chan error, 1)}
+	j := &joining{job: cfg.Job, addr: cfg.Addr, peers: cfg.Peers, done: make(chan error, 1)}
 	k, err := cfg.register(l, hello, key, cfg.registration(), j.event)
 	if err != nil {
 		k.Close()
@@ -287,6 +334,7 @@ func (cfg *JoinConfig) connect(ctx context.Context, key job.Credential, start ti
 // joining receives the coordinator's messages for a worker that has registered.
 type joining struct {
 	job, addr string
+	peers     []string
 	done      chan error // nil when the world is complete
 
 	by      job.Leader
@@ -314,6 +362,9 @@ func (j *joining) event(k *job.Client, m job.Message) {
 		err := m.Record(&r)
 		if err == nil {
 			err = r.Err(j.job, j.addr)
+		}
+		if e, ok := errors.AsType[*JoinTimeoutError](err); ok {
+			e.Peers = j.peers
 		}
 		j.finish(err)
 	}
@@ -356,7 +407,7 @@ func (j *joining) wait(ctx context.Context, k *job.Client, start time.Time) erro
 	if !errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		return job.JoinEnd(ctx, &JoinTimeoutError{Job: j.job})
 	}
-	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: job.UnitProcess}
+	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: job.UnitProcess, Peers: j.peers}
 	r, err := k.AskMissing()
 	if err != nil {
 		if said := j.said(); said != nil { // the coordinator reached the same time limit
@@ -385,7 +436,7 @@ func (j *joining) said() error {
 }
 
 func (cfg *JoinConfig) registration() job.Registration {
-	return job.Registration{Size: cfg.Size, Epoch: cfg.epoch, Member: Member{
+	return job.Registration{Size: cfg.Size, Epoch: cfg.epoch, Peers: cfg.peersID, Member: Member{
 		Rank: job.Deref(cfg.Rank, -1), LocalRank: job.Deref(cfg.LocalRank, -1), LocalSize: cfg.LocalSize,
 		Node: job.Deref(cfg.Node, -1), Host: cfg.Host, PID: cmp.Or(cfg.pid, cfg.sys.Getpid()), Name: cfg.Name,
 	}}

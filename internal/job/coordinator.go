@@ -328,8 +328,10 @@ const (
 type CoordConfig struct {
 	agents int // hosts of the job; 0: workers join without launchers
 	Size   int // world size if agents is 0
-	Self   Welcome
-	again  restartPolicy
+	// Peers identifies the list of peers that all processes must have, or is "".
+	Peers string
+	Self  Welcome
+	again restartPolicy
 	// For epochs: the least number of hosts (0: all), and the limits for the arrival of
 	// processes, the return of functions and the end of a step.
 	least                     int
@@ -371,6 +373,7 @@ type coordinator struct {
 	faults      faults
 	flappers    map[string]*flapper // by host name
 	gone        []Member            // timed out before the job was complete
+	refused     []string            // processes that came and did not fit, with the reasons
 	joinFailure *Refusal            // why the job never became complete
 	notified    map[int]bool        // ranks, or node numbers, that received joinFailure
 
@@ -559,7 +562,7 @@ func (c *coordinator) attendance() attendance {
 		r = attendance{Unit: UnitProcess, Want: c.size(), Have: append(members(c.workers), c.gone...)}
 		r.Missing = missing(r, func(m Member) int { return m.Rank })
 	}
-	r.Gone, r.Elastic = c.gone, c.isElastic()
+	r.Gone, r.Refused, r.Elastic = c.gone, c.refused, c.isElastic()
 	return r
 }
 

@@ -79,6 +79,8 @@ type JoinTimeoutError struct {
 	Have    []Member // members that joined
 	Missing []int    // missing ranks, or host indices; nil if members have no numbers
 	Gone    []Member // members of Have that timed out earlier
+	Refused []string // who came with other settings and was refused, each with the reason
+	Peers   []string // addresses by rank, if JoinConfig.Peers has them
 	Err     error    // the last failure to reach the coordinator, if any
 }
 
@@ -89,7 +91,16 @@ func (e *JoinTimeoutError) Error() string {
 			head, e.Addr, e.Waited.Round(time.Millisecond), e.Err)
 	}
 	text := fmt.Sprintf("%stimed out after %v: %s", head, e.Waited.Round(time.Millisecond),
-		attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone})
+		e.attendance())
+	if len(e.Peers) == e.Want && len(e.Missing) > 0 {
+		var list []string
+		for _, rank := range e.Missing[:min(len(e.Missing), maxNamed)] {
+			if rank >= 0 && rank < len(e.Peers) {
+				list = append(list, e.Peers[rank])
+			}
+		}
+		text += fmt.Sprintf("; these peers did not come: %s%s", strings.Join(list, ", "), andMore(len(e.Missing)))
+	}
 	if refused, ok := errors.AsType[*AuthError](e.Err); ok {
 		text += fmt.Sprintf("; a process at %s refused this host: %s", refused.Addr, refused.Reason)
 	}
@@ -98,7 +109,11 @@ func (e *JoinTimeoutError) Error() string {
 
 // Fill adds who has joined to an error.
 func (r attendance) Fill(e *JoinTimeoutError) {
-	e.Unit, e.Want, e.Have, e.Missing, e.Gone = r.Unit, r.Want, r.Have, r.Missing, r.Gone
+	e.Unit, e.Want, e.Have, e.Missing, e.Gone, e.Refused = r.Unit, r.Want, r.Have, r.Missing, r.Gone, r.Refused
+}
+
+func (e *JoinTimeoutError) attendance() attendance {
+	return attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone, Refused: e.Refused}
 }
 
 func (e *JoinTimeoutError) Unwrap() error { return e.Err }

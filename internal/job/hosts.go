@@ -56,6 +56,7 @@ func (c *coordinator) registerWorker(p *peer) error {
 		return nil
 	}
 	if r := c.objection(p.reg); r != nil {
+		c.noteRefused(p.reg.Member, r)
 		c.refuse(p, *r)
 		if r.First != nil {
 			c.endJoin(*r)
@@ -73,6 +74,14 @@ func (c *coordinator) registerWorker(p *peer) error {
 	return nil
 }
 
+// noteRefused keeps who was refused before the world was complete, for those who wait.
+func (c *coordinator) noteRefused(m Member, r *Refusal) {
+	text := memberList([]Member{m}) + ": " + r.Reason
+	if c.world == nil && r.Reason != "" && r != c.joinFailure && checkNames(m.Host, m.Name) == nil && len(c.refused) < maxNamed && !slices.Contains(c.refused, text) {
+		c.refused = append(c.refused, text)
+	}
+}
+
 // objection returns the reason why a worker cannot join, or nil.
 func (c *coordinator) objection(reg Registration) *Refusal {
 	size := c.size()
@@ -88,6 +97,8 @@ func (c *coordinator) objection(reg Registration) *Refusal {
 		return &Refusal{Reason: fmt.Sprintf("the process was started in epoch %d of the job, which is in epoch %d", reg.Epoch, c.epoch)}
 	case reg.Size > 0 && reg.Size != size:
 		return &Refusal{Reason: fmt.Sprintf("the process has world size %d, the coordinator %d", reg.Size, size)}
+	case reg.Peers != c.cfg.Peers:
+		return &Refusal{Reason: "the process has another list of peers than the coordinator: give all processes the same list in the same order"}
 	case reg.Rank >= size:
 		return &Refusal{Reason: fmt.Sprintf("rank %d in a world of size %d", reg.Rank, size)}
 	}

@@ -2,6 +2,7 @@ package job
 
 import (
 	"crypto/rand"
+	"crypto/sha256"
 	"encoding/hex"
 	"strings"
 
@@ -91,3 +92,9 @@ func newName() string { return "job-" + hex.EncodeToString(RandomBytes(5)) }
 
 // newUUID returns an identifier for one start of an agent; a restarted agent has another one.
 func newUUID() string { return hex.EncodeToString(RandomBytes(16)) }
+
+// PeersID identifies a list of peers.
+func PeersID(peers []string) string {
+	sum := sha256.Sum256([]byte(strings.Join(peers, "\n")))
+	return hex.EncodeToString(sum[:8])
+}

@@ -34,7 +34,9 @@ type Registration struct {
 	// Elastic is true for Run. Agent is the UUID of the launcher, and Least is RunConfig.MinSize.
 	Elastic bool   `json:"elastic,omitempty"`
 	Agent   string `json:"agent,omitempty"`
-	Least   int    `json:"least,omitempty"`
+	// Peers identifies the list of peers that the process has; see PeersID.
+	Peers string `json:"peers,omitempty"`
+	Least int    `json:"least,omitempty"`
 	// Seat is the last epoch that the process was a member of, with Rank, under an earlier coordinator, By.
 	Seat uint64 `json:"seat,omitempty"`
 	By   Leader `json:"by,omitzero"`
@@ -230,6 +232,7 @@ type attendance struct {
 	Have    []Member `json:"have"`
 	Missing []int    `json:"missing,omitempty"`
 	Gone    []Member `json:"gone,omitempty"`    // members of Have that timed out
+	Refused []string `json:"refused,omitempty"` // who came and was refused, each with the reason
 	Elastic bool     `json:"elastic,omitempty"` // the workers call Run
 }
 
@@ -254,6 +257,9 @@ func (r attendance) String() string {
 	}
 	if len(r.Gone) > 0 {
 		fmt.Fprintf(&b, "; of these timed out: %s", memberList(r.Gone))
+	}
+	for _, text := range r.Refused[:min(len(r.Refused), maxNamed)] {
+		fmt.Fprintf(&b, "; refused: %s", text)
 	}
 	return b.String()
 }

@@ -470,7 +470,7 @@ func (s *Server) Decide(err error) {
 	if s == nil || !ok || e.Want == 0 {
 		return
 	}
-	_ = s.happen(gaveUp{attendance{Unit: e.Unit, Want: e.Want, Have: e.Have, Missing: e.Missing, Gone: e.Gone}, e.Waited}) // it has no peer
+	_ = s.happen(gaveUp{e.attendance(), e.Waited}) // it has no peer
 }
 
 // keepPortOpen keeps the port open for members that have not joined yet after no member can

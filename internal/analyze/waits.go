@@ -232,8 +232,8 @@ func (g *graph) sinks(blocked map[*node]bool) (list []*wait) {
 	return list
 }
 
-// inversion returns two groups whose pending collectives ranks have issued in different orders: the ranks that issued the one of a
-// first, and the ranks that issued the one of b first, which are not more; or ok false.
+// inversion returns two groups whose pending collectives ranks have issued in different orders, or ok false. The ranks in first have
+// issued the one of a first, and those in second, which are not more, the one of b.
 func inversion(list []*stuck) (a, b *stuck, first, second []*node, ok bool) {
 	for i, a := range list[:min(len(list), mostPairs)] {
 		for _, b := range list[i+1 : min(len(list), mostPairs)] {

@@ -37,7 +37,7 @@ func TestMain(m *testing.M) {
 			panic(err)
 		}
 		defer os.RemoveAll(built)
-		for name, pkg := range map[string]string{"chorus": "cmd/chorus", "train": "examples/ring"} {
+		for name, pkg := range map[string]string{"chorus": "cmd/chorus", "train": "examples/ring", "elastic": "examples/elastic"} {
 			build := exec.Command("go", "build", "-o", filepath.Join(built, name), "./"+pkg)
 			build.Dir = filepath.Join("..", "..")
 			build.Env = append(os.Environ(), "CGO_ENABLED=0")
@@ -52,7 +52,7 @@ func TestMain(m *testing.M) {
 
 func newBench(t *testing.T) *bench {
 	b := &bench{dir: t.TempDir()}
-	for _, name := range []string{"chorus", "train"} {
+	for _, name := range []string{"chorus", "train", "elastic"} {
 		require.NoError(t, os.Symlink(filepath.Join(built, name), filepath.Join(b.dir, name)))
 	}
 	b.program, b.secret = filepath.Join(b.dir, "train"), filepath.Join(b.dir, "secret")

@@ -170,6 +170,9 @@ func (j *Job) hangs(r *Report) {
 		all = append(all, s)
 		list := j.waits(s)
 		waits = append(waits, list...)
+		if len(list) > 0 && !slices.ContainsFunc(list, func(w wait) bool { return w.to.seen }) {
+			j.addQueued(r, s) // a rank without a file may be to blame, but this one is known to be late
+		}
 		if len(list) > 0 || !j.known(g) {
 			continue
 		}
@@ -223,10 +226,19 @@ func (r *Report) addCycle(c []*wait) {
 	r.add(KindOrder, text, c[0].group, c[0].op.seq, list)
 }
 
-func (r *Report) addInversion(a, b *stuck, first, second *node) {
+func (r *Report) addInversion(a, b *stuck, first, second []*node) {
+	who, few, culprits := first[0].name, second[0].name, []Rank{first[0].rank(), second[0].rank()}
+	if len(first) > len(second) { // the few are probably wrong
+		if who, culprits = fmt.Sprintf("%d ranks, such as %s,", len(first), who), nil; len(second) > 1 {
+			few = fmt.Sprintf("%d ranks, such as %s,", len(second), few)
+		}
+		for _, n := range second[:min(len(second), mostNamed)] {
+			culprits = append(culprits, n.rank())
+		}
+	}
 	text := fmt.Sprintf("The ranks use groups in different orders: %s issued %s of %s before %s of %s, and %s issued them the other way round. Each rank runs the operations in its own order, so they wait for each other. Issue the operations of groups that share ranks in the same order on all ranks.",
-		first.name, a.op.position(), a.group.name, b.op.position(), b.group.name, second.name)
-	r.add(KindOrder, text, a.group, a.seq, []Rank{first.rank(), second.rank()})
+		who, a.op.position(), a.group.name, b.op.position(), b.group.name, few)
+	r.add(KindOrder, text, a.group, a.seq, culprits)
 }
 
 // addSink reports a rank that other ranks wait for and that waits for no rank.
@@ -284,23 +296,17 @@ func (j *Job) addComplete(r *Report, s *stuck) {
 		r.addFailed(s.group, s.op, s.seq, first)
 		return
 	}
-	var slow, queued []*member
+	if j.addQueued(r, s) {
+		return
+	}
+	var slow []*member
 	started := true
 	for _, m := range s.issuers {
 		e := m.pending()
 		if e != nil && e.seq < s.seq {
 			slow = append(slow, m)
 		}
-		if e != nil && e.queued && !m.waitsBehindItself(e) {
-			queued = append(queued, m)
-		}
 		started = started && e != nil && e.started
-	}
-	if len(queued) > 0 {
-		e := queued[0].pending()
-		r.add(KindQueued, fmt.Sprintf("All ranks have issued %s of %s, but the stream of %s has not reached it%s. Work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream.%s Look at what the program enqueues before this operation.",
-			e.position(), s.group.name, names(queued), place(e), j.startedElsewhere(queued[0], s.group)), s.group, e.seq, ranks(queued))
-		return
 	}
 	if len(slow) == 0 && len(s.done) > 0 {
 		slow = slices.DeleteFunc(slices.Clone(s.issuers), func(m *member) bool { return slices.Contains(s.done, m) })
@@ -317,6 +323,34 @@ func (j *Job) addComplete(r *Report, s *stuck) {
 	}
 	r.add(KindStuck, fmt.Sprintf("All %d ranks have issued %s of %s in the same way, and none is known to have completed it. %s: %s. chorus perf measures them.",
 		len(s.issuers), s.op.position(), s.group.name, stuckAdvice(started), devices(s.issuers)), s.group, s.seq, nil)
+}
+
+// addQueued reports the ranks whose streams have not reached the collective. If some ranks have no file, it reports them only if other
+// ranks have started it, and the stream does not wait for another collective.
+func (j *Job) addQueued(r *Report, s *stuck) bool {
+	var queued []*member
+	started := false
+	for _, m := range s.issuers {
+		e := m.pending()
+		if e != nil && e.queued && !m.waitsBehindItself(e) {
+			queued = append(queued, m)
+		}
+		started = started || e != nil && e.started
+	}
+	if len(queued) == 0 {
+		return false
+	}
+	elsewhere, all := j.startedElsewhere(queued[0], s.group), len(s.issuers) == s.group.size
+	if !all && (!started || elsewhere != "") {
+		return false
+	}
+	e, who := queued[0].pending(), "All ranks"
+	if !all {
+		who = "All ranks that have files"
+	}
+	r.add(KindQueued, fmt.Sprintf("%s have issued %s of %s, but the stream of %s has not reached it%s. Work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream.%s Look at what the program enqueues before this operation.",
+		who, e.position(), s.group.name, names(queued), place(e), elsewhere), s.group, e.seq, ranks(queued))
+	return true
 }
 
 // addFailed reports, once for each group, that ranks ended it during a collective, and the other ranks because of them.

@@ -29,6 +29,8 @@ type Job struct {
 	ended      map[int]string // world ranks whose file has no groups, with their processes
 	answers    []*ras.Answer  // of NCCL's RAS service
 
+	unnamed bool // the ranks of groups are those of the files
+
 	name string // of the job, if the files are of several
 	jobs []*Job // the jobs, if the files are of several
 }

@@ -24,6 +24,7 @@ func newJobs(dumps []*dump, files []File) *Job {
 	}
 	all := newJob()
 	all.files = slices.Clone(files)
+	comparing := 0 // parts that are jobs, not stray files
 	for _, p := range parts {
 		forget(p)
 		part := slices.Clone(files)
@@ -31,9 +32,12 @@ func newJobs(dumps []*dump, files []File) *Job {
 			part[i].Error = ""
 		}
 		j := newJobOf(p, part)
-		if j.contradicts() || !j.compares() {
-			forget(dumps)
-			return newJobOf(dumps, slices.Clone(files))
+		if j.compares() {
+			comparing++
+		}
+		if j.contradicts() {
+			comparing = 0
+			break
 		}
 		j.name, j.files = nameOf(p), nil
 		for _, d := range p {
@@ -42,6 +46,10 @@ func newJobs(dumps []*dump, files []File) *Job {
 			j.files, all.files[d.at] = append(j.files, f), f
 		}
 		all.jobs = append(all.jobs, j)
+	}
+	if comparing < 2 {
+		forget(dumps)
+		return newJobOf(dumps, slices.Clone(files))
 	}
 	for i, j := range all.jobs { // names of jobs differ
 		if slices.ContainsFunc(all.jobs[:i], func(o *Job) bool { return o.name == j.name }) {
@@ -57,6 +65,9 @@ func forget(dumps []*dump) {
 		if d.eliminated || d.guessed {
 			d.world, d.eliminated, d.guessed = -1, false, false
 		}
+		if d.unnamed {
+			d.config, d.unnamed = map[string]rawConfig{"": {Ranks: "[]"}}, false
+		}
 	}
 }
 
@@ -64,7 +75,9 @@ func forget(dumps []*dump) {
 func newJobOf(dumps []*dump, files []File) *Job {
 	j := newJob()
 	setOtherRanks(dumps)
+	setUnknownGroups(dumps)
 	for _, d := range dumps {
+		j.unnamed = j.unnamed || d.unnamed
 		if err := j.add(d); err != nil {
 			files[d.at].Error, files[d.at].From = plain.Text(err.Error()), ""
 		}
@@ -182,6 +195,8 @@ func (r *Report) judge(j *Job) {
 		}
 	case KindStuck, KindSlow, KindQueued:
 		doubt(Likely, "files show where the operations stopped and not why")
+	case KindMissing:
+		doubt(Likely, "a file may be missing only here: a process may have written it on another host")
 	case KindService:
 		doubt(Likely, "counts of a job that runs differ for a moment: ask the service again")
 	}
@@ -210,6 +225,9 @@ func (r *Report) judge(j *Job) {
 	}
 	if len(eliminated) > 0 {
 		doubt(Likely, fmt.Sprintf("the files of %s have ranks because no other file has them", strings.Join(slices.Sorted(maps.Keys(eliminated)), ", ")))
+	}
+	if j.unnamed {
+		doubt(Likely, "the files do not contain the ranks of the groups, as those of gloo do not: ranks without files may be missing here")
 	}
 	if shortened && (r.Kind == KindMismatch || r.Kind == KindOrder) {
 		doubt(Likely, "rings have overwritten earlier operations, so that an earlier difference may be missing")

@@ -87,7 +87,7 @@ func packed(t *testing.T, b []byte) []byte {
 func TestRanksOfAnyNames(t *testing.T) {
 	j := skipping(3, 2)
 	dir := t.TempDir()
-	for rank, name := range []string{"nodeA/r0.bin.zst", "nodeA/r1.bin", "nodeB/r2.bin"} {
+	for rank, name := range []string{"nodeA/r0x.bin.zst", "nodeA/r1x.bin", "nodeB/r2x.bin"} {
 		b := j.dump(t, rank)
 		if strings.HasSuffix(name, ".zst") {
 			b = packed(t, b)
@@ -95,7 +95,7 @@ func TestRanksOfAnyNames(t *testing.T) {
 		put(t, filepath.Join(dir, name), b)
 	}
 	files := []string{filepath.Join(dir, "nodeA"), filepath.Join(dir, "nodeB")}
-	loaded, err := Load(files, regexp.MustCompile(`r([0-9]+)\.bin`))
+	loaded, err := Load(files, regexp.MustCompile(`r([0-9]+)x\.bin`))
 	require.NoError(t, err)
 	r := loaded.Analyze()
 	require.Equal(t, KindBehind, r.Kind, r.Verdict)
@@ -104,7 +104,7 @@ func TestRanksOfAnyNames(t *testing.T) {
 
 	r = analyze(t, files...)
 	require.Equal(t, KindBehind, r.Kind, r.Verdict)
-	require.Contains(t, r.Verdict, "The rank of r2.bin has not issued collective 2 (all_reduce(16 x Float)) of default_pg, and other ranks, such as the rank of r0.bin.zst")
+	require.Contains(t, r.Verdict, "The rank of r2x.bin has not issued collective 2 (all_reduce(16 x Float)) of default_pg, and other ranks, such as the rank of r0x.bin.zst")
 	require.Nil(t, r.Culprits[0].World)
 	require.Contains(t, strings.Join(r.Doubts, " "), "the ranks of some files are not known, neither by their names nor by their contents")
 	r = analyze(t, filepath.Join(dir, "nodeA"))

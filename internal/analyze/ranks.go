@@ -17,14 +17,13 @@ import (
 
 // stem is the name of a file without its folder, compression and rank: files of one job have the same.
 func stem(file string) string {
-	base := strings.TrimSuffix(strings.TrimSuffix(file, ".gz"), ".zst")
-	name := filepath.Base(base)
+	name := withoutExtension(filepath.Base(file))
 	if at := afterRank.FindStringSubmatchIndex(name); at != nil {
 		name = name[:at[2]] + name[at[3]:]
 	} else {
 		name = strings.TrimRight(name, "0123456789")
 	}
-	return filepath.Join(filepath.Dir(base), name)
+	return filepath.Join(filepath.Dir(file), name)
 }
 
 // afterRank matches the rank in the name of a file.
@@ -32,7 +31,7 @@ var afterRank = regexp.MustCompile(`rank_?([0-9]+)`)
 
 // worldOf returns the rank that a file's name contains. certain says that it follows the word rank.
 func worldOf(file string) (rank int, certain, ok bool) {
-	base := strings.TrimSuffix(strings.TrimSuffix(filepath.Base(file), ".gz"), ".zst")
+	base := withoutExtension(filepath.Base(file))
 	// A copy may have more numbers, as in nccl_trace_rank_0.1 or rank_0_attempt_1.
 	if m := afterRank.FindStringSubmatch(base); m != nil {
 		if rank, err := strconv.Atoi(m[1]); err == nil && rank < mostRanks {
@@ -43,6 +42,17 @@ func worldOf(file string) (rank int, certain, ok bool) {
 	rank, err := strconv.Atoi(digits)
 	ok = err == nil && rank < mostRanks && len(digits) < len(base) && !strings.ContainsAny(strings.TrimSuffix(base, digits), "0123456789")
 	return rank, false, ok
+}
+
+// withoutExtension removes endings such as .pickle.zst, but not one with a number, as in nccl_trace_rank_0.1.
+func withoutExtension(name string) string {
+	for {
+		ext := filepath.Ext(name)
+		if ext == "" || ext == name || strings.ContainsAny(ext, "0123456789") {
+			return name
+		}
+		name = strings.TrimSuffix(name, ext)
+	}
 }
 
 // setRank sets the rank of a dump of PyTorch if the file alone determines it.
@@ -68,7 +78,7 @@ func (d *dump) setRank(pattern *regexp.Regexp) error {
 	}
 	rank, certain, ok := worldOf(d.file)
 	switch {
-	case ok && (certain || slices.Contains(d.candidates, rank)):
+	case ok && (certain || d.all == nil || slices.Contains(d.candidates, rank)):
 		d.world = rank
 	case len(d.candidates) == 1:
 		d.world = d.candidates[0]
@@ -89,6 +99,9 @@ func (d *dump) findCandidates() error {
 	}
 	byGroup, _ := d.divide()
 	for id, c := range d.config {
+		if c.unknown() {
+			continue
+		}
 		all, err := ranksOf(c.Ranks)
 		if err != nil {
 			return err
@@ -110,7 +123,7 @@ func (d *dump) findCandidates() error {
 	if list == nil {
 		list = slices.Clone(d.all)
 	}
-	if len(list) == 0 {
+	if len(list) == 0 && d.all != nil {
 		return errors.New("no rank is in all groups whose operations the file has: it is not the dump of one process")
 	}
 	d.candidates = list
@@ -123,7 +136,7 @@ func setOtherRanks(dumps []*dump) {
 	var open []*dump
 	for _, d := range dumps {
 		switch {
-		case d.fromChorus() || d.service != nil || d.unread:
+		case d.fromChorus() || d.service != nil:
 		case d.world >= 0:
 			taken[d.world] = true
 		default:
@@ -131,6 +144,13 @@ func setOtherRanks(dumps []*dump) {
 		}
 	}
 	left := func(d *dump) []int {
+		if d.all == nil { // the file has the ranks of no group
+			for rank := 0; ; rank++ {
+				if !taken[rank] {
+					return []int{rank, rank + 1} // and others: none is certain
+				}
+			}
+		}
 		return slices.DeleteFunc(slices.Clone(d.candidates), func(rank int) bool { return taken[rank] })
 	}
 	for again := true; again; {
@@ -150,6 +170,51 @@ func setOtherRanks(dumps []*dump) {
 		if list := left(d); len(list) > 0 {
 			d.world, d.guessed = list[0], true
 			taken[list[0]] = true
+		}
+	}
+}
+
+// unknown reports whether PyTorch did not record the ranks of the group, as for gloo.
+func (c *rawConfig) unknown() bool { return c.Rank == nil && strings.TrimSpace(c.Ranks) == "[]" }
+
+// setUnknownGroups adds the groups whose ranks PyTorch did not record to the configurations of the dumps, after their ranks are set. The
+// default group has all ranks up to the largest one, and another group those with operations.
+func setUnknownGroups(dumps []*dump) {
+	largest, members := 0, map[[2]string][]int{}
+	var affected []*dump
+	for _, d := range dumps {
+		if d.fromChorus() || d.service != nil || d.world < 0 {
+			continue
+		}
+		largest = max(largest, d.world)
+		for id, c := range d.config {
+			if c.unknown() {
+				delete(d.config, id)
+				d.unnamed = true
+			}
+		}
+		if !d.unnamed {
+			continue
+		}
+		affected = append(affected, d)
+		for _, e := range d.entries {
+			if key := [2]string{e.groupName, e.groupDesc}; !slices.Contains(members[key], d.world) {
+				members[key] = append(members[key], d.world)
+			}
+		}
+	}
+	for key, ranks := range members {
+		if key[1] == "default_pg" {
+			ranks = nil
+			for rank := range largest + 1 {
+				ranks = append(ranks, rank)
+			}
+		}
+		slices.Sort(ranks)
+		for _, d := range affected {
+			if _, known := d.config[key[0]]; !known && slices.Contains(ranks, d.world) {
+				d.config[key[0]] = rawConfig{Name: key[0], Desc: key[1], Ranks: strings.ReplaceAll(fmt.Sprint(ranks), " ", ", ")}
+			}
 		}
 	}
 }

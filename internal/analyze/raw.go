@@ -46,6 +46,7 @@ type rawEntry struct {
 	Group       int64     `json:"pg_id"`
 	GroupName   []string  `json:"process_group"`
 	Collective  uint64    `json:"collective_seq_id"`
+	Transfers   uint64    `json:"p2p_seq_id"`
 	Name        string    `json:"profiling_name"`
 	Created     int64     `json:"time_created_ns"`
 	InputSizes  [][]int64 `json:"input_sizes"`
@@ -53,6 +54,8 @@ type rawEntry struct {
 	OutputSizes [][]int64 `json:"output_sizes"`
 	OutputTypes []string  `json:"output_dtypes"`
 	State       string    `json:"state"`
+	Retired     bool      `json:"retired"` // of PyTorch: the watchdog has seen its end, also of backends without states
+	Begun       *int64    `json:"time_discovered_started_ns"`
 	Queued      bool      `json:"queued"`
 	Batch       uint64    `json:"batch_id"`
 	Transfer    bool      `json:"is_p2p"`
@@ -70,6 +73,7 @@ type rawEntry struct {
 // An entry is a recorded operation.
 type entry struct {
 	record, seq uint64
+	transfers   uint64 // of PyTorch: the number of the last call with sends or receives
 	op          string // such as "all_reduce"
 	dtype       string
 	in, out     int64 // elements
@@ -82,6 +86,7 @@ type entry struct {
 	batch       uint64 // record of the first operation of its batch; 0 if not known
 	started     bool   // its stream is known to have reached it
 	queued      bool   // its stream is known not to have reached it
+	timed       bool   // when it started is known
 	completed   bool
 	captured    bool
 	inCall      bool // the call that issues it has not returned
@@ -90,6 +95,7 @@ type entry struct {
 
 	group     int64 // the key in the dump's configuration,
 	groupName string
+	groupDesc string
 }
 
 // texts stores each text of a dump once.
@@ -110,12 +116,15 @@ func (t texts) of(s string) string {
 // entry converts a raw entry.
 func (r *rawEntry) entry(t texts) (entry, error) {
 	e := entry{
-		record: r.Record, seq: r.Collective, root: -1, peer: -1, reduction: t.of(r.Reduction), created: r.Created, captured: r.Captured,
-		uneven: r.Uneven, completed: r.State == "completed", started: r.State != "scheduled", queued: r.Queued, batch: r.Batch, group: r.Group,
+		record: r.Record, seq: r.Collective, transfers: r.Transfers, root: -1, peer: -1, reduction: t.of(r.Reduction), created: r.Created, captured: r.Captured,
+		uneven: r.Uneven, completed: r.State == "completed" || r.Retired, timed: r.Begun != nil, started: r.State != "scheduled", queued: r.Queued, batch: r.Batch, group: r.Group,
 		in: elements(r.InputSizes), out: elements(r.OutputSizes), dtype: t.of(first(r.InputTypes, r.OutputTypes)),
 	}
 	if len(r.GroupName) > 0 {
 		e.groupName = t.of(r.GroupName[0])
+	}
+	if len(r.GroupName) > 1 {
+		e.groupDesc = t.of(r.GroupName[1])
 	}
 	if r.Root != nil {
 		e.root = *r.Root
@@ -138,11 +147,11 @@ func (r *rawEntry) entry(t texts) (entry, error) {
 	return e, nil
 }
 
-// caller returns the innermost function outside of Chorus's packages: the line of the program
-// that issued the operation.
+// caller returns the innermost function outside of Chorus's packages, of PyTorch and of Python's library for it: the line
+// of the program that issued the operation.
 func (r *rawEntry) caller() string {
 	for _, f := range r.Frames {
-		if !strings.HasPrefix(f.Name, "github.com/gochorus/chorus/") {
+		if !strings.HasPrefix(f.Name, "github.com/gochorus/chorus/") && !strings.Contains(f.File, "/torch/") && !strings.HasSuffix(f.File, "/contextlib.py") {
 			return fmt.Sprintf("%s (%s:%d)", f.Name, f.File, f.Line)
 		}
 	}

@@ -38,8 +38,7 @@ const (
 // A dump is the content of a file.
 type dump struct {
 	file    string
-	at      int  // of its File
-	unread  bool // it could not be read
+	at      int // of its File
 	config  map[string]rawConfig
 	source  *rawSource  // nil if PyTorch wrote it
 	service *ras.Answer // the file has an answer of NCCL's RAS service, and nothing else
@@ -47,10 +46,11 @@ type dump struct {
 	texts   texts
 
 	// Of PyTorch's dumps.
-	all                 []int // the ranks of the largest group
+	all                 []int // the ranks of the largest group; nil if the file has the ranks of no group, as gloo's have not
 	candidates          []int // the ranks that may have written the file
 	world               int   // the rank; -1 if not known
 	eliminated, guessed bool  // how it is known; see node
+	unnamed             bool  // the ranks of its groups are those of the files
 }
 
 // isService matches the begin of an answer of NCCL's RAS service.
@@ -92,6 +92,7 @@ func decode(r io.Reader) (*dump, error) {
 	if safefile.EndsEarly(err) {
 		err = errors.New("the file is truncated: the process ended while it wrote the file, or the copy is incomplete")
 	}
+	d.setQueued()
 	if err == nil && d.config == nil {
 		err = errors.New(`the file is not a dump of a flight recorder: it has no "pg_config"`)
 	}
@@ -178,10 +179,38 @@ func (d *dump) addEntry(read func(any) error) error {
 	}
 	plain.Record(&raw)
 	e, err := raw.entry(d.texts)
+	if err == nil && e.op == "coalesced" {
+		d.setCoalesced(&e)
+		return nil
+	}
 	if err == nil {
 		d.entries = append(d.entries, e)
 	}
 	return err
+}
+
+// setCoalesced gives the operations of a coalesced call the state of PyTorch's entry for the call, which follows them. Their own entries
+// have none.
+func (d *dump) setCoalesced(call *entry) {
+	for i := len(d.entries) - 1; i >= 0; i-- {
+		e := &d.entries[i]
+		if e.group != call.group || e.groupName != call.groupName || e.seq != call.seq || e.transfers != call.transfers {
+			return
+		}
+		e.started, e.completed = e.started || call.started, e.completed || call.completed
+	}
+}
+
+// setQueued marks operations of PyTorch whose streams have not reached them. That is known if the dump has times of starts
+// (TORCH_NCCL_ENABLE_TIMING); without them, all operations that have not completed look alike.
+func (d *dump) setQueued() {
+	if d.fromChorus() || !slices.ContainsFunc(d.entries, func(e entry) bool { return e.timed }) {
+		return
+	}
+	for i := range d.entries {
+		e := &d.entries[i]
+		e.queued = !e.completed && !e.started
+	}
 }
 
 // readPickle reads a dump of PyTorch. A pickle with classes or calls is refused.

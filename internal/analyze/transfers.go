@@ -201,7 +201,7 @@ const (
 	KindNone     = "none"
 )
 
-var kinds = []string{KindTwice, KindMismatch, KindOrder, KindBehind, KindMissing, KindFailed, KindTransfer, KindQueued, KindSlow, KindStuck, KindService, KindFile}
+var kinds = []string{KindTwice, KindMismatch, KindOrder, KindBehind, KindQueued, KindMissing, KindFailed, KindTransfer, KindSlow, KindStuck, KindService, KindFile}
 
 // A Finding is something that explains a hang, or weakens the analysis.
 type Finding struct {

@@ -232,12 +232,12 @@ func (g *graph) sinks(blocked map[*node]bool) (list []*wait) {
 	return list
 }
 
-// inversion returns two groups whose pending collectives two ranks have issued in different
-// orders, and these ranks, or ok false.
-func inversion(list []*stuck) (a, b *stuck, first, second *node, ok bool) {
+// inversion returns two groups whose pending collectives ranks have issued in different orders, or ok false. The ranks in first have
+// issued the one of a first, and those in second, which are not more, the one of b.
+func inversion(list []*stuck) (a, b *stuck, first, second []*node, ok bool) {
 	for i, a := range list[:min(len(list), mostPairs)] {
 		for _, b := range list[i+1 : min(len(list), mostPairs)] {
-			var order [2]*node // a rank that issued a first, and one that issued b first
+			var order [2][]*node // the ranks that issued a first, and those that issued b first
 			for _, m := range a.issuers {
 				at, bt := m.created(a), int64(math.MaxInt64)
 				for _, o := range b.issuers {
@@ -248,12 +248,16 @@ func inversion(list []*stuck) (a, b *stuck, first, second *node, ok bool) {
 				switch {
 				case at == math.MaxInt64 || bt == math.MaxInt64 || at == bt:
 				case at < bt:
-					order[0] = m.node
+					order[0] = append(order[0], m.node)
 				default:
-					order[1] = m.node
+					order[1] = append(order[1], m.node)
 				}
 			}
-			if order[0] != nil && order[1] != nil {
+			switch {
+			case order[0] == nil || order[1] == nil:
+			case len(order[0]) < len(order[1]):
+				return b, a, order[1], order[0], true
+			default:
 				return a, b, order[0], order[1], true
 			}
 		}

@@ -74,31 +74,57 @@ func Watch(ctx context.Context, addr string, pause time.Duration) (*State, error
 // Compare compares two answers of the service at an address.
 func Compare(addr string, first, second *Answer, interval time.Duration) *State {
 	s := &State{Address: addr, NCCL: second.NCCL, Interval: interval, Communicators: []CommState{}, Findings: []string{}}
+	waiting := map[process]string{} // the communicator in which a process waits for others
+	states := make([]CommState, len(second.Communicators))
 	for i := range second.Communicators {
 		c := &second.Communicators[i]
-		old := map[int]*Rank{}
-		if k := slices.IndexFunc(first.Communicators, c.same); k >= 0 {
-			for i := range first.Communicators[k].Ranks {
-				r := &first.Communicators[k].Ranks[i]
-				old[r.Rank] = r
+		states[i] = c.state(c.before(first))
+		if states[i].State != Stuck {
+			continue
+		}
+		for _, r := range states[i].Ranks {
+			if r.State == "ok" && r.Behind == 0 && waiting[r.process()] == "" {
+				waiting[r.process()] = c.Hash
 			}
 		}
-		x := c.state(old)
+	}
+	for i := range second.Communicators {
+		c, x := &second.Communicators[i], states[i]
 		s.Communicators = append(s.Communicators, x)
 		n := &namer{c, func(c *Communicator, rank int) string { return fmt.Sprintf("rank %d", rank) }}
 		texts := slices.Concat(n.silent(), n.errors())
 		if x.State == Stuck {
-			texts = append(texts, n.differing(&x)...)
+			texts = append(texts, n.differing(waiting)...)
 		}
 		for _, text := range texts {
 			s.Findings = append(s.Findings, fmt.Sprintf("communicator %s of %d ranks: %s", c.Hash, c.Size, text))
 		}
 		if x.State == Stuck {
-			s.Findings[len(s.Findings)-1] += fmt.Sprintf("; no rank has launched anything in %.1f s", interval.Seconds())
+			s.Findings[len(s.Findings)-1] += fmt.Sprintf("; no rank has launched anything in %.1f s, and sends and receives do not count", interval.Seconds())
 		}
 	}
 	return s
 }
+
+// before returns the ranks of the communicator in an earlier answer.
+func (c *Communicator) before(first *Answer) map[int]*Rank {
+	old := map[int]*Rank{}
+	if k := slices.IndexFunc(first.Communicators, c.same); k >= 0 {
+		for i := range first.Communicators[k].Ranks {
+			r := &first.Communicators[k].Ranks[i]
+			old[r.Rank] = r
+		}
+	}
+	return old
+}
+
+// A process is one of the job.
+type process struct {
+	host string
+	pid  int
+}
+
+func (r *RankState) process() process { return process{r.Host, r.PID} }
 
 // same reports whether o is the same communicator.
 func (c *Communicator) same(o Communicator) bool {
@@ -162,7 +188,7 @@ func (r *Rank) launched() (n uint64) {
 
 // differing says which ranks have launched fewer or other operations than most ranks. If no counts are those of more ranks than any
 // others, as with two ranks, the ranks with the fewest operations are behind, and if all have as many, nobody knows who is right.
-func (n *namer) differing(x *CommState) []string {
+func (n *namer) differing(waiting map[process]string) []string {
 	classes := map[string][]*Rank{}
 	for i := range n.Ranks {
 		r := &n.Ranks[i]
@@ -184,14 +210,28 @@ func (n *namer) differing(x *CommState) []string {
 			}
 		}
 	}
-	var texts []string
+	var texts, others []string
 	for _, class := range list {
 		if class[0] == usual[0] || len(texts) == maxClasses {
 			continue
 		}
-		texts = append(texts, n.ranks(class)+" "+difference(class, usual, clear))
+		var here, elsewhere []*Rank
+		for _, r := range class {
+			if other := waiting[process{r.Host, r.PID}]; other != "" && other != n.Hash && class[0].launched() < usual[0].launched() {
+				elsewhere = append(elsewhere, r)
+			} else {
+				here = append(here, r)
+			}
+		}
+		if len(here) > 0 {
+			texts = append(texts, n.ranks(here)+" "+difference(here, usual, clear))
+		}
+		if len(elsewhere) > 0 {
+			others = append(others, fmt.Sprintf("%s %s too, but %s in communicator %s", n.ranks(elsewhere), plural(len(elsewhere), "is behind", "are behind"),
+				plural(len(elsewhere), "it waits", "they wait"), waiting[process{elsewhere[0].Host, elsewhere[0].PID}]))
+		}
 	}
-	return []string{strings.Join(texts, "; ")}
+	return []string{strings.Join(append(texts, others...), "; ")}
 }
 
 // difference compares the counts of a class of ranks with those of others.

@@ -98,6 +98,9 @@ func roundsOf(gpus []GPU) (rounds [][]int) {
 
 // tournament returns the rounds in which each two of n meet once, by the circle method.
 func tournament(n int) (rounds [][]int) {
+	if n < 2 {
+		return nil
+	}
 	even := n + n%2 // with an odd number, who meets the last one rests
 	for r := range even - 1 {
 		partners := make([]int, even)

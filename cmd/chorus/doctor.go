@@ -23,7 +23,6 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/perf"
-	"github.com/gochorus/chorus/stream"
 )
 
 const doctorLong = `Check whether this host is ready for a job on its GPUs: driver and libraries, the health of
@@ -389,54 +388,8 @@ func measureCopy(ctx context.Context, d *device.Device, bytes int) (c health.Cop
 		return c, err
 	}
 	c.Product = p.Name
-	s, err := stream.New(d, nil)
-	if err != nil {
-		return c, err
-	}
-	defer func() { err = errors.Join(err, s.Close()) }()
-	x, err := memory.Make[uint8](s, bytes)
-	if err != nil {
-		return c, err
-	}
-	defer func() { err = errors.Join(err, x.Close()) }()
-	host, err := memory.MakePinned[uint8](d, bytes)
-	if err != nil {
-		return c, err
-	}
-	defer func() { err = errors.Join(err, host.Close()) }()
-	if c.ToGPU, err = bandwidth(ctx, s, bytes, func() error { return x.CopyFromPinned(s, host) }); err != nil {
-		return c, err
-	}
-	c.FromGPU, err = bandwidth(ctx, s, bytes, func() error { return x.CopyToPinned(s, host) })
+	c.ToGPU, c.FromGPU, err = perf.HostBandwidth(ctx, d, bytes)
 	return c, err
-}
-
-// repeats is the number of timed copies. The fastest one counts.
-const repeats = 4
-
-// bandwidth times a copy on the device, in 10^9 bytes a second.
-func bandwidth(ctx context.Context, s *stream.Stream, bytes int, issue func() error) (_ float64, err error) {
-	var marks [2]*stream.Event
-	for i := range marks {
-		if marks[i], err = stream.NewEvent(s.Device(), &stream.EventConfig{Timing: true}); err != nil {
-			return 0, err
-		}
-		defer func() { err = errors.Join(err, marks[i].Close()) }()
-	}
-	best := time.Duration(0)
-	for i := range repeats {
-		if err := errors.Join(marks[0].Record(s), issue(), marks[1].Record(s), marks[1].Sync(ctx)); err != nil {
-			return 0, err
-		}
-		took, err := marks[1].Elapsed(marks[0])
-		if err != nil {
-			return 0, err
-		}
-		if i == 0 || took < best {
-			best = took
-		}
-	}
-	return float64(bytes) / max(best.Seconds(), 1e-9) / 1e9, nil
 }
 
 // notMeasured returns measurements that have a reason for their absence.

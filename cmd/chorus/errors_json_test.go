@@ -17,7 +17,7 @@ func TestJSONOfErrors(t *testing.T) {
 	failing := map[string][]string{
 		"chorus load": {missing}, "chorus checkpoint diff": {missing, missing}, "chorus checkpoint ls": {missing}, "chorus checkpoint verify": {missing},
 		"chorus analyze": {missing}, "chorus timeline summary": {missing}, "chorus mem replay": {missing},
-		"chorus mem ledger": {"--job", "missing"}, "chorus status": {"--job", "missing"}, "chorus info": {"missing"}, "chorus doctor": {"missing"},
+		"chorus mem ledger": {"--job", "missing"}, "chorus status": {"--job", "missing"}, "chorus info": {"missing"}, "chorus doctor": {"missing"}, "chorus preflight": {"missing"},
 	}
 	seen := 0
 	var visit func(c *cobra.Command)

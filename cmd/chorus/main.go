@@ -29,6 +29,7 @@ var commands = []func() *cobra.Command{
 	newStatusCommand,
 	newInfoCommand,
 	newDoctorCommand,
+	newPreflightCommand,
 	newAnalyzeCommand,
 	newTimelineCommand,
 	newMemCommand,
@@ -95,6 +96,9 @@ func encode(out io.Writer, v any) error {
 
 // codeOf returns the exit code for an error that is not an exitCode.
 func codeOf(err error) int {
+	if _, bad := errors.AsType[settingError](err); bad {
+		return exitSetting
+	}
 	var usage *launch.UsageError
 	if errors.As(err, &usage) {
 		return launch.ExitUsage

@@ -68,7 +68,7 @@ var (
 // All lists the declared variables as docs/ENVIRONMENT.md orders them.
 func All() []*Var {
 	return append([]*Var{Backend, VirtualDevices, VirtualSeed, VirtualFaults, VirtualNetwork, VirtualNCCL, VirtualHang, VirtualKernels, P2P, RequireGPU, Fixtures, LeakStacks, KernelCache,
-		DriverTimeout, LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars)...)
+		DriverTimeout, LibCUDA, LibNVML, LibNCCL, LibNVRTC, LibCUBLAS, LibCUBLASLt, LibCUFILE, VisibleDevices, MaxConnections, LaunchBlocking, Sanitizer, Timeline, NVMLCheck, NVTXInjection}, slices.Concat(blasVars, allocVars, ncclVars, commVars, gdsVars, clusterVars, preflightVars)...)
 }
 
 // Configuration of the allocators.
@@ -82,6 +82,28 @@ var (
 )
 
 var allocVars = []*Var{AllocConf, TorchAcceleratorAllocConf, TorchAllocConf}
+
+// Settings of `chorus preflight`. Those without the prefix are the settings of NVSentinel's preflight checks.
+var (
+	PreflightBusLimit = &Var{"CHORUS_PREFLIGHT_BUS_LIMIT", "number", "",
+		"`chorus preflight`: lowest bus bandwidth of the largest all-reduce in GB/s (`--bus-limit`). Default: 0.65 of the link of the product."}
+	PreflightMaxBytes = &Var{"CHORUS_PREFLIGHT_MAX_BYTES", "text", "",
+		"`chorus preflight`: largest all-reduce and transfer, with the units K, M and G (`--maxbytes`). Default: 256M."}
+	PreflightTimeout = &Var{"CHORUS_PREFLIGHT_TIMEOUT", "duration", "",
+		"`chorus preflight`: limit of the whole check (`--timeout`). Default: 5m."}
+	PreflightGangTimeout = &Var{"CHORUS_PREFLIGHT_GANG_TIMEOUT", "duration", "",
+		"`chorus preflight`: time to wait for the other processes of the job (`--gang-timeout`). Default: CHORUS_JOIN_TIMEOUT."}
+	ThresholdGBps = &Var{"BW_THRESHOLD_GBPS", "number", "",
+		"`chorus preflight` uses it if CHORUS_PREFLIGHT_BUS_LIMIT is unset."}
+	MessageSizes = &Var{"MESSAGE_SIZES", "text", "",
+		"Comma-separated sizes, the largest of which `chorus preflight` uses if CHORUS_PREFLIGHT_MAX_BYTES is unset."}
+	TestSizeMB = &Var{"TEST_SIZE_MB", "number", "",
+		"Size in MiB that `chorus preflight` uses if CHORUS_PREFLIGHT_MAX_BYTES and MESSAGE_SIZES are unset."}
+	GangTimeoutSeconds = &Var{"GANG_TIMEOUT_SECONDS", "number", "",
+		"`chorus preflight` uses it if CHORUS_PREFLIGHT_GANG_TIMEOUT is unset."}
+)
+
+var preflightVars = []*Var{PreflightBusLimit, PreflightMaxBytes, PreflightTimeout, PreflightGangTimeout, ThresholdGBps, MessageSizes, TestSizeMB, GangTimeoutSeconds}
 
 // Configuration of matrix products.
 var (

@@ -61,8 +61,7 @@ type CheckReport struct {
 // OK reports whether nothing was found.
 func (r *CheckReport) OK() bool { return len(r.Findings) == 0 }
 
-// Of returns the findings that name a GPU, by its rank. A GPU without findings is healthy as far as the steps
-// that ran can tell.
+// Of returns the findings that name a GPU, by its rank. A GPU without findings has passed the steps that ran.
 func (r *CheckReport) Of(rank int) (list []Finding) {
 	for _, f := range r.Findings {
 		if slices.ContainsFunc(f.GPUs, func(g GPU) bool { return g.Rank == rank }) {
@@ -110,8 +109,8 @@ func CheckDevices(ctx context.Context, devs []*device.Device, cfg *CheckConfig) 
 //   - all-reduce: from 8 bytes to MaxBytes, over all ranks, with the results compared.
 //
 // The report is the same on all ranks. A step that hangs ends the check, after which the group is broken and must
-// be closed. The error is nil if the report is complete as far as the findings allow, whatever they are: it reports
-// only that the check itself could not run, for example because ctx has ended.
+// be closed. The error does not depend on the findings: it reports that the check itself could not run, for
+// example because ctx has ended.
 func Check(ctx context.Context, g *comm.Group, cfg *CheckConfig) (*CheckReport, error) {
 	devs := make([]*device.Device, g.Locals())
 	for i := range devs {

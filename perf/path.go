@@ -17,8 +17,8 @@ import (
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
-// A Path is what carried the data between two ranks, as far as it is known: by what NCCL has logged about its
-// connections, and by the counters of NVLink.
+// A Path is what carried the data between two ranks, if that is proved by NCCL's log of its connections and by the
+// counters of NVLink.
 type Path string
 
 // The paths. PeerAccess is a direct copy between two GPUs whose NVLink counters are not readable, so that it is not
@@ -40,7 +40,7 @@ var recording struct {
 	file string
 }
 
-// RecordPaths makes NCCL log its connections to a file of this process in a folder, so that [Check] reports the
+// RecordPaths lets NCCL log its connections to a file of this process in a folder, so that [Check] reports the
 // paths that NCCL uses. Without it, paths are unknown. Call it before the process uses NCCL, which reads its
 // variables once: it sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE, and fails if one of them is set. The
 // caller removes the folder. Only one group at a time may be created while Check runs, because the log has ranks

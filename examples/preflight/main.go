@@ -1,5 +1,5 @@
-// Preflight checks the GPUs of this host and prints a verdict for each, as an init container of a job does: it is
-// the equivalent of a program that starts all_reduce_perf and parses its text, without the subprocess.
+// Preflight checks the GPUs of this host and prints a verdict for each, as an init container of a job does. It
+// replaces programs that start all_reduce_perf and parse its text.
 //
 //	BW_THRESHOLD_GBPS=150 bin/preflight
 package main

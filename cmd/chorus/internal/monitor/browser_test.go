@@ -51,7 +51,7 @@ func TestPageInABrowser(t *testing.T) {
 	s.Job = "<img src=x onerror=alert(1)>"
 	dom := shownAt(t, s, "/")
 	requireShown(t, dom)
-	require.Contains(t, dom, "columns "+key+",group,issued,completed,in flight,age,bandwidth,process.")
+	require.Contains(t, dom, "columns "+key+",group,issued,completed,in flight,age,bandwidth,arrives last,process.")
 }
 
 // phone is a page with a window of 360 pixels, because the windows of a browser are wider.

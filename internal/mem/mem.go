@@ -84,13 +84,8 @@ type Pointer interface {
 	HasBuffer
 }
 
-// OpenOn reports whether x is an open buffer in the memory of dev.
-func OpenOn[P Pointer](x P, dev *device.Device) bool {
-	var none P
-	if x == none {
-		return false
-	}
-	b := x.buffer()
+// OpenOn reports whether the buffer is open and in the memory of dev.
+func (b *Buffer) OpenOn(dev *device.Device) bool {
 	return b.Stream.Device() == dev && !b.Owner.Closed()
 }
 

@@ -22,8 +22,8 @@ import (
 // Tuning is valid for all devices; NCCL then runs everything. Its method Save writes it to a file.
 type Tuning = route.Tuning
 
-// A Site is the set of conditions that the times of a Tuning depend on: the GPU, the numbers of Ranks, of
-// Hosts and of ranks in each process (Locals), the Backend, and the versions of the Driver, of NCCL and of the Chorus
+// A Site is the set of conditions that the times of a Tuning depend on. It has the GPU and the Backend; the numbers of
+// Ranks, of Hosts and of ranks in each process (Locals); and the versions of the Driver, of NCCL and of the Chorus
 // Kernels.
 type Site = route.Site
 

@@ -191,7 +191,7 @@ func (g *Group) checkCoalesced(op string, ts []tensor.Tensor, c *BroadcastCoales
 	}
 	for i := range ts {
 		t := &ts[i]
-		if mem.OpenOn(t.Buffer(), devs[0]) {
+		if b := t.Buffer(); b != nil && mem.BufferOf(b).OpenOn(devs[0]) {
 			continue
 		}
 		if err := g.checkSource(op, "tensor", i, *t); err != nil {
@@ -362,7 +362,7 @@ func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) 
 		tss[i] = tss[i][:shortest]
 		for k := range tss[i] {
 			t, model := &tss[i][k], &tss[0][k]
-			if k > 0 && mem.OpenOn(t.Buffer(), tss[i][0].Device()) && t.DType() == model.DType() && strided.SameShape(*t, *model) {
+			if b := t.Buffer(); k > 0 && b != nil && mem.BufferOf(b).OpenOn(tss[i][0].Device()) && t.DType() == model.DType() && strided.SameShape(*t, *model) {
 				continue
 			}
 			if err := checkListed(g, op, tss, i, k); err != nil {

@@ -42,7 +42,9 @@ var functions = [flight.NumKinds]ncclapi.Func{
 
 // callNCCL calls NCCL's function.
 func (o *operation) callNCCL() ncclapi.Result {
-	c := o.call(functions[o.Kind], o.Src.Ptr, o.Dst.Ptr, uintptr(o.N*o.unit), int32(o.Root))
+	var c ncclapi.Call
+	c.Func, c.Send, c.Recv, c.Count = functions[o.Kind], o.Src.Ptr, o.Dst.Ptr, uintptr(o.N*o.unit)
+	c.Type, c.Op, c.Root, c.Comm, c.Stream = o.wire, o.redop, int32(o.Root), *o.comm.h, gpu.StreamOf(o.Stream).Raw()
 	switch o.Kind {
 	case flight.AllReduce, flight.Reduce, flight.ReduceScatter:
 		if o.comm.size == 1 && o.redop > ncclapi.Avg && defects.OneRank.Affects(o.comm.version) {

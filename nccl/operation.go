@@ -39,15 +39,10 @@ type operation struct {
 // that reduce, root for operations that have one.
 func issue[T memory.Element](on Issuer, s *stream.Stream, k flight.Kind, dst, src memory.Slice[T], op Op, root int) error {
 	c, b, config := communicatorOf(on)
-	o := operation{
-		Op: collective.Op{
-			Op: flight.Op{
-				Request: flight.Request{Kind: k, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op), Root: root}, Stream: s,
-			},
-			Dst: collective.OperandOf(dst), Src: collective.OperandOf(src),
-		},
-		comm: c, config: config,
-	}
+	var o operation // a composite literal would be made elsewhere and copied
+	o.Kind, o.DType, o.Reduction, o.Root, o.Stream = k, memory.DTypeOf[T](), flight.Reduction(op), root, s
+	o.Dst, o.Src = collective.OperandOf(dst), collective.OperandOf(src)
+	o.comm, o.config = c, config
 	if err := o.validate(); err != nil {
 		return b.markRefused(err)
 	}
@@ -165,20 +160,21 @@ func (o *operation) enqueueOrAdd(b *Batch) error {
 	if o.Root == c.rank && flight.Kinds[o.Kind].Peer {
 		return o.errSelfTransfer()
 	}
-	if err := o.enqueue(); err != nil {
+	if c.sharesGPUs {
+		c.awaitRoom(o.Captured)
+	}
+	c.mu.Lock()
+	err := o.enqueue()
+	c.mu.Unlock()
+	if err != nil {
 		return c.bestCause(err)
 	}
 	return nil
 }
 
-// enqueue records the operation and gives it to NCCL.
+// enqueue records the operation and gives it to NCCL. The communicator is locked.
 func (o *operation) enqueue() error {
 	c := o.comm
-	if c.sharesGPUs {
-		c.awaitRoom(o.Captured)
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
 	if !c.alive() {
 		return c.errUnusable(o.Kind.String())
 	}

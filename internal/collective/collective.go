@@ -175,11 +175,16 @@ func OperandOf[T memory.Element](x memory.Slice[T]) Operand {
 
 // Fits reports whether the buffer has n elements, is open, and is on the device.
 func (x *Operand) Fits(dev *device.Device, n int) bool {
-	return x.Len == n && (mem.OpenOn(x.Buf, dev) || x.Buf == nil && n == 0)
+	if x.Buf == nil {
+		return x.Len == n && n == 0
+	}
+	return x.Len == n && mem.BufferOf(x.Buf).OpenOn(dev)
 }
 
 // Closed reports whether the operand's buffer was closed.
-func (x *Operand) Closed(dev *device.Device) bool { return x.Buf != nil && !mem.OpenOn(x.Buf, dev) }
+func (x *Operand) Closed(dev *device.Device) bool {
+	return x.Buf != nil && !mem.BufferOf(x.Buf).OpenOn(dev)
+}
 
 // A Move is a rank's side of a copy between ranks.
 type Move struct {

@@ -12,5 +12,5 @@ import (
 
 func TestDirectAllocatesNothing(t *testing.T) {
 	table := newDirect(t)
-	require.Zero(t, testing.AllocsPerRun(100, func() { table.Direct(fnWeigh, [dl.DirectWords]uintptr{1}) }))
+	require.Zero(t, testing.AllocsPerRun(100, func() { table.Direct(fnWeigh, &[dl.DirectWords]uintptr{1}) }))
 }

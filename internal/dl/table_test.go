@@ -107,10 +107,10 @@ func newDirect(t *testing.T) dl.Table[directFn, int32] {
 
 func TestDirect(t *testing.T) {
 	table := newDirect(t)
-	require.EqualValues(t, 1+4+9+16+25+36+49+64-9, table.Direct(fnWeigh, [dl.DirectWords]uintptr{1, 2, 3, 4, 5, 6, 7, 8}))
-	require.EqualValues(t, 10-9, table.Direct(fnWeigh, [dl.DirectWords]uintptr{10}), "the others are zeros")
-	require.EqualValues(t, -1-9, table.Direct(fnWeigh, [dl.DirectWords]uintptr{^uintptr(0)}), "a negative result")
-	require.EqualValues(t, 99, table.Direct(fnNone, [dl.DirectWords]uintptr{}))
+	require.EqualValues(t, 1+4+9+16+25+36+49+64-9, table.Direct(fnWeigh, &[dl.DirectWords]uintptr{1, 2, 3, 4, 5, 6, 7, 8}))
+	require.EqualValues(t, 10-9, table.Direct(fnWeigh, &[dl.DirectWords]uintptr{10}), "the others are zeros")
+	require.EqualValues(t, -1-9, table.Direct(fnWeigh, &[dl.DirectWords]uintptr{^uintptr(0)}), "a negative result")
+	require.EqualValues(t, 99, table.Direct(fnNone, &[dl.DirectWords]uintptr{}))
 }
 
 // What comes before each call of a table comes before this one too.
@@ -118,10 +118,10 @@ func TestDirectAfter(t *testing.T) {
 	table := newDirect(t)
 	for _, v := range []uintptr{3, 4} {
 		after := table.After(fnBind, v)
-		require.EqualValues(t, -7, after.Direct(fnBound, [dl.DirectWords]uintptr{v}))
+		require.EqualValues(t, -7, after.Direct(fnBound, &[dl.DirectWords]uintptr{v}))
 	}
 	refused := table.After(fnBind, ^uintptr(1))
-	require.EqualValues(t, -2, refused.Direct(fnBound, [dl.DirectWords]uintptr{3}))
+	require.EqualValues(t, -2, refused.Direct(fnBound, &[dl.DirectWords]uintptr{3}))
 }
 
 // Goroutines whose stacks grow from deep calls.
@@ -132,7 +132,7 @@ func TestDirectByManyGoroutines(t *testing.T) {
 		wg.Go(func() {
 			for n := range 500 {
 				if got := deep(n%40, func() int32 {
-					return table.Direct(fnWeigh, [dl.DirectWords]uintptr{uintptr(i), 0, 0, 0, 0, 0, uintptr(n)})
+					return table.Direct(fnWeigh, &[dl.DirectWords]uintptr{uintptr(i), 0, 0, 0, 0, 0, uintptr(n)})
 				}); int(got) != i+7*n-9 {
 					t.Errorf("goroutine %d got %d of its call %d", i, got, n)
 				}

@@ -37,6 +37,8 @@ type Recorder struct {
 	worldSize   int
 	ring        []Entry
 	last        uint64 // the record of the last operation, from 1
+	lastCreated int64  // when it was scheduled
+	batch       uint64 // record of the first operation of its batch
 	enqueued    uint64 // the latest operation that NCCL has accepted
 	running     uint64 // the latest accepted operation that is not captured
 	resolved    uint64 // operations up to this one need no more queries: they have completed, or lost is later
@@ -140,12 +142,12 @@ func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
 		r.collectives++
 	}
 	o.Record, o.Number = r.last, r.collectives
-	e := r.at(r.last)
-	batch := r.last
-	if before := r.find(r.last - 1); o.Batched && before != nil && before.Created == t {
-		batch = before.batch
+	if !o.Batched || t != r.lastCreated {
+		r.batch = r.last
 	}
-	e.Request, e.batch = o.Request, batch
+	r.lastCreated = t
+	e := r.at(r.last)
+	e.Request, e.batch = o.Request, r.batch
 	e.ID, e.Collective, e.Transfer = r.last, r.collectives, r.transfers
 	e.Created, e.Begun, e.started, e.completed, e.took = t, t-r.blindTime.Load(), 0, 0, 0
 	e.in, e.out, e.stream = o.In, o.Out, uintptr(gpu.StreamOf(o.Stream).Raw())

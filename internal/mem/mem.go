@@ -1,3 +1,6 @@
+// Package mem holds the parts of package memory that other packages of Chorus need and
+// users do not: checks of buffers, pools of captures, and peer access. Public types embed
+// a reference, as with package gpu.
 package mem
 
 import (
@@ -84,13 +87,8 @@ type Pointer interface {
 	HasBuffer
 }
 
-// OpenOn reports whether x is an open buffer in the memory of dev.
-func OpenOn[P Pointer](x P, dev *device.Device) bool {
-	var none P
-	if x == none {
-		return false
-	}
-	b := x.buffer()
+// OpenOn reports whether the buffer is open and in the memory of dev.
+func (b *Buffer) OpenOn(dev *device.Device) bool {
 	return b.Stream.Device() == dev && !b.Owner.Closed()
 }
 

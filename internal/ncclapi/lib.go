@@ -217,37 +217,47 @@ func (l *Lib) RedOpDestroy(op RedOp, c Comm) Result {
 	return l.Call(FuncRedOpDestroy, dl.Get().In(uintptr(op), uintptr(c)))
 }
 
-// orders has, for each function of Collectives, the indexes of its arguments in a Call; noArgument follows the last one.
-var orders = func() (orders [NumFuncs][dl.DirectWords]uint8) {
+// A shape has the number of arguments of each kind, 0 or 1, that not all functions of Collectives have.
+type shape struct{ send, recv, op, root uint8 }
+
+var shapes = func() (shapes [NumFuncs]shape) {
 	for f := range Collectives {
-		for i := range orders[f] {
-			orders[f][i] = noArgument
-			if a := Collectives[f].Arguments; i < len(a) {
-				orders[f][i] = uint8(strings.IndexByte("srntopcq", a[i]))
-			}
-		}
+		n := func(argument string) uint8 { return uint8(strings.Count(Collectives[f].Arguments, argument)) }
+		shapes[f] = shape{send: n("s"), recv: n("r"), op: n("o"), root: n("p")}
 	}
-	return orders
+	return shapes
 }()
 
-const noArgument = 8
-
-func (l *Lib) Collective(c Call) Result {
-	given := [noArgument + 1]uintptr{uintptr(c.Send), uintptr(c.Recv), c.Count, uintptr(c.Type), uintptr(c.Op), uintptr(c.Root), uintptr(c.Comm), uintptr(c.Stream)}
-	var w words
-	for i, k := range &orders[c.Func] {
-		w[i] = given[k]
-	}
-	if c.Config == nil {
-		return l.Direct(c.Func, w)
-	}
-	// A call that passes a struct uses a frame, which keeps the struct alive and in its place.
-	return l.Call(c.Called(), dl.Get().In(w[:len(Collectives[c.Func].Arguments)]...).Ptr(unsafe.Pointer(c.Config)))
+// arguments returns the arguments that C gets, and their number. All functions have them in one order, but
+// not all have the same. An argument that the function lacks is overwritten by the next one.
+func (c *Call) arguments() (w words, n uint8) {
+	s := shapes[c.Func]
+	w[0] = uintptr(c.Send)
+	n = s.send
+	w[n%dl.DirectWords] = uintptr(c.Recv)
+	n += s.recv
+	w[n%dl.DirectWords], w[(n+1)%dl.DirectWords] = c.Count, uintptr(c.Type)
+	n += 2
+	w[n%dl.DirectWords] = uintptr(c.Op)
+	n += s.op
+	w[n%dl.DirectWords] = uintptr(c.Root)
+	n += s.root
+	w[n%dl.DirectWords], w[(n+1)%dl.DirectWords] = uintptr(c.Comm), uintptr(c.Stream)
+	return w, n + 2
 }
 
-func (l *Lib) GroupStart() Result { return l.Direct(FuncGroupStart, words{}) }
+func (l *Lib) Collective(c Call) Result {
+	w, n := c.arguments()
+	if c.Config == nil {
+		return l.Direct(c.Func, &w)
+	}
+	// A call that passes a struct uses a frame, which keeps the struct alive and in its place.
+	return l.Call(c.Called(), dl.Get().In(w[:n]...).Ptr(unsafe.Pointer(c.Config)))
+}
 
-func (l *Lib) GroupEnd() Result { return l.Direct(FuncGroupEnd, words{}) }
+func (l *Lib) GroupStart() Result { return l.Direct(FuncGroupStart, &words{}) }
+
+func (l *Lib) GroupEnd() Result { return l.Direct(FuncGroupEnd, &words{}) }
 
 func (l *Lib) GroupSimulateEnd(info *SimInfo) Result {
 	return l.Call(FuncGroupSimulateEnd, dl.Get().Ptr(unsafe.Pointer(info)))

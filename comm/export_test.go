@@ -65,7 +65,7 @@ func (g *Group) Chosen(x collective.Op) Strategy { return g.chosen(x) }
 
 // Choice returns what carries a collective of local rank i out.
 func (g *Group) Choice(i int, x collective.Op) Strategy {
-	return strategyOf(g.routers[i:min(i+1, len(g.routers))].Chosen(x))
+	return g.routers[i:min(i+1, len(g.routers))].Chosen(x).Name()
 }
 
 // ReadNaN is readNaN.
@@ -81,8 +81,7 @@ const (
 
 // TunePlan returns the measurements that Tune will make.
 func TunePlan(g *Group, cfg *TuneConfig) ([]Choice, error) {
-	plan, err := g.plan(cfg.plan())
-	return choicesOf(plan), err
+	return g.plan(cfg.plan())
 }
 
 // Analyzed adds the verdict of the flight recorders and the RAS service to an error, as after a timeout.

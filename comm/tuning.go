@@ -18,49 +18,28 @@ import (
 )
 
 // A Tuning is a table of the fastest strategies of each collective, measured on one kind
-// of devices. An empty Tuning is valid for all devices; NCCL then runs everything.
-type Tuning struct {
-	For     Site     `json:"for"`
-	Choices []Choice `json:"choices"`
-}
+// of devices. Its For is the Site, and its Choices has a Choice for each operation and size. An empty
+// Tuning is valid for all devices; NCCL then runs everything. Its method Save writes it to a file.
+type Tuning = route.Tuning
 
-// A Site is the set of conditions that the times of a Tuning depend on.
-type Site struct {
-	GPU     string `json:"gpu"`
-	Ranks   int    `json:"ranks"`
-	Hosts   int    `json:"hosts"` // of the ranks
-	Locals  int    `json:"ranks_of_process"`
-	Backend string `json:"backend"`
-	Driver  string `json:"driver"` // its CUDA version
-	NCCL    string `json:"nccl"`
-	Kernels string `json:"kernels"` // version of the Chorus kernels
-}
+// A Site is the set of conditions that the times of a Tuning depend on. It has the GPU and the Backend; the numbers of
+// Ranks, of Hosts and of ranks in each process (Locals); and the versions of the Driver, of NCCL and of the Chorus
+// Kernels.
+type Site = route.Site
 
-// A Choice is the measurement of one operation and size. An operation that was not
-// measured uses the most similar Choice. The criteria are, in this order:
+// A Choice is the measurement of one Operation and size in Bytes; a reduction also has a Type and a Reduction. Its Times
+// has a Timing for each strategy, the fastest first. An operation that was not measured uses the most similar Choice.
+// The criteria are, in this order:
 //   - the same kind
 //   - both or neither are sums of floats of at most 32 bits
 //   - the same type and reduction
 //   - both or neither are a multiple of 16 bytes
 //   - the nearest logarithm of the size
-type Choice struct {
-	Operation string   `json:"operation"`       // such as "all-reduce"
-	Type      string   `json:"type,omitempty"`  // of reductions, such as "float32"
-	Reduction string   `json:"redop,omitempty"` // of reductions
-	Bytes     int      `json:"bytes"`           // all of an all-reduce or a broadcast, one rank's part of the others
-	Times     []Timing `json:"times"`           // the fastest first
-}
+type Choice = route.Choice
 
-// A Timing is the duration of an operation with a strategy.
-type Timing struct {
-	Strategy Strategy `json:"strategy"`
-	Micros   float64  `json:"us"` // per operation, on the slowest rank, in a graph of several operations
-	// Eager is the duration without a graph, for copy engines only: without a graph the
-	// devices wait longer for each other. It applies to operations that are not captured.
-	// Other strategies do not need it, because only copy engines use one call, and one
-	// graph, for all ranks.
-	Eager float64 `json:"eager_us,omitempty"`
-}
+// A Timing is the duration of an operation with a Strategy: Micros, in a graph of several operations on the slowest
+// rank, and Eager, without a graph, for copy engines only. Both are in microseconds.
+type Timing = route.Timing
 
 // TuningFile returns the path of the file that groups use: CHORUS_TUNING_FILE, or
 // chorus/tuning.json in the user's cache directory.
@@ -69,63 +48,7 @@ func TuningFile() (string, error) { return route.TuningFile() }
 // LoadTuning returns the Tuning for a site from a file, and nil if the file has none for
 // the same GPUs and numbers of ranks and processes. It returns an error if the file is
 // invalid, or if its Tuning was measured under other conditions, such as another version.
-func LoadTuning(path string, at Site) (*Tuning, error) {
-	t, err := route.LoadTuning(path, route.Site(at))
-	return tuningOf(t), err
-}
-
-// Save writes the Tuning to a file and keeps the Tunings for other sites in it. It
-// replaces the file atomically. Several processes may call it at the same time: each waits
-// for the lock on the file's directory until ctx ends, but at most ten seconds.
-func (t *Tuning) Save(ctx context.Context, path string) error {
-	if t == nil || path == "" {
-		return badArgument("write the tuning", "no tuning or no path given")
-	}
-	x, err := t.routeTuning()
-	if err != nil {
-		return err
-	}
-	return x.Save(ctx, path)
-}
-
-// routeTuning returns a copy of the Tuning for package route. nil means an empty Tuning.
-func (t *Tuning) routeTuning() (*route.Tuning, error) {
-	if t == nil {
-		return &route.Tuning{}, nil
-	}
-	x := &route.Tuning{For: route.Site(t.For)}
-	for _, c := range t.Choices {
-		choice := route.Choice{Operation: c.Operation, Type: c.Type, Reduction: c.Reduction, Bytes: c.Bytes}
-		for _, one := range c.Times {
-			s, err := one.Strategy.route()
-			if err != nil {
-				return nil, err
-			}
-			choice.Times = append(choice.Times, route.Timing{Strategy: s, Micros: one.Micros, Eager: one.Eager})
-		}
-		x.Choices = append(x.Choices, choice)
-	}
-	return x, nil
-}
-
-// tuningOf is the inverse of routeTuning.
-func tuningOf(x *route.Tuning) *Tuning {
-	if x == nil {
-		return nil
-	}
-	return &Tuning{For: Site(x.For), Choices: choicesOf(x.Choices)}
-}
-
-func choicesOf(list []route.Choice) (choices []Choice) {
-	for _, x := range list {
-		c := Choice{Operation: x.Operation, Type: x.Type, Reduction: x.Reduction, Bytes: x.Bytes}
-		for _, one := range x.Times {
-			c.Times = append(c.Times, Timing{Strategy: strategyOf(one.Strategy), Micros: one.Micros, Eager: one.Eager})
-		}
-		choices = append(choices, c)
-	}
-	return choices
-}
+func LoadTuning(path string, at Site) (*Tuning, error) { return route.LoadTuning(path, at) }
 
 // TuneConfig are the options of Tune; nil means the defaults. They must be the same on
 // all ranks.
@@ -148,7 +71,7 @@ func (cfg *TuneConfig) plan() (c route.PlanConfig) {
 
 // plan returns the measurements that Tune will make: the possible strategies for each
 // operation, without times.
-func (g *Group) plan(c route.PlanConfig) ([]route.Choice, error) {
+func (g *Group) plan(c route.PlanConfig) ([]Choice, error) {
 	const op = "tune"
 	if err := g.check(op); err != nil {
 		return nil, err
@@ -184,9 +107,9 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	if err := g.checkSame(ctx, "tune", fmt.Sprintf("the options %+v (plan %x)", options, digest[:4]), sameArguments); err != nil {
 		return nil, err
 	}
-	t := &route.Tuning{For: at, Choices: plan}
+	t := &Tuning{For: at, Choices: plan}
 	if len(plan) == 0 {
-		return tuningOf(t), nil
+		return t, nil
 	}
 	mine, err := g.routers.Measure(ctx, plan)
 	if err != nil {
@@ -199,30 +122,29 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	if err := g.routers.Complete(ctx, t, all); err != nil {
 		return nil, g.fail(fmt.Errorf("comm: tune: %w", err))
 	}
-	g.routers.UseTuning(t.Index())
-	return tuningOf(t), nil
+	index, err := route.IndexOf(t)
+	if err != nil {
+		return nil, g.fail(fmt.Errorf("comm: tune: %w", err))
+	}
+	g.routers.UseTuning(index)
+	return t, nil
 }
 
 // Site returns the conditions under which a Tuning of the group is valid.
 func (g *Group) Site() (Site, error) {
-	at, err := g.site()
-	return Site(at), err
-}
-
-func (g *Group) site() (route.Site, error) {
 	if g == nil {
-		return route.Site{}, g.check("site")
+		return Site{}, g.check("site")
 	}
 	dev := g.members[0].comm.Device()
 	name, err := dev.Name()
 	if err != nil {
-		return route.Site{}, err
+		return Site{}, err
 	}
 	version, err := nccl.Version(dev)
 	if err != nil {
-		return route.Site{}, err
+		return Site{}, err
 	}
-	return route.Site{GPU: name, Ranks: g.size, Hosts: g.hosts(), Locals: len(g.members), Backend: dev.System().Backend(),
+	return Site{GPU: name, Ranks: g.size, Hosts: g.hosts(), Locals: len(g.members), Backend: dev.System().Backend(),
 		Driver: dev.System().Libraries()[0].Version, NCCL: version, Kernels: g.kernelsVersion()}, nil
 }
 
@@ -251,8 +173,8 @@ func (g *Group) hosts() int {
 }
 
 // sameSite returns the site, or an error on all ranks if their sites differ.
-func (g *Group) sameSite(ctx context.Context) (route.Site, error) {
-	at, err := g.site()
+func (g *Group) sameSite(ctx context.Context) (Site, error) {
+	at, err := g.Site()
 	if err != nil {
 		return at, err
 	}
@@ -306,7 +228,7 @@ func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
 
 // A sharedTuning is the message of rank 0 to the other ranks.
 type sharedTuning struct {
-	Tuning *route.Tuning // nil if the file has none
+	Tuning *Tuning // nil if the file has none
 	Err    string
 	Path   string // the file to write a new Tuning to
 }
@@ -330,21 +252,21 @@ func (g *Group) shareTuning(ctx context.Context, t *Tuning) (x sharedTuning, err
 	if x.Tuning == nil {
 		return x, nil
 	}
-	if err := x.Tuning.Check(); err != nil { // JSON omits the parsed fields
+	index, err := route.IndexOf(x.Tuning)
+	if err != nil {
 		return x, err
 	}
-	g.routers.UseTuning(x.Tuning.Index())
+	g.routers.UseTuning(index)
 	return x, nil
 }
 
 // findTuning returns t, or the Tuning of this process's file if t is nil.
-func findTuning(t *Tuning, at route.Site) (x sharedTuning) {
+func findTuning(t *Tuning, at Site) (x sharedTuning) {
 	var err error
 	if t != nil {
-		if x.Tuning, err = t.routeTuning(); err == nil {
-			err = errors.Join(x.Tuning.Fits(at), x.Tuning.Check())
-		}
-		if err != nil {
+		x.Tuning = t
+		_, err = route.IndexOf(t)
+		if err = errors.Join(route.Fits(t, at), err); err != nil {
 			err = fmt.Errorf("comm: the given tuning is not valid: %w", err)
 		}
 	} else if x.Path, err = route.TuningFile(); err == nil {
@@ -361,7 +283,7 @@ func findTuning(t *Tuning, at route.Site) (x sharedTuning) {
 // streams than the group's, and several operations of one rank in a single NCCL group. All
 // ranks must have the same strategy. In a group with Config.Deterministic a strategy does not
 // change the bits of reductions. Its value is its name in CHORUS_COMM_STRATEGY.
-type Strategy string
+type Strategy = route.Name
 
 // The strategies.
 const (
@@ -414,33 +336,30 @@ const (
 	Tuned Strategy = "tuned"
 )
 
-// route returns the strategy of package route.
-func (s Strategy) route() (route.Strategy, error) {
-	r, err := route.ParseStrategy(string(s))
+// strategyOf returns the number of a strategy.
+func strategyOf(s Strategy) (route.Strategy, error) {
+	r, err := route.ParseStrategy(s)
 	if err != nil {
 		return 0, asBadArgument(fmt.Errorf("comm: %w", err))
 	}
 	return r, nil
 }
 
-// strategyOf is the inverse of Strategy.route.
-func strategyOf(s route.Strategy) Strategy { return Strategy(s.String()) }
-
 // strategy returns the strategy of the configuration, or of the environment.
 func (c *Config) strategy() (route.Strategy, error) {
 	if c != nil && c.Strategy != ByEnvironment {
-		return c.Strategy.route()
+		return strategyOf(c.Strategy)
 	}
 	name, err := env.CommStrategy.OneOf(route.Names[route.NCCLOnly:]...)
 	if err != nil {
 		return route.NCCLOnly, err
 	}
-	return route.ParseStrategy(name)
+	return route.ParseStrategy(Strategy(name))
 }
 
 // Strategy returns the strategy in use. It is NCCLOnly if the configured strategy is not
 // supported.
-func (g *Group) Strategy() Strategy { return strategyOf(g.routers.Strategy()) }
+func (g *Group) Strategy() Strategy { return g.routers.Strategy().Name() }
 
 // Strategies returns the strategies that the group can use, NCCLOnly first. Only the
 // resources of Config.Strategy are allocated; with Tuned the resources of all strategies
@@ -448,7 +367,7 @@ func (g *Group) Strategy() Strategy { return strategyOf(g.routers.Strategy()) }
 func (g *Group) Strategies() []Strategy {
 	var list []Strategy
 	for _, s := range g.routers.Strategies() {
-		list = append(list, strategyOf(s))
+		list = append(list, s.Name())
 	}
 	return list
 }
@@ -469,7 +388,7 @@ func (g *Group) changeStrategy(ctx context.Context, s Strategy, set func(route.S
 	if err := g.checkSame(ctx, op, fmt.Sprintf("the strategy %q", s), sameArguments); err != nil {
 		return err
 	}
-	r, err := s.route()
+	r, err := strategyOf(s)
 	if err != nil {
 		return err
 	}
@@ -491,7 +410,7 @@ func (g *Group) unsupportedReason(s route.Strategy) string {
 // chosen returns the strategy that executes such a collective: NCCLOnly, or one of the
 // other Strategies but Tuned.
 func (g *Group) chosen(x collective.Op) Strategy {
-	return strategyOf(g.routers.Chosen(x))
+	return g.routers.Chosen(x).Name()
 }
 
 // An Order makes the reductions of a group deterministic (Config.Deterministic), and is the order

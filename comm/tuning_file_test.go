@@ -50,7 +50,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		"cut":                 {string(data[:len(data)/2]), "unexpected EOF"},
 		"two":                 {string(data) + "{}", "there is more behind its end"},
 		"a bracket behind":    {string(data) + "}", "there is more behind its end"},
-		"no strategy":         {swap(`"strategy": "own",`, ""), "by environment"},
+		"no strategy":         {swap(`"strategy": "own",`, ""), `there is no strategy ""`},
 		"of another form":     {swap(`"form": 2`, `"form": 1`), "it is of form 1, and this Chorus knows form 2"},
 		"of a later form":     {`{"form": 3, "leaves": []}`, "it is of form 3, and this Chorus knows form 2: remove it and measure again with chorus tune"},
 		"null":                {`{"form": 2, "tunings": [null]}`, "null"},

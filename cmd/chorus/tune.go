@@ -192,15 +192,7 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 		plan.Ops = append(plan.Ops, flight.Reduction(o))
 	}
 	list, err := groups.Of(g).TunePlan(plan)
-	t := &comm.Tuning{For: at}
-	for _, x := range list {
-		c := comm.Choice{Operation: x.Operation, Type: x.Type, Reduction: x.Reduction, Bytes: x.Bytes}
-		for _, one := range x.Times {
-			c.Times = append(c.Times, comm.Timing{Strategy: comm.Strategy(one.Strategy.String())})
-		}
-		t.Choices = append(t.Choices, c)
-	}
-	return t, err
+	return &comm.Tuning{For: at, Choices: list}, err
 }
 
 // report writes the file and prints the result.

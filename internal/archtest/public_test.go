@@ -18,6 +18,11 @@ import (
 
 // exceptions are exported names that TestPublicNamesAreForUsers accepts, each with a reason.
 var exceptions = map[string]string{
+	"comm.Choice":         userAlias,
+	"comm.Site":           userAlias,
+	"comm.Strategy":       userAlias,
+	"comm.Timing":         userAlias,
+	"comm.Tuning":         userAlias,
 	"device.LibraryError": userAlias,
 	"nccl.Frame":          userAlias,
 	"nccl.Operation":      userAlias,

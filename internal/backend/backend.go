@@ -20,6 +20,8 @@ import (
 	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/sanitizer"
+	"github.com/gochorus/chorus/internal/virtual/blas"
+	"github.com/gochorus/chorus/internal/virtual/cufile"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
 )
@@ -372,3 +374,39 @@ func countVisible(have int) int {
 	v := parseVisible(env.VisibleDevices.Value())
 	return min(len(v.uuids)+len(within(v.ordinals, have)), have)
 }
+
+// A VirtualMachine is a machine of virtual devices with its libraries.
+type VirtualMachine struct {
+	*machine.Machine
+	nccl   ncclapi.API
+	cublas cublasapi.API
+	lt     cublasltapi.API
+	cufile cufileapi.API
+}
+
+// A VirtualConfig describes a machine and its NCCL.
+type VirtualConfig struct {
+	machine.Config
+	NCCL nccl.Config
+}
+
+// NewVirtual creates a machine. It fails only if the configuration is invalid.
+func NewVirtual(cfg *VirtualConfig) (*VirtualMachine, error) {
+	m, err := machine.New(&cfg.Config)
+	if err != nil {
+		return nil, err
+	}
+	return &VirtualMachine{Machine: m, nccl: nccl.New(m, cfg.NCCL), cublas: blas.New(m), lt: blas.NewLt(m), cufile: cufile.New(m)}, nil
+}
+
+// NCCL returns the machine's NCCL, of the configured version.
+func (m *VirtualMachine) NCCL() ncclapi.API { return m.nccl }
+
+// CUBLAS returns the machine's cuBLAS.
+func (m *VirtualMachine) CUBLAS() cublasapi.API { return m.cublas }
+
+// CUBLASLt returns the machine's cuBLASLt, version 13.0.2.
+func (m *VirtualMachine) CUBLASLt() cublasltapi.API { return m.lt }
+
+// CuFile returns the machine's cuFile, version 1.15.
+func (m *VirtualMachine) CuFile() cufileapi.API { return m.cufile }

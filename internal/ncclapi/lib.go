@@ -228,7 +228,7 @@ var shapes = func() (shapes [NumFuncs]shape) {
 	return shapes
 }()
 
-// arguments returns the arguments of a call in the order of C, and their number. All functions have them in one order, but
+// arguments returns the arguments that C gets, and their number. All functions have them in one order, but
 // not all have the same. An argument that the function lacks is overwritten by the next one.
 func (c *Call) arguments() (w words, n uint8) {
 	s := shapes[c.Func]

@@ -13,8 +13,8 @@ func FuzzTunings(f *testing.F) {
 			return
 		}
 		for _, x := range tunings.Tunings {
-			_ = x.Fits(x.For)
-			_ = x.Check()
+			_ = Fits(x, x.For)
+			_, _ = IndexOf(x)
 		}
 	})
 }

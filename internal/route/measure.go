@@ -46,20 +46,24 @@ func (rs Routers) measureRank(ctx context.Context, i int, plan []Choice) (times 
 	x := &meter{router: rs[i]}
 	defer func() { err = errors.Join(err, x.close()) }()
 	defer one.UseOnly(NCCLOnly)()
-	if err := x.open(plan); err != nil {
+	list, err := parse(plan)
+	if err != nil {
 		return nil, err
 	}
-	for i := range plan {
-		c := &plan[i]
-		for _, t := range c.Times {
-			if t.Strategy == CopyEngines { // measured for all ranks together by measureEngines
+	if err := x.open(list); err != nil {
+		return nil, err
+	}
+	for i := range list {
+		c := &list[i]
+		for _, s := range strategiesOf(c.Times) {
+			if s == CopyEngines { // measured for all ranks together by measureEngines
 				times = append(times, 0)
 				continue
 			}
-			one.UseOnly(t.Strategy)
+			one.UseOnly(s)
 			us, err := x.inGraph(ctx, c, []*stream.Stream{x.router.stream}, func() error { return x.issue(b, c) })
 			if err != nil {
-				return nil, fmt.Errorf("%s of %d bytes by %s on rank %d: %w", c.Operation, c.Bytes, t.Strategy, x.router.comm.Rank(), err)
+				return nil, fmt.Errorf("%s of %d bytes by %s on rank %d: %w", c.Operation, c.Bytes, s, x.router.comm.Rank(), err)
 			}
 			times = append(times, us)
 		}
@@ -71,7 +75,7 @@ func (rs Routers) measureRank(ctx context.Context, i int, plan []Choice) (times 
 // the times of the slowest ranks, measures copy engines, and sorts the strategies.
 func (rs Routers) Complete(ctx context.Context, t *Tuning, all [][]float64) error {
 	t.fill(all)
-	if err := rs.measureEngines(ctx, t.Choices); err != nil {
+	if err := rs.measureEngines(ctx, t); err != nil {
 		return err
 	}
 	t.sort()
@@ -101,9 +105,13 @@ func (t *Tuning) sort() {
 
 // measureEngines measures copy engines, if the group has them, with and without graphs of all
 // ranks.
-func (rs Routers) measureEngines(ctx context.Context, plan []Choice) (err error) {
+func (rs Routers) measureEngines(ctx context.Context, t *Tuning) (err error) {
 	if len(rs) == 0 || !rs[0].engines {
 		return nil
+	}
+	plan, err := parse(t.Choices)
+	if err != nil {
+		return err
 	}
 	var xs []*meter
 	defer func() {
@@ -125,7 +133,7 @@ func (rs Routers) measureEngines(ctx context.Context, plan []Choice) (err error)
 	b := rs.NewBatch()
 	for i := range plan {
 		c := &plan[i]
-		j := slices.IndexFunc(c.Times, func(x Timing) bool { return x.Strategy == CopyEngines })
+		j := slices.IndexFunc(c.Times, func(x Timing) bool { return x.Strategy == CopyEngines.Name() })
 		if j < 0 {
 			continue
 		}
@@ -148,7 +156,7 @@ type meter struct {
 }
 
 // open allocates the operands of the largest operation.
-func (x *meter) open(plan []Choice) (err error) {
+func (x *meter) open(plan []parsed) (err error) {
 	most := 0
 	for i := range plan {
 		c := &plan[i]
@@ -179,7 +187,7 @@ func (x *meter) close() error {
 }
 
 // inGraph returns the duration of an operation in a graph of the streams, in µs.
-func (x *meter) inGraph(ctx context.Context, c *Choice, streams []*stream.Stream, issue func() error) (us float64, err error) {
+func (x *meter) inGraph(ctx context.Context, c *parsed, streams []*stream.Stream, issue func() error) (us float64, err error) {
 	if err := issue(); err != nil { // connects the ranks
 		return 0, err
 	}
@@ -193,7 +201,7 @@ func (x *meter) inGraph(ctx context.Context, c *Choice, streams []*stream.Stream
 
 // repeat returns a function that issues as many operations of a choice as are measured at
 // once.
-func (x *meter) repeat(c *Choice, issue func() error) func() error {
+func (x *meter) repeat(c *parsed, issue func() error) func() error {
 	return func() error {
 		for range x.operations(c) {
 			if err := issue(); err != nil {
@@ -204,7 +212,7 @@ func (x *meter) repeat(c *Choice, issue func() error) func() error {
 	}
 }
 
-func (x *meter) operations(c *Choice) int {
+func (x *meter) operations(c *parsed) int {
 	if x.router.virtual() {
 		return 1
 	}
@@ -213,7 +221,7 @@ func (x *meter) operations(c *Choice) int {
 
 // median returns the duration of one of the operations that run enqueues, in µs: the
 // median of the rounds.
-func (x *meter) median(ctx context.Context, c *Choice, run func() error) (us float64, err error) {
+func (x *meter) median(ctx context.Context, c *parsed, run func() error) (us float64, err error) {
 	launches, rounds := tuneLaunches, tuneRounds
 	if x.router.virtual() {
 		launches, rounds = 1, 1
@@ -256,10 +264,10 @@ func (x *meter) round(ctx context.Context, run func() error, launches int) (floa
 }
 
 // issue enqueues one operation of the choice.
-func (x *meter) issue(b *Batch, c *Choice) error { return issueAll(b, []*meter{x}, c) }
+func (x *meter) issue(b *Batch, c *parsed) error { return issueAll(b, []*meter{x}, c) }
 
 // issueAll enqueues one operation of the choice on each of the ranks, as one batch.
-func issueAll(b *Batch, xs []*meter, c *Choice) error {
+func issueAll(b *Batch, xs []*meter, c *parsed) error {
 	for _, x := range xs {
 		if err := adders[c.what.measuredType()](x, b, c); err != nil {
 			b.Reset()
@@ -270,7 +278,7 @@ func issueAll(b *Batch, xs []*meter, c *Choice) error {
 }
 
 // adders add an operation to a batch, by element type.
-var adders = map[memory.DType]func(*meter, *Batch, *Choice) error{
+var adders = map[memory.DType]func(*meter, *Batch, *parsed) error{
 	memory.Int8: addOf[int8], memory.Uint8: addOf[uint8], memory.Int16: addOf[int16], memory.Uint16: addOf[uint16],
 	memory.Int32: addOf[int32], memory.Uint32: addOf[uint32], memory.Int64: addOf[int64], memory.Uint64: addOf[uint64],
 	memory.Float16: addOf[memory.Float16Bits], memory.BFloat16: addOf[memory.BFloat16Bits],
@@ -278,7 +286,7 @@ var adders = map[memory.DType]func(*meter, *Batch, *Choice) error{
 	memory.Float8E4M3: addOf[memory.Float8E4M3Bits], memory.Float8E5M2: addOf[memory.Float8E5M2Bits],
 }
 
-func addOf[T memory.Element](x *meter, b *Batch, c *Choice) error {
+func addOf[T memory.Element](x *meter, b *Batch, c *parsed) error {
 	part := c.Bytes / c.what.measuredType().Size()
 	all := part * x.router.comm.Size()
 	count := map[flight.Kind][2]int{
@@ -412,7 +420,7 @@ func (o operation) sizes(list []Choice, k *Router, most int) []Choice {
 
 // choice returns the possible strategies for an operation of a size.
 func (o operation) choice(k *Router, bytes int) Choice {
-	c := Choice{Operation: o.kind.Plain(), Bytes: bytes, what: o, Times: []Timing{{Strategy: NCCLOnly}}}
+	c := Choice{Operation: o.kind.Plain(), Bytes: bytes, Times: []Timing{{Strategy: NCCLOnly.Name()}}}
 	if reduces(o.kind) {
 		c.Type, c.Reduction = o.dtype.String(), o.op.String()
 	}
@@ -426,7 +434,7 @@ func (o operation) choice(k *Router, bytes int) Choice {
 			continue
 		}
 		if k.supports(s, &x, MostBytes) {
-			c.Times = append(c.Times, Timing{Strategy: s})
+			c.Times = append(c.Times, Timing{Strategy: s.Name()})
 		}
 	}
 	return c

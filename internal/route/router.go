@@ -314,7 +314,7 @@ func (k *Router) close() error {
 	return errors.Join(k.kernels.Close(), k.window.close(), k.ordered.close())
 }
 
-// A Strategy is a comm.Strategy. Package comm documents the strategies.
+// A Strategy is the number of a comm.Strategy. Package comm documents the strategies.
 type Strategy uint8
 
 // The strategies.
@@ -347,23 +347,20 @@ func (s Strategy) String() string {
 }
 
 // ParseStrategy returns the strategy with the given name.
-func ParseStrategy(name string) (Strategy, error) {
+func ParseStrategy(name Name) (Strategy, error) {
 	for s := NCCLOnly; s < NumStrategies; s++ {
-		if Names[s] == name {
+		if s.Name() == name {
 			return s, nil
 		}
 	}
 	return 0, fmt.Errorf("there is no strategy %q: want one of %v", name, Names[NCCLOnly:])
 }
 
-// MarshalText implements encoding.TextMarshaler.
-func (s Strategy) MarshalText() ([]byte, error) { return []byte(s.String()), nil }
+// A Name is the name of a Strategy: a comm.Strategy.
+type Name string
 
-// UnmarshalText implements encoding.TextUnmarshaler.
-func (s *Strategy) UnmarshalText(text []byte) (err error) {
-	*s, err = ParseStrategy(string(text))
-	return err
-}
+// Name returns the name that CHORUS_COMM_STRATEGY has for s.
+func (s Strategy) Name() Name { return Name(s.String()) }
 
 // Algorithm reports whether s is one algorithm of Chorus kernels for all-reduces.
 func (s Strategy) Algorithm() bool { return s >= OneShot && s <= TwoShotLines }

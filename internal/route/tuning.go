@@ -22,42 +22,46 @@ import (
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 )
 
-// A Tuning is a comm.Tuning. The documentation of package comm describes the types of this
-// file that have the same names.
+// A Tuning is a table of the fastest strategies of each collective, measured on one kind
+// of devices. An empty Tuning is valid for all devices; NCCL then runs everything.
 type Tuning struct {
 	For     Site     `json:"for"`
 	Choices []Choice `json:"choices"`
 }
 
-// A Site is a comm.Site.
+// A Site is the set of conditions that the times of a Tuning depend on.
 type Site struct {
 	GPU     string `json:"gpu"`
 	Ranks   int    `json:"ranks"`
-	Hosts   int    `json:"hosts"`
+	Hosts   int    `json:"hosts"` // of the ranks
 	Locals  int    `json:"ranks_of_process"`
 	Backend string `json:"backend"`
-	Driver  string `json:"driver"`
+	Driver  string `json:"driver"` // its CUDA version
 	NCCL    string `json:"nccl"`
-	Kernels string `json:"kernels"`
+	Kernels string `json:"kernels"` // version of the Chorus kernels
 }
 
-// A Choice is a comm.Choice.
+// A Choice is the measurement of one operation and size. Package comm documents which operations use it.
 type Choice struct {
-	Operation string    `json:"operation"`
-	Type      string    `json:"type,omitempty"`
-	Reduction string    `json:"redop,omitempty"`
-	Bytes     int       `json:"bytes"`
-	Times     []Timing  `json:"times"` // the fastest first
-	what      operation // parsed from the fields above
+	Operation string   `json:"operation"`       // such as "all-reduce"
+	Type      string   `json:"type,omitempty"`  // of reductions, such as "float32"
+	Reduction string   `json:"redop,omitempty"` // of reductions
+	Bytes     int      `json:"bytes"`           // all of an all-reduce or a broadcast, one rank's part of the others
+	Times     []Timing `json:"times"`           // the fastest first
 }
 
-// A Timing is a comm.Timing.
+// A Timing is the duration of an operation with a strategy.
 type Timing struct {
-	Strategy Strategy `json:"strategy"`
-	Micros   float64  `json:"us"`
-	Eager    float64  `json:"eager_us,omitempty"`
+	Strategy Name    `json:"strategy"`
+	Micros   float64 `json:"us"` // per operation, on the slowest rank, in a graph of several operations
+	// Eager is the duration without a graph, for copy engines only: without a graph the
+	// devices wait longer for each other. It applies to operations that are not captured.
+	// Other strategies do not need it, because only copy engines use one call, and one
+	// graph, for all ranks.
+	Eager float64 `json:"eager_us,omitempty"`
 }
 
 // eager returns the duration of an operation that is not captured.
@@ -88,79 +92,110 @@ var tunedTypes = func() (list []memory.DType) {
 	return list
 }()
 
-// parse parses and validates the text fields of a Choice.
-func (c *Choice) parse() error {
-	c.what.kind = 0 // may be set by an earlier parse
+// operation returns the operation of a Choice.
+func (c *Choice) operation() (o operation, err error) {
 	for _, k := range tunedKinds {
 		if k.Plain() == c.Operation {
-			c.what.kind = k
+			o.kind = k
 		}
 	}
 	switch {
-	case c.what.kind == 0:
-		return fmt.Errorf("there is no operation %q", c.Operation)
+	case o.kind == 0:
+		return o, fmt.Errorf("there is no operation %q", c.Operation)
+	case !reduces(o.kind):
+		return o, nil
+	}
+	i := slices.IndexFunc(tunedTypes, func(t memory.DType) bool { return t.String() == c.Type })
+	j := slices.IndexFunc(tunedOps, func(o flight.Reduction) bool { return o.String() == c.Reduction })
+	if i < 0 || j < 0 {
+		return o, fmt.Errorf("%s of %q by %q: there is no such type or reduction", c.Operation, c.Type, c.Reduction)
+	}
+	o.dtype, o.op = tunedTypes[i], tunedOps[j]
+	return o, nil
+}
+
+// check validates the size and the times.
+func (c *Choice) check() error {
+	switch {
 	case c.Bytes < 1:
 		return fmt.Errorf("%s of %d bytes", c.Operation, c.Bytes)
 	case len(c.Times) == 0:
 		return fmt.Errorf("%s of %d bytes has no times", c.Operation, c.Bytes)
 	}
 	for i, t := range c.Times {
-		if t.Eager != 0 && t.Strategy != CopyEngines || !(t.Eager >= 0) || math.IsInf(t.Eager, 0) {
-			return fmt.Errorf("%s of %d bytes has eager_us %v of %s: want a time, of %s only", c.Operation, c.Bytes, t.Eager, t.Strategy, CopyEngines)
-		}
-		if t.Strategy == ByEnvironment || t.Strategy >= Tuned || !(t.Micros >= 0) || math.IsInf(t.Micros, 0) || i > 0 && t.Micros < c.Times[i-1].Micros {
-			return fmt.Errorf("%s of %d bytes has %v of %s: want the fastest first", c.Operation, c.Bytes, t.Micros, t.Strategy)
-		}
-	}
-	if !reduces(c.what.kind) {
-		return nil
-	}
-	i := slices.IndexFunc(tunedTypes, func(t memory.DType) bool { return t.String() == c.Type })
-	j := slices.IndexFunc(tunedOps, func(o flight.Reduction) bool { return o.String() == c.Reduction })
-	if i < 0 || j < 0 {
-		return fmt.Errorf("%s of %q by %q: there is no such type or reduction", c.Operation, c.Type, c.Reduction)
-	}
-	c.what.dtype, c.what.op = tunedTypes[i], tunedOps[j]
-	return nil
-}
-
-// Check parses and validates the choices.
-func (t *Tuning) Check() error {
-	for i := range t.Choices {
-		if err := t.Choices[i].parse(); err != nil {
+		s, err := ParseStrategy(t.Strategy)
+		switch {
+		case err != nil:
 			return err
+		case t.Eager != 0 && s != CopyEngines || !(t.Eager >= 0) || math.IsInf(t.Eager, 0):
+			return fmt.Errorf("%s of %d bytes has eager_us %v of %s: want a time, of %s only", c.Operation, c.Bytes, t.Eager, s, CopyEngines)
+		case s == Tuned || !(t.Micros >= 0) || math.IsInf(t.Micros, 0) || i > 0 && t.Micros < c.Times[i-1].Micros:
+			return fmt.Errorf("%s of %d bytes has %v of %s: want the fastest first", c.Operation, c.Bytes, t.Micros, s)
 		}
 	}
 	return nil
 }
 
-// Index returns the strategies of choices that Check has parsed.
-func (t *Tuning) Index() *Index {
+// A parsed is a Choice and its operation.
+type parsed struct {
+	*Choice
+	what operation
+}
+
+// parse returns the choices with their operations.
+func parse(choices []Choice) (list []parsed, err error) {
+	for i := range choices {
+		o, err := choices[i].operation()
+		if err != nil {
+			return nil, err
+		}
+		list = append(list, parsed{&choices[i], o})
+	}
+	return list, nil
+}
+
+// check validates the choices and returns them with their operations.
+func (t *Tuning) check() ([]parsed, error) {
+	list, err := parse(t.Choices)
+	for i := range list {
+		if err := list[i].check(); err != nil {
+			return nil, err
+		}
+	}
+	return list, err
+}
+
+// IndexOf validates a Tuning, and returns the strategies for each operation.
+func IndexOf(t *Tuning) (*Index, error) {
+	list, err := t.check()
+	if err != nil {
+		return nil, err
+	}
 	x := &Index{}
 	for _, kind := range tunedKinds {
 		if !reduces(kind) {
-			x[kind][0][0] = t.measurements(operation{kind: kind})
+			x[kind][0][0] = measurements(list, operation{kind: kind})
 			continue
 		}
 		for _, dtype := range tunedTypes {
 			for _, op := range tunedOps {
-				x[kind][dtype][op] = t.measurements(operation{kind, dtype, op})
+				x[kind][dtype][op] = measurements(list, operation{kind, dtype, op})
 			}
 		}
 	}
-	return x
+	return x, nil
 }
 
 // measurements returns the choices for one operation.
-func (t *Tuning) measurements(o operation) *Measurements {
-	return &Measurements{Aligned: t.nearest(o, false), Odd: t.nearest(o, true)}
+func measurements(list []parsed, o operation) *Measurements {
+	return &Measurements{Aligned: nearest(list, o, false), Odd: nearest(list, o, true)}
 }
 
 // nearest returns the choices that are most similar to an operation, by size.
-func (t *Tuning) nearest(o operation, odd bool) (list []Measured) {
+func nearest(choices []parsed, o operation, odd bool) (list []Measured) {
 	best := -1
-	for i := range t.Choices {
-		c := &t.Choices[i]
+	for i := range choices {
+		c := &choices[i]
 		n := c.similarity(o, odd)
 		if n < 0 || n < best {
 			continue
@@ -168,21 +203,25 @@ func (t *Tuning) nearest(o operation, odd bool) (list []Measured) {
 		if n > best {
 			best, list = n, nil
 		}
-		p := Measured{Bytes: c.Bytes}
 		eager := slices.Clone(c.Times)
 		slices.SortStableFunc(eager, func(a, b Timing) int { return cmp.Compare(a.eager(), b.eager()) })
-		for k := range eager {
-			p.Captured = append(p.Captured, Strategy(c.Times[k].Strategy))
-			p.Eager = append(p.Eager, Strategy(eager[k].Strategy))
-		}
-		list = append(list, p)
+		list = append(list, Measured{Bytes: c.Bytes, Captured: strategiesOf(c.Times), Eager: strategiesOf(eager)})
 	}
 	slices.SortStableFunc(list, func(a, b Measured) int { return cmp.Compare(a.Bytes, b.Bytes) })
 	return slices.CompactFunc(list, func(a, b Measured) bool { return a.Bytes == b.Bytes }) // the first of equals
 }
 
-// similarity returns how similar a Choice is to an operation; negative means not at all.
-func (c *Choice) similarity(o operation, odd bool) int {
+// strategiesOf returns the strategies of times that are valid.
+func strategiesOf(times []Timing) (list []Strategy) {
+	for _, t := range times {
+		s, _ := ParseStrategy(t.Strategy)
+		list = append(list, s)
+	}
+	return list
+}
+
+// similarity returns how similar a choice is to an operation; negative means not at all.
+func (c *parsed) similarity(o operation, odd bool) int {
 	if c.what.kind != o.kind {
 		return -1
 	}
@@ -206,7 +245,7 @@ func (o operation) summed() bool {
 }
 
 // Fits returns why a Tuning is not valid at a site, or nil.
-func (t *Tuning) Fits(at Site) error {
+func Fits(t *Tuning, at Site) error {
 	if t.For == at || len(t.Choices) == 0 {
 		return nil
 	}
@@ -262,7 +301,7 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 	if i < 0 {
 		return nil, nil
 	}
-	if err := f.Tunings[i].Fits(at); err != nil {
+	if err := Fits(f.Tunings[i], at); err != nil {
 		return nil, fmt.Errorf("comm: the tuning in %s is out of date: %w", path, err)
 	}
 	return f.Tunings[i], nil
@@ -272,7 +311,10 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 // replaces the file atomically. Several processes may call it at the same time: each waits
 // for the lock on the file's directory until ctx ends, but at most ten seconds.
 func (t *Tuning) Save(ctx context.Context, path string) error {
-	if err := t.Check(); err != nil { // no group could read such a file
+	if t == nil || path == "" {
+		return fmt.Errorf("comm: write the tuning: no tuning or no path given: %w", nccl.ErrorInvalidArgument)
+	}
+	if _, err := t.check(); err != nil { // no group could read such a file
 		return fmt.Errorf("comm: write the tuning: %w", err)
 	}
 	d, err := lockFolder(ctx, filepath.Dir(path))
@@ -408,7 +450,7 @@ func (f *tuningFile) check() error {
 		if slices.ContainsFunc(f.Tunings[:i], func(other *Tuning) bool { return other.For.matches(t.For) }) {
 			return fmt.Errorf("it has two tunings for %d ranks of %s", t.For.Ranks, t.For.GPU)
 		}
-		if err := t.Check(); err != nil {
+		if _, err := t.check(); err != nil {
 			return err
 		}
 	}

@@ -26,7 +26,7 @@ func TestTunedChoice(t *testing.T) {
 	choice := func(op, dtype, red string, bytes int, order ...Strategy) Choice {
 		c := Choice{Operation: op, Type: dtype, Reduction: red, Bytes: bytes}
 		for i, s := range order {
-			c.Times = append(c.Times, Timing{Strategy: s, Micros: float64(i)})
+			c.Times = append(c.Times, Timing{Strategy: s.Name(), Micros: float64(i)})
 		}
 		return c
 	}
@@ -41,9 +41,10 @@ func TestTunedChoice(t *testing.T) {
 		choice("all-gather", "", "", 1<<20, Windows, OwnKernels), // too much for both
 		choice("all-gather", "", "", 4<<10, OwnKernels),
 	}}
-	require.NoError(t, tuning.Check())
+	index, err := IndexOf(tuning)
+	require.NoError(t, err)
 	g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), Tuned)
-	g.routers.UseTuning(tuning.Index())
+	g.routers.UseTuning(index)
 	of := func(kind flight.Kind, dtype memory.DType, op nccl.Op, count int) Strategy {
 		return g.routers.Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: kind, DType: dtype, Reduction: flight.Reduction(op), N: count}}})
 	}
@@ -78,15 +79,15 @@ func TestTunedChoice(t *testing.T) {
 func TestTuningUsesTheSlowestRank(t *testing.T) {
 	times := func(list ...Strategy) (all []Timing) {
 		for _, s := range list {
-			all = append(all, Timing{Strategy: s})
+			all = append(all, Timing{Strategy: s.Name()})
 		}
 		return all
 	}
 	tuning := Tuning{Choices: []Choice{{Times: times(NCCLOnly, OwnKernels)}, {Times: times(NCCLOnly)}}}
 	tuning.fill([][]float64{{3, 9, 1}, {4, 2, 7}, {1, 1, 2}})
 	tuning.sort()
-	require.Equal(t, []Timing{{Strategy: NCCLOnly, Micros: 4}, {Strategy: OwnKernels, Micros: 9}}, tuning.Choices[0].Times)
-	require.Equal(t, []Timing{{Strategy: NCCLOnly, Micros: 7}}, tuning.Choices[1].Times)
+	require.Equal(t, []Timing{{Strategy: NCCLOnly.Name(), Micros: 4}, {Strategy: OwnKernels.Name(), Micros: 9}}, tuning.Choices[0].Times)
+	require.Equal(t, []Timing{{Strategy: NCCLOnly.Name(), Micros: 7}}, tuning.Choices[1].Times)
 }
 
 // TestMeasuringRestoresTheStrategy measures every strategy, and then copy engines: operations
@@ -98,7 +99,7 @@ func TestMeasuringRestoresTheStrategy(t *testing.T) {
 		require.NoError(t, err)
 		plan = slices.DeleteFunc(plan, func(c Choice) bool { return c.Operation != "all-gather" || c.Bytes != 256<<10 })
 		require.Len(t, plan, 1)
-		require.Equal(t, CopyEngines, plan[0].Times[len(plan[0].Times)-1].Strategy)
+		require.Equal(t, CopyEngines.Name(), plan[0].Times[len(plan[0].Times)-1].Strategy)
 		x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGather, DType: memory.Float32, N: 64}}, Together: true}
 		for s, want := range map[Strategy]Strategy{NCCLOnly: NCCLOnly, OwnKernels: OwnKernels, Tuned: NCCLOnly} {
 			g.routers.Use(s)
@@ -109,7 +110,7 @@ func TestMeasuringRestoresTheStrategy(t *testing.T) {
 			require.NoError(t, g.routers.Complete(testgpu.Context(t), tuning, times))
 			for _, one := range tuning.Choices[0].Times {
 				require.Positive(t, one.Micros, one.Strategy)
-				require.Equal(t, one.Strategy == CopyEngines, one.Eager > 0)
+				require.Equal(t, one.Strategy == CopyEngines.Name(), one.Eager > 0)
 			}
 			require.Equal(t, s, g.routers.Strategy())
 			for i := range devs {
@@ -123,8 +124,8 @@ func TestMeasuringRestoresTheStrategy(t *testing.T) {
 func TestTuningsAtOnce(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "tuning.json")
 	tuning := &Tuning{For: Site{GPU: "x"}, Choices: []Choice{
-		{Operation: "all-gather", Bytes: 16, Times: []Timing{{Strategy: NCCLOnly}, {Strategy: OwnKernels, Micros: 1}}},
-		{Operation: "all-reduce", Type: "float32", Reduction: "sum", Bytes: 16, Times: []Timing{{Strategy: OneShot}}},
+		{Operation: "all-gather", Bytes: 16, Times: []Timing{{Strategy: NCCLOnly.Name()}, {Strategy: OwnKernels.Name(), Micros: 1}}},
+		{Operation: "all-reduce", Type: "float32", Reduction: "sum", Bytes: 16, Times: []Timing{{Strategy: OneShot.Name()}}},
 	}}
 	var wg sync.WaitGroup
 	for ranks := range 20 {

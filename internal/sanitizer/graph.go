@@ -1,6 +1,8 @@
 package sanitizer
 
 import (
+	"slices"
+
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
 )
@@ -89,4 +91,126 @@ func (d driver) GraphLaunch(h cudadrv.GraphExec, s cudadrv.Stream) cudadrv.Resul
 		d.t.launch(x, q)
 	}
 	return r
+}
+
+// A capture is a capture in progress, and later its graph.
+type capture struct {
+	streams []*queue // that have joined; the index is a lane of the graph
+	names   []queue  // the streams of the graph, after the capture
+	nodes   []*node
+}
+
+// A node is an operation: of a stream, or of a graph.
+type node struct {
+	name  string
+	where *race.Place
+	uses  []cudadrv.Use
+	act   func(q *queue) // records an event or waits for it; may be nil
+	last  *race.Stamp    // of the previous operation of the communicator, or nil
+
+	lanes []int // of its captured streams
+	deps  []int // predecessors in the graph, in ascending order
+}
+
+// An exec is an executable graph. Each lane is a queue, so that operations without an order in
+// the graph conflict.
+type exec struct {
+	graph *capture
+	lanes []*queue
+	ends  race.Clock // of the last launch: launches of one executable run in order
+}
+
+// add records an operation after the current tails of its streams.
+func (c *capture) add(n *node, on []*queue) {
+	n = &node{name: n.name, where: n.where, uses: n.uses, act: n.act, last: n.last}
+	for _, q := range on {
+		lane := slices.Index(c.streams, q)
+		if lane < 0 {
+			return // NCCL refuses a group with streams outside of the capture
+		}
+		n.lanes = append(n.lanes, lane)
+		n.deps = union(n.deps, q.tail)
+	}
+	c.nodes = append(c.nodes, n)
+	for _, q := range on {
+		q.tail = []int{len(c.nodes) - 1}
+	}
+}
+
+// join adds a stream to the capture, after the given nodes.
+func (c *capture) join(q *queue, behind []int) {
+	if !slices.Contains(c.streams, q) {
+		c.streams = append(c.streams, q)
+	}
+	q.capture, q.tail = c, slices.Clone(behind)
+}
+
+// end removes the streams from the capture.
+func (c *capture) end() {
+	for _, q := range c.streams {
+		q.capture, q.tail = nil, nil
+		c.names = append(c.names, queue{ctx: q.ctx, handle: q.handle})
+	}
+	c.streams = nil
+}
+
+// union merges ascending lists.
+func union(a, b []int) []int {
+	sum := slices.Concat(a, b)
+	slices.Sort(sum)
+	return slices.Compact(sum)
+}
+
+// instantiate creates the queues of a graph. t.mu is held.
+func (t *tracker) instantiate(g *capture) *exec {
+	x := &exec{graph: g}
+	for _, s := range g.names {
+		q := &queue{ctx: s.ctx, handle: s.handle, now: t.slots.Take()}
+		t.contexts[q.now.Slot] = q.ctx
+		x.lanes = append(x.lanes, q)
+	}
+	return x
+}
+
+// endLanes forgets the lanes of an executable.
+func (t *tracker) endLanes(x *exec) {
+	for _, q := range x.lanes {
+		t.ended = append(t.ended, ended{q.ctx, q.now})
+	}
+	t.reap()
+}
+
+// launch performs the nodes of a graph on its lanes, after all earlier operations of the
+// stream and before all later ones. t.mu is held.
+func (t *tracker) launch(x *exec, s *queue) {
+	t.forked(s)
+	for _, lane := range x.lanes {
+		lane.now.Seen = lane.now.Seen.Join(x.ends).JoinStamp(s.now)
+	}
+	done := make([]race.Stamp, len(x.graph.nodes))
+	for i, n := range x.graph.nodes {
+		on := make([]*queue, len(n.lanes))
+		for k, lane := range n.lanes {
+			on[k] = x.lanes[lane]
+		}
+		for _, dep := range n.deps {
+			on[0].now.Seen = on[0].now.Seen.JoinStamp(done[dep])
+		}
+		t.perform(n, on)
+		done[i] = on[0].now
+	}
+	s.now.Epoch++
+	for _, lane := range x.lanes {
+		x.ends = x.ends.JoinStamp(lane.now)
+		s.now.Seen = s.now.Seen.JoinStamp(lane.now)
+	}
+}
+
+// nested returns the launch of a graph as an operation of a capture.
+func (x *exec) nested(name string, where *race.Place) *node {
+	n := &node{name: name, where: where}
+	for _, m := range x.graph.nodes {
+		n.uses = append(n.uses, m.uses...)
+	}
+	return n
 }

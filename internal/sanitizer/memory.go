@@ -1,7 +1,9 @@
 package sanitizer
 
 import (
+	"cmp"
 	"fmt"
+	"slices"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -170,4 +172,120 @@ func (d driver) MemHostUnregister(p unsafe.Pointer) cudadrv.Result {
 		d.t.blocks.list = append(d.t.blocks.list[:i], d.t.blocks.list[i+1:]...)
 	}
 	return r
+}
+
+// A block is an allocation of the driver, a reservation of addresses, or page-locked memory.
+type block struct {
+	base, size uint64
+	ctx        cudadrv.Context // 0 for page-locked memory
+	kind       string
+	pool       bool // of a memory pool: cuMemFree does not wait
+	history    race.History
+	pieces     *race.Pieces // allocated from it by an allocator, or nil
+	freed      string       // the call that freed it, or ""
+	freedAt    *race.Place
+}
+
+func (b *block) String() string {
+	return fmt.Sprintf("the %s of %d bytes at %#x", b.kind, b.size, b.base)
+}
+
+// barred returns the reason why [lo, hi) must not be used, or "".
+func (b *block) barred(lo, hi uint64) string {
+	if b.freed != "" {
+		return fmt.Sprintf("which lies in %v that was freed by %s (%v)", b, b.freed, b.freedAt)
+	}
+	return b.pieces.Barred(b, b.base, lo, hi)
+}
+
+// blocks are sorted by address and do not overlap. A freed block stays until an allocation
+// takes its addresses.
+type blocks struct{ list []*block }
+
+func (x *blocks) search(p uint64) (int, bool) {
+	return slices.BinarySearchFunc(x.list, p, func(b *block, p uint64) int { return cmp.Compare(b.base, p) })
+}
+
+// find returns the block with the address, or nil.
+func (x *blocks) find(p uint64) *block {
+	i, found := x.search(p)
+	if !found {
+		i--
+	}
+	if i < 0 || p-x.list[i].base >= x.list[i].size {
+		return nil
+	}
+	return x.list[i]
+}
+
+// at returns the unfreed block that begins at the address, or nil.
+func (x *blocks) at(p uint64) *block {
+	if i, found := x.search(p); found && x.list[i].freed == "" {
+		return x.list[i]
+	}
+	return nil
+}
+
+// add adds a block in place of the blocks that had its addresses.
+func (x *blocks) add(b *block) {
+	first, found := x.search(b.base)
+	if !found && first > 0 && x.list[first-1].base+x.list[first-1].size > b.base {
+		first--
+	}
+	last := first
+	for last < len(x.list) && x.list[last].base < b.base+b.size {
+		last++
+	}
+	x.list = slices.Replace(x.list, first, last, b)
+}
+
+func (x *blocks) deleteOf(ctx cudadrv.Context) {
+	x.list = slices.DeleteFunc(x.list, func(b *block) bool { return b.ctx == ctx })
+}
+
+func (d driver) MemLend(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	d.t.audit("MemLend", p, n, s, race.Run{State: race.Lent}, race.Here())
+	if a, ok := d.Driver.(cudadrv.Auditor); ok {
+		return a.MemLend(p, n, s)
+	}
+	return cudadrv.Success
+}
+
+func (d driver) MemReturn(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	d.t.audit("MemReturn", p, n, s, race.Run{State: race.Returned, By: s}, race.Here())
+	if a, ok := d.Driver.(cudadrv.Auditor); ok {
+		return a.MemReturn(p, n, s)
+	}
+	return cudadrv.Success
+}
+
+// audit records that an allocator has allocated or freed a piece: a write of its bytes. If the
+// host has waited for everything on the stream, it has waited for the write too.
+func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream, to race.Run, where *race.Place) {
+	t.mu.Lock()
+	defer t.unlock()
+	b := t.blocks.find(uint64(p))
+	if b == nil || b.freed != "" {
+		return
+	}
+	if b.pieces == nil {
+		b.pieces = race.NewPieces(b.size)
+	}
+	lo := uint64(p) - b.base
+	hi := min(lo+uint64(n), b.size)
+	q := t.queue(b.ctx, s)
+	if q.capture != nil {
+		b.pieces.Set(lo, hi, race.Run{State: race.Captured}, true)
+		return
+	}
+	waited := t.host.Covers(q.now)
+	t.perform(&node{act: func(q *queue) {
+		by := race.Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: name, Stream: s, Where: where}
+		t.order(b, q, race.Conflict{By: by, Write: true, Lo: lo, Hi: hi})
+	}}, []*queue{q})
+	if waited {
+		t.host = t.host.JoinStamp(q.now)
+	}
+	b.pieces.Audited = true
+	b.pieces.Set(lo, hi, to, false)
 }

@@ -1,3 +1,5 @@
+// Package fault injects faults into calls of the virtual devices' libraries, by a plan of
+// C names and call numbers.
 package fault
 
 import (
@@ -12,11 +14,12 @@ import (
 	"syscall"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"golang.org/x/sys/unix"
 )
 
 // A Fault is an error or a delay that is injected into the nth call of one function.

@@ -1,7 +1,13 @@
+// Package nccl implements the interface of NCCL over the memory of virtual devices.
+//
+// Ranks of a communicator find each other by the unique id, in one process or in
+// several, over Unix-domain sockets (or TCP, see Config). If ranks issue different
+// collectives, every rank receives an error with the difference.
 package nccl
 
 import (
 	"fmt"
+	"strings"
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -285,4 +291,32 @@ func (l *lib) takeDevice(f ncclapi.Func) (*machine.Device, ncclapi.Result) {
 		return nil, l.refuse(ncclapi.UnhandledCUDAError, "%s: %s", f.Name(), dev.Why())
 	}
 	return dev, ncclapi.Success
+}
+
+// kinds has the kind of each function that a ncclapi.Call can have.
+var kinds = [ncclapi.NumFuncs]kind{
+	ncclapi.FuncAllReduce: kindAllReduce, ncclapi.FuncBroadcast: kindBroadcast, ncclapi.FuncReduce: kindReduce,
+	ncclapi.FuncAllGather: kindAllGather, ncclapi.FuncReduceScatter: kindReduceScatter, ncclapi.FuncAlltoAll: kindAlltoAll,
+	ncclapi.FuncGather: kindGather, ncclapi.FuncScatter: kindScatter, ncclapi.FuncSend: kindSend, ncclapi.FuncRecv: kindRecv,
+}
+
+func (l *lib) Collective(c ncclapi.Call) ncclapi.Result {
+	d := &ncclapi.Collectives[c.Func]
+	i := issue{
+		f: c.Called(), kind: kinds[c.Func], count: c.Count, t: c.Type, comm: c.Comm, stream: c.Stream, cfg: c.Config,
+		perRankSend: d.Sends == ncclapi.EachRank, perRankRecv: d.Recvs == ncclapi.EachRank, sendAtRoot: d.SendRoot, recvAtRoot: d.RecvRoot,
+	}
+	if d.Sends != ncclapi.None {
+		i.send, i.sends = c.Send, 1
+	}
+	if d.Recvs != ncclapi.None {
+		i.recv, i.recvs = c.Recv, 1
+	}
+	if strings.Contains(d.Arguments, "o") {
+		i.op = c.Op
+	}
+	if strings.Contains(d.Arguments, "p") {
+		i.root = c.Root
+	}
+	return i.submit(l)
 }

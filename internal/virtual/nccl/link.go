@@ -2,14 +2,20 @@ package nccl
 
 import (
 	"bufio"
+	"crypto/subtle"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
 	"net"
+	"slices"
+	"sync"
 	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/sockets"
 )
 
 // errStopped ends an operation whose communicator was aborted or failed.
@@ -213,4 +219,207 @@ func (s *sender) finish() error {
 		s.acked++
 	}
 	return s.err
+}
+
+// Rare messages are JSON with a length prefix. The data of operations is in
+// nccl_agree.go.
+
+// greetTimeout limits the time for a new connection to authenticate.
+const greetTimeout = 10 * time.Second
+
+const (
+	// longestMessage is enough for a table of thousands of ranks.
+	longestMessage = 4 << 20
+	// longestHello limits the first message of an unauthenticated connection.
+	longestHello = 64 << 10
+	// mostGreeting limits the number of unauthenticated connections. A new one
+	// displaces the oldest: ranks authenticate immediately.
+	mostGreeting = 256
+)
+
+// A hello is the first message of each connection.
+type hello struct {
+	Token token
+	Use   string // join, control or data
+	Rank  int    // of the sender
+	Join  *joiner
+}
+
+// A joiner is a rank that joins a communicator.
+type joiner struct {
+	Meeting    string // which of the meetings at this address
+	Ranks      int    // expected number of ranks
+	Rank       int
+	Color, Key int
+	Member     member
+	Note       string // for all members
+}
+
+// A member is the description of a rank for the other ranks.
+type member struct {
+	Address string
+	UUID    string
+	BusID   string
+	Host    string // NCCL_HOSTID
+	Process string // identifies the machine: ranks of one machine access each other's memory
+}
+
+// A verdict is the result of a meeting: the members of the joiner's communicator
+// and its rank, or an error.
+type verdict struct {
+	Result  ncclapi.Result
+	Text    string
+	Rank    int
+	Members []member
+	Note    string // note of the joiners; all notes must be equal
+}
+
+// A notice informs a neighbour about an event.
+type notice struct {
+	Kind        string
+	Rank        int          // rank that left or connects
+	Links       []int        // the ranks that it has sent data to
+	Connections []connection // that it issues,
+	Intent      *intent      // and the collective that needs them, or nil
+	Order       []position   // of the collectives that it has issued or begun
+	Joined      bool         // the sender knows that all ranks are connected
+	failure
+}
+
+// The kinds of notices.
+const (
+	noticeConnected = "connected" // the sender and the ranks before it are connected
+	noticeJoined    = "joined"    // all ranks are connected
+	noticeBye       = "bye"
+	noticeConnects  = "connects"
+	noticeFailure   = "failure"
+	noticeOrder     = "order" // a rank whose device has several communicators has issued or begun collectives
+)
+
+func writeMessage(w io.Writer, v any) error {
+	body, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	_, err = w.Write(append(binary.BigEndian.AppendUint32(nil, uint32(len(body))), body...))
+	return err
+}
+
+func readMessage(r io.Reader, v any, limit uint32) error {
+	var head [4]byte
+	if _, err := io.ReadFull(r, head[:]); err != nil {
+		return err
+	}
+	n := binary.BigEndian.Uint32(head[:])
+	if n > limit {
+		return errors.New("not a message")
+	}
+	body := make([]byte, n)
+	if _, err := io.ReadFull(r, body); err != nil {
+		return err
+	}
+	return json.Unmarshal(body, v)
+}
+
+// greet dials an address and sends a hello.
+func greet(address string, h *hello) (net.Conn, error) {
+	conn, err := dial(address)
+	if err != nil {
+		return nil, err
+	}
+	if err := writeMessage(conn, h); err != nil {
+		_ = conn.Close()
+		return nil, err
+	}
+	return conn, nil
+}
+
+// An acceptor accepts connections from ranks. It drops connections without the
+// token.
+type acceptor struct {
+	ln     net.Listener
+	token  token
+	handle func(net.Conn, *hello)
+	failed func(error) // called when the process has no descriptor for a connection; may be nil
+
+	mu       sync.Mutex
+	closed   bool
+	greeting []net.Conn // oldest first
+	wg       sync.WaitGroup
+}
+
+func newAcceptor(ln net.Listener, t token, handle func(net.Conn, *hello), failed func(error)) *acceptor {
+	a := &acceptor{ln: ln, token: t, handle: handle, failed: failed}
+	a.wg.Add(1)
+	go a.loop()
+	return a
+}
+
+func (a *acceptor) loop() {
+	defer a.wg.Done()
+	for {
+		conn, err := a.ln.Accept()
+		if err != nil {
+			if a.isClosed() || errors.Is(err, net.ErrClosed) {
+				return
+			}
+			if errors.Is(err, syscall.EMFILE) && a.failed != nil {
+				a.failed(err)
+			}
+			time.Sleep(time.Millisecond) // probably out of file descriptors
+			continue
+		}
+		if u, ok := conn.(*net.UnixConn); ok && sockets.CheckUser(u) != nil {
+			_ = conn.Close()
+			continue
+		}
+		a.mu.Lock()
+		if a.closed {
+			_ = conn.Close()
+		} else {
+			if len(a.greeting) == mostGreeting {
+				_ = a.greeting[0].Close()
+				a.greeting = a.greeting[1:]
+			}
+			a.greeting = append(a.greeting, conn)
+			a.wg.Add(1)
+			go a.welcome(conn)
+		}
+		a.mu.Unlock()
+	}
+}
+
+func (a *acceptor) isClosed() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.closed
+}
+
+func (a *acceptor) welcome(conn net.Conn) {
+	defer a.wg.Done()
+	var h hello
+	_ = conn.SetDeadline(time.Now().Add(greetTimeout))
+	err := readMessage(conn, &h, longestHello)
+	_ = conn.SetDeadline(time.Time{})
+	a.mu.Lock()
+	a.greeting = slices.DeleteFunc(a.greeting, func(c net.Conn) bool { return c == conn })
+	drop := a.closed || err != nil || subtle.ConstantTimeCompare(h.Token[:], a.token[:]) != 1
+	a.mu.Unlock()
+	if drop {
+		_ = conn.Close()
+		return
+	}
+	a.handle(conn, &h)
+}
+
+// close stops the acceptor and waits for its goroutines.
+func (a *acceptor) close() {
+	a.mu.Lock()
+	a.closed = true
+	_ = a.ln.Close()
+	for _, conn := range a.greeting {
+		_ = conn.Close()
+	}
+	a.mu.Unlock()
+	a.wg.Wait()
 }

@@ -115,6 +115,8 @@
 //	the coordinator proposes an epoch   half of that epoch's hosts are   the job ends, because the epoch may have begun
 //	to few hosts, and then vanishes     left without it
 //	packets are lost in one direction   as for a split                   the hosts that hear each other go on
+//	nobody hears the coordinator        more than half are left          the others go on after LOST_AFTER and about 0.3 s
+//	the coordinator hears nobody        more than half are left          the others go on after twice LOST_AFTER and about 0.3 s
 //	virtual machine freezes             its clock goes on                as for a host that vanishes; it ends when it continues
 //	connections are reset               nobody refuses connections in    as for a split: resets and dropped packets
 //	                                    the name of a host that lives    prove nothing
@@ -132,7 +134,9 @@
 // host, or to any port without gossip. Newcomers find the job through a seed that is running. The
 // coordinator tells seeds that start again where the job is.
 //
-// Limits: if the job is not elastic, SIGTERM to the coordinator's launcher stops it. Hosts do not vote at the start: if
+// Limits: a coordinator that loses the hosts one after the other, because it does not hear them, may give up some of them
+// before it ends. The job then ends, too, if the hosts of its last proposal are not enough without it.
+// If the job is not elastic, SIGTERM to the coordinator's launcher stops it. Hosts do not vote at the start: if
 // they start while the network is cut between the seeds, and each part has MIN hosts, each part
 // runs a separate job. One seed excludes this. A seed that starts again while it cannot reach the
 // hosts of its old job begins another job if MIN hosts are with it.

@@ -5,8 +5,12 @@ import (
 	"errors"
 	"strings"
 	"testing"
+	"testing/synctest"
+	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // A process loses the coordinator and its launcher does not. It ends soon, because no other coordinator follows.
@@ -25,4 +29,26 @@ func TestOnlyTheWorkerLosesTheCoordinator(t *testing.T) {
 		return context.Cause(ctx)
 	})
 	require.ErrorContains(t, err, "and the launcher of this host has not: the job goes on without this process")
+}
+
+// A process that two coordinators give worlds reports both.
+func TestWorkerReportsTwoCoordinators(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		one, other := job.Leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, job.Leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
+		r := &runner{cfg: &JoinConfig{Job: "twice", Timing: quick}, parent: t.Context(), end: make(chan error, 1), worlds: make(chan *World, 2)}
+		r.k = &job.Client{Clock: job.NewRunClock(time.Second), Ctx: t.Context()}
+		begin := func(epoch uint64, by job.Leader) {
+			m := job.Note(job.KindWorld, job.World{By: by, Members: []Member{{}}})
+			m.Epoch = epoch
+			r.begin(m)
+		}
+		begin(5, one)
+		require.Empty(t, r.end)
+		begin(5, job.Leader{Term: 3, Agent: "b", Name: "host b (pid 2)"})
+		require.ErrorContains(t, <-r.end, "host a (pid 1) in term 2 has begun epoch 5, and host b (pid 2) in term 3 comes with epoch 5")
+		require.Error(t, r.now.ctx.Err())
+		begin(6, other)
+		require.ErrorContains(t, <-r.end, "two coordinators lead the job in one term")
+		require.Len(t, r.worlds, 1)
+	})
 }

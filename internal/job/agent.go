@@ -397,7 +397,7 @@ func (a *Agent) event(k *Client, m Message) {
 		var h handover
 		if m.Record(&h) == nil { // otherwise the client ends with the error
 			a.mu.Lock()
-			a.ended = append(a.ended, h.Ended...)
+			a.haveEnded(h.Epoch, h.Ended...)
 			a.mu.Unlock()
 		}
 	case KindRefuse: // the coordinator has lost this host

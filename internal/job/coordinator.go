@@ -394,7 +394,7 @@ func (c *coordinator) welcome() Welcome {
 	w := c.cfg.Self
 	w.Running, w.Run = c.plan != nil || c.restart != nil, c.run
 	if w.Running {
-		w.Term = c.term
+		w.Term, w.Epoch = c.term, c.epoch
 	}
 	if s := c.succession; s != nil {
 		w.Elects, w.Epoch = true, s.history.Epoch

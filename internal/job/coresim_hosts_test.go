@@ -140,7 +140,7 @@ func (r *coreServer) close() {
 
 // connect connects a process to a coordinator, which has admitted it.
 func (r *coreServer) connect(p *coreProc, worker bool) *coreLink {
-	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, heardAt: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
+	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, hello: r.c.welcome(), peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, heardAt: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
 	r.s.links = append(r.s.links, l)
 	r.links[l.peer] = l
 	r.step(connected{l.peer})
@@ -338,7 +338,7 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 		a.end(f.Reason)
 	case kindHandover:
 		h := m.rec.value.(handover)
-		a.voter.ended = append(a.voter.ended, h.Ended...)
+		a.haveEnded(h.Epoch, h.Ended...)
 		how := lostLeaving
 		if h.Failed {
 			how = lostResigned
@@ -483,7 +483,7 @@ func (a *coreAgent) lostLink(l *coreLink, how Loss, reason string) {
 		a.end("the coordinator was lost: " + reason)
 		return
 	}
-	ch := a.candidacy(how, l.server.c.cfg.Self, reason)
+	ch := a.candidacy(how, l.hello, reason)
 	a.s.say("%s has lost %s: %s", a.proc.name, ch.Lost, reason)
 	a.startChoice(newSuccession(&a.voter, ch, a.uuid, ch.Lost, how, a.proc.clock()))
 }

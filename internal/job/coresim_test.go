@@ -212,6 +212,7 @@ type coreLink struct {
 	s       *coreSim
 	procs   [2]*coreProc // of both ends
 	server  *coreServer
+	hello   Welcome // when the link was opened
 	peer    *peer
 	reads   [2]bool          // whether the end reads
 	over    [2]bool          // whether the end has sent its last message
@@ -395,3 +396,8 @@ func (l *coreLink) leave() {
 		l.send(coreServed, nil)
 	}
 }
+
+// simName returns the name of a host, one letter.
+func simName(i int) string { return "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"[i : i+1] }
+
+func nameOf(m Member) string { return fmt.Sprintf("%s/%d#%d", m.Host, m.LocalRank, m.PID) }

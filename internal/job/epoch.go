@@ -1022,6 +1022,7 @@ func (c *coordinator) handOver(h handover) {
 
 // sendHandover tells processes that this coordinator does nothing for them any more, and also those that have not registered.
 func (c *coordinator) sendHandover(h handover, ps []*peer) {
+	h.Epoch = c.epoch
 	m := say(kindHandover, h)
 	c.act(send{ps, m})
 	for _, p := range ps {

@@ -76,7 +76,7 @@ type Welcome struct {
 	Agent     string        `json:"agent,omitempty"`   // UUID of the coordinator's agent
 	// Elects is true if only agents may register, because the hosts choose a coordinator.
 	Elects bool   `json:"elects,omitempty"`
-	Epoch  uint64 `json:"epoch,omitempty"` // with Elects: the last that the coordinator knows
+	Epoch  uint64 `json:"epoch,omitempty"` // the last that the coordinator knows
 	Term   uint64 `json:"term,omitempty"`  // of a coordinator whose job is running
 	Run    string `json:"run,omitempty"`   // of the coordinator's job; a term says nothing about another run
 	// Refers is true if this host does not coordinate. At is the address of the coordinator, or "" if unknown.
@@ -105,6 +105,7 @@ type handover struct {
 	Reason string   `json:"reason"`           // completes "its launcher ...", unless Failed is set
 	Failed bool     `json:"failed,omitempty"` // the coordinator may not go on: too few hosts are with it, or another one has replaced it
 	Ended  []string `json:"ended,omitempty"`  // hosts whose launchers do not vote any more
+	Epoch  uint64   `json:"epoch,omitempty"`  // the last that the coordinator knows
 }
 
 // An Order is a command of the coordinator to a launcher.

@@ -168,7 +168,7 @@ func (v *voter) mayChoose(how Loss) bool { return how != NotLost && v.history !=
 // candidacy returns what this host knows after the loss of the coordinator that has said hello.
 func (v *voter) candidacy(how Loss, hello Welcome, reason string) *history {
 	if how == lostEnded || how == lostLeaving || how == lostResigned {
-		v.ended = append(v.ended, hello.Agent)
+		v.haveEnded(hello.Epoch, hello.Agent)
 	}
 	ch := *v.history
 	ch.Run, ch.Ledger = v.Followed.Run, v.book
@@ -181,6 +181,14 @@ func (v *voter) candidacy(how Loss, hello Welcome, reason string) *history {
 	}
 	ch.NewMembers = maps.Clone(v.newMembers)
 	return &ch
+}
+
+// haveEnded records hosts that take part in decisions no more, as a coordinator that knew of an epoch has found or shown. If this host
+// knows only earlier epochs, because it came late, it does not know what the hosts had agreed to: their end then proves nothing.
+func (v *voter) haveEnded(epoch uint64, uuids ...string) {
+	if v.history != nil && v.history.last() >= epoch {
+		v.ended = append(v.ended, uuids...)
+	}
 }
 
 // repeats returns the messages that the last coordinator may have got, but the next one may not know of.

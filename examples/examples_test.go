@@ -19,12 +19,17 @@ var outputs = map[string]string{
 	"load":      `10 tensors of 10485760 bytes on \d+ devices, .*\nsaved again: every tensor is equal\n`,
 }
 
+// settings are the variables that an example needs without a GPU.
+var settings = map[string][]string{"preflight": {"CHORUS_BACKEND=virtual", "CHORUS_VIRTUAL_DEVICES=2"}}
+
 func TestExamples(t *testing.T) {
 	dir := programs(t)
 	for name, want := range outputs {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			out, err := exec.Command(filepath.Join(dir, name)).CombinedOutput()
+			cmd := exec.Command(filepath.Join(dir, name))
+			cmd.Env = append(os.Environ(), settings[name]...)
+			out, err := cmd.CombinedOutput()
 			require.NoError(t, err, string(out))
 			require.Regexp(t, regexp.MustCompile(want), string(out))
 		})

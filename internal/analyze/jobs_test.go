@@ -38,7 +38,7 @@ func (j *torchJob) dump(t *testing.T, rank int) []byte {
 	seq := map[int]int{}
 	for i, o := range j.ops[rank] {
 		transfer := strings.Contains(o.name, " ")
-		if !transfer {
+		if !transfer && o.name != "coalesced" {
 			seq[o.group]++
 		}
 		state := "scheduled"
@@ -148,4 +148,21 @@ func TestTorchJobsInOneFolder(t *testing.T) {
 	for _, f := range r.Findings {
 		require.NotEmpty(t, f.Job)
 	}
+}
+
+// PyTorch's entry for a coalesced call has the number of the last collective. It is no collective, and tells the state of the
+// sends and receives before it.
+func TestCoalescedTransfers(t *testing.T) {
+	j := &torchJob{groups: [][]int{{0, 1, 2}}, ops: map[int][]torchOp{}}
+	for rank := range 3 {
+		j.ops[rank] = []torchOp{{0, "all_reduce", 8, true}}
+	}
+	j.ops[0] = append(j.ops[0], torchOp{0, "send 0->1", 4, false}, torchOp{0, "coalesced", 0, true})
+	j.ops[1] = append(j.ops[1], torchOp{0, "recv 1<-0", 4, false}, torchOp{0, "coalesced", 0, true})
+	dir := t.TempDir()
+	for rank := range 3 {
+		put(t, filepath.Join(dir, fmt.Sprint("rank_", rank)), j.dump(t, rank))
+	}
+	r := analyze(t, dir)
+	require.Equal(t, KindNone, r.Kind, r.Verdict)
 }

@@ -702,6 +702,11 @@ func (l *simLauncher) restarted() {
 // is not so yet. If faults have touched only a minority of the hosts, the launchers of the others must be in the job, or the job
 // has gone on with another majority: a host that pauses for almost the limit may be lost for some and not for others.
 func (j *simJob) settles() string {
+	all := j.coordinators()
+	waits := false
+	for _, c := range all {
+		waits = waits || c.waits
+	}
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.simNet.mu.Lock()
@@ -709,7 +714,11 @@ func (j *simJob) settles() string {
 	j.simNet.mu.Unlock()
 	var known []string // hosts
 	if len(live) == 1 {
-		known, _ = j.coordinatedBy(live[0].coordinator)
+		for l, c := range all {
+			if l.proc == live[0].coordinator {
+				known = c.hosts
+			}
+		}
 	}
 	var left []string
 	for i := range j.cfg.hosts {
@@ -728,7 +737,7 @@ func (j *simJob) settles() string {
 			return fmt.Sprintf("no fault has touched the majority %v of the hosts, and %s has ended: %v", left, l.proc.name, l.err)
 		case l.over || l.proc.isDead():
 		case known == nil:
-			if !j.waits() {
+			if !waits {
 				return fmt.Sprintf("%s has not ended, and no epoch is alive", l.proc.name)
 			}
 		default:
@@ -740,28 +749,29 @@ func (j *simJob) settles() string {
 	return ""
 }
 
-// coordinatedBy returns what the coordinator in the process of a launcher knows, or nil if there is none.
-func (j *simJob) coordinatedBy(p *simProc) (hosts []string, waits bool) {
-	for _, l := range j.launchers {
-		if l.proc == p && l.agent != nil {
-			return l.agent.Coordinated()
-		}
-	}
-	return nil, false
+// A coordinated is what the coordinator in the process of a launcher knows.
+type coordinated struct {
+	hosts []string // nil: there is none
+	waits bool     // for processes
 }
 
-// waits reports whether a coordinator waits for processes.
-func (j *simJob) waits() bool {
+// coordinators asks all launchers that live. The lock is not held: an agent that reports something holds its own lock.
+func (j *simJob) coordinators() map[*simLauncher]coordinated {
+	j.mu.Lock()
+	agents := map[*simLauncher]*job.Agent{}
 	for _, l := range j.launchers {
-		if l.agent == nil || l.proc.isDead() {
-			continue
-		}
-		_, waits := j.coordinatedBy(l.proc)
-		if waits {
-			return true
+		if l.agent != nil && !l.proc.isDead() {
+			agents[l] = l.agent
 		}
 	}
-	return false
+	j.mu.Unlock()
+	all := map[*simLauncher]coordinated{}
+	for l, a := range agents {
+		var c coordinated
+		c.hosts, c.waits = a.Coordinated()
+		all[l] = c
+	}
+	return all
 }
 
 // stop ends all processes.

@@ -87,7 +87,9 @@ func testSharder(t *testing.T, g *comm.Group, cfg *ddp.ShardConfig) {
 				h := make([]float32, n)
 				require.NoError(t, sh.WaitOn(s, j))
 				require.NoError(t, sh.Params(i)[j].CopyTo(s, h))
-				require.Equal(t, want[j], h, "step %d rank %d parameter %d", step, i, j)
+				for k := range h { // the parameters of earlier steps have their errors, too
+					require.InDelta(t, want[j][k], h[k], 2*float64(step+1)*meanBound(*cfg.Op, g.Size()), "step %d rank %d parameter %d element %d", step, i, j, k)
+				}
 			}
 		}
 	}

@@ -353,12 +353,13 @@ func (tr *trainer) streams() []*stream.Stream {
 
 // bound is how far a gradient may be from what it should be. NCCL multiplies each summand of a
 // mean by the rounded inverse of the number of ranks, which is exact for powers of two only.
-func (tr *trainer) bound() float64 {
-	n := len(tr.bs)
-	if tr.op != comm.Avg || n&(n-1) == 0 {
+func (tr *trainer) bound() float64 { return meanBound(tr.op, len(tr.bs)) }
+
+func meanBound(op comm.Op, ranks int) float64 {
+	if op != comm.Avg || ranks&(ranks-1) == 0 {
 		return 0
 	}
-	return float64(n) * float64(part(0, 0, 0, 20)) * 0x1p-23
+	return float64(ranks) * float64(part(0, 0, 0, 20)) * 0x1p-23
 }
 
 func (tr *trainer) check(step int) {

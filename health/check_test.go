@@ -63,6 +63,9 @@ func TestChecksAreComplete(t *testing.T) {
 
 // docs/DOCTOR.md has a row for each check, in registry order.
 func TestDocument(t *testing.T) {
+	if _, err := os.Stat("../go.mod"); err != nil {
+		t.Skip("no checkout around the test")
+	}
 	text, err := os.ReadFile("../docs/DOCTOR.md")
 	require.NoError(t, err)
 	var want, got []string

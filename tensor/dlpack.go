@@ -3,6 +3,7 @@ package tensor
 import (
 	"errors"
 	"fmt"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -146,15 +147,11 @@ func ints(p *int64, n int) []int {
 
 // An exported is the memory that ToDLPack has given to a consumer.
 type exported struct {
-	versioned dlManagedVersioned
-	managed   dlManaged
-	shape     []int64
-	strides   []int64
-	t         Tensor
+	t   Tensor
+	pin runtime.Pinner // of the struct, which has no other pointers than to the shape and the strides
 }
 
-// exports keep what consumers have, by the address of the struct. It is Go memory: the
-// collector moves nothing, and the map keeps it alive until the deleter is called.
+// exports has, by the address of the struct, what consumers have.
 var exports sync.Map
 
 // exportCount is the number of tensors that consumers have, for tests.
@@ -162,10 +159,11 @@ var exportCount atomic.Int64
 
 var exportDeleter = sync.OnceValue(func() uintptr {
 	return dl.Callback(func(managed uintptr) {
-		if x, ok := exports.LoadAndDelete(managed); ok {
+		if v, ok := exports.LoadAndDelete(managed); ok {
 			exportCount.Add(-1)
-			t := x.(*exported).t
-			go func() { _ = t.Close() }() // the caller may be in a callback, where the driver must not be called
+			x := v.(*exported)
+			x.pin.Unpin()
+			go func() { _ = x.t.Close() }() // the caller may be in a callback, where the driver must not be called
 		}
 	})
 })
@@ -205,18 +203,23 @@ func (t Tensor) ToDLPack(consumer *stream.Stream, unversioned bool) (DLPack, err
 	if x.t.at().Ptr() == 0 && t.Len() > 0 {
 		return DLPack{}, errors.Join(fmt.Errorf("%s: %w", op, device.ErrClosed), x.t.Close())
 	}
+	dims := make([]int64, 2*len(a.Shape), 2*len(a.Shape)+1) // the shape, and the strides
 	for i, n := range a.Shape {
-		x.shape, x.strides = append(x.shape, int64(n)), append(x.strides, int64(a.Strides[i]))
+		dims[i], dims[len(a.Shape)+i] = int64(n), int64(a.Strides[i])
 	}
+	shape := unsafe.SliceData(dims)
+	x.pin.Pin(shape)
 	tensor := dlTensor{data: uintptr(a.Ptr()), device: dlDevice{dlCUDA, int32(gpu.DeviceOf(t.Device()).Ordinal())}, dims: int32(len(a.Shape)),
-		dtype: code, shape: unsafe.SliceData(x.shape), strides: unsafe.SliceData(x.strides)}
+		dtype: code, shape: shape, strides: (*int64)(unsafe.Add(unsafe.Pointer(shape), 8*len(a.Shape)))}
 	p := DLPack{Unversioned: unversioned}
 	if unversioned {
-		x.managed = dlManaged{tensor: tensor, deleter: exportDeleter()}
-		p.Managed = unsafe.Pointer(&x.managed)
+		m := &dlManaged{tensor: tensor, deleter: exportDeleter()}
+		x.pin.Pin(m)
+		p.Managed = unsafe.Pointer(m)
 	} else {
-		x.versioned = dlManagedVersioned{major: dlMajor, minor: dlMinor, deleter: exportDeleter(), tensor: tensor}
-		p.Managed = unsafe.Pointer(&x.versioned)
+		m := &dlManagedVersioned{major: dlMajor, minor: dlMinor, deleter: exportDeleter(), tensor: tensor}
+		x.pin.Pin(m)
+		p.Managed = unsafe.Pointer(m)
 	}
 	exports.Store(uintptr(p.Managed), x)
 	exportCount.Add(1)

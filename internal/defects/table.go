@@ -4,7 +4,7 @@ package defects
 var (
 	// SymmetricInGraphs: the symmetric kernels do not wait for the kernel before them.
 	SymmetricInGraphs = &Defect{
-		ID: "symmetric-in-graphs", From: 22803, Before: 23007,
+		ID: "symmetric-in-graphs", From: 22800, Before: 23007,
 		Fault:  "symmetric kernels may read data that the kernel before them has not written yet",
 		When:   "a CUDA graph has a collective on symmetric windows behind another kernel",
 		Chorus: "does not choose windows for captured collectives; collectives on windows that the program registered are not refused",

@@ -7,7 +7,14 @@ import subprocess
 import sys
 import time
 
-lib = ctypes.CDLL(sys.argv[1])
+# The library has functions of newer drivers, which only a lazy dlopen accepts; ctypes binds all of them at once.
+libc = ctypes.CDLL(None)
+libc.dlopen.restype, libc.dlopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
+libc.dlerror.restype = ctypes.c_char_p
+handle = libc.dlopen(sys.argv[1].encode(), 1)  # RTLD_LAZY
+if not handle:
+    sys.exit(libc.dlerror().decode())
+lib = ctypes.CDLL(sys.argv[1], handle=handle)
 lib.chorus_stream.restype = lib.chorus_double.restype = ctypes.c_size_t
 lib.chorus_make.restype = ctypes.c_void_p
 lib.chorus_time_all_reduce.restype = ctypes.c_double
@@ -16,8 +23,8 @@ lib.chorus_allocated.restype = lib.chorus_adopted.restype = ctypes.c_int64
 if len(sys.argv) > 2 and sys.argv[2] == "ipc":  # the other process: it has no PyTorch
     if lib.chorus_open() < 1:
         sys.exit(2)
-    handle, offset, elements = bytes.fromhex(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
-    sys.exit(-lib.chorus_double_ipc(0, handle, ctypes.c_int64(offset), elements))
+    data, offset, elements = bytes.fromhex(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5])
+    sys.exit(-lib.chorus_double_ipc(0, data, ctypes.c_int64(offset), elements))
 
 import torch  # noqa: E402
 
@@ -156,8 +163,8 @@ check("memory of the host is refused", lib.chorus_refuses(0, ctypes.c_void_p(get
 x = torch.arange(5000, dtype=torch.float32, device="cuda:0")[1000:]
 torch.cuda.synchronize()
 shared = x.untyped_storage()._share_cuda_()
-handle, offset = shared[1][-64:], shared[3] + 4 * x.storage_offset()
-code = subprocess.run([sys.executable, sys.argv[0], sys.argv[1], "ipc", handle.hex(), str(offset), str(x.numel())]).returncode
+data, offset = shared[1][-64:], shared[3] + 4 * x.storage_offset()
+code = subprocess.run([sys.executable, sys.argv[0], sys.argv[1], "ipc", data.hex(), str(offset), str(x.numel())]).returncode
 torch.cuda.synchronize()
 check("CUDA IPC handle of PyTorch", code == 0 and torch.equal(x.cpu(), 2 * torch.arange(1000, 5000, dtype=torch.float32)))
 

@@ -13,7 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/internal/job"
 )
 
 var screenshots = flag.String("screenshots", "", "folder in which TestScreenshots leaves its pictures of the page")
@@ -26,7 +26,7 @@ func TestScreenshots(t *testing.T) {
 		dir = t.TempDir()
 	}
 	s := exampleStatus(t)
-	server := httptest.NewServer(NewServer(&Source{ask: func(context.Context) (*cluster.Status, error) { return s, nil }}, Labels{}).routes())
+	server := httptest.NewServer(NewServer(&Source{ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{}).routes())
 	defer server.Close()
 	for name, c := range map[string]struct {
 		scheme, size string

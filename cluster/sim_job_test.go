@@ -333,7 +333,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *job.Agent) error {
 		select {
 		case <-stay:
 			l.proc.run()
-			stayed = true
+			stay, stayed = time.After(simGrace), !a.Needed()
 		case e := <-l.ended:
 			l.proc.run()
 			l.running--

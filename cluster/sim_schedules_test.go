@@ -26,6 +26,10 @@ job seed=4000110 hosts=5 late=0 least=1 local=1 seeds=1 restarts=0 pace=291584 l
 +2.926877s split bce ^bce 1.539479s 0s
 commit2+42µs heal - - 0s 0s
 commit3+12µs drain d - 0s 0s`},
+	{"a host that was asked to leave took the job over, and left before the others could choose another", `
+job seed=926070407 hosts=5 late=0 least=1 local=1 seeds=1 restarts=2 pace=197687 latency=60µs lost-after=1s calm=44s
++1.775s drain b - 0s 0s
++1.527s split a ^a 2.107769s 0s`},
 	{"a reset and silence proved an end", `
 job seed=5002528 hosts=3 late=0 least=1 local=1 seeds=1 restarts=0 pace=674608 latency=2.532ms lost-after=3s
 +7.379s firewall a ^a 3.365695s 0s`},

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"net"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -604,4 +605,19 @@ func (a *Agent) restartEnd(ctx context.Context, begun time.Time) error {
 	r.Fill(e)
 	e.Err = err
 	return e
+}
+
+// Needed reports whether this host coordinates other hosts, which would lose the job's coordinator if its launcher ended
+// now. A host that was asked to leave coordinates until an epoch without it begins, or until the limits of the coordinator end
+// the job.
+func (a *Agent) Needed() bool {
+	a.mu.Lock()
+	c := a.Coord
+	a.mu.Unlock()
+	if c == nil {
+		return false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	return slices.ContainsFunc(c.agents, func(p *peer) bool { return p.state == peerJoined && p.host.UUID != a.UUID })
 }

@@ -334,7 +334,7 @@ func (j *launcher) supervise() int {
 		}
 		select {
 		case <-stay:
-			stayed = true
+			stay, stayed = time.After(j.cfg.Grace), !j.agent.Needed()
 		case c := <-j.ended:
 			j.childEnded(c)
 		case o := <-j.agent.Orders():

@@ -635,8 +635,8 @@ func (c *simConn) SetReadDeadline(t time.Time) error {
 	return nil
 }
 
-// handshake exchanges the messages of the real handshake without keys.
-func (c *simConn) handshake(name string, by job.Credential, dialer bool) (*job.Link, error) {
+// Handshake exchanges the messages of the real handshake without keys.
+func (c *simConn) Handshake(name string, by job.Credential, dialer bool) (*job.Link, error) {
 	if err := c.SetDeadline(time.Now().Add(job.HandshakeTimeout)); err != nil {
 		return nil, err
 	}

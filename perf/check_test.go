@@ -69,17 +69,18 @@ func TestCheckFindsFaults(t *testing.T) {
 		step   string
 		gpus   []int
 		text   string
+		either bool // whichever of the GPUs notices it first is named
 	}{
 		"wrong memory":                   {faults: "wrong@cuMemcpyDtoDAsync:2#*", kind: Wrong, step: "devices", gpus: []int{2}, text: "bytes of its memory"},
 		"wrong copies to the GPU":        {faults: "wrong@cuMemcpyHtoDAsync:1#6", kind: Wrong, step: "devices", gpus: []int{1}, text: "copied from the host"},
 		"wrong copies to the host":       {faults: "wrong@cuMemcpyDtoHAsync:3#7", kind: Wrong, step: "devices", gpus: []int{3}},
 		"wrong products":                 {faults: "wrong@cublasLtMatmul:0#*", kind: Wrong, step: "devices", gpus: []int{0}, text: "rows of a matrix product"},
 		"a lost device":                  {faults: "cuLaunchKernel:1#3=CUDA_ERROR_ECC_UNCORRECTABLE", kind: Broken, step: "devices", gpus: []int{1}, text: "ECC"},
-		"no memory":                      {faults: "cuMemHostAlloc:2#*=CUDA_ERROR_OUT_OF_MEMORY", kind: Broken, step: "devices", gpus: []int{2}, text: "OUT_OF_MEMORY"},
+		"no memory":                      {faults: "cuMemAlloc:2#*=CUDA_ERROR_OUT_OF_MEMORY", kind: Broken, step: "devices", gpus: []int{2}, text: "out of memory"},
 		"a failed product":               {faults: "cublasLtMatmul:2#1=CUBLAS_STATUS_EXECUTION_FAILED", kind: Broken, step: "devices", gpus: []int{2}, text: "a matrix product failed"},
 		"a kernel that hangs":            {faults: "hang@cuLaunchKernel:3#1", kind: Hang, step: "devices", gpus: []int{3}, text: "the test of its memory did not finish"},
 		"a copy that hangs":              {faults: "hang@cuMemcpyHtoDAsync:1#4", kind: Hang, step: "devices", gpus: []int{1}, text: "did not finish"},
-		"a slow product":                 {faults: slowly("cublasLtMatmul:2#*"), limits: Limits{Part: 0.001}, kind: Slow, step: "devices", gpus: []int{2}, text: "a matrix product"},
+		"a slow product":                 {faults: slowly("cublasLtMatmul:2#*"), limits: Limits{Product: 2 * 32 * 32 * 32 / (slow / 2).Seconds() / 1e12}, kind: Slow, step: "devices", gpus: []int{2}, text: "a matrix product"},
 		"slow copies":                    {faults: slowly("cuMemcpyDtoHAsync:0#6", "cuMemcpyDtoHAsync:0#7"), limits: Limits{HostCopy: below(8 << 10)}, kind: Slow, step: "devices", gpus: []int{0}, text: "copies to the host"},
 		"a GPU that receives wrong data": {faults: "wrong@ncclRecv:2#*", kind: Wrong, step: "pairs", gpus: []int{2}, text: "3 of its 3 pairs"},
 		"a link with wrong data":         {faults: "wrong@ncclRecv:1#1", kind: Wrong, step: "pairs", gpus: []int{1, 2}, text: "the link between"},
@@ -87,7 +88,7 @@ func TestCheckFindsFaults(t *testing.T) {
 		"a slow link":                    {faults: slowly("ncclSend:0#1", "ncclSend:0#2", "ncclSend:0#3"), limits: Limits{Pair: below(4 << 10)}, kind: Slow, step: "pairs", gpus: []int{0, 3}, text: "the link between"},
 		"a transfer that hangs":          {faults: "hang@ncclSend:1#1", kind: Hang, step: "pairs", gpus: []int{1, 2}, text: "the exchange did not finish"},
 		"a refused transfer":             {faults: "ncclRecv:2#1=ncclUnhandledCudaError", kind: Broken, step: "pairs", gpus: []int{2}, text: "fault plan"},
-		"a failed connection":            {faults: "async@ncclSend:1#1=ncclSystemError", kind: Broken, step: "pairs", gpus: []int{1}, text: "rank 1"},
+		"a failed connection":            {faults: "async@ncclSend:1#1=ncclSystemError", kind: Broken, step: "pairs", gpus: []int{1, 2}, text: "rank 1", either: true},
 		"a GPU with wrong sums":          {faults: "wrong@ncclAllReduce:3#*", kind: Wrong, step: "all-reduce", gpus: []int{3}, text: "3 ranks have right ones"},
 		"a slow all-reduce":              {faults: "slow@ncclAllReduce:1#*=200ms", limits: Limits{AllReduce: 256 / 0.1e9}, kind: Slow, step: "all-reduce", text: "over all 4 ranks"},
 		"an all-reduce that hangs":       {faults: "hang@ncclAllReduce:2#1", kind: Hang, step: "all-reduce", text: "although every pair did"},
@@ -114,7 +115,12 @@ func TestCheckFindsFaults(t *testing.T) {
 				require.Contains(t, f.Reason, "host "+g.Host)
 				require.Len(t, r.Of(g.Rank), 1)
 			}
-			require.Equal(t, x.gpus, ranks, f.Reason)
+			if x.either {
+				require.Len(t, ranks, 1)
+				require.Subset(t, x.gpus, ranks, f.Reason)
+			} else {
+				require.Equal(t, x.gpus, ranks, f.Reason)
+			}
 			require.Contains(t, f.Reason, x.text)
 		})
 	}

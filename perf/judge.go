@@ -8,7 +8,7 @@ import (
 )
 
 // Limits decide what is slow. A field that is 0 means the usual limit on GPUs, and no limit on virtual devices,
-// whose times say nothing. All are bandwidths in 10^9 bytes a second, except Part.
+// whose times say nothing. All are bandwidths in 10^9 bytes a second, except Product and Part.
 type Limits struct {
 	// AllReduce is the lowest bus bandwidth of the largest all-reduce. By default it is 0.65 of the link of the
 	// product, or 0.5 for two ranks, and there is no limit for unknown products, for several hosts, and below 64 MiB.
@@ -17,6 +17,8 @@ type Limits struct {
 	Pair float64
 	// HostCopy is the lowest bandwidth of a copy of pinned memory from or to the GPU. Default: no limit.
 	HostCopy float64
+	// Product is the lowest rate of a matrix product in 10^12 operations a second. Default: no limit.
+	Product float64
 	// Part is the part of the speed of the others that a GPU or a pair must reach. Others are GPUs of the same
 	// product, and pairs with the same kind of link: within a host, or between hosts. Default: 0.75.
 	Part float64
@@ -27,7 +29,7 @@ func (l *Limits) Check() error {
 	for _, x := range []struct {
 		name  string
 		value float64
-	}{{"all-reduce", l.AllReduce}, {"pair", l.Pair}, {"host copy", l.HostCopy}, {"part", l.Part}} {
+	}{{"all-reduce", l.AllReduce}, {"pair", l.Pair}, {"host copy", l.HostCopy}, {"product", l.Product}, {"part", l.Part}} {
 		if !(x.value >= 0) || math.IsInf(x.value, 0) {
 			return fmt.Errorf("the limit of %s is %v: want a number that is 0 or larger", x.name, x.value)
 		}
@@ -116,7 +118,7 @@ func judgeDevices(gpus []GPU, devices []DeviceResult, l Limits) (list []Finding)
 	}{
 		{"copies from the host reach %.3g GB/s", "chorus doctor --only pcie,numa", l.HostCopy, func(d *DeviceResult) float64 { return d.ToGPU }},
 		{"copies to the host reach %.3g GB/s", "chorus doctor --only pcie,numa", l.HostCopy, func(d *DeviceResult) float64 { return d.FromGPU }},
-		{"a matrix product reaches %.3g TFLOP/s", "chorus doctor --only clocks,power-limit,other-processes", 0, func(d *DeviceResult) float64 { return d.Product }},
+		{"a matrix product reaches %.3g TFLOP/s", "chorus doctor --only clocks,power-limit,other-processes", l.Product, func(d *DeviceResult) float64 { return d.Product }},
 	} {
 		for i, limit := range deviceLimits(gpus, devices, q.limit, l.Part, q.of) {
 			if v := q.of(&devices[i]); v > 0 && v < limit {

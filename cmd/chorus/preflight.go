@@ -151,7 +151,6 @@ type preflight struct {
 	cfg     perf.CheckConfig
 	timeout time.Duration
 	gang    time.Duration // 0: the default
-	folder  string        // of NCCL's log
 }
 
 // settings validates flags and variables. Its error names the source of the value that is wrong.

@@ -60,7 +60,7 @@ var (
 // dialHandshake authenticates c on the dialing side.
 func dialHandshake(c net.Conn, job string, by Credential) (*Link, error) {
 	if s, ok := c.(simulatedConn); ok {
-		return s.handshake(job, by, true)
+		return s.Handshake(job, by, true)
 	}
 	key := by.Key
 	if err := c.SetDeadline(time.Now().Add(HandshakeTimeout)); err != nil {
@@ -129,7 +129,7 @@ func AcceptHandshake(c net.Conn, job string, by Credential) (*Link, error) {
 		inner = s.Conn
 	}
 	if sim, ok := inner.(simulatedConn); ok {
-		return sim.handshake(job, by, false)
+		return sim.Handshake(job, by, false)
 	}
 	if !limited { // the time of a stranger has begun when it was accepted
 		if err := c.SetDeadline(time.Now().Add(HandshakeTimeout)); err != nil {

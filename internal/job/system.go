@@ -28,7 +28,7 @@ type System struct {
 // A simulatedConn is a connection of a simulation, which authenticates the ends itself, without cryptography. Only tests of
 // this package can implement it.
 type simulatedConn interface {
-	handshake(job string, by Credential, dialer bool) (*Link, error)
+	Handshake(job string, by Credential, dialer bool) (*Link, error)
 }
 
 func (s *System) dialContext(ctx context.Context, addr string) (net.Conn, error) {

@@ -1,6 +1,7 @@
 package perf
 
 import (
+	"errors"
 	"fmt"
 	"strings"
 	"testing"
@@ -69,7 +70,7 @@ func TestCheckFindsFaults(t *testing.T) {
 		step   string
 		gpus   []int
 		text   string
-		either bool // whichever of the GPUs notices it first is named
+		either bool // virtual NCCL gives all ranks the same error, so the rank that notices it first is named
 	}{
 		"wrong memory":                   {faults: "wrong@cuMemcpyDtoDAsync:2#*", kind: Wrong, step: "devices", gpus: []int{2}, text: "bytes of its memory"},
 		"wrong copies to the GPU":        {faults: "wrong@cuMemcpyHtoDAsync:1#6", kind: Wrong, step: "devices", gpus: []int{1}, text: "copied from the host"},
@@ -88,7 +89,7 @@ func TestCheckFindsFaults(t *testing.T) {
 		"a slow link":                    {faults: slowly("ncclSend:0#1", "ncclSend:0#2", "ncclSend:0#3"), limits: Limits{Pair: below(4 << 10)}, kind: Slow, step: "pairs", gpus: []int{0, 3}, text: "the link between"},
 		"a transfer that hangs":          {faults: "hang@ncclSend:1#1", kind: Hang, step: "pairs", gpus: []int{1, 2}, text: "the exchange did not finish"},
 		"a refused transfer":             {faults: "ncclRecv:2#1=ncclUnhandledCudaError", kind: Broken, step: "pairs", gpus: []int{2}, text: "fault plan"},
-		"a failed connection":            {faults: "async@ncclSend:1#1=ncclSystemError", kind: Broken, step: "pairs", gpus: []int{1, 2}, text: "rank 1", either: true},
+		"a failed connection":            {faults: "async@ncclSend:1#1=ncclSystemError", kind: Broken, step: "pairs", gpus: []int{0, 1, 2, 3}, text: "failed ncclSend of rank 1", either: true},
 		"a GPU with wrong sums":          {faults: "wrong@ncclAllReduce:3#*", kind: Wrong, step: "all-reduce", gpus: []int{3}, text: "3 ranks have right ones"},
 		"a slow all-reduce":              {faults: "slow@ncclAllReduce:1#*=200ms", limits: Limits{AllReduce: 256 / 0.1e9}, kind: Slow, step: "all-reduce", text: "over all 4 ranks"},
 		"an all-reduce that hangs":       {faults: "hang@ncclAllReduce:2#1", kind: Hang, step: "all-reduce", text: "although every pair did"},
@@ -124,4 +125,16 @@ func TestCheckFindsFaults(t *testing.T) {
 			require.Contains(t, f.Reason, x.text)
 		})
 	}
+}
+
+// An error that follows from the end of the check names nobody, whatever rank has it.
+func TestClosedGroupIsNoCulprit(t *testing.T) {
+	gpus := []GPU{{Rank: 0, UUID: "GPU-a"}, {Rank: 1, UUID: "GPU-b"}}
+	states := []*pairState{{}, {}}
+	states[0].fail(fmt.Errorf("memory: allocate: %w", device.ErrClosed), 0)
+	states[1].fail(errors.New("a transfer failed"), 1)
+	list := judgeStates(gpus, states, time.Second)
+	require.Len(t, list, 1)
+	require.Equal(t, gpus[1:], list[0].GPUs)
+	require.Contains(t, list[0].Reason, "a transfer failed")
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -55,6 +56,9 @@ func (s *pairState) fail(err error, rank int) {
 		if s.Culprit = e.Rank; e.Err == nccl.ErrorRemote {
 			s.Culprit = victim
 		}
+	}
+	if errors.Is(err, device.ErrClosed) { // the check has closed the group after another rank's error
+		s.Culprit = victim
 	}
 }
 

@@ -31,11 +31,11 @@ const (
 	writeDumpTime = time.Second
 )
 
-// dumps are this rank's part of the exchange of flight recorders.
+// dumps are this process's part of the exchange of flight recorders.
 type dumps struct {
 	mu      sync.Mutex // held while the dump is written
 	written bool
-	ended   bool // this rank writes no dump and reads none any more
+	ended   bool // this process writes no dump and reads none any more
 }
 
 // An analyzedError adds the verdict of the flight recorders and the findings of the RAS service to the
@@ -63,30 +63,39 @@ func (w *reporter) dumpKey(rank int) string { return fmt.Sprint(w.prefix, "dump/
 
 func (w *reporter) dumpWanted() string { return fmt.Sprint(w.prefix, "dump/wanted") }
 
-// awaitDump writes this rank's flight recorders when another rank has timed out, until ctx ends.
-func (w *reporter) awaitDump(ctx context.Context, c *nccl.Communicator) {
+// awaitDump writes the local ranks' flight recorders when another rank has timed out, until ctx ends.
+func (w *reporter) awaitDump(ctx context.Context) {
 	if _, ok := w.await(ctx, w.dumpWanted()); ok {
 		ctx, cancel := context.WithTimeout(ctx, writeDumpTime)
 		defer cancel()
-		w.writeDump(ctx, c)
+		w.writeDump(ctx, w.comms)
 	}
 }
 
-// askForDumps asks all ranks for their flight recorders, and writes this rank's.
+// askForDumps asks all ranks for their flight recorders, and writes the local ranks'.
 func (w *reporter) askForDumps(ctx context.Context, c *nccl.Communicator) {
 	_ = w.r.Set(ctx, w.dumpWanted(), []byte("1")) // without answers there is no verdict
-	w.writeDump(ctx, c)
+	if w.comms == nil {                           // the group is not complete
+		w.writeDump(ctx, []*nccl.Communicator{c})
+		return
+	}
+	w.writeDump(ctx, w.comms)
 }
 
-func (w *reporter) writeDump(ctx context.Context, c *nccl.Communicator) {
+func (w *reporter) writeDump(ctx context.Context, comms []*nccl.Communicator) {
 	w.dumps.mu.Lock()
 	defer w.dumps.mu.Unlock()
 	if w.dumps.written || w.dumps.ended {
 		return
 	}
-	b := collective.Of(c).Dump(dumpedOperations, dumpLimit(c.Size()))
-	// Without a dump the verdict says that this rank did not answer.
-	w.dumps.written = len(b) > 0 && w.r.Set(ctx, w.dumpKey(c.Rank()), b) == nil
+	w.dumps.written = true
+	for _, c := range comms {
+		b := collective.Of(c).Dump(dumpedOperations, dumpLimit(c.Size()))
+		// Without a dump the verdict says that this rank did not answer.
+		if len(b) == 0 || w.r.Set(ctx, w.dumpKey(c.Rank()), b) != nil {
+			w.dumps.written = false
+		}
+	}
 }
 
 // A deleter is a Rendezvous that can delete keys, as a job's store can. Others keep the dumps.
@@ -95,10 +104,10 @@ type deleter interface {
 	Delete(ctx context.Context, key string) (bool, error)
 }
 
-// dumpsEnded counts the ranks that have written a dump and have ended their group.
+// dumpsEnded counts the processes that have written their dumps and have ended their group.
 func (w *reporter) dumpsEnded() string { return fmt.Sprint(w.prefix, "dump/ended") }
 
-// end returns true once, if this rank has written a dump. A dump that is being written counts.
+// end returns true once, if this process has written its dumps. A dump that is being written counts.
 func (d *dumps) end() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -107,7 +116,7 @@ func (d *dumps) end() bool {
 	return first && d.written
 }
 
-// deleteDumps deletes the dumps of all size ranks if each rank has written one and this rank is the last one
+// deleteDumps deletes the dumps of all size ranks if each rank has written one and this process is the last one
 // to end its group. Before that, a rank may still read them. If a rank writes none, they stay until the job ends.
 func (w *reporter) deleteDumps(size int) {
 	r, ok := w.r.(deleter)
@@ -116,7 +125,7 @@ func (w *reporter) deleteDumps(size int) {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), lastReportTime)
 	defer cancel()
-	if n, err := r.Add(ctx, w.dumpsEnded(), 1); err != nil || n < int64(size) {
+	if n, err := r.Add(ctx, w.dumpsEnded(), 1); err != nil || n < int64(len(w.firstRanks())) {
 		return
 	}
 	var wg sync.WaitGroup

@@ -22,6 +22,7 @@
 //	CUDA, NCCL, PyTorch            here
 //	ncclComm_t, process group      Group
 //	ncclCommInitAll                Local
+//	ncclCommInitRank in a group    JoinDevices
 //	init_process_group             Init, or cluster.Attach and Join
 //	destroy_process_group          Group.Shutdown, Group.Close
 //	DistributedDataParallel        package ddp

@@ -12,20 +12,20 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// exchangeBy returns the exchange of this process's rank over a Rendezvous. Rank 0 gathers the values and
+// exchangeBy returns the exchange of a rank of this process over a Rendezvous. Rank 0 gathers the values and
 // publishes them together, so that the number of calls grows linearly with the number of ranks.
-func exchangeBy(r Rendezvous, prefix string) fabric.Exchange {
+func exchangeBy(r Rendezvous, prefix string, rank, size int) fabric.Exchange {
 	round := 0
 	return func(ctx context.Context, mine []byte) ([][]byte, error) {
 		at := fmt.Sprint(prefix, round, "/")
 		round++
-		if r.Rank() != 0 {
-			if err := r.Set(ctx, fmt.Sprint(at, r.Rank()), mine); err != nil {
+		if rank != 0 {
+			if err := r.Set(ctx, fmt.Sprint(at, rank), mine); err != nil {
 				return nil, err
 			}
-			return published(ctx, r, at)
+			return published(ctx, r, at, size)
 		}
-		all, err := gather(ctx, r, at)
+		all, err := gather(ctx, r, at, size)
 		if err != nil {
 			return nil, err
 		}
@@ -42,14 +42,14 @@ type gatherer interface {
 // maxGathered is the number of values that one call gets.
 const maxGathered = 128
 
-// gather waits for the values of all ranks but 0, whose keys are their numbers after a prefix. Only rank 0
+// gather waits for the values of all of size ranks but 0, whose keys are their numbers after a prefix. Only rank 0
 // calls it.
-func gather(ctx context.Context, r Rendezvous, prefix string) ([][]byte, error) {
-	all := make([][]byte, 1, r.Size())
+func gather(ctx context.Context, r Rendezvous, prefix string, size int) ([][]byte, error) {
+	all := make([][]byte, 1, size)
 	several, _ := r.(gatherer)
-	for len(all) < r.Size() {
+	for len(all) < size {
 		var keys []string
-		for rank := len(all); rank < min(r.Size(), len(all)+maxGathered); rank++ {
+		for rank := len(all); rank < min(size, len(all)+maxGathered); rank++ {
 			keys = append(keys, fmt.Sprint(prefix, rank))
 		}
 		if several != nil {
@@ -115,7 +115,7 @@ func publish(ctx context.Context, r Rendezvous, prefix string, all [][]byte) err
 }
 
 // published waits for the values that rank 0 publishes.
-func published(ctx context.Context, r Rendezvous, prefix string) ([][]byte, error) {
+func published(ctx context.Context, r Rendezvous, prefix string, ranks int) ([][]byte, error) {
 	var b []byte
 	size := -1
 	for i := 0; size < 0 || len(b) < size; i++ {
@@ -133,16 +133,16 @@ func published(ctx context.Context, r Rendezvous, prefix string) ([][]byte, erro
 			break
 		}
 	}
-	all := make([][]byte, 0, r.Size())
+	all := make([][]byte, 0, ranks)
 	for len(b) > 0 {
 		n, head := binary.Uvarint(b)
-		if head <= 0 || n > uint64(len(b)-head) || len(all) == r.Size() {
+		if head <= 0 || n > uint64(len(b)-head) || len(all) == ranks {
 			break
 		}
 		all, b = append(all, b[head:head+int(n)]), b[head+int(n):]
 	}
-	if len(b) > 0 || len(all) != r.Size() {
-		return nil, fmt.Errorf("rank 0 publishes the values of %d of %d ranks: %w", len(all), r.Size(), ErrMismatch)
+	if len(b) > 0 || len(all) != ranks {
+		return nil, fmt.Errorf("rank 0 publishes the values of %d of %d ranks: %w", len(all), ranks, ErrMismatch)
 	}
 	return all, nil
 }
@@ -180,9 +180,17 @@ func withAlarm(parent context.Context, r Rendezvous, prefix string, fn func(cont
 
 // knownToAll reports whether all ranks have the same error.
 func knownToAll(err error) bool {
+	if _, own := errors.AsType[*localError](err); own {
+		return false
+	}
 	_, known := errors.AsType[*fabric.ToldError](err)
 	return known || errors.Is(err, ErrMismatch)
 }
+
+// A localError is an error of the arguments of this process only, which the others do not know.
+type localError struct{ error }
+
+func (e *localError) Unwrap() error { return e.error }
 
 // alarmReadTime is the maximum time that a rank waits for the others to read its alarm.
 const alarmReadTime = 5 * time.Second
@@ -206,7 +214,7 @@ func raiseAlarm(parent context.Context, r Rendezvous, prefix string, cause error
 		_, _ = r.Get(wait, prefix+"read/all")
 		return
 	}
-	_, _ = gather(wait, r, prefix+"read/")
+	_, _ = gather(wait, r, prefix+"read/", r.Size())
 	_ = r.Set(ctx, prefix+"read/all", []byte("read"))
 }
 

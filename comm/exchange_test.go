@@ -77,7 +77,7 @@ func TestExchange(t *testing.T) {
 		}
 		for _, gathers := range []bool{false, true} {
 			calls := eachRank(t, ranks, gathers, func(rank int, r comm.Rendezvous) error {
-				exchange := comm.ExchangeBy(r, "x/")
+				exchange := comm.ExchangeBy(r, "x/", rank, ranks)
 				for round := range 2 {
 					all, err := exchange(testgpu.Context(t), values[rank])
 					if err != nil {
@@ -101,7 +101,7 @@ func TestExchangeOfWrongValues(t *testing.T) {
 	for name, value := range map[string]string{"empty": "", "long": "\xff\xff\xff\xff", "cut": "\x00\x00\x00\x03\x05ab", "few": "\x00\x00\x00\x01\x00", "many": "\x00\x00\x00\x03\x00\x00\x00"} {
 		bs := testgpu.Exchanges(t.Context(), 2)
 		require.NoError(t, bs[0].Set(t.Context(), "x/0/all/0", []byte(value)))
-		_, err := comm.ExchangeBy(bs[1], "x/")(t.Context(), []byte("1"))
+		_, err := comm.ExchangeBy(bs[1], "x/", 1, 2)(t.Context(), []byte("1"))
 		require.ErrorIs(t, err, comm.ErrMismatch, name)
 	}
 }

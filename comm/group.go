@@ -5,6 +5,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -291,7 +292,7 @@ func (g *Group) Shutdown(ctx context.Context) error {
 		return err
 	}
 	if g.reporter != nil {
-		if err := g.reporter.awaitOthers(ctx, g.Rank(), g.size); err != nil {
+		if err := g.reporter.awaitOthers(ctx, g.Rank()); err != nil {
 			_ = g.Close()
 			return fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, err)
 		}
@@ -345,7 +346,7 @@ func (g *Group) setBroken(first error) bool {
 	}
 	cause := g.cause(first)
 	if g.reporter != nil {
-		g.reportEnd.Do(func() { g.reporter.finish(g.members[0].comm, endOf(cause)) })
+		g.reportEnd.Do(func() { g.reporter.finish(endOf(cause)) })
 	}
 	g.broken.Store(&brokenError{cause})
 	return true
@@ -457,14 +458,20 @@ func (g *Group) rootCause(err error) error {
 // Rendezvous loses a rank.
 func (g *Group) watch(w *reporter) {
 	g.reporter, g.lost = w, w.r.Context()
-	collective.Of(g.members[0].comm).SetWorld(w.worldRanks(), w.r.Size())
-	w.start(g.members[0].comm, g.fail)
+	for i := range g.members {
+		collective.Of(g.members[i].comm).SetWorld(w.worldRanks(), len(w.process))
+	}
+	w.start(g.comms(), g.fail)
 	g.unwatch = context.AfterFunc(g.lost, func() { _ = g.fail(context.Cause(g.lost)) })
 }
 
-// watchChild is watch for a group over processes that was split from another group.
-func (g *Group) watchChild(ctx context.Context, w *reporter) error {
-	world, err := GatherValues(ctx, g, Gob, w.r.Rank())
+// watchChild is watch for a group over processes that was split from another group, where the local ranks have
+// the given ranks.
+func (g *Group) watchChild(ctx context.Context, w *reporter, parents []int) error {
+	for i, rank := range parents {
+		parents[i] = w.worldRanks()[rank]
+	}
+	world, err := GatherValues(ctx, g, Gob, parents...)
 	if err != nil {
 		return errors.Join(err, g.Close())
 	}
@@ -480,8 +487,8 @@ func (g *Group) watchChild(ctx context.Context, w *reporter) error {
 func (g *Group) stopWatching(end string) {
 	if g.unwatch != nil {
 		g.unwatch()
-		g.reportEnd.Do(func() { g.reporter.finish(g.members[0].comm, end) })
-		g.reporter.deleteDumps(g.members[0].comm.Size())
+		g.reportEnd.Do(func() { g.reporter.finish(end) })
+		g.reporter.deleteDumps(g.size)
 	}
 }
 
@@ -562,12 +569,14 @@ func (w *reporter) reportNaN(e *nccl.NaNError) {
 }
 
 // awaitNaN calls fail with the first NaN that another process reports, until ctx ends.
-func (w *reporter) awaitNaN(ctx context.Context, c *nccl.Communicator, fail func(error) error) {
+func (w *reporter) awaitNaN(ctx context.Context, fail func(error) error) {
 	b, ok := w.await(ctx, w.nanKey())
 	if !ok {
 		return // the group ends
 	}
-	if e := readNaN(b, c.Rank(), c.Size()); e != nil {
+	c := w.comms[0]
+	e := readNaN(b, c.Rank(), c.Size())
+	if e != nil && !slices.ContainsFunc(w.comms, func(c *nccl.Communicator) bool { return c.Rank() == e.Rank }) {
 		w.nan <- e // for a failure that the end of the other rank causes at the same time
 		_ = fail(e)
 	}

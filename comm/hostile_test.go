@@ -20,11 +20,16 @@ func TestHostilePeers(t *testing.T) {
 	for _, n := range []int64{0, MaxValueBytes} {
 		require.NoError(t, checkHeader("gather values", 3, n))
 	}
-	for _, hosts := range [][]int{nil, {0}, {0, 1, 2}} {
-		require.ErrorIs(t, (&admission{Hosts: hosts}).check(2), ErrMismatch)
+	for _, hosts := range [][]int{nil, {0}, {0, 1, 2, 3}} {
+		require.ErrorIs(t, (&admission{Hosts: hosts, Counts: []int{1, 2}}).check(1, 2, 2), ErrMismatch)
 	}
-	require.NoError(t, (&admission{Hosts: []int{0, 0}}).check(2))
-	require.ErrorIs(t, (&admission{Refused: "no"}).check(2), ErrMismatch)
+	for _, counts := range [][]int{nil, {3}, {2, 1}, {1, 1, 1}, {4, -1}, {3, 0}, {1, 1}, {math.MaxInt, 2}} {
+		require.ErrorIs(t, (&admission{Hosts: []int{0, 0, 1}, Counts: counts}).check(1, 2, 2), ErrMismatch, "%v", counts)
+	}
+	a := &admission{Hosts: []int{0, 0, 1}, Counts: []int{1, 2}}
+	require.NoError(t, a.check(1, 2, 2))
+	require.Equal(t, []int{0, 1, 1}, a.processes())
+	require.ErrorIs(t, (&admission{Refused: "no"}).check(1, 2, 2), ErrMismatch)
 }
 
 // forged is a text that prints a line as another program's own.
@@ -49,7 +54,7 @@ func TestForgedTexts(t *testing.T) {
 
 	var a admission
 	require.NoError(t, get(t.Context(), told{value: `{"Refused":"no\r\u001b[Kx\n"}`}, "k", &a))
-	require.ErrorContains(t, a.check(2), `no\x0d\x1b[Kx\x0a`)
+	require.ErrorContains(t, a.check(1, 2, 1), `no\x0d\x1b[Kx\x0a`)
 
 	x, err := (&reporter{r: told{value: `{"Operation":"no\r","End":"failed: no\u001b[K"}`}}).read(t.Context(), 1)
 	require.NoError(t, err)
@@ -58,19 +63,20 @@ func TestForgedTexts(t *testing.T) {
 
 // FuzzRecords reads records that other processes have published.
 func FuzzRecords(f *testing.F) {
-	f.Add([]byte(`{"Hosts":[0,1],"Refused":""}`), 2)
-	f.Add([]byte(`{"Host":"a","Machine":"m","PID":1,"UUID":"u","Backend":"cuda"}`), 2)
+	f.Add([]byte(`{"Hosts":[0,1],"Counts":[1,1],"Refused":""}`), 2)
+	f.Add([]byte(`[{"Host":"a","Machine":"m","PID":1,"UUID":"u","Backend":"cuda"}]`), 2)
 	f.Add([]byte(`{"Collectives":7,"Operation":"x","End":"failed: y","First":1,"Services":[1,2]}`), 2)
 	f.Add([]byte(`{"Rank":1,"Size":2,"Index":-1}`), 2)
 	f.Fuzz(func(t *testing.T, b []byte, size int) {
 		var a admission
-		if json.Unmarshal(b, &a) == nil && a.check(size) == nil {
-			require.Len(t, a.Hosts, size)
+		if size > 0 && json.Unmarshal(b, &a) == nil && a.check(size-1, size, 1) == nil {
+			require.Len(t, a.processes(), len(a.Hosts))
+			require.GreaterOrEqual(t, len(a.Hosts), size)
 		}
-		var info rankInfo
+		var info []rankInfo
 		if get(t.Context(), told{value: string(b)}, "k", &info) == nil {
-			infos := []rankInfo{{}, info}
-			require.Len(t, hostsOf(infos), 2)
+			infos := append([]rankInfo{{}}, info...)
+			require.Len(t, hostsOf(infos), len(infos))
 			_ = incompatibility(infos)
 		}
 		if e := readNaN(b, 0, size); e != nil {

@@ -90,8 +90,8 @@ func (i *initializing) group(ctx context.Context) (*Group, error) {
 		}
 		return Local(ctx, sys.Devices(), i.cfg.Group)
 	}
-	// join reports a failure of device to the other ranks, which already wait for this one.
-	return join(ctx, i.sess, i.device, i.cfg.Group)
+	// join reports a failure of devices to the other ranks, which already wait for this one.
+	return join(ctx, i.sess, i.devices, i.cfg.Group)
 }
 
 // system opens the devices of this process.
@@ -114,13 +114,14 @@ func (i *initializing) system() (*device.System, error) {
 	return sys, nil
 }
 
-// device opens the device of this rank.
-func (i *initializing) device() (*device.Device, error) {
+// devices opens the device of this rank.
+func (i *initializing) devices() ([]*device.Device, error) {
 	sys, err := i.system()
 	if err != nil {
 		return nil, fmt.Errorf("open the devices: %w", err)
 	}
-	return groups.OpenLocal(sys, i.sess.LocalRank(), i.sess.LocalSize())
+	dev, err := groups.OpenLocal(sys, i.sess.LocalRank(), i.sess.LocalSize())
+	return []*device.Device{dev}, err
 }
 
 // Config are the options of Local and Join; nil means the defaults. They must be the same
@@ -207,7 +208,7 @@ func Local(ctx context.Context, devs []*device.Device, cfg *Config) (*Group, err
 			return nil, err
 		}
 	}
-	if err := distinct(devs); err != nil {
+	if err := distinct("local", devs); err != nil {
 		return nil, err
 	}
 	comms, err := nccl.NewCommunicators(ctx, devs, cfg.nccl(nil))
@@ -228,17 +229,21 @@ func Local(ctx context.Context, devs []*device.Device, cfg *Config) (*Group, err
 	return g, nil
 }
 
-func distinct(devs []*device.Device) error {
+// distinct returns an error unless devs are different devices of one system.
+func distinct(op string, devs []*device.Device) error {
+	if len(devs) == 0 {
+		return badArgument(op, "no devices given: want one for each local rank")
+	}
 	for i, d := range devs {
 		if d == nil {
-			return badArgument("local", "device %d of %d is nil", i, len(devs))
+			return badArgument(op, "device %d of %d is nil", i, len(devs))
 		}
 		for j := range i {
 			if devs[j] == d {
-				return badArgument("local", "ranks %d and %d are both on %s: NCCL refuses several communicators of a process on one device; for tests, %s=yes permits one process for each rank", j, i, d, env.ShareGPUs.Name)
+				return badArgument(op, "local ranks %d and %d are both on %s: NCCL refuses several communicators of a process on one device; for tests, %s=yes permits one process for each rank", j, i, d, env.ShareGPUs.Name)
 			}
 			if devs[j].System() != d.System() {
-				return badArgument("local", "ranks %d and %d are on devices of two systems", j, i)
+				return badArgument(op, "local ranks %d and %d are on devices of two systems", j, i)
 			}
 		}
 	}
@@ -318,15 +323,17 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 		return nil, err
 	}
 	g.splits++
-	watchers := make([]*reporter, len(colors))
+	watchers := map[int]*reporter{} // by color
 	comms := make([]*nccl.Communicator, len(colors))
 	eg, all := errgroup.WithContext(ctx)
 	for i := range g.members {
-		if g.reporter != nil {
-			watchers[i] = &reporter{r: g.reporter.r, hosts: g.reporter.hosts, prefix: fmt.Sprintf("%ssplit/%d/%d/", g.reporter.prefix, g.splits, colors[i])}
+		w := watchers[colors[i]]
+		if g.reporter != nil && w == nil {
+			w = g.reporter.child(fmt.Sprintf("split/%d/%d/", g.splits, colors[i]))
+			watchers[colors[i]] = w
 		}
 		eg.Go(func() (err error) {
-			comms[i], err = g.members[i].comm.Split(all, colors[i], keys[i], g.childConfig(watchers[i]))
+			comms[i], err = g.members[i].comm.Split(all, colors[i], keys[i], g.childConfig(w))
 			return err
 		})
 	}
@@ -364,7 +371,7 @@ func (g *Group) childConfig(w *reporter) *nccl.Config {
 }
 
 // children returns the groups of communicators.
-func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Communicator, watchers []*reporter) ([]*Group, error) {
+func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Communicator, watchers map[int]*reporter) ([]*Group, error) {
 	groups := make([]*Group, len(colors))
 	for i, c := range comms {
 		if c == nil || groups[i] != nil {
@@ -374,16 +381,20 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 		var at []int
 		for j := i; j < len(comms); j++ {
 			if colors[j] == colors[i] {
-				mine, at = append(mine, comms[j]), append(at, j)
+				at = append(at, j)
 			}
 		}
-		slices.SortFunc(mine, func(a, b *nccl.Communicator) int { return a.Rank() - b.Rank() })
+		slices.SortFunc(at, func(a, b int) int { return comms[a].Rank() - comms[b].Rank() })
+		var parents []int // ranks in g
+		for _, j := range at {
+			mine, parents = append(mine, comms[j]), append(parents, g.members[j].comm.Rank())
+		}
 		child, err := newGroup(mine, g.cfg)
 		if err == nil {
 			err = child.openRouters(ctx, route.NCCLOnly, nil, nil)
 		}
 		if err == nil && g.reporter != nil {
-			err = child.watchChild(ctx, watchers[i])
+			err = child.watchChild(ctx, watchers[colors[i]], parents)
 		}
 		if err != nil {
 			_ = child.Close()

@@ -8,6 +8,7 @@ import (
 	"math"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -563,31 +564,61 @@ func TestClosesOfRanksThatDiffer(t *testing.T) {
 // conformSplit splits a group over processes into the even and the odd ranks, and takes
 // the last and the first one out.
 func conformSplit(ctx context.Context, g *comm.Group) error {
-	groups, err := g.Split(ctx, []int{g.Rank() % 2}, nil)
+	ranks := localRanks(g)
+	colors, keys := make([]int, len(ranks)), make([]int, len(ranks))
+	for i, rank := range ranks {
+		colors[i], keys[i] = rank%2, -rank
+	}
+	groups, err := g.Split(ctx, colors, keys)
 	if err != nil {
 		return err
 	}
-	if want := (g.Size() + 1 - g.Rank()%2) / 2; groups[0].Size() != want {
-		return fmt.Errorf("split: rank %d is in a group of %d, want %d", g.Rank(), groups[0].Size(), want)
-	}
-	if err := conform(ctx, groups[0]); err != nil {
-		return fmt.Errorf("split: %w", err)
+	var ended []*comm.Group
+	for color := range 2 { // in the same order everywhere
+		i := slices.Index(colors, color)
+		if i < 0 {
+			continue
+		}
+		child := groups[i]
+		if want := (g.Size() + 1 - color) / 2; child.Size() != want {
+			return fmt.Errorf("split: rank %d is in a group of %d, want %d", ranks[i], child.Size(), want)
+		}
+		for j, rank := range ranks {
+			if want := slices.Index(localRanks(child), (g.Size()-1-rank)/2); (groups[j] == child) != (colors[j] == color) || want < 0 && groups[j] == child {
+				return fmt.Errorf("split: rank %d of color %d: the group of color %d has the local ranks %v", rank, colors[j], color, localRanks(child))
+			}
+		}
+		if err := conform(ctx, child); err != nil {
+			return fmt.Errorf("split: %w", err)
+		}
+		ended = append(ended, child)
 	}
 	last := g.Size() - 1
 	sub, err := g.Sub(ctx, last, 0)
 	if err != nil {
 		return err
 	}
-	if (sub == nil) != (g.Rank() != last && g.Rank() != 0) {
-		return fmt.Errorf("sub-group: rank %d got %v", g.Rank(), sub)
+	var want []int
+	for rank, is := range []int{last, 0} {
+		if slices.Contains(ranks, is) {
+			want = append(want, rank)
+		}
+	}
+	if (sub == nil) != (want == nil) {
+		return fmt.Errorf("sub-group: the ranks %v got %v", ranks, sub)
 	}
 	if sub != nil {
-		if want := map[int]int{last: 0, 0: 1}[g.Rank()]; sub.Rank() != want {
-			return fmt.Errorf("sub-group: rank %d is %d in it, want %d", g.Rank(), sub.Rank(), want)
+		if !slices.Equal(want, localRanks(sub)) {
+			return fmt.Errorf("sub-group: the ranks %v are %v in it, want %v", ranks, localRanks(sub), want)
 		}
 		if err := errors.Join(conform(ctx, sub), sub.Shutdown(ctx)); err != nil {
 			return fmt.Errorf("sub-group: %w", err)
 		}
 	}
-	return errors.Join(groups[0].Shutdown(ctx), g.Barrier(ctx))
+	for _, child := range ended {
+		if err := child.Shutdown(ctx); err != nil {
+			return err
+		}
+	}
+	return g.Barrier(ctx)
 }

@@ -7,7 +7,10 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"sync"
+
+	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
@@ -41,15 +44,27 @@ type Rendezvous interface {
 //
 // Processes may call Join several times, in the same order in all processes.
 func Join(ctx context.Context, r Rendezvous, dev *device.Device, cfg *Config) (*Group, error) {
-	if r == nil || dev == nil {
-		return nil, errors.New("comm: join: no rendezvous or no device given")
-	}
-	return join(ctx, r, func() (*device.Device, error) { return dev, nil }, cfg)
+	return JoinDevices(ctx, r, []*device.Device{dev}, cfg)
 }
 
-// join is Join with a function that opens the device. If it fails, the other ranks get an
+// JoinDevices is Join with a rank on each of devs, which are different GPUs of one System, as in
+// ncclCommInitRank for each device within ncclGroupStart and ncclGroupEnd. The first process of r has the ranks from
+// 0 on, its first device rank 0, and the next process those that follow. The processes may have different
+// numbers of devices, but each needs at least one. If a process fails, the others get an error that names the
+// rank of the process in r.
+//
+// Operations of the group take a slice for each local rank, as those of Local do. The strategy Tuned, and
+// functions that say so, need the same number of ranks in all processes.
+func JoinDevices(ctx context.Context, r Rendezvous, devs []*device.Device, cfg *Config) (*Group, error) {
+	if r == nil {
+		return nil, errors.New("comm: join: no rendezvous given")
+	}
+	return join(ctx, r, func() ([]*device.Device, error) { return devs, nil }, cfg)
+}
+
+// join is JoinDevices with a function that opens the devices. If it fails, the other processes get an
 // error too.
-func join(ctx context.Context, r Rendezvous, open func() (*device.Device, error), cfg *Config) (*Group, error) {
+func join(ctx context.Context, r Rendezvous, open func() ([]*device.Device, error), cfg *Config) (*Group, error) {
 	if err := cfg.check("join"); err != nil {
 		return nil, err
 	}
@@ -62,20 +77,36 @@ func join(ctx context.Context, r Rendezvous, open func() (*device.Device, error)
 	defer context.AfterFunc(r.Context(), func() { cancel(context.Cause(r.Context())) })()
 	j := &joining{r: r, open: open, cfg: cfg, strategy: s, prefix: fmt.Sprintf("comm/%d/", nextGroup(r))}
 	if err := withAlarm(ctx, r, j.prefix, j.run); err != nil {
-		on := ""
-		if j.dev != nil {
-			on = " on " + j.dev.String()
-		}
-		return nil, errors.Join(fmt.Errorf("comm: join as rank %d of %d%s: %w", r.Rank(), r.Size(), on, err), j.group.Close())
+		return nil, errors.Join(fmt.Errorf("comm: join as %s %d of %d%s: %w", j.what(), r.Rank(), r.Size(), on(j.devs), err), j.group.Close())
 	}
 	return j.group, nil
+}
+
+// what says what a number of the Rendezvous is: the rank, or the process if it has several.
+func (j *joining) what() string {
+	if len(j.devs) > 1 {
+		return "process"
+	}
+	return "rank"
+}
+
+// on names the devices of an error.
+func on(devs []*device.Device) string {
+	text := ""
+	for i, d := range devs {
+		if text += ", "; i == 0 {
+			text = " on "
+		}
+		text += d.String()
+	}
+	return text
 }
 
 // A joining is one call of Join.
 type joining struct {
 	r        Rendezvous
-	open     func() (*device.Device, error)
-	dev      *device.Device // nil until open has returned it
+	open     func() ([]*device.Device, error)
+	devs     []*device.Device // nil until open has returned them
 	cfg      *Config
 	strategy route.Strategy
 	prefix   string // of its keys in the Rendezvous
@@ -83,36 +114,60 @@ type joining struct {
 }
 
 func (j *joining) run(ctx context.Context) (err error) {
-	if j.dev, err = j.open(); err != nil {
+	devs, err := j.open()
+	if err != nil {
 		return err
 	}
-	if err := encrypt(j.r, j.dev); err != nil {
+	if err := distinct("join", devs); err != nil {
+		return &localError{err}
+	}
+	j.devs = devs
+	if err := encrypt(j.r, devs[0]); err != nil {
 		return err
 	}
 	v, err := j.agree(ctx)
 	if err != nil {
 		return err
 	}
-	w := &reporter{r: j.r, prefix: j.prefix, hosts: v.Hosts}
-	c, err := nccl.NewCommunicator(ctx, j.dev, v.ID, j.r.Rank(), j.r.Size(), j.cfg.nccl(w.onFailure()))
+	w := &reporter{r: j.r, prefix: j.prefix, hosts: v.Hosts, process: v.processes()}
+	comms, err := j.communicators(ctx, &v, w)
 	if err != nil {
 		return err
 	}
-	if j.group, err = newGroup([]*nccl.Communicator{c}, j.cfg); err != nil {
+	if j.group, err = newGroup(comms, j.cfg); err != nil {
 		return err
 	}
-	exchange := exchangeBy(j.r, j.prefix+"routers/")
-	if err := j.group.openRouters(ctx, j.strategy, v.Hosts, func(int) fabric.Exchange { return exchange }); err != nil {
+	exchange := func(rank int) fabric.Exchange { return exchangeBy(j.r, j.prefix+"routers/", rank, len(v.Hosts)) }
+	if err := j.group.openRouters(ctx, j.strategy, v.Hosts, exchange); err != nil {
 		return err
 	}
 	j.group.watch(w)
 	if err := j.group.setInitialTuning(ctx); err != nil {
 		return err
 	}
-	return fabric.Agree(ctx, exchange, j.r.Size(), nil) // no rank returns a group before all ranks have one
+	// No process returns a group before all processes have one.
+	return fabric.Agree(ctx, exchangeBy(j.r, j.prefix+"ready/", j.r.Rank(), j.r.Size()), j.r.Size(), nil)
 }
 
-// A rankInfo describes a rank to rank 0.
+// communicators initializes the communicators of the local ranks together.
+func (j *joining) communicators(ctx context.Context, v *admission, w *reporter) ([]*nccl.Communicator, error) {
+	first, cfg := slices.Index(w.process, j.r.Rank()), j.cfg.nccl(w.onFailure())
+	comms := make([]*nccl.Communicator, len(j.devs))
+	eg, all := errgroup.WithContext(ctx)
+	for i, dev := range j.devs {
+		eg.Go(func() (err error) {
+			comms[i], err = nccl.NewCommunicator(all, dev, v.ID, first+i, len(v.Hosts), cfg)
+			return err
+		})
+	}
+	err := eg.Wait()
+	if err != nil {
+		_ = concurrently(comms, (*nccl.Communicator).Close) // the earlier error is returned
+	}
+	return comms, err
+}
+
+// A rankInfo describes a rank to the first process.
 type rankInfo struct {
 	Host     string // its name in the job, or the system's
 	Machine  string // identifies the host
@@ -127,23 +182,26 @@ type rankInfo struct {
 	Encrypts bool   // NCCL encrypts its connections
 }
 
-// An admission is the answer of rank 0 to all ranks.
+// An admission is the answer of the first process to all processes.
 type admission struct {
 	ID      nccl.UniqueID
+	Counts  []int  // the number of ranks of each process
 	Hosts   []int  // the host of each rank, numbered by its first rank
 	Refused string // why the group cannot be made, or ""
 }
 
-// agree checks that the ranks are compatible and distributes one NCCL id: each rank sends
-// its rankInfo to rank 0, and rank 0 answers all with one admission. NCCL itself would hang, or
+// agree checks that the ranks are compatible and distributes one NCCL id: each process sends
+// its ranks' rankInfos to the first one, which answers all with one admission. NCCL itself would hang, or
 // fail without saying which ranks are incompatible.
 func (j *joining) agree(ctx context.Context) (v admission, err error) {
-	mine, err := rankInfoOf(j.dev, j.strategy, j.cfg)
-	if err != nil {
-		return v, err
-	}
-	if named, ok := j.r.(interface{ Host() string }); ok { // such as a cluster.Session
-		mine.Host = named.Host()
+	mine := make([]rankInfo, len(j.devs))
+	for i, dev := range j.devs {
+		if mine[i], err = rankInfoOf(dev, j.strategy, j.cfg); err != nil {
+			return v, err
+		}
+		if named, ok := j.r.(interface{ Host() string }); ok { // such as a cluster.Session
+			mine[i].Host = named.Host()
+		}
 	}
 	if me := j.r.Rank(); me != 0 {
 		if err := put(ctx, j.r, fmt.Sprint(j.prefix, me), mine); err != nil {
@@ -152,26 +210,30 @@ func (j *joining) agree(ctx context.Context) (v admission, err error) {
 		if err := get(ctx, j.r, j.prefix+"admission", &v); err != nil {
 			return v, fmt.Errorf("wait for rank 0: %w", err)
 		}
-		return v, v.check(j.r.Size())
+		return v, v.check(me, j.r.Size(), len(j.devs))
 	}
-	all, err := gather(ctx, j.r, j.prefix)
+	all, err := gather(ctx, j.r, j.prefix, j.r.Size())
 	if err != nil {
 		return v, err
 	}
-	infos := make([]rankInfo, len(all))
-	infos[0] = mine
-	for i := 1; i < len(infos); i++ {
-		if err := decode(fmt.Sprint(j.prefix, i), all[i], &infos[i]); err != nil {
+	infos, counts := mine, []int{len(mine)}
+	for i := 1; i < len(all); i++ {
+		var theirs []rankInfo
+		if err := decode(fmt.Sprint(j.prefix, i), all[i], &theirs); err != nil {
 			return v, fmt.Errorf("wait for rank %d: %w", i, err)
 		}
+		if len(theirs) == 0 {
+			return v, fmt.Errorf("wait for rank %d: it has no devices: %w", i, ErrMismatch)
+		}
+		infos, counts = append(infos, theirs...), append(counts, len(theirs))
 	}
-	v = admission{Hosts: hostsOf(infos), Refused: incompatibility(infos)}
+	v = admission{Counts: counts, Hosts: hostsOf(infos), Refused: incompatibility(infos)}
 	if shared := sharedGPU(infos, func(rankInfo) int { return 0 }); shared != nil && v.Refused == "" {
 		slog.Warn("comm: " + shared.String() + " share a GPU: the results are right, but timings mean nothing")
 	}
 	if v.Refused == "" {
 		// Only now: NCCL's listener waits for exactly these ranks.
-		if v.ID, err = nccl.NewUniqueID(j.dev); err != nil {
+		if v.ID, err = nccl.NewUniqueID(j.devs[0]); err != nil {
 			return v, err
 		}
 	}
@@ -188,12 +250,32 @@ func (v *admission) err() error {
 	return nil
 }
 
-// check returns the error of an admission that another process has written.
-func (v *admission) check(ranks int) error {
-	if v.Refused == "" && len(v.Hosts) != ranks {
-		return fmt.Errorf("rank 0 tells the hosts of %d ranks of %d: %w", len(v.Hosts), ranks, ErrMismatch)
+// check returns the error of an admission that another process has written: here, process me of size has so many
+// devices.
+func (v *admission) check(me, size, devices int) error {
+	if v.Refused != "" {
+		return v.err()
 	}
-	return v.err()
+	ranks := 0
+	for _, n := range v.Counts {
+		if n < 1 || n > len(v.Hosts) {
+			return fmt.Errorf("rank 0 says that a process has %d of %d ranks: %w", n, len(v.Hosts), ErrMismatch)
+		}
+		ranks += n
+	}
+	if len(v.Counts) != size || ranks != len(v.Hosts) || v.Counts[me] != devices {
+		return fmt.Errorf("rank 0 says that the processes have %v ranks, and the hosts of %d: want %d processes, and %d ranks of process %d: %w",
+			v.Counts, len(v.Hosts), size, devices, me, ErrMismatch)
+	}
+	return nil
+}
+
+// processes returns the process of each rank.
+func (v *admission) processes() (list []int) {
+	for process, n := range v.Counts {
+		list = append(list, slices.Repeat([]int{process}, n)...)
+	}
+	return list
 }
 
 func rankInfoOf(dev *device.Device, s route.Strategy, cfg *Config) (rankInfo, error) {
@@ -336,9 +418,9 @@ func nextGroup(r Rendezvous) int {
 	return joined.n[r]
 }
 
-// The ranks of a group over processes leave it together. Each rank writes how it leaves: it shuts the
+// The processes of a group leave it together. The first rank of each process writes how it leaves: it shuts the
 // group down after its operations have completed, or it closes the group or has failed. Rank 0 reads the
-// other ranks' texts and writes one answer, so that the number of reads grows with the number of ranks and not with its
+// others' texts and writes one answer, so that the number of reads grows with the number of processes and not with its
 // square.
 
 // shutDown is how a rank leaves whose operations have completed.
@@ -362,9 +444,9 @@ func (w *reporter) leave(ctx context.Context, rank int, how string) (err error) 
 	return err
 }
 
-// awaitOthers waits until all ranks have shut the group down. It returns an error if a rank leaves in another way, or if
-// the Rendezvous loses a rank.
-func (w *reporter) awaitOthers(ctx context.Context, rank, size int) error {
+// awaitOthers waits until all processes have shut the group down; rank is the first rank here. It returns an error if a
+// process leaves in another way, or if the Rendezvous loses a rank.
+func (w *reporter) awaitOthers(ctx context.Context, rank int) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	lost := w.r.Context()
@@ -380,20 +462,24 @@ func (w *reporter) awaitOthers(ctx context.Context, rank, size int) error {
 		_ = w.r.Set(ctx, w.readKey(rank), []byte("read")) // rank 0 waits for it only as long as there is a store
 		return errLeft(string(answer))
 	}
-	answer := shutDown
-	for peer := 1; peer < size && answer == shutDown; peer++ {
+	answer, others := shutDown, w.firstRanks()[1:]
+	for _, peer := range others {
 		how, ok := w.await(ctx, w.leaveKey(peer))
 		if !ok {
 			return context.Cause(ctx)
 		}
 		if string(how) != shutDown {
 			answer = fmt.Sprintf("rank %d %s", peer, how)
+			break
 		}
 	}
 	if err := w.r.Set(ctx, w.answerKey(), []byte(answer)); err != nil {
 		return err
 	}
-	for peer := 1; peer < size && answer == shutDown; peer++ { // the store may end with this process
+	for _, peer := range others { // the store may end with this process
+		if answer != shutDown {
+			break
+		}
 		if _, ok := w.await(ctx, w.readKey(peer)); !ok {
 			break
 		}

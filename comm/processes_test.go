@@ -10,6 +10,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -60,6 +61,29 @@ func TestMain(m *testing.M) {
 	testgpu.Main(m)
 }
 
+// devicesVar has the numbers of devices of the processes, such as "1,3"; one device each without it.
+const devicesVar = "COMM_TEST_DEVICES"
+
+// openDevices opens the devices of process rank by devicesVar.
+func openDevices(rank int) ([]*device.Device, error) {
+	sys, err := device.Default()
+	if err != nil {
+		return nil, err
+	}
+	first := 0
+	for i, text := range strings.Split(os.Getenv(devicesVar), ",") {
+		n, err := strconv.Atoi(text)
+		if err != nil {
+			return nil, err
+		}
+		if i == rank {
+			return sys.Devices()[first : first+n], nil
+		}
+		first += n
+	}
+	return nil, fmt.Errorf("no devices for process %d", rank)
+}
+
 // openLocal opens the device of a local rank.
 func openLocal(local, n int) (*device.Device, error) {
 	sys, err := device.Default()
@@ -95,11 +119,17 @@ func work(fault string) error {
 			return err
 		}
 	}
-	dev, err := openLocal(local, sess.LocalSize())
+	var devs []*device.Device
+	if os.Getenv(devicesVar) != "" {
+		devs, err = openDevices(sess.Rank())
+	} else {
+		devs = make([]*device.Device, 1)
+		devs[0], err = openLocal(local, sess.LocalSize())
+	}
 	if err != nil {
 		return err
 	}
-	g, err := comm.Join(ctx, sess, dev, nil)
+	g, err := comm.JoinDevices(ctx, sess, devs, nil)
 	if err != nil {
 		return err
 	}
@@ -127,8 +157,10 @@ func work(fault string) error {
 		return err
 	}
 	defer xs.Close()
-	if err := xs[0].Zero(g.Stream(0)); err != nil {
-		return err
+	for i, x := range xs {
+		if err := x.Zero(g.Stream(i)); err != nil {
+			return err
+		}
 	}
 	if fault == "nan" {
 		return nanOfRank1(ctx, sess, g, xs)
@@ -143,7 +175,7 @@ func work(fault string) error {
 				return err
 			}
 		}
-		if step == 10 && g.Rank() == 1 {
+		if step == 10 && sess.Rank() == 1 {
 			if fault == "close" {
 				_ = g.Close()
 				<-sess.Context().Done()
@@ -266,8 +298,8 @@ func conformBarrier(ctx context.Context, g *comm.Group, sess *cluster.Session) e
 		if err != nil {
 			return err
 		}
-		if came != int64(g.Size()) {
-			return fmt.Errorf("barrier %d let rank %d go when %d of %d had come", round, g.Rank(), came, g.Size())
+		if came != int64(sess.Size()) {
+			return fmt.Errorf("barrier %d let rank %d go when %d of %d processes had come", round, g.Rank(), came, sess.Size())
 		}
 	}
 	return nil
@@ -408,6 +440,35 @@ func TestProcessesWithTwoWays(t *testing.T) {
 			require.Regexp(t, first+"|"+second, out)
 			require.Regexp(t, first+"|"+fmt.Sprintf(aborted, 0, 1), out)
 			require.Regexp(t, second+"|"+fmt.Sprintf(aborted, 1, 0), out)
+			require.Less(t, took, 2*time.Minute, out)
+		})
+	}
+}
+
+// Processes with several ranks each have all operations, by NCCL and by Chorus kernels.
+func TestProcessesWithSeveralDevices(t *testing.T) {
+	t.Parallel()
+	for counts, strategy := range map[string]string{"2,2": "nccl", "1,3": "own"} {
+		t.Run(counts, func(t *testing.T) {
+			code, out, _ := job(t, "virtual", "conform", 2, devicesVar+"="+counts, env.VirtualDevices.Name+"=4", env.CommStrategy.Name+"="+strategy)
+			require.Zero(t, code, out)
+		})
+	}
+}
+
+// The ranks of a process that fails are named with their process.
+func TestCulpritsOfAProcessWithSeveralDevices(t *testing.T) {
+	t.Parallel()
+	for fault, says := range map[string]string{
+		"absent": `rank 2 \(in process 1\) is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, .*; rank 3 \(in process 1\) is behind: .* as collective 10.*nccl: .* as collective 11`,
+		"kill":   `rank 2 \(in process 1\) was lost: .*; rank 3 \(in process 1\) was lost: .*: cluster: rank 1 .* SIGKILL`,
+		"close":  `rank [23] \(in process 1\) (has left|is behind): .* as collective 10, .*; by then it had closed the group`,
+	} {
+		t.Run(fault, func(t *testing.T) {
+			t.Parallel() // they mostly wait for deadlines
+			_, out, took := job(t, "virtual", fault, 2, devicesVar+"=2,2", env.VirtualDevices.Name+"=4", timeoutVar+"=4s", paceVar+"=60ms")
+			require.Regexp(t, `(?m)^\[rank 0\] worker: .*(`+says+`)`, out)
+			require.NotRegexp(t, `rank [01] (\(in process 0\) )?is behind`, out)
 			require.Less(t, took, 2*time.Minute, out)
 		})
 	}

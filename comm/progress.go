@@ -21,7 +21,8 @@ import (
 // it may have progressed further before it ended.
 type RankProgress struct {
 	Rank        int           // in the group
-	World       int           // rank in the Rendezvous; differs from Rank if the group was split
+	World       int           // rank in the group that Join returned; differs from Rank if the group was split
+	Process     int           // the rank of its process in the Rendezvous; differs from World if a process has several ranks
 	Collectives uint64        // number of collectives reported
 	Operation   string        // the last one reported, such as "ncclAllReduce(8 x float32, sum) as collective 7"; "none"
 	Age         time.Duration // since the operation was issued; compares two clocks
@@ -32,8 +33,13 @@ type RankProgress struct {
 
 func (p RankProgress) String() string {
 	who := fmt.Sprint("rank ", p.Rank)
-	if p.World != p.Rank {
+	switch {
+	case p.World != p.Rank && p.Process != p.World:
+		who += fmt.Sprintf(" (rank %d of the world, in process %d)", p.World, p.Process)
+	case p.World != p.Rank:
 		who += fmt.Sprintf(" (rank %d of the world)", p.World)
+	case p.Process != p.World:
+		who += fmt.Sprintf(" (in process %d)", p.Process)
 	}
 	text := fmt.Sprintf("%s %s: its last reported operation is %s, %v ago", who, p.Why, p.Operation, p.Age.Round(time.Millisecond))
 	if p.Operation == "none" {
@@ -46,7 +52,7 @@ func (p RankProgress) String() string {
 	return text
 }
 
-// A CulpritError names the ranks in other processes that stopped the group, with their
+// A CulpritError names the ranks of a group over several processes that stopped it, with their
 // last operations. It wraps the original error: a *nccl.TimeoutError, or the Rendezvous's
 // error about a lost rank.
 type CulpritError struct {
@@ -130,12 +136,14 @@ func (x *report) differentCollective(other *report) uint64 {
 // reporter exchanges progress reports between the processes of a group. Each rank writes its
 // report periodically; the others read it when an operation fails.
 type reporter struct {
-	r      Rendezvous
-	prefix string
-	hosts  []int // the host of each rank of r
-	world  []int // the ranks of r in the group, by rank; nil means all
-	stop   context.CancelFunc
-	nan    chan error // the NaN that another process reports; nil without checks
+	r       Rendezvous
+	prefix  string
+	hosts   []int                // the host of each rank of the world, the group that Join returned
+	process []int                // the rank in r of the process of each rank of the world
+	world   []int                // the ranks of the world in the group, by rank; nil means all
+	comms   []*nccl.Communicator // of the local ranks
+	stop    context.CancelFunc
+	nan     chan error // the NaN that another process reports; nil without checks
 
 	leaving    sync.Once  // writes how the rank leaves
 	diagnosing sync.Mutex // held while diagnose runs
@@ -143,16 +151,33 @@ type reporter struct {
 	dumps      dumps
 }
 
-// worldRanks returns the ranks of r in the group, by rank.
+// child returns a reporter for a group that is split from this one.
+func (w *reporter) child(prefix string) *reporter {
+	return &reporter{r: w.r, hosts: w.hosts, process: w.process, world: w.world, prefix: w.prefix + prefix}
+}
+
+// worldRanks returns the ranks of the world in the group, by rank.
 func (w *reporter) worldRanks() []int {
 	if w.world != nil {
 		return w.world
 	}
-	all := make([]int, w.r.Size())
+	all := make([]int, len(w.process))
 	for rank := range all {
 		all[rank] = rank
 	}
 	return all
+}
+
+// firstRanks returns the first rank of each process in the group, beginning with rank 0.
+func (w *reporter) firstRanks() (list []int) {
+	seen := map[int]bool{}
+	for rank, at := range w.worldRanks() {
+		if p := w.process[at]; !seen[p] {
+			seen[p] = true
+			list = append(list, rank)
+		}
+	}
+	return list
 }
 
 // result returns the result of diagnose and waits for a call in progress. It runs first
@@ -185,37 +210,45 @@ const (
 	exchangeTime = time.Second
 )
 
-// start starts to report the progress of a communicator periodically, until stop is called. It
-// calls fail if another rank reports a NaN.
-func (w *reporter) start(c *nccl.Communicator, fail func(error) error) {
+// start starts to report the progress of the local ranks periodically, until stop is called. It
+// calls fail if another process reports a NaN.
+func (w *reporter) start(comms []*nccl.Communicator, fail func(error) error) {
 	var ctx context.Context
 	ctx, w.stop = context.WithCancel(w.r.Context())
-	if collective.Of(c).ChecksNaN() {
+	w.diagnosing.Lock() // a communicator may fail at the same time
+	w.comms = comms
+	w.diagnosing.Unlock()
+	if collective.Of(comms[0]).ChecksNaN() {
 		w.nan = make(chan error, 1)
-		go w.awaitNaN(ctx, c, fail)
+		go w.awaitNaN(ctx, fail)
 	}
-	go w.awaitDump(ctx, c)
-	go func() {
-		tick := time.NewTicker(reportInterval)
-		defer tick.Stop()
-		var look comparison
-		for written := (report{Operation: "?"}); ; {
-			if now := reportOf(c); now.Operation != written.Operation || now.Collectives != written.Collectives {
-				look = comparison{}
-				if w.write(ctx, c.Rank(), now) == nil {
-					written = now
-				}
-			} else if err := look.compare(ctx, w, c, &now); err != nil {
-				_ = fail(err)
-				return
+	go w.awaitDump(ctx)
+	for _, c := range comms {
+		go w.report(ctx, c, fail)
+	}
+}
+
+// report reports the progress of a local rank until ctx ends.
+func (w *reporter) report(ctx context.Context, c *nccl.Communicator, fail func(error) error) {
+	tick := time.NewTicker(reportInterval)
+	defer tick.Stop()
+	var look comparison
+	for written := (report{Operation: "?"}); ; {
+		if now := reportOf(c); now.Operation != written.Operation || now.Collectives != written.Collectives {
+			look = comparison{}
+			if w.write(ctx, c.Rank(), now) == nil {
+				written = now
 			}
-			select {
-			case <-ctx.Done():
-				return
-			case <-tick.C:
-			}
+		} else if err := look.compare(ctx, w, c, &now); err != nil {
+			_ = fail(err)
+			return
 		}
-	}()
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+	}
 }
 
 // A comparison looks for ranks that issued different operations, while a rank does not progress. Backends other than NCCL, and
@@ -255,20 +288,23 @@ func (x *comparison) compare(ctx context.Context, w *reporter, c *nccl.Communica
 		n, c.Rank(), c.Size(), what, nccl.ErrorInvalidUsage))
 }
 
-// finish writes the last report, with how the rank ends.
-func (w *reporter) finish(c *nccl.Communicator, end string) {
+// finish writes the last reports, with how the process ends the group.
+func (w *reporter) finish(end string) {
 	w.stop()
 	if w.r.Context().Err() != nil {
 		return // the others already know of an end
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), lastReportTime)
 	defer cancel()
-	x := reportOf(c)
-	x.End = end
-	_ = w.write(ctx, c.Rank(), x) // a rank that misses it has an older report
-	_ = w.leave(ctx, c.Rank(), cmp.Or(end, "has failed"))
+	for _, c := range w.comms {
+		x := reportOf(c)
+		x.End = end
+		_ = w.write(ctx, c.Rank(), x) // a rank that misses it has an older report
+	}
+	first := w.comms[0].Rank()
+	_ = w.leave(ctx, first, cmp.Or(end, "has failed"))
 	if end != "" {
-		_ = w.r.Set(ctx, w.endedKey(), []byte(strconv.Itoa(c.Rank())))
+		_ = w.r.Set(ctx, w.endedKey(), []byte(strconv.Itoa(first)))
 	}
 }
 
@@ -295,15 +331,18 @@ func (w *reporter) write(ctx context.Context, rank int, x report) error {
 func (w *reporter) key(rank int) string { return fmt.Sprint(w.prefix, "progress/", rank) }
 
 // readAll returns the last reports of the other ranks. A rank without a report is missing, and
-// so are all ranks if the process with the store has ended.
+// so are all ranks of other processes if the process with the store has ended.
 func (w *reporter) readAll(c *nccl.Communicator) map[int]report {
 	ctx, cancel := context.WithTimeout(context.Background(), readReportsTime)
 	defer cancel()
 	var mu sync.Mutex
 	all := map[int]report{}
 	var wg sync.WaitGroup
+	for _, local := range w.comms {
+		all[local.Rank()] = reportOf(local)
+	}
 	for rank := range c.Size() {
-		if rank == c.Rank() {
+		if _, local := all[rank]; local || rank == c.Rank() {
 			continue
 		}
 		wg.Go(func() {
@@ -317,6 +356,7 @@ func (w *reporter) readAll(c *nccl.Communicator) map[int]report {
 		})
 	}
 	wg.Wait()
+	delete(all, c.Rank())
 	return all
 }
 
@@ -369,10 +409,18 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	}
 	w.diagnosing.Lock()
 	defer w.diagnosing.Unlock()
+	if w.diagnosis != nil { // of another local rank
+		return w.diagnosis
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), exchangeTime)
 	defer cancel()
 	mine := reportOf(c)
 	_ = w.write(ctx, c.Rank(), mine) // the other ranks look for it
+	for _, local := range w.comms {
+		if local != c {
+			_ = w.write(ctx, local.Rank(), reportOf(local))
+		}
+	}
 	var service <-chan []string
 	if late {
 		service = w.askService(c) // beside the exchange of the flight recorders
@@ -483,12 +531,14 @@ func firstEnded(all map[int]report) (list []RankProgress) {
 	return []RankProgress{all[first].progress(first, "has left")}
 }
 
-// lossCulprits returns the lost rank and the rank that left while this one waited for it. The lost
-// rank may have ended because of the other one.
-func lossCulprits(lost int, mine report, all map[int]report) []RankProgress {
-	list := slices.DeleteFunc(firstEnded(all), func(p RankProgress) bool { return p.Rank == lost || p.Collectives >= mine.Collectives })
-	if x, ok := all[lost]; ok {
-		list = append(list, x.progress(lost, "was lost"))
+// lossCulprits returns the lost ranks, those of a process, and the rank that left while this one waited for it. The lost
+// ranks may have ended because of the other one.
+func lossCulprits(lost []int, mine report, all map[int]report) []RankProgress {
+	list := slices.DeleteFunc(firstEnded(all), func(p RankProgress) bool { return slices.Contains(lost, p.Rank) || p.Collectives >= mine.Collectives })
+	for _, rank := range lost {
+		if x, ok := all[rank]; ok {
+			list = append(list, x.progress(rank, "was lost"))
+		}
 	}
 	return list
 }
@@ -503,11 +553,13 @@ func (w *reporter) explainLoss(c *nccl.Communicator, err error) error {
 		}
 		return err
 	}
-	rank := l.LostRank()
-	if w.world != nil {
-		rank = slices.Index(w.world, rank)
+	var lost []int
+	for rank, at := range w.worldRanks() {
+		if w.process[at] == l.LostRank() {
+			lost = append(lost, rank)
+		}
 	}
-	return w.culpritError(lossCulprits(rank, reportOf(c), w.readAll(c)), err)
+	return w.culpritError(lossCulprits(lost, reportOf(c), w.readAll(c)), err)
 }
 
 func (x report) progress(rank int, why string) RankProgress {
@@ -518,10 +570,9 @@ func (w *reporter) culpritError(list []RankProgress, err error) error {
 	if len(list) == 0 {
 		return err
 	}
-	for i := range list {
-		if list[i].World = list[i].Rank; w.world != nil {
-			list[i].World = w.world[list[i].Rank]
-		}
+	for i, p := range list {
+		list[i].World = w.worldRanks()[p.Rank]
+		list[i].Process = w.process[list[i].World]
 	}
 	slices.SortFunc(list, func(a, b RankProgress) int { return a.Rank - b.Rank })
 	return &CulpritError{list, err}

@@ -143,11 +143,15 @@ func TestTheFirstThatLeft(t *testing.T) {
 	delete(all, 2)
 	require.Empty(t, firstEnded(all))
 
-	w := &reporter{world: []int{5, 6, 7}}
+	w := &reporter{world: []int{5, 6, 7}, process: []int{0, 0, 0, 0, 1, 1, 1, 1}}
 	oops := errors.New("oops")
 	e, ok := errors.AsType[*CulpritError](w.culpritError(list, oops))
 	require.True(t, ok)
 	require.Equal(t, 7, e.Culprits[0].World)
+	require.Equal(t, 1, e.Culprits[0].Process)
+	require.ErrorContains(t, e, "rank 2 (rank 7 of the world, in process 1) has left")
+	require.Equal(t, []int{0}, w.firstRanks())
+	require.Equal(t, []int{0, 2}, (&reporter{world: []int{6, 5, 0, 7}, process: w.process}).firstRanks())
 	require.Equal(t, oops, w.culpritError(nil, oops))
 }
 
@@ -161,10 +165,11 @@ func TestWhoIsGone(t *testing.T) {
 		return s
 	}
 	all := map[int]report{1: {Collectives: 10, Written: now, End: "closed the group"}, 2: {Collectives: 11, Written: now}}
-	require.Equal(t, []string{"1 has left", "2 was lost"}, whys(lossCulprits(2, report{Collectives: 11}, all)))
-	require.Equal(t, []string{"2 was lost"}, whys(lossCulprits(2, report{Collectives: 10}, all)), "rank 1 has done all")
-	require.Equal(t, []string{"1 was lost"}, whys(lossCulprits(1, report{Collectives: 11}, all)))
-	require.Equal(t, []string{"1 has left"}, whys(lossCulprits(3, report{Collectives: 11}, all)), "rank 3 has reported nothing")
+	require.Equal(t, []string{"1 has left", "2 was lost"}, whys(lossCulprits([]int{2}, report{Collectives: 11}, all)))
+	require.Equal(t, []string{"2 was lost"}, whys(lossCulprits([]int{2}, report{Collectives: 10}, all)), "rank 1 has done all")
+	require.Equal(t, []string{"1 was lost"}, whys(lossCulprits([]int{1}, report{Collectives: 11}, all)))
+	require.Equal(t, []string{"1 has left"}, whys(lossCulprits([]int{3}, report{Collectives: 11}, all)), "rank 3 has reported nothing")
+	require.Equal(t, []string{"1 was lost", "2 was lost"}, whys(lossCulprits([]int{1, 2}, report{Collectives: 11}, all)), "a process with two ranks")
 }
 
 // Only a failure of its own is what a rank tells as its end.

@@ -163,10 +163,7 @@ func (g *Group) hosts() int {
 		return 1
 	}
 	seen := map[int]bool{}
-	for rank := range g.size {
-		if g.reporter.world != nil {
-			rank = g.reporter.world[rank]
-		}
+	for _, rank := range g.reporter.worldRanks() {
 		seen[g.reporter.hosts[rank]] = true
 	}
 	return len(seen)

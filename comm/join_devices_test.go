@@ -53,16 +53,17 @@ func TestJoinDevices(t *testing.T) {
 	for _, counts := range [][]int{{2, 2}, {1, 3}, {3, 1, 1}} {
 		for _, strategy := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.Windows} {
 			t.Run(fmt.Sprint(counts, strategy), func(t *testing.T) {
-				devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 5})
-				errs := joinDevices(t, cut(devs, counts...), &comm.Config{Strategy: strategy}, func(ctx context.Context, g *comm.Group) error {
-					for i, rank := range localRanks(g) {
-						if g.Device(i) != devs[rank] {
-							return fmt.Errorf("rank %d is on %s, want %s", rank, g.Device(i), devs[rank])
+				testgpu.Each(t, 5, func(t *testing.T, devs []*device.Device) {
+					errs := joinDevices(t, cut(devs, counts...), &comm.Config{Strategy: strategy}, func(ctx context.Context, g *comm.Group) error {
+						for i, rank := range localRanks(g) {
+							if g.Device(i) != devs[rank] {
+								return fmt.Errorf("rank %d is on %s, want %s", rank, g.Device(i), devs[rank])
+							}
 						}
-					}
-					return errors.Join(conform(ctx, g), conformSplit(ctx, g))
+						return errors.Join(conform(ctx, g), conformSplit(ctx, g))
+					})
+					require.NoError(t, errors.Join(errs...))
 				})
-				require.NoError(t, errors.Join(errs...))
 			})
 		}
 	}
@@ -165,4 +166,17 @@ func ExampleJoinDevices() {
 		log.Fatal(err)
 	}
 	// Output: 2 of 4 ranks are local, and the sum is 6
+}
+
+// SyncState refuses a group of which one process has several ranks, on all processes.
+func TestSyncStateOfUnevenProcesses(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	errs := joinDevices(t, cut(devs, 1, 2), nil, func(ctx context.Context, g *comm.Group) error {
+		v := 1
+		if _, err := comm.SyncState(ctx, g, 1, &v); !errors.Is(err, comm.ErrMismatch) {
+			return fmt.Errorf("it has synchronised: %w", err)
+		}
+		return nil
+	})
+	require.NoError(t, errors.Join(errs...))
 }

@@ -448,29 +448,40 @@ func TestProcessesWithTwoWays(t *testing.T) {
 // Processes with several ranks each have all operations, by NCCL and by Chorus kernels.
 func TestProcessesWithSeveralDevices(t *testing.T) {
 	t.Parallel()
-	for counts, strategy := range map[string]string{"2,2": "nccl", "1,3": "own"} {
-		t.Run(counts, func(t *testing.T) {
-			code, out, _ := job(t, "virtual", "conform", 2, devicesVar+"="+counts, env.VirtualDevices.Name+"=4", env.CommStrategy.Name+"="+strategy)
-			require.Zero(t, code, out)
-		})
+	for _, backend := range []string{"virtual", "cuda"} {
+		for counts, strategy := range map[string]string{"2,2": "nccl", "1,3": "own"} {
+			t.Run(backend+"/"+counts, func(t *testing.T) {
+				if backend == "cuda" {
+					testgpu.CUDA(t, 4)
+				}
+				code, out, _ := job(t, backend, "conform", 2, devicesVar+"="+counts, env.VirtualDevices.Name+"=4", env.CommStrategy.Name+"="+strategy)
+				require.Zero(t, code, out)
+			})
+		}
 	}
 }
 
 // The ranks of a process that fails are named with their process.
 func TestCulpritsOfAProcessWithSeveralDevices(t *testing.T) {
 	t.Parallel()
-	for fault, says := range map[string]string{
-		"absent": `rank 2 \(in process 1\) is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, .*; rank 3 \(in process 1\) is behind: .* as collective 10.*nccl: .* as collective 11`,
-		"kill":   `rank 2 \(in process 1\) was lost: .*; rank 3 \(in process 1\) was lost: .*: cluster: rank 1 .* SIGKILL`,
-		"close":  `rank [23] \(in process 1\) (has left|is behind): .* as collective 10, .*; by then it had closed the group`,
-	} {
-		t.Run(fault, func(t *testing.T) {
-			t.Parallel() // they mostly wait for deadlines
-			_, out, took := job(t, "virtual", fault, 2, devicesVar+"=2,2", env.VirtualDevices.Name+"=4", timeoutVar+"=4s", paceVar+"=60ms")
-			require.Regexp(t, `(?m)^\[rank 0\] worker: .*(`+says+`)`, out)
-			require.NotRegexp(t, `rank [01] (\(in process 0\) )?is behind`, out)
-			require.Less(t, took, 2*time.Minute, out)
-		})
+	for _, backend := range []string{"virtual", "cuda"} {
+		for fault, says := range map[string]string{
+			"absent": `rank 2 \(in process 1\) is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, .*; rank 3 \(in process 1\) is behind: .* as collective 10.*nccl: .* as collective 11`,
+			"kill":   `rank 2 \(in process 1\) was lost: .*; rank 3 \(in process 1\) was lost: .*: cluster: rank 1 .* SIGKILL`,
+			"close":  `rank [23] \(in process 1\) (has left|is behind): .* as collective 10, .*; by then it had closed the group`,
+		} {
+			t.Run(backend+"/"+fault, func(t *testing.T) {
+				if backend == "cuda" {
+					testgpu.CUDA(t, 4)
+				} else {
+					t.Parallel() // they mostly wait for deadlines
+				}
+				_, out, took := job(t, backend, fault, 2, devicesVar+"=2,2", env.VirtualDevices.Name+"=4", timeoutVar+"=4s", paceVar+"=60ms")
+				require.Regexp(t, `(?m)^\[rank 0\] worker: .*(`+says+`)`, out)
+				require.NotRegexp(t, `rank [01] (\(in process 0\) )?is behind`, out)
+				require.Less(t, took, 2*time.Minute, out)
+			})
+		}
 	}
 }
 

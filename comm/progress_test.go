@@ -120,10 +120,12 @@ func TestCulpritsOfTwoBackends(t *testing.T) {
 
 // A rank that has reported no operation may have issued some.
 func TestRankProgressText(t *testing.T) {
-	p := RankProgress{Rank: 1, World: 1, Why: "was lost", Operation: "none", Reported: 400 * time.Millisecond}
+	p := RankProgress{Rank: 1, World: 1, Process: 1, Why: "was lost", Operation: "none", Reported: 400 * time.Millisecond}
 	require.Equal(t, "rank 1 was lost: it had reported no operation (as of 400ms ago)", p.String())
-	p = RankProgress{Rank: 1, World: 3, Why: "is behind", Operation: "x", Age: 2 * time.Second, Reported: time.Second, End: "closed the group"}
+	p = RankProgress{Rank: 1, World: 3, Process: 3, Why: "is behind", Operation: "x", Age: 2 * time.Second, Reported: time.Second, End: "closed the group"}
 	require.Equal(t, "rank 1 (rank 3 of the world) is behind: its last reported operation is x, 2s ago (as of 1s ago); by then it had closed the group", p.String())
+	p = RankProgress{Rank: 3, World: 3, Process: 1, Why: "was lost", Operation: "none"}
+	require.Equal(t, "rank 3 (in process 1) was lost: it had reported no operation (as of 0s ago)", p.String())
 }
 
 // Of the ranks that have ended the first one is named: the others may have ended

@@ -41,8 +41,8 @@ func SyncState[T any](ctx context.Context, g *Group, version int64, v *T, parts 
 	if err := checkValue(g, op, 0, v != nil); err != nil {
 		return -1, err
 	}
-	if len(g.members) != 1 {
-		return -1, badArgument(op, "%d ranks of the group are in this process: want one", len(g.members))
+	if len(g.members) != 1 || g.reporter != nil && len(g.reporter.firstRanks()) != g.size {
+		return -1, badArgument(op, "a process has several ranks of the group, and this one %d: want one rank in each", len(g.members))
 	}
 	mine := stateHead{Version: max(version, -1)}
 	for _, p := range parts {

@@ -204,7 +204,7 @@ func (r *restoring) matchOne(x *wanted, t *savedTensor) error {
 		switch {
 		case t.Rows*p.Len == 0:
 		case t.Rows == x.rows && t.Width == x.width:
-			r.rect(x, p, 0, 0, t.Rows, p.Len, p.Start)
+			r.rect(x, p, 0, rect{0, p.Start, t.Rows, p.Len})
 		default:
 			for row := range t.Rows { // a run of the tensor each
 				r.matchRun(x, p, row*p.Len, row*t.Width+p.Start, p.Len)
@@ -214,24 +214,18 @@ func (r *restoring) matchOne(x *wanted, t *savedTensor) error {
 	return nil
 }
 
-// matchRun computes the moves for a run of n elements: the end of a row, whole rows, and the
-// beginning of one. The run begins at element at of the tensor, which is element from of the
-// stored part.
+// matchRun computes the moves for a run of n elements. The run begins at element at of the tensor, which is
+// element from of the stored part.
 func (r *restoring) matchRun(x *wanted, p *savedPart, from, at, n int) {
-	for n > 0 {
-		row, column := at/x.width, at%x.width
-		rows, width := 1, min(x.width-column, n)
-		if column == 0 && n >= x.width {
-			rows = n / x.width
-		}
-		r.rect(x, p, from, row, rows, width, column)
-		from, at, n = from+rows*width, at+rows*width, n-rows*width
+	for _, q := range rectsOfRun(at, n, x.width) {
+		r.rect(x, p, from, q)
+		from += q.elements()
 	}
 }
 
-// rect adds a move of rows of the given width, which begin at element from of the stored part
-// and at a row and a column of the tensor.
-func (r *restoring) rect(x *wanted, p *savedPart, from, row, rows, width, column int) {
+// rect adds a move of a rectangle of the tensor, which begins at element from of the stored part.
+func (r *restoring) rect(x *wanted, p *savedPart, from int, q rect) {
+	row, rows, width, column := q.row, q.rows, q.cols, q.col
 	at := r.saved.files.where[p.Key]
 	info, _ := r.saved.files.Info(p.Key)
 	size := info.Format.Bits() / 8

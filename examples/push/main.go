@@ -1,0 +1,193 @@
+// Push sends the weights of two trainers to receivers, such as inference engines, that come and go while the training
+// goes on. Each trainer has half of every weight, in float32; each receiver wants all of it, in bfloat16.
+//
+//	bin/push -trainer 0 & bin/push -trainer 1 &
+//	bin/push -receiver a & bin/push -receiver b -pushes 5
+//
+// The first trainer has a list of receivers that wait for weights. Each change of the receivers begins another
+// generation: a session and a group of the trainers and of all receivers on the list. A receiver that is
+// killed within a push breaks that generation's group, which ends the push and nothing else.
+package main
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log"
+	"net"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+	"time"
+
+	"github.com/gochorus/chorus/checkpoint"
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
+)
+
+// trainers is the number of trainers, which have the first ranks of each group.
+const trainers = 2
+
+// shapes are the weights of the model.
+var shapes = map[string][]int{"embedding": {1000, 64}, "layer.0": {64, 256}, "layer.1": {256, 64}, "norm": {64}}
+
+// value is element i of each weight after a step: a number that bfloat16 has.
+func value(step, i int) float32 { return float32((step + i%7) % 256) }
+
+var (
+	trainer = flag.Int("trainer", -1, "be trainer 0 or 1")
+	name    = flag.String("receiver", "", "be a receiver with this `name`")
+	addr    = flag.String("addr", "127.0.0.1:29610", "`host:port` of trainer 0, which also uses the next two ports")
+	number  = flag.Int("device", 0, "`number` of the device")
+	steps   = flag.Int("steps", 0, "number of steps of the training; 0 is until a trainer is interrupted")
+	pause   = flag.Duration("pause", 50*time.Millisecond, "time of a step")
+	pushes  = flag.Int("pushes", 0, "number of pushes after which the receiver leaves; 0 is all")
+)
+
+func main() {
+	log.SetFlags(0)
+	flag.Parse()
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx); err != nil {
+		log.Fatalf("%s: %v", who(), err)
+	}
+}
+
+func who() string { return cmp.Or(*name, fmt.Sprint("trainer ", *trainer)) }
+
+func run(ctx context.Context) error {
+	sys, note, err := device.OrVirtual()
+	if err != nil {
+		return err
+	}
+	if note != "" {
+		fmt.Fprintln(os.Stderr, note)
+	}
+	dev, err := sys.Open(*number)
+	if err != nil {
+		return err
+	}
+	switch {
+	case *trainer >= 0 && *trainer < trainers && *name == "":
+		return train(ctx, dev)
+	case *trainer < 0 && *name != "":
+		return receive(ctx, dev)
+	}
+	return errors.New("want -trainer 0, -trainer 1 or -receiver with a name")
+}
+
+// port returns the address of trainer 0 with another port.
+func port(offset int) string {
+	host, text, err := net.SplitHostPort(*addr)
+	n, failed := strconv.Atoi(text)
+	if err != nil || failed != nil {
+		log.Fatalf("-addr %s: want host:port", *addr)
+	}
+	return net.JoinHostPort(host, strconv.Itoa(n+offset))
+}
+
+// session joins a session of so many processes.
+func session(ctx context.Context, job, addr string, rank, size int) (*cluster.Session, error) {
+	return cluster.Join(ctx, &cluster.JoinConfig{
+		Job: job, Addr: addr, Serve: rank == 0, Rank: &rank, Size: size,
+		Timing: cluster.Timing{Join: 10 * time.Second},
+	})
+}
+
+// A generation is the receivers that get the same pushes.
+type generation struct {
+	Number    int
+	Receivers []string
+}
+
+// A note is what the members of a generation tell each other before each push.
+type note struct {
+	Step    int
+	Stop    bool // the training ends
+	Regroup bool // other receivers wait
+	Leave   bool // this receiver leaves
+}
+
+// A link is the part of a process in a generation.
+type link struct {
+	session  *cluster.Session
+	group    *comm.Group
+	transfer *checkpoint.Transfer
+}
+
+// connect joins a generation.
+func connect(ctx context.Context, g generation, rank int, dev *device.Device, dst, src []checkpoint.Part) (*link, error) {
+	l := new(link)
+	var err error
+	l.session, err = session(ctx, fmt.Sprint("push-", g.Number), port(2), rank, trainers+len(g.Receivers))
+	if err == nil {
+		l.group, err = comm.Join(ctx, l.session, dev, nil)
+	}
+	if err == nil {
+		l.transfer, err = checkpoint.NewTransfer(ctx, l.group, [][]checkpoint.Part{dst}, [][]checkpoint.Part{src}, nil)
+	}
+	if err != nil {
+		return nil, errors.Join(err, l.transfer.Close(), l.group.Close(), l.session.Close())
+	}
+	return l, nil
+}
+
+// tell exchanges the notes of all members, and returns what they say together.
+func (l *link) tell(ctx context.Context, mine note) (all note, err error) {
+	notes, err := comm.GatherValues(ctx, l.group, nil, mine)
+	for _, n := range notes {
+		all.Step = max(all.Step, n.Step)
+		all.Stop, all.Regroup, all.Leave = all.Stop || n.Stop, all.Regroup || n.Regroup, all.Leave || n.Leave
+	}
+	return all, err
+}
+
+// push transfers the weights between the work on s before and after, and waits for it.
+func (l *link) push(ctx context.Context, s *stream.Stream) error {
+	if err := l.group.Between([]*stream.Stream{s}, l.transfer.Run); err != nil {
+		return err
+	}
+	return l.group.Wait(ctx)
+}
+
+// leave ends the link together with all other members, so that none reports a loss.
+func (l *link) leave(ctx context.Context) error {
+	return errors.Join(l.transfer.Close(), l.group.Shutdown(ctx), l.session.Shutdown(ctx))
+}
+
+// abandon ends the link of a broken generation. Work that was aborted may still use the weights, so s waits for it.
+func (l *link) abandon(s *stream.Stream) error {
+	return errors.Join(s.WaitStream(l.group.Stream(0)), l.transfer.Close(), l.group.Close(), l.session.Close())
+}
+
+// makeParts allocates this process's parts of the weights on s: the given share of the elements, or all of them.
+func makeParts(s *stream.Stream, dt memory.DType, share, of int) (parts []checkpoint.Part, err error) {
+	for name, shape := range shapes {
+		n := 1
+		for _, d := range shape {
+			n *= d
+		}
+		p := checkpoint.Part{Name: name, Shape: shape, Flat: true, Start: n * share / of}
+		if p.Data, err = tensor.Make(s, dt, n*(share+1)/of-p.Start); err != nil {
+			return nil, errors.Join(err, closeParts(parts))
+		}
+		parts = append(parts, p)
+	}
+	return parts, nil
+}
+
+func closeParts(parts []checkpoint.Part) error {
+	var errs []error
+	for _, p := range parts {
+		errs = append(errs, p.Data.Close())
+	}
+	return errors.Join(errs...)
+}

@@ -62,8 +62,8 @@ type message struct {
 //
 // Wanted parts may be cut along other dimensions than those that ranks have, and have another type, which a device
 // converts as tensor.Copy does: the sender if the wanted type is shorter, and otherwise the receiver. If
-// several ranks have an element, they share the work of sending it; a rank that has what it wants copies it.
-// Each rank gets its elements straight from the ranks that have them.
+// several ranks have an element, they share the work of sending it; a rank that has what it wants copies it. If more ranks
+// want an element in one type than have it, it is sent once, and the receivers forward it to each other.
 //
 // All ranks return an error if no rank has an element that a rank wants, if ranks describe a tensor by
 // different shapes, or if they have it in different types. The error names the tensor, the ranks and the elements. A part
@@ -228,7 +228,7 @@ func (l *transferLocal) build(w *transferWork, r *transferRound) error {
 		switch l.rank {
 		case s.from:
 			m.peer, m.sends = s.to, true
-			m.mem, err = l.bytes(s, s.srcPack, s.srcAt, l.src[s.name], s.src)
+			m.mem, err = l.bytes(s, s.srcPack, s.srcAt, l.source(s.piece), s.src)
 		case s.to:
 			m.peer = s.from
 			m.mem, err = l.bytes(s, s.dstPack, s.dstAt, l.dst[s.name], s.dst)
@@ -243,12 +243,20 @@ func (l *transferLocal) build(w *transferWork, r *transferRound) error {
 	return nil
 }
 
+// source returns the part that a piece comes from.
+func (l *transferLocal) source(x *piece) *Part {
+	if x.forwards {
+		return l.dst[x.name]
+	}
+	return l.src[x.name]
+}
+
 // addCopies adds the copies of a piece on the device of the rank.
 func (l *transferLocal) addCopies(w *transferWork, x *piece) error {
 	var src, dst tensor.Tensor
 	var err error
 	if x.from == l.rank && (x.srcPack || x.to == l.rank) {
-		if src, err = x.of(l.src[x.name], x.src); err != nil {
+		if src, err = x.of(l.source(x), x.src); err != nil {
 			return err
 		}
 	}

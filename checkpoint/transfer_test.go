@@ -153,11 +153,15 @@ func TestTransferRandom(t *testing.T) {
 					}
 					seeds[x.name] = k
 					parts, shapes := x.covering(r, ranks)
+					alike, wanted := r.IntN(2) == 0, transferTypes[r.IntN(len(transferTypes))]
 					for rank := range ranks {
 						src[rank] = append(src[rank], makePart(t, g.Stream(rank), parts[rank], x.has, shapes[rank], func(i int) float64 { return number(k, i) }))
 						if r.IntN(4) > 0 {
 							p, shape := x.random(r)
-							dst[rank] = append(dst[rank], makePart(t, g.Stream(rank), p, transferTypes[r.IntN(len(transferTypes))], shape, func(int) float64 { return 113 }))
+							if !alike {
+								wanted = transferTypes[r.IntN(len(transferTypes))]
+							}
+							dst[rank] = append(dst[rank], makePart(t, g.Stream(rank), p, wanted, shape, func(int) float64 { return 113 }))
 						}
 					}
 				}
@@ -234,6 +238,22 @@ func TestTransferPlan(t *testing.T) {
 		sent[s.from] += s.bytes
 	}
 	require.Equal(t, []int{4 * n, 4 * n, 0, 0}, sent, "two ranks share the work")
+
+	// One rank pushes to three: it sends each element once, and they forward it in the next round.
+	rounds, _, err = planTransfer([][]partInfo{nil, has, has, has}, [][]partInfo{has, nil, nil, nil}, 256<<20)
+	require.NoError(t, err)
+	require.Len(t, rounds, 2)
+	got, forwarded := make([]int, 4), 0
+	for i, r := range rounds {
+		for _, s := range r.sends {
+			require.Equal(t, i == 1, s.from != 0)
+			if got[s.to] += s.bytes; s.from != 0 {
+				forwarded += s.bytes
+			}
+		}
+	}
+	require.Equal(t, []int{0, 4 * n, 4 * n, 4 * n}, got)
+	require.Equal(t, 2*4*n, forwarded)
 
 	var small []partInfo
 	for i := range 100 {

@@ -92,6 +92,7 @@ type piece struct {
 	at               rect
 	width            int // of the rows that at counts
 	wire             memory.DType
+	forwards         bool // src is the wanted part of from, which has received it in an earlier round
 	srcPack, dstPack bool // the bytes go through the scratch memory of the rank
 	srcAt, dstAt     int  // there
 }
@@ -133,9 +134,11 @@ const (
 // A transferPlanner computes the rounds of a transfer. All ranks compute the same.
 type transferPlanner struct {
 	budget  int // scratch memory of a rank
-	sent    []int
+	sent    []int // bytes, by rank
+	turn    int   // of the ranks that forward
 	used    []int // of the scratch memory in the open round, by rank
 	open    []*piece
+	pending []*piece // forwards of pieces in the open round
 	rounds  []*transferRound
 	scratch []int // that the rounds need, by rank
 }
@@ -158,7 +161,9 @@ func planTransfer(dst, src [][]partInfo, budget int) (rounds []*transferRound, s
 			return nil, nil, fmt.Errorf("tensor %q: %w", name, err)
 		}
 	}
-	p.close()
+	for len(p.open) > 0 {
+		p.close()
+	}
 	return p.rounds, p.scratch, nil
 }
 
@@ -195,7 +200,7 @@ func (p *transferPlanner) add(name string, wants, has []*holder) error {
 	}
 	for _, want := range wants {
 		for _, r := range want.rects {
-			if err := p.cover(&piece{name: name, to: want.rank, dst: want.info, at: r, width: width}, has); err != nil {
+			if err := p.cover(&piece{name: name, to: want.rank, dst: want.info, at: r, width: width}, has, wants); err != nil {
 				return err
 			}
 		}
@@ -222,16 +227,20 @@ func (p *partInfo) fits() bool {
 	return false
 }
 
-// cover adds pieces for the elements of x, from the ranks that have them. It divides them until each rank has all elements
-// of a piece, or none.
-func (p *transferPlanner) cover(x *piece, has []*holder) error {
-	var full []*holder
-	for _, h := range has {
+// cover adds pieces for the elements of x, from the ranks that have them to all ranks that want them. It divides them until
+// each rank has or wants all elements of a piece, or none. The first rank that wants a piece adds it for all.
+func (p *transferPlanner) cover(x *piece, has, wants []*holder) error {
+	var full, who []*holder
+	for k, h := range slices.Concat(has, wants) {
 		i := sort.Search(len(h.rects), func(i int) bool { return h.rects[i].row+h.rects[i].rows > x.at.row })
 		for ; i < len(h.rects) && h.rects[i].row < x.at.row+x.at.rows; i++ {
 			both := x.at.and(h.rects[i])
 			if both == x.at {
-				full = append(full, h)
+				if k < len(has) {
+					full = append(full, h)
+				} else {
+					who = append(who, h)
+				}
 				break
 			}
 			if both.empty() {
@@ -240,7 +249,7 @@ func (p *transferPlanner) cover(x *piece, has []*holder) error {
 			for _, r := range append([]rect{both}, x.at.minus(both)...) {
 				part := *x
 				part.at = r
-				if err := p.cover(&part, has); err != nil {
+				if err := p.cover(&part, has, wants); err != nil {
 					return err
 				}
 			}
@@ -254,42 +263,94 @@ func (p *transferPlanner) cover(x *piece, has []*holder) error {
 		}
 		return fmt.Errorf("no rank has elements %d to %d of shape %v, in row-major order, which rank %d wants: %w", first, first+n-1, x.dst.Shape, x.to, comm.ErrMismatch)
 	}
-	p.choose(x, full)
+	if x.to == who[0].rank {
+		p.choose(x, full, who)
+	}
 	return nil
 }
 
-// choose divides x among the ranks that have its elements.
-func (p *transferPlanner) choose(x *piece, full []*holder) {
-	to, from := x.dst.dtype(), full[0].info.dtype()
-	if x.wire = from; to.Size() < from.Size() { // the sender converts to the shorter type
-		x.wire = to
+// choose brings the elements of x from the ranks that have them to those that want them.
+func (p *transferPlanner) choose(x *piece, full, who []*holder) {
+	byType := map[memory.DType][]*holder{}
+	var types []memory.DType
+	for _, want := range who {
+		if i := slices.IndexFunc(full, func(h *holder) bool { return h.rank == want.rank }); i >= 0 { // a copy on the device
+			part := *x
+			part.from, part.src, part.to, part.dst, part.wire = want.rank, full[i].info, want.rank, want.info, full[i].info.dtype()
+			p.put(&part)
+			continue
+		}
+		to := want.info.dtype()
+		if byType[to] == nil {
+			types = append(types, to)
+		}
+		byType[to] = append(byType[to], want)
 	}
-	if i := slices.IndexFunc(full, func(h *holder) bool { return h.rank == x.to }); i >= 0 { // a copy on the device
-		part := *x
-		part.from, part.src = x.to, full[i].info
-		p.put(&part)
-		return
+	for _, to := range types {
+		group := byType[to]
+		if x.wire = full[0].info.dtype(); to.Size() < x.wire.Size() { // the sender converts to the shorter type
+			x.wire = to
+		}
+		// If more ranks want the elements than have them, each element is sent once, and the receivers exchange what they have, like
+		// the readers of a load.
+		if len(group) > len(full) && x.wire == to {
+			p.share(x, full, group)
+			continue
+		}
+		for _, want := range group {
+			for _, r := range x.at.cut(p.most(x, len(full))) {
+				p.send(x, r, full, want)
+			}
+		}
 	}
+}
+
+// most returns how many elements of x go at once if so many ranks share the work.
+func (p *transferPlanner) most(x *piece, ranks int) int {
 	size := x.wire.Size()
-	share := (x.at.elements() + len(full) - 1) / len(full)
-	for _, r := range x.at.cut(max(1, min(max(share, balancedPiece/size), p.budget/4/size))) {
-		part := *x
-		part.at = r
-		least := slices.MinFunc(full, func(a, b *holder) int { return cmp.Compare(p.sent[a.rank], p.sent[b.rank]) })
-		part.from, part.src = least.rank, least.info
-		p.sent[part.from] += part.bytes()
-		small := part.bytes() < packedPiece
-		part.srcPack = small || part.wire != from || !part.contiguous(part.src)
-		part.dstPack = small || part.wire != to || !part.contiguous(part.dst)
-		p.put(&part)
+	share := (x.at.elements() + ranks - 1) / ranks
+	return max(1, min(max(share, balancedPiece/size), p.budget/4/size))
+}
+
+// share sends each element of x to one of the ranks that want it, which forward it to the others.
+func (p *transferPlanner) share(x *piece, full, group []*holder) {
+	for _, r := range x.at.cut(p.most(x, len(group))) {
+		first := group[p.turn%len(group)]
+		p.turn++
+		p.send(x, r, full, first)
+		for _, other := range group {
+			if other != first {
+				part := *x
+				part.at, part.from, part.src, part.to, part.dst, part.forwards = r, first.rank, first.info, other.rank, other.info, true
+				part.pack()
+				p.pending = append(p.pending, &part)
+			}
+		}
 	}
+}
+
+// send adds the elements r of x from the rank that has them and has the least to send.
+func (p *transferPlanner) send(x *piece, r rect, full []*holder, want *holder) {
+	least := slices.MinFunc(full, func(a, b *holder) int { return cmp.Compare(p.sent[a.rank], p.sent[b.rank]) })
+	part := *x
+	part.at, part.from, part.src, part.to, part.dst = r, least.rank, least.info, want.rank, want.info
+	p.sent[part.from] += part.bytes()
+	part.pack()
+	p.put(&part)
+}
+
+// pack decides which ranks need scratch memory for the piece.
+func (x *piece) pack() {
+	small := x.bytes() < packedPiece
+	x.srcPack = small || x.wire != x.src.dtype() || !x.contiguous(x.src)
+	x.dstPack = small || x.wire != x.dst.dtype() || !x.contiguous(x.dst)
 }
 
 // put adds a piece to the open round, or to the next one.
 func (p *transferPlanner) put(x *piece) {
 	need := roundUp(x.bytes(), packAlign)
-	if len(p.open) == maxRoundPieces || x.srcPack && p.used[x.from]+need > p.budget || x.dstPack && p.used[x.to]+need > p.budget {
-		p.close()
+	for len(p.open) > 0 && (len(p.open) == maxRoundPieces || x.srcPack && p.used[x.from]+need > p.budget || x.dstPack && p.used[x.to]+need > p.budget) {
+		p.close() // the next round may be full of forwards
 	}
 	if x.srcPack {
 		p.used[x.from] += need
@@ -300,7 +361,8 @@ func (p *transferPlanner) put(x *piece) {
 	p.open = append(p.open, x)
 }
 
-// close ends the open round: it gives the pieces their places, and joins those that follow each other at both ranks.
+// close ends the open round: it gives the pieces their places, and joins those that follow each other at both ranks. The
+// next round begins with the forwards of the pieces of this one.
 func (p *transferPlanner) close() {
 	if len(p.open) == 0 {
 		return
@@ -334,6 +396,11 @@ func (p *transferPlanner) close() {
 	}
 	clear(p.used)
 	p.rounds = append(p.rounds, r)
+	ready := p.pending
+	p.pending = nil
+	for _, x := range ready {
+		p.put(x)
+	}
 }
 
 // joins reports whether x, the piece after those of s, follows their bytes in the scratch memory of both ranks.

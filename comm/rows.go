@@ -10,22 +10,26 @@ import (
 )
 
 // ExchangeCounts tells each rank how much the others will send it, such as how many rows of a
-// layer of experts. sends has, for each local rank, a number for each rank. The result has,
-// for each local rank, the number from each rank: the transposed matrix of all ranks. It is an
+// layer of experts. sends has, for each local rank, a number for each rank, and the result has
+// the number from each rank. The ranks may also have several numbers for each rank, such as one
+// for each expert of a rank; those for rank 0 come first, and all ranks have as many. It is an
 // all-to-all of 64-bit integers on the group's streams, and one wait, so it returns when all
 // work that was enqueued on the streams before has completed. Collective.
 //
-// The result and sends are the arguments of AllToAllV.
+// With one number for each rank, the result and sends are the arguments of AllToAllV.
 func ExchangeCounts(ctx context.Context, g *Group, sends [][]int) (recvs [][]int, err error) {
 	const op = "exchange counts"
 	_, b := groupOf(g)
 	if err := g.check(op); err != nil {
 		return nil, b.markRefused(err)
 	}
-	if err := g.checkCounts(op, sends); err != nil {
+	n := g.Size()
+	if len(sends) > 0 && len(sends[0]) > n && len(sends[0])%n == 0 {
+		n = len(sends[0])
+	}
+	if err := g.checkCounts(op, n, sends); err != nil {
 		return nil, b.markRefused(err)
 	}
-	n := g.Size()
 	host := make([]*memory.Pinned[int64], g.Locals())
 	out, in := make(Shards[int64], g.Locals()), make(Shards[int64], g.Locals())
 	defer func() {
@@ -37,8 +41,8 @@ func ExchangeCounts(ctx context.Context, g *Group, sends [][]int) (recvs [][]int
 		if host[i], err = memory.MakePinned[int64](g.Device(i), 2*n); err != nil {
 			return nil, err
 		}
-		for rank, c := range sends[i] {
-			host[i].Data()[rank] = int64(c)
+		for k, c := range sends[i] {
+			host[i].Data()[k] = int64(c)
 		}
 		s := g.Stream(i)
 		if out[i], err = memory.Make[int64](s, n); err != nil {
@@ -64,29 +68,29 @@ func ExchangeCounts(ctx context.Context, g *Group, sends [][]int) (recvs [][]int
 	}
 	for i := range host {
 		list := make([]int, n)
-		for rank, c := range host[i].Data()[n:] {
+		for k, c := range host[i].Data()[n:] {
 			if c < 0 || int64(int(c)) != c {
-				return nil, fmt.Errorf("comm: %s: rank %d received %d from rank %d: %w", op, g.Rank()+i, c, rank, ErrMismatch)
+				return nil, fmt.Errorf("comm: %s: rank %d received %d from rank %d: %w", op, g.Rank()+i, c, k/(n/g.Size()), ErrMismatch)
 			}
-			list[rank] = int(c)
+			list[k] = int(c)
 		}
 		recvs = append(recvs, list)
 	}
 	return recvs, nil
 }
 
-// checkCounts validates a number for each rank, for each local rank.
-func (g *Group) checkCounts(op string, counts [][]int) error {
+// checkCounts validates n numbers for each local rank, the same number of them for each rank.
+func (g *Group) checkCounts(op string, n int, counts [][]int) error {
 	if len(counts) != len(g.members) {
 		return badArgument(op, "counts of %d ranks for %d local ranks", len(counts), len(g.members))
 	}
 	for i, list := range counts {
-		if len(list) != g.size {
-			return badArgument(op, "local rank %d has %d counts: want one for each of %d ranks", i, len(list), g.size)
+		if len(list) != n {
+			return badArgument(op, "local rank %d has %d counts: want %d for each of %d ranks", i, len(list), n/g.size, g.size)
 		}
-		for rank, c := range list {
+		for k, c := range list {
 			if c < 0 {
-				return badArgument(op, "local rank %d has the count %d for rank %d: want 0 or more", i, c, rank)
+				return badArgument(op, "local rank %d has the count %d for rank %d: want 0 or more", i, c, k/(n/g.size))
 			}
 		}
 	}
@@ -137,7 +141,7 @@ func (g *Group) checkRows(op string, dst []tensor.Tensor, recvs [][]int, src []t
 		if len(side.ts) != len(g.members) {
 			return 0, badArgument(op, "%d %s tensors for %d local ranks", len(side.ts), side.name, len(g.members))
 		}
-		if err := g.checkCounts(op, side.counts); err != nil {
+		if err := g.checkCounts(op, g.size, side.counts); err != nil {
 			return 0, err
 		}
 		for i, t := range side.ts {

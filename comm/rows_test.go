@@ -32,6 +32,21 @@ func TestRows(t *testing.T) {
 				}
 				recvs, err := comm.ExchangeCounts(t.Context(), g, sends)
 				require.NoError(t, err)
+				const experts = 3
+				many := make([][]int, ranks) // several numbers for each rank
+				for i := range many {
+					for range experts * ranks {
+						many[i] = append(many[i], r.IntN(1<<40))
+					}
+				}
+				each, err := comm.ExchangeCounts(t.Context(), g, many)
+				require.NoError(t, err)
+				for i := range ranks {
+					require.Len(t, each[i], experts*ranks)
+					for k, n := range each[i] {
+						require.Equal(t, many[k/experts][i*experts+k%experts], n)
+					}
+				}
 				src, dst := make([]tensor.Tensor, ranks), make([]tensor.Tensor, ranks)
 				want := make([][]int32, ranks)
 				for i := range ranks {
@@ -90,7 +105,7 @@ func TestRowsRefuse(t *testing.T) {
 	defer g.Close()
 	for want, sends := range map[string][][]int{
 		"counts of 1 ranks for 2 local ranks":                      {{1, 1}},
-		"local rank 1 has 1 counts: want one for each of 2 ranks":  {{1, 1}, {1}},
+		"local rank 1 has 1 counts: want 1 for each of 2 ranks":    {{1, 1}, {1}},
 		"local rank 0 has the count -1 for rank 1: want 0 or more": {{1, -1}, {1, 1}},
 	} {
 		_, err := comm.ExchangeCounts(t.Context(), g, sends)

@@ -79,3 +79,40 @@ func ExampleCopy() {
 	fmt.Println(out)
 	// Output: [1 2 4 5]
 }
+
+// The two greatest scores of each token choose its experts.
+func ExampleTopK() {
+	sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 1})
+	if err != nil {
+		log.Fatal(err)
+	}
+	s, err := stream.New(sys.Devices()[0], nil)
+	if err != nil {
+		log.Fatal(err)
+	}
+	defer s.Close()
+	scores, errX := memory.MakeFrom(s, []float32{1, 4, 3, 2, 0, 9}) // of 3 experts for 2 tokens
+	best, errY := memory.Make[float32](s, 4)
+	experts, errZ := memory.Make[int32](s, 4)
+	if err := errors.Join(errX, errY, errZ); err != nil {
+		log.Fatal(err)
+	}
+	defer scores.Close()
+	defer best.Close()
+	defer experts.Close()
+	x, errX := tensor.Of(scores, 2, 3)
+	values, errY := tensor.Of(best, 2, 2)
+	indexes, errZ := tensor.Of(experts, 2, 2)
+	if err := errors.Join(errX, errY, errZ); err != nil {
+		log.Fatal(err)
+	}
+	if err := tensor.TopK(s, values, indexes, x); err != nil {
+		log.Fatal(err)
+	}
+	chosen := make([]int32, 4)
+	if err := experts.CopyTo(s, chosen); err != nil {
+		log.Fatal(err)
+	}
+	fmt.Println(chosen)
+	// Output: [1 2 2 0]
+}

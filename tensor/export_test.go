@@ -37,3 +37,11 @@ func NewManaged(unversioned bool, ptr uint64, id int32, code, bits uint8, shape,
 	}
 	return x, DLPack{unsafe.Pointer(&x.v), false}
 }
+
+// The kernels for rows, and the shapes of their grids.
+var (
+	RowSource  = rowSourceOf
+	GridOf     = gridOf
+	GridOfRows = gridOfRows
+	GridOfTop  = gridOfTop
+)

@@ -49,7 +49,7 @@ func IndexSelect(s *stream.Stream, dst, src, index Tensor) error {
 
 // IndexAdd enqueues dst[index[i]] += weights[i]·src[i] on s, for each row i of src
 // (torch.Tensor.index_add_ along dimension 0). The rows that one row of dst gets are added in
-// the order of the index, in float32 or in the type of wider elements, and the sum is rounded
+// index order, in float32 or in the type of wider elements, and the sum is rounded
 // once. So the result is reproducible, and rows that no entry names keep their bits. With the
 // zero Tensor as weights, all weights are 1.
 //
@@ -175,8 +175,8 @@ func TopK(s *stream.Stream, values, indexes, src Tensor) error {
 }
 
 // GroupedMatMul enqueues the products of groups of rows on s (torch.nn.functional.grouped_mm), such
-// as the tokens of each expert: group i is the next rows[i] rows of a, and these rows of c become
-// their product with the matrix b[i]. a has shape [m k], b [g k n], c [m n], and the numbers of
+// as the tokens of each expert. Group i is the next rows[i] rows of a. These rows of c become their
+// product with the matrix b[i]. a has shape [m k], b [g k n], c [m n], and the numbers of
 // rows sum up to m. A group may have no rows. See MatMul for types, layouts, precision and errors;
 // cfg has no tensors.
 //

@@ -224,7 +224,7 @@ func (r *rank) route() {
 	r.copy(r.column(r.gates, 1), r.gate1)
 	list := make([]int32, n*choices)
 	r.download(list, chosen)
-	// The slots by their experts; those of an expert in the order of the tokens.
+	// The slots by their experts; those of an expert are sorted by their tokens.
 	r.counts = make([]int, experts)
 	var slots, token, score []int32
 	for e := range int32(experts) {

@@ -105,6 +105,12 @@ func (c *history) propose(p proposal) {
 	}
 }
 
+func (c *history) proposeAll(ps []proposal) {
+	for _, p := range ps {
+		c.propose(p)
+	}
+}
+
 // open returns the proposals that the begin of an epoch leaves open.
 func (c *history) open(begun uint64) []proposal {
 	return without(c.Proposed, func(p proposal) bool { return p.Epoch <= begun })
@@ -129,9 +135,7 @@ func (c *history) merge(o *history) {
 		c.Epoch, c.Voters, c.Plan, c.Members = o.Epoch, o.Voters, o.Plan, o.Members
 		c.Proposed = c.open(c.Epoch)
 	}
-	for _, p := range o.Proposed {
-		c.propose(p)
-	}
+	c.proposeAll(o.Proposed)
 	c.Term = max(c.Term, o.Term)
 	c.Ledger.merge(o.Ledger)
 	c.Ended = append(c.Ended, o.Ended...)
@@ -223,6 +227,9 @@ func EpochsMustGrow(last uint64, by Leader, next uint64, from Leader) error {
 
 // check refuses news that contradict themselves.
 func (n *news) check() error {
+	if err := checkProposals(n.Proposed); err != nil {
+		return err
+	}
 	return checkMembership(n.Plan, n.Members, n.Voters, len(n.Plan.Hosts) > 0)
 }
 
@@ -231,12 +238,19 @@ func (c *history) check() error {
 	if c.Epoch < FirstEpoch {
 		return fmt.Errorf("epoch %d: epochs start with %d", c.Epoch, FirstEpoch)
 	}
-	for _, p := range c.Proposed {
+	if err := checkProposals(c.Proposed); err != nil {
+		return err
+	}
+	return checkMembership(c.Plan, c.Members, c.Voters, len(c.Plan.Hosts) > 0)
+}
+
+func checkProposals(ps []proposal) error {
+	for _, p := range ps {
 		if err := checkMembership(plan{}, nil, p.Voters, false); err != nil || p.Epoch < FirstEpoch || len(p.Voters) == 0 {
 			return fmt.Errorf("a proposal of epoch %d has %d hosts: %w", p.Epoch, len(p.Voters), err)
 		}
 	}
-	return checkMembership(c.Plan, c.Members, c.Voters, len(c.Plan.Hosts) > 0)
+	return nil
 }
 
 // checkMembership checks that members have hosts, and that each host decides once.

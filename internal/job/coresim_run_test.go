@@ -159,8 +159,17 @@ func coreFaults(n int) (all []coreFault) {
 // coreOpenings are the faults with which the jobs of TestCoreSearch begin. Without one, nothing is proposed.
 var coreOpenings = [][]coreFault{
 	{{Event: "commit", Count: 1, After: 2 * time.Second, Kind: "worker", A: 1}},
-	// The last hosts are lost, and register again during the proposal without them, which a worker delays.
-	{{Event: "commit", Count: 1, After: time.Second, Kind: "split", B: 3, D: 3500 * time.Millisecond}, {Event: "propose", Count: 1, Kind: "stall", A: 1, D: 3 * time.Second}},
+	// The next coordinator goes on with half of the hosts. The others, from the fourth or the last of three on, register during its
+	// proposal, which a worker delays.
+	{{Event: "commit", Count: 1, After: time.Second, Kind: "kill"}, {Event: "commit", Count: 1, After: time.Second, Kind: "split", B: 6 | 0b11111000<<8, D: time.Second},
+		{Event: "commit", Count: 1, After: time.Second, Kind: "cut", A: 1, B: 2, D: time.Second}, {Event: "propose", Count: 1, Kind: "stall", A: 1, D: 3 * time.Second}},
+	// The coordinator hears a host, and gives it up for another reason, of which the host does not learn.
+	{{Event: "commit", Count: 1, After: time.Second, Kind: "deafen", A: 1, D: time.Second}, {Event: "commit", Count: 1, After: time.Second + time.Millisecond, Kind: "path", A: 1, B: 2}},
+}
+
+// coreOpening returns the faults of an opening for a job of n hosts.
+func coreOpening(i, n int) []coreFault {
+	return without(coreOpenings[i], func(f coreFault) bool { return n > 3 && f.Kind == "cut" }) // only the smallest job splits there
 }
 
 // TestCoreSearch runs all jobs of three hosts with some faults, each of all kinds at all of some moments: none may have two
@@ -176,7 +185,7 @@ func TestCoreSearch(t *testing.T) {
 		mu.Lock()
 		defer mu.Unlock()
 		c = coreConfig{seed: 1, hosts: *coreHosts, restarts: 2, lostAfter: 3 * time.Second}
-		c.faults = append(c.faults, coreOpenings[opening]...)
+		c.faults = append(c.faults, coreOpening(opening, c.hosts)...)
 		if opening = (opening + 1) % len(coreOpenings); opening > 0 {
 			for _, f := range set {
 				c.faults = append(c.faults, single[f])
@@ -288,13 +297,17 @@ func (s *coreSim) apply(f coreFault, host int) {
 		cut(out...)
 	case "deafen":
 		cut(in...)
-	case "split": // into the hosts of the bits of B, and the others
+	case "split": // the hosts of the bits of B from those of B>>8, or from all others
+		one, other := f.B&0xff, f.B>>8
+		if other == 0 {
+			other = ^one
+		}
 		var pairs [][2]int
 		for i := range s.agents {
 			for o := range s.agents {
-				if f.B>>i&1 != f.B>>o&1 {
-					pairs = append(pairs, [2]int{i, o})
-					s.touched[i] = true
+				if one>>i&1 == 1 && other>>o&1 == 1 {
+					pairs = append(pairs, [2]int{i, o}, [2]int{o, i})
+					s.touched[i], s.touched[o] = true, true
 				}
 			}
 		}

@@ -527,17 +527,15 @@ func (c *coordinator) revoke(f Fault) {
 
 // killRunning removes the members whose functions have not returned in time.
 func (c *coordinator) killRunning() {
-	c.killSilent(func(p *peer) bool { return p.elastic.returned },
-		fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.RevokeBy, c.epoch), c.epochMembers())
+	c.killSilent(without(c.epochMembers(), func(p *peer) bool { return p.elastic.returned }),
+		fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.RevokeBy, c.epoch))
 	c.checkReturned()
 }
 
-// killSilent removes the workers that have not answered. Their launchers kill them.
-func (c *coordinator) killSilent(answered func(*peer) bool, reason string, ps []*peer) {
+// killSilent removes workers that have not answered. Their launchers kill them.
+func (c *coordinator) killSilent(ps []*peer, reason string) {
 	for _, p := range ps {
-		if !answered(p) {
-			c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: reason, Code: -1})
-		}
+		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: reason, Code: -1})
 	}
 }
 

@@ -857,10 +857,10 @@ func (c *coordinator) hasNotAnswered(a *peer) bool {
 // loseUnprepared removes the hosts and processes that have not answered the proposal.
 func (c *coordinator) loseUnprepared() {
 	reason := fmt.Sprintf("no answer to the proposal of epoch %d within %v", c.epoch+1, prepareBy)
-	for _, a := range slices.Clone(c.agents) {
-		if c.hasNotAnswered(a) {
-			c.loseAgent(a, agentEnd{reason: reason})
-		}
+	agents := without(c.agents, func(a *peer) bool { return !c.hasNotAnswered(a) })
+	workers := without(c.elastic.peers, func(p *peer) bool { return p.elastic.prepared })
+	for _, a := range agents { // the others are asked again
+		c.loseAgent(a, agentEnd{reason: reason})
 	}
-	c.killSilent(func(p *peer) bool { return p.elastic.prepared }, reason, slices.Clone(c.elastic.peers))
+	c.killSilent(workers, reason)
 }

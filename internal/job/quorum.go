@@ -6,6 +6,22 @@ import (
 	"time"
 )
 
+// Why two epochs never follow the same one. A coordinator begins an epoch after enough hosts of each voter set that it knows have
+// answered the proposal; it takes over after enough hosts of each set that they or it know have voted (suffices). A host that has voted
+// answers no smaller term, and a vote comes with all proposals that the host has answered. So if the answers to a proposal and the
+// votes for a later term share a host, the later coordinator knows the proposal, or the earlier one never begins the epoch.
+//
+// They share a host, because both are a majority of one set, or half of it with its first host. The exception is a host that one side
+// leaves out as ended, and that has answered or voted on the other side. Therefore a host counts as ended only
+//   - if its process has ended, or coordinates no more (proof.go), while it followed the coordinator under which that was found: it
+//     could not have lost that coordinator for silence before (isCertain), and has not left it for another one (leaveForAnother);
+//   - for coordinators that know all proposals that it had answered, and for hosts that know what such a coordinator knew
+//     (voter.haveEnded). A coordinator tells that to each host that follows it (tellNews), and begins an epoch only after all of them have
+//     answered its proposal (hasNotAnswered), also those that came after it (admitHost). It begins none while a host that it has lost may
+//     still follow it without knowing (lease).
+//
+// Who is merely connected decides only that this coordinator gives up.
+
 // A voterSet is the hosts of an epoch, which decide on the next one: the UUIDs of their
 // agents by succession, the coordinator first.
 type voterSet []string

@@ -46,6 +46,8 @@ func TestMajorityGoesOnWithoutTheCoordinator(t *testing.T) {
 // Schedules of faults that have found mistakes in decisions.
 func TestCoreSchedules(t *testing.T) {
 	for name, c := range map[string]coreConfig{
+		"a host that registered between proposal and begin counted the end of the coordinator": {seed: 1, hosts: 3, restarts: 2, lostAfter: 3 * time.Second, faults: append(coreOpening(1, 3),
+			coreFault{Event: "commit", Count: 2, Kind: "crash", A: 1})},
 		"hosts that came late counted the end of a coordinator that had agreed to an epoch without them": {seed: 0x18ec50d194e037a5, hosts: 6, restarts: 3, lostAfter: 3 * time.Second, faults: []coreFault{
 			{Event: "commit", Count: 2, After: 16827, Kind: "deafen", A: 1, B: -1, D: 5245472727}, {After: 222224137, Kind: "split", A: -1, B: 7, D: 3221125095},
 			{After: 3485529571, Kind: "stop", A: 2, B: 2, D: 5103793010}, {After: 8595034318, Kind: "isolate", A: 2, B: 4, D: time.Hour}}},

@@ -368,6 +368,8 @@ func (l *coreLink) closedByMember() {
 	grace := resumeGrace
 	if l.noWait {
 		grace = 0
+	} else if l.peer.role == roleAgent {
+		grace = 2 * FirstRetry
 	}
 	l.s.changed() // from now on, silence ends its part in the job
 	var prove func()

@@ -3,7 +3,6 @@ package job
 import (
 	"testing"
 	"testing/synctest"
-	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -161,26 +160,4 @@ func TestLauncherThatMovesHasNotEnded(t *testing.T) {
 		require.NoError(t, j.handle(j.hosts["c"], Message{Kind: kindLeave, Epoch: FirstEpoch, ID: leaveJob}))
 		require.True(t, j.ended["c"])
 	})
-}
-
-// Jobs in which a host that came late, or that was lost without knowing it, began an epoch beside another one of the same number.
-func TestHostsThatCameLate(t *testing.T) {
-	crash := func(host int) coreFault { return coreFault{Event: "commit", Count: 2, Kind: "crash", A: host} }
-	alone := func(host int) coreFault {
-		return coreFault{Event: "commit", Count: 2, Kind: "isolate", A: host, D: 4 * time.Second}
-	}
-	for name, c := range map[string]coreConfig{
-		"a host registers between proposal and begin":  {hosts: 3, faults: append(coreOpening(1, 3), crash(1))},
-		"two hosts register, and a member is cut off":  {hosts: 5, faults: append(coreOpening(1, 5), crash(1), alone(2))},
-		"a host is lost here, and follows this one":    {hosts: 3, faults: append(coreOpening(2, 3), crash(0), alone(2))},
-		"the same, with a limit above that of answers": {hosts: 3, faults: append(coreOpening(2, 3), crash(0), alone(2)), lostAfter: 9 * time.Second},
-	} {
-		c.seed, c.restarts = 1, 2
-		if c.lostAfter == 0 {
-			c.lostAfter = 3 * time.Second
-		}
-		s := simulateCore(c, false, false)
-		require.Empty(t, s.violation, name)
-		require.GreaterOrEqual(t, len(s.commits), 2, name)
-	}
 }

@@ -53,7 +53,12 @@ func newCrowd(t *testing.T, n int, rnd *rand.Rand, loss float64) *crowd {
 func (x *crowd) meet() *Server {
 	n := len(x.agents)
 	c := NewServer(x.ln, ServerConfig{Job: "scale", Key: x.keys.Control, Notify: func(string) {},
-		probe:       func(context.Context, host, string) finding { return foundEnded }, // a port that refuses connections
+		probe: func(_ context.Context, h host, _ string) finding {
+			if x.agents[h.NodeRank].isDown() { // its port refuses connections
+				return foundEnded
+			}
+			return foundAlive
+		},
 		CoordConfig: CoordConfig{agents: n, least: 1, JoinBy: time.Hour, RevokeBy: time.Minute, DrainBy: time.Minute, Self: Welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: x.timing.Heartbeat, LostAfter: x.timing.LostAfter}}})
 	x.run = c.run
 	for i := range n {

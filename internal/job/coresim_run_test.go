@@ -162,7 +162,7 @@ var coreOpenings = [][]coreFault{
 	// The next coordinator goes on with half of the hosts. The others, from the fourth or the last of three on, register during its
 	// proposal, which a worker delays.
 	{{Event: "commit", Count: 1, After: time.Second, Kind: "kill"}, {Event: "commit", Count: 1, After: time.Second, Kind: "split", B: 6 | 0b11111000<<8, D: time.Second},
-		{Event: "commit", Count: 1, After: time.Second, Kind: "cut", A: 1, B: 2, D: time.Second}, {Event: "propose", Count: 1, Kind: "stall", A: 1, D: 3 * time.Second}},
+		{Event: "commit", Count: 1, After: time.Second, Kind: "cut", A: 1, B: 2, D: time.Second}, {Event: "propose", Count: 1, Kind: "stall", A: 1, D: 2500 * time.Millisecond}},
 	// The coordinator hears a host, and gives it up for another reason, of which the host does not learn.
 	{{Event: "commit", Count: 1, After: time.Second, Kind: "deafen", A: 1, D: time.Second}, {Event: "commit", Count: 1, After: time.Second + time.Millisecond, Kind: "path", A: 1, B: 2}},
 }

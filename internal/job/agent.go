@@ -50,7 +50,7 @@ type Agent struct {
 	plans  chan *attempt // that follow the first
 	orders chan Order
 	mu     sync.Mutex
-	early  func() error // news that came before the first attempt
+	early  *placement // of news that came before the first attempt
 	voter
 	choosing bool          // another coordinator is chosen
 	moved    chan struct{} // closed when another coordinator has taken over
@@ -398,7 +398,7 @@ func (a *Agent) event(k *Client, m Message) {
 		var h handover
 		if m.Record(&h) == nil { // otherwise the client ends with the error
 			a.mu.Lock()
-			a.haveEnded(h.Epoch, h.Ended...)
+			a.haveEnded(k.Hello.Agent, h.Ended...)
 			a.mu.Unlock()
 		}
 	case KindRefuse: // the coordinator has lost this host
@@ -468,16 +468,15 @@ func (a *Agent) newAttempt(k *Client, epoch uint64, p plan) (*attempt, error) {
 func (a *Agent) news(epoch uint64, n news) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	t := a.Now.Load()
-	if t == nil {
-		a.early = func() error { return a.news(epoch, n) }
-		return nil
-	}
 	at, err := a.begins(a.UUID, epoch, n)
 	if at == nil || err != nil {
 		return err
 	}
-	t.Place.Store(at)
+	if t := a.Now.Load(); t != nil {
+		t.Place.Store(at)
+	} else {
+		a.early = at
+	}
 	if n.Line != "" {
 		a.cfg.Notify(fmt.Sprintf("job %s: %s", a.cfg.Job, n.Line))
 	}
@@ -485,15 +484,13 @@ func (a *Agent) news(epoch uint64, n news) error {
 }
 
 // adopt begins the first attempt.
-func (a *Agent) adopt(t *attempt) error {
+func (a *Agent) adopt(t *attempt) {
 	a.mu.Lock()
+	defer a.mu.Unlock()
 	a.Now.Store(t)
-	early := a.early
-	a.mu.Unlock()
-	if early != nil {
-		return early()
+	if a.early != nil {
+		t.Place.Store(a.early)
 	}
-	return nil
 }
 
 // order receives a command of the coordinator.

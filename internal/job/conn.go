@@ -103,7 +103,11 @@ func (s *Server) awaitLink(k *conn, err error) (renewal, error) {
 	if over || k.isClosed() || errors.Is(err, os.ErrDeadlineExceeded) {
 		return renewal{}, err
 	}
-	end := k.clock.now() + s.grace(k, err)
+	graceEnds := k.clock.now() + s.grace(k, err)
+	end := graceEnds
+	if s.mustProve(k, err) { // a proof needs no grace
+		end = min(end, k.clock.now()+2*FirstRetry)
+	}
 	for {
 		select {
 		case r := <-k.renewals:
@@ -118,10 +122,10 @@ func (s *Server) awaitLink(k *conn, err error) (renewal, error) {
 			if k.clock.now() < end {
 				continue
 			}
-			if !s.mustProve(k, err) || s.examine(k) == foundEnded {
+			if needed := s.mustProve(k, err); !needed && k.clock.now() >= graceEnds || needed && s.examine(k) == foundEnded {
 				return renewal{}, err
 			}
-			end = k.clock.now() + slowAfter(s.cfg.Self.LostAfter)
+			end = max(graceEnds, k.clock.now()+slowAfter(s.cfg.Self.LostAfter))
 		}
 	}
 }

@@ -169,6 +169,7 @@ const (
 	dueAnswers             // the proposal should have been answered
 	dueGathered            // processes that start together have come
 	dueHope                // look again whether processes may come
+	dueLease               // hosts that are lost follow this coordinator no more
 	dueBack                // after a takeover, the members should have come back
 	// Of what follows c.elastic, c.restart, c.succession or c.faults.pending:
 	dueDeath    // a launcher should have killed a process
@@ -177,6 +178,7 @@ const (
 	dueBackoff  // the back-off of a restart is over
 	dueVoters   // voters should have come
 	dueLook     // look for voters
+	dueLedger   // the same, for an entry of the ledger
 	dueReport   // the second half of a loss should have come
 	dueExit     // a launcher should have reported an exit
 	dueOwnExit  // a process that has failed should have exited
@@ -249,6 +251,8 @@ func (c *coordinator) pass(d deadline) {
 		if c.succession != nil && d.of == c.succession {
 			c.lookForVoters()
 		}
+	case dueLedger:
+		c.checkRecorded()
 	case dueReport:
 		if w := c.faults.pending; w != nil && d.of == w {
 			c.resolve(w.fault, tellAll)
@@ -290,6 +294,8 @@ func (c *coordinator) passPhase(what due) {
 		c.beginHold(c.arrivals())
 	case dueHope:
 		c.checkHope()
+	case dueLease:
+		c.checkPrepared()
 	case dueBack:
 		c.giveUpAbsent()
 	}
@@ -366,10 +372,11 @@ type coordinator struct {
 	elastic *elastic // if the processes call Run and the first world is complete
 	// succession is set while this coordinator wants to replace one that was lost.
 	succession  *succession
-	elsewhere   instant         // when another coordinator was last known to run the job
-	voterSets   []voterSet      // they agree on the next epoch
-	handedOver  bool            // another coordinator continues
-	ended       map[string]bool // hosts whose agents are known to have ended, by UUID
+	elsewhere   instant            // when another coordinator was last known to run the job
+	voterSets   []voterSet         // they agree on the next epoch
+	handedOver  bool               // another coordinator continues
+	ended       map[string]bool    // hosts whose agents are known to have ended, by UUID
+	leases      map[string]instant // when launchers that are lost here follow this coordinator no more, by UUID
 	faults      faults
 	flappers    map[string]*flapper // by host name
 	gone        []Member            // timed out before the job was complete
@@ -482,7 +489,7 @@ func (c *coordinator) handleAgent(p *peer, m msg) error {
 	case kindDrain:
 		c.drainHost(p, *m.rec.value.(*Fault))
 	case kindLeave:
-		c.loseAgent(p, agentEnd{reason: "its launcher left before its workers had exited", ended: true, left: true, gaveUp: m.id == leaveGaveUp})
+		c.loseAgent(p, agentEnd{reason: "its launcher left before its workers had exited", ended: m.id != leaveForAnother, left: true, knows: true, gaveUp: m.id == leaveGaveUp})
 	default:
 		return fmt.Errorf("message of kind %d from an agent", m.kind)
 	}

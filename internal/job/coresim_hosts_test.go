@@ -48,6 +48,7 @@ func (r *coreServer) step(e event) {
 	for _, a := range actions {
 		r.do(a)
 	}
+	r.s.checkEnded(p.name, r.c.ended)
 	if at, ok := r.c.next(); ok {
 		r.wake++
 		turn := r.wake
@@ -71,6 +72,8 @@ func (r *coreServer) do(a action) {
 	case hangUp:
 		if l := r.links[a.p]; l != nil {
 			l.send(coreMember, nil)
+			l.hungUp = true
+			s.changed()
 		}
 	case hangUpUnregistered:
 		for _, l := range s.links {
@@ -138,6 +141,16 @@ func (r *coreServer) close() {
 	}
 }
 
+// checkEnded checks that hosts which are known to have ended take part in decisions no more.
+func (s *coreSim) checkEnded(who string, ended map[string]bool) {
+	for _, a := range s.agents {
+		if !ended[a.uuid] || a.proc.dead || a.ended != "" || a.over || a.srv != nil && a.srv.c.handedOver {
+			continue
+		}
+		s.violate("%s takes %s for ended, which lives", who, a.proc.name)
+	}
+}
+
 // connect connects a process to a coordinator, which has admitted it.
 func (r *coreServer) connect(p *coreProc, worker bool) *coreLink {
 	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, hello: r.c.welcome(), peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, heardAt: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
@@ -156,12 +169,24 @@ func (s *coreSim) agentOf(uuid string) *coreAgent {
 	return nil
 }
 
+// at returns the launcher at an address.
+func (s *coreSim) at(addr string) *coreAgent {
+	for _, a := range s.agents {
+		if a.addr == addr {
+			return a
+		}
+	}
+	return nil
+}
+
 // A coreAgent is a launcher, with the real decisions of its host as a voter.
 type coreAgent struct {
 	voter
 	s       *coreSim
 	proc    *coreProc
 	uuid    string
+	addr    string // of its host
+	started bool
 	srv     *coreServer
 	link    *coreLink // to the coordinator that it follows
 	worker  *coreWorker
@@ -221,7 +246,7 @@ func (a *coreAgent) act(c *choice, x action) {
 			a.choose(c, linkLost{x.dial})
 			a.lostLink(l, how, reason)
 		}
-		h := host{Host: a.uuid, PID: 1, UUID: a.uuid, NodeRank: -1, Nodes: a.s.hosts, MinNodes: 1, Restarts: a.s.restarts, LocalSize: 1, Control: a.uuid, Seed: a.isSeed(), History: x.history}
+		h := host{Host: a.uuid, PID: 1, UUID: a.uuid, NodeRank: -1, Nodes: a.s.hosts, MinNodes: 1, Restarts: a.s.restarts, LocalSize: 1, Control: a.addr, Seed: a.isSeed(), History: x.history}
 		l.send(coreServed, &msg{kind: kindRegister, epoch: FirstEpoch, id: registerAgent, rec: &record{value: &h}})
 	case leave:
 		a.dials[x.dial].leave()
@@ -256,7 +281,7 @@ func (a *coreAgent) dial(c *choice, number uint64, addr string, limit time.Durat
 		e.dial = number
 		a.choose(c, e)
 	}
-	x := a.s.agentOf(addr)
+	x := a.s.at(addr)
 	refers := func(r Referral) { answer(answered{refers: &r, err: &r, hello: Welcome{Agent: x.uuid}}) }
 	switch r := x.srv; {
 	case a.s.refuses(a.proc.host, x.proc) || r != nil && r.c.handedOver && a.s.reaches(a.proc.host, x.proc):
@@ -271,7 +296,7 @@ func (a *coreAgent) dial(c *choice, number uint64, addr string, limit time.Durat
 	default:
 		to := Referral{Over: x.ended, Finished: x.finished}
 		if l := x.link; l != nil && !x.choosing && l.reads[coreMember] {
-			to.At = l.server.agent.uuid
+			to.At = l.server.agent.addr
 		}
 		refers(to)
 	}
@@ -296,7 +321,7 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 		if strings.Contains(err.Error(), "fault of Chorus") {
 			a.s.violate("%s: %v", a.proc.name, err)
 		}
-		l.leave()
+		l.close()
 		if l == a.link {
 			a.end(err.Error())
 		}
@@ -338,17 +363,17 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 		a.end(f.Reason)
 	case kindHandover:
 		h := m.rec.value.(handover)
-		a.haveEnded(h.Epoch, h.Ended...)
+		a.haveEnded(l.server.agent.uuid, h.Ended...)
 		how := lostLeaving
 		if h.Failed {
 			how = lostResigned
 		}
-		l.leave()
+		l.close()
 		a.lostLink(l, how, h.Reason)
 	case KindRefuse:
 		r := m.rec.value.(Refusal)
 		a.s.say("%s is refused: %s", a.proc.name, r.Reason)
-		l.leave()
+		l.close()
 		if l == a.link {
 			a.lostLink(l, lostByIt, r.Reason)
 		} else {
@@ -484,8 +509,9 @@ func (a *coreAgent) lostLink(l *coreLink, how Loss, reason string) {
 		return
 	}
 	ch := a.candidacy(how, l.hello, reason)
+	a.s.checkEnded(a.proc.name, setOf(ch.Ended))
 	a.s.say("%s has lost %s: %s", a.proc.name, ch.Lost, reason)
-	a.startChoice(newSuccession(&a.voter, ch, a.uuid, ch.Lost, how, a.proc.clock()))
+	a.startChoice(newSuccession(&a.voter, ch, a.addr, l.server.agent.addr, how, a.proc.clock()))
 }
 
 // A coreWorker is a process that calls Run.
@@ -584,7 +610,7 @@ func (w *coreWorker) receive(l *coreLink, m msg) {
 	case KindFault, KindRefuse:
 		w.returns(func() { w.exit(1) })
 	case kindHandover, kindEnded:
-		l.leave()
+		l.close()
 		w.lostLink(l, lostLeaving, "")
 	}
 }

@@ -19,6 +19,7 @@ var (
 	coreTime  = flag.Duration("coresim", 3*time.Second, "time of TestCoreSimulation")
 	coreHosts = flag.Int("corehosts", 3, "hosts of the jobs of TestCoreSearch")
 	coreDepth = flag.Int("corefaults", 1, "faults of each job of TestCoreSearch")
+	coreEvery = flag.Int("coreevery", 1, "runs one of so many jobs of TestCoreSearch")
 	coreSeed  = flag.Uint64("coreseed", 0, "seed of the first job of TestCoreSimulation; 0 means the time")
 )
 
@@ -26,7 +27,10 @@ var (
 func randomCore(seed uint64) (c coreConfig, calm bool) {
 	rng := rand.New(rand.NewPCG(seed, 1))
 	c = coreConfig{seed: seed, hosts: 3 + rng.IntN(4), restarts: rng.IntN(4), slow: rng.IntN(2) == 0, lostAfter: 3 * time.Second}
-	kinds := []string{"split", "isolate", "isolate", "mute", "deafen", "cut", "cut", "kill", "worker", "worker", "power", "pause", "stop", "drain"}
+	if rng.IntN(4) == 0 { // longer than the time to answer a proposal
+		c.lostAfter *= 3
+	}
+	kinds := []string{"split", "split", "isolate", "isolate", "mute", "deafen", "cut", "cut", "kill", "crash", "worker", "worker", "power", "pause", "stop", "stall", "drain", "path", "late", "restart"}
 	for range 1 + rng.IntN(5) {
 		f := coreFault{Kind: kinds[rng.IntN(len(kinds))], A: rng.IntN(c.hosts+1) - 1, B: rng.IntN(c.hosts+1) - 1, After: time.Duration(rng.Int64N(int64(3 * c.lostAfter)))}
 		f.D = time.Duration(rng.Int64N(int64(2 * c.lostAfter)))
@@ -52,7 +56,9 @@ func randomCore(seed uint64) (c coreConfig, calm bool) {
 	// A coordinator that only hears nobody refuses one host after the other, until it is a minority. The others then do not know that it
 	// has given up, and may not be a majority without it. If nobody hears a coordinator, it may lose all
 	// workers before the launchers notice, and end the job for want of restarts.
-	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool { return slices.Contains([]string{"deafen", "mute", "split"}, f.Kind) })
+	deaf := slices.ContainsFunc(c.faults, func(f coreFault) bool {
+		return slices.Contains([]string{"deafen", "mute", "split", "path"}, f.Kind)
+	})
 	return c, rng.IntN(4) == 0 && !deaf
 }
 
@@ -128,19 +134,42 @@ var coreMoments = []coreFault{
 func coreFaults(n int) (all []coreFault) {
 	for _, m := range coreMoments {
 		for h := range n {
-			for _, kind := range []string{"isolate", "mute", "deafen", "kill", "worker", "pause", "stop", "drain"} {
-				f := m
-				f.Kind, f.A, f.D = kind, h, 4*time.Second
+			add := func(f coreFault) {
+				f.A, f.D = h, 4*time.Second
 				all = append(all, f)
+			}
+			for _, kind := range []string{"isolate", "mute", "deafen", "kill", "crash", "worker", "pause", "stop", "stall", "drain", "path", "late", "restart"} {
+				if m.Kind = kind; h > 1 || kind != "late" && kind != "restart" { // the others are seeds
+					add(m)
+				}
 			}
 			for g := range h {
-				f := m
-				f.Kind, f.A, f.B, f.D = "cut", h, g, 4*time.Second
-				all = append(all, f)
+				m.Kind, m.B = "cut", g
+				add(m)
+				if m.Kind, m.B = "split", 1<<h|1<<g; n > 3 {
+					add(m)
+				}
 			}
+			m.B = 0
 		}
 	}
 	return all
+}
+
+// coreOpenings are the faults with which the jobs of TestCoreSearch begin. Without one, nothing is proposed.
+var coreOpenings = [][]coreFault{
+	{{Event: "commit", Count: 1, After: 2 * time.Second, Kind: "worker", A: 1}},
+	// The next coordinator goes on with half of the hosts. The others, from the fourth or the last of three on, register during its
+	// proposal, which a worker delays.
+	{{Event: "commit", Count: 1, After: time.Second, Kind: "kill"}, {Event: "commit", Count: 1, After: time.Second, Kind: "split", B: 6 | 0b11111000<<8, D: time.Second},
+		{Event: "commit", Count: 1, After: time.Second, Kind: "cut", A: 1, B: 2, D: time.Second}, {Event: "propose", Count: 1, Kind: "stall", A: 1, D: 2500 * time.Millisecond}},
+	// The coordinator hears a host, and gives it up for another reason, of which the host does not learn.
+	{{Event: "commit", Count: 1, After: time.Second, Kind: "deafen", A: 1, D: time.Second}, {Event: "commit", Count: 1, After: time.Second + time.Millisecond, Kind: "path", A: 1, B: 2}},
+}
+
+// coreOpening returns the faults of an opening for a job of n hosts.
+func coreOpening(i, n int) []coreFault {
+	return without(coreOpenings[i], func(f coreFault) bool { return n > 3 && f.Kind == "cut" }) // only the smallest job splits there
 }
 
 // TestCoreSearch runs all jobs of three hosts with some faults, each of all kinds at all of some moments: none may have two
@@ -151,21 +180,30 @@ func TestCoreSearch(t *testing.T) {
 	set := make([]int, *coreDepth) // indices of faults, none smaller than the one before
 	more := true
 	begin := time.Now()
+	opening := 0
 	jobs, commits := runCores(t, func(uint64) (c coreConfig, calm, ok bool) {
 		mu.Lock()
 		defer mu.Unlock()
 		c = coreConfig{seed: 1, hosts: *coreHosts, restarts: 2, lostAfter: 3 * time.Second}
-		// Without the loss of a worker, nothing is proposed.
-		c.faults = append(c.faults, coreFault{Event: "commit", Count: 1, After: 2 * time.Second, Kind: "worker", A: 1})
+		c.faults = append(c.faults, coreOpening(opening, c.hosts)...)
+		if opening = (opening + 1) % len(coreOpenings); opening > 0 {
+			for _, f := range set {
+				c.faults = append(c.faults, single[f])
+			}
+			return c, false, more
+		}
 		for _, f := range set {
 			c.faults = append(c.faults, single[f])
 		}
-		ok, more = more, false
-		for i := len(set) - 1; i >= 0 && !more; i-- { // the next set
-			if more = set[i]+1 < len(single); more {
-				set[i]++
-				for k := range set[i+1:] {
-					set[i+1+k] = set[i]
+		ok = more
+		for range *coreEvery {
+			more = false
+			for i := len(set) - 1; i >= 0 && !more; i-- { // the next set
+				if more = set[i]+1 < len(single); more {
+					set[i]++
+					for k := range set[i+1:] {
+						set[i+1+k] = set[i]
+					}
 				}
 			}
 		}
@@ -219,9 +257,6 @@ func (s *coreSim) trigger(event string, count, host int) {
 
 // apply begins a fault, and ends it after its duration.
 func (s *coreSim) apply(f coreFault, host int) {
-	if s.healed { // it was planned for a time after the end of all faults
-		return
-	}
 	h, g := f.A, f.B
 	if h < 0 {
 		h = host
@@ -230,6 +265,9 @@ func (s *coreSim) apply(f coreFault, host int) {
 		g = host
 	}
 	a := s.agents[h]
+	if s.healed || !a.started && f.Kind != "late" { // it was planned for a time after the end of all faults
+		return
+	}
 	s.say("fault: %s %s %d for %v", f.Kind, s.agents[h].uuid, f.B, f.D)
 	s.touched[h] = true
 	cut := func(pairs ...[2]int) {
@@ -259,13 +297,17 @@ func (s *coreSim) apply(f coreFault, host int) {
 		cut(out...)
 	case "deafen":
 		cut(in...)
-	case "split": // into the hosts of the bits of B, and the others
+	case "split": // the hosts of the bits of B from those of B>>8, or from all others
+		one, other := f.B&0xff, f.B>>8
+		if other == 0 {
+			other = ^one
+		}
 		var pairs [][2]int
 		for i := range s.agents {
 			for o := range s.agents {
-				if f.B>>i&1 != f.B>>o&1 {
-					pairs = append(pairs, [2]int{i, o})
-					s.touched[i] = true
+				if one>>i&1 == 1 && other>>o&1 == 1 {
+					pairs = append(pairs, [2]int{i, o}, [2]int{o, i})
+					s.touched[i], s.touched[o] = true, true
 				}
 			}
 		}
@@ -277,6 +319,29 @@ func (s *coreSim) apply(f coreFault, host int) {
 		}
 	case "kill":
 		a.kill()
+	case "crash":
+		for _, l := range s.links {
+			for end, p := range l.procs {
+				if p == a.proc {
+					l.queue[1-end] = nil
+				}
+			}
+		}
+		a.kill()
+	case "path":
+		if from := s.agents[g]; g != h && from.link != nil {
+			from.link.send(coreServed, &msg{kind: kindPath, epoch: FirstEpoch, rec: &record{value: &pathReport{UUID: a.uuid, Before: true}}})
+		}
+	case "late":
+		a.start()
+	case "restart":
+		if h < 2 { // seeds that start again need the warnings of others
+			return
+		}
+		a.kill()
+		s.past = append(s.past, a)
+		s.agents[h] = s.newAgent(h, fmt.Sprint(a.uuid, len(s.past)))
+		s.after(s.random(100*time.Millisecond), s.agents[h].start)
 	case "worker":
 		if a.worker != nil {
 			a.worker.exit(137)
@@ -290,9 +355,12 @@ func (s *coreSim) apply(f coreFault, host int) {
 			w.proc.dead = true
 		}
 		s.changed()
-	case "pause", "stop":
-		ps := []*coreProc{a.proc}
-		if w := a.worker; f.Kind == "pause" && w != nil {
+	case "pause", "stop", "stall":
+		var ps []*coreProc
+		if f.Kind != "stall" {
+			ps = append(ps, a.proc)
+		}
+		if w := a.worker; f.Kind != "stop" && w != nil {
 			ps = append(ps, w.proc)
 		}
 		for _, p := range ps {
@@ -324,22 +392,34 @@ func newCoreSim(cfg coreConfig) *coreSim {
 	s := &coreSim{coreConfig: cfg, rng: rand.New(rand.NewPCG(cfg.seed, 7)), now: 1, down: make([]bool, cfg.hosts), touched: map[int]bool{}}
 	for i := range cfg.hosts {
 		s.cuts = append(s.cuts, make([]int, cfg.hosts))
-		u := simName(i)
-		s.agents = append(s.agents, &coreAgent{voter: newVoter(1), s: s, uuid: u, proc: &coreProc{s: s, host: i, name: "launcher " + u}})
+		s.agents = append(s.agents, s.newAgent(i, simName(i)))
 	}
-	seeds := []string{s.agents[0].uuid, s.agents[1].uuid}
-	for _, a := range s.agents {
-		s.after(s.random(100*time.Millisecond), func() {
-			self := ""
-			if a.isSeed() {
-				a.serve(nil)
-				self = a.uuid
-			}
-			a.startChoice(newChoice(&a.voter, seeds, self, a.proc.clock()))
-		})
+	for i, a := range s.agents {
+		at := s.random(100 * time.Millisecond)
+		if !slices.ContainsFunc(cfg.faults, func(f coreFault) bool { return f.Kind == "late" && f.A == i && i > 1 }) {
+			s.after(at, a.start)
+		}
 	}
 	s.watch()
 	return s
+}
+
+func (s *coreSim) newAgent(host int, uuid string) *coreAgent {
+	return &coreAgent{voter: newVoter(1), s: s, uuid: uuid, addr: simName(host), proc: &coreProc{s: s, host: host, name: "launcher " + uuid, dead: true}}
+}
+
+// start starts a launcher. Until then, nobody answers at its address.
+func (a *coreAgent) start() {
+	if a.started {
+		return
+	}
+	a.started, a.proc.dead, a.proc.missed = true, false, 0
+	self := ""
+	if a.isSeed() {
+		a.serve(nil)
+		self = a.addr
+	}
+	a.startChoice(newChoice(&a.voter, []string{simName(0), simName(1)}, self, a.proc.clock()))
 }
 
 // simulateCore runs a job and returns what has gone wrong. If calm is true, the job must have settled a while after the faults.
@@ -347,6 +427,11 @@ func simulateCore(cfg coreConfig, logs, calm bool) *coreSim {
 	s := newCoreSim(cfg)
 	s.logs = logs
 	s.run(2 * time.Second)
+	for range 10 { // fewer hosts begin when no other comes for a while
+		if len(s.commits) == 0 {
+			s.run(time.Second)
+		}
+	}
 	if len(s.commits) == 0 {
 		s.violate("the job did not start")
 	}
@@ -356,7 +441,7 @@ func simulateCore(cfg coreConfig, logs, calm bool) *coreSim {
 	}
 	s.healed, s.faults = true, nil
 	s.changed()
-	for _, a := range s.agents {
+	for _, a := range append(s.past, s.agents...) {
 		for _, p := range append([]*coreProc{a.proc}, a.procs...) {
 			for p.paused > 0 {
 				p.resume()

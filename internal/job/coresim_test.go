@@ -18,6 +18,7 @@ type coreSim struct {
 	seq       uint64
 	queue     coreQueue
 	agents    []*coreAgent // one for each host
+	past      []*coreAgent // that have been replaced
 	down      []bool       // hosts without power
 	cuts      [][]int      // by source and destination: faults that lose the packets
 	links     []*coreLink
@@ -52,9 +53,12 @@ type coreFault struct {
 	Event string // "", "propose" or "commit"
 	Count int
 	After time.Duration
-	Kind  string // split, isolate, mute (what it sends is lost), deafen (what is sent to it is lost), cut, kill, worker, power, pause, stop or drain
-	A, B  int    // hosts; -1: the host of the coordinator of the event
-	D     time.Duration
+	// Kind is split, isolate, mute (what it sends is lost), deafen (what is sent to it is lost), cut, kill, crash (what it has just sent is
+	// lost), worker, power, pause, stop (only the launcher), stall (only the worker), drain, path (B reports that it does not
+	// reach the host), late (the host starts then) or restart (with another identity).
+	Kind string
+	A, B int // hosts; -1: the host of the coordinator of the event
+	D    time.Duration
 }
 
 type coreCommit struct {
@@ -220,7 +224,9 @@ type coreLink struct {
 	busy    [2]bool          // delivery is due
 	heardAt [2]time.Duration // when the end has heard the last, on its clock; -1: it hears the other end
 	phase   time.Duration
-	noWait  bool // the process has exited
+	noWait  bool          // the process has exited
+	hungUp  bool          // the server's end ignores what it reads
+	roundAt time.Duration // when heartbeats have made their last round; -1: they do
 
 	receive func(*coreLink, msg)          // by the member
 	lost    func(*coreLink, Loss, string) // by the member
@@ -234,6 +240,17 @@ func (s *coreSim) changed() {
 			continue
 		}
 		open = append(open, l)
+		beats := !l.hungUp
+		for end := range 2 {
+			me, other := l.procs[end], l.procs[1-end]
+			beats = beats && l.reads[end] && !l.over[end] && !me.dead && me.paused == 0 && s.passes(me.host, other.host)
+		}
+		switch {
+		case beats:
+			l.roundAt = -1
+		case l.roundAt < 0:
+			l.roundAt = s.now - l.phase
+		}
 		for end := range 2 {
 			if !l.reads[end] {
 				continue
@@ -262,6 +279,9 @@ func (l *coreLink) watch(end int, since time.Duration) {
 		}
 	})
 }
+
+// isCertain reports whether the other end cannot have lost this one for silence.
+func (l *coreLink) isCertain() bool { return l.roundAt < 0 || l.s.now-l.roundAt < l.s.lostAfter }
 
 func (l *coreLink) expire(end int) {
 	l.reads[end] = false
@@ -308,6 +328,10 @@ func (l *coreLink) deliver(to int) {
 		l.s.after(50*time.Millisecond+l.s.random(50*time.Millisecond), func() { l.deliver(to) })
 		return
 	}
+	if len(l.queue[to]) == 0 { // what was sent is lost
+		l.busy[to] = false
+		return
+	}
 	m := l.queue[to][0]
 	l.queue[to] = l.queue[to][1:]
 	me.do(func() {
@@ -315,6 +339,7 @@ func (l *coreLink) deliver(to int) {
 			return
 		}
 		switch {
+		case m != nil && to == coreServed && l.hungUp:
 		case m != nil && to == coreServed:
 			l.server.step(received{l.peer, *m})
 		case m != nil:
@@ -343,6 +368,8 @@ func (l *coreLink) closedByMember() {
 	grace := resumeGrace
 	if l.noWait {
 		grace = 0
+	} else if l.peer.role == roleAgent {
+		grace = 2 * FirstRetry
 	}
 	l.s.changed() // from now on, silence ends its part in the job
 	var prove func()
@@ -355,8 +382,7 @@ func (l *coreLink) closedByMember() {
 				p.after(slowAfter(l.s.lostAfter), prove)
 				return
 			}
-			heard := l.heardAt[coreServed] // the member has heard this end until it ended
-			ends(ending{found: foundEnded, certain: heard < 0 || p.clock()-heard < l.s.lostAfter})
+			ends(ending{found: foundEnded, certain: l.isCertain()})
 			return
 		}
 		ends(ending{})
@@ -375,7 +401,7 @@ func (l *coreLink) closedByServer() {
 		how := lostSilent
 		switch to := l.procs[coreServed]; {
 		case l.s.refuses(p.host, to):
-			if l.heardAt[coreMember] < 0 || p.clock()-l.heardAt[coreMember] < l.s.lostAfter {
+			if l.isCertain() {
 				how = lostEnded
 			}
 		case l.s.reaches(p.host, to): // its process does not coordinate any more
@@ -389,12 +415,17 @@ func (l *coreLink) closedByServer() {
 	p.after(FirstRetry, try)
 }
 
-// leave closes the member's end.
+// leave closes the member's end, after a message.
 func (l *coreLink) leave() {
-	if l.reads[coreMember] = false; !l.over[coreMember] {
-		l.send(coreServed, &msg{kind: kindLeave, epoch: FirstEpoch, id: leaveJob})
-		l.send(coreServed, nil)
-	}
+	l.send(coreServed, &msg{kind: kindLeave, epoch: FirstEpoch, id: leaveForAnother})
+	l.close()
+}
+
+// close closes the member's end.
+func (l *coreLink) close() {
+	l.reads[coreMember] = false
+	l.send(coreServed, nil)
+	l.s.changed()
 }
 
 // simName returns the name of a host, one letter.

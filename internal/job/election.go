@@ -157,7 +157,7 @@ func (e *election) do(a action) {
 	case leave:
 		k := e.k
 		e.k = nil
-		e.agent.wg.Go(k.Close) // a coordinator that does not answer is not waited for
+		e.agent.wg.Go(func() { k.closeWith(leaveForAnother) }) // a coordinator that does not answer is not waited for
 	case vote:
 		_ = e.k.Send(Message{Kind: kindVote, Epoch: FirstEpoch, ID: a.attempt}) // the reader handles a failure
 	case beCandidate:
@@ -246,9 +246,7 @@ func (e *election) adopt(o *outcome) error {
 	if err != nil {
 		return err
 	}
-	if err := a.adopt(t); err != nil {
-		return err
-	}
+	a.adopt(t)
 	if !o.self {
 		a.resign()
 	}

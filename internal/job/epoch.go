@@ -35,6 +35,7 @@ type elastic struct {
 	proposed []voterSet // of all proposals since the last epoch began
 	next     *World
 	hosts    *plan
+	proposal msg
 	peers    []*peer // one for each of next
 	voters   voterSet
 
@@ -49,9 +50,9 @@ type elastic struct {
 
 	// After the loss of a coordinator: absent are the members of its last epoch that have not
 	// registered with this one, and those with rank -1 that were only proposed as members. inherited
-	// is true until the next epoch begins.
+	// is what the hosts knew, until the next epoch begins.
 	absent    map[place]Member
-	inherited bool
+	inherited *history
 	takenOver instant
 }
 
@@ -500,7 +501,7 @@ func (c *coordinator) loseHost(a *peer, f Fault) {
 func (c *coordinator) lostTouch(p *peer) {
 	reason := fmt.Sprintf("the coordinator was silent for it for %v", c.cfg.Self.LostAfter)
 	if p.role == roleAgent {
-		c.loseAgent(p, agentEnd{reason: reason})
+		c.loseAgent(p, agentEnd{reason: reason, knows: true})
 		return
 	}
 	c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: reason})
@@ -526,17 +527,15 @@ func (c *coordinator) revoke(f Fault) {
 
 // killRunning removes the members whose functions have not returned in time.
 func (c *coordinator) killRunning() {
-	c.killSilent(func(p *peer) bool { return p.elastic.returned },
-		fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.RevokeBy, c.epoch), c.epochMembers())
+	c.killSilent(without(c.epochMembers(), func(p *peer) bool { return p.elastic.returned }),
+		fmt.Sprintf("its function did not return within %v after the end of epoch %d", c.cfg.RevokeBy, c.epoch))
 	c.checkReturned()
 }
 
-// killSilent removes the workers that have not answered. Their launchers kill them.
-func (c *coordinator) killSilent(answered func(*peer) bool, reason string, ps []*peer) {
+// killSilent removes workers that have not answered. Their launchers kill them.
+func (c *coordinator) killSilent(ps []*peer, reason string) {
 	for _, p := range ps {
-		if !answered(p) {
-			c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: reason, Code: -1})
-		}
+		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: reason, Code: -1})
 	}
 }
 
@@ -767,6 +766,10 @@ func (c *coordinator) checkPrepared() {
 		c.form()
 		return
 	}
+	if d := c.leased(); d > 0 {
+		c.inPhase(d, dueLease)
+		return
+	}
 	c.commitEpoch()
 }
 
@@ -797,7 +800,7 @@ func (c *coordinator) commitEpoch() {
 	}
 	if c.plan != nil {
 		c.plan = c.planOfEpoch()
-		c.voterSets, e.inherited = []voterSet{e.voters}, false
+		c.voterSets, e.inherited = []voterSet{e.voters}, nil
 	}
 	c.act(observe{begun: true})
 	c.tellNews(line)
@@ -868,9 +871,9 @@ func (c *coordinator) tellNews(line string) {
 	if c.plan == nil {
 		return
 	}
-	n := news{By: c.leads(), Plan: *c.plan, Members: c.world.Members, Line: line, Ledger: c.ledger()}
-	if !c.elastic.inherited {
-		n.Voters = c.voterSets[0]
+	n := news{By: c.leads(), Plan: *c.plan, Members: c.world.Members, Line: line, Voters: c.voterSets[0], Ledger: c.ledger()}
+	if h := c.elastic.inherited; h != nil {
+		n.Begun, n.Proposed = h.Epoch, h.Proposed
 	}
 	m := say(kindNews, n)
 	m.epoch = c.epoch
@@ -1022,7 +1025,6 @@ func (c *coordinator) handOver(h handover) {
 
 // sendHandover tells processes that this coordinator does nothing for them any more, and also those that have not registered.
 func (c *coordinator) sendHandover(h handover, ps []*peer) {
-	h.Epoch = c.epoch
 	m := say(kindHandover, h)
 	c.act(send{ps, m})
 	for _, p := range ps {
@@ -1096,4 +1098,7 @@ func (c *coordinator) admitHost(a *peer) {
 	c.send(a, c.planNote())
 	c.send(a, msg{kind: kindComplete, epoch: c.epoch})
 	c.tellNews("")
+	if c.elastic.phase == phasePropose { // from now on it counts the end of this coordinator, and must know what may begin
+		c.ask(a)
+	}
 }

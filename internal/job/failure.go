@@ -147,7 +147,7 @@ func (c *coordinator) agentEnd(why ending) agentEnd {
 	end := agentEnd{reason: why.reason}
 	switch {
 	case why.found == foundEnded:
-		end.reason, end.ended = "its launcher ended", why.certain // otherwise it may have agreed with others before
+		end.reason, end.ended, end.knows = "its launcher ended", why.certain, true // otherwise it may have agreed with others before
 	case why.found == foundAlive:
 		end.reason = "its connection closed, and its launcher did not connect again"
 	case why.closed && c.isElastic():
@@ -786,6 +786,10 @@ func (c *coordinator) checkRecorded() {
 			return
 		}
 		if !allow(c.voterSets, have, c.ended) {
+			return
+		}
+		if d := c.leased(); d > 0 {
+			c.after(d, deadline{what: dueLedger})
 			return
 		}
 		c.entries = c.entries[1:]

@@ -1,7 +1,9 @@
 package job
 
 import (
+	"errors"
 	"io"
+	"os"
 	"slices"
 	"strings"
 	"testing"
@@ -39,6 +41,9 @@ func (j *paperJob) served() (*Server, func(*peer) *conn) {
 
 // ends ends the connection of a peer with an error.
 func (j *paperJob) ends(p *peer, err error) {
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		p.heard = j.now - 2*j.cfg.Self.LostAfter
+	}
 	j.happen(disconnected{p, ending{closed: isClosedByPeer(err), reason: reasonOf(err, j.silenceLimit())}})
 }
 

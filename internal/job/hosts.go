@@ -225,6 +225,7 @@ func (c *coordinator) registerAgent(p *peer) error {
 		return nil
 	}
 	c.admit(p)
+	delete(c.leases, p.host.UUID) // it has lost this coordinator, and follows it again
 	p.ready, p.host.History = true, nil
 	if c.isElastic() {
 		c.admitHost(p)
@@ -352,6 +353,27 @@ func (c *coordinator) planNote() msg {
 	return m
 }
 
+// lease records that a launcher, which was lost here for another reason than silence, may still follow this coordinator. It would
+// count the end of this coordinator, and not know of epochs that have begun without it. None begins before
+// the launcher has registered again, or must have lost this coordinator for silence.
+func (c *coordinator) lease(p *peer) {
+	limit := c.cfg.Self.LostAfter
+	if c.isElastic() && c.silent(p) <= limit {
+		if c.leases == nil {
+			c.leases = map[string]instant{}
+		}
+		c.leases[p.host.UUID] = c.now + limit + limit/32
+	}
+}
+
+// leased returns the time until no launcher that was lost follows this coordinator.
+func (c *coordinator) leased() (d time.Duration) {
+	for _, until := range c.leases {
+		d = max(d, until-c.now)
+	}
+	return d
+}
+
 // agentDone records that a host's workers have exited. The job ends when all
 // hosts are done.
 func (c *coordinator) agentDone(p *peer) {
@@ -373,6 +395,7 @@ func (c *coordinator) agentDone(p *peer) {
 type agentEnd struct {
 	reason string
 	ended  bool // it takes part in no decision any more
+	knows  bool // it follows this coordinator no more, or its process has ended
 	left   bool // it has said that it leaves
 	gaveUp bool // because its join timed out
 }
@@ -398,6 +421,9 @@ func (c *coordinator) loseAgent(p *peer, end agentEnd) {
 	}
 	if end.ended {
 		c.markEnded(p)
+	}
+	if !end.ended && !end.knows {
+		c.lease(p)
 	}
 	f := c.hostFault(p, end.reason)
 	switch elastic := c.isElastic(); {
@@ -621,7 +647,7 @@ func (c *coordinator) takeOver() {
 	c.act(openStore{len(ch.Members)})
 	c.voterSets, c.ended = ch.voterSets(), setOf(ch.Ended)
 	e := newElastic()
-	e.begun, e.inherited, e.takenOver = s.begun, true, c.now
+	e.begun, e.inherited, e.takenOver = s.begun, &history{Epoch: ch.Epoch, Voters: ch.Voters, Proposed: ch.open(ch.Epoch)}, c.now
 	took := "took over from a coordinator that was lost: " + ch.Reason
 	e.last = Fault{Rank: -1, Host: c.cfg.Self.Host, PID: c.cfg.Self.PID, Code: -1, Reason: "it " + took}
 	e.why = fmt.Sprintf("host %s %s", c.cfg.Self.Host, took)
@@ -634,6 +660,7 @@ func (c *coordinator) takeOver() {
 		c.finish()
 		return
 	}
+	c.tellNews("") // the hosts that have agreed may know less
 	c.awaitSurvivors(s)
 	c.say(fmt.Sprintf("host %s coordinates the job now", c.cfg.Self.Host))
 }
@@ -764,7 +791,7 @@ func (c *coordinator) hasMajority() bool {
 
 // endMinority ends the job in this part of the network. After a takeover, hosts that have not come yet have some time.
 func (c *coordinator) endMinority() {
-	if left := c.cfg.Self.LostAfter - (c.now - c.elastic.takenOver); c.elastic.inherited && left > 0 {
+	if left := c.cfg.Self.LostAfter - (c.now - c.elastic.takenOver); c.elastic.inherited != nil && left > 0 {
 		c.after(left, deadline{what: dueMajority, of: c.elastic})
 		return
 	}
@@ -780,12 +807,17 @@ func (c *coordinator) proposeToAgents(next *plan) {
 	e := c.elastic
 	e.voters = c.voters(next)
 	e.proposed = append(e.proposed, e.voters)
-	m := say(KindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), NewMembers: c.proposedMembers()})
-	m.epoch, m.id = c.epoch+1, e.try
+	e.proposal = say(KindPropose, news{By: c.leads(), Voters: e.voters, Ended: slices.Sorted(maps.Keys(c.ended)), NewMembers: c.proposedMembers()})
+	e.proposal.epoch, e.proposal.id = c.epoch+1, e.try
 	for _, a := range c.agents {
-		a.asked = e.try
-		c.send(a, m)
+		c.ask(a)
 	}
+}
+
+// ask asks an agent to agree to the proposal. All agents that follow this coordinator when an epoch begins have agreed to it.
+func (c *coordinator) ask(a *peer) {
+	a.asked = c.elastic.try
+	c.send(a, c.elastic.proposal)
 }
 
 // proposedMembers returns the members of the proposal that are new. If this coordinator is lost, the next one
@@ -825,10 +857,10 @@ func (c *coordinator) hasNotAnswered(a *peer) bool {
 // loseUnprepared removes the hosts and processes that have not answered the proposal.
 func (c *coordinator) loseUnprepared() {
 	reason := fmt.Sprintf("no answer to the proposal of epoch %d within %v", c.epoch+1, prepareBy)
-	for _, a := range slices.Clone(c.agents) {
-		if c.hasNotAnswered(a) {
-			c.loseAgent(a, agentEnd{reason: reason})
-		}
+	agents := without(c.agents, func(a *peer) bool { return !c.hasNotAnswered(a) })
+	workers := without(c.elastic.peers, func(p *peer) bool { return p.elastic.prepared })
+	for _, a := range agents { // the others are asked again
+		c.loseAgent(a, agentEnd{reason: reason})
 	}
-	c.killSilent(func(p *peer) bool { return p.elastic.prepared }, reason, slices.Clone(c.elastic.peers))
+	c.killSilent(workers, reason)
 }

@@ -136,8 +136,9 @@ func (j *paperJob) answer(hosts ...string) {
 	})
 }
 
-// lose loses a host.
+// lose loses a host for silence.
 func (j *paperJob) lose(host string) {
+	j.hosts[host].heard = j.now - 2*j.cfg.Self.LostAfter
 	j.do(func() { j.loseAgent(j.hosts[host], agentEnd{reason: "it burned"}) })
 }
 
@@ -195,17 +196,25 @@ func TestHostJoinsDuringAProposal(t *testing.T) {
 	})
 }
 
-// After a takeover, news of a host that joins come before the next epoch. An agent that has not heard of
-// the last epoch then gets its plan together with its members.
+// After a takeover, the coordinator tells what it knows before it begins an epoch. An agent that knows less gets the plan of the last
+// epoch together with its members, its voters and the proposals. One that knows that a proposal has begun keeps that.
 func TestNewsOfAnInheritedEpoch(t *testing.T) {
 	a := &Agent{UUID: "b", voter: newVoter(1)}
 	a.Now.Store(&attempt{})
 	p := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
 	a.news(1, news{Plan: p, Members: []Member{{Rank: 0, Node: 0}, {Rank: 1, Node: 1}}, Voters: voterSet{"a", "b"}})
 	later := plan{Hosts: []host{{UUID: "b"}, {UUID: "c"}, {UUID: "d"}}}
-	a.news(2, news{Plan: later, Members: []Member{{Rank: 0, Node: 1}, {Rank: 1, Node: 2}}})
+	n := news{Plan: later, Members: []Member{{Rank: 0, Node: 1}, {Rank: 1, Node: 2}}, Voters: voterSet{"c", "d"}, Begun: 2, Proposed: []proposal{{3, voterSet{"c"}}}}
+	require.NoError(t, a.news(3, n))
 	require.Equal(t, "c", a.history.hostOf(a.history.Members[0]))
 	require.Equal(t, "d", a.history.hostOf(a.history.Members[1]))
+	require.Equal(t, []voterSet{{"c", "d"}, {"c"}}, a.history.voterSets())
+	require.Equal(t, uint64(3), a.history.last())
+	b := &Agent{UUID: "b", voter: newVoter(1)}
+	require.NoError(t, b.news(3, news{Plan: later, Voters: voterSet{"c"}}))
+	require.NoError(t, b.news(3, n))
+	require.Equal(t, []voterSet{{"c"}}, b.history.voterSets())
+	require.ErrorContains(t, b.news(3, news{Plan: later, Proposed: []proposal{{}}}), "a proposal of epoch 0 has 0 hosts")
 }
 
 // A voter that registers again after the coordinator has taken over keeps its place.

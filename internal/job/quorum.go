@@ -6,6 +6,22 @@ import (
 	"time"
 )
 
+// Why two epochs never follow the same one. A coordinator begins an epoch after enough hosts of each voter set that it knows have
+// answered the proposal; it takes over after enough hosts of each set that they or it know have voted (suffices). A host that has voted
+// answers no smaller term, and a vote comes with all proposals that the host has answered. So if the answers to a proposal and the
+// votes for a later term share a host, the later coordinator knows the proposal, or the earlier one never begins the epoch.
+//
+// They share a host, because both are a majority of one set, or half of it with its first host. The exception is a host that one side
+// leaves out as ended, and that has answered or voted on the other side. Therefore a host counts as ended only
+//   - if its process has ended, or coordinates no more (proof.go), while it followed the coordinator under which that was found: it
+//     could not have lost that coordinator for silence before (isCertain), and has not left it for another one (leaveForAnother);
+//   - for coordinators that know all proposals that it had answered, and for hosts that know what such a coordinator knew
+//     (voter.haveEnded). A coordinator tells that to each host that follows it (tellNews), and begins an epoch only after all of them have
+//     answered its proposal (hasNotAnswered), also those that came after it (admitHost). It begins none while a host that it has lost may
+//     still follow it without knowing (lease).
+//
+// Who is merely connected decides only that this coordinator gives up.
+
 // A voterSet is the hosts of an epoch, which decide on the next one: the UUIDs of their
 // agents by succession, the coordinator first.
 type voterSet []string
@@ -105,6 +121,12 @@ func (c *history) propose(p proposal) {
 	}
 }
 
+func (c *history) proposeAll(ps []proposal) {
+	for _, p := range ps {
+		c.propose(p)
+	}
+}
+
 // open returns the proposals that the begin of an epoch leaves open.
 func (c *history) open(begun uint64) []proposal {
 	return without(c.Proposed, func(p proposal) bool { return p.Epoch <= begun })
@@ -129,9 +151,7 @@ func (c *history) merge(o *history) {
 		c.Epoch, c.Voters, c.Plan, c.Members = o.Epoch, o.Voters, o.Plan, o.Members
 		c.Proposed = c.open(c.Epoch)
 	}
-	for _, p := range o.Proposed {
-		c.propose(p)
-	}
+	c.proposeAll(o.Proposed)
 	c.Term = max(c.Term, o.Term)
 	c.Ledger.merge(o.Ledger)
 	c.Ended = append(c.Ended, o.Ended...)
@@ -223,6 +243,9 @@ func EpochsMustGrow(last uint64, by Leader, next uint64, from Leader) error {
 
 // check refuses news that contradict themselves.
 func (n *news) check() error {
+	if err := checkProposals(n.Proposed); err != nil {
+		return err
+	}
 	return checkMembership(n.Plan, n.Members, n.Voters, len(n.Plan.Hosts) > 0)
 }
 
@@ -231,12 +254,19 @@ func (c *history) check() error {
 	if c.Epoch < FirstEpoch {
 		return fmt.Errorf("epoch %d: epochs start with %d", c.Epoch, FirstEpoch)
 	}
-	for _, p := range c.Proposed {
+	if err := checkProposals(c.Proposed); err != nil {
+		return err
+	}
+	return checkMembership(c.Plan, c.Members, c.Voters, len(c.Plan.Hosts) > 0)
+}
+
+func checkProposals(ps []proposal) error {
+	for _, p := range ps {
 		if err := checkMembership(plan{}, nil, p.Voters, false); err != nil || p.Epoch < FirstEpoch || len(p.Voters) == 0 {
 			return fmt.Errorf("a proposal of epoch %d has %d hosts: %w", p.Epoch, len(p.Voters), err)
 		}
 	}
-	return checkMembership(c.Plan, c.Members, c.Voters, len(c.Plan.Hosts) > 0)
+	return nil
 }
 
 // checkMembership checks that members have hosts, and that each host decides once.

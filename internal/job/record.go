@@ -105,7 +105,6 @@ type handover struct {
 	Reason string   `json:"reason"`           // completes "its launcher ...", unless Failed is set
 	Failed bool     `json:"failed,omitempty"` // the coordinator may not go on: too few hosts are with it, or another one has replaced it
 	Ended  []string `json:"ended,omitempty"`  // hosts whose launchers do not vote any more
-	Epoch  uint64   `json:"epoch,omitempty"`  // the last that the coordinator knows
 }
 
 // An Order is a command of the coordinator to a launcher.
@@ -131,9 +130,12 @@ type news struct {
 	Plan    plan     `json:"plan"`
 	Members []Member `json:"members"`
 	Line    string   `json:"line,omitempty"`
-	// Voters is set when an epoch begins.
-	Voters voterSet `json:"voters,omitempty"`
-	Ledger ledger   `json:"ledger,omitzero"`
+	Voters  voterSet `json:"voters,omitempty"`
+	// After a takeover, until the coordinator begins an epoch: Begun is the epoch of Voters, and Proposed are later ones that have
+	// perhaps begun.
+	Begun    uint64     `json:"begun,omitempty"`
+	Proposed []proposal `json:"proposed,omitempty"`
+	Ledger   ledger     `json:"ledger,omitzero"`
 	// In a proposal: Ended are hosts whose launchers are known to have ended, and NewMembers are the
 	// members that were not in the epoch before.
 	Ended      []string    `json:"ended,omitempty"`
@@ -375,6 +377,7 @@ func assignNodes(hs []host) []host {
 const (
 	leaveJob = iota
 	leaveGaveUp
+	leaveForAnother // the launcher registers with another coordinator
 )
 
 // A pathState is the result of a probe of a path.

@@ -52,7 +52,14 @@ func newCrowd(t *testing.T, n int, rnd *rand.Rand, loss float64) *crowd {
 // meet starts a coordinator and all members.
 func (x *crowd) meet() *Server {
 	n := len(x.agents)
-	c := NewServer(x.ln, ServerConfig{Job: "scale", Key: x.keys.Control, Notify: func(string) {}, CoordConfig: CoordConfig{agents: n, least: 1, JoinBy: time.Hour, RevokeBy: time.Minute, DrainBy: time.Minute, Self: Welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: x.timing.Heartbeat, LostAfter: x.timing.LostAfter}}})
+	c := NewServer(x.ln, ServerConfig{Job: "scale", Key: x.keys.Control, Notify: func(string) {},
+		probe: func(_ context.Context, h host, _ string) finding {
+			if x.agents[h.NodeRank].isDown() { // its port refuses connections
+				return foundEnded
+			}
+			return foundAlive
+		},
+		CoordConfig: CoordConfig{agents: n, least: 1, JoinBy: time.Hour, RevokeBy: time.Minute, DrainBy: time.Minute, Self: Welcome{Host: "h0", Agent: "u0", Rank: -1, Heartbeat: x.timing.Heartbeat, LostAfter: x.timing.LostAfter}}})
 	x.run = c.run
 	for i := range n {
 		x.all.Go(func() { x.join(i, n) })
@@ -214,7 +221,7 @@ func TestManyAgents(t *testing.T) {
 		x.all.Wait()
 		begun = time.Now()
 		for _, k := range append(x.workers[scaleWorkers:2*scaleWorkers:2*scaleWorkers], x.agents[1]) {
-			k.CloseConnection() // as if the host had lost its power, and its switch had told so
+			k.CloseConnection() // as if they were killed
 		}
 		x.await(2, (n-1)*scaleWorkers)
 		change := time.Since(begun)
@@ -336,11 +343,11 @@ func isCoordinators(stack []uintptr) bool {
 	for {
 		f, more := frames.Next()
 		switch {
-		case strings.Contains(f.Function, "cluster.(*coordinator)"), strings.Contains(f.Function, "cluster.(*server)"), strings.Contains(f.Function, "cluster.newConn"):
+		case strings.Contains(f.Function, "job.(*coordinator)"), strings.Contains(f.Function, "job.(*server)"), strings.Contains(f.Function, "job.newConn"):
 			return true
-		case strings.Contains(f.Function, "cluster.(*stream).writeLoop-fm"): // a member's: the coordinator starts the method itself
+		case strings.Contains(f.Function, "job.(*stream).writeLoop-fm"): // a member's: the coordinator starts the method itself
 			member = true
-		case strings.Contains(f.Function, "cluster.(*stream).writeLoop") && !more:
+		case strings.Contains(f.Function, "job.(*stream).writeLoop") && !more:
 			return !member
 		}
 		if !more {

@@ -1,6 +1,7 @@
 package job
 
 import (
+	"cmp"
 	"fmt"
 	"maps"
 	"slices"
@@ -35,6 +36,7 @@ type voter struct {
 	finished   bool     // the program has ended
 	over       bool     // the job goes on without this host, or its program has ended
 	ended      []string // hosts whose launchers are known to have ended
+	informed   Leader   // the coordinator that has told which hosts decide, since this host follows it
 }
 
 func newVoter(workers int) voter {
@@ -98,12 +100,8 @@ func (v *voter) proposal(uuid string, epoch uint64, n news) error {
 	}
 	if v.history != nil {
 		v.history.propose(proposal{epoch, n.Voters})
-		for _, ended := range n.Ended {
-			if !slices.Contains(v.ended, ended) {
-				v.ended = append(v.ended, ended)
-			}
-		}
 	}
+	v.haveEnded(n.By.Agent, n.Ended...)
 	for _, f := range n.NewMembers {
 		if f.Agent == uuid && exitOf(v.exits[f.Local], f.PID) < 0 {
 			v.newMembers[f.Local] = f.PID
@@ -121,7 +119,8 @@ func (v *voter) keep(n news) error {
 	return nil
 }
 
-// begins records an epoch that has begun, and returns the place of this host in it, or nil if the host leaves the job.
+// begins records an epoch that has begun, or what a coordinator knows that has taken over and has not begun one yet. It returns the
+// place of this host in the epoch, or nil if the host leaves the job or knows of a later epoch.
 func (v *voter) begins(uuid string, epoch uint64, n news) (*placement, error) {
 	if v.history != nil && epoch < v.history.Epoch {
 		return nil, &badNews{EpochsMustGrow(v.history.Epoch, v.Followed, epoch, n.By)}
@@ -136,21 +135,23 @@ func (v *voter) begins(uuid string, epoch uint64, n news) (*placement, error) {
 	if at.Node < 0 {
 		return nil, nil
 	}
+	v.book.merge(n.Ledger)
+	v.informed = n.By
+	next := &history{Epoch: cmp.Or(n.Begun, epoch), Voters: n.Voters, Plan: n.Plan, Members: n.Members}
+	if v.history != nil {
+		if v.history.Epoch > next.Epoch { // the coordinator counts it as perhaps begun
+			v.history.proposeAll(n.Proposed)
+			return nil, nil
+		}
+		next.Proposed = v.history.open(next.Epoch) // news may also come while an epoch is proposed
+	}
+	next.proposeAll(n.Proposed)
+	v.history = next
 	for _, m := range n.Members {
 		if m.Node == at.Node {
 			at.ranks[m.LocalRank] = m.Rank
 			v.begun(m.LocalRank, m.PID)
 		}
-	}
-	v.book.merge(n.Ledger)
-	if len(n.Voters) > 0 {
-		next := &history{Epoch: epoch, Voters: n.Voters, Plan: n.Plan, Members: n.Members}
-		if v.history != nil { // news may also come while an epoch is proposed
-			next.Proposed = v.history.open(epoch)
-		}
-		v.history = next
-	} else if v.history != nil {
-		v.history.Plan, v.history.Members = n.Plan, n.Members // the members have places in the plan
 	}
 	return at, nil
 }
@@ -168,8 +169,9 @@ func (v *voter) mayChoose(how Loss) bool { return how != NotLost && v.history !=
 // candidacy returns what this host knows after the loss of the coordinator that has said hello.
 func (v *voter) candidacy(how Loss, hello Welcome, reason string) *history {
 	if how == lostEnded || how == lostLeaving || how == lostResigned {
-		v.haveEnded(hello.Epoch, hello.Agent)
+		v.haveEnded(hello.Agent, hello.Agent)
 	}
+	v.informed = Leader{}
 	ch := *v.history
 	ch.Run, ch.Ledger = v.Followed.Run, v.book
 	ch.Term, ch.lostAfter = v.promised.Term, hello.LostAfter
@@ -183,11 +185,16 @@ func (v *voter) candidacy(how Loss, hello Welcome, reason string) *history {
 	return &ch
 }
 
-// haveEnded records hosts that take part in decisions no more, as a coordinator that knew of an epoch has found or shown. If this host
-// knows only earlier epochs, because it came late, it does not know what the hosts had agreed to: their end then proves nothing.
-func (v *voter) haveEnded(epoch uint64, uuids ...string) {
-	if v.history != nil && v.history.last() >= epoch {
-		v.ended = append(v.ended, uuids...)
+// haveEnded records hosts that take part in decisions no more, as a coordinator has found or shown. Without the knowledge of that
+// coordinator, this host does not know what the hosts had agreed to: their end then proves nothing.
+func (v *voter) haveEnded(by string, uuids ...string) {
+	if v.history == nil || v.informed != v.Followed || v.informed.Agent != by {
+		return
+	}
+	for _, u := range uuids {
+		if !slices.Contains(v.ended, u) {
+			v.ended = append(v.ended, u)
+		}
 	}
 }
 

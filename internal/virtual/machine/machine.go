@@ -67,7 +67,7 @@ type Machine struct {
 	objects      map[cudadrv.UserObject]*userObject
 	captures     []*Capture // captures in progress
 	lastCapture  uint64
-	captureModes map[int]cudadrv.CaptureMode // modes of OS threads that changed them
+	captureModes map[uintptr]cudadrv.CaptureMode // modes of OS threads that changed them
 	slots        race.Slots
 	host         race.Clock // the host's clock: operations that it has waited for
 	reports      []string
@@ -85,7 +85,7 @@ func New(cfg *Config) (*Machine, error) {
 		graphs:       map[cudadrv.Graph]*graph{},
 		execs:        map[cudadrv.GraphExec]*graphExec{},
 		objects:      map[cudadrv.UserObject]*userObject{},
-		captureModes: map[int]cudadrv.CaptureMode{},
+		captureModes: map[uintptr]cudadrv.CaptureMode{},
 		pools:        map[cudadrv.MemPool]*pool{},
 		physicals:    map[cudadrv.MemHandle]*physical{},
 		opened:       map[openedKey]*opened{},

@@ -49,7 +49,7 @@ func New(m *machine.Machine, cfg Config) ncclapi.API {
 	}
 	l := &lib{
 		m: m, cfg: cfg, cliques: map[token]*clique{}, loaded: map[*machine.Device]bool{}, comms: map[ncclapi.Comm]*comm{},
-		groups:  groups{threads: map[int]*group{}},
+		groups:  groups{threads: map[uintptr]*group{}},
 		adopted: map[*comm]bool{}, orders: orders{devices: map[string]*deviceOrder{}, comms: map[token][]*comm{}, reports: map[[2]token]string{}},
 		process: randomToken().String(),
 	}

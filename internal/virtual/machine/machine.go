@@ -159,6 +159,9 @@ func (m *Machine) CountCalls() (stop func() map[string]int) { return m.faults.Co
 // HangNext lets the next library call with a C name hang.
 func (m *Machine) HangNext(name string) { m.faults.HangNext(name) }
 
+// EndHangs ends the calls and operations that hang by the fault plan or HangNext.
+func (m *Machine) EndHangs() { m.faults.EndHangs() }
+
 // Seed returns the seed of the streams' delays.
 func (m *Machine) Seed() uint64 { return m.seed }
 

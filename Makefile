@@ -15,7 +15,7 @@ build: ## build the command and the examples into bin/
 	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/ ./cmd/... ./examples/...
 
 demo: ## train a small model on all devices, or on 4 virtual devices (NPROC=n processes)
-	CGO_ENABLED=0 $(GO) build -trimpath -ldflags='-s -w' -o bin/ ./cmd/chorus ./examples/ddp
+	CGO_ENABLED=0 $(GO) build -ldflags='-s -w' -o bin/ ./cmd/chorus ./examples/ddp # in the build mode of make test
 	bin/chorus run --nproc-per-node $(NPROC) -- bin/ddp
 
 # Many tests wait for deadlines of other processes, so twice as many packages as processors

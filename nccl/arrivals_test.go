@@ -11,13 +11,14 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
 // A rank whose stream arrives 5 ms late is named, although the host issues all operations at once.
 func TestLateStreamIsNamed(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		const late, steps = 1, 10
 		cs, err := NewCommunicators(testgpu.Context(t), devs[:2], nil)
 		require.NoError(t, err)

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -19,8 +20,13 @@ import (
 // sharing connects two ranks that behave as if processes that share GPUs had them.
 func sharing(t *testing.T, timeout time.Duration) ([]rank, []memory.Slice[int64]) {
 	t.Helper()
+	return sharingOn(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), timeout)
+}
+
+func sharingOn(t *testing.T, devs []*device.Device, timeout time.Duration) ([]rank, []memory.Slice[int64]) {
+	t.Helper()
 	t.Setenv(env.ShareGPUs.Name, "yes")
-	ranks, xs := afterOnce(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 8, timeout)
+	ranks, xs := afterOnce(t, devs, 8, timeout)
 	for _, r := range ranks {
 		r.c.LeaveLocalRanks()
 	}
@@ -77,10 +83,12 @@ func TestWaitForRoomEnds(t *testing.T) {
 			require.NoError(t, <-aborted)
 		})
 		t.Run(name+" while an operation times out", func(t *testing.T) {
-			ranks, xs := sharing(t, ample)
-			err := fill(t, ranks[0], xs[0], issue, func() {})
-			require.ErrorIs(t, err, nccl.ErrorTimeout)
-			require.Equal(t, ranks[0].c.Err(), err)
+			virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+				ranks, xs := sharingOn(t, devs, ample)
+				err := fill(t, ranks[0], xs[0], issue, func() {})
+				require.ErrorIs(t, err, nccl.ErrorTimeout)
+				require.Equal(t, ranks[0].c.Err(), err)
+			})
 		})
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -91,7 +92,7 @@ func TestWaitAfterTheEnd(t *testing.T) {
 // After a timeout the operation that hangs stays one that has not completed, whoever has
 // waited, and although its stream goes on.
 func TestTimeoutIsNotCompleted(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks, xs := afterOnce(t, devs, 64, limit(devs))
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
@@ -173,7 +174,7 @@ func TestTimeoutOfManyOperations(t *testing.T) {
 
 // The operations of a single rank are copies, which nothing orders between streams.
 func TestSingleRankOnTwoStreams(t *testing.T) {
-	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		r := connectWith(t, devs, &nccl.Config{Timeout: ample})[0]
 		xs, _ := buffers(t, []rank{r}, 64)
 		other, err := stream.New(devs[0], nil)
@@ -295,7 +296,7 @@ func until(t *testing.T, ready func() bool) {
 }
 
 func TestDeadlineNamesTheRankBehind(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks, xs := afterOnce(t, devs, 1024, limit(devs))
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
@@ -334,26 +335,27 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 // Of operations that come at once nobody knows which are done, but what comes behind the
 // first one that a rank has not issued is not to blame.
 func TestDeadlineInABurst(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
-	xs, _ := buffers(t, ranks, 16)
-	each(t, devs, func(i int) (err error) {
-		for n := range []int{5, 4, 6}[i] {
-			err = errors.Join(err, nccl.Broadcast(ranks[i].c, ranks[i].s, xs[i], xs[i], n%3))
-		}
-		return err
+	virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
+		xs, _ := buffers(t, ranks, 16)
+		each(t, devs, func(i int) (err error) {
+			for n := range []int{5, 4, 6}[i] {
+				err = errors.Join(err, nccl.Broadcast(ranks[i].c, ranks[i].s, xs[i], xs[i], n%3))
+			}
+			return err
+		})
+		var late *nccl.TimeoutError
+		require.ErrorAs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), &late)
+		require.EqualValues(t, 5, late.Last.Collective)
+		require.LessOrEqual(t, late.Operation.Collective, uint64(5))
+		require.Equal(t, []int{1}, late.Behind)
 	})
-	var late *nccl.TimeoutError
-	require.ErrorAs(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s), &late)
-	require.EqualValues(t, 5, late.Last.Collective)
-	require.LessOrEqual(t, late.Operation.Collective, uint64(5))
-	require.Equal(t, []int{1}, late.Behind)
 }
 
 // A rank that issues more than its stream takes, while another one does not come, waits in
 // the driver, which then answers nobody who asks about the device.
 func TestDeadlineOfAFullStream(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		nccl.SetAbortTimeout(t, time.Minute)
 		ranks, xs := afterOnce(t, devs, 8, limit(devs))
 		r := ranks[0]
@@ -376,7 +378,7 @@ func flood(r rank, x memory.Slice[int64], over func(err error) bool) error {
 }
 
 func TestDeadlineOfATransfer(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks, xs := afterOnce(t, devs, 8, limit(devs))
 		r := ranks[1]
 		issued := make(chan error, 1)
@@ -409,7 +411,7 @@ func TestDeadlineOfACallThatHangs(t *testing.T) {
 
 // What is done is known to be done a moment later, though the stream goes on.
 func TestProgress(t *testing.T) {
-	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]

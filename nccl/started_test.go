@@ -52,6 +52,8 @@ func TestStartedCollective(t *testing.T) {
 			_, _, err := x.c.watch.Observe()
 			return err == nil && x.c.Trace()[0].State == "started"
 		}, time.Minute, time.Millisecond)
+	}
+	for _, x := range []*idleRank{r, o} { // each also asks about the other's stream
 		trace := x.c.Trace()
 		require.Equal(t, "queued", trace[1].State, "it is behind the first")
 		require.True(t, trace[1].Started.IsZero())

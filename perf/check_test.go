@@ -11,6 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 )
 
 // quick is the check of the tests.
@@ -54,7 +55,7 @@ func TestCheckOfHealthyDevices(t *testing.T) {
 
 // Each fault of virtual devices is found, with the GPUs behind it.
 func TestCheckFindsFaults(t *testing.T) {
-	const slow = 2 * time.Second // far above what a healthy step takes on a busy machine
+	const slow = 2 * time.Second // in virtual time a healthy step takes some microseconds, however busy the machine is
 	slowly := func(calls ...string) string {
 		for i, c := range calls {
 			calls[i] = fmt.Sprintf("slow@%s=%v", c, slow)
@@ -96,33 +97,33 @@ func TestCheckFindsFaults(t *testing.T) {
 		"no group":                       {faults: "ncclCommInitRankScalable#1=ncclSystemError", kind: Broken, step: "group", text: "cannot be created"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Parallel()
-			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4, Faults: x.faults})
-			cfg := &CheckConfig{MaxBytes: 4 << 10, MemoryBytes: 8 << 10, Iterations: 2, Limits: x.limits}
-			if x.kind == Hang {
-				cfg.StepTimeout = 20 * time.Second
-			}
-			r, err := CheckDevices(testgpu.Context(t), devs, cfg)
-			require.NoError(t, err)
-			require.Len(t, r.Findings, 1, "%+v", r.Findings)
-			f := r.Findings[0]
-			require.Equal(t, x.kind, f.Kind, "%+v", f)
-			require.Equal(t, x.step, f.Step)
-			var ranks []int
-			for _, g := range f.GPUs {
-				ranks = append(ranks, g.Rank)
-				require.Contains(t, f.Reason, g.UUID)
-				require.Contains(t, f.Reason, g.PCI)
-				require.Contains(t, f.Reason, "host "+g.Host)
-				require.Len(t, r.Of(g.Rank), 1)
-			}
-			if x.either {
-				require.Len(t, ranks, 1)
-				require.Subset(t, x.gpus, ranks, f.Reason)
-			} else {
-				require.Equal(t, x.gpus, ranks, f.Reason)
-			}
-			require.Contains(t, f.Reason, x.text)
+			virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 4, Faults: x.faults}, func(t *testing.T, devs []*device.Device) {
+				cfg := &CheckConfig{MaxBytes: 4 << 10, MemoryBytes: 8 << 10, Iterations: 2, Limits: x.limits}
+				if x.kind == Hang {
+					cfg.StepTimeout = 20 * time.Second
+				}
+				r, err := CheckDevices(testgpu.Context(t), devs, cfg)
+				require.NoError(t, err)
+				require.Len(t, r.Findings, 1, "%+v", r.Findings)
+				f := r.Findings[0]
+				require.Equal(t, x.kind, f.Kind, "%+v", f)
+				require.Equal(t, x.step, f.Step)
+				var ranks []int
+				for _, g := range f.GPUs {
+					ranks = append(ranks, g.Rank)
+					require.Contains(t, f.Reason, g.UUID)
+					require.Contains(t, f.Reason, g.PCI)
+					require.Contains(t, f.Reason, "host "+g.Host)
+					require.Len(t, r.Of(g.Rank), 1)
+				}
+				if x.either {
+					require.Len(t, ranks, 1)
+					require.Subset(t, x.gpus, ranks, f.Reason)
+				} else {
+					require.Equal(t, x.gpus, ranks, f.Reason)
+				}
+				require.Contains(t, f.Reason, x.text)
+			})
 		})
 	}
 }

@@ -370,6 +370,7 @@ type barrier struct{ arrived atomic.Int64 }
 // ends. It spins, because a sleeping thread would start late.
 func (b *barrier) wait(ctx context.Context, n int) {
 	round := (b.arrived.Add(1) - 1) / int64(n)
+	var last time.Time
 	for i := 1; b.arrived.Load() < (round+1)*int64(n); i++ {
 		if i%pollsPerCheck != 0 {
 			continue
@@ -377,6 +378,11 @@ func (b *barrier) wait(ctx context.Context, n int) {
 		if ctx.Err() != nil {
 			return
 		}
+		now := time.Now()
+		if now.Equal(last) { // the clock of testing/synctest stands still until all goroutines wait
+			time.Sleep(time.Microsecond)
+		}
+		last = now
 		runtime.Gosched() // there may be fewer processors than ranks
 	}
 }

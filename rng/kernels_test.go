@@ -41,7 +41,7 @@ func startHost(t *testing.T, src *kernel.Source) *host {
 	dir := t.TempDir()
 	bin := filepath.Join(dir, "host")
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "kernels.cu"), []byte(src.CUDA), 0o644))
-	args := []string{"-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function",
+	args := []string{"-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function",
 		"-Wno-unused-variable", "-Wno-sign-compare", "-I", dir, "-o", bin}
 	for _, o := range src.Options {
 		args = append(args, "-D"+strings.TrimPrefix(o, "--define-macro="))

@@ -45,7 +45,7 @@ var layers = [][]string{
 	{"internal/ptxtest"},
 	{"memory"},
 	{"internal/flight", "internal/testgpu/buffers"},
-	{"internal/gemm", "internal/kern", "internal/collective"},
+	{"internal/gemm", "internal/kern", "internal/collective", "internal/testgpu/virtualtime"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
 	{"internal/strided", "internal/nancheck"},
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/spin"},

@@ -116,12 +116,15 @@ func openVirtual(c *Config) (*System, error) {
 	return s, s.init()
 }
 
-// network returns the IP address for virtual ranks, or "" for Unix sockets, which
+// network returns the network of virtual ranks: an IP address, nccl.InProcess, or "" for Unix sockets, which
 // work only within one host.
 func network() (string, error) {
 	ip := env.VirtualNetwork.Value()
+	if ip == nccl.InProcess {
+		return ip, nil
+	}
 	if _, err := netip.ParseAddr(ip); ip != "" && err != nil {
-		return "", &env.ValueError{Name: env.VirtualNetwork.Name, Value: ip, Want: "an IP address of this host"}
+		return "", &env.ValueError{Name: env.VirtualNetwork.Name, Value: ip, Want: "an IP address of this host, or process"}
 	}
 	if ip != "" || !severalHosts() {
 		return ip, nil

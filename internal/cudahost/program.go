@@ -47,7 +47,8 @@ func Build(ctx context.Context, folder, code string, flags ...string) (program s
 	if err := os.WriteFile(file, []byte(code), 0o600); err != nil {
 		return "", err
 	}
-	args := append([]string{"-std=c++17", "-O1", "-ffp-contract=off"}, flags...)
+	// Fortified jumps refuse another stack, and each fiber has its own.
+	args := append([]string{"-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE"}, flags...)
 	if out, err := exec.CommandContext(ctx, cxx, append(args, "-o", program, file)...).CombinedOutput(); err != nil {
 		return "", fmt.Errorf("cudahost: compile for the host: %w:\n%s", errors.Join(err, context.Cause(ctx)), out)
 	}

@@ -16,7 +16,7 @@ var (
 	VirtualFaults = &Var{"CHORUS_VIRTUAL_FAULTS", "text", "",
 		"Fault plan for virtual devices: faults separated by commas. `call#n=status` makes the nth call fail, and `hang@call#n` makes it hang. `lose@call#n` kills the process. With `zero@call#n` a copy to another device delivers zeros. With `wrong@call#n` a copy, a product or an NCCL operation delivers a wrong byte, and with `slow@call#n=200ms` it begins so much later. With `short@call#n` file transfers of the call stop half-way. With `async@call#n=status` the NCCL operation is enqueued and fails when it runs. `*` for n means every call, and `call:1#n` counts only the calls on device 1. For example, `cuFileHandleRegister#*=CU_FILE_HANDLE_NOT_REGISTERED` makes cuFile reject all files. `cuFileRead` and `cuFileWrite` can also fail with an errno, as in `cuFileRead#3=EIO`."}
 	VirtualNetwork = &Var{"CHORUS_VIRTUAL_NETWORK", "text", "",
-		"IP address that virtual ranks listen on. Default: Unix sockets or, in a job on several hosts, the local address of the route to the coordinator."}
+		"IP address that virtual ranks listen on, or `process` for tests whose ranks are all in one process and run in virtual time. Default: Unix sockets or, in a job on several hosts, the local address of the route to the coordinator."}
 	VirtualNCCL = &Var{"CHORUS_VIRTUAL_NCCL", "text", "2.28.3",
 		"Version of the virtual NCCL, 2.23.4 or newer. It has the functions of that version."}
 	VirtualKernels = &Var{"CHORUS_VIRTUAL_KERNELS", "text", "auto",

@@ -30,7 +30,31 @@ func Now() int64 {
 	if length := tick.Load(); length != 0 {
 		return nanosOf(ticks()-originTicks, length)
 	}
+	if virtual.Load() {
+		return time.Since(virtualOrigin).Nanoseconds()
+	}
 	return nanotime() - originNanos
+}
+
+// virtual reports that the recorder's clock is that of package time, which testing/synctest replaces in its bubbles.
+var virtual atomic.Bool
+
+// virtualOrigin is before the time at which a bubble begins.
+var virtualOrigin = time.Date(1999, 12, 31, 0, 0, 0, 0, time.UTC)
+
+// FollowTime lets the recorder read package time's clock, for a test in virtual time, until undo.
+func FollowTime() (undo func()) {
+	settingClock.Lock()
+	defer settingClock.Unlock()
+	known, length := unsteady.Swap(true), tick.Swap(0)
+	virtual.Store(true)
+	return func() {
+		settingClock.Lock()
+		defer settingClock.Unlock()
+		virtual.Store(false)
+		unsteady.Store(known)
+		tick.Store(length)
+	}
 }
 
 // Moment converts a value of Now to a time, and 0 to the zero Time.

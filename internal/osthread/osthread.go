@@ -8,14 +8,17 @@ import (
 	"runtime"
 	"sync"
 	"sync/atomic"
-	"syscall"
 	"time"
 )
 
 // ID returns a number for the calling goroutine that no other goroutine has while it
-// lives. The system's number of the thread would take a call of the system, and belongs
-// to the goroutine only while that is locked to its thread.
+// lives. The number of its thread belongs to the goroutine only while that is locked to the thread.
 func ID() uintptr
+
+// Thread returns a number for the calling OS thread that no other thread has while it lives. It is an address that
+// Go's runtime stores in the first words of each goroutine: the system's own number takes a system call, which was a
+// quarter of the time of programs on virtual devices.
+func Thread() uintptr
 
 // Threads is a set of OS threads. The goroutines that enter it are locked to their threads.
 type Threads struct {
@@ -25,7 +28,7 @@ type Threads struct {
 
 // Enter adds the calling OS thread to the set, until leave.
 func (t *Threads) Enter() (leave func()) {
-	tid := syscall.Gettid()
+	tid := Thread()
 	t.ids.Store(tid, true)
 	t.count.Add(1)
 	return func() {
@@ -40,7 +43,7 @@ func (t *Threads) Has() bool {
 	if t.count.Load() == 0 {
 		return false
 	}
-	_, ok := t.ids.Load(syscall.Gettid())
+	_, ok := t.ids.Load(Thread())
 	return ok
 }
 

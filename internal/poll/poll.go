@@ -19,7 +19,7 @@ const (
 // Until polls ready until it returns true or an error, or ctx ends; then it
 // returns the cause of ctx.
 func Until(ctx context.Context, ready func() (bool, error)) error {
-	start := time.Now()
+	spinner := newSpinner()
 	pause := first
 	for {
 		if ok, err := ready(); ok || err != nil {
@@ -28,8 +28,7 @@ func Until(ctx context.Context, ready func() (bool, error)) error {
 		if ctx.Err() != nil {
 			return context.Cause(ctx)
 		}
-		if time.Since(start) < spin {
-			runtime.Gosched()
+		if spinner.spin() {
 			continue
 		}
 		if err := sleep(ctx, pause); err != nil {
@@ -37,6 +36,21 @@ func Until(ctx context.Context, ready func() (bool, error)) error {
 		}
 		pause = min(pause*3/2, last)
 	}
+}
+
+// A spinner limits how long a wait polls without a pause. It also ends when the clock stands still, as that of
+// testing/synctest does while a goroutine of the test runs.
+type spinner struct{ start, last time.Time }
+
+func newSpinner() *spinner { return &spinner{start: time.Now()} }
+
+// spin reports whether the wait polls again at once, after it has let other goroutines run.
+func (s *spinner) spin() bool {
+	runtime.Gosched()
+	now := time.Now()
+	moves := !now.Equal(s.last)
+	s.last = now
+	return moves && now.Sub(s.start) < spin
 }
 
 // UntilNoLaterThan is Until for waits without a context. It returns false after
@@ -87,7 +101,7 @@ func Guard(ctx context.Context, fn func() error) error {
 	}
 	result := make(chan error, 1)
 	go func() { result <- fn() }()
-	for start := time.Now(); time.Since(start) < spin; runtime.Gosched() {
+	for spinner := newSpinner(); spinner.spin(); {
 		select {
 		case err := <-result:
 			return err

@@ -3,6 +3,7 @@ package poll
 import (
 	"context"
 	"errors"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -50,4 +51,22 @@ func TestUntilAsksEverMoreRarely(t *testing.T) {
 func TestUntilNoLaterThan(t *testing.T) {
 	require.True(t, UntilNoLaterThan(time.Minute, func() bool { return true }))
 	require.False(t, UntilNoLaterThan(time.Millisecond, func() bool { return false }))
+}
+
+// In virtual time no wait polls without a pause until what it waits for has slept.
+func TestWaitsInVirtualTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
+		defer cancel()
+		var done atomic.Bool
+		go func() {
+			time.Sleep(spin / 2)
+			done.Store(true)
+		}()
+		require.NoError(t, Until(ctx, func() (bool, error) { return done.Load(), nil }))
+		require.NoError(t, Guard(ctx, func() error {
+			time.Sleep(spin / 2)
+			return nil
+		}))
+	})
 }

@@ -6,6 +6,7 @@
 // argument: "p BYTES" with that many bytes after the line, "n" for a null pointer, or the kind and
 // the bits of a number, in hexadecimal. The output is the memory of all pointers.
 #include <cmath>
+#include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -56,17 +57,31 @@ static float fast_reciprocal(float x) { return 1 / x; }
 
 struct Thread {
     ucontext_t context;
+    jmp_buf jump;
+    bool entered;
     std::unique_ptr<char[]> stack;
     enum { ready, warp, block, done } state;
 };
 static std::vector<Thread> threads;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static void (*body)();
 
-static void wait_at(int barrier) {
+// Each switch of contexts is a system call, for the mask of signals. So a context only enters a thread for the first
+// time, and then it jumps.
+__attribute__((noinline)) static void yield() {
+    if (_setjmp(threads[threadIdx.x].jump) == 0) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) static void resume() {
     Thread& t = threads[threadIdx.x];
-    t.state = barrier ? Thread::block : Thread::warp;
-    swapcontext(&t.context, &scheduler);
+    if (_setjmp(scheduler) != 0) return;
+    if (t.entered) _longjmp(t.jump, 1);
+    t.entered = true;
+    setcontext(&t.context);
+}
+
+static void wait_at(int barrier) {
+    threads[threadIdx.x].state = barrier ? Thread::block : Thread::warp;
+    yield();
 }
 static void __syncthreads() { wait_at(1); }
 static void __syncwarp() { wait_at(0); }
@@ -84,8 +99,11 @@ static int __popc(unsigned x) { return __builtin_popcount(x); }
 static unsigned atomicAdd(unsigned* at, unsigned by) { return (*at += by) - by; }
 
 static void start() {
-    body();
-    threads[threadIdx.x].state = Thread::done;
+    for (;;) { // a thread of each block
+        body();
+        threads[threadIdx.x].state = Thread::done;
+        yield();
+    }
 }
 
 // open lets the threads from first on go on if all of them are at the barrier, or done.
@@ -102,12 +120,13 @@ static bool open(size_t first, size_t n, int barrier) {
 
 static void run_block() {
     for (auto& t : threads) {
+        t.state = Thread::ready;
+        if (t.entered) continue;
         getcontext(&t.context);
         t.context.uc_stack.ss_sp = t.stack.get();
         t.context.uc_stack.ss_size = 1 << 16;
-        t.context.uc_link = &scheduler;
+        t.context.uc_link = nullptr;
         makecontext(&t.context, start, 0);
-        t.state = Thread::ready;
     }
     for (bool more = true; more;) {
         more = false;
@@ -115,7 +134,7 @@ static void run_block() {
             if (threads[i].state != Thread::ready) continue;
             threadIdx.x = (unsigned)i;
             more = true;
-            swapcontext(&scheduler, &threads[i].context);
+            resume();
         }
         for (size_t i = 0; i < threads.size(); i += 32) more |= open(i, 32, Thread::warp);
         more |= open(0, threads.size(), Thread::block);
@@ -178,7 +197,10 @@ int main() {
         body = nullptr;
         KERNELS
         if (!body) return 1;
-        while (threads.size() < n) threads.push_back({ucontext_t(), std::unique_ptr<char[]>(new char[1 << 16]), Thread::ready});
+        while (threads.size() < n) {
+            threads.emplace_back();
+            threads.back().stack.reset(new char[1 << 16]);
+        }
         threads.resize(n);
         gridDim.x = blocks, blockDim.x = n;
         for (blockIdx.x = 0; blockIdx.x < blocks; blockIdx.x++) run_block();

@@ -1,6 +1,7 @@
 // The threads of a block are fibers of one thread of the host: each runs until it waits for
 // others. Blocks run one after the other.
 #include <math.h>
+#include <setjmp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <sys/mman.h>
@@ -31,20 +32,32 @@ static __attribute__((section("shared"), used)) char some_shared = 1; // so that
 
 struct Fiber {
 	ucontext_t context;
+	jmp_buf jump;
 	std::vector<char> stack;
 	Dim thread;
-	bool done, atBarrier, released; // released from the exchange of its warp
+	bool entered, done, atBarrier, released; // released from the exchange of its warp
 	unsigned long long exchanged;
 };
 static Dim gridDim, blockDim;
 static const int warpSize = 32;
 static std::vector<Fiber> fibers;
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static unsigned current;
 static bool progress; // since the last turn of all fibers
 static std::vector<char> dynamicShared;
 
-static void yield() { swapcontext(&fibers[current].context, &scheduler); }
+// Each switch of contexts is a system call, for the mask of signals. So a context only enters a fiber for the first
+// time, and then it jumps.
+__attribute__((noinline)) static void yield() {
+	if (_setjmp(fibers[current].jump) == 0) _longjmp(scheduler, 1);
+}
+__attribute__((noinline)) static void resume() {
+	Fiber& f = fibers[current];
+	if (_setjmp(scheduler) != 0) return;
+	if (f.entered) _longjmp(f.jump, 1);
+	f.entered = true;
+	setcontext(&f.context);
+}
 
 static unsigned waiting, finished; // threads at the barrier, and threads that have returned
 

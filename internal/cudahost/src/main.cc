@@ -41,11 +41,12 @@ template <class E> struct Arg<E*> {
 static void (*work)(void*);
 static void* works;
 static void body() {
-	threadIdx = fibers[current].thread;
-	work(works);
-	fibers[current].done = progress = true;
-	finished++;
-	yield();
+	for (;;) { // a thread of each block
+		work(works);
+		fibers[current].done = progress = true;
+		finished++;
+		yield();
+	}
 }
 
 static void start() {
@@ -55,7 +56,9 @@ static void start() {
 	waiting = finished = 0;
 	for (unsigned t = 0; t < fibers.size(); t++) {
 		Fiber& f = fibers[t];
-		f.done = f.atBarrier = f.released = false, f.stack.resize(1 << 16);
+		f.done = f.atBarrier = f.released = false;
+		if (f.entered) continue;
+		f.stack.resize(1 << 16);
 		f.thread = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
 		getcontext(&f.context);
 		f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size(), f.context.uc_link = nullptr;
@@ -70,7 +73,7 @@ static void block() {
 		for (current = 0; current < fibers.size(); current++) {
 			if (fibers[current].done) continue;
 			threadIdx = fibers[current].thread;
-			swapcontext(&scheduler, &fibers[current].context);
+			resume();
 			left += !fibers[current].done;
 		}
 		if (left == 0 || progress) continue;

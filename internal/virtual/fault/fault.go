@@ -45,6 +45,7 @@ type Plan struct {
 
 	mu    sync.Mutex
 	count map[string]int
+	over  chan struct{} // closed by EndHangs
 }
 
 // A callCount counts the calls of each function.
@@ -99,7 +100,7 @@ func (f *Plan) NextOn(name string, device int32) Fault {
 	f.counts.Load().add(name)
 	if p := f.hang.Load(); p != nil && *p == name && f.hang.CompareAndSwap(p, nil) {
 		if !streamOps[name] {
-			Forever(nil)
+			f.Hang()
 		}
 		return Fault{Hang: true}
 	}
@@ -122,7 +123,7 @@ func (f *Plan) NextOn(name string, device int32) Fault {
 		_ = syscall.Kill(os.Getpid(), syscall.SIGKILL)
 		Forever(nil)
 	case x.Hang && !streamOps[name]:
-		Forever(nil)
+		f.Hang()
 	}
 	return x
 }
@@ -141,6 +142,22 @@ func onDevice(name string, device int32) string { return fmt.Sprintf("%s:%d", na
 
 // everyCall represents * instead of a number.
 const everyCall = 0
+
+// Hang returns at EndHangs, or never.
+func (f *Plan) Hang() { Forever(f.end()) }
+
+// EndHangs ends all that hangs: it goes on as if it had been slow. Tests in virtual time need it, because their
+// goroutines must end.
+func (f *Plan) EndHangs() { close(f.end()) }
+
+func (f *Plan) end() chan struct{} {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.over == nil {
+		f.over = make(chan struct{})
+	}
+	return f.over
+}
 
 // Forever returns when stop is closed, or never if it is nil. It also waits on a
 // timer: if all other goroutines sleep, the runtime would otherwise report a

@@ -2,9 +2,9 @@ package machine
 
 import (
 	"slices"
-	"syscall"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
@@ -15,7 +15,7 @@ type Capture struct {
 	handle  cudadrv.Graph // of the future graph
 	objects []*userObject // retained by the future graph
 	mode    cudadrv.CaptureMode
-	tid     int // the OS thread that started it
+	tid     uintptr // the OS thread that started it
 	origin  *Stream
 	streams []*Stream // that have joined, origin first; the index is a lane of the graph
 	nodes   []*node
@@ -158,7 +158,7 @@ func (m *Machine) PermitsUnsafe() cudadrv.Result {
 	if len(m.captures) == 0 {
 		return cudadrv.Success
 	}
-	tid := syscall.Gettid()
+	tid := osthread.Thread()
 	mode := m.captureModes[tid]
 	r := cudadrv.Success
 	for _, c := range m.captures {
@@ -187,7 +187,7 @@ func (d driver) StreamBeginCapture(h cudadrv.Stream, mode cudadrv.CaptureMode) c
 		return cudadrv.ErrorStreamCaptureUnsupported
 	}
 	d.m.lastCapture++
-	x := &Capture{id: d.m.lastCapture, handle: cudadrv.Graph(d.m.Handle()), mode: mode, tid: syscall.Gettid(), origin: s}
+	x := &Capture{id: d.m.lastCapture, handle: cudadrv.Graph(d.m.Handle()), mode: mode, tid: osthread.Thread(), origin: s}
 	x.join(s, nil)
 	d.m.captures = append(d.m.captures, x)
 	return cudadrv.Success
@@ -210,7 +210,7 @@ func (d driver) StreamEndCapture(h cudadrv.Stream) (cudadrv.Graph, cudadrv.Resul
 	switch {
 	case x == nil:
 		return 0, cudadrv.ErrorIllegalState
-	case x.mode != cudadrv.CaptureRelaxed && x.tid != syscall.Gettid():
+	case x.mode != cudadrv.CaptureRelaxed && x.tid != osthread.Thread():
 		x.invalid = true
 		return 0, cudadrv.ErrorStreamCaptureWrongThread
 	case x.origin != s:
@@ -303,7 +303,7 @@ func (d driver) ThreadExchangeStreamCaptureMode(mode cudadrv.CaptureMode) (cudad
 	if mode < cudadrv.CaptureGlobal || mode > cudadrv.CaptureRelaxed {
 		return 0, cudadrv.ErrorInvalidValue
 	}
-	tid := syscall.Gettid()
+	tid := osthread.Thread()
 	previous := d.m.captureModes[tid]
 	d.m.captureModes[tid] = mode
 	if mode == cudadrv.CaptureGlobal { // the default mode

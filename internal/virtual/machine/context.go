@@ -2,7 +2,6 @@ package machine
 
 import (
 	"sync"
-	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -18,7 +17,7 @@ var _ cudadrv.Driver = driver{}
 // threads holds the context bound to each OS thread.
 type threads struct {
 	mu    sync.Mutex
-	bound map[int]cudadrv.Context
+	bound map[uintptr]cudadrv.Context
 
 	// hosts run a host function. A host function must not call the driver: CUDA may permit it
 	// and then hang.
@@ -29,19 +28,19 @@ func (t *threads) bind(c cudadrv.Context) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if t.bound == nil {
-		t.bound = map[int]cudadrv.Context{}
+		t.bound = map[uintptr]cudadrv.Context{}
 	}
 	if c == 0 {
-		delete(t.bound, syscall.Gettid())
+		delete(t.bound, osthread.Thread())
 		return
 	}
-	t.bound[syscall.Gettid()] = c
+	t.bound[osthread.Thread()] = c
 }
 
 func (t *threads) current() cudadrv.Context {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	return t.bound[syscall.Gettid()]
+	return t.bound[osthread.Thread()]
 }
 
 // take returns the context of the calling thread and unbinds it. A caller that
@@ -50,7 +49,7 @@ func (t *threads) current() cudadrv.Context {
 func (t *threads) take() cudadrv.Context {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	tid := syscall.Gettid()
+	tid := osthread.Thread()
 	c := t.bound[tid]
 	delete(t.bound, tid)
 	return c

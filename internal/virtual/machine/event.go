@@ -10,7 +10,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
 // A Mark is a point in a stream that other streams and the host can wait for.
@@ -174,7 +173,7 @@ func (d driver) recordEvent(name string, h cudadrv.Event, sh cudadrv.Stream, fla
 		return cudadrv.ErrorInvalidValue // outside of a capture
 	}
 	if c.hang {
-		s.Enqueue(c.name, func(*Op) { fault.Forever(nil) })
+		s.Enqueue(c.name, func(*Op) { c.m.faults.Hang() })
 	}
 	e.record(c.name, s)
 	return cudadrv.Success

@@ -67,7 +67,7 @@ type Machine struct {
 	objects      map[cudadrv.UserObject]*userObject
 	captures     []*Capture // captures in progress
 	lastCapture  uint64
-	captureModes map[int]cudadrv.CaptureMode // modes of OS threads that changed them
+	captureModes map[uintptr]cudadrv.CaptureMode // modes of OS threads that changed them
 	slots        race.Slots
 	host         race.Clock // the host's clock: operations that it has waited for
 	reports      []string
@@ -85,7 +85,7 @@ func New(cfg *Config) (*Machine, error) {
 		graphs:       map[cudadrv.Graph]*graph{},
 		execs:        map[cudadrv.GraphExec]*graphExec{},
 		objects:      map[cudadrv.UserObject]*userObject{},
-		captureModes: map[int]cudadrv.CaptureMode{},
+		captureModes: map[uintptr]cudadrv.CaptureMode{},
 		pools:        map[cudadrv.MemPool]*pool{},
 		physicals:    map[cudadrv.MemHandle]*physical{},
 		opened:       map[openedKey]*opened{},
@@ -158,6 +158,9 @@ func (m *Machine) CountCalls() (stop func() map[string]int) { return m.faults.Co
 
 // HangNext lets the next library call with a C name hang.
 func (m *Machine) HangNext(name string) { m.faults.HangNext(name) }
+
+// EndHangs ends the calls and operations that hang by the fault plan or HangNext.
+func (m *Machine) EndHangs() { m.faults.EndHangs() }
 
 // Seed returns the seed of the streams' delays.
 func (m *Machine) Seed() uint64 { return m.seed }

@@ -9,7 +9,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
 	"github.com/gochorus/chorus/internal/timeline"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
 // The priorities of an H200.
@@ -92,7 +91,7 @@ func (s *Stream) push(o *Op) {
 // enqueue is Stream.Enqueue for a driver call that the fault plan may make hang.
 func (c *call) enqueue(s *Stream, run func(*Op)) {
 	if c.hang {
-		c.append(s, func(*Op) { fault.Forever(nil) })
+		c.append(s, func(*Op) { c.m.faults.Hang() })
 	}
 	if c.wrong || c.slow > 0 {
 		wrong, slow, inner := c.wrong, c.slow, run
@@ -332,7 +331,7 @@ func (d driver) StreamWaitEvent(h cudadrv.Stream, e cudadrv.Event, flags uint32)
 		return s.waitCaptured(ev)
 	}
 	if c.hang {
-		s.Enqueue(c.name, func(*Op) { fault.Forever(nil) })
+		s.Enqueue(c.name, func(*Op) { c.m.faults.Hang() })
 	}
 	if k := ev.mark(); k != nil {
 		s.Wait(c.name, k)

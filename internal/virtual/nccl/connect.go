@@ -108,7 +108,7 @@ func (w *work) connections(yield func(connection) bool) {
 	case kindScatter:
 		sends, recvs = root == c.rank, root != c.rank
 	case kindAllReduce:
-		if w.sendBytes <= treeLimit && c.lib.cfg.Network != "" {
+		if w.sendBytes <= treeLimit && c.lib.cfg.hosts() {
 			yield(connection{Kind: connectTree})
 			return
 		}

@@ -4,9 +4,9 @@ import (
 	"fmt"
 	"slices"
 	"sync"
-	"syscall"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/osthread"
 )
 
 // A group holds the calls of one OS thread since its outermost GroupStart.
@@ -19,7 +19,7 @@ type group struct {
 
 type groups struct {
 	mu      sync.Mutex
-	threads map[int]*group
+	threads map[uintptr]*group
 }
 
 // open returns the group of the calling thread, or nil. Only this thread changes
@@ -27,7 +27,7 @@ type groups struct {
 func (g *groups) open() *group {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.threads[syscall.Gettid()]
+	return g.threads[osthread.Thread()]
 }
 
 // queued reports whether an open group contains work of the communicator.
@@ -68,7 +68,7 @@ func (l *lib) GroupStart() ncclapi.Result {
 	l.groups.change(func() {
 		if g == nil {
 			g = &group{}
-			l.groups.threads[syscall.Gettid()] = g
+			l.groups.threads[osthread.Thread()] = g
 		}
 		g.depth++
 	})
@@ -115,7 +115,7 @@ func (l *lib) endGroup(f ncclapi.Func) (*group, ncclapi.Result) {
 	}
 	l.groups.change(func() {
 		if g.depth--; g.depth == 0 {
-			delete(l.groups.threads, syscall.Gettid())
+			delete(l.groups.threads, osthread.Thread())
 		}
 	})
 	if g.depth > 0 {

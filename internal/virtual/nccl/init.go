@@ -358,6 +358,10 @@ func parseID(id *ncclapi.UniqueID) (t token, address string, err error) {
 // is killed.
 func (l *lib) listen() (net.Listener, string, error) {
 	network, where := "unix", "@chorus-"+randomToken().String()
+	if l.cfg.Network == InProcess {
+		d := newDoor()
+		return d, InProcess + " " + d.Addr().String(), nil
+	}
 	if ip := l.cfg.Network; ip != "" {
 		network, where = "tcp", net.JoinHostPort(ip, "0")
 	}
@@ -370,6 +374,9 @@ func (l *lib) listen() (net.Listener, string, error) {
 
 func dial(address string) (net.Conn, error) {
 	network, where, _ := strings.Cut(address, " ")
+	if network == InProcess {
+		return enter(where)
+	}
 	return net.DialTimeout(network, where, greetTimeout)
 }
 
@@ -392,7 +399,7 @@ func (l *lib) SetEncryption(cfg *ncclapi.EncryptionConfig) ncclapi.Result {
 		return l.refuse(ncclapi.InvalidArgument, "%s: mode %d does not exist", f.Name(), cfg.Mode)
 	case cfg.PSK == nil || len(dl.GoString(uintptr(unsafe.Pointer(cfg.PSK)))) < ncclapi.MinPSK:
 		return l.refuse(ncclapi.InvalidArgument, "%s: the key has less than %d bytes", f.Name(), ncclapi.MinPSK)
-	case l.cfg.Network != "":
+	case l.cfg.hosts():
 		return l.refuse(ncclapi.InvalidUsage, "%s: virtual devices do not encrypt their connections over TCP", f.Name())
 	}
 	return ncclapi.Success

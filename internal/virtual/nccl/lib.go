@@ -22,8 +22,11 @@ const defaultVersion = 22803
 // Config describes the NCCL of a machine.
 type Config struct {
 	Version int32  // default: 2.28.3
-	Network string // where ranks listen: "" for Unix sockets of this host, or an IP address for TCP
+	Network string // where ranks listen: "" for Unix sockets of this host, an IP address for TCP, or InProcess
 }
+
+// hosts reports whether the ranks may be on several hosts.
+func (c *Config) hosts() bool { return c.Network != "" && c.Network != InProcess }
 
 // lib implements ncclapi.API. Its methods are in the files of the objects that they use.
 type lib struct {
@@ -49,7 +52,7 @@ func New(m *machine.Machine, cfg Config) ncclapi.API {
 	}
 	l := &lib{
 		m: m, cfg: cfg, cliques: map[token]*clique{}, loaded: map[*machine.Device]bool{}, comms: map[ncclapi.Comm]*comm{},
-		groups:  groups{threads: map[int]*group{}},
+		groups:  groups{threads: map[uintptr]*group{}},
 		adopted: map[*comm]bool{}, orders: orders{devices: map[string]*deviceOrder{}, comms: map[token][]*comm{}, reports: map[[2]token]string{}},
 		process: randomToken().String(),
 	}

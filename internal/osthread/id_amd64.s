@@ -5,10 +5,3 @@ TEXT ·ID(SB), NOSPLIT, $0-8
 	MOVQ (TLS), AX
 	MOVQ AX, ret+0(FP)
 	RET
-
-// func Thread() uintptr
-TEXT ·Thread(SB), NOSPLIT, $0-8
-	MOVQ (TLS), AX
-	MOVQ 48(AX), AX // g.m
-	MOVQ AX, ret+0(FP)
-	RET

@@ -15,11 +15,6 @@ import (
 // lives. The number of its thread belongs to the goroutine only while that is locked to the thread.
 func ID() uintptr
 
-// Thread returns a number for the calling OS thread that no other thread has while it lives. It is an address that
-// Go's runtime stores in the first words of each goroutine: the system's own number takes a system call, which was a
-// quarter of the time of programs on virtual devices.
-func Thread() uintptr
-
 // Threads is a set of OS threads. The goroutines that enter it are locked to their threads.
 type Threads struct {
 	count atomic.Int32 // their number, readable without a lock

@@ -133,7 +133,7 @@ const (
 
 // A transferPlanner computes the rounds of a transfer. All ranks compute the same.
 type transferPlanner struct {
-	budget  int // scratch memory of a rank
+	budget  int   // scratch memory of a rank
 	sent    []int // bytes, by rank
 	turn    int   // of the ranks that forward
 	used    []int // of the scratch memory in the open round, by rank

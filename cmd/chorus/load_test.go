@@ -1,8 +1,10 @@
 package main
 
 import (
+	"context"
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"os/exec"
@@ -10,6 +12,7 @@ import (
 	"slices"
 	"strconv"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -128,13 +131,20 @@ func TestLoadWithFewDescriptors(t *testing.T) {
 		b := append(binary.LittleEndian.AppendUint64(nil, uint64(len(header))), header+"12345678"...)
 		require.NoError(t, os.WriteFile(filepath.Join(dir, fmt.Sprintf("%03d.safetensors", i)), b, 0o600))
 	}
-	for limit, works := range map[string]bool{"256": true, "215": false, "150": false} {
-		cmd := exec.Command("sh", "-c", `ulimit -n `+limit+`; exec "$0" load "$1"/*.safetensors -g 2`, self(t), dir)
+	load := func(limit int) (string, error) {
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		cmd := exec.CommandContext(ctx, "sh", "-c", fmt.Sprint("ulimit -n ", limit, `; exec "$0" load "$1"/*.safetensors -g 2`), self(t), dir)
 		cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", "CHORUS_VIRTUAL_DEVICES=2")
 		out, err := cmd.CombinedOutput()
-		require.Equal(t, works, err == nil, "%s", out)
-		if !works {
-			require.Contains(t, string(out), "ulimit -n")
-		}
+		return string(out), errors.Join(err, ctx.Err())
+	}
+	out, err := load(256)
+	require.NoError(t, err, out)
+	for _, limit := range []int{150, 206, 207, 208, 209, 210, 211, 212, 213, 214, 215, 216, 217, 218, 219, 220} { // the files, then the sockets of the ranks
+		out, err := load(limit)
+		require.Error(t, err, "%d: %s", limit, out)
+		require.NotErrorIs(t, err, context.DeadlineExceeded, "%d: %s", limit, out)
+		require.Contains(t, out, "ulimit -n", limit)
 	}
 }

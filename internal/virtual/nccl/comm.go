@@ -125,7 +125,9 @@ func (l *lib) newComm(dev *machine.Device, t token) (*comm, member, error) {
 		redopBits: ncclapi.RedOp(rand.Int32()), redops: map[ncclapi.RedOp]scaledSum{}, regs: map[ncclapi.RegID]bool{}, windows: map[ncclapi.Window]window{},
 	}
 	c.idle = sync.NewCond(&c.mu)
-	c.door = newAcceptor(ln, t, c.welcome, func(err error) { c.fail(&failure{ncclapi.SystemError, tooFewFiles("accept a connection", err)}) })
+	c.door = newAcceptor(ln, t, c.welcome, func(err error) {
+		c.fail(&failure{ncclapi.SystemError, fmt.Sprintf("cannot accept a connection: %v", err)})
+	})
 	return c, member{Address: address, UUID: fmt.Sprintf("%x", dev.UUID()), BusID: dev.BusID(), Host: ncclapi.HostID(), Process: l.process}, nil
 }
 

@@ -10,6 +10,7 @@ import (
 	"net"
 	"slices"
 	"strings"
+	"syscall"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -178,6 +179,9 @@ func (l *lib) make(f ncclapi.Func, out *ncclapi.Comm, dev *machine.Device, door 
 	j.Member = me
 	v, err := join(address, door, j)
 	switch {
+	case errors.Is(err, syscall.EMFILE):
+		c.close(true)
+		return l.refuse(ncclapi.SystemError, "%s at rank %d: cannot connect to the root: %v", f.Name(), j.Rank, err)
 	case err != nil:
 		c.close(true)
 		return l.refuse(ncclapi.RemoteError, "%s at rank %d: the connection to the root was lost before all %d ranks had joined: %v",
@@ -367,7 +371,7 @@ func (l *lib) listen() (net.Listener, string, error) {
 	}
 	ln, err := net.Listen(network, where)
 	if err != nil {
-		return nil, "", err
+		return nil, "", withCure(err)
 	}
 	return ln, network + " " + ln.Addr().String(), nil
 }
@@ -377,7 +381,16 @@ func dial(address string) (net.Conn, error) {
 	if network == InProcess {
 		return enter(where)
 	}
-	return net.DialTimeout(network, where, greetTimeout)
+	conn, err := net.DialTimeout(network, where, greetTimeout)
+	return conn, withCure(err)
+}
+
+// withCure adds what helps to the error of a process without file descriptors.
+func withCure(err error) error {
+	if errors.Is(err, syscall.EMFILE) {
+		return fmt.Errorf("%w: raise the process's limit of open files (ulimit -n)", err)
+	}
+	return err
 }
 
 // SetEncryption validates the configuration. Ranks that meet over Unix sockets are on one host,

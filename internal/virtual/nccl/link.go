@@ -58,7 +58,7 @@ func (c *comm) to(peer int) (*link, error) {
 	}
 	conn, err := greet(address, &hello{Token: c.token, Use: "data", Rank: c.rank})
 	if errors.Is(err, syscall.EMFILE) {
-		c.fail(&failure{ncclapi.SystemError, tooFewFiles(fmt.Sprintf("connect to rank %d", peer), err)})
+		c.fail(&failure{ncclapi.SystemError, fmt.Sprintf("cannot connect to rank %d: %v", peer, err)})
 		<-c.stop
 		return nil, errStopped
 	}
@@ -74,11 +74,6 @@ func (c *comm) to(peer int) (*link, error) {
 	}
 	c.out[peer] = k
 	return k, nil
-}
-
-// tooFewFiles describes a failure for want of file descriptors.
-func tooFewFiles(what string, err error) string {
-	return fmt.Sprintf("cannot %s: %v: raise the process's limit of open files (ulimit -n)", what, err)
 }
 
 // from returns the link from a peer once the peer has created it.
@@ -364,7 +359,7 @@ func (a *acceptor) loop() {
 				return
 			}
 			if errors.Is(err, syscall.EMFILE) && a.failed != nil {
-				a.failed(err)
+				a.failed(withCure(err))
 			}
 			time.Sleep(time.Millisecond) // probably out of file descriptors
 			continue

@@ -2,8 +2,10 @@ package nccl
 
 import (
 	"cmp"
+	"errors"
 	"fmt"
 	"net"
+	"os"
 	"slices"
 	"sync"
 	"time"
@@ -55,6 +57,17 @@ func (g *meeting) admit(conn net.Conn, j *joiner) (over bool) {
 	}
 	g.seat()
 	return true
+}
+
+// fail replies to all ranks that they cannot become complete.
+func (g *meeting) fail(v *verdict) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.failed = v
+	for _, waiting := range g.conns {
+		answer(waiting, v)
+	}
+	clear(g.conns)
 }
 
 func (g *meeting) hasFailed() bool {
@@ -160,7 +173,9 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 	}
 	t := randomToken()
 	id, err := makeID(t, address)
-	if err != nil {
+	// The spare descriptor is for a reply if there are no others: ranks of this process would wait for ever.
+	spare, errSpare := os.Open(os.DevNull)
+	if err := errors.Join(err, withCure(errSpare)); err != nil {
 		_ = ln.Close()
 		return id, err
 	}
@@ -178,12 +193,19 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 		case g.hasFailed():
 			timer.Reset(failedPatience)
 		}
-	}, nil)
+	}, func(err error) {
+		if !g.hasFailed() {
+			g.fail(&verdict{Result: ncclapi.SystemError, Text: fmt.Sprintf("the root cannot accept a connection: %v", err)})
+			_ = spare.Close()
+			timer.Reset(failedPatience)
+		}
+	})
 	go func() {
 		<-over
 		timer.Stop()
 		a.close()
 		g.close()
+		_ = spare.Close() // perhaps again
 	}()
 	return id, nil
 }

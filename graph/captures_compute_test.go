@@ -118,6 +118,16 @@ func (r *rig) matrix() tensor.Tensor {
 	return t
 }
 
+// index returns one of 32 rows, on the idle stream.
+func (r *rig) index() tensor.Tensor {
+	x, err := memory.MakeFrom(r.home, make([]int32, 32))
+	r.must(err)
+	r.later(x.Close)
+	t, err := tensor.Of(x, 32)
+	r.must(err)
+	return t
+}
+
 var tensorCalls = []call{
 	{name: "tensor.MatMul: first on the stream", prepare: func(r *rig) func() error {
 		a, b, c := r.matrix(), r.matrix(), r.matrix()
@@ -183,6 +193,30 @@ var tensorCalls = []call{
 	{name: "tensor.Add", prepare: func(r *rig) func() error {
 		a, b, c := r.matrix(), r.matrix(), r.matrix()
 		return func() error { return tensor.Add(r.on, c, a, b) }
+	}},
+	{name: "tensor.IndexSelect", prepare: func(r *rig) func() error {
+		a, b, index := r.matrix(), r.matrix(), r.index()
+		return func() error { return tensor.IndexSelect(r.on, a, b, index) }
+	}},
+	{name: "tensor.IndexAdd", prepare: func(r *rig) func() error {
+		a, b, index := r.matrix(), r.matrix(), r.index()
+		return func() error { return tensor.IndexAdd(r.on, a, b, index, tensor.Tensor{}) }
+	}},
+	{name: "tensor.TopK", prepare: func(r *rig) func() error {
+		a, b := r.matrix(), r.matrix()
+		values, err := a.Narrow(0, 0, 1)
+		r.must(err)
+		row, err := b.Narrow(0, 0, 1)
+		r.must(err)
+		places, err := r.index().View(1, 32)
+		r.must(err)
+		return func() error { return tensor.TopK(r.on, values, places, row) }
+	}},
+	{name: "tensor.GroupedMatMul", prepare: func(r *rig) func() error {
+		a, b, c := r.matrix(), r.matrix(), r.matrix()
+		b, err := b.View(1, 32, 32)
+		r.must(err)
+		return func() error { return tensor.GroupedMatMul(r.on, c, a, b, []int{32}, nil) }
 	}},
 	{name: "tensor.Make, tensor.Tensor.Close", prepare: func(r *rig) func() error {
 		return func() error {

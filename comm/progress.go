@@ -341,10 +341,13 @@ func (w *reporter) readAll(c *nccl.Communicator) map[int]report {
 	for _, local := range w.comms {
 		all[local.Rank()] = reportOf(local)
 	}
+	var remote []int
 	for rank := range c.Size() {
-		if _, local := all[rank]; local || rank == c.Rank() {
-			continue
+		if _, local := all[rank]; !local && rank != c.Rank() {
+			remote = append(remote, rank)
 		}
+	}
+	for _, rank := range remote {
 		wg.Go(func() {
 			x, err := w.read(ctx, rank)
 			if err != nil {

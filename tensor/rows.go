@@ -35,7 +35,8 @@ func IndexSelect(s *stream.Stream, dst, src, index Tensor) error {
 	if err := checkRows(op, s, dst, src, index, dst); err != nil || dst.Len() == 0 {
 		return err
 	}
-	return withPacked(op, s, dst, false, []Tensor{src, index}, func(k *rowKernels, dst Tensor, in []Tensor) error {
+	return withPacked(op, s, []Tensor{dst}, false, []Tensor{src, index}, func(k *rowKernels, out, in []Tensor) error {
+		dst := out[0]
 		src, index := in[0], in[1]
 		row := dst.Bytes() / dst.Size(0)
 		width := 16 // bytes that a thread copies at once
@@ -90,7 +91,8 @@ func IndexAdd(s *stream.Stream, dst, src, index, weights Tensor) error {
 	if src.Len() == 0 {
 		return nil
 	}
-	return withPacked(op, s, dst, true, in, func(k *rowKernels, dst Tensor, in []Tensor) (err error) {
+	return withPacked(op, s, []Tensor{dst}, true, in, func(k *rowKernels, out, in []Tensor) (err error) {
+		dst := out[0]
 		n, rows := in[1].Len(), dst.Size(0)
 		ends, err := Make(s, memory.Int32, 2, rows)
 		if err != nil {
@@ -109,12 +111,18 @@ func IndexAdd(s *stream.Stream, dst, src, index, weights Tensor) error {
 			weight, kind = pointer(in[2]), in[2].DType()
 		}
 		width := dst.Len() / rows
-		return errors.Join(
-			k.none.Launch(s, gridOf(2*rows), words(ends), none),
-			k.ends.Launch(s, gridOf(n), append([]kernel.Arg{words(first), words(last)}, index...)...),
-			k.chain.Launch(s, gridOf(n), append([]kernel.Arg{words(next), words(last)}, index...)...),
-			k.adds[t].Launch(s, gridOfRows(rows, width), pointer(dst), pointer(in[0]), words(first), words(next), weight,
-				kernel.Scalar(uint64(rows)), kernel.Scalar(uint64(width)), kernel.Scalar(uint32(kind))))
+		// Each kernel relies on the one before it.
+		if err := k.none.Launch(s, gridOf(2*rows), words(ends), none); err != nil {
+			return err
+		}
+		if err := k.ends.Launch(s, gridOf(n), append([]kernel.Arg{words(first), words(last)}, index...)...); err != nil {
+			return err
+		}
+		if err := k.chain.Launch(s, gridOf(n), append([]kernel.Arg{words(next), words(last)}, index...)...); err != nil {
+			return err
+		}
+		return k.adds[t].Launch(s, gridOfRows(rows, width), pointer(dst), pointer(in[0]), words(first), words(next), weight,
+			kernel.Scalar(uint64(rows)), kernel.Scalar(uint64(width)), kernel.Scalar(uint32(kind)))
 	})
 }
 
@@ -164,13 +172,11 @@ func TopK(s *stream.Stream, values, indexes, src Tensor) error {
 	if values.Len() == 0 {
 		return nil
 	}
-	return withPacked(op, s, values, false, []Tensor{src}, func(_ *rowKernels, values Tensor, in []Tensor) error {
-		return withPacked(op, s, indexes, false, in, func(k *rowKernels, indexes Tensor, in []Tensor) error {
-			n, most := in[0].Size(last), values.Size(last)
-			rows := values.Len() / most
-			return k.top.Launch(s, gridOfTop(rows, n), pointer(values), pointer(indexes), pointer(in[0]), kernel.Scalar(uint64(rows)), kernel.Scalar(uint32(n)),
-				kernel.Scalar(uint32(most)), kernel.Scalar(uint32(t)), is64(indexes))
-		})
+	return withPacked(op, s, []Tensor{values, indexes}, false, []Tensor{src}, func(k *rowKernels, out, in []Tensor) error {
+		n, most := in[0].Size(last), out[0].Size(last)
+		rows := out[0].Len() / most
+		return k.top.Launch(s, gridOfTop(rows, n), pointer(out[0]), pointer(out[1]), pointer(in[0]), kernel.Scalar(uint64(rows)), kernel.Scalar(uint32(n)),
+			kernel.Scalar(uint32(most)), kernel.Scalar(uint32(t)), is64(out[1]))
 	})
 }
 
@@ -262,8 +268,8 @@ func checkRows(op string, s *stream.Stream, dst, src, index, listed Tensor) erro
 }
 
 // withPacked calls fn with contiguous tensors: out and in, or copies of them. It copies the
-// result back to out, and reads out before, too, if fill is set.
-func withPacked(op string, s *stream.Stream, out Tensor, fill bool, in []Tensor, fn func(k *rowKernels, out Tensor, in []Tensor) error) (err error) {
+// results back to out, and reads out before, too, if fill is set.
+func withPacked(op string, s *stream.Stream, out []Tensor, fill bool, in []Tensor, fn func(k *rowKernels, out, in []Tensor) error) (err error) {
 	k, err := loadedRows.Of(s.Device(), (*rowKernels).load)
 	if err != nil {
 		return fmt.Errorf("%s: %w", op, err)
@@ -278,7 +284,10 @@ func withPacked(op string, s *stream.Stream, out Tensor, fill bool, in []Tensor,
 		}
 		return p
 	}
-	packed := []Tensor{pack(out, fill)}
+	var packed []Tensor
+	for _, x := range out {
+		packed = append(packed, pack(x, fill))
+	}
 	for _, x := range in {
 		packed = append(packed, pack(x, true))
 	}
@@ -288,10 +297,12 @@ func withPacked(op string, s *stream.Stream, out Tensor, fill bool, in []Tensor,
 		}
 	}()
 	if err == nil {
-		err = fn(k, packed[0], packed[1:])
+		err = fn(k, packed[:len(out)], packed[len(out):])
 	}
-	if err == nil && !out.Contiguous() {
-		err = Copy(s, out, packed[0])
+	for i, x := range out {
+		if err == nil && !x.Contiguous() {
+			err = Copy(s, x, packed[i])
+		}
 	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", op, err)

@@ -7,6 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"os/exec"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -457,5 +458,20 @@ func requireNumbers(t *testing.T, d memory.DType, want, got []byte, what string)
 		if x, y := dtype.Of(d).Load(want, i), dtype.Of(d).Load(got, i); x.Float64() == x.Float64() || y.Float64() == y.Float64() {
 			require.Equal(t, want[i*d.Size():(i+1)*d.Size()], got[i*d.Size():(i+1)*d.Size()], "%s of %s: element %d: %v and %v", what, d, i, x, y)
 		}
+	}
+}
+
+// A sum of which one kernel cannot be launched changes nothing: the kernels after it would read what it has not written.
+func TestIndexAddWithoutAKernel(t *testing.T) {
+	for n := 1; n <= 4; n++ {
+		dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, Faults: fmt.Sprintf("cuLaunchKernel#%d=CUDA_ERROR_OUT_OF_MEMORY", n)})[0]
+		s := newStream(t, dev)
+		dst, src := fromSlice(t, s, []float32{1, 2, 3}, 3, 1), fromSlice(t, s, []float32{10, 20}, 2, 1)
+		err := tensor.IndexAdd(s, dst, src, fromSlice(t, s, []int32{2, 2}, 2), tensor.Tensor{})
+		require.ErrorContains(t, err, "CUDA_ERROR_OUT_OF_MEMORY")
+		require.Equal(t, 1, strings.Count(err.Error(), "tensor: index add"), err)
+		require.NoError(t, s.Sync(t.Context()))
+		got := elementsOf(t, s, dst)
+		require.Equal(t, []float64{1, 2, 3}, []float64{got[0].Float64(), got[1].Float64(), got[2].Float64()}, "kernel %d", n)
 	}
 }

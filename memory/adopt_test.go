@@ -64,7 +64,8 @@ func TestAdopt(t *testing.T) {
 		x, err := memory.Adopt[float32](s, p+4, n, func() { close(released) }) // aligned as float32 only
 		require.NoError(t, err)
 		require.Equal(t, p+4, x.Ptr())
-		again, err := memory.Adopt[uint8](s, p+8, 4*n-4, nil) // in part the same
+		againReleased := make(chan struct{})
+		again, err := memory.Adopt[uint8](s, p+8, 4*n-4, func() { close(againReleased) }) // in part the same
 		require.NoError(t, err)
 		require.EqualValues(t, 4*n, adoptedBytes(t, d), "the common part counts once")
 		after, err := memory.StatsOf(d)
@@ -78,6 +79,7 @@ func TestAdopt(t *testing.T) {
 		}
 		require.NoError(t, x.CopyFrom(s, in))
 		require.NoError(t, again.Close())
+		<-againReleased // on a goroutine of its own: the copy may be pending
 		require.NoError(t, x.CopyTo(s, out))
 		require.Equal(t, in, out)
 

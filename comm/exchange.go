@@ -241,10 +241,7 @@ func (g *Group) checkSame(ctx context.Context, op, has, cure string) error {
 	if i < 0 {
 		return nil
 	}
-	// A rank may close its group as soon as it has all values, and would end the exchange of ranks that do
-	// not have them. So all ranks wait here. This rank has the reason, whatever the barrier returns.
-	_ = g.Barrier(ctx)
-	return badArgument(op, "rank 0 has %s and rank %d %s: %s", all[0], i, all[i], cure)
+	return g.conclude(ctx, true, badArgument(op, "rank 0 has %s and rank %d %s: %s", all[0], i, all[i], cure))
 }
 
 // Between enqueues collectives between two points of other streams. The group's streams wait

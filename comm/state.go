@@ -110,7 +110,7 @@ func verifyState(ctx context.Context, g *Group, from int, parts []memory.Slice[b
 	if err != nil {
 		return err
 	}
-	return compareSums(all, from, len(parts))
+	return g.conclude(ctx, true, compareSums(all, from, len(parts)))
 }
 
 // compareSums compares the checksums of n parts with the checksums of rank from.

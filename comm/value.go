@@ -80,7 +80,7 @@ func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec 
 		return err
 	}
 	if err := checkHeader(op, root, header[0]); err != nil {
-		return err
+		return g.conclude(ctx, true, err)
 	}
 	data := make([]byte, header[0])
 	if mine.data == nil {
@@ -89,7 +89,17 @@ func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec 
 	if err := broadcastHost(ctx, g, root, mine.data, data); err != nil || g.hasRank(root) && header[1] == 0 {
 		return err
 	}
-	return decodeValue(codec, op, root, header[1] != 0, data, v)
+	return g.conclude(ctx, header[1] != 0, decodeValue(codec, op, root, header[1] != 0, data, v))
+}
+
+// conclude returns the error of values that the ranks have exchanged. If all ranks find one there, they meet first: a rank
+// that closed the group now would end the exchange of those that do not have the values yet. Whatever the
+// barrier returns, this rank has the reason.
+func (g *Group) conclude(ctx context.Context, all bool, err error) error {
+	if all && err != nil {
+		_ = g.Barrier(ctx)
+	}
+	return err
 }
 
 // broadcastHost copies rank root's elements on the host to all ranks. On the other ranks from
@@ -131,12 +141,13 @@ func gatherEncoded[T any](ctx context.Context, g *Group, op string, codec Codec,
 	if err != nil {
 		return nil, err
 	}
-	counts := make([]int, g.size)
+	counts, failed := make([]int, g.size), false
 	for r := range counts {
 		if err := checkHeader(op, r, header[r*headerLen]); err != nil {
-			return nil, err
+			return nil, g.conclude(ctx, true, err)
 		}
 		counts[r] = int(header[r*headerLen])
+		failed = failed || header[r*headerLen+1] != 0
 	}
 	data, err := gatherHost(ctx, g, all, counts)
 	if err != nil {
@@ -145,7 +156,7 @@ func gatherEncoded[T any](ctx context.Context, g *Group, op string, codec Codec,
 	out := make([]T, g.size)
 	for r, n := range counts {
 		if err := decodeValue(codec, op, r, header[r*headerLen+1] != 0, data[:n], &out[r]); err != nil {
-			return nil, err
+			return nil, g.conclude(ctx, failed, err)
 		}
 		data = data[n:]
 	}
@@ -318,7 +329,7 @@ func ScatterValues[T any](ctx context.Context, g *Group, root int, values []T, c
 	}
 	for r := range g.size {
 		if err := checkHeader(op, r, all[headerLen*r]); err != nil {
-			return nil, err
+			return nil, g.conclude(ctx, true, err)
 		}
 		if about := all[headerLen*r+1]; about < 0 || about > int64(g.size) {
 			return nil, &ValueError{op, root, fmt.Sprintf("its list names rank %d of %d", about-1, g.size)}
@@ -336,7 +347,7 @@ func ScatterValues[T any](ctx context.Context, g *Group, root int, values []T, c
 			rank = int(failed) - 1
 		}
 		if err := decodeValue(codec, op, rank, failed != 0, b, &out[i]); err != nil {
-			return nil, err
+			return nil, g.conclude(ctx, failed != 0, err)
 		}
 	}
 	return out, nil

@@ -222,6 +222,35 @@ func TestScatterOfWrongLists(t *testing.T) {
 	}
 }
 
+// A rank that closes its group when it has the error does not take it from ranks that do not have it yet.
+func TestErrorsOfValuesReachAllRanks(t *testing.T) {
+	for name, call := range map[string]func(context.Context, *comm.Group, int) error{
+		"gather": func(ctx context.Context, g *comm.Group, rank int) error {
+			_, err := comm.GatherValues(ctx, g, nil, []any{1, make(chan int)}[rank])
+			return err
+		},
+		"broadcast": func(ctx context.Context, g *comm.Group, rank int) error {
+			return comm.BroadcastValue(ctx, g, 1, new([]any{1, make(chan int)}[rank]), nil)
+		},
+		"scatter": func(ctx context.Context, g *comm.Group, rank int) error {
+			_, err := comm.ScatterValues(ctx, g, 1, []any{1}, nil)
+			return err
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			for range 20 {
+				for rank, err := range both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+					return errors.Join(call(ctx, g, rank), g.Close())
+				}) {
+					e, ok := errors.AsType[*comm.ValueError](err)
+					require.True(t, ok, "rank %d: %v", rank, err)
+					require.Equal(t, 1, e.Rank)
+				}
+			}
+		})
+	}
+}
+
 // A value that cannot be decoded is an error that names its rank.
 func TestScatterOfWhatCannotBeDecoded(t *testing.T) {
 	errs := both(t, func(ctx context.Context, rank int, g *comm.Group) error {

@@ -1,6 +1,7 @@
 package ddp
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -231,12 +232,17 @@ func agree(ctx context.Context, g *comm.Group, op string, mine arguments, mistak
 		mine = arguments{Wrong: mistake.Error()}
 	}
 	all, err := comm.GatherValues(ctx, g, nil, slices.Repeat([]arguments{mine}, g.Locals())...)
-	if mistake != nil {
-		return mistake
-	}
 	if err != nil {
-		return fmt.Errorf("ddp: %s: %w", op, err)
+		return cmp.Or(mistake, fmt.Errorf("ddp: %s: %w", op, err))
 	}
+	if err = compare(op, all); err != nil || mistake != nil {
+		_ = g.Barrier(ctx) // a rank that closes the group now must not end the exchange of the others
+	}
+	return cmp.Or(mistake, err)
+}
+
+// compare returns an error if a rank has a mistake, or if the arguments differ.
+func compare(op string, all []arguments) error {
 	if i := slices.IndexFunc(all, func(x arguments) bool { return x.Wrong != "" }); i >= 0 {
 		return refuse(op, "rank %d has given something wrong: %s", i, all[i].Wrong)
 	}

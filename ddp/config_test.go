@@ -1,6 +1,7 @@
 package ddp_test
 
 import (
+	"errors"
 	"strings"
 	"sync"
 	"testing"
@@ -75,4 +76,21 @@ func TestBucketsThatDiffer(t *testing.T) {
 			require.NoError(t, err, "the groups are as good as before")
 		}
 	})
+}
+
+// A rank that closes its group when it has made a mistake does not end the comparison of the others.
+func TestMistakesReachAllRanks(t *testing.T) {
+	for range 20 {
+		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+		for rank, err := range processes(t, devs, func(g *comm.Group) error {
+			lens := []int{4, 6}
+			if g.Rank() == 1 {
+				lens = []int{-1}
+			}
+			_, err := ddp.NewSharder[float32](g, lens, nil)
+			return errors.Join(err, g.Close())
+		}) {
+			require.ErrorContains(t, err, []string{"rank 1 has given something wrong: ddp: new sharder", "none negative"}[rank])
+		}
+	}
 }

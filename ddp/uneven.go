@@ -97,6 +97,7 @@ func (r *Reducer) lastJoined(ctx context.Context, mine bool) (int, error) {
 	r.uneven.missed = 0
 	last := slices.Max(all)
 	if last < 0 {
+		_ = r.g.Barrier(ctx) // a rank that closes the group now must not end the exchange of the others
 		return 0, errors.New("ddp: join: each rank has missed steps of others since the last Join without an error, so none has all updates: load a checkpoint")
 	}
 	return last, nil

@@ -120,7 +120,10 @@ func Load(image []byte) (*Program, error) {
 		return nil, err
 	}
 	p := &Program{folder: folder, path: filepath.Join(folder, "host")}
-	if err := os.WriteFile(p.path, image, 0o700); err != nil {
+	syscall.ForkLock.RLock() // a child of another goroutine would have the file open for writing until its exec: text file busy
+	err = os.WriteFile(p.path, image, 0o700)
+	syscall.ForkLock.RUnlock()
+	if err != nil {
 		return nil, errors.Join(err, p.Close())
 	}
 	return p, nil

@@ -300,3 +300,46 @@ func TestCandidateLooksForVoters(t *testing.T) {
 		})
 	}
 }
+
+// A host that comes during a vote is asked, too. If it knows of an epoch whose hosts are not enough here, the others are released.
+func TestVoterThatComesDuringAVote(t *testing.T) {
+	for name, proposed := range map[string][]proposal{"asked": nil, "released": {{FirstEpoch + 1, voterSet{"e", "f", "g"}}}} {
+		t.Run(name, func(t *testing.T) {
+			j := newPaperJob("a", "b", "c", "d", "e")
+			ch := *j.agentOn(t, "b").history
+			ch.Lost, ch.Term = "a", 1
+			k := newPaperJob("b", "c", "d", "e")
+			k.plan, k.elastic, k.agents, k.workers = nil, nil, nil, nil
+			k.happen(candidacy{history: ch})
+			registers := func(u string, own history) {
+				p := k.hosts[u]
+				p.state, p.host.History = peerNew, &own
+				k.do(func() { require.NoError(t, k.registerAgent(p)) })
+			}
+			for _, u := range []string{"b", "c", "d"} {
+				registers(u, ch)
+			}
+			k.sleep(time.Second)
+			require.NotZero(t, k.attempt)
+			first := k.attempt
+			for _, u := range []string{"b", "c"} {
+				k.do(func() { k.voted(k.hosts[u], first) })
+			}
+			late := ch
+			late.Proposed = proposed
+			registers("e", late)
+			if proposed != nil {
+				require.Zero(t, k.attempt)
+				k.do(func() { k.voted(k.hosts["d"], first) })
+				require.Nil(t, k.plan, "the vote is over")
+				return
+			}
+			require.Contains(t, kindsOf(k.take(k.hosts["e"])), kindRequestVote)
+			for _, u := range []string{"b", "c", "d", "e"} {
+				require.Nil(t, k.plan)
+				k.do(func() { k.voted(k.hosts[u], k.attempt) })
+			}
+			require.NotNil(t, k.plan, "it has taken over")
+		})
+	}
+}

@@ -62,6 +62,7 @@ type soakHost struct {
 	code   int           // with which
 	harmed string        // the last fault of this host since the launcher has started, or ""
 	rss    map[int]int64 // of its processes when they were first measured, by pid
+	last   []string      // lines of its output
 }
 
 // A soak trains on several hosts while faults happen.
@@ -159,7 +160,10 @@ func (s *soak) launch(h *soakHost) {
 
 // read handles one line of output.
 func (s *soak) read(l line) {
-	fmt.Fprintf(s.log, "%s h%d: %s\n", time.Now().Format("15:04:05.000"), l.host, l.text)
+	text := fmt.Sprintf("%s h%d: %s", time.Now().Format("15:04:05.000"), l.host, l.text)
+	fmt.Fprintln(s.log, text)
+	last := &s.hosts[l.host].last
+	*last = append((*last)[max(0, len(*last)-29):], text)
 	switch m := goesOn.FindStringSubmatch(l.text); {
 	case m != nil:
 		n := numbers(m[1:])
@@ -184,7 +188,7 @@ func (s *soak) read(l line) {
 		h.up, h.end = false, time.Now()
 		if h.harmed == "" && h.code != 0 {
 			s.faults["unexpected end of a launcher"]++
-			s.note("the launcher of host %d has ended with code %d without a fault of its host", l.host, h.code)
+			s.t.Logf("the launcher of host %d has ended with code %d without a fault of its host:\n%s", l.host, h.code, strings.Join(h.last, "\n"))
 		}
 	}
 }

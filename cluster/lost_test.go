@@ -38,7 +38,7 @@ func TestLost(t *testing.T) {
 			require.ErrorAs(t, err, &fromCall)
 			lost := requireCause[*MemberLostError](t, s.Context())
 			require.Equal(t, []any{1, "b", cmd.Process.Pid, tc.reason, -1}, []any{lost.Rank, lost.Host, lost.PID, lost.Reason, lost.ExitCode})
-			require.WithinDuration(t, time.Now(), lost.Since, 5*time.Second)
+			require.WithinDuration(t, time.Now(), lost.Since, time.Minute)
 			for range 200 { // whether or not the coordinator would still answer
 				_, err = s.Get(t.Context(), "before")
 				require.ErrorAs(t, err, &fromCall)

@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -246,7 +247,7 @@ func TestOwnKernelsOfGraphsOnOtherStreams(t *testing.T) {
 // TestOwnKernelsGiveUp checks that a rank that does not come is named within the
 // deadline, and that the one that waits for it ends.
 func TestOwnKernelsGiveUp(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := localOwn(t, devs, &nccl.Config{Timeout: time.Minute})
 		xs, _ := shards(t, g, 100)
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))

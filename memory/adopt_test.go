@@ -109,6 +109,7 @@ func TestAdoptOnStreams(t *testing.T) {
 		var released atomic.Bool
 		x, err := memory.Adopt[int64](s, p, 512, func() { released.Store(true) })
 		require.NoError(t, err)
+		require.NoError(t, s.Sync(testgpu.Context(t)))
 		require.NoError(t, x.Close())
 		require.True(t, released.Load(), "nothing was pending")
 

@@ -12,6 +12,7 @@ import (
 	"strconv"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 )
 
@@ -74,6 +75,9 @@ func Reserve(t testing.TB) int {
 }
 
 func isFree(port int) bool {
+	// A process that this one starts has all sockets until it executes its program, also one that was closed meanwhile.
+	syscall.ForkLock.RLock()
+	defer syscall.ForkLock.RUnlock()
 	for host := 1; host <= 4; host++ {
 		at := fmt.Sprintf("127.0.0.%d:%d", host, port)
 		l, err := net.Listen("tcp", at)

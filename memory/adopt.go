@@ -228,6 +228,10 @@ type CUDAIPCHandle [64]byte
 // The allocation is a segment of the caching allocator, so the other process can read more than
 // x. Memory of mapped pages (expandable_segments) and of cudaMallocAsync has no such handle.
 func (x Slice[T]) CUDAIPCHandle() (h CUDAIPCHandle, offset int, err error) {
+	return cudaIPCHandle(x.AsBytes())
+}
+
+func cudaIPCHandle(x Slice[byte]) (h CUDAIPCHandle, offset int, err error) {
 	const op = "memory: cuda ipc handle"
 	if err := x.check(op); err != nil {
 		return h, 0, err

@@ -275,18 +275,22 @@ func MakeFlat[T Element](s *stream.Stream, lens ...int) (flat Slice[T], parts []
 // View returns n elements of T that start at a byte offset of b. The offset
 // must be a multiple of the size of T.
 func View[T Element](b *Buffer, byteOffset, n int) (Slice[T], error) {
-	size := sizeOf[T]()
-	switch {
-	case b == nil:
-		return Slice[T]{}, fmt.Errorf("memory: view: no buffer given")
-	case byteOffset < 0 || n < 0 || byteOffset > b.Bytes() || n > (b.Bytes()-byteOffset)/size:
-		return Slice[T]{}, fmt.Errorf("memory: view %d elements of %s at byte %d: the buffer has %d bytes",
-			n, DTypeOf[T](), byteOffset, b.Bytes())
-	case byteOffset%size != 0:
-		return Slice[T]{}, fmt.Errorf("memory: view %s at byte %d: misaligned: want a multiple of %d",
-			DTypeOf[T](), byteOffset, size)
+	if err := checkView(b, byteOffset, n, sizeOf[T](), DTypeOf[T]()); err != nil {
+		return Slice[T]{}, err
 	}
 	return Slice[T]{buf: b, off: uintptr(byteOffset), n: n}, nil
+}
+
+func checkView(b *Buffer, byteOffset, n, size int, t DType) error {
+	switch {
+	case b == nil:
+		return fmt.Errorf("memory: view: no buffer given")
+	case byteOffset < 0 || n < 0 || byteOffset > b.Bytes() || n > (b.Bytes()-byteOffset)/size:
+		return fmt.Errorf("memory: view %d elements of %s at byte %d: the buffer has %d bytes", n, t, byteOffset, b.Bytes())
+	case byteOffset%size != 0:
+		return fmt.Errorf("memory: view %s at byte %d: misaligned: want a multiple of %d", t, byteOffset, size)
+	}
+	return nil
 }
 
 // Len returns the number of elements.

@@ -53,7 +53,11 @@ type ipcOption = inside.Ref[mem.IPCOption]
 //
 // Memory of the backend cudaMallocAsync and memory that came from another process
 // cannot be shared.
-func (x Slice[T]) IPCHandle() (IPCHandle, error) {
+func (x Slice[T]) IPCHandle() (IPCHandle, error) { return ipcHandle(x.AsBytes(), DTypeOf[T]()) }
+
+// ipcHandle and other functions without type parameters have the bodies of Slice's methods, because each package that
+// uses all element types compiles the methods of all of them again.
+func ipcHandle(x Slice[byte], t DType) (IPCHandle, error) {
 	const op = "memory: ipc handle"
 	if err := x.check(op); err != nil {
 		return IPCHandle{}, err
@@ -65,7 +69,7 @@ func (x Slice[T]) IPCHandle() (IPCHandle, error) {
 	if err != nil {
 		return IPCHandle{}, fmt.Errorf("%s of %d bytes at %#x on %s: %w", op, x.Bytes(), x.Ptr(), x.Device(), err)
 	}
-	h.DType, h.Bytes = x.DType().String(), x.Bytes()
+	h.DType, h.Bytes = t.String(), x.Bytes()
 	h.Offset += int(x.off)
 	return h, nil
 }
@@ -73,7 +77,9 @@ func (x Slice[T]) IPCHandle() (IPCHandle, error) {
 // AwaitIPC waits until handles of x's buffer have been opened n times in all. After it
 // x can be closed without breaking processes that are about to open a handle. If ctx
 // ends first it returns the cause.
-func (x Slice[T]) AwaitIPC(ctx context.Context, n int) error {
+func (x Slice[T]) AwaitIPC(ctx context.Context, n int) error { return awaitIPC(ctx, x.AsBytes(), n) }
+
+func awaitIPC(ctx context.Context, x Slice[byte], n int) error {
 	const op = "memory: await ipc"
 	if err := x.check(op); err != nil {
 		return err

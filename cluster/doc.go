@@ -25,6 +25,14 @@
 // A world of Attach has a fixed size and ends with its first loss. `chorus run
 // --max-restarts N` then starts all processes again.
 //
+// # Members that come and go
+//
+// Without a launcher, one process may serve a registry ([Serve]) for processes that come, leave and return ([Enlist]). It begins
+// worlds of chosen members ([Registry.Begin]), and [Enlistment.World] returns the session of each in its members. Several worlds
+// run side by side at one port, with common members or without. A loss ends the worlds of the lost member and no others, in contrast to
+// the epochs of [Run], where it ends the step of all. If the process with the registry ends, all of its worlds end.
+// vLLM's StatelessProcessGroup is such a world of chosen processes; it has no list and reports no losses.
+//
 // # Elastic jobs
 //
 // A program that calls [Run] instead keeps its processes when others are lost, join or leave:

@@ -97,6 +97,12 @@ func ours() string {
 const awaitVar = "CLUSTER_TEST_AWAIT"
 
 func workerMain(what string) int {
+	if deed, ok := strings.CutPrefix(what, "member-"); ok {
+		return memberMain(deed)
+	}
+	if deed, ok := strings.CutPrefix(what, "member-"); ok {
+		return memberMain(deed)
+	}
 	s, err := Attach(context.Background())
 	if err != nil {
 		fmt.Println("attach:", err)

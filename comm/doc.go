@@ -78,7 +78,8 @@
 //
 // Errors: all arguments are validated before any local rank enqueues work. When a rank
 // fails or is lost, the group is broken: pending operations are aborted, and every later
-// call returns an error that matches [ErrBroken] and wraps the first cause.
+// call returns an error that matches [ErrBroken] and wraps the first cause. It also matches [ErrLeft] if another process
+// has closed the group and has not failed.
 //
 // Concurrency: operations of a group may be enqueued by several goroutines; each is
 // enqueued as a whole, but their order is then unspecified. All processes of a group must

@@ -230,13 +230,15 @@ func (g *Group) wait(ctx context.Context) error {
 // Close ends the group at once: it aborts pending operations on the local ranks and frees
 // the group's streams. It does not wait for other ranks, except for a moment to inform
 // other processes. It does not wait for the devices, unless they ran Chorus kernels
-// (OwnKernels). The other ranks see the loss of a peer; to leave without an error on the
+// (OwnKernels). The group of the other ranks is then broken: if it was intact here, their errors match ErrLeft and name
+// this rank, and a later Session.Close here is no loss for their sessions. To leave without an error on the
 // other ranks, use Shutdown. While a graph uses the group's collectives, the group stays
 // open and Close returns a *nccl.InUseError. Close also closes the session of Init. It is
 // idempotent.
 //
-// The work of a broken group that was enqueued may use its memory until the group's streams have passed it. To use the
-// memory again on another stream s, call s.WaitStream(g.Stream(i)) for each local rank before Close.
+// The work of a broken group that was enqueued, also if it was aborted, may use its memory until the group's streams have passed it.
+// To use the memory again on another stream s, call s.WaitStream(g.Stream(i)) for each local rank before Close: the work
+// enqueued on s from then on begins after all of it.
 //
 // If the driver or NCCL does not answer, Close returns an error after at most 20 s and
 // leaves the resources allocated.
@@ -247,8 +249,8 @@ func (g *Group) Close() error {
 	if err := g.inUse("close"); err != nil {
 		return err
 	}
-	g.closing.CompareAndSwap(nil, &closing{"closed the group", time.Now()})
-	if g.closing.Load().how == "closed the group" {
+	g.closing.CompareAndSwap(nil, &closing{closedGroup, time.Now()})
+	if g.closing.Load().how == closedGroup {
 		g.recordEnd("this process closed the group", false)
 	}
 	if !g.owner.Close() {
@@ -259,7 +261,7 @@ func (g *Group) Close() error {
 		g.writeTraces()
 	}
 	err, ended := poll.Within(closeTimeout, func() error {
-		g.stopWatching("closed the group")
+		g.stopWatching(closedGroup)
 		return errors.Join(concurrently(g.comms(), (*nccl.Communicator).Close), g.routers.Close(), g.closeStreams())
 	})
 	if !ended {

@@ -276,6 +276,10 @@ func encrypt(r Rendezvous, dev *device.Device) error {
 // or was lost. The errors also wrap the first cause.
 var ErrBroken = errors.New("the group is broken")
 
+// ErrLeft is matched by the errors of a broken group if another process has closed it while it was intact. That process has left
+// and has not failed: the others can form another group at once.
+var ErrLeft = errors.New("a rank has left the group")
+
 // ErrMismatch is matched by the errors of invalid arguments, for example if the number of
 // slices, their lengths or their devices do not fit the group.
 var ErrMismatch = errors.New("the arguments do not fit the group")

@@ -71,6 +71,14 @@ func (e *CulpritError) Error() string {
 // Unwrap returns the original error.
 func (e *CulpritError) Unwrap() error { return e.Err }
 
+// Is reports true for ErrLeft if one of the culprits has closed the group.
+func (e *CulpritError) Is(target error) bool {
+	return target == ErrLeft && slices.ContainsFunc(e.Culprits, func(p RankProgress) bool { return p.End == closedGroup })
+}
+
+// closedGroup is how a rank has ended whose process has closed an intact group.
+const closedGroup = "closed the group"
+
 // A report is the progress report of a rank.
 type report struct {
 	Collectives uint64

@@ -152,6 +152,8 @@ func TestTheFirstThatLeft(t *testing.T) {
 	require.Equal(t, 7, e.Culprits[0].World)
 	require.Equal(t, 1, e.Culprits[0].Process)
 	require.ErrorContains(t, e, "rank 2 (rank 7 of the world, in process 1) has left")
+	require.ErrorIs(t, e, ErrLeft)
+	require.NotErrorIs(t, &CulpritError{[]RankProgress{{End: "failed: oops"}, {Why: "was lost"}}, oops}, ErrLeft)
 	require.Equal(t, []int{0}, w.firstRanks())
 	require.Equal(t, []int{0, 2}, (&reporter{world: []int{6, 5, 0, 7}, process: w.process}).firstRanks())
 	require.Equal(t, oops, w.culpritError(nil, oops))

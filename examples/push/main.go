@@ -4,8 +4,8 @@
 //	bin/push -trainer 0 & bin/push -trainer 1 &
 //	bin/push -receiver a & bin/push -receiver b -pushes 5
 //
-// The first trainer has a list of receivers that wait for weights. Each change of the receivers begins another
-// generation: a session and a group of the trainers and of all receivers on the list. A receiver that is
+// The first trainer serves a registry, which lists all processes. Each change of the receivers begins another
+// generation: a world and a group of the trainers and of all receivers on the list. A receiver that is
 // killed within a push breaks that generation's group, which ends the push and nothing else.
 package main
 
@@ -16,10 +16,8 @@ import (
 	"flag"
 	"fmt"
 	"log"
-	"net"
 	"os"
 	"os/signal"
-	"strconv"
 	"syscall"
 	"time"
 
@@ -44,7 +42,7 @@ func value(step, i int) float32 { return float32((step + i%7) % 256) }
 var (
 	trainer = flag.Int("trainer", -1, "be trainer 0 or 1")
 	name    = flag.String("receiver", "", "be a receiver with this `name`")
-	addr    = flag.String("addr", "127.0.0.1:29610", "`host:port` of trainer 0, which also uses the next two ports")
+	addr    = flag.String("addr", "127.0.0.1:29610", "`host:port` of trainer 0")
 	number  = flag.Int("device", 0, "`number` of the device")
 	steps   = flag.Int("steps", 0, "number of steps of the training; 0 is until a trainer is interrupted")
 	pause   = flag.Duration("pause", 50*time.Millisecond, "time of a step")
@@ -62,6 +60,9 @@ func main() {
 }
 
 func who() string { return cmp.Or(*name, fmt.Sprint("trainer ", *trainer)) }
+
+// trainerNames are the names of the trainers on the list.
+var trainerNames = []string{"trainer 0", "trainer 1"}
 
 func run(ctx context.Context) error {
 	sys, note, err := device.OrVirtual()
@@ -84,36 +85,18 @@ func run(ctx context.Context) error {
 	return errors.New("want -trainer 0, -trainer 1 or -receiver with a name")
 }
 
-// port returns the address of trainer 0 with another port.
-func port(offset int) string {
-	host, text, err := net.SplitHostPort(*addr)
-	n, failed := strconv.Atoi(text)
-	if err != nil || failed != nil {
-		log.Fatalf("-addr %s: want host:port", *addr)
-	}
-	return net.JoinHostPort(host, strconv.Itoa(n+offset))
-}
+// limits are those for reaching trainer 0, and for a generation to become complete.
+var limits = cluster.Timing{Join: 30 * time.Second}
 
-// session joins a session of so many processes.
-func session(ctx context.Context, job, addr string, rank, size int) (*cluster.Session, error) {
-	return cluster.Join(ctx, &cluster.JoinConfig{
-		Job: job, Addr: addr, Serve: rank == 0, Rank: &rank, Size: size,
-		Timing: cluster.Timing{Join: 10 * time.Second},
-	})
-}
-
-// A generation is the receivers that get the same pushes.
-type generation struct {
-	Number    int
-	Receivers []string
+// enlist puts this process on the list of trainer 0.
+func enlist(ctx context.Context) (*cluster.Enlistment, error) {
+	return cluster.Enlist(ctx, &cluster.EnlistConfig{Job: "push", Addr: *addr, Name: who(), Timing: limits})
 }
 
 // A note is what the members of a generation tell each other before each push.
 type note struct {
-	Step    int
-	Stop    bool // the training ends
-	Regroup bool // other receivers wait
-	Leave   bool // this receiver leaves
+	Step int
+	End  bool // the generation ends: other receivers are on the list, or this one leaves
 }
 
 // A link is the part of a process in a generation.
@@ -123,12 +106,11 @@ type link struct {
 	transfer *checkpoint.Transfer
 }
 
-// connect joins a generation.
-func connect(ctx context.Context, g generation, rank int, dev *device.Device, dst, src []checkpoint.Part) (*link, error) {
+// connect joins the next generation.
+func connect(ctx context.Context, m *cluster.Enlistment, dev *device.Device, dst, src []checkpoint.Part) (*link, error) {
 	l := new(link)
 	var err error
-	l.session, err = session(ctx, fmt.Sprint("push-", g.Number), port(2), rank, trainers+len(g.Receivers))
-	if err == nil {
+	if l.session, err = m.World(ctx); err == nil {
 		l.group, err = comm.Join(ctx, l.session, dev, nil)
 	}
 	if err == nil {
@@ -144,8 +126,7 @@ func connect(ctx context.Context, g generation, rank int, dev *device.Device, ds
 func (l *link) tell(ctx context.Context, mine note) (all note, err error) {
 	notes, err := comm.GatherValues(ctx, l.group, nil, mine)
 	for _, n := range notes {
-		all.Step = max(all.Step, n.Step)
-		all.Stop, all.Regroup, all.Leave = all.Stop || n.Stop, all.Regroup || n.Regroup, all.Leave || n.Leave
+		all.Step, all.End = max(all.Step, n.Step), all.End || n.End
 	}
 	return all, err
 }

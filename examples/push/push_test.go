@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"fmt"
-	"net"
 	"os"
 	"os/exec"
 	"regexp"
@@ -17,6 +16,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // The test binary is the program when this is set.
@@ -57,7 +57,13 @@ func (p *process) output() string {
 // await waits for output that matches.
 func (p *process) await(t *testing.T, ctx context.Context, pattern string) {
 	t.Helper()
-	for want := regexp.MustCompile(pattern); !want.MatchString(p.output()); {
+	p.awaitAfter(t, ctx, 0, pattern)
+}
+
+// awaitAfter waits for output behind the first bytes that matches.
+func (p *process) awaitAfter(t *testing.T, ctx context.Context, seen int, pattern string) {
+	t.Helper()
+	for want := regexp.MustCompile(pattern); !want.MatchString(p.output()[seen:]); {
 		select {
 		case <-p.more:
 		case <-ctx.Done():
@@ -71,12 +77,12 @@ func (p *process) await(t *testing.T, ctx context.Context, pattern string) {
 func TestPush(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
-	addr := freeAddress(t)
+	addr := fmt.Sprintf("127.0.0.1:%d", testhost.Reserve(t))
 	device := 0
 	start := func(faults string, args ...string) *process {
 		p := &process{Cmd: exec.CommandContext(ctx, os.Args[0], append(args, "-addr", addr, "-device", fmt.Sprint(device), "-pause", "20ms")...), more: make(chan struct{}, 1)}
 		device++
-		p.Env = append(os.Environ(), asProgram+"=1", env.Backend.Name+"=virtual", env.VirtualDevices.Name+"=5", env.VirtualFaults.Name+"="+faults)
+		p.Env = append(os.Environ(), asProgram+"=1", env.Backend.Name+"=virtual", env.VirtualDevices.Name+"=6", env.VirtualFaults.Name+"="+faults)
 		p.Stdout, p.Stderr = p, p
 		require.NoError(t, p.Start())
 		return p
@@ -86,45 +92,28 @@ func TestPush(t *testing.T) {
 	a.await(t, ctx, "a has the weights of step")
 	b := start("lose@ncclRecv#12", "-receiver", "b")
 	require.Error(t, b.Wait())
+	lost, seen := time.Now(), len(a.output())
 	require.Contains(t, b.output(), "b has the weights of step")
-	trainers[0].await(t, ctx, `(?s)generation \d+: \[a b\].*generation \d+: \[a\]`)
+	trainers[0].await(t, ctx, `(?s)generation: \[a b\].*generation: \[a\]`)
+	a.awaitAfter(t, ctx, seen, "a has the weights of step")
+	t.Logf("a has the next weights %v after the end of b", time.Since(lost).Round(time.Millisecond))
+	lost = time.Now()
+	b = start("", "-receiver", "b")
+	b.await(t, ctx, "b has the weights of step")
+	t.Logf("b has weights %v after its start under the same name", time.Since(lost).Round(time.Millisecond))
 	c := start("", "-receiver", "c", "-pushes", "3")
 	c.await(t, ctx, "(?s)(c has the weights of step .*){3}c leaves after 3 pushes")
 	require.NoError(t, c.Wait(), c.output())
-	seen := len(a.output())
-	require.Eventually(t, func() bool { // with a alone, or with the others before they had left
-		return regexp.MustCompile("a has the weights of step").MatchString(a.output()[seen:])
-	}, time.Minute, 10*time.Millisecond)
+	a.awaitAfter(t, ctx, len(a.output()), "a has the weights of step") // without c, or before c had left
 	require.NoError(t, trainers[0].Process.Signal(syscall.SIGTERM))
 	for i, p := range trainers {
 		require.NoError(t, p.Wait(), p.output())
 		require.Regexp(t, fmt.Sprintf("trainer %d has done \\d+ steps", i), p.output())
 	}
-	require.NoError(t, a.Wait(), a.output())
-	for _, p := range []*process{a, c} {
+	for _, p := range []*process{a, b} {
+		require.NoError(t, p.Wait(), p.output())
+	}
+	for _, p := range []*process{a, b, c} {
 		require.NotContains(t, p.output(), "want", "a receiver had other weights")
 	}
-}
-
-// freeAddress returns an address whose port and the next two are free.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	for range 100 {
-		first, err := net.Listen("tcp", "127.0.0.1:0")
-		require.NoError(t, err)
-		require.NoError(t, first.Close())
-		port := first.Addr().(*net.TCPAddr).Port
-		free := true
-		for i := range 3 {
-			l, err := net.Listen("tcp", fmt.Sprint("127.0.0.1:", port+i))
-			if free = free && err == nil; err == nil {
-				require.NoError(t, l.Close())
-			}
-		}
-		if free {
-			return fmt.Sprint("127.0.0.1:", port)
-		}
-	}
-	require.Fail(t, "no three free ports")
-	return ""
 }

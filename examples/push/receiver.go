@@ -2,15 +2,11 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"net/http"
-	"net/url"
-	"slices"
-	"time"
 
 	"github.com/gochorus/chorus/checkpoint"
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -28,49 +24,58 @@ func receive(ctx context.Context, dev *device.Device) error {
 		return err
 	}
 	defer closeParts(parts)
-	done := 0
-	for {
-		g, more, err := next(ctx)
-		if err != nil || !more {
-			return err
+	m, err := enlist(ctx)
+	if err != nil {
+		return err
+	}
+	defer m.Close()
+	for done := 0; ctx.Err() == nil; {
+		l, err := connect(ctx, m, dev, parts, nil)
+		if errors.Is(err, cluster.ErrEnded) {
+			return nil // so has the training
 		}
-		l, err := connect(ctx, g, trainers+slices.Index(g.Receivers, *name), dev, parts, nil)
+		if err == nil {
+			err = follow(ctx, m, l, s, parts, &done)
+		}
 		if err != nil {
-			fmt.Printf("%s: generation %d: %v\n", *name, g.Number, err)
-			continue
+			fmt.Printf("%s: %v\n", *name, err)
 		}
-		ends, err := follow(ctx, l, s, parts, &done)
-		if err != nil {
-			fmt.Printf("%s: generation %d: %v\n", *name, g.Number, err)
-			_ = l.abandon(s) // the error is known
-		}
-		if ctx.Err() != nil {
-			return context.Cause(ctx)
-		}
-		if ends {
+		switch {
+		case *pushes > 0 && done >= *pushes:
 			fmt.Printf("%s leaves after %d pushes\n", *name, done)
 			return nil
+		case errors.Is(err, cluster.ErrDelisted):
+			return err
 		}
 	}
+	return context.Cause(ctx)
 }
 
-// follow takes pushes until the generation ends, and reports whether this receiver ends too.
-func follow(ctx context.Context, l *link, s *stream.Stream, parts []checkpoint.Part, done *int) (ends bool, err error) {
-	for {
-		mine := note{Leave: *pushes > 0 && *done >= *pushes}
-		said, err := l.tell(ctx, mine)
+// follow takes pushes until the generation ends.
+func follow(ctx context.Context, m *cluster.Enlistment, l *link, s *stream.Stream, parts []checkpoint.Part, done *int) (err error) {
+	defer func() {
 		if err != nil {
-			return false, err
+			_ = l.abandon(s) // the error is known
 		}
-		if said.Stop || said.Leave || said.Regroup {
-			return said.Stop || mine.Leave, l.leave(ctx)
+	}()
+	for {
+		leaves := *pushes > 0 && *done >= *pushes
+		if leaves {
+			_ = m.Close() // the next generation is without this receiver
+		}
+		said, err := l.tell(ctx, note{End: leaves})
+		if err != nil {
+			return err
+		}
+		if said.End {
+			return l.leave(ctx)
 		}
 		if err := l.push(ctx, s); err != nil {
-			return false, err
+			return err
 		}
 		*done++
 		if err := verify(s, parts, said.Step); err != nil {
-			return false, err
+			return err
 		}
 		fmt.Printf("%s has the weights of step %d\n", *name, said.Step)
 	}
@@ -94,36 +99,4 @@ func verify(s *stream.Stream, parts []checkpoint.Part, step int) error {
 		}
 	}
 	return nil
-}
-
-// limit is how long a receiver tries to reach trainer 0.
-const limit = 30 * time.Second
-
-// next waits for the next generation with this receiver; there is none when the training has ended.
-func next(ctx context.Context) (g generation, more bool, err error) {
-	for begun := time.Now(); ; {
-		req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+*addr+"/?name="+url.QueryEscape(*name), nil)
-		if err != nil {
-			return g, false, err
-		}
-		r, err := http.DefaultClient.Do(req)
-		if err != nil {
-			select { // the trainer may not have begun
-			case <-ctx.Done():
-			case <-time.After(100 * time.Millisecond):
-			}
-			if ctx.Err() == nil && time.Since(begun) < limit {
-				continue
-			}
-			return g, false, errors.Join(err, context.Cause(ctx))
-		}
-		defer r.Body.Close()
-		switch r.StatusCode {
-		case http.StatusOK:
-			return g, true, json.NewDecoder(r.Body).Decode(&g)
-		case http.StatusGone:
-			return g, false, nil
-		}
-		return g, false, fmt.Errorf("trainer 0 answers %s", r.Status)
-	}
 }

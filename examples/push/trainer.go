@@ -2,81 +2,28 @@ package main
 
 import (
 	"context"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"net"
-	"net/http"
 	"slices"
-	"sync"
 	"time"
 
 	"github.com/gochorus/chorus/checkpoint"
+	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
 
-// A list has the receivers that wait for the next generation. Each waits with an HTTP request.
-type list struct {
-	mu      sync.Mutex
-	waiting map[string]chan generation
-	ended   chan struct{} // closed when the training ends
-}
-
-// ServeHTTP answers with the next generation, or with 410 if there is none.
-func (l *list) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	name, next := r.FormValue("name"), make(chan generation, 1)
-	l.mu.Lock()
-	l.waiting[name] = next
-	l.mu.Unlock()
-	defer func() {
-		l.mu.Lock()
-		defer l.mu.Unlock()
-		if l.waiting[name] == next {
-			delete(l.waiting, name)
-		}
-	}()
-	select {
-	case g := <-next:
-		_ = json.NewEncoder(w).Encode(g) // a receiver that is gone is missed when it does not join
-	case <-l.ended:
-		http.Error(w, "the training has ended", http.StatusGone)
-	case <-r.Context().Done():
-	}
-}
-
-func (l *list) names() (all []string) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for name := range l.waiting {
-		all = append(all, name)
-	}
-	slices.Sort(all)
-	return all
-}
-
-// begin tells the receivers of a generation about it.
-func (l *list) begin(g generation) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	for _, name := range g.Receivers {
-		if next, ok := l.waiting[name]; ok {
-			next <- g
-			delete(l.waiting, name)
-		}
-	}
-}
-
 // A training is a trainer's side.
 type training struct {
-	dev     *device.Device
-	group   *comm.Group // of the trainers
-	parts   []checkpoint.Part
-	list    *list // of trainer 0
-	current generation
-	link    *link // nil without receivers
+	dev       *device.Device
+	group     *comm.Group // of the trainers
+	parts     []checkpoint.Part
+	registry  *cluster.Registry // of trainer 0
+	member    *cluster.Enlistment
+	receivers []string // of this generation
+	link      *link    // nil without receivers
 }
 
 // train trains until the end of interrupt or the last step.
@@ -84,21 +31,21 @@ func train(interrupt context.Context, dev *device.Device) (err error) {
 	ctx := context.WithoutCancel(interrupt)
 	t := &training{dev: dev}
 	if *trainer == 0 {
-		t.list = &list{waiting: map[string]chan generation{}, ended: make(chan struct{})}
-		socket, err := net.Listen("tcp", *addr)
-		if err != nil {
+		if t.registry, err = cluster.Serve(ctx, &cluster.RegistryConfig{Job: "push", Addr: *addr, Timing: limits}); err != nil {
 			return err
 		}
-		srv := &http.Server{Handler: t.list}
-		go func() { _ = srv.Serve(socket) }() // until Shutdown
-		defer func() {
-			close(t.list.ended)
-			ctx, cancel := context.WithTimeout(ctx, time.Second)
-			defer cancel()
-			err = errors.Join(err, srv.Shutdown(ctx))
-		}()
+		defer t.registry.Close()
 	}
-	sess, err := session(ctx, "push-trainers", port(1), *trainer, trainers)
+	if t.member, err = enlist(ctx); err != nil {
+		return err
+	}
+	defer t.member.Close()
+	if *trainer == 0 {
+		if err := errors.Join(t.registry.Await(ctx, trainerNames...), t.registry.Begin(trainerNames...)); err != nil {
+			return err
+		}
+	}
+	sess, err := t.member.World(ctx)
 	if err != nil {
 		return err
 	}
@@ -120,10 +67,10 @@ func train(interrupt context.Context, dev *device.Device) (err error) {
 		if err != nil {
 			return err
 		}
-		t.push(ctx, step, last)
 		if last {
 			break
 		}
+		t.push(ctx, step)
 		time.Sleep(*pause)
 	}
 	fmt.Printf("trainer %d has done %d steps\n", *trainer, step)
@@ -149,75 +96,92 @@ func (t *training) step(step int) error {
 }
 
 // push pushes the weights to the receivers of the generation. A failure is that of a receiver, and not the training's.
-func (t *training) push(ctx context.Context, step int, last bool) {
+func (t *training) push(ctx context.Context, step int) {
 	if t.link == nil {
 		return
 	}
-	said, err := t.link.tell(ctx, note{Step: step, Stop: last})
+	said, err := t.link.tell(ctx, note{Step: step})
 	switch {
-	case err != nil:
-	case said.Stop || said.Leave:
-		if err = t.link.leave(ctx); err == nil {
-			t.link = nil
-			return
-		}
-	default:
+	case err == nil && said.End:
+		err = t.link.leave(ctx)
+		t.link = nil
+	case err == nil:
 		err = t.link.push(ctx, t.group.Stream(0))
 	}
 	if err != nil {
-		fmt.Printf("trainer %d: push of step %d: %v\n", *trainer, step, err)
-		_ = t.link.abandon(t.group.Stream(0)) // the error is known
-		t.link = nil
+		t.fail(err)
 	}
 }
 
-// regroup begins another generation if this one has ended at one of the trainers, or if receivers wait. It
-// returns whether one of the trainers stops.
-func (t *training) regroup(ctx context.Context, stop bool) (last bool, err error) {
-	type state struct{ Ended, Wait, Stop bool }
-	mine := state{Ended: t.link == nil, Stop: stop}
-	if t.list != nil {
-		mine.Wait = len(t.list.names()) > 0
+// fail ends a generation that has failed.
+func (t *training) fail(err error) {
+	fmt.Printf("trainer %d: receivers %v: %v\n", *trainer, t.receivers, err)
+	if t.link != nil {
+		_ = t.link.abandon(t.group.Stream(0)) // the error is known
 	}
-	states, err := comm.GatherValues(ctx, t.group, nil, mine)
+	t.link = nil
+}
+
+// listed returns the receivers on the list of trainer 0.
+func (t *training) listed() (names []string) {
+	if t.registry != nil {
+		list, _ := t.registry.Members()
+		for _, m := range list {
+			if !slices.Contains(trainerNames, m.Name) {
+				names = append(names, m.Name)
+			}
+		}
+	}
+	return names
+}
+
+// regroup begins another generation if this one has ended at one of the trainers, if the list has changed, or if a trainer
+// stops, which it returns.
+func (t *training) regroup(ctx context.Context, stop bool) (last bool, err error) {
+	type state struct {
+		Ended, Stop bool
+		Listed      []string
+	}
+	states, err := comm.GatherValues(ctx, t.group, nil, state{t.link == nil, stop, t.listed()})
 	if err != nil {
 		return false, err
 	}
+	next := states[0].Listed
 	last = slices.ContainsFunc(states, func(s state) bool { return s.Stop })
 	ended := slices.ContainsFunc(states, func(s state) bool { return s.Ended })
-	if !ended && (last || !states[0].Wait) {
-		return last, nil
-	}
-	if t.link != nil {
-		if !ended {
-			if _, err = t.link.tell(ctx, note{Regroup: true}); err == nil {
-				err = t.link.leave(ctx)
-			}
+	switch {
+	case ended && t.link != nil:
+		t.fail(errors.New("another trainer has left the generation"))
+	case !ended && !last && slices.Equal(next, t.receivers):
+		return false, nil
+	case !ended:
+		if _, err = t.link.tell(ctx, note{End: true}); err == nil {
+			err = t.link.leave(ctx)
 		}
 		if err != nil {
-			fmt.Printf("trainer %d: end of generation %d: %v\n", *trainer, t.current.Number, err)
-		}
-		if ended || err != nil {
-			_ = t.link.abandon(t.group.Stream(0)) // the generation ends in any case
+			t.fail(err)
 		}
 		t.link = nil
 	}
-	next := generation{Number: t.current.Number + 1}
-	if t.list != nil && !last {
-		next.Receivers = t.list.names()
-	}
-	if err := comm.BroadcastValue(ctx, t.group, 0, &next, nil); err != nil {
-		return last, err
-	}
-	if t.current = next; len(next.Receivers) == 0 {
+	if last || len(next) == 0 {
 		return last, nil
 	}
-	if t.list != nil {
-		t.list.begin(next)
-		fmt.Printf("generation %d: %v\n", next.Number, next.Receivers)
+	begun := true
+	if t.registry != nil {
+		if err := t.registry.Begin(append(slices.Clone(trainerNames), next...)...); err != nil {
+			fmt.Println(err) // a receiver has just left
+			begun = false
+		}
 	}
-	if t.link, err = connect(ctx, next, *trainer, t.dev, nil, t.parts); err != nil {
-		fmt.Printf("trainer %d: generation %d: %v\n", *trainer, next.Number, err)
+	if err := comm.BroadcastValue(ctx, t.group, 0, &begun, nil); err != nil || !begun {
+		return false, err
 	}
-	return last, nil
+	t.receivers = next
+	if t.registry != nil {
+		fmt.Printf("generation: %v\n", next)
+	}
+	if t.link, err = connect(ctx, t.member, t.dev, nil, t.parts); err != nil {
+		t.fail(err)
+	}
+	return false, nil
 }

@@ -139,7 +139,10 @@ func (k *Client) disconnected(err error) {
 		return
 	}
 	who := "the coordinator in it"
-	if k.Hello.Rank < 0 {
+	switch {
+	case k.Hello.Registry:
+		who = "the registry in it"
+	case k.Hello.Rank < 0:
 		who = "its launcher, which coordinates the job,"
 	}
 	reason := fmt.Sprintf("the connection to %s failed: %v", who, err)
@@ -162,10 +165,10 @@ func (k *Client) disconnected(err error) {
 
 // isSuspended reports whether the coordinator is this host's launcher and is
 // stopped, for example by Ctrl-Z. It will either continue or close the
-// connection. In a job on several hosts the other hosts do not wait for it: they go on without this host or fail, and
+// connection. The members of a registry do not wait for it. In a job on several hosts the other hosts do not wait for it: they go on without this host or fail, and
 // its processes must not run on beside them.
 func (k *Client) isSuspended() bool {
-	if k.Hello.Several || k.Hello.Rank >= 0 || k.Hello.Host != k.host {
+	if k.Hello.Several || k.Hello.Registry || k.Hello.Rank >= 0 || k.Hello.Host != k.host {
 		return false
 	}
 	return k.To.Sys.isSuspended(k.Hello.PID)

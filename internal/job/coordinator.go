@@ -336,8 +336,10 @@ type CoordConfig struct {
 	Size   int // world size if agents is 0
 	// Peers identifies the list of peers that all processes must have, or is "".
 	Peers string
-	Self  Welcome
-	again restartPolicy
+	// Registry is true for a coordinator without a world, which has a list of members that come and leave.
+	Registry bool
+	Self     Welcome
+	again    restartPolicy
 	// For epochs: the least number of hosts (0: all), and the limits for the arrival of
 	// processes, the return of functions and the end of a step.
 	least                     int
@@ -383,6 +385,7 @@ type coordinator struct {
 	refused     []string            // processes that came and did not fit, with the reasons
 	joinFailure *Refusal            // why the job never became complete
 	notified    map[int]bool        // ranks, or node numbers, that received joinFailure
+	departed    []Departure         // the last members that a registry has lost
 
 	entries   []entry // that wait for launchers
 	lastEntry uint64
@@ -613,7 +616,7 @@ func missing(r attendance, number func(Member) int) []int {
 
 // waitingLine describes the missing members, or returns "" if none is waited for.
 func (c *coordinator) waitingLine() string {
-	waiting := c.cfg.agents > 0 && c.plan == nil || c.world == nil && len(c.workers) > 0
+	waiting := c.cfg.agents > 0 && c.plan == nil || c.world == nil && len(c.workers) > 0 && !c.cfg.Registry
 	if !waiting || c.faults.lost != nil && c.restart == nil {
 		return ""
 	}
@@ -636,7 +639,7 @@ const (
 // silenceLimit returns the silence after which a peer is lost.
 func (c *coordinator) silenceLimit() time.Duration {
 	limit := c.cfg.Self.LostAfter
-	if c.world == nil && c.faults.lost == nil && (c.plan == nil || c.now-c.planned < startTime*limit) {
+	if c.world == nil && !c.cfg.Registry && c.faults.lost == nil && (c.plan == nil || c.now-c.planned < startTime*limit) {
 		return JoinFactor * limit
 	}
 	return limit

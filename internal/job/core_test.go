@@ -16,7 +16,7 @@ import (
 )
 
 // coreFiles are the decisions of coordinators and of hosts. What else they use of this package must be as pure.
-var coreFiles = []string{"coordinator.go", "hosts.go", "epoch.go", "failure.go", "choice.go", "quorum.go", "voter.go", "record.go"}
+var coreFiles = []string{"coordinator.go", "hosts.go", "epoch.go", "failure.go", "choice.go", "quorum.go", "voter.go", "record.go", "registry.go"}
 
 // Decisions use no goroutines, channels, locks, connections, files or clocks, and nothing of the server.
 func TestCoreIsPure(t *testing.T) {

@@ -74,7 +74,7 @@ type JoinTimeoutError struct {
 	Job     string
 	Waited  time.Duration
 	Addr    string   // address of the coordinator, or the seeds that were tried
-	Unit    string   // "process" or "host"
+	Unit    string   // "process" or "host"; "member" if a registry does not answer
 	Want    int      // members of the job; 0 if the coordinator never answered
 	Have    []Member // members that joined
 	Missing []int    // missing ranks, or host indices; nil if members have no numbers
@@ -87,8 +87,11 @@ type JoinTimeoutError struct {
 func (e *JoinTimeoutError) Error() string {
 	head := fmt.Sprintf("cluster: join job %q: ", e.Job)
 	if e.Want == 0 {
-		return fmt.Sprintf("%sno coordinator answered at %s for %v: %v; is rank 0, or the launcher on a seed host, running?",
-			head, e.Addr, e.Waited.Round(time.Millisecond), e.Err)
+		who := "rank 0, or the launcher on a seed host,"
+		if e.Unit == UnitMember {
+			who = "the process with the registry"
+		}
+		return fmt.Sprintf("%sno coordinator answered at %s for %v: %v; is %s running?", head, e.Addr, e.Waited.Round(time.Millisecond), e.Err, who)
 	}
 	text := fmt.Sprintf("%stimed out after %v: %s", head, e.Waited.Round(time.Millisecond),
 		e.attendance())

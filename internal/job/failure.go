@@ -101,6 +101,10 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 		p.state = peerGone
 		return
 	}
+	if c.cfg.Registry {
+		c.delist(p, why.reason)
+		return
+	}
 	if (c.plan != nil || c.world != nil) && !c.isElastic() && !why.closed && c.isCutOff(p) {
 		p.state = peerGone
 		self := c.cfg.Self
@@ -285,6 +289,10 @@ func (c *coordinator) absent(e Exit) Fault {
 // of that member are consequences.
 func (c *coordinator) memberTimedOut(p *peer) {
 	if !c.counts(p) {
+		return
+	}
+	if c.cfg.Registry {
+		c.delist(p, fmt.Sprintf("it has heard nothing from the registry for %v and disconnected", c.cfg.Self.LostAfter))
 		return
 	}
 	if c.isElastic() {

@@ -36,6 +36,10 @@ const (
 
 // registerWorker adds a worker, and commits the world if it is the last one.
 func (c *coordinator) registerWorker(p *peer) error {
+	if c.cfg.Registry {
+		c.enlist(p)
+		return nil
+	}
 	if c.isElastic() {
 		c.registerNewcomer(p)
 		return nil
@@ -89,6 +93,8 @@ func (c *coordinator) objection(reg Registration) *Refusal {
 		return r
 	}
 	switch {
+	case reg.Enlists:
+		return &Refusal{Reason: "the coordinator at this address has a world and no registry: call cluster.Join"}
 	case c.joinFailure != nil:
 		return c.joinFailure
 	case size == 0:
@@ -172,6 +178,10 @@ func (c *coordinator) commitWorld() {
 // place.
 func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	if p.state != peerJoined {
+		return
+	}
+	if c.cfg.Registry {
+		c.delist(p, "")
 		return
 	}
 	if c.isElastic() {

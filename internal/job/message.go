@@ -70,6 +70,8 @@ const (
 	kindElsewhere                   // agent, before registration, and coordinator to agents: elsewhere
 	kindLedger                      // coordinator to agents: news with the ledger; id is the number of the entry
 	kindRecorded                    // agent: nothing; it has the ledger with the entry id
+	KindEnlisted                    // registry: nothing; the process is on the list
+	KindInvite                      // registry: Invitation; id is the rank in the world
 	kindLast                        // one more than the last
 )
 

@@ -24,12 +24,26 @@ type port struct {
 	closed   bool
 }
 
-// A portListener is the listener of a coordinator that uses a port.
+// A portListener is the listener of a coordinator that uses a port together with others.
 type portListener struct {
-	port  *port
+	addr  net.Addr
+	freed func(*portListener) // called by the first Close
 	conns chan *limitedConn
 	over  chan struct{}
 	once  sync.Once
+}
+
+func newPortListener(addr net.Addr, freed func(*portListener)) *portListener {
+	return &portListener{addr: addr, freed: freed, conns: make(chan *limitedConn), over: make(chan struct{})}
+}
+
+// give hands a connection to the coordinator, which accepts without waiting for anything.
+func (t *portListener) give(c *limitedConn) {
+	select {
+	case t.conns <- c:
+	case <-t.over:
+		c.Close()
+	}
 }
 
 func newPort(a *Agent) *port { return &port{agent: a, limiter: newConnLimiter()} }
@@ -78,11 +92,7 @@ func (p *port) take(c *limitedConn) {
 	case t == nil:
 		go p.refer(c)
 	default:
-		select {
-		case t.conns <- c: // the coordinator accepts without waiting for anything
-		case <-t.over:
-			c.Close()
-		}
+		t.give(c)
 	}
 }
 
@@ -118,8 +128,25 @@ func (p *port) notifyRefused(c net.Conn, why error) {
 func (p *port) let() net.Listener {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	p.listener = &portListener{port: p, conns: make(chan *limitedConn), over: make(chan struct{})}
+	p.listener = newPortListener(p.addr(), p.freed)
 	return p.listener
+}
+
+func (p *port) freed(t *portListener) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.listener == t {
+		p.listener = nil
+	}
+}
+
+func (p *port) addr() net.Addr {
+	if p.ln != nil {
+		return p.ln.Addr()
+	}
+	h, text, _ := net.SplitHostPort(p.at)
+	n, _ := strconv.Atoi(text)
+	return &net.TCPAddr{IP: net.ParseIP(h), Port: n}
 }
 
 func (p *port) close() {
@@ -143,23 +170,12 @@ func (t *portListener) Accept() (net.Conn, error) {
 	}
 }
 
-func (t *portListener) Addr() net.Addr {
-	if t.port.ln != nil {
-		return t.port.ln.Addr()
-	}
-	h, p, _ := net.SplitHostPort(t.port.at)
-	n, _ := strconv.Atoi(p)
-	return &net.TCPAddr{IP: net.ParseIP(h), Port: n}
-}
+func (t *portListener) Addr() net.Addr { return t.addr }
 
 func (t *portListener) Close() error {
 	t.once.Do(func() {
 		close(t.over)
-		t.port.mu.Lock()
-		defer t.port.mu.Unlock()
-		if t.port.listener == t {
-			t.port.listener = nil
-		}
+		t.freed(t)
 	})
 	return nil
 }

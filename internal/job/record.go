@@ -36,7 +36,10 @@ type Registration struct {
 	Agent   string `json:"agent,omitempty"`
 	// Peers identifies the list of peers that the process has; see PeersID.
 	Peers string `json:"peers,omitempty"`
-	Least int    `json:"least,omitempty"`
+	// Enlists is true for a process that wants to be on the list of a registry, with a value.
+	Enlists bool   `json:"enlists,omitempty"`
+	Value   []byte `json:"value,omitempty"`
+	Least   int    `json:"least,omitempty"`
 	// Seat is the last epoch that the process was a member of, with Rank, under an earlier coordinator, By.
 	Seat uint64 `json:"seat,omitempty"`
 	By   Leader `json:"by,omitzero"`
@@ -70,10 +73,11 @@ type Welcome struct {
 	Rank      int           `json:"rank"` // rank of the coordinator's process; -1 for an agent
 	Heartbeat time.Duration `json:"heartbeat"`
 	LostAfter time.Duration `json:"lostAfter"`
-	Several   bool          `json:"several,omitempty"` // the job is on several hosts
-	Running   bool          `json:"running,omitempty"` // the hosts of its job have been complete
-	Stream    string        `json:"stream"`            // the receiver needs it to resume its stream
-	Agent     string        `json:"agent,omitempty"`   // UUID of the coordinator's agent
+	Several   bool          `json:"several,omitempty"`  // the job is on several hosts
+	Registry  bool          `json:"registry,omitempty"` // the process serves a registry
+	Running   bool          `json:"running,omitempty"`  // the hosts of its job have been complete
+	Stream    string        `json:"stream"`             // the receiver needs it to resume its stream
+	Agent     string        `json:"agent,omitempty"`    // UUID of the coordinator's agent
 	// Elects is true if only agents may register, because the hosts choose a coordinator.
 	Elects bool   `json:"elects,omitempty"`
 	Epoch  uint64 `json:"epoch,omitempty"` // the last that the coordinator knows
@@ -269,6 +273,7 @@ func (r attendance) String() string {
 
 const (
 	UnitProcess = "process"
+	UnitMember  = "member"
 	unitHost    = "host"
 )
 

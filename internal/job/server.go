@@ -30,6 +30,8 @@ type ServerConfig struct {
 	Sys      *System
 	KeepOpen time.Duration // for keepPortOpen; 0 means lastMessageTimeout
 	Notify   func(string)
+	Delisted func(Departure)        // called when a member is not on the list of a registry any more; may be nil
+	Over     chan struct{}          // closed when the world was complete or has failed, and its processes have left; may be nil
 	path     func(host host) string // text from gossip about a lost host; may be nil
 	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
 	probe func(ctx context.Context, h host, ip string) finding
@@ -56,6 +58,8 @@ type Server struct {
 	stored      atomic.Int64  // bytes of the long values of all epochs that the stores or queued replies have
 	allNotified chan struct{} // closed when all members know why none can join
 	drained     chan struct{} // closed when the last worker left; nil unless awaited
+	changed     chan struct{} // closed when the list of a registry changes
+	gone        []Departure   // from the list of a registry, to report after unlocking
 	lines       []string      // notifications to send after unlocking
 	said        lineFilter
 
@@ -66,7 +70,7 @@ type Server struct {
 // NewServer starts a coordinator on ln and takes ownership of ln. first, if not nil, is its first event.
 func NewServer(ln net.Listener, cfg ServerConfig, first ...event) *Server {
 	s := &Server{cfg: cfg, ln: ln, limiter: newConnLimiter(), clock: NewRunClock(cfg.Self.step()), Drains: drainTime,
-		quit: make(chan struct{}), conns: map[string]*conn{}, allNotified: make(chan struct{})}
+		quit: make(chan struct{}), conns: map[string]*conn{}, allNotified: make(chan struct{}), changed: make(chan struct{})}
 	s.clock.sys = cfg.Sys
 	s.cfg.probes = cfg.probe != nil
 	s.timer = time.AfterFunc(time.Hour, s.timeUp)
@@ -105,6 +109,9 @@ func (s *Server) step(e event) error {
 	}
 	if s.drained != nil && s.hasDrained() {
 		closeOnce(s.drained)
+	}
+	if s.cfg.Over != nil && s.isOver() {
+		closeOnce(s.cfg.Over)
 	}
 	if at, ok := s.next(); ok {
 		s.timer.Reset(at - s.now())
@@ -178,6 +185,13 @@ func (s *Server) do(a action) {
 		if a.ip == "" || s.said.isNew(a.ip, a.line) {
 			s.lines = append(s.lines, fmt.Sprintf("job %s: %s", s.cfg.Job, a.line))
 		}
+	case listed:
+		close(s.changed)
+		s.changed = make(chan struct{})
+	case delisted:
+		if s.cfg.Delisted != nil {
+			s.gone = append(s.gone, a.Departure)
+		}
 	case observe:
 		s.cfg.Sys.observe(s.coordinator, a.begun)
 	}
@@ -206,11 +220,14 @@ func (s *Server) probeAll(hs []host, limit time.Duration) map[string]bool {
 
 // unlock releases the lock and then sends the queued notifications.
 func (s *Server) unlock() {
-	lines := s.lines
-	s.lines = nil
+	lines, gone := s.lines, s.gone
+	s.lines, s.gone = nil, nil
 	s.mu.Unlock()
 	for _, l := range lines {
 		s.cfg.Notify(l)
+	}
+	for _, d := range gone {
+		s.cfg.Delisted(d)
 	}
 }
 
@@ -471,6 +488,45 @@ func (s *Server) Decide(err error) {
 		return
 	}
 	_ = s.happen(gaveUp{e.attendance(), e.Waited}) // it has no peer
+}
+
+// List returns the members of a registry with their values, in the order in which they came. The channel is closed when the list
+// changes.
+func (s *Server) List() (list []Registration, changed <-chan struct{}) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, p := range s.workers {
+		list = append(list, p.reg)
+	}
+	return list, s.changed
+}
+
+// Departed returns the last members that have left the registry or were lost.
+func (s *Server) Departed() []Departure {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.departed
+}
+
+// Invite sends members of the registry to the coordinator of a world, or returns why it invites none of them.
+func (s *Server) Invite(names []string, to Invitation) error { return s.happen(invite{names, to}) }
+
+// Absent tells the coordinator of a world that a process has left its registry, or is lost.
+func (s *Server) Absent(f Fault, left bool) { _ = s.happen(absent{f, left}) }
+
+// IsComplete reports whether all processes of the world have come.
+func (s *Server) IsComplete() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.world != nil
+}
+
+// TimeUp ends the join of the world after a time, unless it is complete.
+func (s *Server) TimeUp(waited time.Duration) {
+	s.mu.Lock()
+	r := s.attendance()
+	s.mu.Unlock()
+	_ = s.happen(gaveUp{r, waited}) // it has no peer
 }
 
 // keepPortOpen keeps the port open for members that have not joined yet after no member can

@@ -1,0 +1,102 @@
+package comm_test
+
+import (
+	"errors"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
+)
+
+// The others see that a rank has left, and not that it was lost. They begin another world at once, and their streams go on
+// behind the aborted work of the broken group.
+func TestRankThatLeaves(t *testing.T) {
+	ctx := testgpu.Context(t)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	silent := cluster.Timing{Heartbeat: 50 * time.Millisecond, LostAfter: 20 * time.Second}
+	reg, err := cluster.Serve(ctx, &cluster.RegistryConfig{Addr: "127.0.0.1:0", Secret: []byte("a secret of 32 bytes for testing"), Timing: silent, Notify: func(string) {}})
+	require.NoError(t, err)
+	defer reg.Close()
+	names := []string{"a", "b", "c"}
+	members := make([]*cluster.Enlistment, len(names))
+	for i, name := range names {
+		members[i], err = cluster.Enlist(ctx, &cluster.EnlistConfig{Addr: reg.Addr(), Name: name, Secret: []byte("a secret of 32 bytes for testing"), Timing: silent})
+		require.NoError(t, err)
+		defer members[i].Close()
+	}
+	world := func(n int) (sessions []*cluster.Session, gs []*comm.Group) {
+		sessions, gs = make([]*cluster.Session, n), make([]*comm.Group, n)
+		require.NoError(t, reg.Begin(names[:n]...))
+		errs := make([]error, n)
+		var wg sync.WaitGroup
+		for i := range n {
+			wg.Go(func() {
+				if sessions[i], errs[i] = members[i].World(ctx); errs[i] == nil {
+					gs[i], errs[i] = comm.Join(ctx, sessions[i], devs[i], nil)
+				}
+			})
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+		return sessions, gs
+	}
+	sessions, gs := world(3)
+	streams, xs := make([]*stream.Stream, 3), make([]memory.Slice[float32], 3)
+
+	for i, g := range gs {
+		streams[i], err = stream.New(devs[i], nil)
+		require.NoError(t, err)
+		defer streams[i].Close()
+		xs[i], err = memory.MakeFrom(streams[i], []float32{1, 2})
+		require.NoError(t, err)
+		defer xs[i].Close()
+		require.NoError(t, g.Stream(0).WaitStream(streams[i]))
+	}
+	reduce := func(gs []*comm.Group) { // the ranks connect to each other by the first one
+		errs := make([]error, len(gs))
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs[i]) })
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+	}
+	reduce(gs)
+	for _, g := range gs {
+		require.NoError(t, g.Wait(ctx))
+	}
+	reduce(gs[:2])
+	require.NoError(t, errors.Join(gs[2].Close(), sessions[2].Close(), members[2].Close()))
+	for i := range 2 {
+		err := gs[i].Wait(ctx)
+		require.ErrorIs(t, err, comm.ErrBroken)
+		require.ErrorIs(t, err, comm.ErrLeft)
+		require.ErrorContains(t, err, "rank 2 ")
+		require.NoError(t, sessions[i].Context().Err(), "no member of the world is lost")
+		require.NoError(t, streams[i].WaitStream(gs[i].Stream(0)))
+		require.NoError(t, gs[i].Close())
+		require.NoError(t, sessions[i].Close())
+		require.NoError(t, xs[i].CopyFrom(streams[i], []float32{3, 4}))
+	}
+	sessions, gs = world(2)
+	for i, g := range gs {
+		require.NoError(t, g.Stream(0).WaitStream(streams[i]))
+	}
+	reduce(gs)
+	for i, g := range gs {
+		got := make([]float32, 2)
+		require.NoError(t, xs[i].CopyTo(g.Stream(0), got))
+		require.Equal(t, []float32{6, 8}, got)
+	}
+	for i, g := range gs {
+		require.NoError(t, errors.Join(streams[i].WaitStream(g.Stream(0)), g.Close(), sessions[i].Close()))
+	}
+}

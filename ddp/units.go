@@ -235,7 +235,7 @@ func (u *Units[M, P]) open(units [][]int, keep []int) error {
 		x.part = roundUp(max(total, 1), align*u.g.Size()) / u.g.Size()
 		u.len += x.part
 		u.units = append(u.units, x)
-		buckets[len(units)-1-k] = bucket{grads: []int{k}} // in the order of the backward pass
+		buckets[len(units)-1-k] = bucket{grads: []int{k}} // the backward pass is downwards
 	}
 	u.locals = make([]localUnits[M, P], u.g.Locals())
 	for i := range u.locals {
@@ -418,9 +418,9 @@ func cut[P memory.Element](x *unit, to []memory.Slice[P], whole memory.Slice[P])
 }
 
 // Done ends the use of unit k on the local rank that is on the device of s, and frees its memory
-// once the work that is now on s has finished: the group's stream waits for s, the host does
-// not (reshard). A unit of UnitsConfig.Keep stays, unless Grads was called since Use. A program that
-// uses the parameters on other streams lets s wait for them before Done.
+// behind the work that is now on s (reshard): the group's stream waits for s, and the host does not.
+// A unit of UnitsConfig.Keep stays, unless Grads was called since Use. A program that uses the
+// parameters on other streams lets s wait for them before Done.
 func (u *Units[M, P]) Done(s *stream.Stream, k int) error {
 	const op = "ddp: done with a unit"
 	i, l, err := u.at(op, s, k)

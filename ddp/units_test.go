@@ -271,7 +271,7 @@ func TestMemoryOfUnits(t *testing.T) {
 				for k := range lens {
 					lens[k] = []int{n - 8, 8}
 				}
-				u, err := ddp.NewUnits[float32, memory.BFloat16Bits](g, lens, &ddp.UnitsConfig{Prefetch: &prefetch})
+				u, err := ddp.NewUnits[float32, memory.BFloat16Bits](g, lens, &ddp.UnitsConfig{Prefetch: &prefetch, Keep: []int{units - 1}})
 				require.NoError(t, err)
 				defer u.Close()
 				shards := active().Current - before

@@ -417,8 +417,8 @@ func cut[P memory.Element](x *unit, to []memory.Slice[P], whole memory.Slice[P])
 	return to
 }
 
-// Done ends the use of unit k on the local rank that is on the device of s, and frees its memory
-// behind the work that is now on s (reshard): the group's stream waits for s, and the host does not.
+// Done ends the use of unit k on the local rank that is on the device of s (reshard). The group's
+// stream waits for the work that is now on s, and then frees the memory. The host does not wait.
 // A unit of UnitsConfig.Keep stays, unless Grads was called since Use. A program that uses the
 // parameters on other streams lets s wait for them before Done.
 func (u *Units[M, P]) Done(s *stream.Stream, k int) error {

@@ -171,3 +171,115 @@ func saveNow(t *testing.T, g *comm.Group, folder string, parts [][]checkpoint.Pa
 	require.NoError(t, v.Save(t.Context(), 2, streams))
 	require.NoError(t, v.Close())
 }
+
+// A training with ddp.Units is saved on 4 ranks and goes on with the same values on 2, which have other shards.
+func TestUnitsOnAnotherNumberOfRanks(t *testing.T) {
+	seed := rand.Uint64()
+	t.Logf("seed %d", seed)
+	testgpu.Each(t, 4, func(t *testing.T, devs []*device.Device) {
+		lens := [][]int{{701, 3}, {1}, {257, 64, 0}}
+		from, folder := newUnits(t, devs, lens), t.TempDir()
+		from.train(t, seed, 2)
+		saveNow(t, from.g, folder, from.parts(t), from.g.Streams())
+		to := newUnits(t, devs[:2], lens)
+		saved, _, err := checkpoint.Latest(t.Context(), to.g, folder)
+		require.NoError(t, err)
+		defer saved.Close()
+		res, err := saved.Restore(t.Context(), to.g, to.parts(t), nil)
+		require.NoError(t, err)
+		require.Empty(t, res.Unused)
+		require.NoError(t, to.u.Refresh(to.g.Streams()...))
+		require.Equal(t, wholes(t, from.g, from.parts(t)), wholes(t, to.g, to.parts(t)))
+		from.train(t, seed+1, 2)
+		to.train(t, seed+1, 2)
+		want := wholes(t, from.g, from.parts(t))
+		require.Len(t, want, 5*4)
+		require.Equal(t, want, wholes(t, to.g, to.parts(t)), "sums of small whole numbers are exact")
+	})
+}
+
+// A unitTraining is a model of units. The optimiser of a rank has a parameter for each piece.
+type unitTraining struct {
+	g    *comm.Group
+	u    *ddp.Units[float32, float32]
+	lens [][]int
+	opts []*optim.Optimizer
+}
+
+func newUnits(t *testing.T, devs []*device.Device, lens [][]int) *unitTraining {
+	g, err := comm.Local(testgpu.Context(t), devs, nil)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, g.Close()) })
+	m := &unitTraining{g: g, lens: lens}
+	m.u, err = ddp.NewUnits[float32, float32](g, lens, &ddp.UnitsConfig{Op: new(comm.Sum)})
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, m.u.Close()) })
+	for i := range g.Locals() {
+		var list []optim.Param
+		for _, p := range m.u.Pieces(i) {
+			x := m.u.Shard(i)
+			list = append(list, optim.Of(x.Param.Slice(p.At, p.At+p.Len), x.Grad.Slice(p.At, p.At+p.Len)))
+		}
+		o, err := optim.NewSGD(g.Stream(i), []optim.Group{{Params: list}}, &optim.SGDConfig{Momentum: 0.5})
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, o.Close()) })
+		m.opts = append(m.opts, o)
+	}
+	return m
+}
+
+// parts returns the pieces of parameters, gradients and momenta.
+func (m *unitTraining) parts(t *testing.T) [][]checkpoint.Part {
+	all := make([][]checkpoint.Part, m.g.Locals())
+	for i := range all {
+		x, states := m.u.Shard(i), m.opts[i].State()
+		for n, p := range m.u.Pieces(i) {
+			add := func(kind string, data tensor.Tensor, err error) {
+				require.NoError(t, err)
+				all[i] = append(all[i], checkpoint.Part{Name: fmt.Sprintf("%s.%d.%d", kind, p.Unit, p.Param), Data: data,
+					Shape: []int{m.lens[p.Unit][p.Param]}, Start: p.Start, Flat: true})
+			}
+			param, err := tensor.Of(x.Param.Slice(p.At, p.At+p.Len), p.Len)
+			add("param", param, err)
+			grad, err := tensor.Of(x.Grad.Slice(p.At, p.At+p.Len), p.Len)
+			add("grad", grad, err)
+			for key, state := range states[n].All() {
+				if state.Dims() > 0 {
+					add(key, state, nil)
+				} else {
+					all[i] = append(all[i], checkpoint.Part{Name: fmt.Sprintf("%s.%d.%d", key, p.Unit, p.Param), Data: state})
+				}
+			}
+		}
+	}
+	return all
+}
+
+// train does steps with random gradients of rank 0, so that their sum is the same for any number of ranks.
+func (m *unitTraining) train(t *testing.T, seed uint64, steps int) {
+	r, streams := rand.New(rand.NewPCG(seed, 7)), m.g.Streams()
+	for range steps {
+		for k := len(m.lens) - 1; k >= 0; k-- {
+			for i, s := range streams {
+				grads, err := m.u.Grads(s, k)
+				require.NoError(t, err)
+				for _, x := range grads {
+					if i > 0 {
+						continue
+					}
+					h := make([]float32, x.Len())
+					for e := range h {
+						h[e] = float32(r.IntN(65) - 32)
+					}
+					require.NoError(t, x.CopyFrom(s, h))
+				}
+				require.NoError(t, m.u.Ready(s, k))
+			}
+		}
+		require.NoError(t, m.u.Finish(streams...))
+		for i, s := range streams {
+			require.NoError(t, m.opts[i].Step(s, nil))
+		}
+		require.NoError(t, m.u.Refresh(streams...))
+	}
+}

@@ -53,6 +53,15 @@ func TestBucketsThatDiffer(t *testing.T) {
 				return sh.Close()
 			}
 		}
+		units := func(cfg *ddp.UnitsConfig, lens ...[]int) func(g *comm.Group) error {
+			return func(g *comm.Group) error {
+				u, err := ddp.NewUnits[float32, memory.BFloat16Bits](g, lens, cfg)
+				if err != nil {
+					return err
+				}
+				return u.Close()
+			}
+		}
 		for _, c := range []struct {
 			make [2]func(g *comm.Group) error
 			want [2]string // of each rank
@@ -64,6 +73,10 @@ func TestBucketsThatDiffer(t *testing.T) {
 			{[2]func(*comm.Group) error{reducer(nil, 4), reducer(nil)}, [2]string{"rank 1 has given something wrong: ddp: new reducer: 1 lists of gradients", "want one list with at least one gradient"}},
 			{[2]func(*comm.Group) error{sharder(nil, 4, 6), sharder(nil, 4)}, [2]string{"new sharder: rank 0 has given 2 parameters", "and rank 1 1 parameters"}},
 			{[2]func(*comm.Group) error{sharder(&ddp.ShardConfig{BucketBytes: -1}, 4), sharder(nil, 4)}, [2]string{"buckets of 0 and -1 bytes", "rank 0 has given something wrong"}},
+			{[2]func(*comm.Group) error{units(nil, []int{4, 6}, []int{1}), units(nil, []int{4}, []int{6, 1})}, [2]string{"new units: rank 0 has given units of [2 1] parameters", "and rank 1 units of [1 2] parameters"}},
+			{[2]func(*comm.Group) error{units(nil, []int{4, 6}), units(nil, []int{4, 7})}, [2]string{"parameter 1 has 6 elements on rank 0 and 7 on rank 1", "parameter 1 has 6 elements"}},
+			{[2]func(*comm.Group) error{units(nil, []int{4}), units(&ddp.UnitsConfig{Prefetch: new(2)}, []int{4})}, [2]string{"with a prefetch of 1", "with a prefetch of 2"}},
+			{[2]func(*comm.Group) error{units(nil, []int{4}), units(&ddp.UnitsConfig{Reduce: memory.Float32}, []int{4})}, [2]string{"reduced in bfloat16 by avg", "reduced in float32 by avg"}},
 		} {
 			for i, err := range both(func(i int, g *comm.Group) error { return c.make[i](g) }) {
 				require.ErrorContains(t, err, c.want[i])

@@ -12,7 +12,7 @@
 //	err = r.Finish(s)   // s sees all gradients reduced
 //
 // A [Sharder] keeps parameters and gradients in flat memory. Each rank updates one shard of
-// it.
+// it. [Units] also keep only a shard of the parameters, and gather those of a layer while it uses them.
 //
 // The names of other libraries:
 //
@@ -25,7 +25,8 @@
 //	register_comm_hook             ReducerConfig.Hook
 //	powerSGD_hook                  PowerSGD
 //	Join                           ReducerConfig.Uneven, Reducer.Join
-//	ZeroRedundancyOptimizer, FSDP  Sharder
+//	ZeroRedundancyOptimizer        Sharder
+//	fully_shard, HSDP              Units
 //
 // Gradients lie in buckets. A bucket is reduced on the group's stream as soon as its last
 // gradient is ready on all local ranks, and buckets are reduced in the same order on all

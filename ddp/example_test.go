@@ -150,6 +150,55 @@ func ExampleNewSharder() {
 	// Output: a shard has 4 elements; the parameters are [1.5 1.5 1.5 1.5]
 }
 
+// Two layers of four parameters. Each rank has half of both, and all parameters of a layer while it uses it.
+func ExampleNewUnits() {
+	onRanks(func(ctx context.Context, g *comm.Group) error {
+		u, err := ddp.NewUnits[float32, memory.BFloat16Bits](g, [][]int{{4}, {4}}, nil)
+		if err != nil {
+			return err
+		}
+		defer u.Close()
+		for k := 1; k >= 0; k-- { // the backward pass
+			for i, s := range g.Streams() {
+				params, err := u.Use(s, k)
+				if err != nil {
+					return err
+				}
+				grads, err := u.Grads(s, k)
+				if err != nil {
+					return err
+				}
+				gradient := memory.BFloat16Of(float32(i + k + len(params)))
+				err = grads[0].CopyFrom(s, []memory.BFloat16Bits{gradient, gradient, gradient, gradient})
+				if err := errors.Join(err, u.Ready(s, k), u.Done(s, k)); err != nil {
+					return err
+				}
+			}
+		}
+		if err := u.Finish(g.Streams()...); err != nil {
+			return err
+		}
+		for i, s := range g.Streams() { // the optimiser: here the parameters become the gradients
+			if err := memory.Copy(s, u.Shard(i).Param, u.Shard(i).Grad); err != nil {
+				return err
+			}
+		}
+		if err := u.Refresh(g.Streams()...); err != nil {
+			return err
+		}
+		s := g.Stream(0)
+		params, err := u.Use(s, 1) // the other local ranks have the layer, too
+		if err != nil {
+			return err
+		}
+		values := make([]memory.BFloat16Bits, 4)
+		err = errors.Join(g.Wait(ctx), params[0].CopyTo(s, values))
+		fmt.Println("the second layer begins with", values[0].Float32())
+		return err
+	})
+	// Output: the second layer begins with 2.5
+}
+
 // The norm of gradients that are divided over the ranks.
 func ExamplePowers() {
 	onRanks(func(ctx context.Context, g *comm.Group) error {

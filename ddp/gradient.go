@@ -339,6 +339,7 @@ func (h *holding[T]) close() error {
 // A Piece is the run of a parameter's elements that a rank's shard has. The shard of a rank has
 // at most one run of each parameter. Gradients and the optimiser's state have the same layout.
 type Piece struct {
+	Unit  int // the unit of the parameter; 0 of a Sharder
 	Param int // the number of the parameter
 	Start int // the first element of the parameter
 	Len   int // elements

@@ -18,6 +18,7 @@ import (
 type queue struct {
 	g    *comm.Group
 	work worker
+	what string // what becomes ready: "gradient" or "unit"
 
 	mu      sync.Mutex
 	buckets []bucket
@@ -59,8 +60,8 @@ type arrival struct {
 }
 
 // newQueue returns a queue without buckets.
-func newQueue(g *comm.Group, work worker, grads int) *queue {
-	q := &queue{g: g, work: work}
+func newQueue(g *comm.Group, work worker, what string, grads int) *queue {
+	q := &queue{g: g, work: work, what: what}
 	for range g.Locals() {
 		q.seen = append(q.seen, make([]bool, grads))
 	}
@@ -116,15 +117,15 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 		return err
 	}
 	if i < 0 || i >= len(q.seen[0]) {
-		return fmt.Errorf("%s: gradient %d of %d does not exist", op, i, len(q.seen[0]))
+		return fmt.Errorf("%s: %s %d of %d does not exist", op, q.what, i, len(q.seen[0]))
 	}
-	if err := groups.Of(q.g).Check("gradient ready"); err != nil {
+	if err := groups.Of(q.g).Check(q.what + " ready"); err != nil {
 		return fmt.Errorf("ddp: %w", err)
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
 	if q.seen[local][i] {
-		return fmt.Errorf("%s: gradient %d was ready already in this step: call Finish between steps", op, i)
+		return fmt.Errorf("%s: %s %d was ready already in this step: call Finish between steps", op, q.what, i)
 	}
 	if q.static != nil && !q.static[local][i] {
 		return fmt.Errorf("%s on rank %d: gradient %d was not used in the first step: a static graph uses the same gradients in every step",
@@ -135,7 +136,7 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 		err = q.arrived[q.of[i].bucket][local].arrive(s, 1)
 	}
 	if err != nil {
-		return fmt.Errorf("%s: gradient %d on rank %d of %d: %w", op, i, q.rank(local), q.g.Size(), err)
+		return fmt.Errorf("%s: %s %d on rank %d of %d: %w", op, q.what, i, q.rank(local), q.g.Size(), err)
 	}
 	q.seen[local][i] = true
 	if local == 0 {
@@ -229,15 +230,15 @@ func (q *queue) missing(op string) error {
 		}
 		switch {
 		case len(lack) == 1:
-			ranks = append(ranks, fmt.Sprintf("on rank %d gradient %d of %d is not ready", q.rank(local), lack[0], len(seen)))
+			ranks = append(ranks, fmt.Sprintf("on rank %d %s %d of %d is not ready", q.rank(local), q.what, lack[0], len(seen)))
 		case len(lack) > 1:
-			ranks = append(ranks, fmt.Sprintf("on rank %d gradients %s of %d are not ready", q.rank(local), runs(lack), len(seen)))
+			ranks = append(ranks, fmt.Sprintf("on rank %d %ss %s of %d are not ready", q.rank(local), q.what, runs(lack), len(seen)))
 		}
 	}
 	if len(ranks) == 0 {
 		return nil
 	}
-	why := "every gradient must be, in every step"
+	why := "every " + q.what + " must be, in every step"
 	if q.static != nil {
 		why = "a static graph uses the same gradients in every step"
 	}
@@ -284,7 +285,7 @@ func (q *queue) end(op string, streams []*stream.Stream, agree func() error) err
 
 // notBegun is the error of the end of a step without gradients.
 func (q *queue) notBegun(op string, lack error) error {
-	const why = "no gradient has become ready since the last step"
+	why := "no " + q.what + " has become ready since the last step"
 	if lack == nil {
 		return fmt.Errorf("%s: %s: a rank without input calls Join", op, why)
 	}

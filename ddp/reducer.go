@@ -65,7 +65,7 @@ func NewReducer[G Gradient](g *comm.Group, grads [][]G, cfg *ReducerConfig) (*Re
 		return nil, err
 	}
 	r := &Reducer{g: g, cfg: c, grads: all}
-	r.queue = newQueue(g, r, len(all[0]))
+	r.queue = newQueue(g, r, "gradient", len(all[0]))
 	handle.Init(r, &r.owner, handle.About{Kind: "reducer", On: g.Device(0)})
 	if err := r.open(); err != nil {
 		return nil, errors.Join(fmt.Errorf("ddp: new reducer: %w", err), r.Close())

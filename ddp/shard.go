@@ -106,7 +106,7 @@ func NewSharder[T memory.Element](g *comm.Group, lens []int, cfg *ShardConfig) (
 		return nil, err
 	}
 	sh := &Sharder[T]{g: g, op: *c.Op}
-	sh.queue = newQueue(g, sh, len(lens))
+	sh.queue = newQueue(g, sh, "gradient", len(lens))
 	handle.Init(sh, &sh.owner, handle.About{Kind: "sharder", On: g.Device(0)})
 	if err := sh.open(split(lens, types, backwards(len(lens)), c.FirstBucketBytes, c.BucketBytes), lens); err != nil {
 		return nil, errors.Join(fmt.Errorf("ddp: %s: %w", op, err), sh.Close())

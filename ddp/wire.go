@@ -212,7 +212,7 @@ func divide[D, S memory.Element](s *stream.Stream, dst memory.Slice[D], x memory
 		return err
 	}
 	if err := f.Launch(s, kernel.Out(dst), kernel.In(x), kernel.Set("by", by)); err != nil {
-		return fmt.Errorf("ddp: convert gradients: %w", err)
+		return fmt.Errorf("ddp: convert: %w", err)
 	}
 	return nil
 }

@@ -225,6 +225,30 @@ var ddpCalls = []call{
 			return errors.Join(d.Ready(r.on, 0), d.Finish(r.on), d.AllGather(r.on), d.WaitOn(r.on, 0))
 		}
 	}},
+	{name: "ddp.NewUnits", prepare: func(r *rig) func() error {
+		g := r.used()
+		return func() error {
+			d, err := ddp.NewUnits[float32, float32](g, [][]int{{elems}}, nil)
+			if err == nil {
+				r.later(d.Close)
+			}
+			return err
+		}
+	}},
+	{name: "ddp.Units.Use, ddp.Units.Done, ddp.Units.Refresh", prepare: func(r *rig) func() error {
+		d := r.units()
+		return func() error {
+			_, err := d.Use(r.on, 0)
+			return errors.Join(err, d.Done(r.on, 0), d.Refresh(r.on))
+		}
+	}},
+	{name: "ddp.Units.Grads, ddp.Units.Ready, ddp.Units.Finish", prepare: func(r *rig) func() error {
+		d := r.units()
+		return func() error {
+			_, err := d.Grads(r.on, 0)
+			return errors.Join(err, d.Ready(r.on, 0), d.Finish(r.on))
+		}
+	}},
 	{name: "comm.Group.Between", prepare: func(r *rig) func() error {
 		g := r.used()
 		return func() error {
@@ -235,6 +259,16 @@ var ddpCalls = []call{
 		g := r.used()
 		return func() error { return comm.AllToAll(g, comm.Shards[float32]{r.y}, comm.Shards[float32]{r.x}) }
 	}},
+}
+
+// units returns units that have done a step, which loads the kernels.
+func (r *rig) units() *ddp.Units[float32, memory.BFloat16Bits] {
+	d, err := ddp.NewUnits[float32, memory.BFloat16Bits](r.used(), [][]int{{elems}}, nil)
+	r.must(err)
+	r.later(d.Close)
+	_, err = d.Grads(r.on, 0)
+	r.must(errors.Join(err, d.Ready(r.on, 0), d.Finish(r.on), d.Refresh(r.on)))
+	return d
 }
 
 // drawCalls are about functions of package rng with parameters or results of their own.

@@ -57,6 +57,13 @@ var instead = map[string]string{
 	grads *optim.Grads
 	opt   *optim.Optimizer
 )`,
+	"ddp/units.go": `var (
+	err    error
+	s      *stream.Stream
+	u      *ddp.Units[float32, memory.BFloat16Bits]
+	k      int
+	update func(s *stream.Stream, shard ddp.Part[float32]) error
+)`,
 	"ddp/uneven.go": `var (
 	ctx    context.Context
 	err    error

@@ -237,7 +237,7 @@ func TestHub(t *testing.T) {
 	require.NoError(t, first.Close())
 	for _, text := range []string{"GET / HTTP/1.1", "ch", string(hello(ProtocolVersion, "first")[:9]), string(hello(ProtocolVersion, "first"))} {
 		c := send([]byte(text))
-		require.NoError(t, c.(*net.TCPConn).CloseWrite())
+		_ = c.(*net.TCPConn).CloseWrite() // the hub may have closed it already
 		_, err := c.Read(make([]byte, 1))
 		require.Error(t, err, "closed without a word")
 	}

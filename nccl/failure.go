@@ -51,21 +51,30 @@ func (c *Communicator) Err() error {
 		<-f.done
 		return f.err
 	}
+	err, final := c.findFailure()
+	if !final {
+		return err
+	}
+	c.fail(err)
+	return c.Err()
+}
+
+// findFailure looks for a failure that a kernel or NCCL has reported, and that is not recorded yet. final is false if
+// it cannot be known, or if another end of the communicator caused it.
+func (c *Communicator) findFailure() (err error, final bool) {
 	if err := c.foundNaN(); err != nil {
-		c.fail(err)
-		return c.Err()
+		return err, true
 	}
 	async, err := c.asyncError()
 	if err != nil || async == ncclapi.Success || async == ncclapi.InProgress {
-		return err
+		return err, false
 	}
 	e := c.newError("", async)
 	e.Async = true
 	if c.aborting.Load() { // the other ranks end too, because this one does
-		return e
+		return e, false
 	}
-	c.fail(gpu.DeviceOf(c.dev).Because(e))
-	return c.Err()
+	return gpu.DeviceOf(c.dev).Because(e), true
 }
 
 func (c *Communicator) asyncError() (ncclapi.Result, error) {
@@ -528,8 +537,12 @@ type watched struct{ *Communicator }
 // Closed reports whether the communicator was closed.
 func (c watched) Closed() bool { return c.isClosed() }
 
-// RecordPassed records that a stream has passed the operations up to a record.
+// RecordPassed records that a stream has passed the operations up to a record. It does not record a failure that it finds: that
+// would observe the communicator first (observeBeforeTraces), which comes back here.
 func (c watched) RecordPassed(record uint64, stream uintptr) error {
+	if err, _ := c.findFailure(); err != nil {
+		return err
+	}
 	return c.recordPassed(record, stream)
 }
 

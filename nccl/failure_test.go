@@ -7,6 +7,7 @@ import (
 	"errors"
 	"os"
 	"path/filepath"
+	"runtime/metrics"
 	"sync"
 	"testing"
 	"time"
@@ -15,6 +16,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/spin"
@@ -682,6 +684,38 @@ func TestLateErrors(t *testing.T) {
 		require.True(t, e.Async)
 		require.Regexp(t, "the fault plan failed ncclAllGather of rank [01] when it ran", e.Error())
 	}
+}
+
+// Before a failure is recorded, the streams are asked for the files of the flight recorders which operations have completed. That
+// finds the same failure, and must not record it in the same way again.
+func TestFailureWithTraces(t *testing.T) {
+	t.Setenv(env.NCCLTraceFile.Name, filepath.Join(t.TempDir(), "trace-"))
+	devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: "async@ncclAllGather#2=ncclSystemError"}).Devices()
+	ranks := connectWith(t, devs, nil)
+	xs, _ := buffers(t, ranks, 4)
+	for begun := time.Now(); time.Since(begun) < 10*time.Millisecond; { // streams have marks every 2 ms
+		each(t, devs, func(i int) error {
+			return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum)
+		})
+	}
+	before := goroutinesCreated()
+	each(t, devs, func(i int) error {
+		return nccl.AllGather(ranks[i].c, ranks[i].s, xs[i], xs[i].Slice(2*i, 2*i+2))
+	})
+	for _, r := range ranks {
+		require.NoError(t, r.s.Sync(testgpu.Context(t)), "the stream has passed all operations")
+	}
+	for _, r := range ranks {
+		until(t, func() bool { return r.c.Err() != nil })
+	}
+	t.Log(before, goroutinesCreated())
+	require.Less(t, goroutinesCreated()-before, uint64(100))
+}
+
+func goroutinesCreated() uint64 {
+	x := []metrics.Sample{{Name: "/sched/goroutines-created:goroutines"}}
+	metrics.Read(x)
+	return x[0].Value.Uint64()
 }
 
 // A communicator fails by itself when NCCL reports an error, without anybody who

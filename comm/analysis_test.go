@@ -20,7 +20,6 @@ import (
 	"github.com/gochorus/chorus/internal/ras/rastest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/groups"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 )
 
 // TestVerdictOfTheRecorders has three processes, of which rank 1 does not issue the second
@@ -158,17 +157,16 @@ func TestNoVerdictWithoutDifference(t *testing.T) {
 
 // TestRankWithoutAnswerIsNamed ends the wait before rank 1 could answer.
 func TestRankWithoutAnswerIsNamed(t *testing.T) {
-	virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
-		ctx := testgpu.Context(t)
-		gs, errs := groups.Join(t, ctx, devs)
-		require.NoError(t, errors.Join(errs...))
-		require.NoError(t, gs[1].Close()) // its process ends
-		xs, err := comm.MakeFrom(gs[0], make([]float32, 8))
-		require.NoError(t, err)
-		t.Cleanup(func() { _ = xs.Close() })
-		_ = comm.AllReduce(gs[0], comm.Sum, xs...)
-		require.ErrorContains(t, comm.Analyzed(ctx, gs[0], 2*time.Second, errors.New("late")), "No answer came from rank 1")
-	})
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	ctx := testgpu.Context(t)
+	gs, errs := groups.Join(t, ctx, devs)
+	require.NoError(t, errors.Join(errs...))
+	require.NoError(t, gs[1].Close()) // its process ends
+	xs, err := comm.MakeFrom(gs[0], make([]float32, 8))
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = xs.Close() })
+	_ = comm.AllReduce(gs[0], comm.Sum, xs...)
+	require.ErrorContains(t, comm.Analyzed(ctx, gs[0], 2*time.Second, errors.New("late")), "No answer came from rank 1")
 }
 
 // TestFewRanksOfALargeGroupCompare counts them.

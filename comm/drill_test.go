@@ -142,7 +142,6 @@ var drillSteps = []drillStep{
 // The calls that hang leave communicators and threads behind, so the table runs in a process of its own.
 func TestDrill(t *testing.T) {
 	if os.Getenv(drillVar) == "" {
-		t.Parallel()
 		self, err := os.Executable()
 		require.NoError(t, err)
 		cmd := exec.CommandContext(testgpu.Context(t), self, "-test.run=^TestDrill$", "-test.v")
@@ -239,31 +238,23 @@ func (d *drill) step(t *testing.T, s drillStep, when string) error {
 // NewSystem ends within CHORUS_DRIVER_TIMEOUT, whatever hangs.
 func TestOpeningEndsWhenTheDriverHangs(t *testing.T) {
 	t.Setenv(env.DriverTimeout.Name, drillContext.String())
-	fns := []string{"cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetUuid", "cuDeviceGetAttribute", "cuDeviceTotalMem"}
-	errs, ended := make([]error, len(fns)), make([]bool, len(fns))
-	var wg sync.WaitGroup
-	for i, fn := range fns {
-		wg.Go(func() {
-			errs[i], ended[i] = poll.Within(drillContext+drillSlack, func() error {
-				sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 2, Faults: fmt.Sprintf("hang@%s#1", fn)})
-				if err != nil {
-					return err
-				}
-				s, err := stream.New(sys.Devices()[0], nil)
-				if err != nil {
-					return err
-				}
-				return s.Close()
-			})
+	for _, fn := range []string{"cuInit", "cuDriverGetVersion", "cuDeviceGetCount", "cuDeviceGet", "cuDeviceGetName", "cuDeviceGetUuid", "cuDeviceGetAttribute", "cuDeviceTotalMem"} {
+		err, ended := poll.Within(drillContext+drillSlack, func() error {
+			sys, err := device.NewSystem(&device.SystemConfig{Backend: "virtual", VirtualDevices: 2, Faults: fmt.Sprintf("hang@%s#1", fn)})
+			if err != nil {
+				return err
+			}
+			s, err := stream.New(sys.Devices()[0], nil)
+			if err != nil {
+				return err
+			}
+			return s.Close()
 		})
-	}
-	wg.Wait()
-	for i, fn := range fns {
-		require.True(t, ended[i], fn)
+		require.True(t, ended, fn)
 		if fn == "cuInit" || fn == "cuDeviceGetCount" {
 			var hang *gpu.HangError
-			require.ErrorAs(t, errs[i], &hang, fn)
-			require.ErrorContains(t, errs[i], "CHORUS_DRIVER_TIMEOUT")
+			require.ErrorAs(t, err, &hang, fn)
+			require.ErrorContains(t, err, "CHORUS_DRIVER_TIMEOUT")
 		}
 	}
 }

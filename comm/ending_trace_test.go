@@ -16,7 +16,6 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/stream"
 )
@@ -26,35 +25,33 @@ import (
 func TestEveryRankWritesItsRecorder(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv(env.NCCLTraceFile.Name, filepath.Join(dir, "trace-"))
-	virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
-		gs := joinImpatient(t, devs, time.Minute)
-		reduce := func(gs ...*comm.Group) {
-			errs := make([]error, len(gs))
-			var wg sync.WaitGroup
-			for i, g := range gs {
-				xs, _ := shards(t, g, 8)
-				wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs...) })
-			}
-			wg.Wait()
-			require.NoError(t, errors.Join(errs...))
+	gs := joinImpatient(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), time.Minute)
+	reduce := func(gs ...*comm.Group) {
+		errs := make([]error, len(gs))
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			xs, _ := shards(t, g, 8)
+			wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs...) })
 		}
-		reduce(gs...) // connects the ranks
-		reduce(gs[0], gs[2])
-		require.NoError(t, gs[1].Close())
-		closed := time.Now()
-		for _, g := range []*comm.Group{gs[0], gs[2]} {
-			require.Eventually(t, func() bool {
-				begun := time.Now()
-				err := g.Err()
-				require.Less(t, time.Since(begun), 2*time.Second, "Err asks nobody")
-				return err != nil
-			}, time.Minute, time.Millisecond)
-			require.ErrorIs(t, g.Wait(testgpu.Context(t)), comm.ErrBroken)
-			require.Contains(t, g.Err().Error(), "rank 1")
-		}
-		require.Less(t, time.Since(closed), 2500*time.Millisecond, "the end of the peer is known")
-	})
-	for rank := range 3 {
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+	}
+	reduce(gs...) // connects the ranks
+	reduce(gs[0], gs[2])
+	require.NoError(t, gs[1].Close())
+	closed := time.Now()
+	for _, g := range []*comm.Group{gs[0], gs[2]} {
+		require.Eventually(t, func() bool {
+			begun := time.Now()
+			err := g.Err()
+			require.Less(t, time.Since(begun), 2*time.Second, "Err asks nobody")
+			return err != nil
+		}, time.Minute, time.Millisecond)
+		require.ErrorIs(t, g.Wait(testgpu.Context(t)), comm.ErrBroken)
+		require.Contains(t, g.Err().Error(), "rank 1")
+	}
+	require.Less(t, time.Since(closed), 2500*time.Millisecond, "the end of the peer is known")
+	for rank := range gs {
 		text, err := os.ReadFile(filepath.Join(dir, "trace-"+string(rune('0'+rank))))
 		require.NoError(t, err)
 		if rank == 1 {
@@ -74,7 +71,6 @@ func TestEveryRankWritesItsRecorder(t *testing.T) {
 // recorder, which says how the group ended there, and the files together name rank 1.
 func TestEveryEndLeavesFiles(t *testing.T) {
 	testhost.Timed(t)
-	t.Parallel()
 	for _, c := range []struct {
 		way    string
 		writes bool // rank 1
@@ -92,10 +88,9 @@ func TestEveryEndLeavesFiles(t *testing.T) {
 		{"stop", false, []string{analyze.KindMissing}},
 	} {
 		t.Run(c.way, func(t *testing.T) {
-			t.Parallel() // they mostly wait for deadlines
 			const ranks = 8
 			dir := t.TempDir()
-			code, out, _ := job(t, "virtual", c.way, ranks, timeoutVar+"=10s", env.VirtualDevices.Name+"=8", env.NCCLTraceFile.Name+"="+filepath.Join(dir, "trace-"))
+			code, out, _ := job(t, "virtual", c.way, ranks, timeoutVar+"=4s", env.VirtualDevices.Name+"=8", env.NCCLTraceFile.Name+"="+filepath.Join(dir, "trace-"))
 			require.NotZero(t, code, out)
 			for rank := range ranks {
 				text, err := os.ReadFile(filepath.Join(dir, fmt.Sprint("trace-", rank)))

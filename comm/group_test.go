@@ -20,7 +20,6 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -156,14 +155,14 @@ func TestNaNOfASingleOperation(t *testing.T) {
 // A call on a group whose communicator has failed says that the group is broken, and why, although
 // no call of the group has noticed the failure before.
 func TestCallAfterUnnoticedFailure(t *testing.T) {
-	for name, call := range map[string]func(g *comm.Group, xs comm.Shards[float32]) error{
-		"call": func(g *comm.Group, xs comm.Shards[float32]) error { return comm.AllReduce(g, comm.Sum, xs...) },
-		"batch": func(g *comm.Group, xs comm.Shards[float32]) error {
-			return g.Batch(func(b *comm.Batch) error { return comm.AllReduce(b, comm.Sum, xs...) })
-		},
-	} {
-		t.Run(name, func(t *testing.T) {
-			virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for name, call := range map[string]func(g *comm.Group, xs comm.Shards[float32]) error{
+			"call": func(g *comm.Group, xs comm.Shards[float32]) error { return comm.AllReduce(g, comm.Sum, xs...) },
+			"batch": func(g *comm.Group, xs comm.Shards[float32]) error {
+				return g.Batch(func(b *comm.Batch) error { return comm.AllReduce(b, comm.Sum, xs...) })
+			},
+		} {
+			t.Run(name, func(t *testing.T) {
 				g := checked(t, devs, comm.NCCLOnly)
 				xs, _ := shards(t, g, 64)
 				makeNaN(t, g, 1, xs[1], 3)
@@ -174,8 +173,8 @@ func TestCallAfterUnnoticedFailure(t *testing.T) {
 				requireNaN(t, err, 3, 1, "ncclAllReduce(64 x float32, sum) as collective 1")
 				require.Equal(t, err, g.Err())
 			})
-		})
-	}
+		}
+	})
 }
 
 // nanOfRank1 lets rank 1 reduce a NaN. The ranks wait for nothing afterwards except an error of the
@@ -288,7 +287,7 @@ func requireNilOrBroken(t *testing.T, err error) {
 // A shorter timeout holds for later operations, and operations that are already issued keep
 // theirs.
 func TestSetTimeout(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		gs, xs := pair(t, devs, time.Hour)
 		reduceOnBoth(t, gs, xs)
 		require.NoError(t, gs[0].SetTimeout(shortTimeout))
@@ -302,7 +301,7 @@ func TestSetTimeout(t *testing.T) {
 // The timeout of a batch holds for its operations only: operations behind them that have more
 // time do not change it.
 func TestTimeoutOfABatch(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		gs, xs := pair(t, devs, time.Hour)
 		reduceOnBoth(t, gs, xs)
 		sent := make(chan error, 1) // NCCL connects the ranks at their first transfer

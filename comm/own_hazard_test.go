@@ -10,7 +10,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -34,7 +33,7 @@ func TestOwnKernelsThatCannotBe(t *testing.T) {
 // TestOwnKernelsOfGraphsAfterTheEnd launches graphs of two GPUs when their group is
 // broken: that is an error, nothing waits, and the group closes once they are closed.
 func TestOwnKernelsOfGraphsAfterTheEnd(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := localOwn(t, devs, &nccl.Config{Timeout: time.Minute})
 		xs, _ := shards(t, g, 100)
 		var graphs []*graph.Exec

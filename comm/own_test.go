@@ -17,7 +17,6 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -247,7 +246,7 @@ func TestOwnKernelsOfGraphsOnOtherStreams(t *testing.T) {
 // TestOwnKernelsGiveUp checks that a rank that does not come is named within the
 // deadline, and that the one that waits for it ends.
 func TestOwnKernelsGiveUp(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := localOwn(t, devs, &nccl.Config{Timeout: time.Minute})
 		xs, _ := shards(t, g, 100)
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))

@@ -148,7 +148,7 @@ func (r *Registry) Await(ctx context.Context, names ...string) error {
 		case <-r.ctx.Done():
 			err = ErrClosed
 		}
-		return fmt.Errorf("cluster: registry %q: %s and %d of %d awaited members have not come: %w", r.cfg.Job, missing[0], len(missing)-1, len(names), err)
+		return fmt.Errorf("cluster: registry %q: %d of %d awaited members have not come, such as %s: %w", r.cfg.Job, len(missing), len(names), missing[0], err)
 	}
 }
 

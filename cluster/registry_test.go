@@ -362,3 +362,14 @@ func TestRegistryJoinTimeout(t *testing.T) {
 	require.ErrorContains(t, err, "has ended before this process came")
 	greet(t, begin(t, r, a, b))
 }
+
+// Await names members that have not come.
+func TestRegistryAwaits(t *testing.T) {
+	t.Parallel()
+	r := serve(t, nil)
+	enlistAs(t, r, "a")
+	require.NoError(t, r.Await(t.Context(), "a"))
+	ctx, cancel := context.WithCancelCause(t.Context())
+	cancel(errors.New("no more time"))
+	require.EqualError(t, r.Await(ctx, "a", "b"), `cluster: registry "gang": 1 of 2 awaited members have not come, such as b: no more time`)
+}

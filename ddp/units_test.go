@@ -277,6 +277,7 @@ func TestMemoryOfUnits(t *testing.T) {
 				shards := active().Current - before
 				require.Equal(t, int64((4+4+2)*n*units/2), shards, "the master copy, gradients and what is gathered")
 				require.NoError(t, u.Refresh(streams...))
+				held := stats().AllocatedBytes.All.Current
 				peak := func() int64 { return active().Peak - before - shards }
 				var calls, grads int64
 				for step := range 3 {
@@ -299,6 +300,7 @@ func TestMemoryOfUnits(t *testing.T) {
 							require.NoError(t, u.Done(s, k))
 						}
 					}
+					require.Equal(t, held+2*unit, stats().AllocatedBytes.All.Current, "gradients of two units, and no parameters, also not of the kept unit")
 					require.LessOrEqual(t, peak(), int64((1+prefetch)*unit+2*unit+unit/2), "backward pass, with a reduced shard")
 					require.NoError(t, u.Finish(streams...))
 					require.NoError(t, u.Refresh(streams...))

@@ -165,8 +165,8 @@ func (k *Client) disconnected(err error) {
 
 // isSuspended reports whether the coordinator is this host's launcher and is
 // stopped, for example by Ctrl-Z. It will either continue or close the
-// connection. The members of a registry do not wait for it. In a job on several hosts the other hosts do not wait for it: they go on without this host or fail, and
-// its processes must not run on beside them.
+// connection. The members of a registry do not wait for it. The other hosts of a job do not either: they go on
+// without this host or fail, and its processes must not run on beside them.
 func (k *Client) isSuspended() bool {
 	if k.Hello.Several || k.Hello.Registry || k.Hello.Rank >= 0 || k.Hello.Host != k.host {
 		return false

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
 )
@@ -30,6 +31,7 @@ func Run(t *testing.T, cfg *device.SystemConfig, fn func(t *testing.T, devs []*d
 	t.Helper()
 	t.Setenv(env.VirtualNetwork.Name, nccl.InProcess)
 	defer flight.FollowTime()()
+	defer withoutLaunchers()()
 	synctest.Test(t, func(t *testing.T) {
 		var devs []*device.Device
 		t.Cleanup(func() { // the last one: all goroutines must end in the bubble, also those that are only delayed
@@ -39,4 +41,13 @@ func Run(t *testing.T, cfg *device.SystemConfig, fn func(t *testing.T, devs []*d
 		devs = testgpu.Virtual(t, cfg)
 		fn(t, devs)
 	})
+}
+
+// withoutLaunchers lets one thread enqueue the operations of all ranks, until the result is called. A
+// thread that polls for work, as those of a machine with four processors or more do, would keep virtual time from passing.
+func withoutLaunchers() (again func()) {
+	old := osthread.Launchers
+	osthread.Launchers = new(osthread.Pool)
+	osthread.Launchers.Close()
+	return func() { osthread.Launchers = old }
 }

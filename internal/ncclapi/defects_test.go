@@ -1,4 +1,4 @@
-package defects_test
+package ncclapi_test
 
 import (
 	"regexp"
@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/defects"
+	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
 var source = regexp.MustCompile(`^(release notes of NCCL \d+\.\d+\.\d+|nccl#\d+)`)
@@ -14,7 +14,7 @@ var source = regexp.MustCompile(`^(release notes of NCCL \d+\.\d+\.\d+|nccl#\d+)
 // Each row is complete, and its sentences fit together as the outputs join them.
 func TestRows(t *testing.T) {
 	seen := map[string]bool{}
-	for _, d := range defects.All {
+	for _, d := range ncclapi.Defects {
 		require.False(t, seen[d.ID], d.ID)
 		seen[d.ID] = true
 		require.Regexp(t, `^[a-z]+(-[a-z]+)*$`, d.ID)
@@ -29,7 +29,7 @@ func TestRows(t *testing.T) {
 
 func TestVersions(t *testing.T) {
 	ids := func(version int32) (list []string) {
-		for _, d := range defects.Of(version) {
+		for _, d := range ncclapi.DefectsOf(version) {
 			list = append(list, d.ID)
 		}
 		return list
@@ -43,13 +43,13 @@ func TestVersions(t *testing.T) {
 	require.NotContains(t, ids(23003), "nvls-start")
 	require.Contains(t, ids(23004), "nvls-start")
 	require.Equal(t, []string{"split-with-threads"}, ids(23206), "no version without it is known")
-	list := defects.Of(22803)
+	list := ncclapi.DefectsOf(22803)
 	require.True(t, list[0].Open)
 	require.False(t, list[len(list)-1].Open, "those that Chorus avoids come last")
 }
 
 func TestRange(t *testing.T) {
-	for want, d := range map[string]defects.Defect{
+	for want, d := range map[string]ncclapi.Defect{
 		"2.28.3 to before 2.30.7": {From: 22803, Before: 23007},
 		"before 2.29.7":           {Before: 22907},
 		"2.24.3 and newer":        {From: 22403},

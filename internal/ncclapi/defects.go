@@ -1,4 +1,53 @@
-package defects
+package ncclapi
+
+import "slices"
+
+// A Defect is a known fault of a range of versions of NCCL. Package nccl and the choice of strategies read the rows that
+// they avoid; chorus info and chorus doctor show all rows of the loaded version. Versions are NCCL's codes: 22803 is 2.28.3.
+type Defect struct {
+	ID     string
+	From   int32  // the first version that has it; 0: not known
+	Before int32  // the first version without it; 0: none is known
+	Fault  string // what goes wrong
+	When   string // the condition, which fits after "when"
+	// Chorus says what Chorus does about it.
+	Chorus string
+	// Open says that a program can meet the defect although Chorus does what Chorus says.
+	Open   bool
+	Source string // release notes or an issue, as project#number
+}
+
+// Affects reports whether a version has the defect.
+func (d *Defect) Affects(version int32) bool {
+	return version >= d.From && (d.Before == 0 || version < d.Before)
+}
+
+// Range describes the versions.
+func (d *Defect) Range() string {
+	switch {
+	case d.From == 0 && d.Before == 0:
+		return "all known versions"
+	case d.From == 0:
+		return "before " + VersionText(d.Before)
+	case d.Before == 0:
+		return VersionText(d.From) + " and newer"
+	case d.Before == d.From+1:
+		return VersionText(d.From)
+	}
+	return VersionText(d.From) + " to before " + VersionText(d.Before)
+}
+
+// DefectsOf returns the defects of a version, those that a program can meet first.
+func DefectsOf(version int32) (list []*Defect) {
+	for _, open := range []bool{true, false} {
+		for _, d := range Defects {
+			if d.Open == open && d.Affects(version) {
+				list = append(list, d)
+			}
+		}
+	}
+	return slices.Clip(list)
+}
 
 // The defects that Chorus's code reads.
 var (
@@ -44,8 +93,8 @@ var (
 	}
 )
 
-// All lists the known defects.
-var All = []*Defect{
+// Defects lists the known defects.
+var Defects = []*Defect{
 	SymmetricInGraphs, SymmetricParts, SymmetricGroups, OneRank, PutsInGraphs,
 	{
 		ID: "symmetric-unaligned", From: 22703, Before: 23003,

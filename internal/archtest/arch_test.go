@@ -47,7 +47,7 @@ var layers = [][]string{
 	{"internal/flight", "internal/testgpu/buffers"},
 	{"internal/gemm", "internal/kern", "internal/collective", "internal/testgpu/virtualtime"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
-	{"internal/strided", "internal/nancheck"},
+	{"internal/strided"},
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/spin"},
 	{"internal/route", "optim"},
 	{"internal/groups"},

@@ -10,7 +10,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/gochorus/chorus/internal/arrivals"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/status"
 )
@@ -57,7 +57,7 @@ type Member struct {
 	BytesPerSecond      float64 `json:"bytes_per_second"`
 	OperationsPerSecond float64 `json:"operations_per_second"`
 	// Tally says how often the rank arrived last at collectives of the group.
-	Tally arrivals.Tally `json:"last_arrivals"`
+	Tally analyze.Tally `json:"last_arrivals"`
 }
 
 // A Group is a communicator over all ranks that answered.

@@ -4,7 +4,7 @@ import (
 	"fmt"
 	"time"
 
-	"github.com/gochorus/chorus/internal/arrivals"
+	"github.com/gochorus/chorus/internal/analyze"
 )
 
 // tallies count who arrives last in each group of a job, over all states that were read.
@@ -15,7 +15,7 @@ type tallies struct {
 
 type groupTally struct {
 	last  uint64 // the last collective that was compared
-	ranks map[int]*arrivals.Tally
+	ranks map[int]*analyze.Tally
 }
 
 // add compares the arrivals of a state that is newer than all before it, and sets the counts of its ranks.
@@ -33,7 +33,7 @@ func (t *tallies) add(j *Job) {
 	for id, list := range all {
 		g := t.groups[id]
 		if g == nil {
-			g = &groupTally{ranks: map[int]*arrivals.Tally{}}
+			g = &groupTally{ranks: map[int]*analyze.Tally{}}
 			t.groups[id] = g
 		}
 		g.add(list)
@@ -45,19 +45,19 @@ func (t *tallies) add(j *Job) {
 func (g *groupTally) add(list []*Member) {
 	for _, m := range list {
 		if g.ranks[m.Rank] == nil {
-			g.ranks[m.Rank] = new(arrivals.Tally)
+			g.ranks[m.Rank] = new(analyze.Tally)
 		}
 	}
 	if len(list) == list[0].Size {
-		var counts []arrivals.Tally
-		ranks := make([]arrivals.Rank, len(list))
+		var counts []analyze.Tally
+		ranks := make([]analyze.Arrivals, len(list))
 		for i, m := range list {
 			ranks[i].Clock = m.Clock
 			for _, a := range m.Group.Arrivals {
-				ranks[i].List = append(ranks[i].List, arrivals.Arrival{Sequence: uint64(a[0]), Called: a[1], Took: a[2]})
+				ranks[i].List = append(ranks[i].List, analyze.Arrival{Sequence: uint64(a[0]), Called: a[1], Took: a[2]})
 			}
 		}
-		counts, g.last = arrivals.Compare(ranks, g.last)
+		counts, g.last = analyze.CompareArrivals(ranks, g.last)
 		for i, m := range list {
 			g.ranks[m.Rank].Add(counts[i])
 		}

@@ -7,43 +7,43 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/gochorus/chorus/internal/arrivals"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
 // tallyArrivals counts who arrives last at the collectives of each group whose ranks all have a timeline. Ranks are compared
 // by how long a collective took on their streams, which does not depend on the clocks of the hosts.
-func (j *Job) tallyArrivals() map[*Rank]*arrivals.Tally {
-	all := map[*Rank]*arrivals.Tally{}
-	byGroup := map[string]map[*Rank][]arrivals.Arrival{}
+func (j *Job) tallyArrivals() map[*Rank]*analyze.Tally {
+	all := map[*Rank]*analyze.Tally{}
+	byGroup := map[string]map[*Rank][]analyze.Arrival{}
 	var order []string
 	for _, r := range j.Ranks {
-		all[r] = new(arrivals.Tally)
+		all[r] = new(analyze.Tally)
 		for _, s := range r.slices {
 			if s.Kind != timeline.Collective || len(s.Ops) != 1 || s.Ops[0].Transfer || s.Ops[0].Peer >= 0 {
 				continue // of a batch it is not known which operation waited, and not all ranks wait for a root
 			}
 			o := &s.Ops[0]
 			if byGroup[o.Group] == nil {
-				byGroup[o.Group] = map[*Rank][]arrivals.Arrival{}
+				byGroup[o.Group] = map[*Rank][]analyze.Arrival{}
 				order = append(order, o.Group)
 			}
-			byGroup[o.Group][r] = append(byGroup[o.Group][r], arrivals.Arrival{Sequence: o.Sequence, Took: s.End - s.Begin})
+			byGroup[o.Group][r] = append(byGroup[o.Group][r], analyze.Arrival{Sequence: o.Sequence, Took: s.End - s.Begin})
 		}
 	}
 	for _, id := range order {
 		var members []*Rank
-		var list []arrivals.Rank
+		var list []analyze.Arrivals
 		for _, r := range j.Ranks {
 			if a := byGroup[id][r]; len(a) > 0 {
-				slices.SortFunc(a, func(a, b arrivals.Arrival) int { return cmp.Compare(a.Sequence, b.Sequence) })
-				members, list = append(members, r), append(list, arrivals.Rank{List: a})
+				slices.SortFunc(a, func(a, b analyze.Arrival) int { return cmp.Compare(a.Sequence, b.Sequence) })
+				members, list = append(members, r), append(list, analyze.Arrivals{List: a})
 			}
 		}
 		if len(members) != j.sizes[id] {
 			continue
 		}
-		counts, _ := arrivals.Compare(list, 0)
+		counts, _ := analyze.CompareArrivals(list, 0)
 		for i, r := range members {
 			all[r].Add(counts[i])
 		}

@@ -10,7 +10,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/gochorus/chorus/internal/arrivals"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -35,7 +35,7 @@ type RankShare struct {
 	HostWaits time.Duration `json:"host_waits_ns"` // a goroutine waits for the device
 	Steps     []Share       `json:"steps"`
 	// Arrivals says how often the rank arrived last at collectives.
-	Arrivals arrivals.Tally `json:"last_arrivals"`
+	Arrivals analyze.Tally `json:"last_arrivals"`
 }
 
 // A Summary is the share of all ranks.

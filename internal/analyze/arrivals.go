@@ -1,9 +1,4 @@
-// Package arrivals compares when the ranks of a group arrive at its collectives, to find the rank that the
-// others wait for. It has two methods. A collective of all ranks ends at about the same moment everywhere, so the
-// rank that arrives last is the one on whose stream it took the shortest time. This needs no common clock, and
-// holds between hosts. Where the times on the streams are not known, it compares the times of the calls, but only of
-// ranks that share a clock: a call may come long before the work on the device.
-package arrivals
+package analyze
 
 import (
 	"cmp"
@@ -18,8 +13,8 @@ type Arrival struct {
 	Took     int64  // nanoseconds on the rank's stream; 0 if not known
 }
 
-// A Rank has the arrivals of a rank in ascending order. Ranks with the same Clock, unless it is "", share it.
-type Rank struct {
+// Arrivals has the arrivals of a rank in ascending order. Ranks with the same Clock, unless it is "", share it.
+type Arrivals struct {
 	Clock string
 	List  []Arrival
 }
@@ -37,17 +32,23 @@ func (t *Tally) Add(o Tally) {
 	t.Compared, t.OnStreams, t.Last, t.HeldUp = t.Compared+o.Compared, t.OnStreams+o.OnStreams, t.Last+o.Last, t.HeldUp+o.HeldUp
 }
 
-// Compare compares all collectives after the given one that every rank has, and returns the tally of each rank and
-// the last collective that it compared. A collective whose times are not comparable does not count.
-func Compare(ranks []Rank, after uint64) (tallies []Tally, last uint64) {
+// CompareArrivals compares when the ranks of a group arrive at its collectives, to find the rank that the others wait for. It
+// compares all collectives after the given one that every rank has, and returns the tally of each rank and the last
+// collective that it compared. A collective whose times are not comparable does not count.
+//
+// There are two methods. A collective of all ranks ends at about the same moment everywhere, so the rank that arrives last is the
+// one on whose stream it took the shortest time. This needs no common clock, and holds between hosts. Where the times
+// on the streams are not known, the times of the calls are compared, but only of ranks that share a clock: a call may come
+// long before the work on the device.
+func CompareArrivals(ranks []Arrivals, after uint64) (tallies []Tally, last uint64) {
 	tallies, last = make([]Tally, len(ranks)), after
 	if len(ranks) < 2 {
 		return tallies, last
 	}
-	shared := ranks[0].Clock != "" && !slices.ContainsFunc(ranks, func(r Rank) bool { return r.Clock != ranks[0].Clock })
+	shared := ranks[0].Clock != "" && !slices.ContainsFunc(ranks, func(r Arrivals) bool { return r.Clock != ranks[0].Clock })
 	row := make([]Arrival, len(ranks))
 	for _, first := range ranks[0].List {
-		if first.Sequence <= last || !gather(ranks, first.Sequence, row) {
+		if first.Sequence <= last || !gatherArrivals(ranks, first.Sequence, row) {
 			continue
 		}
 		rank, by, onStreams, ok := latest(row, shared)
@@ -67,8 +68,8 @@ func Compare(ranks []Rank, after uint64) (tallies []Tally, last uint64) {
 	return tallies, last
 }
 
-// gather sets row to the arrivals of all ranks at a collective.
-func gather(ranks []Rank, sequence uint64, row []Arrival) bool {
+// gatherArrivals sets row to the arrivals of all ranks at a collective.
+func gatherArrivals(ranks []Arrivals, sequence uint64, row []Arrival) bool {
 	for i := range ranks {
 		k, found := slices.BinarySearchFunc(ranks[i].List, sequence, func(a Arrival, s uint64) int { return cmp.Compare(a.Sequence, s) })
 		if !found {

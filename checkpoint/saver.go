@@ -21,6 +21,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/stream"
 )
@@ -133,19 +134,13 @@ func exchange(ctx context.Context, w *peers, op, folder string, parts [][]Part) 
 		}
 		mine[i], errs[i] = describeParts(op, l.stream, parts[i])
 	}
-	if err := w.agree(ctx, op, folder, errs, ""); err != nil {
-		return nil, err
-	}
-	if !w.remote() {
-		return mine, nil
-	}
-	long, cancel := messageContext(ctx)
-	defer cancel()
-	by, err := comm.GatherValues(long, w.group, nil, mine...)
-	if err != nil {
-		return nil, fmt.Errorf("checkpoint: %s %s: %w", op, folder, err)
-	}
-	return by, nil
+	by := make([][]partInfo, w.ranks)
+	return by, agree(ctx, w, fmt.Sprintf("checkpoint: %s %s", op, folder), mine, errs, func(all []collective.Said[[]partInfo]) error {
+		for rank, x := range all {
+			by[rank] = x.Value
+		}
+		return firstFailed(w, op, all, errs)
+	})
 }
 
 // begin divides the work and allocates the memory of this process.

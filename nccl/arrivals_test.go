@@ -10,15 +10,14 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
 // A rank whose stream arrives 5 ms late is named, although the host issues all operations at once.
 func TestLateStreamIsNamed(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		const late, steps = 1, 10
 		cs, err := NewCommunicators(testgpu.Context(t), devs[:2], nil)
 		require.NoError(t, err)
@@ -32,7 +31,7 @@ func TestLateStreamIsNamed(t *testing.T) {
 			require.NoError(t, err)
 			defer xs[i].Close()
 		}
-		busy := spin.New(t, devs[late])
+		busy := streamtest.NewSpinner(t, devs[late])
 		for range steps {
 			busy.On(streams[late], 5*time.Millisecond)
 			require.NoError(t, Group(func(b *Batch) error {

@@ -44,11 +44,11 @@ var layers = [][]string{
 	{"internal/mem"},
 	{"internal/ptxtest"},
 	{"memory"},
-	{"internal/flight", "internal/testgpu/buffers"},
-	{"internal/gemm", "internal/kern", "internal/collective", "internal/testgpu/virtualtime"},
+	{"internal/flight"},
+	{"internal/gemm", "internal/kern", "internal/collective"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
 	{"internal/strided"},
-	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/spin"},
+	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/streamtest"},
 	{"internal/route", "optim"},
 	{"internal/groups"},
 	{"comm", "internal/launch"},
@@ -58,7 +58,7 @@ var layers = [][]string{
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgpu/spin", "internal/ptxtest", "internal/dl/dltest"}
+var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgpu/streamtest", "internal/ptxtest", "internal/dl/dltest"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.

@@ -1,4 +1,4 @@
-package virtualtime
+package streamtest
 
 import (
 	"testing"
@@ -12,9 +12,9 @@ import (
 )
 
 // An operation that hangs for minutes takes no time, both clocks show the minutes, and nothing of it is left.
-func TestRun(t *testing.T) {
+func TestRunInVirtualTime(t *testing.T) {
 	begin := time.Now()
-	Run(t, &device.SystemConfig{VirtualDevices: 1, Faults: "hang@cuEventRecord#1"}, func(t *testing.T, devs []*device.Device) {
+	RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 1, Faults: "hang@cuEventRecord#1"}, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		from, recorded := time.Now(), flight.Now()

@@ -5,7 +5,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -39,7 +38,7 @@ func New(m *machine.Machine) cublasapi.API {
 
 // begin consults the fault plan, unbinds the thread's context and looks up the
 // handle, which must belong to the same device.
-func (l *lib) begin(name string, h cublasapi.Handle) (*handle, fault.Fault, cublasapi.Result) {
+func (l *lib) begin(name string, h cublasapi.Handle) (*handle, machine.Fault, cublasapi.Result) {
 	dev, x, r := Begin(l.m, name)
 	if r != cublasapi.Success {
 		return nil, x, r
@@ -55,7 +54,7 @@ func (l *lib) begin(name string, h cublasapi.Handle) (*handle, fault.Fault, cubl
 
 // Begin begins a call that needs a context: it consults the fault plan, unbinds the thread's
 // context and returns its device and the planned fault of its operation.
-func Begin(m *machine.Machine, name string) (dev *machine.Device, x fault.Fault, r cublasapi.Result) {
+func Begin(m *machine.Machine, name string) (dev *machine.Device, x machine.Fault, r cublasapi.Result) {
 	bound := m.Unbind()
 	x = m.FaultIn(bound, name)
 	if x.Status != 0 {

@@ -7,7 +7,6 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -69,7 +68,7 @@ type preference struct {
 }
 
 // begin begins a call that needs a handle of the current context.
-func (l *ltLib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, x fault.Fault, r cublasapi.Result) {
+func (l *ltLib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, x machine.Fault, r cublasapi.Result) {
 	dev, x, r = Begin(l.m, name)
 	if r != cublasapi.Success {
 		return nil, x, r

@@ -12,7 +12,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -236,7 +235,7 @@ type transfer struct {
 	fileOffset int64
 	devOffset  int64
 	write      bool
-	plan       fault.Fault // injected fault: an error, or a short transfer
+	plan       machine.Fault // injected fault: an error, or a short transfer
 }
 
 func (l *lib) Read(h cufileapi.Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error) {

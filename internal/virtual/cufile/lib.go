@@ -8,7 +8,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -35,7 +34,7 @@ func New(m *machine.Machine) cufileapi.API {
 
 // enter consults the fault plan. If it succeeds, the machine is locked until
 // lib.leave.
-func (l *lib) enter(f cufileapi.Func) (fault.Fault, cufileapi.Result) {
+func (l *lib) enter(f cufileapi.Func) (machine.Fault, cufileapi.Result) {
 	x := l.m.Fault(f.Name())
 	switch {
 	case x.Status != 0 && !x.Async:
@@ -54,7 +53,7 @@ func (l *lib) enter(f cufileapi.Func) (fault.Fault, cufileapi.Result) {
 func (l *lib) leave() { l.m.Unlock() }
 
 // enterOpen is enter for calls that need an open driver.
-func (l *lib) enterOpen(f cufileapi.Func) (fault.Fault, cufileapi.Result) {
+func (l *lib) enterOpen(f cufileapi.Func) (machine.Fault, cufileapi.Result) {
 	x, r := l.enter(f)
 	if r == cufileapi.Success && l.uses == 0 {
 		l.leave()
@@ -64,7 +63,7 @@ func (l *lib) enterOpen(f cufileapi.Func) (fault.Fault, cufileapi.Result) {
 }
 
 // begin is enterOpen for calls that need a context, which it unbinds.
-func (l *lib) begin(f cufileapi.Func) (*machine.Device, fault.Fault, cufileapi.Result) {
+func (l *lib) begin(f cufileapi.Func) (*machine.Device, machine.Fault, cufileapi.Result) {
 	bound := l.m.Unbind()
 	x, r := l.enterOpen(f)
 	if r != cufileapi.Success {

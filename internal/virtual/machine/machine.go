@@ -11,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
 const maxDevices = 64
@@ -40,7 +39,7 @@ type Config struct {
 type Machine struct {
 	cfg     Config
 	seed    uint64
-	faults  fault.Plan
+	faults  faultPlan
 	threads threads
 	images  images
 

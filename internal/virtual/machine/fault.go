@@ -1,6 +1,4 @@
-// Package fault injects faults into calls of the virtual devices' libraries, by a plan of
-// C names and call numbers.
-package fault
+package machine
 
 import (
 	"fmt"
@@ -34,9 +32,9 @@ type Fault struct {
 	Async  bool          // the call succeeds, and its communicator fails later with Status
 }
 
-// A Plan is a fault plan with the calls counted so far. Each library call
-// consults it once, by its C name.
-type Plan struct {
+// A faultPlan injects faults into calls of the virtual devices' libraries, by C names and call numbers, and counts
+// the calls. Each library call consults it once, by its C name.
+type faultPlan struct {
 	plan   map[string]map[int]Fault // by the C name, or the name with the number of a device
 	scoped bool                     // a fault has a device
 
@@ -56,7 +54,7 @@ type callCount struct {
 
 // CountCalls starts counting library calls by their C names and replaces a count
 // in progress. stop ends the count and returns it.
-func (f *Plan) CountCalls() (stop func() map[string]int) {
+func (f *faultPlan) CountCalls() (stop func() map[string]int) {
 	c := &callCount{n: map[string]int{}}
 	f.counts.Store(c)
 	return func() map[string]int {
@@ -68,7 +66,7 @@ func (f *Plan) CountCalls() (stop func() map[string]int) {
 }
 
 // HangNext lets the next call of a function hang, whatever the plan says.
-func (f *Plan) HangNext(name string) { f.hang.Store(&name) }
+func (f *faultPlan) HangNext(name string) { f.hang.Store(&name) }
 
 func (c *callCount) add(name string) {
 	if c == nil {
@@ -81,22 +79,22 @@ func (c *callCount) add(name string) {
 
 // Hit counts a call and returns its planned fault. A call with an asynchronous
 // operation handles Hang itself; any other call hangs here.
-func (f *Plan) Hit(name string) (status int32, hang bool) {
+func (f *faultPlan) Hit(name string) (status int32, hang bool) {
 	x := f.Next(name)
 	return x.Status, x.Hang
 }
 
-// Scoped reports whether the plan has faults of single devices, which [Plan.NextOn] needs the device for.
-func (f *Plan) Scoped() bool { return f.scoped }
+// Scoped reports whether the plan has faults of single devices, which [faultPlan.NextOn] needs the device for.
+func (f *faultPlan) Scoped() bool { return f.scoped }
 
 // Next is Hit for calls that support more kinds of faults.
-func (f *Plan) Next(name string) Fault { return f.NextOn(name, NoDevice) }
+func (f *faultPlan) Next(name string) Fault { return f.NextOn(name, noDevice) }
 
-// NoDevice is the device of a call that belongs to none.
-const NoDevice = -1
+// noDevice is the device of a call that belongs to none.
+const noDevice = -1
 
 // NextOn is Next for a call on a device. A fault of this device has its own count of calls, and comes first.
-func (f *Plan) NextOn(name string, device int32) Fault {
+func (f *faultPlan) NextOn(name string, device int32) Fault {
 	f.counts.Load().add(name)
 	if p := f.hang.Load(); p != nil && *p == name && f.hang.CompareAndSwap(p, nil) {
 		if !streamOps[name] {
@@ -109,7 +107,7 @@ func (f *Plan) NextOn(name string, device int32) Fault {
 	}
 	f.mu.Lock()
 	x, ok := f.planned(name)
-	if device != NoDevice && f.scoped {
+	if device != noDevice && f.scoped {
 		if y, on := f.planned(onDevice(name, device)); on {
 			x, ok = y, on
 		}
@@ -129,7 +127,7 @@ func (f *Plan) NextOn(name string, device int32) Fault {
 }
 
 // planned counts a call and returns its planned fault. f.mu is held.
-func (f *Plan) planned(key string) (x Fault, ok bool) {
+func (f *faultPlan) planned(key string) (x Fault, ok bool) {
 	f.count[key]++
 	if x, ok = f.plan[key][f.count[key]]; !ok {
 		x, ok = f.plan[key][everyCall]
@@ -144,13 +142,13 @@ func onDevice(name string, device int32) string { return fmt.Sprintf("%s:%d", na
 const everyCall = 0
 
 // Hang returns at EndHangs, or never.
-func (f *Plan) Hang() { Forever(f.end()) }
+func (f *faultPlan) Hang() { Forever(f.end()) }
 
 // EndHangs ends all that hangs: it goes on as if it had been slow. Tests in virtual time need it, because their
 // goroutines must end.
-func (f *Plan) EndHangs() { close(f.end()) }
+func (f *faultPlan) EndHangs() { close(f.end()) }
 
-func (f *Plan) end() chan struct{} {
+func (f *faultPlan) end() chan struct{} {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.over == nil {
@@ -172,7 +170,7 @@ func Forever(stop <-chan struct{}) {
 	}
 }
 
-func (f *Plan) Parse(text string) error {
+func (f *faultPlan) Parse(text string) error {
 	for item := range strings.SplitSeq(text, ",") {
 		if item = strings.TrimSpace(item); item == "" {
 			continue
@@ -240,7 +238,7 @@ func parseFault(item string) (name string, n int, x Fault, err error) {
 func onDevices(call string) bool { return streamOps[call] || contextCalls[call] }
 
 // contextCalls are the calls besides streamOps that need a context.
-var contextCalls = Names(`cuMemAlloc cuMemHostAlloc cuMemCreate cuStreamCreateWithPriority cuStreamSynchronize cuEventCreate cuModuleLoadData
+var contextCalls = callSet(`cuMemAlloc cuMemHostAlloc cuMemCreate cuStreamCreateWithPriority cuStreamSynchronize cuEventCreate cuModuleLoadData
 	cublasCreate cublasLtCreate`)
 
 func (x *Fault) setKind(kind string) error {
@@ -325,20 +323,20 @@ func errnoOf(name string) int32 {
 }
 
 // transfers are the calls that transfer between files and memory.
-var transfers = Names(`cuFileRead cuFileWrite`)
+var transfers = callSet(`cuFileRead cuFileWrite`)
 
 // noStatus lists calls that do not return a status.
-var noStatus = Names(`cuFileHandleDeregister`)
+var noStatus = callSet(`cuFileHandleDeregister`)
 
 // between lists the copies that may involve two devices.
-var between = Names(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
+var between = callSet(`cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync`)
 
 // delivers lists the copies, products and operations of NCCL that write memory.
-var delivers = Names(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast
+var delivers = callSet(`cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpy2DAsync ncclAllReduce ncclBroadcast
 	ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll ncclGather ncclScatter ncclRecv cublasLtMatmul`)
 
 // streamOps lists the calls that enqueue an asynchronous operation.
-var streamOps = Names(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
+var streamOps = callSet(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemcpyDtoDAsync
 	cuMemcpyPeerAsync cuMemcpy2DAsync cuMemsetD8Async cuLaunchHostFunc cuStreamWaitEvent cuEventRecord cuEventRecordWithFlags cuLaunchKernel
 	cuLaunchCooperativeKernel cublasGemmEx cublasGemmStridedBatchedEx cublasLtMatmul
 	ncclAllReduce ncclBroadcast ncclReduce ncclAllGather ncclReduceScatter ncclAlltoAll
@@ -348,7 +346,7 @@ var streamOps = Names(`cuMemAllocAsync cuMemFreeAsync cuMemcpyHtoDAsync cuMemcpy
 var calls = allCalls()
 
 func allCalls() map[string]bool {
-	names := Names(`cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid
+	names := callSet(`cuInit cuDriverGetVersion cuDeviceGetCount cuDeviceGet cuDeviceGetName cuDeviceGetUuid
 	cuDeviceGetAttribute cuDeviceTotalMem cuDeviceGetPCIBusId cuDeviceCanAccessPeer cuDeviceGetDefaultMemPool
 	cuDevicePrimaryCtxRetain cuDevicePrimaryCtxRelease cuDevicePrimaryCtxGetState cuCtxSetCurrent cuCtxGetCurrent cuDeviceGetP2PAttribute
 	cuCtxSynchronize cuCtxGetStreamPriorityRange cuCtxEnablePeerAccess cuProfilerStart cuProfilerStop cuMemGetInfo cuMemAlloc cuMemFree
@@ -379,8 +377,8 @@ func allCalls() map[string]bool {
 	return names
 }
 
-// Names returns the set of the names in a list.
-func Names(list string) map[string]bool {
+// callSet returns the set of the names in a list.
+func callSet(list string) map[string]bool {
 	set := map[string]bool{}
 	for _, name := range strings.Fields(list) {
 		set[name] = true

@@ -1,4 +1,4 @@
-package fault
+package machine
 
 import (
 	"testing"
@@ -12,12 +12,12 @@ func FuzzFaults(f *testing.F) {
 	f.Add("cuMemAllocAsync#3=CUDA_ERROR_OUT_OF_MEMORY, hang@ncclAllReduce#2")
 	f.Add("wrong@ncclAllReduce#3, slow@cuMemcpyDtoDAsync#*=200ms, slow@ncclSend#1=-1s, wrong@cuInit#1")
 	f.Add("async@x#*=ncclSystemError,@#=")
-	f.Fuzz(func(t *testing.T, s string) { _ = new(Plan).Parse(s) })
+	f.Fuzz(func(t *testing.T, s string) { _ = new(faultPlan).Parse(s) })
 }
 
 // A fault of a device has its own count, and faults of all devices count all calls.
 func TestFaultsOfDevices(t *testing.T) {
-	var p Plan
+	var p faultPlan
 	require.NoError(t, p.Parse("slow@ncclSend:1#2=3s, wrong@cublasLtMatmul:0#*, cuLaunchKernel:2#*=CUDA_ERROR_LAUNCH_FAILED, hang@ncclSend#4"))
 	require.True(t, p.Scoped())
 	require.Zero(t, p.NextOn("ncclSend", 1))
@@ -32,7 +32,7 @@ func TestFaultsOfDevices(t *testing.T) {
 	}
 	require.EqualValues(t, 719, p.NextOn("cuLaunchKernel", 2).Status)
 	require.Zero(t, p.NextOn("cuLaunchKernel", 0))
-	var plain Plan
+	var plain faultPlan
 	require.NoError(t, plain.Parse("hang@ncclSend#1"))
 	require.False(t, plain.Scoped())
 	for text, want := range map[string]string{
@@ -44,6 +44,6 @@ func TestFaultsOfDevices(t *testing.T) {
 		"wrong@cublasGemmEx:0#1":                         "neither a copy",
 		"cuLaunchKernel:0#1=CUDA_ERROR_LAUNCH_IMAGINARY": "is not a failure",
 	} {
-		require.ErrorContains(t, new(Plan).Parse(text), want)
+		require.ErrorContains(t, new(faultPlan).Parse(text), want)
 	}
 }

@@ -31,7 +31,6 @@ var layers = [][]string{
 	{"cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},
 	{"internal/ncclapi", "internal/cublasapi", "internal/cufileapi", "internal/virtual/virtualtest"},
-	{"internal/cublasltapi"},
 	{"internal/race"},
 	{"internal/virtual/machine"},
 	{"internal/virtual/nccl", "internal/virtual/blas", "internal/virtual/cufile"},

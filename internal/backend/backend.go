@@ -12,7 +12,6 @@ import (
 	"path/filepath"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/env"
@@ -253,11 +252,11 @@ func (s *System) CUBLAS() (cublasapi.API, error) {
 }
 
 // CUBLASLt opens cuBLASLt at its first use.
-func (s *System) CUBLASLt() (cublasltapi.API, error) {
+func (s *System) CUBLASLt() (cublasapi.LtAPI, error) {
 	if s.Machine != nil {
 		return s.Machine.CUBLASLt(), nil
 	}
-	return library[cublasltapi.API](cublasltapi.Open)
+	return library[cublasapi.LtAPI](cublasapi.OpenLt)
 }
 
 // CuFile opens cuFile at its first use. It does not open cuFile's driver or set
@@ -383,7 +382,7 @@ type VirtualMachine struct {
 	*machine.Machine
 	nccl   ncclapi.API
 	cublas cublasapi.API
-	lt     cublasltapi.API
+	lt     cublasapi.LtAPI
 	cufile cufileapi.API
 }
 
@@ -409,7 +408,7 @@ func (m *VirtualMachine) NCCL() ncclapi.API { return m.nccl }
 func (m *VirtualMachine) CUBLAS() cublasapi.API { return m.cublas }
 
 // CUBLASLt returns the machine's cuBLASLt, version 13.0.2.
-func (m *VirtualMachine) CUBLASLt() cublasltapi.API { return m.lt }
+func (m *VirtualMachine) CUBLASLt() cublasapi.LtAPI { return m.lt }
 
 // CuFile returns the machine's cuFile, version 1.15.
 func (m *VirtualMachine) CuFile() cufileapi.API { return m.cufile }

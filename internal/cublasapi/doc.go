@@ -1,5 +1,9 @@
-// Package cublasapi is the part of cuBLAS that package tensor needs: matrix products on a
-// stream.
+// Package cublasapi is the parts of cuBLAS and cuBLASLt that package tensor needs. Products of cuBLAS have few
+// options; cuBLASLt has epilogues and scales, and lets the caller choose the algorithm. The two libraries share their
+// types and results.
+//
+// The numbers of cuBLASLt's attributes are not consecutive, and the library refuses an attribute of
+// another size than its own; [Attributes] has the sizes.
 package cublasapi
 
 import (

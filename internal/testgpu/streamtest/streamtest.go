@@ -175,8 +175,8 @@ func Hold(t testing.TB, s *stream.Stream) (open func()) {
 	return open
 }
 
-// EachInVirtualTime is testgpu.Each whose virtual devices run in virtual time: a wait ends as soon as nothing else happens, however
-// long it is, so a test of a time limit takes no time, and a busy machine does not disturb it. On GPUs the time is real.
+// EachInVirtualTime is testgpu.Each whose virtual devices run in virtual time. There a wait ends as soon as nothing else happens, so
+// a test of a time limit takes no time, and a busy machine does not disturb it. On GPUs the time is real.
 func EachInVirtualTime(t *testing.T, n int, fn func(t *testing.T, devs []*device.Device)) {
 	t.Helper()
 	t.Run("virtual", func(t *testing.T) { RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: n}, fn) })

@@ -1,4 +1,4 @@
-package cublasltapi
+package cublasapi
 
 import (
 	"errors"
@@ -9,13 +9,12 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/dl/dltest"
 )
 
 // signatures has the arguments of each C function as cublasLt.h declares them.
-var signatures = dltest.Signatures{
+var ltSignatures = dltest.Signatures{
 	"cublasLtGetVersion":                   "#",
 	"cublasLtCreate":                       "o8",
 	"cublasLtDestroy":                      "w",
@@ -37,12 +36,12 @@ var signatures = dltest.Signatures{
 	"cublasLtMatmul":                       "w w p4 w w w w p4 w w w w p64 w w w",
 }
 
-func TestRecordedCalls(t *testing.T) {
-	rec := dltest.NewRecorder(t, signatures, 0x1234_0000_0001) // the upper half is noise
-	lib, err := newLib(rec.Resolve, "recorded")
+func TestLtRecordedCalls(t *testing.T) {
+	rec := dltest.NewRecorder(t, ltSignatures, 0x1234_0000_0001) // the upper half is noise
+	lib, err := newLtLib(rec.Resolve, "recorded")
 	require.NoError(t, err)
 
-	var a API = lib
+	var a LtAPI = lib
 	var b strings.Builder
 	line := func(method string, results ...any) {
 		fmt.Fprintf(&b, "%-28s %s %v\n", method, rec.Take(), results)
@@ -55,16 +54,16 @@ func TestRecordedCalls(t *testing.T) {
 	recordAlgorithms(t, a, line)
 
 	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
-	dltest.Golden(t, "testdata/record.golden", b.String())
+	dltest.Golden(t, "testdata/record_lt.golden", b.String())
 }
 
-func recordDescriptors(a API, line func(string, ...any)) {
+func recordDescriptors(a LtAPI, line func(string, ...any)) {
 	v4, v8 := int32(0x11121314), int64(0x2122232425262728)
-	d, r := a.MatmulDescCreate(cublasapi.Compute32F, cublasapi.R32F)
+	d, r := a.MatmulDescCreate(Compute32F, R32F)
 	line("MatmulDescCreate", uintptr(d), int32(r))
 	line("MatmulDescDestroy", int32(a.MatmulDescDestroy(0xd1)))
 	line("MatmulDescSetAttribute", int32(a.MatmulDescSetAttribute(0xd1, DescBiasDataType, unsafe.Pointer(&v4), 4)))
-	l, r := a.MatrixLayoutCreate(cublasapi.R16BF, 1<<33, 1<<34, -1<<35)
+	l, r := a.MatrixLayoutCreate(R16BF, 1<<33, 1<<34, -1<<35)
 	line("MatrixLayoutCreate", uintptr(l), int32(r))
 	line("MatrixLayoutDestroy", int32(a.MatrixLayoutDestroy(0xb1)))
 	line("MatrixLayoutSetAttribute", int32(a.MatrixLayoutSetAttribute(0xb1, LayoutStridedBatchOffset, unsafe.Pointer(&v8), 8)))
@@ -74,9 +73,9 @@ func recordDescriptors(a API, line func(string, ...any)) {
 	line("MatmulPreferenceSetAttribute", int32(a.MatmulPreferenceSetAttribute(0xc1, PreferenceMaxWorkspaceBytes, unsafe.Pointer(&v8), 8)))
 }
 
-func recordAlgorithms(t *testing.T, a API, line func(string, ...any)) {
+func recordAlgorithms(t *testing.T, a LtAPI, line func(string, ...any)) {
 	o := &Operation{Desc: 0xd1, A: 0xb1, B: 0xb2, C: 0xb3, D: 0xb4}
-	types := &Types{cublasapi.Compute32F, cublasapi.R32F, cublasapi.R16F, cublasapi.R16BF, cublasapi.R64F, cublasapi.R8FE4M3}
+	types := &Types{Compute32F, R32F, R16F, R16BF, R64F, R8FE4M3}
 	algo := &Algo{1, 2, 3, 4, 5, 6, 7, 8}
 	results := make([]HeuristicResult, 2)
 	n, r := a.MatmulAlgoGetHeuristic(0xa1, o, 0xc1, results)
@@ -95,26 +94,26 @@ func recordAlgorithms(t *testing.T, a API, line func(string, ...any)) {
 	alpha, beta := float32(0.5), float32(2)
 	one, two := Scalar{Host: unsafe.Pointer(&alpha)}, Scalar{Host: unsafe.Pointer(&beta)}
 	product := func() Result {
-		return a.Matmul(0xa1, 0xd1, one, Matrix{0xe1, 0xb1}, Matrix{0xe2, 0xb2}, two, Matrix{0xe3, 0xb3}, Matrix{0xe4, 0xb4},
+		return a.Matmul(0xa1, 0xd1, one, LtMatrix{0xe1, 0xb1}, LtMatrix{0xe2, 0xb2}, two, LtMatrix{0xe3, 0xb3}, LtMatrix{0xe4, 0xb4},
 			algo, 0xf00, 1<<33, 0x51)
 	}
 	line("Matmul", int32(product()))
 	require.Zero(t, testing.AllocsPerRun(200, func() { product() }))
 }
 
-func TestOpenRefusesOtherLibrary(t *testing.T) {
+func TestLtOpenRefusesOtherLibrary(t *testing.T) {
 	lib := dltest.Load(t, "int cublasLtCreate(void **h) { return 0; }")
-	_, err := newLib(lib.Symbol, "/lib/libcublasLt.so.12")
+	_, err := newLtLib(lib.Symbol, "/lib/libcublasLt.so.12")
 	var e *dl.VersionError
 	require.ErrorAs(t, err, &e)
-	require.Len(t, e.Missing, len(symbols)-1)
+	require.Len(t, e.Missing, len(ltSymbols)-1)
 	require.ErrorIs(t, err, errors.ErrUnsupported)
 }
 
-func TestTables(t *testing.T) {
-	require.Len(t, signatures, len(symbols))
-	for i, f := range symbols {
-		require.Contains(t, signatures, f.Name, "function %d", i)
+func TestLtTables(t *testing.T) {
+	require.Len(t, ltSignatures, len(ltSymbols))
+	for i, f := range ltSymbols {
+		require.Contains(t, ltSignatures, f.Name, "function %d", i)
 	}
 	require.Equal(t, uintptr(64), unsafe.Sizeof(Algo{}))
 	var x HeuristicResult
@@ -122,7 +121,7 @@ func TestTables(t *testing.T) {
 }
 
 // names has the C names of the constants, without a common prefix.
-var names = map[string]map[string]int64{
+var ltNames = map[string]map[string]int64{
 	"CUBLASLT_MATMUL_DESC_": {
 		"COMPUTE_TYPE": int64(DescComputeType), "SCALE_TYPE": int64(DescScaleType), "POINTER_MODE": int64(DescPointerMode),
 		"TRANSA": int64(DescTransA), "TRANSB": int64(DescTransB), "EPILOGUE": int64(DescEpilogue),
@@ -169,15 +168,15 @@ var names = map[string]map[string]int64{
 	"CUBLASLT_MATMUL_MATRIX_SCALE_": {"SCALAR_32F": int64(ScaleScalar32F), "OUTER_VEC_32F": int64(ScaleOuterVec32F)},
 }
 
-func TestHeader(t *testing.T) {
+func TestLtHeader(t *testing.T) {
 	h := dltest.FindHeader(t, "cublasLt.h", "cuda_runtime.h")
-	h.RequirePrototypes(signatures)
+	h.RequirePrototypes(ltSignatures)
 	values := map[string]int64{
 		"sizeof(cublasLtMatmulAlgo_t)": 64, "sizeof(cublasLtMatmulHeuristicResult_t)": 96,
 		"offsetof(cublasLtMatmulHeuristicResult_t, workspaceSize)": 64, "offsetof(cublasLtMatmulHeuristicResult_t, state)": 72,
 		"offsetof(cublasLtMatmulHeuristicResult_t, wavesCount)": 76,
 	}
-	for prefix, group := range names {
+	for prefix, group := range ltNames {
 		for name, v := range group {
 			if h.Mentions(prefix + name) { // a header may be older than the newest attributes
 				values[prefix+name] = v
@@ -189,22 +188,22 @@ func TestHeader(t *testing.T) {
 }
 
 // Without a GPU the library still makes descriptors and checks the sizes of attributes.
-func TestInstalledLibrary(t *testing.T) {
-	lib, err := Open()
+func TestLtInstalledLibrary(t *testing.T) {
+	lib, err := OpenLt()
 	if err != nil {
 		t.Skip(err)
 	}
 	t.Log(lib.Path(), lib.GetVersion())
 	require.GreaterOrEqual(t, lib.GetVersion(), uintptr(120000))
-	d, r := lib.MatmulDescCreate(cublasapi.Compute32F, cublasapi.R32F)
-	require.Equal(t, cublasapi.Success, r)
-	defer func() { require.Equal(t, cublasapi.Success, lib.MatmulDescDestroy(d)) }()
+	d, r := lib.MatmulDescCreate(Compute32F, R32F)
+	require.Equal(t, Success, r)
+	defer func() { require.Equal(t, Success, lib.MatmulDescDestroy(d)) }()
 	v := [16]byte{1} // which is valid for all of them
 	for a, size := range Attributes {
 		if a >= DescAScaleMode && lib.GetVersion() < 120800 || a == DescComputeType || a == DescScaleType {
 			continue
 		}
-		require.Equal(t, cublasapi.Success, lib.MatmulDescSetAttribute(d, a, unsafe.Pointer(&v), size), "attribute %d", a)
-		require.Equal(t, cublasapi.InvalidValue, lib.MatmulDescSetAttribute(d, a, unsafe.Pointer(&v), size+1), "attribute %d", a)
+		require.Equal(t, Success, lib.MatmulDescSetAttribute(d, a, unsafe.Pointer(&v), size), "attribute %d", a)
+		require.Equal(t, InvalidValue, lib.MatmulDescSetAttribute(d, a, unsafe.Pointer(&v), size+1), "attribute %d", a)
 	}
 }

@@ -1,6 +1,7 @@
 package checkpoint
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -39,9 +40,7 @@ func (s *Saved) Restore(ctx context.Context, g *comm.Group, parts [][]Part, cfg 
 		return nil, fmt.Errorf("checkpoint: restore: %w", err)
 	}
 	r := &restoring{saved: s, peers: w, parts: parts}
-	if cfg != nil {
-		r.cfg = *cfg
-	}
+	r.cfg = *cmp.Or(cfg, new(RestoreConfig))
 	if r.cfg.RoundBytes <= 0 {
 		r.cfg.RoundBytes = defaultRound
 	}

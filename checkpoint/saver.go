@@ -107,9 +107,7 @@ func newSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part,
 		return nil, fmt.Errorf("checkpoint: new saver: %w", err)
 	}
 	v := &Saver{folder: folder, fs: fs, group: g, ranks: w.ranks, root: w.locals[0].rank == 0, fence: fenceOf(g)}
-	if cfg != nil {
-		v.cfg = *cfg
-	}
+	v.cfg = *cmp.Or(cfg, new(SaverConfig))
 	if v.cfg.Timeout == 0 {
 		v.cfg.Timeout = 10 * time.Minute
 	}

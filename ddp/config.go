@@ -70,10 +70,7 @@ type ReducerConfig struct {
 
 // filled checks the options for gradients of the given types, and puts in the defaults.
 func filled(cfg *ReducerConfig, types []memory.DType) (ReducerConfig, error) {
-	c := ReducerConfig{}
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(ReducerConfig))
 	var err error
 	if c.BucketBytes, c.FirstBucketBytes, err = bucketSizes(c.BucketBytes, c.FirstBucketBytes); err != nil {
 		return c, fmt.Errorf("ddp: new reducer: %w", err)

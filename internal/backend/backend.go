@@ -62,10 +62,7 @@ type Config struct {
 
 // Open initializes the driver of the backend.
 func Open(cfg *Config) (*System, error) {
-	var c Config
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(Config))
 	if c.Backend == "" {
 		b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 		if err != nil {

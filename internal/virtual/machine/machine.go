@@ -1,6 +1,7 @@
 package machine
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"fmt"
 	"math/rand/v2"
@@ -92,9 +93,7 @@ func New(cfg *Config) (*Machine, error) {
 		lastHandle:   0x5000,
 	}
 	m.room.L = &m.mu
-	if cfg != nil {
-		m.cfg = *cfg
-	}
+	m.cfg = *cmp.Or(cfg, new(Config))
 	if err := m.configure(); err != nil {
 		return nil, err
 	}

@@ -81,7 +81,7 @@ func TestTables(t *testing.T) {
 }
 
 func TestEveryResultIsNamed(t *testing.T) {
-	constants := dltest.Constants(t, "lib.go", "Result")
+	constants := dltest.Constants(t, "cublas.go", "Result")
 	for name, v := range constants {
 		require.Contains(t, names, Result(v), name)
 	}

@@ -126,13 +126,18 @@ func (w *peers) agree(ctx context.Context, op, path string, errs []error, plan s
 		if err := firstFailed(w, op, all, errs); err != nil {
 			return err
 		}
-		for rank, said := range all {
-			if said.Value != all[0].Value {
-				return fmt.Errorf("checkpoint: %s %s: rank %d has another plan, other files or other options: they must be the same on all ranks", op, path, rank)
-			}
-		}
-		return nil
+		return samePlans(op, path, all, func(plan string) string { return plan })
 	})
+}
+
+// samePlans returns an error if a rank has another plan than rank 0.
+func samePlans[T any](op, path string, all []collective.Said[T], plan func(T) string) error {
+	for rank, said := range all {
+		if plan(said.Value) != plan(all[0].Value) {
+			return fmt.Errorf("checkpoint: %s %s: rank %d has another plan, other files or other options: they must be the same on all ranks", op, path, rank)
+		}
+	}
+	return nil
 }
 
 // firstFailed returns the error of the first rank that failed, or nil.

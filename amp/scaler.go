@@ -68,10 +68,7 @@ func NewScaler(s *stream.Stream, cfg *ScalerConfig) (*Scaler, error) {
 	if s == nil {
 		return nil, refuse(op, "no stream given")
 	}
-	var c ScalerConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(ScalerConfig))
 	c.InitScale, c.GrowthFactor = cmp.Or(c.InitScale, 65536), cmp.Or(c.GrowthFactor, 2)
 	c.BackoffFactor, c.GrowthInterval = cmp.Or(c.BackoffFactor, 0.5), cmp.Or(c.GrowthInterval, 2000)
 	if c.Disabled {
@@ -294,10 +291,7 @@ func (sc *Scaler) Step(s *stream.Stream, opt *optim.Optimizer, cfg *optim.StepCo
 	if sc.cfg.Disabled {
 		return opt.Step(s, cfg)
 	}
-	var c optim.StepConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(optim.StepConfig))
 	if c.GradScale.Len() != 0 || c.FoundInf.Len() != 0 {
 		return refuse(op, "GradScale or FoundInf are set: the scaler sets them")
 	}

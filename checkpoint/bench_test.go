@@ -12,7 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/testgpu/buffers"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 )
 
 var benchBytes = flag.Int64("bytes", 0, "how large the files of the benchmarks are; 0 is 8 GiB with a GPU and 256 MiB without")
@@ -20,8 +20,8 @@ var benchBytes = flag.Int64("bytes", 0, "how large the files of the benchmarks a
 // BenchmarkLoad loads a checkpoint in memory to all devices by several plans, in rounds
 // of several sizes.
 func BenchmarkLoad(b *testing.B) {
-	devs := buffers.BenchDevices(b)
-	path := benchCheckpoint(b, buffers.BenchBytes(devs[0], *benchBytes))
+	devs := streamtest.BenchDevices(b)
+	path := benchCheckpoint(b, streamtest.BenchBytes(devs[0], *benchBytes))
 	g := localGroup(b, devs)
 	for _, p := range []struct {
 		name string
@@ -49,7 +49,7 @@ func benchCheckpoint(b *testing.B, bytes int64) string {
 	}
 	h, start, err := safetensors.NewHeader(infos, nil)
 	require.NoError(b, err)
-	path := buffers.BenchFile(b, "/dev/shm", h.Size)
+	path := streamtest.BenchFile(b, "/dev/shm", h.Size)
 	f, err := os.OpenFile(path, os.O_WRONLY, 0)
 	require.NoError(b, err)
 	_, err = f.WriteAt(start, 0)

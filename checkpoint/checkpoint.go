@@ -86,10 +86,7 @@ func openIn(folder string, names []string, cfg *gds.FileConfig) (*Checkpoint, er
 
 // within returns a configuration for names in a folder.
 func within(cfg *gds.FileConfig, root *os.Root) *gds.FileConfig {
-	var c gds.FileConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(gds.FileConfig))
 	*inside.Of(&c) = root
 	return &c
 }

@@ -70,10 +70,7 @@ func (c *Checkpoint) LoadOn(ctx context.Context, s *stream.Stream, cfg *LoadConf
 }
 
 func (c *Checkpoint) load(ctx context.Context, w *peers, cfg *LoadConfig) ([]*Weights, error) {
-	var lc LoadConfig
-	if cfg != nil {
-		lc = *cfg
-	}
+	lc := *cmp.Or(cfg, new(LoadConfig))
 	return c.loadPlaced(ctx, w, &lc, func() ([]*placed, error) { return c.place(&lc, w) })
 }
 

@@ -10,7 +10,9 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -102,50 +104,47 @@ func messageContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return long, func() { stop(); cancel(nil) }
 }
 
-// A rankStatus is the message of a rank before it begins, and after a failure.
-type rankStatus struct {
-	Reason string // why it cannot go on
-	Plan   string // identifies its plan
-}
-
-// exchange returns the states of all ranks. errs are by local rank.
-func (w *peers) exchange(ctx context.Context, errs []error, plan string) ([]rankStatus, error) {
-	all := make([]rankStatus, len(errs))
-	for i, err := range errs {
-		all[i].Plan = plan
-		if err != nil {
-			all[i].Reason = err.Error()
-		}
-	}
+// agree exchanges a value of each rank, or why the rank cannot go on, and returns on all ranks what judge returns. mine and
+// errs are by local rank.
+func agree[T any](ctx context.Context, w *peers, op string, mine []T, errs []error, judge func(all []collective.Said[T]) error) error {
 	if !w.remote() {
-		return all, nil
+		all := make([]collective.Said[T], len(mine))
+		for i := range mine {
+			all[i] = collective.SaidOf(mine[i], errs[i])
+		}
+		return judge(all)
 	}
 	ctx, cancel := messageContext(ctx)
 	defer cancel()
-	all, err := comm.GatherValues(ctx, w.group, nil, all...)
-	if slices.ContainsFunc(all, func(x rankStatus) bool { return x != rankStatus{Plan: plan} }) {
-		// A rank that ends now must not end the exchange for ranks that do not have all
-		// values yet. A rank that does not come to the barrier has them, or is lost.
-		_ = w.group.Barrier(ctx)
-	}
-	return all, err
+	return groups.Agree(ctx, w.group, op, mine, errs, judge)
 }
 
 // agree exchanges the failures of all processes. It returns the error of the first rank that
 // failed, or an error if the processes have different plans. errs are by local rank.
 func (w *peers) agree(ctx context.Context, op, path string, errs []error, plan string) error {
-	all, err := w.exchange(ctx, errs, plan)
-	if err != nil {
-		return fmt.Errorf("checkpoint: %s %s: %w", op, path, errors.Join(errors.Join(errs...), err))
-	}
+	return agree(ctx, w, fmt.Sprintf("checkpoint: %s %s", op, path), slices.Repeat([]string{plan}, len(errs)), errs, func(all []collective.Said[string]) error {
+		if err := firstFailed(w, op, all, errs); err != nil {
+			return err
+		}
+		return samePlans(op, path, all, func(plan string) string { return plan })
+	})
+}
+
+// samePlans returns an error if a rank has another plan than rank 0.
+func samePlans[T any](op, path string, all []collective.Said[T], plan func(T) string) error {
 	for rank, said := range all {
-		if said.Reason != "" {
-			return w.rankError(op, rank, said.Reason, errs)
+		if plan(said.Value) != plan(all[0].Value) {
+			return fmt.Errorf("checkpoint: %s %s: rank %d has another plan, other files or other options: they must be the same on all ranks", op, path, rank)
 		}
 	}
+	return nil
+}
+
+// firstFailed returns the error of the first rank that failed, or nil.
+func firstFailed[T any](w *peers, op string, all []collective.Said[T], errs []error) error {
 	for rank, said := range all {
-		if said.Plan != plan {
-			return fmt.Errorf("checkpoint: %s %s: rank %d has another plan, other files or other options: they must be the same on all ranks", op, path, rank)
+		if said.Failed != "" {
+			return w.rankError(op, rank, said.Failed, errs)
 		}
 	}
 	return nil

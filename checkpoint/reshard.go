@@ -54,9 +54,7 @@ func Reshard(ctx context.Context, from, to string, cfg *ReshardConfig) error {
 
 func reshard(ctx context.Context, from, to string, cfg *ReshardConfig, fs fileSystem) error {
 	r := &resharding{from: from, to: filepath.Clean(to), fs: fs}
-	if cfg != nil {
-		r.cfg = *cfg
-	}
+	r.cfg = *cmp.Or(cfg, new(ReshardConfig))
 	err := r.open(ctx)
 	if err == nil {
 		r.temp = filepath.Join(filepath.Dir(r.to), tempPrefix+filepath.Base(r.to)+"-"+rand.Text()[:8])
@@ -224,10 +222,7 @@ func (r *resharding) describe(sums []map[string]hash.Hash) {
 // which Hugging Face's readers want. Export needs 8 MiB of memory for each file that it writes
 // at the same time, at most 16, and returns when the files are on the disk.
 func (c *Checkpoint) Export(ctx context.Context, path string, cfg *SaveConfig) error {
-	var sc SaveConfig
-	if cfg != nil {
-		sc = *cfg
-	}
+	sc := *cmp.Or(cfg, new(SaveConfig))
 	if !strings.HasSuffix(path, extension) || sc.MaxFileBytes < 0 {
 		return fmt.Errorf("checkpoint: export to %s in files of %d bytes: want a name that ends in %s, and 0 bytes or more", path, sc.MaxFileBytes, extension)
 	}

@@ -1,12 +1,14 @@
 package checkpoint
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"slices"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -39,9 +41,7 @@ func (s *Saved) Restore(ctx context.Context, g *comm.Group, parts [][]Part, cfg 
 		return nil, fmt.Errorf("checkpoint: restore: %w", err)
 	}
 	r := &restoring{saved: s, peers: w, parts: parts}
-	if cfg != nil {
-		r.cfg = *cfg
-	}
+	r.cfg = *cmp.Or(cfg, new(RestoreConfig))
 	if r.cfg.RoundBytes <= 0 {
 		r.cfg.RoundBytes = defaultRound
 	}
@@ -87,42 +87,34 @@ type wanted struct {
 // agreeToMatch computes the moves, and compares the checkpoints and the moves of all ranks. If one
 // rank refuses, all ranks return its reason, because the other ranks would wait for its bytes.
 func (r *restoring) agreeToMatch(ctx context.Context) (*Restored, error) {
-	var res *Restored
-	err := r.sameSave(ctx)
-	if err == nil {
-		res, err = r.match()
-	}
+	res, err := r.match()
 	errs := make([]error, len(r.locals))
 	if err != nil {
 		errs[0] = fmt.Errorf("checkpoint: restore %s: %w", r.saved.folder, err)
 	}
-	if err := r.agree(ctx, "restore", r.saved.folder, errs, r.fingerprint(placedOf(r.moves), r.cfg.RoundBytes)); err != nil {
+	type opened struct {
+		ID           string
+		Step         int64
+		Folder, Plan string
+	}
+	m := r.saved.m
+	mine := opened{m.ID, m.Step, r.saved.folder, r.fingerprint(placedOf(r.moves), r.cfg.RoundBytes)}
+	err = agree(ctx, r.peers, "checkpoint: restore "+r.saved.folder, slices.Repeat([]opened{mine}, len(errs)), errs, func(all []collective.Said[opened]) error {
+		first := all[0].Value
+		for rank, x := range all {
+			if x := x.Value; x.ID != first.ID || x.Step != first.Step {
+				return fmt.Errorf("checkpoint: restore %s: rank %d has opened step %d (save %s), and rank 0 step %d (save %s) in %s: all ranks must open the same save, as Latest does", x.Folder, rank, x.Step, x.ID, first.Step, first.ID, first.Folder)
+			}
+		}
+		if err := firstFailed(r.peers, "restore", all, errs); err != nil {
+			return err
+		}
+		return samePlans("restore", r.saved.folder, all, func(x opened) string { return x.Plan })
+	})
+	if err != nil {
 		return nil, err
 	}
 	return res, nil
-}
-
-// sameSave returns an error if this process has opened another save than rank 0.
-func (r *restoring) sameSave(ctx context.Context) error {
-	if !r.remote() {
-		return nil
-	}
-	type opened struct {
-		ID     string
-		Step   int64
-		Folder string
-	}
-	m := r.saved.m
-	first := opened{m.ID, m.Step, r.saved.folder}
-	long, cancel := messageContext(ctx)
-	defer cancel()
-	if err := comm.BroadcastValue(long, r.group, 0, &first, nil); err != nil {
-		return err
-	}
-	if first.ID == m.ID && first.Step == m.Step {
-		return nil
-	}
-	return fmt.Errorf("this rank has opened step %d (save %s), and rank 0 step %d (save %s) in %s: all ranks must open the same save, as Latest does", m.Step, m.ID, first.Step, first.ID, first.Folder)
 }
 
 // match computes the moves for all parts.

@@ -77,9 +77,7 @@ func save(ctx context.Context, w *peers, path string, weights []*Weights, cfg *S
 
 func newSaving(w *peers, path string, cfg *SaveConfig) *saving {
 	s := &saving{executor: &executor{peers: w, op: "save", path: path}}
-	if cfg != nil {
-		s.cfg = *cfg
-	}
+	s.cfg = *cmp.Or(cfg, new(SaveConfig))
 	return s
 }
 
@@ -242,10 +240,7 @@ func (s *saving) release() error {
 // SaveTensors writes tensors of the device of s, of any layout, as Save writes weights
 // (safetensors.torch.save_file). It comes after the work that is now on s.
 func SaveTensors(ctx context.Context, s *stream.Stream, path string, tensors map[string]tensor.Tensor, cfg *SaveConfig) error {
-	var c SaveConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(SaveConfig))
 	infos, err := describe(s, path, tensors, c.MaxFileBytes)
 	if err != nil {
 		return err

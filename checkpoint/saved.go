@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -256,47 +257,43 @@ func tryOpen(ctx context.Context, w *peers, path string) (s *Saved, reason strin
 			errs[i] = s.verifyShare(ctx, l.rank, w.ranks)
 		}
 	}
-	all, err := w.exchange(ctx, errs, id)
-	for rank, x := range all {
-		switch {
-		case x.Reason != "" && w.remote():
-			return s, fmt.Sprintf("rank %d: %s", rank, x.Reason), err
-		case x.Reason != "":
-			return s, x.Reason, err
-		case x.Plan != all[0].Plan:
-			return s, fmt.Sprintf("rank %d sees another checkpoint of this step than rank 0", rank), err
+	err = agree(ctx, w, "compare the checkpoint", slices.Repeat([]string{id}, len(errs)), errs, func(all []collective.Said[string]) error {
+		for rank, x := range all {
+			switch {
+			case x.Failed != "" && w.remote():
+				reason = fmt.Sprintf("rank %d: %s", rank, x.Failed)
+			case x.Failed != "":
+				reason = x.Failed
+			case x.Value != all[0].Value:
+				reason = fmt.Sprintf("rank %d sees another checkpoint of this step than rank 0", rank)
+			}
+			if reason != "" {
+				return errors.New(reason)
+			}
 		}
+		return nil
+	})
+	if reason != "" {
+		return s, reason, nil
 	}
 	return s, "", err
 }
 
 // agreedSteps returns the steps that the first process sees.
-func agreedSteps(ctx context.Context, w *peers, folder string) ([]int64, error) {
-	type listing struct {
-		Steps  []int64
-		Reason string
-	}
-	var l listing
-	var err error
+func agreedSteps(ctx context.Context, w *peers, folder string) (steps []int64, err error) {
+	mine, errs := make([][]int64, len(w.locals)), make([]error, len(w.locals))
 	if w.locals[0].rank == 0 {
-		if l.Steps, err = stepsIn(folder); errors.Is(err, os.ErrNotExist) {
-			err = nil
-		}
-		if err != nil {
-			l.Reason = err.Error()
+		if mine[0], errs[0] = stepsIn(folder); errors.Is(errs[0], os.ErrNotExist) {
+			errs[0] = nil
 		}
 	}
-	if w.remote() {
-		long, cancel := messageContext(ctx)
-		defer cancel()
-		if err := comm.BroadcastValue(long, w.group, 0, &l, nil); err != nil {
-			return nil, err
+	err = agree(ctx, w, "list the checkpoints", mine, errs, func(all []collective.Said[[]int64]) error {
+		if steps = all[0].Value; all[0].Failed != "" {
+			return errors.New(all[0].Failed)
 		}
-	}
-	if l.Reason != "" {
-		return nil, errors.New(l.Reason)
-	}
-	return l.Steps, nil
+		return nil
+	})
+	return steps, err
 }
 
 // List returns the folders of the checkpoints in a folder that a Saver used, the oldest first. A checkpoint

@@ -21,6 +21,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/gds/safetensors"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/stream"
 )
@@ -106,9 +107,7 @@ func newSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part,
 		return nil, fmt.Errorf("checkpoint: new saver: %w", err)
 	}
 	v := &Saver{folder: folder, fs: fs, group: g, ranks: w.ranks, root: w.locals[0].rank == 0, fence: fenceOf(g)}
-	if cfg != nil {
-		v.cfg = *cfg
-	}
+	v.cfg = *cmp.Or(cfg, new(SaverConfig))
 	if v.cfg.Timeout == 0 {
 		v.cfg.Timeout = 10 * time.Minute
 	}
@@ -133,19 +132,13 @@ func exchange(ctx context.Context, w *peers, op, folder string, parts [][]Part) 
 		}
 		mine[i], errs[i] = describeParts(op, l.stream, parts[i])
 	}
-	if err := w.agree(ctx, op, folder, errs, ""); err != nil {
-		return nil, err
-	}
-	if !w.remote() {
-		return mine, nil
-	}
-	long, cancel := messageContext(ctx)
-	defer cancel()
-	by, err := comm.GatherValues(long, w.group, nil, mine...)
-	if err != nil {
-		return nil, fmt.Errorf("checkpoint: %s %s: %w", op, folder, err)
-	}
-	return by, nil
+	by := make([][]partInfo, w.ranks)
+	return by, agree(ctx, w, fmt.Sprintf("checkpoint: %s %s", op, folder), mine, errs, func(all []collective.Said[[]partInfo]) error {
+		for rank, x := range all {
+			by[rank] = x.Value
+		}
+		return firstFailed(w, op, all, errs)
+	})
 }
 
 // begin divides the work and allocates the memory of this process.

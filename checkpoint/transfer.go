@@ -6,9 +6,9 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/memory"
@@ -83,27 +83,27 @@ func NewTransfer(ctx context.Context, g *comm.Group, dst, src [][]Part, cfg *Tra
 	if budget < 0 {
 		errs[0] = fmt.Errorf("checkpoint: %s: RoundBytes is %d: want 0 or more", op, budget)
 	}
-	if err := w.agree(ctx, op, "between ranks", errs, strconv.Itoa(budget)); err != nil {
+	for i := range mine {
+		mine[i].Budget = budget
+	}
+	var rounds []*transferRound
+	var scratch []int
+	if err := agree(ctx, w, "checkpoint: "+op, mine, errs, func(all []collective.Said[transferInfo]) (err error) {
+		if err := firstFailed(w, op, all, errs); err != nil {
+			return err
+		}
+		wants, has := make([][]partInfo, w.ranks), make([][]partInfo, w.ranks)
+		for rank, x := range all {
+			if wants[rank], has[rank] = x.Value.Dst, x.Value.Src; x.Value.Budget != all[0].Value.Budget {
+				return fmt.Errorf("checkpoint: %s: rank %d has rounds of %d bytes and rank 0 of %d: give the same RoundBytes on all ranks", op, rank, x.Value.Budget, all[0].Value.Budget)
+			}
+		}
+		if rounds, scratch, err = planTransfer(wants, has, budget); err != nil {
+			err = fmt.Errorf("checkpoint: %s: %w", op, err)
+		}
+		return err
+	}); err != nil {
 		return nil, err
-	}
-	all := mine
-	if w.remote() {
-		long, cancel := messageContext(ctx)
-		defer cancel()
-		if all, err = comm.GatherValues(long, w.group, nil, mine...); err != nil {
-			return nil, fmt.Errorf("checkpoint: %s: %w", op, err)
-		}
-	}
-	wants, has := make([][]partInfo, w.ranks), make([][]partInfo, w.ranks)
-	for rank, x := range all {
-		wants[rank], has[rank] = x.Dst, x.Src
-	}
-	rounds, scratch, err := planTransfer(wants, has, budget)
-	if err != nil { // on all ranks
-		if w.remote() {
-			_ = w.group.Barrier(ctx) // a rank that ends now must not end the exchange of the others
-		}
-		return nil, fmt.Errorf("checkpoint: %s: %w", op, err)
 	}
 	errs = t.build(rounds, scratch)
 	if err := w.agree(ctx, op, "between ranks", errs, ""); err != nil {
@@ -113,7 +113,10 @@ func NewTransfer(ctx context.Context, g *comm.Group, dst, src [][]Part, cfg *Tra
 }
 
 // transferInfo is what ranks exchange.
-type transferInfo struct{ Dst, Src []partInfo }
+type transferInfo struct {
+	Dst, Src []partInfo
+	Budget   int // the bytes of a round
+}
 
 // describe checks and describes the parts of the local ranks.
 func (t *Transfer) describe(op string, dst, src [][]Part) ([]transferInfo, []error) {

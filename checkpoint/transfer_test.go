@@ -331,7 +331,7 @@ func TestTransferRefuses(t *testing.T) {
 	}
 	wg.Wait()
 	for _, err := range errs {
-		require.ErrorContains(t, err, "another plan, other files or other options")
+		require.ErrorContains(t, err, "give the same RoundBytes on all ranks")
 	}
 }
 

@@ -132,10 +132,7 @@ func Join(ctx context.Context, cfg *JoinConfig) (*Session, error) {
 }
 
 func (cfg *JoinConfig) complete() (*JoinConfig, error) {
-	var c JoinConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(JoinConfig))
 	if c.Job == "" {
 		c.Job = "chorus"
 	}

@@ -3,6 +3,8 @@ package cluster
 import (
 	"context"
 	"errors"
+	"os"
+	"slices"
 	"sync"
 
 	"github.com/gochorus/chorus/internal/handle"
@@ -87,4 +89,80 @@ func (s *Session) Close() error {
 		s.cancel(ErrClosed)
 	})
 	return nil
+}
+
+// A membership is the place of this process in a world, with the world's store.
+type membership struct {
+	view
+	job     string
+	me      Member
+	members []Member
+	ctx     context.Context
+	key     job.Credential
+	by      job.Leader // the coordinator that began it
+	number  uint64     // of the epoch
+}
+
+// soloMembership returns a world of one process, which ends with parent.
+func soloMembership(parent context.Context, cfg *JoinConfig) (membership, context.CancelCauseFunc) {
+	me := Member{LocalSize: 1, Host: cfg.Host, PID: os.Getpid(), Name: cfg.Name}
+	m := membership{job: cfg.Job, me: me, members: []Member{me}, key: job.Credential{Key: job.RandomBytes(job.KeyBytes), Worker: true}}
+	ctx, cancel := context.WithCancelCause(parent)
+	m.ctx, m.view = ctx, Store{calls: job.NewSolo(ctx), timeout: cfg.Timing.Call}
+	return m, cancel
+}
+
+// Rank returns the rank of this process in the world, 0 to Size-1.
+func (s *membership) Rank() int { return s.me.Rank }
+
+// Size returns the world size.
+func (s *membership) Size() int { return len(s.members) }
+
+// LocalRank returns the rank of this process on its host. Under `chorus run` it
+// is also the ordinal of its device.
+func (s *membership) LocalRank() int { return s.me.LocalRank }
+
+// LocalSize returns the number of processes on this host.
+func (s *membership) LocalSize() int { return s.me.LocalSize }
+
+// Node returns the index of this host in the job.
+func (s *membership) Node() int { return s.me.Node }
+
+// Host returns the name of this host in the job.
+func (s *membership) Host() string { return s.me.Host }
+
+// Job returns the name of the job.
+func (s *membership) Job() string { return s.job }
+
+// Fence returns a token for data outside of the job, such as files. Each start of the job has another run. Within a run, a later epoch
+// has a greater number. Processes that were cut off may still be in an earlier epoch than the job: refuse
+// what they write if a later epoch has written. The term counts the coordinators of the job. In a world of one process,
+// run is "".
+func (s *membership) Fence() (run string, term, epoch uint64) {
+	return s.by.Run, s.by.Term, s.number
+}
+
+// Key returns 32 bytes that all processes of the job derive from its secret for one purpose, for
+// example for the encryption of their data. It is the same in all epochs of a run of the job, and another one in the
+// next run: data that must outlive the run needs a key of its own. The keys of two purposes tell nothing about each other. If
+// the job has no secret, Key returns a *ConfigError.
+func (s *membership) Key(purpose string) ([]byte, error) {
+	return s.key.Derive(s.job, s.by.Run, purpose)
+}
+
+// Members returns all processes of the world, by rank. The caller
+// may change the slice.
+func (s *membership) Members() []Member { return slices.Clone(s.members) }
+
+// Context is cancelled when a process of the job is lost, with a *MemberLostError
+// as its cause, or when the session is closed, with ErrClosed. It has no values
+// and no deadline.
+func (s *membership) Context() context.Context { return s.ctx }
+
+// deadline adds the default deadline if ctx has none.
+func (s *Store) deadline(ctx context.Context) (context.Context, context.CancelFunc) {
+	if _, ok := ctx.Deadline(); ok {
+		return ctx, func() {}
+	}
+	return context.WithTimeout(ctx, s.timeout)
 }

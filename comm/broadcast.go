@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -33,7 +34,7 @@ type BroadcastConfig struct {
 // or NCCL's broadcast if each device of the group has one contiguous tensor of the same
 // type. Broadcast converts between types, which torch leaves to NCCL to refuse.
 func Broadcast(g *Group, t tensor.Tensor, cfg *BroadcastConfig) ([]tensor.Tensor, error) {
-	c := orZero(cfg)
+	c := *cmp.Or(cfg, new(BroadcastConfig))
 	return locked(g, "broadcast", func() ([]tensor.Tensor, error) { return g.broadcastTo(t, &c) })
 }
 
@@ -165,7 +166,7 @@ type BroadcastCoalescedConfig struct {
 // not flattened first.
 func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedConfig) ([][]tensor.Tensor, error) {
 	const op = "broadcast-coalesced"
-	c := orZero(cfg)
+	c := *cmp.Or(cfg, new(BroadcastCoalescedConfig))
 	return locked(g, op, func() ([][]tensor.Tensor, error) {
 		devs, size, err := g.checkCoalesced(op, ts, &c)
 		if err != nil {
@@ -319,7 +320,7 @@ type ReduceAddCoalescedConfig struct {
 // flattened first.
 func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalescedConfig) ([]tensor.Tensor, error) {
 	const op = "reduce-add-coalesced"
-	c := orZero(cfg)
+	c := *cmp.Or(cfg, new(ReduceAddCoalescedConfig))
 	return locked(g, op, func() ([]tensor.Tensor, error) { return g.addBuckets(op, tss, &c) })
 }
 

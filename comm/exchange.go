@@ -8,13 +8,14 @@ import (
 	"slices"
 	"time"
 
-	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/collective"
+	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/stream"
 )
 
 // exchangeBy returns the exchange of a rank of this process over a Rendezvous. Rank 0 gathers the values and
 // publishes them together, so that the number of calls grows linearly with the number of ranks.
-func exchangeBy(r Rendezvous, prefix string, rank, size int) fabric.Exchange {
+func exchangeBy(r Rendezvous, prefix string, rank, size int) collective.Exchange {
 	round := 0
 	return func(ctx context.Context, mine []byte) ([][]byte, error) {
 		at := fmt.Sprint(prefix, round, "/")
@@ -183,7 +184,7 @@ func knownToAll(err error) bool {
 	if _, own := errors.AsType[*localError](err); own {
 		return false
 	}
-	_, known := errors.AsType[*fabric.ToldError](err)
+	_, known := errors.AsType[*collective.ToldError](err)
 	return known || errors.Is(err, ErrMismatch)
 }
 
@@ -227,21 +228,13 @@ func (g *Group) checkSame(ctx context.Context, op, has, cure string) error {
 	if err := g.check(op); err != nil {
 		return err
 	}
-	if len(g.members) == g.size {
-		if err := context.Cause(ctx); err != nil {
-			return fmt.Errorf("comm: %s: %w", op, err)
+	return groups.Agree(ctx, g, "comm: "+op, slices.Repeat([]string{has}, len(g.members)), nil, func(all []collective.Said[string]) error {
+		i := slices.IndexFunc(all, func(x collective.Said[string]) bool { return x.Value != all[0].Value })
+		if i < 0 {
+			return nil
 		}
-		return nil
-	}
-	all, err := GatherValues(ctx, g, nil, slices.Repeat([]string{has}, len(g.members))...)
-	if err != nil {
-		return fmt.Errorf("comm: %s: %w", op, err)
-	}
-	i := slices.IndexFunc(all, func(x string) bool { return x != all[0] })
-	if i < 0 {
-		return nil
-	}
-	return g.conclude(ctx, true, badArgument(op, "rank 0 has %s and rank %d %s: %s", all[0], i, all[i], cure))
+		return badArgument(op, "rank 0 has %s and rank %d %s: %s", all[0].Value, i, all[i].Value, cure)
+	})
 }
 
 // Between enqueues collectives between two points of other streams. The group's streams wait

@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/handle"
@@ -547,7 +546,7 @@ func concurrently(comms []*nccl.Communicator, end func(*nccl.Communicator) error
 
 // openRouters opens everything that the strategy needs and the devices support, and lets it
 // execute the collectives of the group. hosts has the host of each rank; nil means one host.
-func (g *Group) openRouters(ctx context.Context, s route.Strategy, hosts []int, exchange func(rank int) fabric.Exchange) (err error) {
+func (g *Group) openRouters(ctx context.Context, s route.Strategy, hosts []int, exchange func(rank int) collective.Exchange) (err error) {
 	g.routers, err = route.Open(ctx, s, g.cfg.order(hosts), g.comms(), g.Streams(), exchange)
 	if err != nil || len(g.routers) == 0 {
 		return err
@@ -605,6 +604,17 @@ func (x internals) Check(op string) error { return x.g.check(op) }
 
 func (x internals) CheckSame(ctx context.Context, op, given string) error {
 	return x.g.checkSame(ctx, op, given, sameArguments)
+}
+
+func (x internals) Exchange(ctx context.Context, mine [][]byte) ([][]byte, error) {
+	if len(x.g.members) == x.g.size {
+		return mine, context.Cause(ctx)
+	}
+	return GatherValues(ctx, x.g, Gob, mine...)
+}
+
+func (x internals) Conclude(ctx context.Context, err error) error {
+	return x.g.conclude(ctx, true, err)
 }
 
 func (x internals) Chosen(k collective.Op) string { return string(x.g.chosen(k)) }

@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -57,7 +57,7 @@ var hangCases = map[string]hangCase{
 		kind: analyze.KindQueued,
 		issue: func(t *testing.T, g *comm.Group, xs []memory.Slice[float32]) error {
 			if g.Rank() == 1 {
-				spin.Hold(t, g.Stream(0))
+				streamtest.Hold(t, g.Stream(0))
 			}
 			return comm.AllReduce(g, comm.Sum, xs[0])
 		},
@@ -75,7 +75,7 @@ var hangCases = map[string]hangCase{
 				if err != nil {
 					return err
 				}
-				spin.Hold(t, other)
+				streamtest.Hold(t, other)
 				if err := errors.Join(g.Stream(0).WaitStream(other), other.Close()); err != nil {
 					return err
 				}
@@ -90,7 +90,7 @@ var hangCases = map[string]hangCase{
 			if g.Rank() == 0 {
 				return comm.Send(g, 1, xs[0])
 			}
-			spin.Hold(t, g.Stream(0))
+			streamtest.Hold(t, g.Stream(0))
 			return comm.Recv(g, 0, xs[1])
 		},
 		texts: []string{"but the stream of rank 1 (", "has not reached recv(N x Float) from rank 0"}, culprit: []int{1},

@@ -23,7 +23,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -219,7 +219,7 @@ func initEndedContext(t *testing.T) {
 	g, err := comm.Init(testgpu.Context(t), nil)
 	require.NoError(t, err)
 	if g.Rank() == 0 {
-		spin.Hold(t, g.Stream(0))
+		streamtest.Hold(t, g.Stream(0))
 		ctx, cancel := context.WithCancelCause(testgpu.Context(t))
 		cancel(errors.New("out of time"))
 		require.ErrorContains(t, g.Shutdown(ctx), "out of time")

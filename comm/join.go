@@ -13,6 +13,7 @@ import (
 	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -137,7 +138,7 @@ func (j *joining) run(ctx context.Context) (err error) {
 	if j.group, err = newGroup(comms, j.cfg); err != nil {
 		return err
 	}
-	exchange := func(rank int) fabric.Exchange { return exchangeBy(j.r, j.prefix+"routers/", rank, len(v.Hosts)) }
+	exchange := func(rank int) collective.Exchange { return exchangeBy(j.r, j.prefix+"routers/", rank, len(v.Hosts)) }
 	if err := j.group.openRouters(ctx, j.strategy, v.Hosts, exchange); err != nil {
 		return err
 	}
@@ -146,7 +147,8 @@ func (j *joining) run(ctx context.Context) (err error) {
 		return err
 	}
 	// No process returns a group before all processes have one.
-	return fabric.Agree(ctx, exchangeBy(j.r, j.prefix+"ready/", j.r.Rank(), j.r.Size()), j.r.Size(), nil)
+	_, err = collective.Agree(ctx, exchangeBy(j.r, j.prefix+"ready/", j.r.Rank(), j.r.Size()), j.r.Size(), true, nil)
+	return err
 }
 
 // communicators initializes the communicators of the local ranks together.

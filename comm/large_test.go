@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -98,7 +98,7 @@ func TestLargeTensorsAreInTheOrderOfTheStreams(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		comm.SetDirectBytes(t, 0)
 		g := local(t, devs)
-		other, late := newStream(t, devs[1]), []*spin.Spinner{spin.New(t, devs[0]), spin.New(t, devs[1])}
+		other, late := newStream(t, devs[1]), []*streamtest.Spinner{streamtest.NewSpinner(t, devs[0]), streamtest.NewSpinner(t, devs[1])}
 		r := rand.New(rand.NewPCG(12, 12))
 		for dim := range 2 {
 			was, is, zero := noise(t, g, r, 0, 128, 8192), noise(t, g, r, 0, 128, 8192), noise(t, g, r, 0, 128, 8192)
@@ -131,7 +131,7 @@ func TestScatteredChunksAreReadyByThemselves(t *testing.T) {
 			warm, err := comm.Scatter(g, x.x, &comm.ScatterConfig{Dim: dim})
 			require.NoError(t, err)
 			closing(t, warm...)
-			open := spin.Hold(t, g.Stream(2))
+			open := streamtest.Hold(t, g.Stream(2))
 			parts, err := comm.Scatter(g, x.x, &comm.ScatterConfig{Dim: dim})
 			require.NoError(t, err)
 			require.NoError(t, g.Stream(1).Sync(testgpu.Context(t)))
@@ -155,7 +155,7 @@ func TestGatheredTensorsDoNotWaitForEachOther(t *testing.T) {
 		warm, err := comm.Gather(g, parts, nil)
 		require.NoError(t, err)
 		closing(t, warm)
-		open := spin.Hold(t, g.Stream(1))
+		open := streamtest.Hold(t, g.Stream(1))
 		whole, err := comm.Gather(g, parts, nil)
 		require.NoError(t, err)
 		require.NoError(t, g.Stream(2).Sync(testgpu.Context(t)))

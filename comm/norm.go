@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/fabric"
@@ -38,7 +39,7 @@ type NormConfig struct {
 // On GPUs the kernels need NVRTC. Without it, the error matches errors.ErrUnsupported, and nothing
 // is enqueued.
 func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, weight Shards[T], cfg *NormConfig) error {
-	norms, err := normsOf(g, out, residual, x, weight, orZero(cfg))
+	norms, err := normsOf(g, out, residual, x, weight, *cmp.Or(cfg, new(NormConfig)))
 	if err != nil {
 		return err
 	}

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -40,7 +41,7 @@ type ReduceAddConfig struct {
 // type, which is torch's promotion of the first two types.
 func ReduceAdd(g *Group, ts []tensor.Tensor, cfg *ReduceAddConfig) (tensor.Tensor, error) {
 	const op = "reduce-add"
-	c := orZero(cfg)
+	c := *cmp.Or(cfg, new(ReduceAddConfig))
 	return locked(g, op, func() (tensor.Tensor, error) {
 		sum, err := newSum(g, op, ts, &c)
 		if err != nil {

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -45,7 +46,7 @@ type ScatterConfig struct {
 // If one kernel of the device of t cannot copy all chunks, Scatter copies them one by one.
 // Scatter does not use NCCL.
 func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, error) {
-	c := orZero(cfg)
+	c := *cmp.Or(cfg, new(ScatterConfig))
 	x := &scattering{g: g, t: t, streams: c.Streams, out: c.Out}
 	return locked(g, "scatter", func() ([]tensor.Tensor, error) {
 		if err := x.check(&c); err != nil {
@@ -286,7 +287,7 @@ type GatherConfig struct {
 //
 // The host waits only if the result is in host memory.
 func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, error) {
-	c := orZero(cfg)
+	c := *cmp.Or(cfg, new(GatherConfig))
 	return locked(g, "gather", func() (tensor.Tensor, error) { return g.gather(ts, &c) })
 }
 

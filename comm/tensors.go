@@ -40,14 +40,6 @@ func locked[R any](g *Group, op string, fn func() (R, error)) (r R, err error) {
 	return fn()
 }
 
-// orZero returns *cfg, or the zero value if cfg is nil.
-func orZero[C any](cfg *C) (c C) {
-	if cfg != nil {
-		c = *cfg
-	}
-	return c
-}
-
 // badArgument returns the error of an invalid argument.
 func badArgument(op, format string, args ...any) error {
 	return &argumentError{fmt.Errorf("comm: %s: "+format, append([]any{op}, args...)...)}

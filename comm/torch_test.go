@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -574,7 +574,7 @@ func TestTorchIsInTheOrderOfTheStreams(t *testing.T) { bothWays(t, torchIsInTheO
 func torchIsInTheOrderOfTheStreams(t *testing.T, _ bool) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
-		other, late := newStream(t, devs[1]), spin.New(t, devs[0])
+		other, late := newStream(t, devs[1]), streamtest.NewSpinner(t, devs[0])
 		for _, strided := range []bool{false, true} {
 			r := rand.New(rand.NewPCG(6, 6))
 			was, is := sampleOf(t, g, r, 0, memory.Int32, []int{64, 64}, strided), sampleOf(t, g, r, 0, memory.Int32, []int{64, 64}, false)

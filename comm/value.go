@@ -96,7 +96,7 @@ func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec 
 // that closed the group now would end the exchange of those that do not have the values yet. Whatever the
 // barrier returns, this rank has the reason.
 func (g *Group) conclude(ctx context.Context, all bool, err error) error {
-	if all && err != nil {
+	if all && err != nil && len(g.members) < g.size {
 		_ = g.Barrier(ctx)
 	}
 	return err

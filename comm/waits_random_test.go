@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -318,7 +318,7 @@ func (p *waitProgram) carryOut(ctx context.Context) {
 		if i == held {
 			for k := range p.eyes {
 				if p.rng.IntN(2) == 0 {
-					opens = append(opens, spin.Hold(p.t, p.g.Stream(k)))
+					opens = append(opens, streamtest.Hold(p.t, p.g.Stream(k)))
 				}
 			}
 		}

@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -42,7 +42,7 @@ func TestWaitsOfAClosedGroup(t *testing.T) {
 				g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: strategy})
 				require.NoError(t, err)
 				xs, _ := shards(t, g, 1000)
-				opens := []func(){spin.Hold(t, g.Stream(0)), spin.Hold(t, g.Stream(1))}
+				opens := []func(){streamtest.Hold(t, g.Stream(0)), streamtest.Hold(t, g.Stream(1))}
 				w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) })
 				require.NoError(t, err)
 				errs := make(chan error, 4)

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -25,7 +25,7 @@ func TestWork(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		xs, hs := shards(t, g, 1000)
-		open := spin.Hold(t, g.Stream(1))
+		open := streamtest.Hold(t, g.Stream(1))
 		owned := &closes{}
 		w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) }, owned)
 		require.NoError(t, err)
@@ -77,7 +77,7 @@ func TestWorkThatFails(t *testing.T) {
 		require.ErrorIs(t, err, oops)
 		require.Equal(t, 1, owned.n)
 
-		open := spin.Hold(t, g.Stream(0))
+		open := streamtest.Hold(t, g.Stream(0))
 		defer open()
 		xs, _ := shards(t, g, 8)
 		w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) }, owned)

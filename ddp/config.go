@@ -8,6 +8,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/memory"
 )
@@ -69,10 +70,7 @@ type ReducerConfig struct {
 
 // filled checks the options for gradients of the given types, and puts in the defaults.
 func filled(cfg *ReducerConfig, types []memory.DType) (ReducerConfig, error) {
-	c := ReducerConfig{}
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(ReducerConfig))
 	var err error
 	if c.BucketBytes, c.FirstBucketBytes, err = bucketSizes(c.BucketBytes, c.FirstBucketBytes); err != nil {
 		return c, fmt.Errorf("ddp: new reducer: %w", err)
@@ -214,7 +212,6 @@ func checkGroup(g *comm.Group, op string) error {
 // arguments describe the arguments of a call that must be the same on all ranks.
 type arguments struct {
 	Given   string
-	Wrong   string // its mistake, or ""
 	What    string // the things that have Lengths, such as "gradient"
 	Lengths []int
 	Types   []memory.DType
@@ -228,26 +225,20 @@ func agree(ctx context.Context, g *comm.Group, op string, mine arguments, mistak
 	if g.Locals() == g.Size() {
 		return mistake
 	}
-	if mistake != nil {
-		mine = arguments{Wrong: mistake.Error()}
-	}
-	all, err := comm.GatherValues(ctx, g, nil, slices.Repeat([]arguments{mine}, g.Locals())...)
-	if err != nil {
-		return cmp.Or(mistake, fmt.Errorf("ddp: %s: %w", op, err))
-	}
-	if err = compare(op, all); err != nil || mistake != nil {
-		_ = g.Barrier(ctx) // a rank that closes the group now must not end the exchange of the others
-	}
+	err := groups.Agree(ctx, g, "ddp: "+op, slices.Repeat([]arguments{mine}, g.Locals()), slices.Repeat([]error{mistake}, g.Locals()),
+		func(all []collective.Said[arguments]) error { return compare(op, all) })
 	return cmp.Or(mistake, err)
 }
 
 // compare returns an error if a rank has a mistake, or if the arguments differ.
-func compare(op string, all []arguments) error {
-	if i := slices.IndexFunc(all, func(x arguments) bool { return x.Wrong != "" }); i >= 0 {
-		return refuse(op, "rank %d has given something wrong: %s", i, all[i].Wrong)
+func compare(op string, all []collective.Said[arguments]) error {
+	for i, x := range all {
+		if x.Failed != "" {
+			return refuse(op, "rank %d has given something wrong: %s", i, x.Failed)
+		}
 	}
 	for i := range all {
-		if why := all[0].differ(&all[i], i); why != "" {
+		if why := all[0].Value.differ(&all[i].Value, i); why != "" {
 			return refuse(op, "%s: give the same on all ranks", why)
 		}
 	}

@@ -8,6 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -90,17 +91,18 @@ func (r *Reducer) lastJoined(ctx context.Context, mine bool) (int, error) {
 			candidates[i] = r.queue.rank(i)
 		}
 	}
-	all, err := comm.GatherValues(ctx, r.g, nil, candidates...)
-	if err != nil {
-		return 0, fmt.Errorf("ddp: join: %w", err)
-	}
-	r.uneven.missed = 0
-	last := slices.Max(all)
-	if last < 0 {
-		_ = r.g.Barrier(ctx) // a rank that closes the group now must not end the exchange of the others
-		return 0, errors.New("ddp: join: each rank has missed steps of others since the last Join without an error, so none has all updates: load a checkpoint")
-	}
-	return last, nil
+	last := -1
+	err := groups.Agree(ctx, r.g, "ddp: join", candidates, nil, func(all []collective.Said[int]) error {
+		r.uneven.missed = 0
+		for _, x := range all {
+			last = max(last, x.Value)
+		}
+		if last < 0 {
+			return errors.New("ddp: join: each rank has missed steps of others since the last Join without an error, so none has all updates: load a checkpoint")
+		}
+		return nil
+	})
+	return max(last, 0), err
 }
 
 // uneven counts the ranks that have gradients in a step.

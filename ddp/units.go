@@ -134,10 +134,7 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 	if err := checkGroup(g, op); err != nil {
 		return nil, err
 	}
-	c := UnitsConfig{}
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(UnitsConfig))
 	c.Prefetch, c.Op = cmp.Or(c.Prefetch, new(1)), cmp.Or(c.Op, new(comm.Avg))
 	c.Reduce = cmp.Or(c.Reduce, memory.DTypeOf[P]())
 	err := checkUnits[M, P](op, g, units, &c)

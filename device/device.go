@@ -1,13 +1,17 @@
 package device
 
 import (
+	"cmp"
 	"context"
+	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/nvml"
 )
 
 // A Device is one GPU, or one virtual device. There is one *Device for each
@@ -283,4 +287,164 @@ func (d *Device) StartProfiler() error {
 // collected.
 func (d *Device) StopProfiler() error {
 	return gpu.DeviceOf(d).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.ProfilerStop() })
+}
+
+// CanAccessPeer reports whether kernels on d can read and write peer's memory;
+// torch.cuda.can_device_access_peer.
+func (d *Device) CanAccessPeer(peer *Device) (bool, error) {
+	if err := d.sameSystem("ask for peer access", peer); err != nil {
+		return false, err
+	}
+	return gpu.DeviceOf(d).CanAccessPeer(gpu.DeviceOf(peer))
+}
+
+// PeerRank returns the driver's ranking of the link between two devices: 0 is
+// the fastest kind on the machine.
+func (d *Device) PeerRank(peer *Device) (int, error) {
+	v, err := d.link("rank the link", peer, cudadrv.P2PPerformanceRank)
+	return int(v), err
+}
+
+// PeerAtomics reports whether the link between two devices carries atomic operations
+// (cudaDevP2PAttrNativeAtomicSupported): NVLink does, and PCIe does not.
+func (d *Device) PeerAtomics(peer *Device) (bool, error) {
+	v, err := d.link("ask for atomics of peers", peer, cudadrv.P2PNativeAtomics)
+	return v != 0, err
+}
+
+// PeerWorks reports whether a copy between the devices over peer access transfers the data
+// correctly: on some machines the driver supports peer access but an IOMMU corrupts it, so
+// that zeros arrive. The first call for two devices enables the access, copies a pattern
+// in both directions and compares it. That takes some milliseconds and waits for these
+// copies only; the result is cached. A corrupted copy is logged once through log/slog.
+// PeerWorks also returns false if the devices cannot access each other. CHORUS_P2P set to
+// off or force decides without a test. PeerWorks must not be called by a goroutine that
+// captures a graph.
+func (d *Device) PeerWorks(peer *Device) (bool, error) {
+	if err := d.sameSystem("test the peer", peer); err != nil {
+		return false, err
+	}
+	works, err := gpu.DeviceOf(d).PeerWorks(gpu.DeviceOf(peer))
+	if err != nil {
+		return false, fmt.Errorf("device: test copies between %s and %s: %w", d, peer, err)
+	}
+	return works, nil
+}
+
+// link queries an attribute of the link between two devices.
+func (d *Device) link(op string, peer *Device, a cudadrv.P2PAttribute) (int32, error) {
+	if err := d.sameSystem(op, peer); err != nil {
+		return 0, err
+	}
+	return ask(d, func(drv cudadrv.Driver, h cudadrv.Device) (int32, cudadrv.Result) {
+		return drv.DeviceGetP2PAttribute(a, h, gpu.DeviceOf(peer).Handle())
+	})
+}
+
+func (d *Device) sameSystem(op string, o *Device) error {
+	if o == nil {
+		return fmt.Errorf("device: %s: no device given", op)
+	}
+	if d.sys != o.sys {
+		return fmt.Errorf("device: %s: %s and %s belong to two systems", op, d, o)
+	}
+	return nil
+}
+
+// The methods below query NVIDIA's management library. They create no context, do not wait
+// for work, may be called at any time, and work after a sticky error. If the machine has no
+// libnvidia-ml, or the device lacks the sensor, their error matches errors.ErrUnsupported and
+// says which. A virtual device reports its
+// memory and its process, and has no sensors.
+
+// Utilization returns the percentage of time that kernels ran during the last sample period
+// (torch.cuda.utilization). The period is between a sixth of a second and a second.
+func (d *Device) Utilization() (percent int, err error) {
+	err = d.sense("utilization", func(n nvml.Device) (err error) { percent, _, err = n.Utilization(); return err })
+	return percent, err
+}
+
+// MemoryActivity returns the percentage of time that device memory was read or written during
+// the last sample period (torch.cuda.memory_usage).
+func (d *Device) MemoryActivity() (percent int, err error) {
+	err = d.sense("memory activity", func(n nvml.Device) (err error) { _, percent, err = n.Utilization(); return err })
+	return percent, err
+}
+
+// Temperature returns the temperature of the chip in degrees Celsius;
+// torch.cuda.temperature.
+func (d *Device) Temperature() (celsius int, err error) {
+	err = d.sense("temperature", func(n nvml.Device) (err error) { celsius, err = n.Temperature(); return err })
+	return celsius, err
+}
+
+// PowerDraw returns the power consumption of the board in milliwatts;
+// torch.cuda.power_draw.
+func (d *Device) PowerDraw() (milliwatts int, err error) {
+	err = d.sense("power draw", func(n nvml.Device) (err error) { milliwatts, err = n.Power(); return err })
+	return milliwatts, err
+}
+
+// ClockRate returns the current clock of the multiprocessors in MHz;
+// torch.cuda.clock_rate.
+func (d *Device) ClockRate() (mhz int, err error) {
+	err = d.sense("clock rate", func(n nvml.Device) (err error) { mhz, err = n.SMClock(); return err })
+	return mhz, err
+}
+
+// MemoryUsed returns how many bytes of the device's memory are in use, by all processes
+// and the driver itself; torch.cuda.device_memory_used.
+func (d *Device) MemoryUsed() (bytes uint64, err error) {
+	err = d.sense("memory used", func(n nvml.Device) (err error) { bytes, err = n.MemoryUsed(); return err })
+	return bytes, err
+}
+
+// A Process is a process with a context on a device.
+type Process struct {
+	PID         int    `json:"pid"`          // in the kernel driver's namespace, not in a container's
+	MemoryBytes uint64 `json:"memory_bytes"` // of the device; 0 if the driver does not report it
+}
+
+// Processes returns the processes that have a context on the device, by PID;
+// torch.cuda.list_gpu_processes.
+func (d *Device) Processes() ([]Process, error) {
+	var list []Process
+	err := d.sense("processes", func(n nvml.Device) error {
+		found, err := n.Processes()
+		for _, p := range found {
+			list = append(list, Process{PID: p.PID, MemoryBytes: p.Bytes})
+		}
+		return err
+	})
+	slices.SortFunc(list, func(a, b Process) int { return cmp.Compare(a.PID, b.PID) })
+	return list, err
+}
+
+// NVLinks reports for each NVLink of the device whether it is up.
+func (d *Device) NVLinks() (up []bool, err error) {
+	err = d.sense("NVLink state", func(n nvml.Device) (err error) { up, err = n.NVLinks(); return err })
+	return up, err
+}
+
+// sense finds the device by its UUID, because CUDA and NVML may use different ordinals,
+// and reads a value.
+func (d *Device) sense(what string, read func(nvml.Device) error) error {
+	api, err := gpu.SystemOf(d.sys).NVML()
+	if err == nil {
+		var uuid string
+		if uuid, err = gpu.DeviceOf(d).UUID(); err != nil {
+			return err
+		}
+		var n nvml.Device
+		if n, err = api.Device(uuid); err == nil {
+			err = read(n)
+		}
+	}
+	if err == nil {
+		return nil
+	}
+	if u, ok := errors.AsType[*nvml.UnsupportedError](err); ok {
+		return &UnsupportedError{Feature: fmt.Sprintf("the %s of %s", what, d), Need: u.Need, Have: u.Have}
+	}
+	return fmt.Errorf("device: %s of %s: %w", what, d, err)
 }

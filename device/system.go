@@ -1,6 +1,7 @@
 package device
 
 import (
+	"cmp"
 	"fmt"
 	"sync"
 	"time"
@@ -77,10 +78,7 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 }
 
 func newSystem(cfg *SystemConfig, callTimeout time.Duration) (*System, error) {
-	var c SystemConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(SystemConfig))
 	b, err := backend.Open(&backend.Config{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults,
 		Multiprocessors: c.VirtualMultiprocessors, NCCL: c.VirtualNCCL, PCIe: c.VirtualPCIe})
 	if err != nil {

@@ -15,7 +15,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/testgpu/buffers"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -34,7 +34,7 @@ func forget(b testing.TB, path string) {
 // BenchmarkPinned is what the bus can do: copies from pinned memory one after the
 // other.
 func BenchmarkPinned(b *testing.B) {
-	d := buffers.BenchDevices(b)[0]
+	d := streamtest.BenchDevices(b)[0]
 	for _, dir := range []string{"h2d", "d2h"} {
 		b.Run(dir, func(b *testing.B) {
 			s, err := stream.New(d, nil)
@@ -77,11 +77,11 @@ type setting struct {
 // page cache is warm or cold, and with other numbers of threads, sizes of chunks
 // and of slots than the defaults.
 func BenchmarkRead(b *testing.B) {
-	d := buffers.BenchDevices(b)[:1]
+	d := streamtest.BenchDevices(b)[:1]
 	for _, place := range []string{"/dev/shm", os.TempDir()} {
 		name := map[bool]string{true: "shm", false: "disk"}[place == "/dev/shm"]
 		b.Run(name, func(b *testing.B) {
-			path := buffers.BenchFile(b, place, buffers.BenchBytes(d[0], *benchBytes))
+			path := streamtest.BenchFile(b, place, streamtest.BenchBytes(d[0], *benchBytes))
 			if name == "disk" {
 				for _, e := range []Engine{Auto, Cached, Direct} {
 					b.Run(fmt.Sprintf("cold/%s", e), func(b *testing.B) { benchRead(b, d, path, setting{engine: e, cold: true}) })
@@ -108,15 +108,15 @@ func BenchmarkRead(b *testing.B) {
 
 // BenchmarkReadAll reads a file in memory to all devices at the same time, each a part.
 func BenchmarkReadAll(b *testing.B) {
-	devs := buffers.BenchDevices(b)
-	benchRead(b, devs, buffers.BenchFile(b, "/dev/shm", buffers.BenchBytes(devs[0], *benchBytes)), setting{})
+	devs := streamtest.BenchDevices(b)
+	benchRead(b, devs, streamtest.BenchFile(b, "/dev/shm", streamtest.BenchBytes(devs[0], *benchBytes)), setting{})
 }
 
 // BenchmarkMatrix is BenchmarkReadAll, to one device and to two, with all that may be
 // set for the threads, which have to share the processor's caches.
 func BenchmarkMatrix(b *testing.B) {
-	devs := buffers.BenchDevices(b)
-	path := buffers.BenchFile(b, "/dev/shm", buffers.BenchBytes(devs[0], *benchBytes))
+	devs := streamtest.BenchDevices(b)
+	path := streamtest.BenchFile(b, "/dev/shm", streamtest.BenchBytes(devs[0], *benchBytes))
 	for _, m := range []struct{ gpus, minThreads, maxDepth int }{{1, 8, 4}, {2, 12, 3}} {
 		if m.gpus > len(devs) {
 			continue
@@ -217,12 +217,12 @@ func tune(f *File, chunk int64, depth int) {
 
 // BenchmarkWrite writes a file that takes the place of the one before.
 func BenchmarkWrite(b *testing.B) {
-	d := buffers.BenchDevices(b)[0]
+	d := streamtest.BenchDevices(b)[0]
 	for _, place := range []string{"/dev/shm", os.TempDir()} {
 		for _, e := range []Engine{Auto, Cached, Direct} {
 			b.Run(fmt.Sprintf("%s/%s", map[bool]string{true: "shm", false: "disk"}[place == "/dev/shm"], e), func(b *testing.B) {
-				size := buffers.BenchBytes(d, *benchBytes) / 4
-				path := buffers.BenchFile(b, place, size)
+				size := streamtest.BenchBytes(d, *benchBytes) / 4
+				path := streamtest.BenchFile(b, place, size)
 				s, err := stream.New(d, nil)
 				require.NoError(b, err)
 				defer s.Close()

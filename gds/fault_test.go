@@ -20,7 +20,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -546,7 +546,7 @@ func TestGiveUpBehindAStream(t *testing.T) {
 			w := startWatch(t, r.dev)
 			f, err := OpenFile(r.path, os.O_RDWR, nil)
 			require.NoError(t, err)
-			open := spin.Hold(t, r.s)
+			open := streamtest.Hold(t, r.s)
 			ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
 			require.ErrorIs(t, do(f, ctx), context.DeadlineExceeded)
 			cancel()

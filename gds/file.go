@@ -1,6 +1,7 @@
 package gds
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -78,10 +79,7 @@ func OpenFile(path string, flag int, cfg *FileConfig) (*File, error) {
 }
 
 func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
-	var c FileConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(FileConfig))
 	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, blind: flag&os.O_WRONLY != 0, depth: defaultDepth,
 		sys: files.System{Pread: unix.Pread, Pwrite: unix.Pwrite, Fsync: unix.Fsync, Fallocate: unix.Fallocate}}
 	f.ref = inside.New[files.File](fileInside{f})

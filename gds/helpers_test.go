@@ -9,14 +9,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/buffers"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
 func TestMain(m *testing.M) { testgpu.Main(m) }
 
-var newStream, hostBytes, randomBytes = buffers.NewStream, buffers.Host, buffers.Random
+var newStream, hostBytes, randomBytes = streamtest.NewStream, streamtest.Host, streamtest.Random
 
 // makeBytes returns poisoned device memory.
 func makeBytes(t testing.TB, s *stream.Stream, n int) memory.Slice[byte] {

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -23,7 +23,7 @@ func TestOrder(t *testing.T) {
 		want := randomBytes(1 << 20)
 		f := openFile(t, writeFile(t, want), nil)
 		x, y := makeBytes(t, s, len(want)), makeBytes(t, s, len(want))
-		open := spin.Hold(t, s)
+		open := streamtest.Hold(t, s)
 		require.NoError(t, x.Zero(s))
 		done := make(chan error, 1)
 		go func() { done <- f.Load(ctx, s, x, 0) }()
@@ -37,7 +37,7 @@ func TestOrder(t *testing.T) {
 		require.NoError(t, err)
 		defer out.Close()
 		poison(t, s, x)
-		open = spin.Hold(t, s)
+		open = streamtest.Hold(t, s)
 		require.NoError(t, memory.Copy(s, x, y))
 		go func() { done <- out.Save(ctx, s, x, 0) }()
 		open()
@@ -58,7 +58,7 @@ func TestWaitingKeepsNoSlots(t *testing.T) {
 		y := makeBytes(t, other, r.x.Len())
 		f := r.open(t, Auto)
 		defer f.Close()
-		open := spin.Hold(t, r.s)
+		open := streamtest.Hold(t, r.s)
 		done := make(chan error, 1)
 		go func() { done <- f.Load(ctx, r.s, r.x, 0) }()
 		for range 20 {

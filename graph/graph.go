@@ -1,6 +1,7 @@
 package graph
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"runtime"
@@ -153,10 +154,7 @@ type Recording struct {
 // Unless the mode is Relaxed, Begin locks the goroutine to its thread. End and Abort
 // unlock it, so the same goroutine must call them.
 func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
-	var c Config
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(Config))
 	if s == nil || !gpu.StreamOf(s).Open() {
 		return nil, gpu.CheckStream("graph: capture", s, nil)
 	}

@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -314,7 +314,7 @@ func TestPoolUseInCapture(t *testing.T) {
 			return ptr
 		}
 		before := allocate(s)
-		open := spin.Hold(t, s)
+		open := streamtest.Hold(t, s)
 		require.NoError(t, s.Close()) // its end has not passed
 		x, err := b.captureIn(nil, func() error {
 			return pool.Use(b.s, func() error {

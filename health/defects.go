@@ -3,7 +3,6 @@ package health
 import (
 	"fmt"
 
-	"github.com/gochorus/chorus/internal/defects"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
@@ -26,10 +25,10 @@ func checkDefects(h *Host) Result {
 	if err != nil {
 		return unknown(fmt.Sprintf("NCCL's version is %q: want %v", lib.Version, err))
 	}
-	return verdict(lib.Version, defects.Of(version))
+	return verdict(lib.Version, ncclapi.DefectsOf(version))
 }
 
-func verdict(version string, list []*defects.Defect) Result {
+func verdict(version string, list []*ncclapi.Defect) Result {
 	const want = "no known defect that a program can meet"
 	open := 0
 	for _, d := range list {
@@ -50,7 +49,7 @@ func verdict(version string, list []*defects.Defect) Result {
 }
 
 // firstWithout returns the first version without the defects that a program can meet and that have a cure.
-func firstWithout(list []*defects.Defect) (version int32) {
+func firstWithout(list []*ncclapi.Defect) (version int32) {
 	for _, d := range list {
 		if d.Open {
 			version = max(version, d.Before)

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"cmp"
 	_ "embed"
 	"errors"
 	"fmt"
@@ -79,9 +80,7 @@ type variant struct {
 // *CompileError of Launch, with the line of the code.
 func NewElementwise(code string, cfg *ElementwiseConfig) (*Elementwise, error) {
 	e := &Elementwise{code: code, kernels: map[variant]*Kernel{}}
-	if cfg != nil {
-		e.cfg = *cfg
-	}
+	e.cfg = *cmp.Or(cfg, new(ElementwiseConfig))
 	if len(e.cfg.Inputs) > 0 {
 		var err error
 		if e.code, err = expression(code, &e.cfg); err != nil {

@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/mem"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -45,7 +45,7 @@ func TestSnapshotOfAProgram(t *testing.T) {
 				y := allocateHere(t, s)
 				require.NoError(t, o.WaitStream(s))
 				require.NoError(t, y.RecordStream(o))
-				open := spin.Hold(t, o)
+				open := streamtest.Hold(t, o)
 				require.NoError(t, y.Close())
 				snap, err := memory.TakeSnapshot(d)
 				require.NoError(t, err)

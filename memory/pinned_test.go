@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -96,7 +96,7 @@ func TestPinnedStaysWhileStreamsUseIt(t *testing.T) {
 			x, y := makeInts(t, a, n), makeInts(t, a, n)
 			require.NoError(t, b.WaitStream(a))
 			for i, s := range users {
-				open := spin.Hold(t, s)
+				open := streamtest.Hold(t, s)
 				defer open()
 				to := []memory.Slice[int32]{x, y}[i]
 				require.NoError(t, to.RecordStream(s))
@@ -130,7 +130,7 @@ func TestPinnedComesBack(t *testing.T) {
 		entered, gate := make(chan struct{}), make(chan struct{})
 		require.NoError(t, a.Callback(func() { close(entered); <-gate }))
 		<-entered
-		openB := spin.Hold(t, b)
+		openB := streamtest.Hold(t, b)
 		require.NoError(t, x.CopyToPinned(a, h))
 		require.NoError(t, h.RecordStream(b))
 		require.NoError(t, h.Close())
@@ -164,7 +164,7 @@ func TestPartOfPinned(t *testing.T) {
 		part := h.Slice(10, 20).Slice(2, 5)
 		require.Equal(t, []int32{12, 13, 14}, part.Data())
 		require.ErrorIs(t, part.Close(), memory.ErrView)
-		open := spin.Hold(t, s)
+		open := streamtest.Hold(t, s)
 		require.NoError(t, x.CopyFromPinned(s, part))
 		require.NoError(t, h.Close())
 		require.Nil(t, part.Data())
@@ -220,7 +220,7 @@ func TestGraphHoldsPinned(t *testing.T) {
 			require.NoError(t, x.CopyTo(s, got))
 			require.Equal(t, want, got)
 		}
-		open := spin.Hold(t, o)
+		open := streamtest.Hold(t, o)
 		require.NoError(t, o.WaitStream(s))
 		require.NoError(t, g.Launch(o))
 		require.NoError(t, g.Close())
@@ -409,7 +409,7 @@ func testPinSlice(t *testing.T, devs []*device.Device) {
 				mem[i] = int32(i) ^ 77
 			}
 			x, y := makeInts(t, s, n), makeInts(t, s, n)
-			open := spin.Hold(t, s)
+			open := streamtest.Hold(t, s)
 			require.NoError(t, x.CopyFromPinned(s, h))
 			require.NoError(t, memory.Copy(s, y, x))
 			require.NoError(t, x.Zero(s))
@@ -481,7 +481,7 @@ func TestUnpinWaits(t *testing.T) {
 		require.NoError(t, err)
 		require.ErrorContains(t, h.Close(), "uses it: close that first")
 		require.NotNil(t, h.Data(), "it is still open")
-		open := spin.Hold(t, s)
+		open := streamtest.Hold(t, s)
 		require.NoError(t, g.Launch(s))
 		require.NoError(t, x.CopyToPinned(s, h))
 		require.NoError(t, g.Close())

@@ -1,6 +1,7 @@
 package memory
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -73,9 +74,7 @@ var lastPool atomic.Uint64
 func NewPool(cfg *PoolConfig) *Pool {
 	p := &Pool{}
 	p.poolRef = inside.New[mem.CapturePool]((*capturePool)(p))
-	if cfg != nil {
-		p.cfg = *cfg
-	}
+	p.cfg = *cmp.Or(cfg, new(PoolConfig))
 	if p.private = mem.IsPrivate(&p.cfg); p.private {
 		p.id = alloc.PoolID{lastPool.Add(1), 0}
 		return p

@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -222,7 +222,7 @@ func TestPoolAllocatorOfGraphs(t *testing.T) {
 		}, &graph.Config{Pool: p})
 		require.NoError(t, err)
 		require.NoError(t, p.Close())
-		open := spin.Hold(t, o)
+		open := streamtest.Hold(t, o)
 		require.NoError(t, g.Launch(o))
 		closed := make(chan error, 1)
 		go func() { closed <- g.Close() }()

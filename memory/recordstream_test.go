@@ -8,7 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -32,7 +32,7 @@ func TestRecordStreamKeepsTheBlock(t *testing.T) {
 				require.NoError(t, err)
 				was := x.Ptr()
 				require.NoError(t, b.WaitStream(a))
-				open := spin.Hold(t, b)
+				open := streamtest.Hold(t, b)
 				require.NoError(t, record(x, b))
 				require.NoError(t, x.CopyTo(a, make([]int32, n)))
 				y, err := memory.Make[int32](b, n)
@@ -77,7 +77,7 @@ func random32(n int) []int32 {
 func TestOneStreamUsesItAtOnce(t *testing.T) {
 	eachFresh(t, "", func(t *testing.T, d *device.Device) {
 		s := newStream(t, d)
-		open := spin.Hold(t, s)
+		open := streamtest.Hold(t, s)
 		x, err := memory.Make[int32](s, 1000)
 		require.NoError(t, err)
 		was := x.Ptr()
@@ -173,14 +173,14 @@ func TestRecordStreamIsReusedAtOnce(t *testing.T) {
 		require.NoError(t, b.WaitStream(a))
 		for range 10 {
 			was := x.Ptr()
-			open := spin.Hold(t, b)
+			open := streamtest.Hold(t, b)
 			require.NoError(t, x.RecordStream(b))
 			require.NoError(t, x.Zero(b))
 			require.NoError(t, x.Close())
 			// What b does from now on is nothing to the block.
 			passed, err := b.Record(nil)
 			require.NoError(t, err)
-			later := spin.Hold(t, b)
+			later := streamtest.Hold(t, b)
 			y, err := memory.Make[int32](a, n)
 			require.NoError(t, err)
 			require.NotEqual(t, was, y.Ptr(), "b still has to write it")

@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/status"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/buffers"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -179,7 +179,7 @@ func TestStatusSensors(t *testing.T) {
 	require.NoError(t, err)
 	gpu.DeviceOf(devs[1]).System().Sensors = sensors{uuid: props.UUID}
 	for _, d := range devs {
-		x, err := memory.Make[byte](buffers.NewStream(t, d), 1)
+		x, err := memory.Make[byte](streamtest.NewStream(t, d), 1)
 		require.NoError(t, err)
 		defer x.Close()
 	}

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -76,7 +76,7 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 			}, ""},
 			"no record of another stream": {func(t *testing.T, m *bench) error {
 				require.NoError(t, m.b.WaitStream(m.a))
-				open := spin.Hold(t, m.b)
+				open := streamtest.Hold(t, m.b)
 				err := set(m.b, cudadrv.DevicePtr(m.x.Ptr()), 4000)
 				require.NoError(t, m.x.Close())
 				require.NoError(t, m.a.Sync(testgpu.Context(t)))
@@ -86,7 +86,7 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 			"a record of another stream": {func(t *testing.T, m *bench) error {
 				require.NoError(t, m.b.WaitStream(m.a))
 				require.NoError(t, m.x.RecordStream(m.b))
-				open := spin.Hold(t, m.b)
+				open := streamtest.Hold(t, m.b)
 				err := set(m.b, cudadrv.DevicePtr(m.x.Ptr()), 4000)
 				require.NoError(t, m.x.Close())
 				require.NoError(t, m.a.Sync(testgpu.Context(t)))

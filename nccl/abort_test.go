@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -68,7 +68,7 @@ func TestAbortOfAFirstOperation(t *testing.T) {
 // An abort while an operation hangs ends, and the devices are good for another
 // communicator, many times.
 func TestAbortManyTimes(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		times := 100
 		if devs[0].System().Backend() == "cuda" {
 			times = 5 // a communicator takes seconds to make
@@ -88,7 +88,7 @@ func TestAbortManyTimes(t *testing.T) {
 
 // An abort ends an operation that runs, and not when it is done.
 func TestAbortWhileALargeOperationRuns(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		n := 1 << 23 // 32 MiB
 		if devs[0].System().Backend() == "cuda" {
 			n = 1 << 28 // 1 GiB

@@ -7,18 +7,17 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/arrivals"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
 // A rank whose stream arrives 5 ms late is named, although the host issues all operations at once.
 func TestLateStreamIsNamed(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		const late, steps = 1, 10
 		cs, err := NewCommunicators(testgpu.Context(t), devs[:2], nil)
 		require.NoError(t, err)
@@ -32,7 +31,7 @@ func TestLateStreamIsNamed(t *testing.T) {
 			require.NoError(t, err)
 			defer xs[i].Close()
 		}
-		busy := spin.New(t, devs[late])
+		busy := streamtest.NewSpinner(t, devs[late])
 		for range steps {
 			busy.On(streams[late], 5*time.Millisecond)
 			require.NoError(t, Group(func(b *Batch) error {
@@ -48,18 +47,18 @@ func TestLateStreamIsNamed(t *testing.T) {
 				require.NoError(t, s.Sync(testgpu.Context(t)))
 			}
 		}
-		ranks := make([]arrivals.Rank, 2)
+		ranks := make([]analyze.Arrivals, 2)
 		for i, c := range cs {
 			_, _, err := c.watch.Observe()
 			require.NoError(t, err)
 			for _, a := range c.rec.Arrivals() {
-				require.Positive(t, a.Called)
-				if a.Took > 0 {
-					ranks[i].List = append(ranks[i].List, a)
+				require.Positive(t, a[1])
+				if a[2] > 0 {
+					ranks[i].List = append(ranks[i].List, analyze.Arrival{Sequence: uint64(a[0]), Called: a[1], Took: a[2]})
 				}
 			}
 		}
-		tallies, _ := arrivals.Compare(ranks, 1) // the first one connects the ranks
+		tallies, _ := analyze.CompareArrivals(ranks, 1) // the first one connects the ranks
 		require.GreaterOrEqual(t, tallies[late].Compared, uint64(8), "%+v", ranks)
 		require.Equal(t, tallies[late].Compared, tallies[late].OnStreams)
 		require.True(t, tallies[late].Straggles(), "%+v of %+v", tallies, ranks)
@@ -92,9 +91,9 @@ func TestArrivals(t *testing.T) {
 	schedule(flight.ReduceScatter, false) // 6
 	list := rec.Arrivals()
 	require.Len(t, list, 2, "%+v", list)
-	require.Equal(t, uint64(1), list[0].Sequence)
-	require.Equal(t, uint64(6), list[1].Sequence)
-	require.Greater(t, list[1].Called-list[0].Called, int64(8*time.Millisecond))
+	require.EqualValues(t, 1, list[0][0])
+	require.EqualValues(t, 6, list[1][0])
+	require.Greater(t, list[1][1]-list[0][1], int64(8*time.Millisecond))
 	for range 2 * flight.MaxArrivals {
 		at += int64(2 * time.Millisecond)
 		schedule(flight.AllReduce, false)

@@ -13,7 +13,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -188,7 +188,7 @@ func TestShrinkAfterAFailure(t *testing.T) {
 
 // A first operation waits in NCCL for the other ranks, and only an abort ends that.
 func TestShrinkAfterABlockedCall(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs), Recoverable: true})
 		xs, _ := buffers(t, ranks, 8)
 		require.ErrorIs(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum), nccl.ErrorTimeout)

@@ -16,7 +16,6 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/nancheck"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/stream"
@@ -42,11 +41,11 @@ type Communicator struct {
 	settings           *Config // as given, for children
 	onFailure          func(*Communicator, error) error
 	recoverable        bool
-	checksNaN          bool              // Config.NaNCheck
-	places             bool              // errors about batches have the lines that added the operations
-	nan                *nancheck.Checker // nil unless checksNaN
-	parentAfterFailure atomic.Bool       // it has failed but may still be a parent
-	children           int               // guarded by mu
+	checksNaN          bool        // Config.NaNCheck
+	places             bool        // errors about batches have the lines that added the operations
+	nan                *nanChecker // nil unless checksNaN
+	parentAfterFailure atomic.Bool // it has failed but may still be a parent
+	children           int         // guarded by mu
 
 	mu           sync.Mutex   // held during a call of NCCL
 	leaving      atomic.Bool  // a call of leave waits for mu or holds it

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"bytes"
+	"cmp"
 	"errors"
 	"fmt"
 	"sync"
@@ -80,10 +81,7 @@ type Config struct {
 
 // apply applies the options that NCCL does not know.
 func (c *Config) apply(to *Communicator) (err error) {
-	var cfg Config
-	if c != nil {
-		cfg = *c
-	}
+	cfg := *cmp.Or(c, new(Config))
 	timeout, err := timeoutOf(cfg.Timeout)
 	if err != nil {
 		return err

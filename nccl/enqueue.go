@@ -10,7 +10,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/defects"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
@@ -47,7 +46,7 @@ func (o *operation) callNCCL() ncclapi.Result {
 	c.Type, c.Op, c.Root, c.Comm, c.Stream = o.wire, o.redop, int32(o.Root), *o.comm.h, gpu.StreamOf(o.Stream).Raw()
 	switch o.Kind {
 	case flight.AllReduce, flight.Reduce, flight.ReduceScatter:
-		if o.comm.size == 1 && o.redop > ncclapi.Avg && defects.OneRank.Affects(o.comm.version) {
+		if o.comm.size == 1 && o.redop > ncclapi.Avg && ncclapi.OneRank.Affects(o.comm.version) {
 			return o.callOneRank(c) // a single rank has no use for a configuration
 		}
 	case flight.Broadcast:
@@ -129,7 +128,7 @@ func (o *operation) callPart(p *part) ncclapi.Result {
 			return ncclapi.Success
 		}
 		c := o.call(ncclapi.FuncReduce, p.from, p.to, p.out, p.rank)
-		if o.comm.size == 1 && o.redop > ncclapi.Avg && defects.OneRank.Affects(o.comm.version) {
+		if o.comm.size == 1 && o.redop > ncclapi.Avg && ncclapi.OneRank.Affects(o.comm.version) {
 			return o.callOneRank(c)
 		}
 		return o.comm.api.Collective(c)
@@ -379,7 +378,7 @@ func (x internals) Noticed() error {
 }
 
 func (x internals) Symmetric(k *collective.Op) bool {
-	return symmetricKernel(k.Kind, k.DType, k.Reduction) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && defects.SymmetricInGraphs.Affects(x.c.version))
+	return symmetricKernel(k.Kind, k.DType, k.Reduction) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && ncclapi.SymmetricInGraphs.Affects(x.c.version))
 }
 
 func (x internals) Factor(op flight.Reduction) (bits, at uint64, ok bool) {

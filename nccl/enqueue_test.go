@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -83,7 +83,7 @@ func TestWaitForRoomEnds(t *testing.T) {
 			require.NoError(t, <-aborted)
 		})
 		t.Run(name+" while an operation times out", func(t *testing.T) {
-			virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+			streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
 				ranks, xs := sharingOn(t, devs, ample)
 				err := fill(t, ranks[0], xs[0], issue, func() {})
 				require.ErrorIs(t, err, nccl.ErrorTimeout)

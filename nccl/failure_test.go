@@ -19,8 +19,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -94,7 +93,7 @@ func TestWaitAfterTheEnd(t *testing.T) {
 // After a timeout the operation that hangs stays one that has not completed, whoever has
 // waited, and although its stream goes on.
 func TestTimeoutIsNotCompleted(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks, xs := afterOnce(t, devs, 64, limit(devs))
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
@@ -176,13 +175,13 @@ func TestTimeoutOfManyOperations(t *testing.T) {
 
 // The operations of a single rank are copies, which nothing orders between streams.
 func TestSingleRankOnTwoStreams(t *testing.T) {
-	virtualtime.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 1, func(t *testing.T, devs []*device.Device) {
 		r := connectWith(t, devs, &nccl.Config{Timeout: ample})[0]
 		xs, _ := buffers(t, []rank{r}, 64)
 		other, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		defer other.Close()
-		open := spin.Hold(t, r.s)
+		open := streamtest.Hold(t, r.s)
 		defer open()
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0].Slice(0, 32), xs[0].Slice(0, 32), nccl.Sum))
 		require.NoError(t, r.c.SetTimeout(time.Minute))
@@ -232,7 +231,7 @@ func TestWaitGivesUp(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 	r := connect(t, devs)[0]
 	xs, _ := buffers(t, []rank{r}, 8)
-	open := spin.Hold(t, r.s)
+	open := streamtest.Hold(t, r.s)
 	require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
 	ctx, cancel := context.WithCancel(t.Context())
 	cancel()
@@ -298,7 +297,7 @@ func until(t *testing.T, ready func() bool) {
 }
 
 func TestDeadlineNamesTheRankBehind(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks, xs := afterOnce(t, devs, 1024, limit(devs))
 		r := ranks[0]
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
@@ -337,7 +336,7 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 // Of operations that come at once nobody knows which are done, but what comes behind the
 // first one that a rank has not issued is not to blame.
 func TestDeadlineInABurst(t *testing.T) {
-	virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 		xs, _ := buffers(t, ranks, 16)
 		each(t, devs, func(i int) (err error) {
@@ -357,7 +356,7 @@ func TestDeadlineInABurst(t *testing.T) {
 // A rank that issues more than its stream takes, while another one does not come, waits in
 // the driver, which then answers nobody who asks about the device.
 func TestDeadlineOfAFullStream(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		nccl.SetAbortTimeout(t, time.Minute)
 		ranks, xs := afterOnce(t, devs, 8, limit(devs))
 		r := ranks[0]
@@ -380,7 +379,7 @@ func flood(r rank, x memory.Slice[int64], over func(err error) bool) error {
 }
 
 func TestDeadlineOfATransfer(t *testing.T) {
-	virtualtime.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks, xs := afterOnce(t, devs, 8, limit(devs))
 		r := ranks[1]
 		issued := make(chan error, 1)
@@ -413,7 +412,7 @@ func TestDeadlineOfACallThatHangs(t *testing.T) {
 
 // What is done is known to be done a moment later, though the stream goes on.
 func TestProgress(t *testing.T) {
-	virtualtime.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+	streamtest.EachInVirtualTime(t, 1, func(t *testing.T, devs []*device.Device) {
 		ranks := connectWith(t, devs, &nccl.Config{Timeout: ample})
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]

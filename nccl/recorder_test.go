@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -85,7 +85,7 @@ func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
 	rec := r.c.rec
 	rec.Resize(1)
 	rec.Unwatched(time.Hour)
-	open := spin.Hold(t, r.s)
+	open := streamtest.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	last, s, _, held := rec.Latest()
@@ -120,7 +120,7 @@ func TestCapturesAreNotCounted(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.c.rec
 	rec.Unwatched(time.Hour)
-	open := spin.Hold(t, r.s)
+	open := streamtest.Hold(t, r.s)
 	defer open()
 	issue := func() { require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum)) }
 	issue()
@@ -146,7 +146,7 @@ func TestMarksTellWhileOthersCapture(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.c.rec
 	rec.Unwatched(time.Hour)
-	open := spin.Hold(t, r.s)
+	open := streamtest.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	require.NoError(t, r.c.watch.Inspect(), "it is young, and gets a mark")
@@ -177,7 +177,7 @@ func TestWhoCannotBeAskedIsNotCaptured(t *testing.T) {
 	require.NoError(t, err)
 	r := makeIdle(t, cs[0])
 	r.c.rec.Unwatched(time.Hour)
-	open := spin.Hold(t, r.s)
+	open := streamtest.Hold(t, r.s)
 	defer open()
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	require.ErrorIs(t, r.c.watch.Inspect(), device.ErrorInvalidValue)

@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 )
 
 // A stuckNCCL has all-reduces that run until the test ends.
@@ -99,7 +99,7 @@ func TestTimeoutNamesTheStreamThatHasNotReachedTheOperation(t *testing.T) {
 			r.c.rec.Unwatched(time.Hour)
 			r.c.marks.SetRequested(-int64(time.Hour))
 		}
-		open := spin.Hold(t, list[1].s)
+		open := streamtest.Hold(t, list[1].s)
 		defer open()
 		require.NoError(t, both())
 		require.Eventually(t, func() bool {

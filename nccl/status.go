@@ -81,11 +81,8 @@ func groupOf(r *flight.Recorder) status.Group {
 		ID: r.Group, Name: r.Name, Rank: r.Rank, Size: r.Size, WorldRank: s.WorldRank, Device: r.Device,
 		Issued: s.Issued, Completed: min(s.Completed, s.Issued), IdleNanos: int64(s.Idle),
 	}
-	if list := r.Arrivals(); len(list) > 0 {
+	if g.Arrivals = r.Arrivals(); len(g.Arrivals) > 0 {
 		g.Clock = flight.Clock()
-		for _, a := range list {
-			g.Arrivals = append(g.Arrivals, [3]int64{int64(a.Sequence), a.Called, a.Took})
-		}
 	}
 	if s.State != flight.Scheduled {
 		g.State = s.State.String()

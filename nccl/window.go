@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/defects"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
@@ -225,7 +224,7 @@ func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) erro
 	if peer < 0 || peer >= c.size {
 		return c.errorf(f.Name(), "rank %d does not exist", peer)
 	}
-	if defects.PutsInGraphs.Affects(c.version) {
+	if ncclapi.PutsInGraphs.Affects(c.version) {
 		why := fmt.Sprintf("NCCL %s does not capture one-sided operations: use 2.30.3 or newer", ncclapi.VersionText(c.version))
 		if err := gpu.StreamOf(s).RefuseCapture(f.Name(), why); err != nil {
 			return fmt.Errorf("nccl: %w", err)
@@ -347,7 +346,7 @@ func symmetricKernel(k flight.Kind, t memory.DType, op flight.Reduction) bool {
 
 // symmetricKernelWrong reports whether the symmetric kernel is incorrect for a part of the given size.
 func (c *Communicator) symmetricKernelWrong(k flight.Kind, part int) bool {
-	return defects.SymmetricParts.Affects(c.version) && (k == flight.AllGather || k == flight.ReduceScatter) && part%symmetricUnit != 0
+	return ncclapi.SymmetricParts.Affects(c.version) && (k == flight.AllGather || k == flight.ReduceScatter) && part%symmetricUnit != 0
 }
 
 // symmetric reports whether NCCL will use a symmetric kernel for the operation.
@@ -375,7 +374,7 @@ func (o *operation) checkSymmetric() error {
 func (b *Batch) checkSymmetric() error {
 	for i := range b.ops {
 		o := &b.ops[i]
-		if o.comm.spans.Load() == nil || !defects.SymmetricGroups.Affects(o.comm.version) || !o.symmetric() {
+		if o.comm.spans.Load() == nil || !ncclapi.SymmetricGroups.Affects(o.comm.version) || !o.symmetric() {
 			continue
 		}
 		for j := range b.ops[:i] {

@@ -1,6 +1,7 @@
 package optim
 
 import (
+	"cmp"
 	"math"
 
 	"github.com/gochorus/chorus/stream"
@@ -30,10 +31,7 @@ func NewAdam(s *stream.Stream, groups []Group, cfg *AdamConfig) (*Optimizer, err
 }
 
 func newAdam(s *stream.Stream, op string, groups []Group, cfg *AdamConfig, flags uint32, decay float64) (*Optimizer, error) {
-	var c AdamConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(AdamConfig))
 	if c.LR == 0 {
 		c.LR = 1e-3
 	}
@@ -79,10 +77,7 @@ type SGDConfig struct {
 // allocated on s; the first step that is not skipped sets it. A graph cannot capture the call.
 func NewSGD(s *stream.Stream, groups []Group, cfg *SGDConfig) (*Optimizer, error) {
 	const op = "new SGD"
-	var c SGDConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(SGDConfig))
 	if c.LR == 0 {
 		c.LR = 1e-3
 	}

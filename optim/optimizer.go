@@ -1,6 +1,7 @@
 package optim
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"iter"
@@ -283,10 +284,7 @@ func (o *Optimizer) Step(s *stream.Stream, cfg *StepConfig) error {
 			return refuse(op, "parameter %d: %w", i, err)
 		}
 	}
-	var c StepConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(StepConfig))
 	var args [3]kernel.Arg
 	for i, x := range [...]memory.Slice[float32]{c.GradScale, c.FoundInf, c.Clip} {
 		if args[i], err = number(op, x); err != nil {

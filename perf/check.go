@@ -152,9 +152,7 @@ type checker struct {
 
 func newChecker(devs []*device.Device, cfg *CheckConfig) (*checker, error) {
 	c := &checker{devs: devs, size: len(devs), begun: time.Now()}
-	if cfg != nil {
-		c.cfg = *cfg
-	}
+	c.cfg = *cmp.Or(cfg, new(CheckConfig))
 	if len(devs) == 0 {
 		return nil, errors.New("perf: check: no devices")
 	}

@@ -11,7 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/virtualtime"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 )
 
 // quick is the check of the tests.
@@ -97,7 +97,7 @@ func TestCheckFindsFaults(t *testing.T) {
 		"no group":                       {faults: "ncclCommInitRankScalable#1=ncclSystemError", kind: Broken, step: "group", text: "cannot be created"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			virtualtime.Run(t, &device.SystemConfig{VirtualDevices: 4, Faults: x.faults}, func(t *testing.T, devs []*device.Device) {
+			streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 4, Faults: x.faults}, func(t *testing.T, devs []*device.Device) {
 				cfg := &CheckConfig{MaxBytes: 4 << 10, MemoryBytes: 8 << 10, Iterations: 2, Limits: x.limits}
 				if x.kind == Hang {
 					cfg.StepTimeout = 20 * time.Second

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
@@ -415,7 +415,7 @@ func placeAfterClose(t *testing.T, dev *device.Device, end func(*stream.Stream, 
 	require.NoError(t, err)
 	x, err := graph.Capture([]*stream.Stream{d.s}, func() error { return d.draw(rng.New(dev, 1)) }, nil)
 	require.NoError(t, err)
-	open := spin.Hold(t, s)
+	open := streamtest.Hold(t, s)
 	require.NoError(t, x.Launch(s))
 	mark, err := s.Record(nil)
 	require.NoError(t, err)

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -29,7 +29,7 @@ func TestInterprocessEvent(t *testing.T) {
 		return
 	}
 	devs := testgpu.CUDA(t, 1)
-	s, p := newStream(t, devs[0]), spin.New(t, devs[0])
+	s, p := newStream(t, devs[0]), streamtest.NewSpinner(t, devs[0])
 	p.On(s, 0)
 	e, err := s.Record(&stream.EventConfig{Interprocess: true})
 	require.NoError(t, err)
@@ -145,7 +145,7 @@ func captureOn(t *testing.T, fn func() error, streams ...*stream.Stream) *graph.
 // External events measure a part of each launch.
 func TestElapsedInGraph(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, p := newStream(t, devs[0]), spin.New(t, devs[0])
+		s, p := newStream(t, devs[0]), streamtest.NewSpinner(t, devs[0])
 		start, end := externalEvent(t, devs[0], true), externalEvent(t, devs[0], true)
 		p.On(s, 0) // loads the kernel
 		require.NoError(t, s.Sync(background))

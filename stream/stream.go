@@ -1,6 +1,7 @@
 package stream
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"math"
@@ -41,10 +42,7 @@ type ref = gpu.StreamRef
 // that was launched later may then wait forever.
 func New(dev *device.Device, cfg *Config) (*Stream, error) {
 	const op = "stream: new"
-	var c Config
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(Config))
 	if err := checkPriority(op, dev, c.Priority); err != nil {
 		return nil, err
 	}

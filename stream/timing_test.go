@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -18,7 +18,7 @@ import (
 // may come late.
 func TestElapsedOfSpin(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, p := newStream(t, devs[0]), spin.New(t, devs[0])
+		s, p := newStream(t, devs[0]), streamtest.NewSpinner(t, devs[0])
 		p.On(s, 0) // the first launch loads the kernel
 		start, end := timedEvent(t, devs[0]), timedEvent(t, devs[0])
 		for _, want := range []time.Duration{20 * time.Millisecond, 100 * time.Millisecond} {

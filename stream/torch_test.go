@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
@@ -26,9 +26,9 @@ const late = 50 * time.Millisecond
 // busy returns a stream that is held until open is called, and then spins.
 func busy(t *testing.T, dev *device.Device) (s *stream.Stream, open func()) {
 	t.Helper()
-	p, s := spin.New(t, dev), newStream(t, dev)
+	p, s := streamtest.NewSpinner(t, dev), newStream(t, dev)
 	t.Cleanup(func() { require.NoError(t, s.Sync(context.Background())) })
-	open = spin.Hold(t, s)
+	open = streamtest.Hold(t, s)
 	p.On(s, late)
 	return s, open
 }
@@ -74,7 +74,7 @@ func TestTorch_test_copy_streams(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for _, to := range devs {
 			a, b := newStream(t, devs[0]), newStream(t, to)
-			p := spin.New(t, devs[0])
+			p := streamtest.NewSpinner(t, devs[0])
 			x, err := memory.MakeFrom(a, []int32{0, 0, 0})
 			require.NoError(t, err)
 			y, err := memory.Make[int32](b, 3)
@@ -212,7 +212,7 @@ func TestTorch_test_stream_event_nogil(t *testing.T) {
 				held, open := busy(t, devs[i])
 				done := make(chan error, 1)
 				go func() { done <- wait(held) }()
-				other, p := newStream(t, devs[1-i]), spin.New(t, devs[1-i])
+				other, p := newStream(t, devs[1-i]), streamtest.NewSpinner(t, devs[1-i])
 				p.On(other, late) // the wait for the other device has begun by then
 				require.NoError(t, wait(other), name)
 				require.Empty(t, done, name)
@@ -260,7 +260,7 @@ func TestTorch_test_events_multi_gpu_query(t *testing.T) {
 func TestTorch_test_events_multi_gpu_elapsed_time(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		s0, s1 := newStream(t, devs[0]), newStream(t, devs[1])
-		p := spin.New(t, devs[1])
+		p := streamtest.NewSpinner(t, devs[1])
 		e0, e1, e2 := timedEvent(t, devs[0]), timedEvent(t, devs[1]), timedEvent(t, devs[1])
 		require.NoError(t, e0.Record(s0))
 		require.NoError(t, e1.Record(s1))
@@ -284,12 +284,12 @@ func TestTorch_test_external_streams(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for _, dev := range devs { // _multi_device
 			own := newStream(t, dev)
-			p := spin.New(t, dev)
+			p := streamtest.NewSpinner(t, dev)
 			x, err := stream.External(dev, own.Handle())
 			require.NoError(t, err)
 			require.Equal(t, own.Handle(), x.Handle())
 			require.Same(t, dev, x.Device())
-			open := spin.Hold(t, own)
+			open := streamtest.Hold(t, own)
 			p.On(own, late)
 			require.False(t, synced(t, x), "the work is that of the stream")
 			open()
@@ -302,13 +302,13 @@ func TestTorch_test_external_streams(t *testing.T) {
 
 func TestTorch_test_events(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, p := newStream(t, devs[0]), spin.New(t, devs[0])
+		s, p := newStream(t, devs[0]), streamtest.NewSpinner(t, devs[0])
 		e, start := timedEvent(t, devs[0]), timedEvent(t, devs[0])
 		require.True(t, passed(t, e), "never recorded")
 		require.NoError(t, e.Sync(testgpu.Context(t)))
 		require.NoError(t, start.Record(s))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
-		open := spin.Hold(t, s)
+		open := streamtest.Hold(t, s)
 		p.On(s, late)
 		require.NoError(t, e.Record(s))
 		require.False(t, passed(t, e))
@@ -324,12 +324,12 @@ func TestTorch_test_events(t *testing.T) {
 func TestTorch_test_streams(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		def, user := stream.Default(devs[0]), newStream(t, devs[0])
-		p := spin.New(t, devs[0])
+		p := streamtest.NewSpinner(t, devs[0])
 		require.False(t, def.Equal(user))
 		require.Zero(t, def.Handle())
 		require.NotZero(t, user.Handle())
 		require.True(t, synced(t, user))
-		open := spin.Hold(t, user)
+		open := streamtest.Hold(t, user)
 		p.On(user, late)
 		require.False(t, synced(t, user))
 		require.True(t, synced(t, def), "the default stream does not wait for it")
@@ -342,7 +342,7 @@ func TestTorch_test_streams(t *testing.T) {
 func TestTorch_test_graph_is_current_stream_capturing(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
-		p := spin.New(t, devs[0])
+		p := streamtest.NewSpinner(t, devs[0])
 		p.On(s, 0) // loads the kernel
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 		require.False(t, must(s.Capturing()))
@@ -355,7 +355,7 @@ func TestTorch_test_graph_is_current_stream_capturing(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, must(s.Capturing()))
 		require.True(t, synced(t, s), "the capture has not run")
-		open := spin.Hold(t, stream.Default(devs[0]))
+		open := streamtest.Hold(t, stream.Default(devs[0]))
 		require.NoError(t, x.Launch(stream.Default(devs[0])), "a graph may be launched there")
 		require.NoError(t, s.WaitStream(stream.Default(devs[0])))
 		require.False(t, synced(t, s))
@@ -369,7 +369,7 @@ func TestTorch_test_graph_is_current_stream_capturing(t *testing.T) {
 // has completed.
 func TestTorch_test_record_stream(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, side, p := newStream(t, devs[0]), newStream(t, devs[0]), spin.New(t, devs[0])
+		s, side, p := newStream(t, devs[0]), newStream(t, devs[0]), streamtest.NewSpinner(t, devs[0])
 		x, err := memory.MakeFrom(s, []int32{1, 2, 3, 4})
 		require.NoError(t, err)
 		out := must(memory.MakePinned[int32](devs[0], 4))

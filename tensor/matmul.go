@@ -1,6 +1,7 @@
 package tensor
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -330,10 +331,7 @@ type TuneResult struct {
 }
 
 func tuneOptions(cfg *TuneConfig) (*gemm.TuneOptions, error) {
-	var c TuneConfig
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(TuneConfig))
 	if c.MaxDuration < 0 || c.MaxIterations < 0 || c.Candidates < 0 || c.RotatingBytes < -1 {
 		return nil, fmt.Errorf("tensor: tune: MaxDuration is %v, MaxIterations %d, Candidates %d and RotatingBytes %d: they must not be negative, except that RotatingBytes may be -1", c.MaxDuration, c.MaxIterations, c.Candidates, c.RotatingBytes)
 	}

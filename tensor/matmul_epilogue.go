@@ -5,7 +5,6 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gemm"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -49,26 +48,26 @@ const (
 // An epilogueForm says what an Epilogue needs, and its names in cuBLASLt. Index 1 is for a
 // bias, or a bias gradient.
 type epilogueForm struct {
-	plain, aux       [2]cublasltapi.Epilogue // 0 if cuBLASLt lacks the epilogue
+	plain, aux       [2]cublasapi.Epilogue // 0 if cuBLASLt lacks the epilogue
 	needAux, masks   bool
 	gradient, needed bool // BiasGrad may be set; must be set
 }
 
 var epilogueForms = map[Epilogue]*epilogueForm{
-	NoEpilogue: {plain: [2]cublasltapi.Epilogue{cublasltapi.EpilogueDefault, cublasltapi.EpilogueBias}},
-	ReLU: {plain: [2]cublasltapi.Epilogue{cublasltapi.EpilogueReLU, cublasltapi.EpilogueReLUBias},
-		aux: [2]cublasltapi.Epilogue{cublasltapi.EpilogueReLUAux, cublasltapi.EpilogueReLUAuxBias}, masks: true},
-	GELU: {plain: [2]cublasltapi.Epilogue{cublasltapi.EpilogueGELU, cublasltapi.EpilogueGELUBias},
-		aux: [2]cublasltapi.Epilogue{cublasltapi.EpilogueGELUAux, cublasltapi.EpilogueGELUAuxBias}},
-	ReLUGrad: {aux: [2]cublasltapi.Epilogue{cublasltapi.EpilogueDReLU, cublasltapi.EpilogueDReLUBGrad}, needAux: true, masks: true, gradient: true},
-	GELUGrad: {aux: [2]cublasltapi.Epilogue{cublasltapi.EpilogueDGELU, cublasltapi.EpilogueDGELUBGrad}, needAux: true, gradient: true},
-	SumA:     {plain: [2]cublasltapi.Epilogue{0, cublasltapi.EpilogueBGradB}, gradient: true, needed: true},
-	SumB:     {plain: [2]cublasltapi.Epilogue{0, cublasltapi.EpilogueBGradA}, gradient: true, needed: true},
+	NoEpilogue: {plain: [2]cublasapi.Epilogue{cublasapi.EpilogueDefault, cublasapi.EpilogueBias}},
+	ReLU: {plain: [2]cublasapi.Epilogue{cublasapi.EpilogueReLU, cublasapi.EpilogueReLUBias},
+		aux: [2]cublasapi.Epilogue{cublasapi.EpilogueReLUAux, cublasapi.EpilogueReLUAuxBias}, masks: true},
+	GELU: {plain: [2]cublasapi.Epilogue{cublasapi.EpilogueGELU, cublasapi.EpilogueGELUBias},
+		aux: [2]cublasapi.Epilogue{cublasapi.EpilogueGELUAux, cublasapi.EpilogueGELUAuxBias}},
+	ReLUGrad: {aux: [2]cublasapi.Epilogue{cublasapi.EpilogueDReLU, cublasapi.EpilogueDReLUBGrad}, needAux: true, masks: true, gradient: true},
+	GELUGrad: {aux: [2]cublasapi.Epilogue{cublasapi.EpilogueDGELU, cublasapi.EpilogueDGELUBGrad}, needAux: true, gradient: true},
+	SumA:     {plain: [2]cublasapi.Epilogue{0, cublasapi.EpilogueBGradB}, gradient: true, needed: true},
+	SumB:     {plain: [2]cublasapi.Epilogue{0, cublasapi.EpilogueBGradA}, gradient: true, needed: true},
 }
 
 // setEpilogue sets the epilogue, the bias and the buffers.
 func (m *multiplication) setEpilogue(cfg *MatMulConfig) error {
-	m.Epilogue = cublasltapi.EpilogueDefault
+	m.Epilogue = cublasapi.EpilogueDefault
 	if cfg.Epilogue == NoEpilogue && cfg.Bias.at().DType == memory.Invalid && cfg.Aux.at().DType == memory.Invalid && cfg.BiasGrad.at().DType == memory.Invalid {
 		return nil
 	}

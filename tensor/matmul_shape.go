@@ -5,7 +5,6 @@ import (
 	"math"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gemm"
@@ -125,10 +124,10 @@ func (m *multiplication) setTypes(settings *MatMulSettings) error {
 	if !valid {
 		return fmt.Errorf("products of these types are not supported: see the table at MatMul")
 	}
-	m.Schemes = [...]cublasltapi.ReductionScheme{cublasltapi.ReductionMask, cublasltapi.ReductionComputeType, cublasltapi.ReductionNone}[reduction]
+	m.Schemes = [...]cublasapi.ReductionScheme{cublasapi.ReductionMask, cublasapi.ReductionComputeType, cublasapi.ReductionNone}[reduction]
 	m.NoSplitK = reduction == NoSplitK
 	if settings.Deterministic {
-		m.Schemes = cublasltapi.ReductionNone
+		m.Schemes = cublasapi.ReductionNone
 	}
 	m.Carveout, m.Library = int32(min(settings.SMCarveout, math.MaxInt32)), libraries[settings.Library]
 	return nil
@@ -344,7 +343,7 @@ func (m *multiplication) fold() {
 	p := &m.Problem
 	next := func(l gemm.Layout) bool { return l.Stride == p.N*l.LD }
 	if p.Batch < 2 || !m.swapped || p.A.Stride != 0 || p.TransB != cublasapi.NoTrans || p.Batch*p.N > math.MaxInt32 ||
-		!next(p.B) || !next(p.D) || !next(p.C) || p.Aux.LD != 0 && !next(p.Aux) || p.Bias.Stride != 0 || p.Epilogue == cublasltapi.EpilogueBGradB {
+		!next(p.B) || !next(p.D) || !next(p.C) || p.Aux.LD != 0 && !next(p.Aux) || p.Bias.Stride != 0 || p.Epilogue == cublasapi.EpilogueBGradB {
 		return
 	}
 	p.N, p.Batch = p.Batch*p.N, 1

@@ -16,7 +16,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	records "github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nvtx"
@@ -69,7 +69,7 @@ func TestTimesOfOperations(t *testing.T) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, s.Close()) })
-		spinner := spin.New(t, devs[0])
+		spinner := streamtest.NewSpinner(t, devs[0])
 		x, err := memory.Make[float32](s, 64)
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, x.Close()) })
@@ -112,7 +112,7 @@ func TestGraphIsRecorded(t *testing.T) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, s.Close()) })
-		spinner := spin.New(t, devs[0])
+		spinner := streamtest.NewSpinner(t, devs[0])
 		spinner.On(s, time.Microsecond)
 		list := recorded(t, func() {
 			g, err := graph.Capture([]*stream.Stream{s}, func() error { spinner.On(s, time.Millisecond); return nil }, nil)

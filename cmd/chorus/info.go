@@ -13,7 +13,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/backend"
-	"github.com/gochorus/chorus/internal/defects"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -124,7 +123,7 @@ func defectsOf(version string) []defectInfo {
 	if err != nil {
 		return list
 	}
-	for _, d := range defects.Of(code) {
+	for _, d := range ncclapi.DefectsOf(code) {
 		list = append(list, defectInfo{d.ID, d.Range(), d.Fault, d.When, d.Chorus, d.Open, d.Source})
 	}
 	return list

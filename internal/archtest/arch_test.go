@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/arrivals", "internal/defects", "internal/dtype", "internal/env", "internal/handle", "internal/inside", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
+	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/inside", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/safefile", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
 	{"internal/torchfile", "internal/ras", "internal/timeline"},
 	{"internal/ras/rastest"},
 	{"internal/analyze"},
@@ -31,8 +31,7 @@ var layers = [][]string{
 	{"cluster"},
 	{"internal/dl/dltest", "internal/cudadrv", "internal/nvrtcapi", "internal/nvml"},
 	{"internal/ncclapi", "internal/cublasapi", "internal/cufileapi", "internal/virtual/virtualtest"},
-	{"internal/cublasltapi"},
-	{"internal/race", "internal/virtual/fault"},
+	{"internal/race"},
 	{"internal/virtual/machine"},
 	{"internal/virtual/nccl", "internal/virtual/blas", "internal/virtual/cufile"},
 	{"internal/sanitizer"},
@@ -44,11 +43,11 @@ var layers = [][]string{
 	{"internal/mem"},
 	{"internal/ptxtest"},
 	{"memory"},
-	{"internal/flight", "internal/testgpu/buffers"},
-	{"internal/gemm", "internal/kern", "internal/collective", "internal/testgpu/virtualtime"},
+	{"internal/flight"},
+	{"internal/gemm", "internal/kern", "internal/collective"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
-	{"internal/strided", "internal/nancheck"},
-	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/spin"},
+	{"internal/strided"},
+	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/streamtest"},
 	{"internal/route", "optim"},
 	{"internal/groups"},
 	{"comm", "internal/launch"},
@@ -58,7 +57,7 @@ var layers = [][]string{
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgpu/spin", "internal/ptxtest", "internal/dl/dltest"}
+var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgpu/streamtest", "internal/ptxtest", "internal/dl/dltest"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.
@@ -67,7 +66,7 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"internal/job"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/fault", "internal/virtual/machine", "internal/virtual/cufile", "memory", "internal/job", "internal/launch", "gds", "checkpoint"},
+	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/machine", "internal/virtual/cufile", "memory", "internal/job", "internal/launch", "gds", "checkpoint"},
 	"github.com/klauspost/compress":   {"internal/ptx", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},

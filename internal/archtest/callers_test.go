@@ -15,13 +15,12 @@ import (
 
 // bound lists the interfaces whose methods are functions of NVIDIA's libraries.
 var bound = map[string][]string{
-	"internal/cudadrv":     {"Driver"},
-	"internal/nvrtcapi":    {"API"},
-	"internal/nvml":        {"API", "Device", "Health"},
-	"internal/ncclapi":     {"API"},
-	"internal/cublasapi":   {"API"},
-	"internal/cublasltapi": {"API"},
-	"internal/cufileapi":   {"API"},
+	"internal/cudadrv":   {"Driver"},
+	"internal/nvrtcapi":  {"API"},
+	"internal/nvml":      {"API", "Device", "Health"},
+	"internal/ncclapi":   {"API"},
+	"internal/cublasapi": {"API", "LtAPI"},
+	"internal/cufileapi": {"API"},
 }
 
 // TestBoundFunctionsHaveCallers checks that a product calls each function of a library that

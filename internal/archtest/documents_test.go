@@ -40,7 +40,7 @@ const known = `var (
 
 // instead replaces lines of known where a document uses the same name for something else.
 var instead = map[string]string{
-	"internal/dl/doc.go": "var fn, bytes, stream uintptr",
+	"internal/dl/library.go": "var fn, bytes, stream uintptr",
 	"amp/doc.go": `var (
 	err error
 	s   *stream.Stream

@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
@@ -16,8 +15,8 @@ import (
 type ltBench struct {
 	*rig
 	t   *testing.T
-	api cublasltapi.API
-	h   cublasltapi.Handle
+	api cublasapi.LtAPI
+	h   cublasapi.LtHandle
 	s   cudadrv.Stream
 }
 
@@ -28,7 +27,7 @@ func (b *ltBench) in(fn func() cublasapi.Result) (res cublasapi.Result) {
 }
 
 // testCUBLASLt tests an implementation of cuBLASLt on the first device.
-func testCUBLASLt(t *testing.T, drv cudadrv.Driver, api cublasltapi.API) {
+func testCUBLASLt(t *testing.T, drv cudadrv.Driver, api cublasapi.LtAPI) {
 	b := &ltBench{rig: newRig(t, drv), t: t, api: api}
 	b.s = b.stream(t, 0)
 	require.Greater(t, api.GetVersion(), uintptr(120000))
@@ -53,19 +52,19 @@ func testCUBLASLt(t *testing.T, drv cudadrv.Driver, api cublasltapi.API) {
 }
 
 // operation describes a product of matrices of one type.
-func (b *ltBench) operation(compute cublasapi.ComputeType, ty cublasapi.DType, ta, tb cublasapi.Op, g *product, lda, ldb, ldc int32) *cublasltapi.Operation {
+func (b *ltBench) operation(compute cublasapi.ComputeType, ty cublasapi.DType, ta, tb cublasapi.Op, g *product, lda, ldb, ldc int32) *cublasapi.Operation {
 	scale := cublasapi.R32F
 	if ty == cublasapi.R64F {
 		scale = ty
 	}
-	o := new(cublasltapi.Operation)
+	o := new(cublasapi.Operation)
 	var r cublasapi.Result
 	o.Desc, r = b.api.MatmulDescCreate(compute, scale)
 	require.Equal(b.t, cublasapi.Success, r)
-	for a, op := range map[cublasltapi.DescAttribute]cublasapi.Op{cublasltapi.DescTransA: ta, cublasltapi.DescTransB: tb} {
+	for a, op := range map[cublasapi.DescAttribute]cublasapi.Op{cublasapi.DescTransA: ta, cublasapi.DescTransB: tb} {
 		require.Equal(b.t, cublasapi.Success, b.api.MatmulDescSetAttribute(o.Desc, a, unsafe.Pointer(&op), 4))
 	}
-	layout := func(rows, cols int, op cublasapi.Op, ld int32) cublasltapi.MatrixLayout {
+	layout := func(rows, cols int, op cublasapi.Op, ld int32) cublasapi.MatrixLayout {
 		if op == cublasapi.Trans {
 			rows, cols = cols, rows
 		}
@@ -78,21 +77,21 @@ func (b *ltBench) operation(compute cublasapi.ComputeType, ty cublasapi.DType, t
 	return o
 }
 
-func (b *ltBench) destroy(o *cublasltapi.Operation) {
+func (b *ltBench) destroy(o *cublasapi.Operation) {
 	require.Equal(b.t, cublasapi.Success, b.api.MatmulDescDestroy(o.Desc))
-	for _, l := range []cublasltapi.MatrixLayout{o.A, o.B, o.C, o.D} {
+	for _, l := range []cublasapi.MatrixLayout{o.A, o.B, o.C, o.D} {
 		require.Equal(b.t, cublasapi.Success, b.api.MatrixLayoutDestroy(l))
 	}
 }
 
 // suggest asks for algorithms that need no workspace, for addresses of any alignment.
-func (b *ltBench) suggest(o *cublasltapi.Operation, align uint32) ([]cublasltapi.HeuristicResult, cublasapi.Result) {
+func (b *ltBench) suggest(o *cublasapi.Operation, align uint32) ([]cublasapi.HeuristicResult, cublasapi.Result) {
 	p, r := b.api.MatmulPreferenceCreate()
 	require.Equal(b.t, cublasapi.Success, r)
-	for i := range cublasltapi.PreferenceAttribute(4) {
-		require.Equal(b.t, cublasapi.Success, b.api.MatmulPreferenceSetAttribute(p, cublasltapi.PreferenceMinAlignmentABytes+i, unsafe.Pointer(&align), 4))
+	for i := range cublasapi.PreferenceAttribute(4) {
+		require.Equal(b.t, cublasapi.Success, b.api.MatmulPreferenceSetAttribute(p, cublasapi.PreferenceMinAlignmentABytes+i, unsafe.Pointer(&align), 4))
 	}
-	results := make([]cublasltapi.HeuristicResult, 8)
+	results := make([]cublasapi.HeuristicResult, 8)
 	var n int32
 	res := b.in(func() (r cublasapi.Result) { n, r = b.api.MatmulAlgoGetHeuristic(b.h, o, p, results); return r })
 	require.Equal(b.t, cublasapi.Success, b.api.MatmulPreferenceDestroy(p))
@@ -100,7 +99,7 @@ func (b *ltBench) suggest(o *cublasltapi.Operation, align uint32) ([]cublasltapi
 }
 
 // multiply computes the product in place with the first algorithm that can run.
-func (b *ltBench) multiply(o *cublasltapi.Operation, alpha, beta unsafe.Pointer, x, y, z cudadrv.DevicePtr) {
+func (b *ltBench) multiply(o *cublasapi.Operation, alpha, beta unsafe.Pointer, x, y, z cudadrv.DevicePtr) {
 	list, r := b.suggest(o, 8)
 	require.Equal(b.t, cublasapi.Success, r)
 	for _, h := range list {
@@ -108,11 +107,11 @@ func (b *ltBench) multiply(o *cublasltapi.Operation, alpha, beta unsafe.Pointer,
 			continue
 		}
 		require.Zero(b.t, h.WorkspaceSize)
-		var checked cublasltapi.HeuristicResult
+		var checked cublasapi.HeuristicResult
 		require.Equal(b.t, cublasapi.Success, b.in(func() cublasapi.Result { return b.api.MatmulAlgoCheck(b.h, o, &h.Algo, &checked) }))
 		require.Equal(b.t, cublasapi.Success, b.in(func() cublasapi.Result {
-			return b.api.Matmul(b.h, o.Desc, cublasapi.Scalar{Host: alpha}, cublasltapi.Matrix{Ptr: x, Layout: o.A}, cublasltapi.Matrix{Ptr: y, Layout: o.B},
-				cublasapi.Scalar{Host: beta}, cublasltapi.Matrix{Ptr: z, Layout: o.C}, cublasltapi.Matrix{Ptr: z, Layout: o.D}, &h.Algo, 0, 0, b.s)
+			return b.api.Matmul(b.h, o.Desc, cublasapi.Scalar{Host: alpha}, cublasapi.LtMatrix{Ptr: x, Layout: o.A}, cublasapi.LtMatrix{Ptr: y, Layout: o.B},
+				cublasapi.Scalar{Host: beta}, cublasapi.LtMatrix{Ptr: z, Layout: o.C}, cublasapi.LtMatrix{Ptr: z, Layout: o.D}, &h.Algo, 0, 0, b.s)
 		}))
 		return
 	}
@@ -124,14 +123,14 @@ func (b *ltBench) attributes(t *testing.T) {
 	d, r := b.api.MatmulDescCreate(cublasapi.Compute32F, cublasapi.R32F)
 	require.Equal(t, cublasapi.Success, r)
 	v := [16]byte{1} // which is valid for all of them
-	for a, size := range cublasltapi.Attributes {
-		if a >= cublasltapi.DescAScaleMode && b.api.GetVersion() < 120800 || a == cublasltapi.DescComputeType || a == cublasltapi.DescScaleType {
+	for a, size := range cublasapi.Attributes {
+		if a >= cublasapi.DescAScaleMode && b.api.GetVersion() < 120800 || a == cublasapi.DescComputeType || a == cublasapi.DescScaleType {
 			continue
 		}
 		require.Equal(t, cublasapi.Success, b.api.MatmulDescSetAttribute(d, a, unsafe.Pointer(&v), size), "attribute %d", a)
 		require.Equal(t, cublasapi.InvalidValue, b.api.MatmulDescSetAttribute(d, a, unsafe.Pointer(&v), size-1), "attribute %d", a)
 	}
-	for _, a := range []cublasltapi.DescAttribute{-1, 9, 1000} {
+	for _, a := range []cublasapi.DescAttribute{-1, 9, 1000} {
 		require.Equal(t, cublasapi.InvalidValue, b.api.MatmulDescSetAttribute(d, a, unsafe.Pointer(&v), 4), "attribute %d", a)
 	}
 	require.Equal(t, cublasapi.Success, b.api.MatmulDescDestroy(d))
@@ -154,7 +153,7 @@ func (b *ltBench) unsupported(t *testing.T) {
 			t.Skipf("compute capability %d.x has other rules", major)
 		}
 		o := b.operation(cublasapi.Compute32F, cublasapi.R16BF, x.ta, x.tb, g, 32, 32, 32)
-		for l, ty := range map[*cublasltapi.MatrixLayout]cublasapi.DType{&o.A: x.a, &o.B: x.b} {
+		for l, ty := range map[*cublasapi.MatrixLayout]cublasapi.DType{&o.A: x.a, &o.B: x.b} {
 			require.Equal(t, cublasapi.Success, b.api.MatrixLayoutDestroy(*l))
 			var r cublasapi.Result
 			*l, r = b.api.MatrixLayoutCreate(ty, 32, 32, 32)

@@ -11,12 +11,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
 // falsify returns an exchange that changes the values that this rank announces.
-func falsify(t testing.TB, x fabric.Exchange, change func(value map[string]any)) fabric.Exchange {
+func falsify(t testing.TB, x collective.Exchange, change func(value map[string]any)) collective.Exchange {
 	return func(ctx context.Context, mine []byte) ([][]byte, error) {
 		var message map[string]any
 		d := json.NewDecoder(bytes.NewReader(mine))
@@ -110,7 +111,7 @@ func TestHandleOfAnotherLength(t *testing.T) {
 var announcedError = map[string]string{"short": " words: want ", "long": "it reaches beyond the memory that is shared"}
 
 // falsifyHandle lets rank 1 announce a handle of another length.
-func falsifyHandle(t *testing.T, task string, rank int, x fabric.Exchange) fabric.Exchange {
+func falsifyHandle(t *testing.T, task string, rank int, x collective.Exchange) collective.Exchange {
 	by := map[string]int64{"short": -64 << 10, "long": 64 << 10}[task]
 	if by == 0 || rank != 1 {
 		return x

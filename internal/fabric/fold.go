@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -231,7 +232,7 @@ type round struct {
 func NewTable(ranks int) *Table { return &Table{ranks: ranks} }
 
 // Seat returns the Exchange of a rank.
-func (t *Table) Seat(rank int) Exchange {
+func (t *Table) Seat(rank int) collective.Exchange {
 	next := 0
 	return func(ctx context.Context, mine []byte) ([][]byte, error) {
 		r := t.say(next, rank, mine)

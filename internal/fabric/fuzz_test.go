@@ -6,6 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/plain"
 )
 
@@ -18,7 +19,7 @@ func FuzzCards(f *testing.F) {
 	mine := rankInfo{Ranks: 2, Bytes: 64, Host: "h", Process: "p", GPU: "GPU-0", Blocks: 4}
 	f.Fuzz(func(t *testing.T, b []byte) {
 		exchange := func(_ context.Context, text []byte) ([][]byte, error) { return [][]byte{text, b}, nil }
-		infos, err := agree(t.Context(), exchange, 2, mine, nil)
+		infos, err := collective.Agree(t.Context(), exchange, 2, mine, nil)
 		if err == nil {
 			err = compareRanks(infos)
 		}

@@ -184,17 +184,17 @@ const (
 // results. If lines are torn on one rank, no rank uses them. A torn line has data of the
 // operation before the last one, or zeros. Each group of eight threads handles at most one
 // line of each part, as in all operations except the largest.
-func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange Exchange) (err error) {
+func (r *Rank) tryLines(ctx context.Context, s *stream.Stream, exchange collective.Exchange) (err error) {
 	if r.ranks == 1 || r.noLines != "" {
 		return nil
 	}
 	x, failed := r.newTrial(s)
 	defer func() { err = errors.Join(err, x.close()) }()
-	if err := Agree(ctx, exchange, r.ranks, failed); err != nil {
+	if _, err := collective.Agree(ctx, exchange, r.ranks, true, failed); err != nil {
 		return err // a rank without memory would keep the others waiting
 	}
 	torn, failed := r.try(ctx, s, x)
-	said, err := agree(ctx, exchange, r.ranks, torn, failed)
+	said, err := collective.Agree(ctx, exchange, r.ranks, torn, failed)
 	if err != nil {
 		return err
 	}

@@ -4,7 +4,6 @@ import (
 	"context"
 	"crypto/rand"
 	"encoding/binary"
-	"encoding/json"
 	"errors"
 	"fmt"
 	"os"
@@ -13,13 +12,13 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/mem"
-	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -54,7 +53,7 @@ const (
 // ranks have fewer blocks, so that all of them are resident at once. Ranks of one process
 // must not do anything that waits for the whole GPU while their operations run: loading
 // a kernel, freeing memory to the driver, or using the default stream.
-func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Exchange, cfg *Config) (*Rank, error) {
+func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange collective.Exchange, cfg *Config) (*Rank, error) {
 	const op = "fabric: open"
 	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return nil, err
@@ -89,12 +88,12 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange Excha
 
 // join allocates the rank's resources and finds the other ranks. After the last exchange
 // all ranks are ready to receive the data of the first operation.
-func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) error {
+func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange collective.Exchange) error {
 	if r.ranks == 1 {
 		return r.allocate(ctx, s)
 	}
 	mine, failed := r.prepare(ctx, s)
-	infos, err := agree(ctx, exchange, r.ranks, mine, failed)
+	infos, err := collective.Agree(ctx, exchange, r.ranks, mine, failed)
 	if err != nil {
 		return err
 	}
@@ -109,7 +108,7 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if failed = r.link(s, infos, handles); failed == nil {
 		failed = r.probe(ctx, s)
 	}
-	if _, err = agree(ctx, exchange, r.ranks, true, failed); err != nil {
+	if _, err = collective.Agree(ctx, exchange, r.ranks, true, failed); err != nil {
 		return err
 	}
 	if failed = r.probed(ctx, s); failed == nil {
@@ -119,7 +118,7 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange Exchange) er
 	if failed == nil {
 		noLines, failed = r.missesLines(infos)
 	}
-	said, err := agree(ctx, exchange, r.ranks, noLines, failed)
+	said, err := collective.Agree(ctx, exchange, r.ranks, noLines, failed)
 	if err == nil {
 		r.noLines = firstOf(said)
 	}
@@ -199,12 +198,12 @@ func (r *Rank) begin(ctx context.Context, s *stream.Stream, epoch uint64) error 
 
 // share returns the handles of the scratch memory of each rank, for ranks of other
 // processes. They are empty if all ranks are in this process.
-func (r *Rank) share(ctx context.Context, exchange Exchange, infos []rankInfo) ([]memory.IPCHandle, error) {
+func (r *Rank) share(ctx context.Context, exchange collective.Exchange, infos []rankInfo) ([]memory.IPCHandle, error) {
 	if !slices.ContainsFunc(infos, func(c rankInfo) bool { return c.Process != infos[0].Process }) {
 		return make([]memory.IPCHandle, r.ranks), nil
 	}
 	mine, failed := r.peers[0].words.IPCHandle()
-	return agree(ctx, exchange, r.ranks, mine, failed)
+	return collective.Agree(ctx, exchange, r.ranks, mine, failed)
 }
 
 // link maps the scratch memory of the other ranks, beginning with the rank after this
@@ -313,10 +312,6 @@ func (r *Rank) free() error {
 	return errors.Join(append(errs, r.control.Close(), r.host.Close())...)
 }
 
-// An Exchange sends each rank's message to all ranks and returns all messages, by rank.
-// Open calls it several times, in the same order on all ranks.
-type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
-
 // A rankInfo describes a rank to the other ranks.
 type rankInfo struct {
 	Rank, Ranks, Bytes int
@@ -335,51 +330,6 @@ func anyEpoch() uint64 {
 	var b [8]byte
 	_, _ = rand.Read(b[:]) // crypto/rand.Read never fails
 	return binary.LittleEndian.Uint64(b[:])/(2*ticks) | 1<<32
-}
-
-// A word is a value of a rank for the other ranks, or its failure.
-type word[T any] struct {
-	verdict
-	Value T
-}
-
-// agree exchanges values. If a rank has failed, that rank returns its own error and the
-// others return an error that names it.
-func agree[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
-	text, err := json.Marshal(word[T]{verdictOf(failed), mine})
-	if err != nil {
-		return nil, err
-	}
-	all, err := exchange(ctx, text)
-	switch {
-	case err != nil:
-		return nil, errors.Join(failed, fmt.Errorf("exchange: %w", err))
-	case failed != nil:
-		return nil, failed
-	case len(all) != ranks:
-		return nil, fmt.Errorf("exchange: it gave what %d ranks have said: want %d", len(all), ranks)
-	}
-	values := make([]T, ranks)
-	for i := range values {
-		var said word[T]
-		if err := json.Unmarshal(all[i], &said); err != nil {
-			return nil, fmt.Errorf("exchange: what rank %d has said: %w", i, err)
-		}
-		plain.Record(&said)
-		if err := said.err(i); err != nil {
-			return nil, err
-		}
-		values[i] = said.Value
-	}
-	return values, nil
-}
-
-// Agree returns an error on all ranks if a rank has failed. The failed ranks get their own
-// error, and the others get an error that names the first failed rank. All ranks agree on
-// whether it matches errors.ErrUnsupported.
-func Agree(ctx context.Context, exchange Exchange, ranks int, failed error) error {
-	_, err := agree(ctx, exchange, ranks, true, failed)
-	return err
 }
 
 // compareRanks returns the reason why the ranks cannot form a group, the same on all ranks.
@@ -520,45 +470,6 @@ var ErrAborted = errors.New("the rank was aborted")
 func (r *Rank) errorf(op, format string, args ...any) error {
 	return fmt.Errorf("fabric: %s on rank %d of %d (%s): %w", op, r.rank, r.ranks, r.dev, fmt.Errorf(format, args...))
 }
-
-// A verdict is the outcome of a rank's part of Open: the reason for its failure, or empty.
-type verdict struct {
-	Failed     string `json:",omitempty"`
-	Need, Have string `json:",omitempty"` // of a *device.UnsupportedError
-}
-
-func verdictOf(err error) verdict {
-	if err == nil {
-		return verdict{}
-	}
-	v := verdict{Failed: err.Error()}
-	if x, ok := errors.AsType[*device.UnsupportedError](err); ok {
-		v.Need, v.Have = x.Need, x.Have
-	}
-	return v
-}
-
-// err returns the error for the other ranks.
-func (v *verdict) err(rank int) error {
-	switch {
-	case v.Failed == "":
-		return nil
-	case v.Need != "":
-		return &ToldError{rank, unsupported(v.Need, v.Have)}
-	}
-	return &ToldError{rank, errors.New(v.Failed)}
-}
-
-// A ToldError is the error of another rank; all ranks get it.
-type ToldError struct {
-	Rank int
-	Err  error
-}
-
-func (e *ToldError) Error() string { return fmt.Sprintf("rank %d cannot: %v", e.Rank, e.Err) }
-
-// Unwrap returns the other rank's error.
-func (e *ToldError) Unwrap() error { return e.Err }
 
 func unsupported(need, have string) error {
 	return &device.UnsupportedError{Feature: "a fabric", Need: need, Have: have}

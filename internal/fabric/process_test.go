@@ -16,6 +16,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
@@ -32,7 +33,7 @@ type folder struct {
 	ranks int
 }
 
-func (f folder) seat(rank int) fabric.Exchange {
+func (f folder) seat(rank int) collective.Exchange {
 	next := 0
 	return func(ctx context.Context, mine []byte) ([][]byte, error) {
 		next++

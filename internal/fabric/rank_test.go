@@ -12,6 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
@@ -369,10 +370,10 @@ func TestOpenRefuses(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
 		s := newStream(t, devs[0])
 		broken := errors.New("broken")
-		answer := func(said [][]byte, err error) fabric.Exchange {
+		answer := func(said [][]byte, err error) collective.Exchange {
 			return func(context.Context, []byte) ([][]byte, error) { return said, err }
 		}
-		for want, f := range map[string]fabric.Exchange{
+		for want, f := range map[string]collective.Exchange{
 			"broken":                 answer(nil, broken),
 			"want 2":                 answer([][]byte{{}}, nil),
 			"what rank 1 has said":   answer([][]byte{[]byte("{}"), []byte("nonsense")}, nil),

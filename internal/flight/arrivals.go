@@ -7,7 +7,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gochorus/chorus/internal/arrivals"
 	"github.com/gochorus/chorus/internal/cudadrv"
 )
 
@@ -30,8 +29,9 @@ var Clock = sync.OnceValue(func() string {
 })
 
 // Arrivals returns the latest collectives at which the rank may have waited for others, the oldest first. Collectives with a
-// root are not among them, because not all of their ranks wait for each other.
-func (r *Recorder) Arrivals() (list []arrivals.Arrival) {
+// root are not among them, because not all of their ranks wait for each other. Each has its number, the time of the call on Clock,
+// and the time that it took on its stream, in nanoseconds, which is 0 if it is not known.
+func (r *Recorder) Arrivals() (list [][3]int64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	for id := r.last; id > 0 && len(list) < MaxArrivals && r.last-id < uint64(len(r.ring)); id-- {
@@ -43,7 +43,7 @@ func (r *Recorder) Arrivals() (list []arrivals.Arrival) {
 		if k := &Kinds[e.Kind]; k.Peer || k.Rooted || !e.runs() || e.took == 0 && before != nil && e.Created-before.Created < pause {
 			continue
 		}
-		list = append(list, arrivals.Arrival{Sequence: e.Collective, Called: originNanos + e.Created, Took: e.took})
+		list = append(list, [3]int64{int64(e.Collective), originNanos + e.Created, e.took})
 	}
 	slices.Reverse(list)
 	return list

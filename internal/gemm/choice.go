@@ -11,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -20,7 +19,7 @@ import (
 
 // A choice is the algorithm for a Problem on a device.
 type choice struct {
-	algo  cublasltapi.Algo
+	algo  cublasapi.Algo
 	need  uintptr
 	tuned *Result // nil if it is the heuristic's first suggestion
 }
@@ -76,16 +75,16 @@ func (q *queue) choose(p *plan) error {
 
 // suggest returns up to n algorithms that can run, the fastest first by cuBLASLt's estimate.
 // There is at least one, or an error.
-func (q *queue) suggest(p *plan, n int) ([]cublasltapi.HeuristicResult, error) {
+func (q *queue) suggest(p *plan, n int) ([]cublasapi.HeuristicResult, error) {
 	lt := q.site.lt
 	pref, r := lt.MatmulPreferenceCreate()
 	if r != cublasapi.Success {
 		return nil, failed("cublasLtMatmulPreferenceCreate", r)
 	}
 	err := prefer(lt, pref, &p.Problem)
-	results, found := make([]cublasltapi.HeuristicResult, n), int32(0)
+	results, found := make([]cublasapi.HeuristicResult, n), int32(0)
 	if err == nil {
-		o := &cublasltapi.Operation{Desc: p.desc, A: p.layouts[0], B: p.layouts[1], C: p.layouts[2], D: p.layouts[3]}
+		o := &cublasapi.Operation{Desc: p.desc, A: p.layouts[0], B: p.layouts[1], C: p.layouts[2], D: p.layouts[3]}
 		err = q.bound(func() error {
 			found, r = lt.MatmulAlgoGetHeuristic(q.site.handle, o, pref, results)
 			return failed(heuristicCall, r)
@@ -107,18 +106,18 @@ func (q *queue) suggest(p *plan, n int) ([]cublasltapi.HeuristicResult, error) {
 }
 
 // prefer sets the limits for the choice.
-func prefer(lt cublasltapi.API, pref cublasltapi.Preference, p *Problem) error {
+func prefer(lt cublasapi.LtAPI, pref cublasapi.Preference, p *Problem) error {
 	workspace, mask := uint64(p.workspace), p.Schemes
-	r := lt.MatmulPreferenceSetAttribute(pref, cublasltapi.PreferenceMaxWorkspaceBytes, unsafe.Pointer(&workspace), unsafe.Sizeof(workspace))
-	if r == cublasapi.Success && mask != cublasltapi.ReductionMask {
-		r = lt.MatmulPreferenceSetAttribute(pref, cublasltapi.PreferenceReductionSchemeMask, unsafe.Pointer(&mask), unsafe.Sizeof(mask))
+	r := lt.MatmulPreferenceSetAttribute(pref, cublasapi.PreferenceMaxWorkspaceBytes, unsafe.Pointer(&workspace), unsafe.Sizeof(workspace))
+	if r == cublasapi.Success && mask != cublasapi.ReductionMask {
+		r = lt.MatmulPreferenceSetAttribute(pref, cublasapi.PreferenceReductionSchemeMask, unsafe.Pointer(&mask), unsafe.Sizeof(mask))
 	}
 	for i, log := range p.align {
 		if r != cublasapi.Success {
 			break
 		}
 		bytes := uint32(1) << log
-		r = lt.MatmulPreferenceSetAttribute(pref, cublasltapi.PreferenceMinAlignmentABytes+cublasltapi.PreferenceAttribute(i), unsafe.Pointer(&bytes), unsafe.Sizeof(bytes))
+		r = lt.MatmulPreferenceSetAttribute(pref, cublasapi.PreferenceMinAlignmentABytes+cublasapi.PreferenceAttribute(i), unsafe.Pointer(&bytes), unsafe.Sizeof(bytes))
 	}
 	return failed("cublasLtMatmulPreferenceSetAttribute", r)
 }
@@ -154,11 +153,11 @@ const mostElements = 1 << 40
 
 // Bits of epilogues of cuBLASLt.
 const (
-	epilogueBits = cublasltapi.EpilogueDefault | cublasltapi.EpilogueReLUAuxBias | cublasltapi.EpilogueDReLUBGrad |
-		cublasltapi.EpilogueGELUAuxBias | cublasltapi.EpilogueDGELUBGrad | cublasltapi.EpilogueBGradA | cublasltapi.EpilogueBGradB
-	epilogueWithAux  = cublasltapi.EpilogueReLUAux & cublasltapi.EpilogueDGELU
-	epilogueWithMask = cublasltapi.EpilogueReLU | cublasltapi.EpilogueDReLU&^epilogueWithAux
-	epilogueWithBias = cublasltapi.EpilogueBias | cublasltapi.EpilogueDReLUBGrad&^cublasltapi.EpilogueDReLU | cublasltapi.EpilogueBGradA | cublasltapi.EpilogueBGradB
+	epilogueBits = cublasapi.EpilogueDefault | cublasapi.EpilogueReLUAuxBias | cublasapi.EpilogueDReLUBGrad |
+		cublasapi.EpilogueGELUAuxBias | cublasapi.EpilogueDGELUBGrad | cublasapi.EpilogueBGradA | cublasapi.EpilogueBGradB
+	epilogueWithAux  = cublasapi.EpilogueReLUAux & cublasapi.EpilogueDGELU
+	epilogueWithMask = cublasapi.EpilogueReLU | cublasapi.EpilogueDReLU&^epilogueWithAux
+	epilogueWithBias = cublasapi.EpilogueBias | cublasapi.EpilogueDReLUBGrad&^cublasapi.EpilogueDReLU | cublasapi.EpilogueBGradA | cublasapi.EpilogueBGradB
 )
 
 // checkEpilogue validates that the product has the operands of its epilogue, in the types
@@ -184,8 +183,8 @@ type site struct {
 	known     bool
 	workspace int64 // bytes for each stream
 	sms       int32
-	lt        cublasltapi.API
-	handle    cublasltapi.Handle
+	lt        cublasapi.LtAPI
+	handle    cublasapi.LtHandle
 }
 
 var siteKey handle.Key
@@ -222,7 +221,7 @@ func (x *site) target(carveout int32) int32 {
 
 // openLt opens cuBLASLt and makes the device's handle at the first use. If the library is
 // missing, the error matches errors.ErrUnsupported.
-func (x *site) openLt(dev *gpu.Device) (cublasltapi.API, error) {
+func (x *site) openLt(dev *gpu.Device) (cublasapi.LtAPI, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	if x.handle != 0 {
@@ -232,7 +231,7 @@ func (x *site) openLt(dev *gpu.Device) (cublasltapi.API, error) {
 	if err != nil {
 		return nil, err
 	}
-	var h cublasltapi.Handle
+	var h cublasapi.LtHandle
 	err = bound(dev, func() error {
 		var r cublasapi.Result
 		h, r = lt.Create()
@@ -254,7 +253,7 @@ type handles struct {
 
 var handlesKey handle.Key
 
-func (x *handles) add(dev *gpu.Device, lt cublasltapi.API, h cublasltapi.Handle) {
+func (x *handles) add(dev *gpu.Device, lt cublasapi.LtAPI, h cublasapi.LtHandle) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
 	x.list = append(x.list, func() error {

@@ -1,12 +1,12 @@
 package gemm
 
 import (
-	"github.com/gochorus/chorus/internal/cublasltapi"
+	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/stream"
 )
 
 // Replace lets the device of s use another cuBLASLt from now on.
-func Replace(s *stream.Stream, with func(cublasltapi.API) cublasltapi.API) error {
+func Replace(s *stream.Stream, with func(cublasapi.LtAPI) cublasapi.LtAPI) error {
 	q, err := queueOf(s)
 	if err == nil {
 		_, err = q.site.openLt(q.dev)

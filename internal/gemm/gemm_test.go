@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gemm"
@@ -179,7 +178,7 @@ func TestSmallWorkspace(t *testing.T) {
 	t.Setenv(env.CUBLASWorkspaceConfig.Name, ":0:0")
 	b := newBench(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])
 	require.NoError(t, b.multiply(128, nil))
-	require.NoError(t, gemm.Replace(b.s, func(api cublasltapi.API) cublasltapi.API { return greedy{api} }))
+	require.NoError(t, gemm.Replace(b.s, func(api cublasapi.LtAPI) cublasapi.LtAPI { return greedy{api} }))
 	err := b.multiply(64, &tensor.MatMulConfig{Epilogue: tensor.ReLU})
 	var u *device.UnsupportedError
 	require.ErrorAs(t, err, &u)
@@ -188,10 +187,10 @@ func TestSmallWorkspace(t *testing.T) {
 }
 
 // greedy is a library whose algorithms all need a workspace.
-type greedy struct{ cublasltapi.API }
+type greedy struct{ cublasapi.LtAPI }
 
-func (g greedy) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Operation, p cublasltapi.Preference, results []cublasltapi.HeuristicResult) (int32, cublasapi.Result) {
-	n, r := g.API.MatmulAlgoGetHeuristic(h, o, p, results)
+func (g greedy) MatmulAlgoGetHeuristic(h cublasapi.LtHandle, o *cublasapi.Operation, p cublasapi.Preference, results []cublasapi.HeuristicResult) (int32, cublasapi.Result) {
+	n, r := g.LtAPI.MatmulAlgoGetHeuristic(h, o, p, results)
 	for i := range results {
 		results[i].WorkspaceSize = 1 << 20
 	}
@@ -282,14 +281,14 @@ func TestLibraries(t *testing.T) {
 }
 
 // instant is a library whose products do nothing.
-type instant struct{ cublasltapi.API }
+type instant struct{ cublasapi.LtAPI }
 
-func (instant) Matmul(cublasltapi.Handle, cublasltapi.MatmulDesc, cublasapi.Scalar, cublasltapi.Matrix, cublasltapi.Matrix, cublasapi.Scalar,
-	cublasltapi.Matrix, cublasltapi.Matrix, *cublasltapi.Algo, cudadrv.DevicePtr, uintptr, cudadrv.Stream) cublasapi.Result {
+func (instant) Matmul(cublasapi.LtHandle, cublasapi.MatmulDesc, cublasapi.Scalar, cublasapi.LtMatrix, cublasapi.LtMatrix, cublasapi.Scalar,
+	cublasapi.LtMatrix, cublasapi.LtMatrix, *cublasapi.Algo, cudadrv.DevicePtr, uintptr, cudadrv.Stream) cublasapi.Result {
 	return cublasapi.Success
 }
 
-func (instant) MatmulDescSetAttribute(cublasltapi.MatmulDesc, cublasltapi.DescAttribute, unsafe.Pointer, uintptr) cublasapi.Result {
+func (instant) MatmulDescSetAttribute(cublasapi.MatmulDesc, cublasapi.DescAttribute, unsafe.Pointer, uintptr) cublasapi.Result {
 	return cublasapi.Success
 }
 
@@ -302,13 +301,13 @@ func TestProductsAllocateNothing(t *testing.T) {
 	for name, run := range b.variants() {
 		require.NoError(t, run())
 		require.NoError(t, b.s.Sync(testgpu.Context(t)))
-		require.NoError(t, gemm.Replace(b.s, func(api cublasltapi.API) cublasltapi.API { return instant{api} }))
+		require.NoError(t, gemm.Replace(b.s, func(api cublasapi.LtAPI) cublasapi.LtAPI { return instant{api} }))
 		require.Zero(t, testgpu.Allocs(100, func() {
 			if err := run(); err != nil {
 				t.Fatal(err)
 			}
 		}), name)
-		require.NoError(t, gemm.Replace(b.s, func(api cublasltapi.API) cublasltapi.API { return api.(instant).API }))
+		require.NoError(t, gemm.Replace(b.s, func(api cublasapi.LtAPI) cublasapi.LtAPI { return api.(instant).LtAPI }))
 	}
 	b.close()
 }
@@ -349,7 +348,7 @@ func (b *bench) variants() map[string]func() error {
 func BenchmarkEnqueue(b *testing.B) {
 	x := newBench(b, testgpu.Virtual(b, &device.SystemConfig{VirtualDevices: 1})[0])
 	defer x.close()
-	require.NoError(b, gemm.Replace(x.s, func(api cublasltapi.API) cublasltapi.API { return instant{api} }))
+	require.NoError(b, gemm.Replace(x.s, func(api cublasapi.LtAPI) cublasapi.LtAPI { return instant{api} }))
 	for name, run := range x.variants() {
 		b.Run(name, func(b *testing.B) {
 			b.ReportAllocs()

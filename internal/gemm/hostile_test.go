@@ -9,7 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/env"
 )
 
@@ -18,7 +17,7 @@ func recorded() *Problem {
 	const t = cublasapi.R16BF
 	p := &Problem{M: 80, N: 64, K: 96, Batch: 2, A: Layout{t, 80, 80 * 96}, B: Layout{t, 96, 96 * 64}, C: Layout{t, 80, 80 * 64}, D: Layout{t, 80, 80 * 64},
 		Aux: Layout{MaskType, 128, 128 * 64}, Bias: Layout{Type: t, Stride: 80}, Compute: cublasapi.Compute32F,
-		Epilogue: cublasltapi.EpilogueReLUAuxBias, Schemes: cublasltapi.ReductionMask}
+		Epilogue: cublasapi.EpilogueReLUAuxBias, Schemes: cublasapi.ReductionMask}
 	p.align = [alignments]uint8{8, 8, 8, 8}
 	return p
 }
@@ -28,7 +27,7 @@ func recorded() *Problem {
 func TestHostileProducts(t *testing.T) {
 	require.NoError(t, recorded().check())
 	plain := recorded()
-	plain.Aux, plain.Bias, plain.Epilogue = Layout{}, Layout{}, cublasltapi.EpilogueDefault
+	plain.Aux, plain.Bias, plain.Epilogue = Layout{}, Layout{}, cublasapi.EpilogueDefault
 	require.NoError(t, plain.check())
 	for name, spoil := range map[string]func(*Problem){
 		"bytes that wrap around":     func(p *Problem) { p.Batch, p.D.Stride = 1<<14+1, 1<<50 },
@@ -36,12 +35,12 @@ func TestHostileProducts(t *testing.T) {
 		"more than a device":         func(p *Problem) { p.K, p.A.LD = 1<<31-1, 1<<31-1 },
 		"an epilogue without a mask": func(p *Problem) { p.Aux = Layout{} },
 		"an epilogue without a bias": func(p *Problem) { p.Bias = Layout{} },
-		"a mask that is not used":    func(p *Problem) { p.Epilogue = cublasltapi.EpilogueBias },
-		"a bias that is not used":    func(p *Problem) { p.Epilogue = cublasltapi.EpilogueReLUAux },
-		"a mask in place of numbers": func(p *Problem) { p.Epilogue = cublasltapi.EpilogueGELUAuxBias },
+		"a mask that is not used":    func(p *Problem) { p.Epilogue = cublasapi.EpilogueBias },
+		"a bias that is not used":    func(p *Problem) { p.Epilogue = cublasapi.EpilogueReLUAux },
+		"a mask in place of numbers": func(p *Problem) { p.Epilogue = cublasapi.EpilogueGELUAuxBias },
 		"a mask in parts of bytes":   func(p *Problem) { p.Aux.LD++ },
 		"numbers of another type": func(p *Problem) {
-			p.Epilogue = cublasltapi.EpilogueGELUAuxBias
+			p.Epilogue = cublasapi.EpilogueGELUAuxBias
 			p.Aux = Layout{cublasapi.R8FE4M3, 80, 0}
 		},
 		"numbers in place of a mask":    func(p *Problem) { p.Aux = Layout{cublasapi.R8FE4M3, 80, 0} },
@@ -59,12 +58,12 @@ func TestHostileProducts(t *testing.T) {
 func TestSplitsOfFiles(t *testing.T) {
 	for _, tc := range []struct {
 		text    string
-		allowed cublasltapi.ReductionScheme
+		allowed cublasapi.ReductionScheme
 		ok      bool
 	}{
 		{"Lt_6_18_1_0_0_0_11_0_0", 0, true},
 		{"Lt_6_18_0_0_0_0_11_0_0", 0, true},
-		{"Lt_6_18_4_2_0_0_11_0_0", cublasltapi.ReductionMask, true},
+		{"Lt_6_18_4_2_0_0_11_0_0", cublasapi.ReductionMask, true},
 		{"Lt_6_18_4_2_0_0_11_0_0", 2, true},
 		{"Lt_6_18_4_1_0_0_11_0_0", 2, false},
 		{"Lt_6_18_4_2_0_0_11_0_0", 0, false},

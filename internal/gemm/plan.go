@@ -1,3 +1,12 @@
+// Package gemm enqueues matrix products on streams with cuBLASLt and cuBLAS.
+//
+// Each stream keeps descriptors and algorithms of its latest products, a workspace from the
+// caching allocator, and a handle of cuBLAS if one was needed. A product that the stream has
+// had before, with other addresses of the same alignment, costs a look-up and the library's
+// call, and allocates nothing. The algorithms that were chosen or tuned belong to the device.
+//
+// cuBLASLt computes every product. If it is missing, or has no algorithm for a product, cuBLAS
+// computes those without epilogues, scales and separate inputs for beta.
 package gemm
 
 import (
@@ -9,7 +18,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -22,9 +30,9 @@ type plan struct {
 	Problem
 	blas    bool   // cuBLAS computes it
 	chosen  uint64 // the version of the choices
-	desc    cublasltapi.MatmulDesc
-	layouts [4]cublasltapi.MatrixLayout
-	algo    cublasltapi.Algo
+	desc    cublasapi.MatmulDesc
+	layouts [4]cublasapi.MatrixLayout
+	algo    cublasapi.Algo
 	need    uintptr  // bytes of workspace
 	tuned   bool     // or a tuning has failed
 	set     Pointers // the addresses in the descriptor
@@ -89,7 +97,7 @@ func (q *queue) unsupported(p *plan, err error) error {
 }
 
 // describe creates the descriptor and the layouts.
-func (q *queue) describe(lt cublasltapi.API, p *plan) error {
+func (q *queue) describe(lt cublasapi.LtAPI, p *plan) error {
 	var r cublasapi.Result
 	if p.desc, r = lt.MatmulDescCreate(p.Compute, p.scaleType()); r != cublasapi.Success {
 		return failed("cublasLtMatmulDescCreate", r)
@@ -115,9 +123,9 @@ func (q *queue) describe(lt cublasltapi.API, p *plan) error {
 			continue
 		}
 		batch := int32(p.Batch)
-		r = lt.MatrixLayoutSetAttribute(p.layouts[i], cublasltapi.LayoutBatchCount, unsafe.Pointer(&batch), unsafe.Sizeof(batch))
+		r = lt.MatrixLayoutSetAttribute(p.layouts[i], cublasapi.LayoutBatchCount, unsafe.Pointer(&batch), unsafe.Sizeof(batch))
 		if r == cublasapi.Success {
-			r = lt.MatrixLayoutSetAttribute(p.layouts[i], cublasltapi.LayoutStridedBatchOffset, unsafe.Pointer(&x.Stride), unsafe.Sizeof(x.Stride))
+			r = lt.MatrixLayoutSetAttribute(p.layouts[i], cublasapi.LayoutStridedBatchOffset, unsafe.Pointer(&x.Stride), unsafe.Sizeof(x.Stride))
 		}
 		if r != cublasapi.Success {
 			return failed("cublasLtMatrixLayoutSetAttribute", r)
@@ -127,23 +135,23 @@ func (q *queue) describe(lt cublasltapi.API, p *plan) error {
 }
 
 // attributes sets the attributes that are not addresses and differ from the defaults.
-func (q *queue) attributes(lt cublasltapi.API, p *plan) error {
+func (q *queue) attributes(lt cublasapi.LtAPI, p *plan) error {
 	list := attributes{lt: lt, desc: p.desc}
-	setAttribute(&list, cublasltapi.DescTransA, int32(p.TransA), p.TransA != 0)
-	setAttribute(&list, cublasltapi.DescTransB, int32(p.TransB), p.TransB != 0)
-	setAttribute(&list, cublasltapi.DescEpilogue, p.Epilogue, p.Epilogue != cublasltapi.EpilogueDefault)
-	setAttribute(&list, cublasltapi.DescPointerMode, cublasapi.PointerModeDevice, p.DeviceScalars)
-	setAttribute(&list, cublasltapi.DescSMCountTarget, q.site.target(p.Carveout), p.Carveout != 0)
-	setAttribute(&list, cublasltapi.DescFastAccum, int8(1), p.FastAccum)
-	setAttribute(&list, cublasltapi.DescAScaleMode, cublasltapi.ScaleOuterVec32F, p.RowScales)
-	setAttribute(&list, cublasltapi.DescBScaleMode, cublasltapi.ScaleOuterVec32F, p.RowScales)
+	setAttribute(&list, cublasapi.DescTransA, int32(p.TransA), p.TransA != 0)
+	setAttribute(&list, cublasapi.DescTransB, int32(p.TransB), p.TransB != 0)
+	setAttribute(&list, cublasapi.DescEpilogue, p.Epilogue, p.Epilogue != cublasapi.EpilogueDefault)
+	setAttribute(&list, cublasapi.DescPointerMode, cublasapi.PointerModeDevice, p.DeviceScalars)
+	setAttribute(&list, cublasapi.DescSMCountTarget, q.site.target(p.Carveout), p.Carveout != 0)
+	setAttribute(&list, cublasapi.DescFastAccum, int8(1), p.FastAccum)
+	setAttribute(&list, cublasapi.DescAScaleMode, cublasapi.ScaleOuterVec32F, p.RowScales)
+	setAttribute(&list, cublasapi.DescBScaleMode, cublasapi.ScaleOuterVec32F, p.RowScales)
 	bias := p.Bias != Layout{}
-	setAttribute(&list, cublasltapi.DescBiasDataType, int32(p.Bias.Type), bias)
-	setAttribute(&list, cublasltapi.DescBiasBatchStride, p.Bias.Stride, bias && p.Batch > 1)
+	setAttribute(&list, cublasapi.DescBiasDataType, int32(p.Bias.Type), bias)
+	setAttribute(&list, cublasapi.DescBiasBatchStride, p.Bias.Stride, bias && p.Batch > 1)
 	aux := p.Aux != Layout{}
-	setAttribute(&list, cublasltapi.DescEpilogueAuxLD, p.Aux.LD, aux)
-	setAttribute(&list, cublasltapi.DescEpilogueAuxBatchStride, p.Aux.Stride, aux && p.Batch > 1)
-	setAttribute(&list, cublasltapi.DescEpilogueAuxDataType, int32(p.Aux.Type), aux && p.Float8 && p.Aux.Type != MaskType)
+	setAttribute(&list, cublasapi.DescEpilogueAuxLD, p.Aux.LD, aux)
+	setAttribute(&list, cublasapi.DescEpilogueAuxBatchStride, p.Aux.Stride, aux && p.Batch > 1)
+	setAttribute(&list, cublasapi.DescEpilogueAuxDataType, int32(p.Aux.Type), aux && p.Float8 && p.Aux.Type != MaskType)
 	return list.err
 }
 
@@ -152,12 +160,12 @@ const MaskType cublasapi.DType = -1
 
 // attributes sets attributes until the first error.
 type attributes struct {
-	lt   cublasltapi.API
-	desc cublasltapi.MatmulDesc
+	lt   cublasapi.LtAPI
+	desc cublasapi.MatmulDesc
 	err  error
 }
 
-func setAttribute[T any](x *attributes, a cublasltapi.DescAttribute, v T, wanted bool) {
+func setAttribute[T any](x *attributes, a cublasapi.DescAttribute, v T, wanted bool) {
 	if x.err != nil || !wanted {
 		return
 	}
@@ -177,13 +185,13 @@ func (q *queue) point(p *plan) error {
 		return nil
 	}
 	for _, f := range [...]struct {
-		a        cublasltapi.DescAttribute
+		a        cublasapi.DescAttribute
 		to, from *cudadrv.DevicePtr
 	}{
-		{cublasltapi.DescBiasPointer, &y.Bias, &x.Bias}, {cublasltapi.DescEpilogueAuxPointer, &y.Aux, &x.Aux},
-		{cublasltapi.DescAScalePointer, &y.ScaleA, &x.ScaleA}, {cublasltapi.DescBScalePointer, &y.ScaleB, &x.ScaleB},
-		{cublasltapi.DescCScalePointer, &y.ScaleC, &x.ScaleC}, {cublasltapi.DescDScalePointer, &y.ScaleD, &x.ScaleD},
-		{cublasltapi.DescAMaxDPointer, &y.AMax, &x.AMax},
+		{cublasapi.DescBiasPointer, &y.Bias, &x.Bias}, {cublasapi.DescEpilogueAuxPointer, &y.Aux, &x.Aux},
+		{cublasapi.DescAScalePointer, &y.ScaleA, &x.ScaleA}, {cublasapi.DescBScalePointer, &y.ScaleB, &x.ScaleB},
+		{cublasapi.DescCScalePointer, &y.ScaleC, &x.ScaleC}, {cublasapi.DescDScalePointer, &y.ScaleD, &x.ScaleD},
+		{cublasapi.DescAMaxDPointer, &y.AMax, &x.AMax},
 	} {
 		if *f.to == *f.from {
 			continue
@@ -239,11 +247,11 @@ type Problem struct {
 	Bias           Layout // LD is 0
 	TransA, TransB cublasapi.Op
 	Compute        cublasapi.ComputeType
-	Epilogue       cublasltapi.Epilogue
-	Schemes        cublasltapi.ReductionScheme // allowed when k is split; 0 forbids to split it
-	Carveout       int32                       // multiprocessors that the product leaves to others
-	NoSplitK       bool                        // cuBLAS, which may split k, must not be used
-	Separate       bool                        // C is not D
+	Epilogue       cublasapi.Epilogue
+	Schemes        cublasapi.ReductionScheme // allowed when k is split; 0 forbids to split it
+	Carveout       int32                     // multiprocessors that the product leaves to others
+	NoSplitK       bool                      // cuBLAS, which may split k, must not be used
+	Separate       bool                      // C is not D
 	DeviceScalars  bool
 	Float8         bool
 	RowScales      bool // a scale for each row of op(A) and each column of op(B)
@@ -291,7 +299,7 @@ func (p *Problem) scaleType() cublasapi.DType {
 // plain reports whether cuBLAS can compute the product.
 func (p *Problem) plain() bool {
 	small := max(p.M, p.N, p.K, p.Batch, p.A.LD, p.B.LD, p.D.LD) <= math.MaxInt32
-	return small && p.Epilogue == cublasltapi.EpilogueDefault && !p.Separate && !p.Float8 && !p.NoSplitK
+	return small && p.Epilogue == cublasapi.EpilogueDefault && !p.Separate && !p.Float8 && !p.NoSplitK
 }
 
 // setAlignments derives the alignments from the addresses. If C is another matrix than D,
@@ -377,8 +385,8 @@ func (p *Product) needsNoProduct() bool {
 // D = C for granted if C is a vector, even if D is another matrix or an epilogue follows.
 func (p *Product) returnsEarly() bool {
 	return min(p.M, p.N) == 1 &&
-		(p.Separate || p.Epilogue != cublasltapi.EpilogueDefault) &&
-		p.Epilogue != cublasltapi.EpilogueBGradA && p.Epilogue != cublasltapi.EpilogueBGradB
+		(p.Separate || p.Epilogue != cublasapi.EpilogueDefault) &&
+		p.Epilogue != cublasapi.EpilogueBGradA && p.Epilogue != cublasapi.EpilogueBGradB
 }
 
 // replaceProduct replaces the matrices of the call in progress by zeros, in memory

@@ -8,7 +8,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
@@ -207,9 +206,9 @@ func (q *queue) enqueue() error {
 	}
 	p, x := q.plan, &q.now.At
 	alpha, beta := q.scalars.of(&q.now)
-	r := q.site.lt.Matmul(q.site.handle, p.desc, alpha, cublasltapi.Matrix{Ptr: x.A, Layout: p.layouts[0]},
-		cublasltapi.Matrix{Ptr: x.B, Layout: p.layouts[1]}, beta, cublasltapi.Matrix{Ptr: x.C, Layout: p.layouts[2]},
-		cublasltapi.Matrix{Ptr: x.D, Layout: p.layouts[3]}, &p.algo, q.room, p.need, gpu.StreamOf(q.s).Raw())
+	r := q.site.lt.Matmul(q.site.handle, p.desc, alpha, cublasapi.LtMatrix{Ptr: x.A, Layout: p.layouts[0]},
+		cublasapi.LtMatrix{Ptr: x.B, Layout: p.layouts[1]}, beta, cublasapi.LtMatrix{Ptr: x.C, Layout: p.layouts[2]},
+		cublasapi.LtMatrix{Ptr: x.D, Layout: p.layouts[3]}, &p.algo, q.room, p.need, gpu.StreamOf(q.s).Raw())
 	return failed("cublasLtMatmul", r)
 }
 
@@ -328,7 +327,7 @@ func (q *queue) adjust() error {
 		b.workspace = q.room
 	}
 	math, mode := cublasapi.DefaultMath, cublasapi.PointerModeHost
-	if q.now.Schemes&cublasltapi.ReductionOutputType == 0 {
+	if q.now.Schemes&cublasapi.ReductionOutputType == 0 {
 		math = cublasapi.MathDisallowReducedPrecisionReduction
 	}
 	if q.now.DeviceScalars {

@@ -11,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/gemm"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/tensor"
@@ -19,13 +18,13 @@ import (
 
 // picky is a library whose algorithms need an alignment and a workspace.
 type picky struct {
-	cublasltapi.API
-	operand   cublasltapi.CapAttribute // that needs the alignment
+	cublasapi.LtAPI
+	operand   cublasapi.CapAttribute // that needs the alignment
 	alignment uint32
 	workspace int64
 }
 
-func (p *picky) MatmulAlgoCapGetAttribute(a *cublasltapi.Algo, at cublasltapi.CapAttribute, to unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
+func (p *picky) MatmulAlgoCapGetAttribute(a *cublasapi.Algo, at cublasapi.CapAttribute, to unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
 	*(*uint32)(to) = 1
 	if at == p.operand {
 		*(*uint32)(to) = p.alignment
@@ -33,7 +32,7 @@ func (p *picky) MatmulAlgoCapGetAttribute(a *cublasltapi.Algo, at cublasltapi.Ca
 	return 4, cublasapi.Success
 }
 
-func (p *picky) MatmulAlgoCheck(_ cublasltapi.Handle, _ *cublasltapi.Operation, _ *cublasltapi.Algo, x *cublasltapi.HeuristicResult) cublasapi.Result {
+func (p *picky) MatmulAlgoCheck(_ cublasapi.LtHandle, _ *cublasapi.Operation, _ *cublasapi.Algo, x *cublasapi.HeuristicResult) cublasapi.Result {
 	x.WorkspaceSize = uintptr(p.workspace)
 	return cublasapi.Success
 }
@@ -79,8 +78,8 @@ func TestRestoredAlgorithms(t *testing.T) {
 		m := to.shifted(tc.offset)
 		run := func() { require.NoError(t, tensor.MatMul(to.s, m[0], m[1], m[2], nil)) }
 		run()
-		require.NoError(t, gemm.Replace(to.s, func(api cublasltapi.API) cublasltapi.API {
-			return &picky{api, cublasltapi.CapMinAlignmentABytes + 1, tc.alignment, tc.workspace}
+		require.NoError(t, gemm.Replace(to.s, func(api cublasapi.LtAPI) cublasapi.LtAPI {
+			return &picky{api, cublasapi.CapMinAlignmentABytes + 1, tc.alignment, tc.workspace}
 		}))
 		require.NoError(t, tensor.ReadTuneResults(devs[1], strings.NewReader(file)))
 		calls := to.counted(run)
@@ -93,20 +92,20 @@ func TestRestoredAlgorithms(t *testing.T) {
 
 // watched is a library that looks at the products of a stream while cuBLASLt suggests algorithms.
 type watched struct {
-	cublasltapi.API
+	cublasapi.LtAPI
 	look func()
 }
 
-func (w *watched) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Operation, p cublasltapi.Preference, results []cublasltapi.HeuristicResult) (int32, cublasapi.Result) {
+func (w *watched) MatmulAlgoGetHeuristic(h cublasapi.LtHandle, o *cublasapi.Operation, p cublasapi.Preference, results []cublasapi.HeuristicResult) (int32, cublasapi.Result) {
 	w.look()
-	return w.API.MatmulAlgoGetHeuristic(h, o, p, results)
+	return w.LtAPI.MatmulAlgoGetHeuristic(h, o, p, results)
 }
 
 // Products of other goroutines on the stream wait until a tuning ends.
 func TestTuneExcludesProducts(t *testing.T) {
 	b := newBench(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])
 	var seen []bool
-	require.NoError(t, gemm.Replace(b.s, func(api cublasltapi.API) cublasltapi.API {
+	require.NoError(t, gemm.Replace(b.s, func(api cublasapi.LtAPI) cublasapi.LtAPI {
 		return &watched{api, func() { seen = append(seen, gemm.Locked(b.s)) }}
 	}))
 	b.tuneOne(0, short)

@@ -14,21 +14,20 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/stream"
 )
 
 // solution returns the text of an algorithm.
-func (q *queue) solution(a *cublasltapi.Algo) (string, error) {
+func (q *queue) solution(a *cublasapi.Algo) (string, error) {
 	c := new(config)
-	get := func(at cublasltapi.ConfigAttribute, v any) error {
+	get := func(at cublasapi.ConfigAttribute, v any) error {
 		p, bytes := pointer(v)
 		_, r := q.site.lt.MatmulAlgoConfigGetAttribute(a, at, p, bytes)
 		return failed("cublasLtMatmulAlgoConfigGetAttribute", r)
 	}
-	if err := get(cublasltapi.ConfigID, &c.id); err != nil {
+	if err := get(cublasapi.ConfigID, &c.id); err != nil {
 		return "", err
 	}
 	err := c.each(get)
@@ -78,27 +77,27 @@ func (q *queue) restore(p *plan) (x choice, ok bool) {
 }
 
 // rebuild parses the text of an algorithm.
-func (q *queue) rebuild(p *plan, text string) (a cublasltapi.Algo, need uintptr, ok bool) {
+func (q *queue) rebuild(p *plan, text string) (a cublasapi.Algo, need uintptr, ok bool) {
 	c, err := parseSolution(text)
 	if err != nil || !c.splitsAsAllowed(p.Schemes) {
 		return a, 0, false
 	}
-	lt, algo, checked := q.site.lt, new(cublasltapi.Algo), new(cublasltapi.HeuristicResult)
-	types := &cublasltapi.Types{Compute: p.Compute, Scale: p.scaleType(), A: p.A.Type, B: p.B.Type, C: p.C.Type, D: p.D.Type}
+	lt, algo, checked := q.site.lt, new(cublasapi.Algo), new(cublasapi.HeuristicResult)
+	types := &cublasapi.Types{Compute: p.Compute, Scale: p.scaleType(), A: p.A.Type, B: p.B.Type, C: p.C.Type, D: p.D.Type}
 	err = q.bound(func() error {
 		return failed("cublasLtMatmulAlgoInit", lt.MatmulAlgoInit(q.site.handle, types, c.id, algo))
 	})
 	if err != nil {
 		return a, 0, false
 	}
-	err = c.each(func(at cublasltapi.ConfigAttribute, v any) error {
+	err = c.each(func(at cublasapi.ConfigAttribute, v any) error {
 		ptr, bytes := pointer(v)
 		return failed("cublasLtMatmulAlgoConfigSetAttribute", lt.MatmulAlgoConfigSetAttribute(algo, at, ptr, bytes))
 	})
 	if err != nil || !q.aligned(algo, p) {
 		return a, 0, false
 	}
-	o := &cublasltapi.Operation{Desc: p.desc, A: p.layouts[0], B: p.layouts[1], C: p.layouts[2], D: p.layouts[3]}
+	o := &cublasapi.Operation{Desc: p.desc, A: p.layouts[0], B: p.layouts[1], C: p.layouts[2], D: p.layouts[3]}
 	err = q.bound(func() error {
 		return failed("cublasLtMatmulAlgoCheck", lt.MatmulAlgoCheck(q.site.handle, o, algo, checked))
 	})
@@ -107,10 +106,10 @@ func (q *queue) rebuild(p *plan, text string) (a cublasltapi.Algo, need uintptr,
 
 // aligned reports whether the addresses of the problem have the alignments that the algorithm
 // needs, which MatmulAlgoCheck does not know.
-func (q *queue) aligned(a *cublasltapi.Algo, p *plan) bool {
+func (q *queue) aligned(a *cublasapi.Algo, p *plan) bool {
 	for i, log := range p.align {
 		need := new(uint32)
-		_, r := q.site.lt.MatmulAlgoCapGetAttribute(a, cublasltapi.CapMinAlignmentABytes+cublasltapi.CapAttribute(i), unsafe.Pointer(need), 4)
+		_, r := q.site.lt.MatmulAlgoCapGetAttribute(a, cublasapi.CapMinAlignmentABytes+cublasapi.CapAttribute(i), unsafe.Pointer(need), 4)
 		if r != cublasapi.Success || *need > 1<<log {
 			return false
 		}
@@ -389,7 +388,7 @@ func (p *Problem) Op() string {
 	switch {
 	case p.Float8:
 		kind = "ScaledGemmTunableOp"
-	case p.Epilogue != cublasltapi.EpilogueDefault:
+	case p.Epilogue != cublasapi.EpilogueDefault:
 		kind = "GemmAndBiasTunableOp"
 	case p.Batch > 1:
 		kind = "GemmStridedBatchedTunableOp"
@@ -459,7 +458,7 @@ func parseProblem(text string, workspace int64) (*Problem, error) {
 	for _, l := range []*Layout{&p.A, &p.B, &p.C, &p.D, &p.Aux, &p.Bias} {
 		l.Type = cublasapi.DType(next())
 	}
-	p.Compute, p.Epilogue, p.Schemes = cublasapi.ComputeType(next()), cublasltapi.Epilogue(next()), cublasltapi.ReductionScheme(next())
+	p.Compute, p.Epilogue, p.Schemes = cublasapi.ComputeType(next()), cublasapi.Epilogue(next()), cublasapi.ReductionScheme(next())
 	p.Carveout, p.Library = int32(next()), Library(next())
 	for i := range p.align {
 		p.align[i] = uint8(next())
@@ -483,14 +482,14 @@ type config struct {
 }
 
 // each calls fn with the address and size of every attribute but the number.
-func (c *config) each(fn func(a cublasltapi.ConfigAttribute, v any) error) error {
+func (c *config) each(fn func(a cublasapi.ConfigAttribute, v any) error) error {
 	for _, x := range []struct {
-		a cublasltapi.ConfigAttribute
+		a cublasapi.ConfigAttribute
 		v any
 	}{
-		{cublasltapi.ConfigTileID, &c.tile}, {cublasltapi.ConfigSplitKNum, &c.splitK}, {cublasltapi.ConfigReductionScheme, &c.scheme},
-		{cublasltapi.ConfigCTASwizzling, &c.swizzling}, {cublasltapi.ConfigCustomOption, &c.customOption}, {cublasltapi.ConfigStagesID, &c.stagesNum},
-		{cublasltapi.ConfigInnerShapeID, &c.inner}, {cublasltapi.ConfigClusterShapeID, &c.cluster},
+		{cublasapi.ConfigTileID, &c.tile}, {cublasapi.ConfigSplitKNum, &c.splitK}, {cublasapi.ConfigReductionScheme, &c.scheme},
+		{cublasapi.ConfigCTASwizzling, &c.swizzling}, {cublasapi.ConfigCustomOption, &c.customOption}, {cublasapi.ConfigStagesID, &c.stagesNum},
+		{cublasapi.ConfigInnerShapeID, &c.inner}, {cublasapi.ConfigClusterShapeID, &c.cluster},
 	} {
 		if err := fn(x.a, x.v); err != nil {
 			return err
@@ -518,9 +517,9 @@ func parseSolution(text string) (*config, error) {
 
 // splitsAsAllowed reports whether the algorithm reduces the parts of a split k by an allowed
 // scheme. cuBLASLt checks that only for its own suggestions.
-func (c *config) splitsAsAllowed(allowed cublasltapi.ReductionScheme) bool {
+func (c *config) splitsAsAllowed(allowed cublasapi.ReductionScheme) bool {
 	if c.splitK == 0 || c.splitK == 1 {
 		return true
 	}
-	return allowed != 0 && cublasltapi.ReductionScheme(c.scheme)&^allowed == 0
+	return allowed != 0 && cublasapi.ReductionScheme(c.scheme)&^allowed == 0
 }

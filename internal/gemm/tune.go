@@ -13,7 +13,6 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -161,7 +160,7 @@ func (t *tuning) run() (r Result, err error) {
 
 // screen measures every algorithm once, and returns the indexes of the fastest ones, the
 // default's first.
-func (t *tuning) screen(list []cublasltapi.HeuristicResult, r *Result) (fast []int, err error) {
+func (t *tuning) screen(list []cublasapi.HeuristicResult, r *Result) (fast []int, err error) {
 	times := make([]time.Duration, len(list))
 	best := time.Duration(0)
 	for i := range list {
@@ -188,7 +187,7 @@ func (t *tuning) screen(list []cublasltapi.HeuristicResult, r *Result) (fast []i
 // playoff measures algorithms in turns, because the clock rate of a GPU falls while it is
 // busy, and returns the index of the fastest one. The default is the first of fast, and
 // stays unless another one is clearly faster.
-func (t *tuning) playoff(list []cublasltapi.HeuristicResult, fast []int, r *Result) (best int, err error) {
+func (t *tuning) playoff(list []cublasapi.HeuristicResult, fast []int, r *Result) (best int, err error) {
 	times := make([][]time.Duration, len(fast))
 	for range turns {
 		for i, x := range fast {
@@ -225,7 +224,7 @@ func fastest(times [][]time.Duration, r *Result) (best int) {
 var errDiffers = errors.New("the result differs from the default's")
 
 // measure returns the mean time of an algorithm, or 0 if it is clearly slower than best.
-func (t *tuning) measure(x *cublasltapi.HeuristicResult, best time.Duration) (took time.Duration, err error) {
+func (t *tuning) measure(x *cublasapi.HeuristicResult, best time.Duration) (took time.Duration, err error) {
 	t.p.algo, t.p.need, t.plan = x.Algo, x.WorkspaceSize, t.p
 	if _, err := t.takeRoom(); err != nil {
 		return 0, err
@@ -385,7 +384,7 @@ func (t *tuning) fill(to, from cudadrv.DevicePtr, bytes int64) error {
 func (t *tuning) biasBytes() int64 {
 	p := &t.product.Problem
 	n := p.M
-	if p.Epilogue == cublasltapi.EpilogueBGradB {
+	if p.Epilogue == cublasapi.EpilogueBGradB {
 		n = p.N
 	}
 	return ((p.Batch-1)*p.Bias.Stride + n) * sizeOf(p.Bias.Type)

@@ -1,16 +1,20 @@
-// Package groups gives packages above comm the checks and the strategies of a comm.Group.
+// Package groups gives packages above comm the checks and the strategies of a comm.Group, and lets its ranks agree.
 //
 // comm.Group embeds the bridge that [Of] follows.
 package groups
 
 import (
+	"bytes"
 	"context"
+	"encoding/gob"
+	"errors"
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/route"
 )
 
@@ -21,6 +25,11 @@ type Inside interface {
 	// CheckSame returns an error on all ranks if the processes have given different arguments.
 	// Collective.
 	CheckSame(ctx context.Context, op, given string) error
+	// Exchange returns the messages of all ranks, by rank. mine are those of the local ranks. Collective.
+	Exchange(ctx context.Context, mine [][]byte) ([][]byte, error)
+	// Conclude returns err, which all ranks have found in the messages of an Exchange, once all ranks have the messages: a
+	// rank that closed the group before would end the exchange of the others.
+	Conclude(ctx context.Context, err error) error
 	// Chosen returns the name of the strategy that the group uses for x.
 	Chosen(x collective.Op) string
 	// UseWhole is comm.Group.Use with the strategy of this name, but the group uses it for all
@@ -42,6 +51,38 @@ type Inside interface {
 
 // Of returns the inside of a group, which must not be nil.
 func Of(g inside.Has[Inside]) Inside { return *inside.Of(g) }
+
+// Agree exchanges a value of each rank, or why the rank cannot go on, and returns on every rank what judge returns. mine and
+// failed are those of the local ranks; a nil failed means that none has failed. judge gets what all ranks have said, by
+// rank, and must find an error on all ranks or on none. An error of the exchange itself includes the failures of
+// this process. Collective.
+func Agree[T any](ctx context.Context, g inside.Has[Inside], op string, mine []T, failed []error, judge func(all []collective.Said[T]) error) error {
+	texts := make([][]byte, len(mine))
+	var err error
+	for i := range mine {
+		var own error
+		if failed != nil {
+			own = failed[i]
+		}
+		var b bytes.Buffer
+		err = errors.Join(err, gob.NewEncoder(&b).Encode(collective.SaidOf(mine[i], own)))
+		texts[i] = b.Bytes()
+	}
+	if err == nil {
+		texts, err = Of(g).Exchange(ctx, texts)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", op, errors.Join(errors.Join(failed...), err))
+	}
+	all := make([]collective.Said[T], len(texts))
+	for rank, text := range texts {
+		if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&all[rank]); err != nil {
+			return fmt.Errorf("%s: what rank %d has said: %w", op, rank, err)
+		}
+		all[rank].Failed = plain.Text(all[rank].Failed)
+	}
+	return Of(g).Conclude(ctx, judge(all))
+}
 
 // OpenLocal opens the device of a process: the one with the ordinal of its local rank of n, or
 // the only one that it sees, as under Slurm. Ranks that share GPUs take them in turns.

@@ -73,10 +73,7 @@ func (r *Result) Fragmentation() float64 {
 // call; the last run is not timed. After each run, and after an error, it frees
 // the remaining blocks.
 func Replay(t *Trace, a Allocator, cfg *Config) (*Result, error) {
-	var c Config
-	if cfg != nil {
-		c = *cfg
-	}
+	c := *cmp.Or(cfg, new(Config))
 	p := &player{trace: t, a: a, ptrs: make([]uint64, t.Blocks)}
 	r := &Result{Ops: t.Ops}
 	if err := errors.Join(a.EmptyCache(), a.ResetPeaks()); err != nil {

@@ -20,15 +20,15 @@ import (
 // A Router chooses the backends of one rank's collectives, and owns the backends except NCCL.
 type Router struct {
 	comm     *nccl.Communicator
-	in       collective.Inside // of comm
-	local    int               // index of the local rank
-	stream   *stream.Stream    // of the group
-	kernels  *fabric.Rank      // nil if there are no Chorus kernels
-	window   *window           // nil if there is none
-	ordered  *ordered          // nil if the order of reductions does not matter
-	engines  bool              // copy engines reach all ranks, which are in this process
-	opened   Strategy          // the strategy that Open got
-	exchange fabric.Exchange   // with the other ranks, until all are open
+	in       collective.Inside   // of comm
+	local    int                 // index of the local rank
+	stream   *stream.Stream      // of the group
+	kernels  *fabric.Rank        // nil if there are no Chorus kernels
+	window   *window             // nil if there is none
+	ordered  *ordered            // nil if the order of reductions does not matter
+	engines  bool                // copy engines reach all ranks, which are in this process
+	opened   Strategy            // the strategy that Open got
+	exchange collective.Exchange // with the other ranks, until all are open
 	rule     atomic.Pointer[rule]
 }
 
@@ -201,7 +201,7 @@ func (k *Router) abort() {
 // and the devices support, and none if NCCL is the only possibility. After an error the caller
 // closes the routers when the communicators have ended. With an order, reductions are
 // deterministic. exchange is not used with NCCLOnly.
-func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) fabric.Exchange) (Routers, error) {
+func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) collective.Exchange) (Routers, error) {
 	if s == NCCLOnly && order == nil || comms[0].Size() == 1 {
 		return nil, nil
 	}

@@ -47,14 +47,15 @@ func (rs Routers) openWindows(ctx context.Context) error {
 func (r *Router) openWindow(ctx context.Context) error {
 	w := &window{comm: r.comm}
 	r.window = w
-	if err := fabric.Agree(ctx, r.exchange, r.comm.Size(), r.withRankName(w.allocate(r.stream))); err != nil {
+	_, err := collective.Agree(ctx, r.exchange, r.comm.Size(), true, r.withRankName(w.allocate(r.stream)))
+	if err != nil {
 		return err
 	}
-	var err error
 	if w.registered, err = r.comm.RegisterWindow(ctx, w.mem.Buffer(), w.mem.Len(), true); err != nil {
 		return hideUnsupported(err)
 	}
-	return fabric.Agree(ctx, r.exchange, r.comm.Size(), nil)
+	_, err = collective.Agree(ctx, r.exchange, r.comm.Size(), true, nil)
+	return err
 }
 
 // hideUnsupported hides that an error is ErrUnsupported. The other ranks may support the operation

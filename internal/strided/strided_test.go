@@ -7,7 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/spin"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
@@ -34,7 +34,7 @@ func TestStridedCopiesUseOnlyTheirElements(t *testing.T) {
 			require.NoError(t, s.Sync(testgpu.Context(t)))
 			require.NoError(t, tensor.Copy(other, theirs, from))
 			require.NoError(t, other.Sync(testgpu.Context(t)))
-			hold := spin.Hold(t, s)
+			hold := streamtest.Hold(t, s)
 			require.NoError(t, tensor.Copy(s, y, mine))
 			require.NoError(t, tensor.Copy(other, theirs, from))
 			hold()

@@ -1,3 +1,19 @@
+// Package blas implements the interfaces of cuBLAS and cuBLASLt that Chorus uses, over the
+// memory of virtual devices, with gonum's matrix products. cuBLASLt supports the products that a
+// Hopper GPU supports, except some that the documentation leaves unclear:
+//
+//   - Inputs of one type, or a mix of float8_e4m3fn and float8_e5m2, with the outputs that
+//     supported lists.
+//   - 8-bit floats need a transposed A, a B that is not, and multiples of 16.
+//   - Outputs must not share memory with inputs, workspaces need 256-byte alignment, and
+//     pointers need the alignment that the algorithm was chosen with.
+//
+// Rounding: inputs are widened exactly, multiplied and added in float32 (float64 for
+// float64, float16 after each addition for the compute type of 16 bits). Inputs of TF32
+// products are rounded to TF32 first. An algorithm that splits k adds the parts in float32;
+// with the reduction scheme of the output type each part is rounded to that type. Each step
+// of the epilogue is rounded to float32. The result is rounded once to the output type, and
+// saturates for 8-bit floats.
 package blas
 
 import (
@@ -5,7 +21,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -39,7 +54,7 @@ func New(m *machine.Machine) cublasapi.API {
 
 // begin consults the fault plan, unbinds the thread's context and looks up the
 // handle, which must belong to the same device.
-func (l *lib) begin(name string, h cublasapi.Handle) (*handle, fault.Fault, cublasapi.Result) {
+func (l *lib) begin(name string, h cublasapi.Handle) (*handle, machine.Fault, cublasapi.Result) {
 	dev, x, r := Begin(l.m, name)
 	if r != cublasapi.Success {
 		return nil, x, r
@@ -55,7 +70,7 @@ func (l *lib) begin(name string, h cublasapi.Handle) (*handle, fault.Fault, cubl
 
 // Begin begins a call that needs a context: it consults the fault plan, unbinds the thread's
 // context and returns its device and the planned fault of its operation.
-func Begin(m *machine.Machine, name string) (dev *machine.Device, x fault.Fault, r cublasapi.Result) {
+func Begin(m *machine.Machine, name string) (dev *machine.Device, x machine.Fault, r cublasapi.Result) {
 	bound := m.Unbind()
 	x = m.FaultIn(bound, name)
 	if x.Status != 0 {

@@ -5,23 +5,21 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
 // version is the version of the virtual library, 13.0.2.
 const version = 130002
 
-// ltLib implements cublasltapi.API.
+// ltLib implements cublasapi.LtAPI.
 type ltLib struct {
 	m           *machine.Machine
 	mu          sync.Mutex
-	handles     map[cublasltapi.Handle]*machine.Device
-	descs       map[cublasltapi.MatmulDesc]*desc
-	layouts     map[cublasltapi.MatrixLayout]*layout
-	preferences map[cublasltapi.Preference]*preference
+	handles     map[cublasapi.LtHandle]*machine.Device
+	descs       map[cublasapi.MatmulDesc]*desc
+	layouts     map[cublasapi.MatrixLayout]*layout
+	preferences map[cublasapi.Preference]*preference
 	loaded      map[ltKernel]bool // kernels that were used; guarded by the machine's lock
 }
 
@@ -34,9 +32,9 @@ type ltKernel struct {
 }
 
 // NewLt returns the cuBLASLt of a machine.
-func NewLt(m *machine.Machine) cublasltapi.API {
-	return &ltLib{m: m, handles: map[cublasltapi.Handle]*machine.Device{}, descs: map[cublasltapi.MatmulDesc]*desc{},
-		layouts: map[cublasltapi.MatrixLayout]*layout{}, preferences: map[cublasltapi.Preference]*preference{}, loaded: map[ltKernel]bool{}}
+func NewLt(m *machine.Machine) cublasapi.LtAPI {
+	return &ltLib{m: m, handles: map[cublasapi.LtHandle]*machine.Device{}, descs: map[cublasapi.MatmulDesc]*desc{},
+		layouts: map[cublasapi.MatrixLayout]*layout{}, preferences: map[cublasapi.Preference]*preference{}, loaded: map[ltKernel]bool{}}
 }
 
 // A desc is a cublasLtMatmulDesc_t. The fields have the widths of the attributes.
@@ -69,7 +67,7 @@ type preference struct {
 }
 
 // begin begins a call that needs a handle of the current context.
-func (l *ltLib) begin(name string, h cublasltapi.Handle) (dev *machine.Device, x fault.Fault, r cublasapi.Result) {
+func (l *ltLib) begin(name string, h cublasapi.LtHandle) (dev *machine.Device, x machine.Fault, r cublasapi.Result) {
 	dev, x, r = Begin(l.m, name)
 	if r != cublasapi.Success {
 		return nil, x, r
@@ -94,92 +92,92 @@ func (l *ltLib) newHandle() uintptr {
 
 func (l *ltLib) GetVersion() uintptr { return version }
 
-func (l *ltLib) Create() (cublasltapi.Handle, cublasapi.Result) {
+func (l *ltLib) Create() (cublasapi.LtHandle, cublasapi.Result) {
 	dev, _, r := Begin(l.m, "cublasLtCreate")
 	if r != cublasapi.Success {
 		return 0, r
 	}
-	h := cublasltapi.Handle(l.newHandle())
+	h := cublasapi.LtHandle(l.newHandle())
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	l.handles[h] = dev
 	return h, cublasapi.Success
 }
 
-func (l *ltLib) Destroy(h cublasltapi.Handle) cublasapi.Result {
+func (l *ltLib) Destroy(h cublasapi.LtHandle) cublasapi.Result {
 	_ = l.m.Unbind()
 	return remove(l, "cublasLtDestroy", l.handles, h)
 }
 
-func (l *ltLib) MatmulDescCreate(compute cublasapi.ComputeType, scale cublasapi.DType) (cublasltapi.MatmulDesc, cublasapi.Result) {
+func (l *ltLib) MatmulDescCreate(compute cublasapi.ComputeType, scale cublasapi.DType) (cublasapi.MatmulDesc, cublasapi.Result) {
 	return add(l, "cublasLtMatmulDescCreate", l.descs, &desc{compute: int32(compute), scale: int32(scale),
-		epilogue: uint32(cublasltapi.EpilogueDefault), auxType: -1, biasType: -1})
+		epilogue: uint32(cublasapi.EpilogueDefault), auxType: -1, biasType: -1})
 }
 
-func (l *ltLib) MatmulDescDestroy(d cublasltapi.MatmulDesc) cublasapi.Result {
+func (l *ltLib) MatmulDescDestroy(d cublasapi.MatmulDesc) cublasapi.Result {
 	return remove(l, "cublasLtMatmulDescDestroy", l.descs, d)
 }
 
-func (l *ltLib) MatrixLayoutCreate(t cublasapi.DType, rows, cols uint64, ld int64) (cublasltapi.MatrixLayout, cublasapi.Result) {
+func (l *ltLib) MatrixLayoutCreate(t cublasapi.DType, rows, cols uint64, ld int64) (cublasapi.MatrixLayout, cublasapi.Result) {
 	if SizeOf(t) == 0 || rows == 0 || cols == 0 || ld <= 0 {
 		return 0, cublasapi.InvalidValue
 	}
 	return add(l, "cublasLtMatrixLayoutCreate", l.layouts, &layout{t: t, rows: rows, cols: cols, ld: ld, batch: 1})
 }
 
-func (l *ltLib) MatrixLayoutDestroy(x cublasltapi.MatrixLayout) cublasapi.Result {
+func (l *ltLib) MatrixLayoutDestroy(x cublasapi.MatrixLayout) cublasapi.Result {
 	return remove(l, "cublasLtMatrixLayoutDestroy", l.layouts, x)
 }
 
-func (l *ltLib) MatmulPreferenceCreate() (cublasltapi.Preference, cublasapi.Result) {
+func (l *ltLib) MatmulPreferenceCreate() (cublasapi.Preference, cublasapi.Result) {
 	return add(l, "cublasLtMatmulPreferenceCreate", l.preferences, &preference{
-		mask: uint32(cublasltapi.ReductionMask), align: [4]uint32{256, 256, 256, 256}})
+		mask: uint32(cublasapi.ReductionMask), align: [4]uint32{256, 256, 256, 256}})
 }
 
-func (l *ltLib) MatmulPreferenceDestroy(p cublasltapi.Preference) cublasapi.Result {
+func (l *ltLib) MatmulPreferenceDestroy(p cublasapi.Preference) cublasapi.Result {
 	return remove(l, "cublasLtMatmulPreferenceDestroy", l.preferences, p)
 }
 
-func (l *ltLib) MatmulDescSetAttribute(d cublasltapi.MatmulDesc, a cublasltapi.DescAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatmulDescSetAttribute(d cublasapi.MatmulDesc, a cublasapi.DescAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	return set(l, "cublasLtMatmulDescSetAttribute", l.descs, d, func(x *desc) (unsafe.Pointer, uintptr) {
-		return x.field(a), cublasltapi.Attributes[a]
+		return x.field(a), cublasapi.Attributes[a]
 	}, p, bytes)
 }
 
 // field returns the address of an attribute, or nil.
-func (d *desc) field(a cublasltapi.DescAttribute) unsafe.Pointer {
-	return map[cublasltapi.DescAttribute]unsafe.Pointer{
-		cublasltapi.DescPointerMode: unsafe.Pointer(&d.mode), cublasltapi.DescTransA: unsafe.Pointer(&d.transA),
-		cublasltapi.DescTransB: unsafe.Pointer(&d.transB), cublasltapi.DescEpilogue: unsafe.Pointer(&d.epilogue),
-		cublasltapi.DescBiasPointer: unsafe.Pointer(&d.bias), cublasltapi.DescBiasBatchStride: unsafe.Pointer(&d.biasStride),
-		cublasltapi.DescEpilogueAuxPointer: unsafe.Pointer(&d.aux), cublasltapi.DescEpilogueAuxLD: unsafe.Pointer(&d.auxLD),
-		cublasltapi.DescEpilogueAuxBatchStride: unsafe.Pointer(&d.auxStride), cublasltapi.DescSMCountTarget: unsafe.Pointer(&d.sms),
-		cublasltapi.DescAScalePointer: unsafe.Pointer(&d.scaleA), cublasltapi.DescBScalePointer: unsafe.Pointer(&d.scaleB),
-		cublasltapi.DescCScalePointer: unsafe.Pointer(&d.scaleC), cublasltapi.DescDScalePointer: unsafe.Pointer(&d.scaleD),
-		cublasltapi.DescAMaxDPointer: unsafe.Pointer(&d.amax), cublasltapi.DescEpilogueAuxDataType: unsafe.Pointer(&d.auxType),
-		cublasltapi.DescFastAccum: unsafe.Pointer(&d.fast), cublasltapi.DescBiasDataType: unsafe.Pointer(&d.biasType),
-		cublasltapi.DescAScaleMode: unsafe.Pointer(&d.modeA), cublasltapi.DescBScaleMode: unsafe.Pointer(&d.modeB),
+func (d *desc) field(a cublasapi.DescAttribute) unsafe.Pointer {
+	return map[cublasapi.DescAttribute]unsafe.Pointer{
+		cublasapi.DescPointerMode: unsafe.Pointer(&d.mode), cublasapi.DescTransA: unsafe.Pointer(&d.transA),
+		cublasapi.DescTransB: unsafe.Pointer(&d.transB), cublasapi.DescEpilogue: unsafe.Pointer(&d.epilogue),
+		cublasapi.DescBiasPointer: unsafe.Pointer(&d.bias), cublasapi.DescBiasBatchStride: unsafe.Pointer(&d.biasStride),
+		cublasapi.DescEpilogueAuxPointer: unsafe.Pointer(&d.aux), cublasapi.DescEpilogueAuxLD: unsafe.Pointer(&d.auxLD),
+		cublasapi.DescEpilogueAuxBatchStride: unsafe.Pointer(&d.auxStride), cublasapi.DescSMCountTarget: unsafe.Pointer(&d.sms),
+		cublasapi.DescAScalePointer: unsafe.Pointer(&d.scaleA), cublasapi.DescBScalePointer: unsafe.Pointer(&d.scaleB),
+		cublasapi.DescCScalePointer: unsafe.Pointer(&d.scaleC), cublasapi.DescDScalePointer: unsafe.Pointer(&d.scaleD),
+		cublasapi.DescAMaxDPointer: unsafe.Pointer(&d.amax), cublasapi.DescEpilogueAuxDataType: unsafe.Pointer(&d.auxType),
+		cublasapi.DescFastAccum: unsafe.Pointer(&d.fast), cublasapi.DescBiasDataType: unsafe.Pointer(&d.biasType),
+		cublasapi.DescAScaleMode: unsafe.Pointer(&d.modeA), cublasapi.DescBScaleMode: unsafe.Pointer(&d.modeB),
 	}[a]
 }
 
-func (l *ltLib) MatrixLayoutSetAttribute(x cublasltapi.MatrixLayout, a cublasltapi.LayoutAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatrixLayoutSetAttribute(x cublasapi.MatrixLayout, a cublasapi.LayoutAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	return set(l, "cublasLtMatrixLayoutSetAttribute", l.layouts, x, func(x *layout) (unsafe.Pointer, uintptr) {
 		switch a {
-		case cublasltapi.LayoutBatchCount:
+		case cublasapi.LayoutBatchCount:
 			return unsafe.Pointer(&x.batch), 4
-		case cublasltapi.LayoutStridedBatchOffset:
+		case cublasapi.LayoutStridedBatchOffset:
 			return unsafe.Pointer(&x.stride), 8
 		}
 		return nil, 0
 	}, p, bytes)
 }
 
-func (l *ltLib) MatmulPreferenceSetAttribute(x cublasltapi.Preference, a cublasltapi.PreferenceAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatmulPreferenceSetAttribute(x cublasapi.Preference, a cublasapi.PreferenceAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	return set(l, "cublasLtMatmulPreferenceSetAttribute", l.preferences, x, func(x *preference) (unsafe.Pointer, uintptr) {
-		switch i := a - cublasltapi.PreferenceMinAlignmentABytes; {
-		case a == cublasltapi.PreferenceMaxWorkspaceBytes:
+		switch i := a - cublasapi.PreferenceMinAlignmentABytes; {
+		case a == cublasapi.PreferenceMaxWorkspaceBytes:
 			return unsafe.Pointer(&x.workspace), 8
-		case a == cublasltapi.PreferenceReductionSchemeMask:
+		case a == cublasapi.PreferenceReductionSchemeMask:
 			return unsafe.Pointer(&x.mask), 4
 		case i >= 0 && i < 4:
 			return unsafe.Pointer(&x.align[i]), 4

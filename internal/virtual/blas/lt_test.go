@@ -9,7 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
@@ -22,11 +21,11 @@ type rig struct {
 	t   *testing.T
 	m   *machine.Machine
 	ctx []cudadrv.Context
-	api cublasltapi.API
-	h   cublasltapi.Handle
+	api cublasapi.LtAPI
+	h   cublasapi.LtHandle
 	s   cudadrv.Stream
 	mem cudadrv.DevicePtr
-	o   cublasltapi.Operation
+	o   cublasapi.Operation
 	x   call
 }
 
@@ -34,7 +33,7 @@ type rig struct {
 type call struct {
 	a, b, c, d, workspace cudadrv.DevicePtr
 	bytes                 uintptr
-	algo                  cublasltapi.Algo
+	algo                  cublasapi.Algo
 }
 
 const (
@@ -60,7 +59,7 @@ func newRig(t *testing.T) *rig {
 	var res cublasapi.Result
 	r.o.Desc, res = r.api.MatmulDescCreate(cublasapi.Compute32F, cublasapi.R32F)
 	require.Equal(t, cublasapi.Success, res)
-	for _, l := range []*cublasltapi.MatrixLayout{&r.o.A, &r.o.B, &r.o.C, &r.o.D} {
+	for _, l := range []*cublasapi.MatrixLayout{&r.o.A, &r.o.B, &r.o.C, &r.o.D} {
 		*l = r.layout(cublasapi.R16BF, side, side, side)
 	}
 	r.x = call{a: r.mem, b: r.mem + plane, c: r.mem + 2*plane, d: r.mem + 2*plane, workspace: r.mem + 3*plane, bytes: warpedBytes}
@@ -86,23 +85,23 @@ func (r *rig) cu(fn func() cudadrv.Result) {
 	require.Equal(r.t, cudadrv.Success, fn())
 }
 
-func (r *rig) layout(t cublasapi.DType, rows, cols uint64, ld int64) cublasltapi.MatrixLayout {
+func (r *rig) layout(t cublasapi.DType, rows, cols uint64, ld int64) cublasapi.MatrixLayout {
 	l, res := r.api.MatrixLayoutCreate(t, rows, cols, ld)
 	require.Equal(r.t, cublasapi.Success, res)
 	return l
 }
 
-func put[T any](r *rig, a cublasltapi.DescAttribute, v T) {
+func put[T any](r *rig, a cublasapi.DescAttribute, v T) {
 	r.t.Helper()
 	require.Equal(r.t, cublasapi.Success, r.api.MatmulDescSetAttribute(r.o.Desc, a, unsafe.Pointer(&v), unsafe.Sizeof(v)))
 }
 
 // suggest asks for algorithms with a limit of the workspace.
-func (r *rig) suggest(workspace uint64) (list []cublasltapi.HeuristicResult, res cublasapi.Result) {
+func (r *rig) suggest(workspace uint64) (list []cublasapi.HeuristicResult, res cublasapi.Result) {
 	p, res := r.api.MatmulPreferenceCreate()
 	require.Equal(r.t, cublasapi.Success, res)
-	require.Equal(r.t, cublasapi.Success, r.api.MatmulPreferenceSetAttribute(p, cublasltapi.PreferenceMaxWorkspaceBytes, unsafe.Pointer(&workspace), 8))
-	list = make([]cublasltapi.HeuristicResult, 1)
+	require.Equal(r.t, cublasapi.Success, r.api.MatmulPreferenceSetAttribute(p, cublasapi.PreferenceMaxWorkspaceBytes, unsafe.Pointer(&workspace), 8))
+	list = make([]cublasapi.HeuristicResult, 1)
 	res = r.in(0, func() (res cublasapi.Result) { _, res = r.api.MatmulAlgoGetHeuristic(r.h, &r.o, p, list); return res })
 	require.Equal(r.t, cublasapi.Success, r.api.MatmulPreferenceDestroy(p))
 	return list, res
@@ -113,8 +112,8 @@ func (r *rig) multiply() cublasapi.Result {
 	f := [2]float32{1, 0}
 	x := &r.x
 	return r.in(0, func() cublasapi.Result {
-		return r.api.Matmul(r.h, r.o.Desc, cublasapi.Scalar{Host: unsafe.Pointer(&f[0])}, cublasltapi.Matrix{Ptr: x.a, Layout: r.o.A}, cublasltapi.Matrix{Ptr: x.b, Layout: r.o.B},
-			cublasapi.Scalar{Host: unsafe.Pointer(&f[1])}, cublasltapi.Matrix{Ptr: x.c, Layout: r.o.C}, cublasltapi.Matrix{Ptr: x.d, Layout: r.o.D},
+		return r.api.Matmul(r.h, r.o.Desc, cublasapi.Scalar{Host: unsafe.Pointer(&f[0])}, cublasapi.LtMatrix{Ptr: x.a, Layout: r.o.A}, cublasapi.LtMatrix{Ptr: x.b, Layout: r.o.B},
+			cublasapi.Scalar{Host: unsafe.Pointer(&f[1])}, cublasapi.LtMatrix{Ptr: x.c, Layout: r.o.C}, cublasapi.LtMatrix{Ptr: x.d, Layout: r.o.D},
 			&x.algo, x.workspace, x.bytes, r.s)
 	})
 }
@@ -128,28 +127,28 @@ func TestArguments(t *testing.T) {
 		"unaligned A":          func(r *rig) { r.x.a += 2 },
 		"unaligned D":          func(r *rig) { r.x.c += 8; r.x.d += 8 },
 		"no B":                 func(r *rig) { r.x.b = 0 },
-		"no algorithm":         func(r *rig) { r.x.algo = cublasltapi.Algo{} },
+		"no algorithm":         func(r *rig) { r.x.algo = cublasapi.Algo{} },
 		"another inner length": func(r *rig) { r.o.B = r.layout(cublasapi.R16BF, side+1, side, side+1) },
 		"short leading dimension": func(r *rig) {
 			r.o.A = r.layout(cublasapi.R16BF, side, side, side-1)
 		},
 		"other batch": func(r *rig) {
 			n := int32(2)
-			require.Equal(r.t, cublasapi.Success, r.api.MatrixLayoutSetAttribute(r.o.B, cublasltapi.LayoutBatchCount, unsafe.Pointer(&n), 4))
+			require.Equal(r.t, cublasapi.Success, r.api.MatrixLayoutSetAttribute(r.o.B, cublasapi.LayoutBatchCount, unsafe.Pointer(&n), 4))
 		},
 		"C in place with another layout": func(r *rig) { r.o.C = r.layout(cublasapi.R16BF, side, side, side+8) },
-		"no bias":                        func(r *rig) { put(r, cublasltapi.DescEpilogue, cublasltapi.EpilogueBias) },
-		"no auxiliary buffer":            func(r *rig) { put(r, cublasltapi.DescEpilogue, cublasltapi.EpilogueDGELU) },
+		"no bias":                        func(r *rig) { put(r, cublasapi.DescEpilogue, cublasapi.EpilogueBias) },
+		"no auxiliary buffer":            func(r *rig) { put(r, cublasapi.DescEpilogue, cublasapi.EpilogueDGELU) },
 		"mask of 64 bits": func(r *rig) {
-			put(r, cublasltapi.DescEpilogue, cublasltapi.EpilogueReLUAux)
-			put(r, cublasltapi.DescEpilogueAuxPointer, r.mem+4*plane)
-			put(r, cublasltapi.DescEpilogueAuxLD, int64(side))
+			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueReLUAux)
+			put(r, cublasapi.DescEpilogueAuxPointer, r.mem+4*plane)
+			put(r, cublasapi.DescEpilogueAuxLD, int64(side))
 		},
 		"unaligned bias": func(r *rig) {
-			put(r, cublasltapi.DescEpilogue, cublasltapi.EpilogueBias)
-			put(r, cublasltapi.DescBiasPointer, r.mem+4*plane+2)
+			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueBias)
+			put(r, cublasapi.DescBiasPointer, r.mem+4*plane+2)
 		},
-		"factors on the host in device mode": func(r *rig) { put(r, cublasltapi.DescPointerMode, cublasapi.PointerModeDevice) },
+		"factors on the host in device mode": func(r *rig) { put(r, cublasapi.DescPointerMode, cublasapi.PointerModeDevice) },
 		"destroyed descriptor":               func(r *rig) { require.Equal(r.t, cublasapi.Success, r.api.MatmulDescDestroy(r.o.Desc)) },
 		"destroyed layout":                   func(r *rig) { require.Equal(r.t, cublasapi.Success, r.api.MatrixLayoutDestroy(r.o.B)) },
 	} {
@@ -169,26 +168,26 @@ func TestUnsupported(t *testing.T) {
 		r.o.A, r.o.B, r.o.C, r.o.D = r.layout(a, side, side, side), r.layout(b, side, side, side), r.layout(c, side, side, side), r.layout(d, side, side, side)
 	}
 	e4, e5, bf, f32 := cublasapi.R8FE4M3, cublasapi.R8FE5M2, cublasapi.R16BF, cublasapi.R32F
-	trans := func(r *rig) { put(r, cublasltapi.DescTransA, int32(1)) }
+	trans := func(r *rig) { put(r, cublasapi.DescTransA, int32(1)) }
 	for name, f := range map[string]func(r *rig){
 		"mixed inputs":      func(r *rig) { layouts(r, bf, cublasapi.R16F, bf, bf) },
 		"C of another type": func(r *rig) { layouts(r, bf, bf, f32, bf) },
 		"8-bit NN":          func(r *rig) { layouts(r, e4, e4, bf, bf) },
-		"8-bit TT":          func(r *rig) { trans(r); put(r, cublasltapi.DescTransB, int32(1)); layouts(r, e4, e4, bf, bf) },
+		"8-bit TT":          func(r *rig) { trans(r); put(r, cublasapi.DescTransB, int32(1)); layouts(r, e4, e4, bf, bf) },
 		"two e5m2":          func(r *rig) { trans(r); layouts(r, e5, e5, bf, bf) },
 		"e5m2 of e4m3":      func(r *rig) { trans(r); layouts(r, e4, e4, bf, e5) },
 		"8-bit C":           func(r *rig) { trans(r); layouts(r, e4, e4, e4, e4) },
 		"8-bit gradient": func(r *rig) {
 			trans(r)
 			layouts(r, e4, e4, bf, bf)
-			put(r, cublasltapi.DescEpilogue, cublasltapi.EpilogueDGELU)
+			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueDGELU)
 		},
-		"scale of bfloat16":     func(r *rig) { put(r, cublasltapi.DescAScalePointer, r.mem) },
-		"fast sums of bfloat16": func(r *rig) { put(r, cublasltapi.DescFastAccum, int8(1)) },
-		"scale of a bfloat16 D": func(r *rig) { trans(r); layouts(r, e4, e4, bf, bf); put(r, cublasltapi.DescDScalePointer, r.mem) },
+		"scale of bfloat16":     func(r *rig) { put(r, cublasapi.DescAScalePointer, r.mem) },
+		"fast sums of bfloat16": func(r *rig) { put(r, cublasapi.DescFastAccum, int8(1)) },
+		"scale of a bfloat16 D": func(r *rig) { trans(r); layouts(r, e4, e4, bf, bf); put(r, cublasapi.DescDScalePointer, r.mem) },
 		"gradient of float32 input": func(r *rig) {
 			layouts(r, f32, f32, f32, f32)
-			put(r, cublasltapi.DescEpilogue, cublasltapi.EpilogueBGradA)
+			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueBGradA)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -209,7 +208,7 @@ func TestUnsupported(t *testing.T) {
 // Calls need the context of the handle's device.
 func TestContexts(t *testing.T) {
 	r := newRig(t)
-	x := new(cublasltapi.HeuristicResult)
+	x := new(cublasapi.HeuristicResult)
 	check := func() cublasapi.Result { return r.api.MatmulAlgoCheck(r.h, &r.o, &r.x.algo, x) }
 	require.Equal(t, cublasapi.Success, r.in(0, check))
 	require.Equal(t, uintptr(warpedBytes), x.WorkspaceSize)
@@ -245,41 +244,41 @@ func TestReports(t *testing.T) {
 // Algorithms are rebuilt from their numbers, and compute the same.
 func TestAlgorithms(t *testing.T) {
 	r := newRig(t)
-	types := &cublasltapi.Types{Compute: cublasapi.Compute32F, Scale: cublasapi.R32F, A: cublasapi.R16BF, B: cublasapi.R16BF, C: cublasapi.R16BF, D: cublasapi.R16BF}
-	algo := new(cublasltapi.Algo)
+	types := &cublasapi.Types{Compute: cublasapi.Compute32F, Scale: cublasapi.R32F, A: cublasapi.R16BF, B: cublasapi.R16BF, C: cublasapi.R16BF, D: cublasapi.R16BF}
+	algo := new(cublasapi.Algo)
 	require.Equal(t, cublasapi.Success, r.in(0, func() cublasapi.Result { return r.api.MatmulAlgoInit(r.h, types, simple, algo) }))
-	configure := func(a cublasltapi.ConfigAttribute, v uint32) {
+	configure := func(a cublasapi.ConfigAttribute, v uint32) {
 		require.Equal(t, cublasapi.Success, r.api.MatmulAlgoConfigSetAttribute(algo, a, unsafe.Pointer(&v), 4))
 	}
 	check := func() (uintptr, cublasapi.Result) {
-		x := new(cublasltapi.HeuristicResult)
+		x := new(cublasapi.HeuristicResult)
 		res := r.in(0, func() cublasapi.Result { return r.api.MatmulAlgoCheck(r.h, &r.o, algo, x) })
 		return x.WorkspaceSize, res
 	}
 	bytes, res := check()
 	require.Equal(t, cublasapi.Success, res)
 	require.Zero(t, bytes)
-	configure(cublasltapi.ConfigSplitKNum, 4)
+	configure(cublasapi.ConfigSplitKNum, 4)
 	_, res = check()
 	require.Equal(t, cublasapi.NotSupported, res, "parts, and no way to add them")
-	for scheme, want := range map[cublasltapi.ReductionScheme]uintptr{
-		cublasltapi.ReductionComputeType: 4 * side * side * 4, cublasltapi.ReductionOutputType: 4 * side * side * 2, cublasltapi.ReductionInPlace: 4 * side} {
-		configure(cublasltapi.ConfigReductionScheme, uint32(scheme))
+	for scheme, want := range map[cublasapi.ReductionScheme]uintptr{
+		cublasapi.ReductionComputeType: 4 * side * side * 4, cublasapi.ReductionOutputType: 4 * side * side * 2, cublasapi.ReductionInPlace: 4 * side} {
+		configure(cublasapi.ConfigReductionScheme, uint32(scheme))
 		bytes, res = check()
 		require.Equal(t, cublasapi.Success, res)
 		require.Equal(t, want, bytes)
 	}
 	v := uint32(0)
-	w, res := r.api.MatmulAlgoConfigGetAttribute(algo, cublasltapi.ConfigSplitKNum, unsafe.Pointer(&v), 4)
+	w, res := r.api.MatmulAlgoConfigGetAttribute(algo, cublasapi.ConfigSplitKNum, unsafe.Pointer(&v), 4)
 	require.Equal(t, []any{uintptr(4), cublasapi.Success, uint32(4)}, []any{w, res, v})
-	require.Equal(t, cublasapi.InvalidValue, r.api.MatmulAlgoConfigSetAttribute(algo, cublasltapi.ConfigInnerShapeID, unsafe.Pointer(&v), 4), "16 bits")
-	require.Equal(t, cublasapi.InvalidValue, r.api.MatmulAlgoConfigSetAttribute(algo, cublasltapi.ConfigID, unsafe.Pointer(&v), 4), "read only")
-	configure(cublasltapi.ConfigTileID, 1000)
+	require.Equal(t, cublasapi.InvalidValue, r.api.MatmulAlgoConfigSetAttribute(algo, cublasapi.ConfigInnerShapeID, unsafe.Pointer(&v), 4), "16 bits")
+	require.Equal(t, cublasapi.InvalidValue, r.api.MatmulAlgoConfigSetAttribute(algo, cublasapi.ConfigID, unsafe.Pointer(&v), 4), "read only")
+	configure(cublasapi.ConfigTileID, 1000)
 	_, res = check()
 	require.Equal(t, cublasapi.NotSupported, res)
 }
 
-// The contents of an algorithm fit into cublasltapi.Algo.
+// The contents of an algorithm fit into cublasapi.Algo.
 func TestAlgoFits(t *testing.T) {
-	require.LessOrEqual(t, unsafe.Sizeof(algo{}), unsafe.Sizeof(cublasltapi.Algo{}))
+	require.LessOrEqual(t, unsafe.Sizeof(algo{}), unsafe.Sizeof(cublasapi.Algo{}))
 }

@@ -5,7 +5,6 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 )
 
 // The two algorithms. Both compute the same, but only the first can split k, and only the
@@ -22,7 +21,7 @@ const (
 	warpedRows  = 64
 )
 
-// An algo is the contents of a cublasltapi.Algo.
+// An algo is the contents of a cublasapi.Algo.
 type algo struct {
 	magic             uint32
 	id                int32
@@ -44,7 +43,7 @@ var (
 )
 
 // open returns the contents of an algorithm, or nil.
-func open(x *cublasltapi.Algo) *algo {
+func open(x *cublasapi.Algo) *algo {
 	if x == nil {
 		return nil
 	}
@@ -79,12 +78,12 @@ func (s *shape) need(a *algo) (bytes uintptr, ok bool) {
 		return 0, false
 	}
 	parts := uintptr(s.m) * uintptr(s.n) * uintptr(s.o.batch) * uintptr(a.splitK)
-	switch cublasltapi.ReductionScheme(a.scheme) {
-	case cublasltapi.ReductionComputeType:
+	switch cublasapi.ReductionScheme(a.scheme) {
+	case cublasapi.ReductionComputeType:
 		return parts * uintptr(SizeOf(cublasapi.DType(s.d.scale))), true
-	case cublasltapi.ReductionOutputType:
+	case cublasapi.ReductionOutputType:
 		return parts * uintptr(SizeOf(s.o.t)), true
-	case cublasltapi.ReductionInPlace:
+	case cublasapi.ReductionInPlace:
 		return uintptr(s.n) * 4, true // counters
 	}
 	if a.id == warped && s.m >= warpedRows && s.n >= warpedRows {
@@ -100,9 +99,9 @@ func (s *shape) candidates(p *preference) (list []algo) {
 		list[len(list)-1].tile = tiles[1]
 	}
 	split := newAlgo(simple, 16)
-	split.splitK, split.scheme = 4, uint32(cublasltapi.ReductionComputeType)
-	if isHalf(s.o.t) && p.mask&uint32(cublasltapi.ReductionOutputType) != 0 {
-		split.scheme = uint32(cublasltapi.ReductionOutputType)
+	split.splitK, split.scheme = 4, uint32(cublasapi.ReductionComputeType)
+	if isHalf(s.o.t) && p.mask&uint32(cublasapi.ReductionOutputType) != 0 {
+		split.scheme = uint32(cublasapi.ReductionOutputType)
 	}
 	if s.k >= 512 && s.k >= 4*max(s.m, s.n) {
 		list = slices.Insert(list, 0, split)
@@ -117,7 +116,7 @@ func (s *shape) candidates(p *preference) (list []algo) {
 	return list
 }
 
-func (l *ltLib) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Operation, p cublasltapi.Preference, results []cublasltapi.HeuristicResult) (int32, cublasapi.Result) {
+func (l *ltLib) MatmulAlgoGetHeuristic(h cublasapi.LtHandle, o *cublasapi.Operation, p cublasapi.Preference, results []cublasapi.HeuristicResult) (int32, cublasapi.Result) {
 	if _, _, r := l.begin("cublasLtMatmulAlgoGetHeuristic", h); r != cublasapi.Success {
 		return 0, r
 	}
@@ -136,7 +135,7 @@ func (l *ltLib) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Oper
 	}
 	n := 0
 	if len(results) > 1 && (s.m+s.n+s.k)%5 == 0 { // the library also returns algorithms that cannot run
-		results[0] = cublasltapi.HeuristicResult{State: cublasapi.NotSupported}
+		results[0] = cublasapi.HeuristicResult{State: cublasapi.NotSupported}
 		n++
 	}
 	usable := 0
@@ -145,7 +144,7 @@ func (l *ltLib) MatmulAlgoGetHeuristic(h cublasltapi.Handle, o *cublasltapi.Oper
 		if !ok || uint64(bytes) > pref.workspace || a.scheme&^pref.mask != 0 || n == len(results) {
 			continue
 		}
-		results[n] = cublasltapi.HeuristicResult{WorkspaceSize: bytes, WavesCount: 1}
+		results[n] = cublasapi.HeuristicResult{WorkspaceSize: bytes, WavesCount: 1}
 		*(*algo)(unsafe.Pointer(&results[n].Algo)) = a
 		n++
 		usable++
@@ -166,7 +165,7 @@ func (s *shape) aligned(align [4]uint32) bool {
 	return true
 }
 
-func (l *ltLib) MatmulAlgoCheck(h cublasltapi.Handle, o *cublasltapi.Operation, x *cublasltapi.Algo, out *cublasltapi.HeuristicResult) cublasapi.Result {
+func (l *ltLib) MatmulAlgoCheck(h cublasapi.LtHandle, o *cublasapi.Operation, x *cublasapi.Algo, out *cublasapi.HeuristicResult) cublasapi.Result {
 	if _, _, r := l.begin("cublasLtMatmulAlgoCheck", h); r != cublasapi.Success {
 		return r
 	}
@@ -182,11 +181,11 @@ func (l *ltLib) MatmulAlgoCheck(h cublasltapi.Handle, o *cublasltapi.Operation, 
 	if !ok {
 		return cublasapi.NotSupported
 	}
-	*out = cublasltapi.HeuristicResult{Algo: *x, WorkspaceSize: bytes, WavesCount: 1}
+	*out = cublasapi.HeuristicResult{Algo: *x, WorkspaceSize: bytes, WavesCount: 1}
 	return cublasapi.Success
 }
 
-func (l *ltLib) MatmulAlgoInit(h cublasltapi.Handle, t *cublasltapi.Types, id int32, x *cublasltapi.Algo) cublasapi.Result {
+func (l *ltLib) MatmulAlgoInit(h cublasapi.LtHandle, t *cublasapi.Types, id int32, x *cublasapi.Algo) cublasapi.Result {
 	if _, _, r := l.begin("cublasLtMatmulAlgoInit", h); r != cublasapi.Success {
 		return r
 	}
@@ -198,33 +197,33 @@ func (l *ltLib) MatmulAlgoInit(h cublasltapi.Handle, t *cublasltapi.Types, id in
 }
 
 // field returns the address and the size of an attribute, or nil.
-func (a *algo) field(at cublasltapi.ConfigAttribute) (unsafe.Pointer, uintptr) {
+func (a *algo) field(at cublasapi.ConfigAttribute) (unsafe.Pointer, uintptr) {
 	switch at {
-	case cublasltapi.ConfigID:
+	case cublasapi.ConfigID:
 		return unsafe.Pointer(&a.id), 4
-	case cublasltapi.ConfigTileID:
+	case cublasapi.ConfigTileID:
 		return unsafe.Pointer(&a.tile), 4
-	case cublasltapi.ConfigSplitKNum:
+	case cublasapi.ConfigSplitKNum:
 		return unsafe.Pointer(&a.splitK), 4
-	case cublasltapi.ConfigReductionScheme:
+	case cublasapi.ConfigReductionScheme:
 		return unsafe.Pointer(&a.scheme), 4
-	case cublasltapi.ConfigCTASwizzling:
+	case cublasapi.ConfigCTASwizzling:
 		return unsafe.Pointer(&a.swizzling), 4
-	case cublasltapi.ConfigCustomOption:
+	case cublasapi.ConfigCustomOption:
 		return unsafe.Pointer(&a.custom), 4
-	case cublasltapi.ConfigStagesID:
+	case cublasapi.ConfigStagesID:
 		return unsafe.Pointer(&a.stages), 4
-	case cublasltapi.ConfigInnerShapeID:
+	case cublasapi.ConfigInnerShapeID:
 		return unsafe.Pointer(&a.inner), 2
-	case cublasltapi.ConfigClusterShapeID:
+	case cublasapi.ConfigClusterShapeID:
 		return unsafe.Pointer(&a.cluster), 2
 	}
 	return nil, 0
 }
 
-func (l *ltLib) MatmulAlgoConfigSetAttribute(x *cublasltapi.Algo, at cublasltapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
+func (l *ltLib) MatmulAlgoConfigSetAttribute(x *cublasapi.Algo, at cublasapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) cublasapi.Result {
 	a := open(x)
-	if a == nil || p == nil || at == cublasltapi.ConfigID {
+	if a == nil || p == nil || at == cublasapi.ConfigID {
 		return cublasapi.InvalidValue
 	}
 	to, size := a.field(at)
@@ -235,7 +234,7 @@ func (l *ltLib) MatmulAlgoConfigSetAttribute(x *cublasltapi.Algo, at cublasltapi
 	return cublasapi.Success
 }
 
-func (l *ltLib) MatmulAlgoConfigGetAttribute(x *cublasltapi.Algo, at cublasltapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
+func (l *ltLib) MatmulAlgoConfigGetAttribute(x *cublasapi.Algo, at cublasapi.ConfigAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
 	a := open(x)
 	if a == nil || p == nil {
 		return 0, cublasapi.InvalidValue
@@ -248,27 +247,27 @@ func (l *ltLib) MatmulAlgoConfigGetAttribute(x *cublasltapi.Algo, at cublasltapi
 	return size, cublasapi.Success
 }
 
-func (l *ltLib) MatmulAlgoCapGetAttribute(x *cublasltapi.Algo, at cublasltapi.CapAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
+func (l *ltLib) MatmulAlgoCapGetAttribute(x *cublasapi.Algo, at cublasapi.CapAttribute, p unsafe.Pointer, bytes uintptr) (uintptr, cublasapi.Result) {
 	a := open(x)
 	if a == nil {
 		return 0, cublasapi.InvalidValue
 	}
 	var v []uint32
 	switch at {
-	case cublasltapi.CapSplitKSupport:
+	case cublasapi.CapSplitKSupport:
 		v = []uint32{0}
 		if a.id == simple {
 			v[0] = 1
 		}
-	case cublasltapi.CapReductionSchemeMask:
-		v = []uint32{uint32(cublasltapi.ReductionMask)}
-	case cublasltapi.CapTileIDs:
+	case cublasapi.CapReductionSchemeMask:
+		v = []uint32{uint32(cublasapi.ReductionMask)}
+	case cublasapi.CapTileIDs:
 		v = tiles
-	case cublasltapi.CapStagesIDs:
+	case cublasapi.CapStagesIDs:
 		v = stages
-	case cublasltapi.CapCustomOptionMax:
+	case cublasapi.CapCustomOptionMax:
 		v = []uint32{3}
-	case cublasltapi.CapMinAlignmentABytes, cublasltapi.CapMinAlignmentBBytes, cublasltapi.CapMinAlignmentCBytes, cublasltapi.CapMinAlignmentDBytes:
+	case cublasapi.CapMinAlignmentABytes, cublasapi.CapMinAlignmentBBytes, cublasapi.CapMinAlignmentCBytes, cublasapi.CapMinAlignmentDBytes:
 		v = []uint32{16}
 	default:
 		return 0, cublasapi.InvalidValue

@@ -4,7 +4,6 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 )
 
 // A shape is an operation as it was described at the time of a call.
@@ -15,7 +14,7 @@ type shape struct {
 }
 
 // shapeOf copies the descriptor and the layouts, and checks them.
-func (l *ltLib) shapeOf(x *cublasltapi.Operation) (*shape, cublasapi.Result) {
+func (l *ltLib) shapeOf(x *cublasapi.Operation) (*shape, cublasapi.Result) {
 	l.mu.Lock()
 	d, a, b, c, o := l.descs[x.Desc], l.layouts[x.A], l.layouts[x.B], l.layouts[x.C], l.layouts[x.D]
 	if d == nil || a == nil || b == nil || c == nil || o == nil {
@@ -42,7 +41,7 @@ func (l *ltLib) shapeOf(x *cublasltapi.Operation) (*shape, cublasapi.Result) {
 
 // sumsWrong reports whether the library may store a wrong sum of an input.
 func (s *shape) sumsWrong() bool {
-	return min(s.m, s.n) == 1 && s.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB)
+	return min(s.m, s.n) == 1 && s.is(cublasapi.EpilogueBGradA, cublasapi.EpilogueBGradB)
 }
 
 // fits checks dimensions, leading dimensions and batches.
@@ -113,7 +112,7 @@ func (s *shape) float8Supported() bool {
 // float8Fits checks the rules for 8-bit floats on Hopper.
 func (s *shape) float8Fits() bool {
 	multiple := func(n int64, t cublasapi.DType) bool { return n*int64(SizeOf(t))%16 == 0 }
-	rowwise := int32(cublasltapi.ScaleOuterVec32F)
+	rowwise := int32(cublasapi.ScaleOuterVec32F)
 	switch {
 	case s.d.transA != 1 || s.d.transB != 0 || s.m%16 != 0 || s.k%16 != 0:
 		return false
@@ -129,34 +128,34 @@ func (s *shape) float8Fits() bool {
 	return s.d.modeA|s.d.modeB == 0
 }
 
-func (s *shape) is(list ...cublasltapi.Epilogue) bool {
-	return slices.Contains(list, cublasltapi.Epilogue(s.d.epilogue))
+func (s *shape) is(list ...cublasapi.Epilogue) bool {
+	return slices.Contains(list, cublasapi.Epilogue(s.d.epilogue))
 }
 
 func (s *shape) readsBias() bool {
-	return s.is(cublasltapi.EpilogueBias, cublasltapi.EpilogueReLUBias, cublasltapi.EpilogueGELUBias,
-		cublasltapi.EpilogueReLUAuxBias, cublasltapi.EpilogueGELUAuxBias)
+	return s.is(cublasapi.EpilogueBias, cublasapi.EpilogueReLUBias, cublasapi.EpilogueGELUBias,
+		cublasapi.EpilogueReLUAuxBias, cublasapi.EpilogueGELUAuxBias)
 }
 
 func (s *shape) writesBias() bool {
-	return s.is(cublasltapi.EpilogueDReLUBGrad, cublasltapi.EpilogueDGELUBGrad, cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB)
+	return s.is(cublasapi.EpilogueDReLUBGrad, cublasapi.EpilogueDGELUBGrad, cublasapi.EpilogueBGradA, cublasapi.EpilogueBGradB)
 }
 
 func (s *shape) writesAux() bool {
-	return s.is(cublasltapi.EpilogueReLUAux, cublasltapi.EpilogueReLUAuxBias, cublasltapi.EpilogueGELUAux, cublasltapi.EpilogueGELUAuxBias)
+	return s.is(cublasapi.EpilogueReLUAux, cublasapi.EpilogueReLUAuxBias, cublasapi.EpilogueGELUAux, cublasapi.EpilogueGELUAuxBias)
 }
 
 func (s *shape) readsAux() bool {
-	return s.is(cublasltapi.EpilogueDReLU, cublasltapi.EpilogueDReLUBGrad, cublasltapi.EpilogueDGELU, cublasltapi.EpilogueDGELUBGrad)
+	return s.is(cublasapi.EpilogueDReLU, cublasapi.EpilogueDReLUBGrad, cublasapi.EpilogueDGELU, cublasapi.EpilogueDGELUBGrad)
 }
 
 // masks reports whether the auxiliary buffer is a bit mask.
 func (s *shape) masks() bool {
-	return s.is(cublasltapi.EpilogueReLUAux, cublasltapi.EpilogueReLUAuxBias, cublasltapi.EpilogueDReLU, cublasltapi.EpilogueDReLUBGrad)
+	return s.is(cublasapi.EpilogueReLUAux, cublasapi.EpilogueReLUAuxBias, cublasapi.EpilogueDReLU, cublasapi.EpilogueDReLUBGrad)
 }
 
 func (s *shape) epilogueSupported() bool {
-	if s.is(cublasltapi.EpilogueDefault, cublasltapi.EpilogueReLU, cublasltapi.EpilogueBias, cublasltapi.EpilogueReLUBias) {
+	if s.is(cublasapi.EpilogueDefault, cublasapi.EpilogueReLU, cublasapi.EpilogueBias, cublasapi.EpilogueReLUBias) {
 		return true
 	}
 	if s.a.t == cublasapi.R64F || cublasapi.ComputeType(s.d.compute) == cublasapi.Compute16F {
@@ -165,10 +164,10 @@ func (s *shape) epilogueSupported() bool {
 	if s.writesAux() && s.float8() {
 		return isHalf(s.o.t) || !s.masks() && s.float8StoresInputOfGELU()
 	}
-	if s.is(cublasltapi.EpilogueGELU, cublasltapi.EpilogueGELUBias) || s.writesAux() {
+	if s.is(cublasapi.EpilogueGELU, cublasapi.EpilogueGELUBias) || s.writesAux() {
 		return true
 	}
-	if s.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB) {
+	if s.is(cublasapi.EpilogueBGradA, cublasapi.EpilogueBGradB) {
 		return isHalf(s.a.t)
 	}
 	return s.readsAux() && !s.float8()
@@ -202,7 +201,7 @@ func (s *shape) epilogueFits() bool {
 	batched := s.o.batch > 1
 	if s.readsBias() || s.writesBias() {
 		rows := int64(s.m)
-		if s.is(cublasltapi.EpilogueBGradB) {
+		if s.is(cublasapi.EpilogueBGradB) {
 			rows = int64(s.n)
 		}
 		if s.d.bias == 0 || !s.biasTypeFits() || s.d.biasStride < 0 || batched && s.writesBias() && s.d.biasStride < rows {

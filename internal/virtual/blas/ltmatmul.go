@@ -4,7 +4,6 @@ import (
 	"math"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
-	"github.com/gochorus/chorus/internal/cublasltapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
@@ -19,13 +18,13 @@ type matmul struct {
 	workspace   cudadrv.DevicePtr
 }
 
-func (l *ltLib) Matmul(h cublasltapi.Handle, d cublasltapi.MatmulDesc, alpha cublasapi.Scalar, a, b cublasltapi.Matrix, beta cublasapi.Scalar,
-	c, out cublasltapi.Matrix, x *cublasltapi.Algo, workspace cudadrv.DevicePtr, bytes uintptr, stream cudadrv.Stream) cublasapi.Result {
+func (l *ltLib) Matmul(h cublasapi.LtHandle, d cublasapi.MatmulDesc, alpha cublasapi.Scalar, a, b cublasapi.LtMatrix, beta cublasapi.Scalar,
+	c, out cublasapi.LtMatrix, x *cublasapi.Algo, workspace cudadrv.DevicePtr, bytes uintptr, stream cudadrv.Stream) cublasapi.Result {
 	dev, planned, r := l.begin("cublasLtMatmul", h)
 	if r != cublasapi.Success {
 		return r
 	}
-	s, r := l.shapeOf(&cublasltapi.Operation{Desc: d, A: a.Layout, B: b.Layout, C: c.Layout, D: out.Layout})
+	s, r := l.shapeOf(&cublasapi.Operation{Desc: d, A: a.Layout, B: b.Layout, C: c.Layout, D: out.Layout})
 	if r != cublasapi.Success {
 		return r
 	}
@@ -142,7 +141,7 @@ type part struct {
 // returnsEarly reports whether the product writes nothing. cuBLASLt 13 leaves D as it is if D
 // is a vector, alpha is 0 and beta is 1, even if D is not C or an epilogue follows.
 func (g *matmul) returnsEarly(p *part) bool {
-	return min(g.m, g.n) == 1 && p.alpha == 0 && p.beta == 1 && !g.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB)
+	return min(g.m, g.n) == 1 && p.alpha == 0 && p.beta == 1 && !g.is(cublasapi.EpilogueBGradA, cublasapi.EpilogueBGradB)
 }
 
 // one computes product i.
@@ -160,14 +159,14 @@ func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
 	f32 := cublasapi.DType(g.d.scale)
 	product := Product{TransA: g.d.transA != 0, TransB: g.d.transB != 0, M: g.m, N: g.n, K: g.k,
 		A: g.a.Type, B: g.b.Type, Compute: cublasapi.ComputeType(g.d.compute), Parts: int(g.algo.splitK), Partial: f32}
-	if cublasltapi.ReductionScheme(g.algo.scheme) == cublasltapi.ReductionOutputType {
+	if cublasapi.ReductionScheme(g.algo.scheme) == cublasapi.ReductionOutputType {
 		product.Partial = g.o.Type
 	}
 	v := product.Sums(p.a, p.b)
 	g.scaleRows(v, p)
 	Combine(f32, v, p.alpha, p.beta*p.scaleC, g.c.Type, p.c)
 	g.epilogue(v, p)
-	if g.is(cublasltapi.EpilogueBGradA, cublasltapi.EpilogueBGradB) {
+	if g.is(cublasapi.EpilogueBGradA, cublasapi.EpilogueBGradB) {
 		g.inputGradient(p)
 	}
 	if p.amax != nil {
@@ -251,14 +250,14 @@ func (g *matmul) touch(o *machine.Op, i int) (*part, *machine.Trouble) {
 	}
 	if g.readsBias() || g.writesBias() {
 		n := g.m
-		if g.is(cublasltapi.EpilogueBGradB) {
+		if g.is(cublasapi.EpilogueBGradB) {
 			n = g.n
 		}
 		at := g.d.bias + cudadrv.DevicePtr(int64(i)*g.d.biasStride*int64(SizeOf(g.biasType())))
 		p.bias = x.vector(at, n, g.biasType(), g.writesBias())
 	}
 	rowsA, rowsB := 1, 1
-	if g.d.modeA == int32(cublasltapi.ScaleOuterVec32F) {
+	if g.d.modeA == int32(cublasapi.ScaleOuterVec32F) {
 		rowsA, rowsB = g.m, g.n
 	}
 	p.scaleA, p.scaleB = x.scale(g.d.scaleA, rowsA), x.scale(g.d.scaleB, rowsB)
@@ -279,8 +278,8 @@ func (g *matmul) epilogue(v []float64, p *part) {
 			v[i] = round(v[i] + bias[i%g.m])
 		}
 	}
-	relu := g.is(cublasltapi.EpilogueReLU, cublasltapi.EpilogueReLUBias, cublasltapi.EpilogueReLUAux, cublasltapi.EpilogueReLUAuxBias)
-	gelu := g.is(cublasltapi.EpilogueGELU, cublasltapi.EpilogueGELUBias, cublasltapi.EpilogueGELUAux, cublasltapi.EpilogueGELUAuxBias)
+	relu := g.is(cublasapi.EpilogueReLU, cublasapi.EpilogueReLUBias, cublasapi.EpilogueReLUAux, cublasapi.EpilogueReLUAuxBias)
+	gelu := g.is(cublasapi.EpilogueGELU, cublasapi.EpilogueGELUBias, cublasapi.EpilogueGELUAux, cublasapi.EpilogueGELUAuxBias)
 	switch {
 	case g.writesAux() && g.masks():
 		g.eachMask(p.aux, func(i int, bit *maskBit) { bit.set(v[i] > 0) })
@@ -305,7 +304,7 @@ func (g *matmul) epilogue(v []float64, p *part) {
 			v[i] = round(geluOf(x))
 		}
 	}
-	if g.is(cublasltapi.EpilogueDReLUBGrad, cublasltapi.EpilogueDGELUBGrad) {
+	if g.is(cublasapi.EpilogueDReLUBGrad, cublasapi.EpilogueDGELUBGrad) {
 		g.outputGradient(v, p)
 	}
 }
@@ -351,11 +350,11 @@ func (g *matmul) eachMask(parts [][]byte, fn func(i int, bit *maskBit)) {
 // inputGradient sums an input over k: one element for each row, or each column, of D.
 func (g *matmul) inputGradient(p *part) {
 	x, parts, trans := g.a, p.a, g.d.transA != 0
-	if g.is(cublasltapi.EpilogueBGradB) {
+	if g.is(cublasapi.EpilogueBGradB) {
 		x, parts, trans = g.b, p.b, g.d.transB == 0 // one sum for each column of op(B)
 	}
 	sums := make([]float64, g.m)
-	if g.is(cublasltapi.EpilogueBGradB) {
+	if g.is(cublasapi.EpilogueBGradB) {
 		sums = make([]float64, g.n)
 	}
 	for i, v := range Load(x.Type, parts) {

@@ -5,7 +5,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/osthread"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
 // A Capture is a recording that started on one stream. Other streams join it by
@@ -131,7 +130,7 @@ func (d *Device) capturing() bool {
 
 // unsafeCalls lists the calls that may wait for, or change, resources of captured
 // streams. They invalidate captures in the modes global and thread-local.
-var unsafeCalls = fault.Names(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
+var unsafeCalls = callSet(`cuMemAlloc cuMemFree cuMemHostAlloc cuMemFreeHost cuMemHostRegister cuMemHostUnregister
 	cuMemPoolGetAttribute cuMemPoolSetAttribute cuMemPoolSetAccess cuMemPoolTrimTo
 	cuModuleLoadData cuModuleUnload cuCtxSynchronize cublasCreate cublasLtCreate cuStreamSynchronize cuStreamQuery
 	cuGraphInstantiateWithFlags cuGraphExecDestroy cuProfilerStart cuProfilerStop

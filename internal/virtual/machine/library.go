@@ -2,9 +2,7 @@ package machine
 
 import (
 	"github.com/gochorus/chorus/internal/cudadrv"
-
 	"github.com/gochorus/chorus/internal/race"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
 // This file has the methods that exist for the libraries above the machine. A method that
@@ -25,15 +23,15 @@ func (m *Machine) Devices() []*Device { return m.devices }
 
 // Fault counts a call by its C name and returns the fault that the plan has for it. A call
 // that hangs, but does not enqueue an operation, hangs here.
-func (m *Machine) Fault(name string) fault.Fault { return m.faults.Next(name) }
+func (m *Machine) Fault(name string) Fault { return m.faults.Next(name) }
 
 // FaultIn is Fault for a call that needs a context, which is bound to a device.
-func (m *Machine) FaultIn(bound cudadrv.Context, name string) fault.Fault {
+func (m *Machine) FaultIn(bound cudadrv.Context, name string) Fault {
 	if !m.faults.Scoped() {
 		return m.faults.Next(name)
 	}
 	m.mu.Lock()
-	ordinal := int32(fault.NoDevice)
+	ordinal := int32(noDevice)
 	if dev := m.deviceOf(bound); dev != nil {
 		ordinal = dev.ordinal
 	}
@@ -42,7 +40,7 @@ func (m *Machine) FaultIn(bound cudadrv.Context, name string) fault.Fault {
 }
 
 // FaultOn is Fault for a call on a device.
-func (m *Machine) FaultOn(dev *Device, name string) fault.Fault {
+func (m *Machine) FaultOn(dev *Device, name string) Fault {
 	if dev == nil {
 		return m.faults.Next(name)
 	}
@@ -127,7 +125,7 @@ func (s *Stream) Invalidated() bool { return s.capture != nil && s.capture.inval
 
 // EnqueueCall appends the operation of a call, or records it if the stream is being
 // captured, with the planned fault of the call: it hangs, begins later, or Op.Wrong is set. The machine is locked.
-func (s *Stream) EnqueueCall(name string, x fault.Fault, run func(*Op)) {
+func (s *Stream) EnqueueCall(name string, x Fault, run func(*Op)) {
 	c := call{m: s.dev.m, name: name, hang: x.Hang, wrong: x.Wrong, slow: x.Slow}
 	c.enqueue(s, run)
 }

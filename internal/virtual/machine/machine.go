@@ -1,6 +1,7 @@
 package machine
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"fmt"
 	"math/rand/v2"
@@ -11,7 +12,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
 const maxDevices = 64
@@ -40,7 +40,7 @@ type Config struct {
 type Machine struct {
 	cfg     Config
 	seed    uint64
-	faults  fault.Plan
+	faults  faultPlan
 	threads threads
 	images  images
 
@@ -93,9 +93,7 @@ func New(cfg *Config) (*Machine, error) {
 		lastHandle:   0x5000,
 	}
 	m.room.L = &m.mu
-	if cfg != nil {
-		m.cfg = *cfg
-	}
+	m.cfg = *cmp.Or(cfg, new(Config))
 	if err := m.configure(); err != nil {
 		return nil, err
 	}

@@ -10,10 +10,10 @@ import (
 	"testing"
 	"unsafe"
 
-	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/fault"
-	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 )
 
 func (r *rig) export(dev int, p cudadrv.DevicePtr) (h cudadrv.IpcMemHandle) {
@@ -197,7 +197,7 @@ func childExports(c *child) {
 	var h cudadrv.IpcMemHandle
 	c.CU(c.Do(func() (r cudadrv.Result) { h, r = c.Drv.IpcGetMemHandle(p); return r }))
 	fmt.Println(hex.EncodeToString(h[:]))
-	fault.Forever(nil)
+	Forever(nil)
 }
 
 // childImports adds 1 to the first byte of the memory of the handle that it is given

@@ -6,7 +6,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/race"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 )
 
 // A Trouble is an error of an operation. It is reported, and the device is lost.
@@ -131,7 +130,7 @@ func (o *Op) resolve(p cudadrv.DevicePtr, n uint64, write bool) (*Block, *Troubl
 }
 
 // crosses lists the copies that do not need peer access.
-var crosses = fault.Names("cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemsetD8Async cuMemFreeAsync")
+var crosses = callSet("cuMemcpyDtoDAsync cuMemcpyPeerAsync cuMemcpyHtoDAsync cuMemcpyDtoHAsync cuMemsetD8Async cuMemFreeAsync")
 
 // mayUse reports whether kernels of the device may use the block.
 func (d *Device) mayUse(b *Block) bool {

@@ -7,7 +7,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -303,7 +302,7 @@ func (c *comm) faulty(w *work) error {
 	} else if !w.hang {
 		return nil
 	}
-	fault.Forever(c.stop)
+	machine.Forever(c.stop)
 	return errStopped
 }
 

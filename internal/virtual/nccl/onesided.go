@@ -6,7 +6,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/race"
-	"github.com/gochorus/chorus/internal/virtual/fault"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -113,7 +112,7 @@ func (c *comm) enqueueRemote(s *machine.Stream, name string, hang bool, run func
 		lost := c.dev.Status() != cudadrv.Success
 		m.Unlock()
 		if hang {
-			fault.Forever(c.stop)
+			machine.Forever(c.stop)
 		}
 		if !lost && !isClosed(c.stop) {
 			run(o)

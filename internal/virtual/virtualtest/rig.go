@@ -225,7 +225,7 @@ func strayGoroutines() string {
 		stacks := strings.Split(string(buf[:runtime.Stack(buf, true)]), "\n\n")
 		var left []string
 		for _, s := range stacks[1:] {
-			if strings.Contains(s, "internal/virtual/") && !strings.Contains(s, "fault.Forever") {
+			if strings.Contains(s, "internal/virtual/") && !strings.Contains(s, "machine.Forever") {
 				left = append(left, s)
 			}
 		}

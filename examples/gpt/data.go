@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"strings"
 
-	"github.com/gochorus/chorus/examples/gpt/kernels"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -17,11 +16,14 @@ const (
 	vocabulary = "0123456789+=."
 )
 
+// line is the tokens of a sequence, and the one after it.
+const line = 40
+
 // sequence writes the tokens of sequence i of a step.
 func sequence(to []int32, step, i int) {
 	var text strings.Builder
-	for line := range kernels.Line / len("AA+BB=CCC.") {
-		at := uint64((step*batchSize+i)*4+line) * 2
+	for l := range line / len("AA+BB=CCC.") {
+		at := uint64((step*batchSize+i)*4+l) * 2
 		a, b := splitmix64(at)%100, splitmix64(at+1)%100
 		fmt.Fprintf(&text, "%02d+%02d=%03d.", a, b, a+b)
 	}
@@ -64,7 +66,7 @@ func newFeed(s *stream.Stream, from, to int) (f *feed, err error) {
 			err = errors.Join(err, f.close())
 		}
 	}()
-	n := (to - from) * kernels.Line
+	n := (to - from) * line
 	if f.tokens, err = memory.Make[int32](s, n); err != nil {
 		return f, err
 	}
@@ -87,7 +89,7 @@ func (f *feed) load(ctx context.Context, s *stream.Stream) error {
 		return err
 	}
 	for i := f.from; i < f.to; i++ {
-		sequence(x.tokens.Data()[(i-f.from)*kernels.Line:], f.next, i)
+		sequence(x.tokens.Data()[(i-f.from)*line:], f.next, i)
 	}
 	f.next++
 	if err := f.tokens.CopyFromPinned(s, x.tokens); err != nil {

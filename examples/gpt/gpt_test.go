@@ -16,7 +16,6 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/examples/gpt/kernels"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -95,7 +94,7 @@ func TestSequences(t *testing.T) {
 		{0, 0, "35+65=100.10+53=063.78+18=096.92+87=179."},
 		{7, 31, "42+15=057.59+25=084.53+54=107.94+48=142."},
 	} {
-		var tokens [kernels.Line]int32
+		var tokens [line]int32
 		sequence(tokens[:], x.step, x.i)
 		text := ""
 		for _, c := range tokens {

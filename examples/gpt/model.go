@@ -45,6 +45,7 @@ type layer[T kernels.Float] struct {
 
 	h, middle           floats          // the residual stream before attention, and before the wide part
 	norm1, in, attended memory.Slice[T] // in has queries, keys and values
+	lse                 floats          // of attention
 	norm2, wide, active memory.Slice[T] // active is gelu(wide)
 }
 
@@ -59,20 +60,20 @@ func newModel[T kernels.Float](s *stream.Stream, p *params[T], rows int) (m *mod
 			err = errors.Join(err, m.close())
 		}
 	}()
-	if m.k, err = kernels.New[T](s, rows); err != nil {
+	if m.k, err = kernels.New[T](s, sizes, rows); err != nil {
 		return m, err
 	}
 	m.owned = append(m.owned, m.k)
 	errs := []error{
 		m.floats(&m.h, rows), m.floats(&m.dh, rows),
-		m.activations(rows, width, &m.normed, &m.y, &m.da), m.activations(rows, kernels.Vocab, &m.logits),
+		m.activations(rows, width, &m.normed, &m.y, &m.da), m.activations(rows, sizes.Vocab, &m.logits),
 		m.activations(rows, 3*width, &m.dqkv), m.activations(rows, 4*width, &m.dwide),
 	}
 	for i := range m.layers {
 		l, first := &m.layers[i], 2+8*i // behind the embeddings
 		l.ln1, l.qkv, l.proj, l.ln2, l.up, l.down = first, first+2, first+3, first+4, first+6, first+7
 		errs = append(errs,
-			m.floats(&l.h, rows), m.floats(&l.middle, rows),
+			m.floats(&l.h, rows), m.floats(&l.middle, rows), allocate(m, rows, sizes.Heads, &l.lse),
 			m.activations(rows, width, &l.norm1, &l.attended, &l.norm2),
 			m.activations(rows, 3*width, &l.in), m.activations(rows, 4*width, &l.wide, &l.active))
 	}
@@ -104,7 +105,7 @@ var tok, pos, last, head = 0, 1, len(shapes) - 3, len(shapes) - 1
 
 // forward computes the logits of sequences.
 func (m *model[T]) forward(text memory.Slice[int32]) error {
-	m.rows = text.Len() / kernels.Line * kernels.Context
+	m.rows = text.Len() / line * sizes.Context
 	for _, cut := range m.buffers {
 		cut(m.rows)
 	}
@@ -129,7 +130,7 @@ func (m *model[T]) forward(text memory.Slice[int32]) error {
 func (m *model[T]) forwardLayer(l *layer[T], h floats, n kernels.Norm, a memory.Slice[T]) error {
 	return first(
 		m.linear(l.in, l.norm1, l.qkv),
-		m.k.Attention(l.in, l.attended),
+		m.k.Attention(l.in, l.attended, l.lse),
 		m.linear(m.y, l.attended, l.proj),
 		m.k.AddNorm(l.h, m.y, l.middle, norm(m.p.values, l.ln2), l.norm2),
 
@@ -146,7 +147,7 @@ func (m *model[T]) forwardLayer(l *layer[T], h floats, n kernels.Norm, a memory.
 func (m *model[T]) backward(text memory.Slice[int32]) error {
 	p, g := m.p.values, m.p.grads
 	err := first(
-		m.k.CrossEntropy(m.logits, text, m.p.loss, 1./(batchSize*kernels.Context), m.add),
+		m.k.CrossEntropy(m.logits, text, m.p.loss, 1/float32(batchSize*sizes.Context), m.add),
 		m.done(len(shapes)),
 		m.linearBack(m.da, m.logits, m.normed, head),
 		m.k.NormBack(m.da, m.h, norm(p, last), m.dh, false, m.y, norm(g, last), m.add),
@@ -158,7 +159,7 @@ func (m *model[T]) backward(text memory.Slice[int32]) error {
 	if err != nil {
 		return err
 	}
-	return first(m.k.EmbedBack(text, m.dh, g[tok], g[pos], m.add), m.done(tok, pos))
+	return first(m.k.EmbedBack(text, m.dh, g[tok], g[pos], false, m.add), m.done(tok, pos))
 }
 
 // backwardLayer is the backward pass of a layer. dh, and y as T, are the gradient of the
@@ -173,7 +174,7 @@ func (m *model[T]) backwardLayer(l *layer[T]) error {
 		m.done(l.ln2, l.ln2+1),
 
 		m.linearBack(m.da, m.y, l.attended, l.proj),
-		m.k.AttentionBack(l.in, m.da, m.dqkv),
+		m.k.AttentionBack(l.in, l.attended, m.da, l.lse, m.dqkv),
 		m.linearBack(m.da, m.dqkv, l.norm1, l.qkv),
 		m.k.NormBack(m.da, l.h, norm(p, l.ln1), m.dh, true, m.y, norm(g, l.ln1), m.add),
 		m.done(l.ln1, l.ln1+1),
@@ -243,8 +244,10 @@ func (m *model[T]) close() error {
 
 const (
 	layers = 2
-	width  = kernels.Width
+	width  = 64
 )
+
+var sizes = kernels.Sizes{Vocab: len(vocabulary), Context: 39, Width: width, Heads: 4}
 
 type floats = memory.Slice[float32]
 
@@ -259,7 +262,7 @@ func (p shape) len() int { return p.out * max(p.in, 1) }
 
 // shapes are the parameters, in PyTorch's order of drawing them.
 var shapes = func() []shape {
-	all := []shape{{"tok", kernels.Vocab, width}, {"pos", kernels.Context, width}}
+	all := []shape{{"tok", sizes.Vocab, width}, {"pos", sizes.Context, width}}
 	for l := range layers {
 		for _, p := range []shape{
 			{"ln1.w", width, 0}, {"ln1.b", width, 0}, {"qkv", 3 * width, width}, {"proj", width, width},
@@ -269,7 +272,7 @@ var shapes = func() []shape {
 			all = append(all, p)
 		}
 	}
-	return append(all, shape{"ln.w", width, 0}, shape{"ln.b", width, 0}, shape{"head", kernels.Vocab, width})
+	return append(all, shape{"ln.w", width, 0}, shape{"ln.b", width, 0}, shape{"head", sizes.Vocab, width})
 }()
 
 // params are the parameters of a model on one device and their gradients. Each of the two is

@@ -334,7 +334,7 @@ func newReplica[T kernels.Float](g *comm.Group, i int, cfg *config) (r *replica[
 		return r, err
 	}
 	most := (to - from + cfg.accum - 1) / cfg.accum // sequences of a micro-batch
-	if r.model, err = newModel(r.s, r.params, most*kernels.Context); err != nil {
+	if r.model, err = newModel(r.s, r.params, most*sizes.Context); err != nil {
 		return r, err
 	}
 	if r.step, err = memory.MakeFrom(r.s, []int32{0}); err != nil {
@@ -354,10 +354,10 @@ func newReplica[T kernels.Float](g *comm.Group, i int, cfg *config) (r *replica[
 
 // pass enqueues the forward and backward passes of the rank's part of a batch.
 func (r *replica[T]) pass(cfg *config) error {
-	n := r.feed.tokens.Len() / kernels.Line
+	n := r.feed.tokens.Len() / line
 	for i := range cfg.accum {
 		from, to := share(n, i, cfg.accum)
-		text := r.feed.tokens.Slice(from*kernels.Line, to*kernels.Line)
+		text := r.feed.tokens.Slice(from*line, to*line)
 		r.model.add, r.model.final = i > 0, i == cfg.accum-1
 		if err := first(r.model.forward(text), r.model.backward(text)); err != nil {
 			return err

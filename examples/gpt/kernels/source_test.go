@@ -2,6 +2,7 @@ package kernels
 
 import (
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"os/exec"
 	"testing"
@@ -22,17 +23,24 @@ func TestSourceAgreesWithGo(t *testing.T) {
 }
 
 func agree(t *testing.T, cfg kernel.VerifyConfig) {
-	t.Run("float32", func(t *testing.T) { compare[float32](t, cfg, 1e-4) })
-	t.Run("bfloat16", func(t *testing.T) { compare[memory.BFloat16Bits](t, cfg, 0.03) })
+	t.Run("float32", func(t *testing.T) { compare[float32](t, cfg, 1e-4, cases[0], cases[2]) })
+	t.Run("bfloat16", func(t *testing.T) { compare[memory.BFloat16Bits](t, cfg, 0.03, cases[0], cases[1]) })
 }
 
 // compare verifies two launches of each kernel. The bound is relative to 1 plus the size of an
 // element.
-func compare[T Float](t *testing.T, cfg kernel.VerifyConfig, bound float64) {
+func compare[T Float](t *testing.T, cfg kernel.VerifyConfig, bound float64, sizes ...sized) {
 	seed := rand.Uint64()
 	t.Log("seed", seed)
-	src := (&Set[T]{}).define()
-	trials := trialsOf[T](rand.New(rand.NewPCG(seed, 0)))
+	r := rand.New(rand.NewPCG(seed, 0))
+	for _, z := range sizes {
+		t.Run(fmt.Sprint(z.Width), func(t *testing.T) { compareSizes[T](t, z, r, cfg, bound) })
+	}
+}
+
+func compareSizes[T Float](t *testing.T, z sized, r *rand.Rand, cfg kernel.VerifyConfig, bound float64) {
+	src := (&Set[T]{Sizes: z.Sizes}).define()
+	trials := trialsOf[T](z, r)
 	require.Len(t, trials, 2*len(src.Kernels))
 	tolerance := kernel.Tolerance{Abs: bound, Rel: bound}
 	cfg.Tolerances = map[memory.DType]kernel.Tolerance{memory.Float32: tolerance, memory.BFloat16: tolerance}
@@ -45,19 +53,20 @@ func compare[T Float](t *testing.T, cfg kernel.VerifyConfig, bound float64) {
 
 // trialsOf has two launches of each kernel, with different flags. A launch that adds to its
 // outputs gets random numbers there; other outputs are poisoned.
-func trialsOf[T Float](r *rand.Rand) (list []kernel.Trial) {
+func trialsOf[T Float](z sized, r *rand.Rand) (list []kernel.Trial) {
 	fs := func(n int) []float32 { return random[float32](r, n) }
 	ts := func(n int) []T { return random[T](r, n) }
 	text := func() []int32 {
-		xs := make([]int32, sequences*Line)
+		xs := make([]int32, z.sequences*z.Line())
 		for i := range xs {
-			xs[i] = int32(r.IntN(Vocab))
+			xs[i] = int32(r.IntN(z.Vocab))
 		}
 		return xs
 	}
-	const n, w = int32(rows), Width
-	add := func(name string, blocks, threads int, outputs []string, args ...any) {
-		list = append(list, kernel.Trial{Kernel: name, Grid: grid(blocks, threads), Args: args, Outputs: outputs, Scratch: scratch[name]})
+	rows, w, v := z.rows(), z.Width, z.Vocab
+	n, per := int32(rows), normRows(rows)
+	add := func(name string, g kernel.Grid, outputs []string, args ...any) {
+		list = append(list, kernel.Trial{Kernel: name, Grid: g, Args: args, Outputs: outputs, Scratch: scratch[name]})
 	}
 	for flags := range int32(2) {
 		set := func(names ...string) []string { // outputs without the flag accumulate
@@ -66,19 +75,24 @@ func trialsOf[T Float](r *rand.Rand) (list []kernel.Trial) {
 			}
 			return names
 		}
-		parts, count := make([]float32, blocks(rows, normRows)*2*w), []uint32{0}
-		add("embed_norm", blocks(rows, warps), threads, []string{"h", "a"}, text(), fs(Vocab*w), fs(Context*w), fs(rows*w), fs(w), fs(w), ts(rows*w), n)
-		add("add_norm", blocks(rows, warps), threads, []string{"h", "a"}, fs(rows*w), ts(rows*w), fs(rows*w), fs(w), fs(w), ts(rows*w), n)
-		add("norm_back", blocks(rows, normRows), threads, set("dh", "dy", "dw", "db"), ts(rows*w), fs(rows*w), fs(w), fs(rows*w), ts(rows*w), fs(w), fs(w),
-			parts, count, n, 3*flags)
-		add("embed_back", Vocab+Context, embedGroups*w, set("dtok", "dpos"), text(), fs(rows*w), fs(Vocab*w), fs(Context*w), n, flags)
-		add("attention", sequences*Heads, attentionThreads, []string{"o"}, ts(rows*3*w), ts(rows*w))
-		add("attention_back", sequences*Heads, attentionThreads, []string{"dqkv"}, ts(rows*3*w), ts(rows*w), ts(rows*3*w))
-		add("gelu", blocks(rows, threads), threads, []string{"y"}, ts(rows), ts(rows), n)
-		add("gelu_back", blocks(rows, threads), threads, nil, ts(rows), ts(rows), n)
-		add("widen", blocks(rows, threads), threads, set("sum"), ts(rows), fs(rows), n, flags)
-		add("cross_entropy", blocks(rows, threads), threads, set("loss"), ts(rows*Vocab), text(), fs(1), parts, count, float32(0.25), n, flags)
-		add("end_step", 1, 1, []string{"rate"}, fs(1), fs(1), []int32{3 + 9*flags}, fs(40), int32(20), []float64{0}, 3e-3, int32(10))
+		parts, count := make([]float32, z.partsLen(rows)), []uint32{0}
+		add("embed_norm", grid(blocks(rows, warps), threads), []string{"h", "a"}, text(), fs(v*w), fs(z.Context*w), fs(rows*w), fs(w), fs(w), ts(rows*w), n)
+		add("add_norm", grid(blocks(rows, warps), threads), []string{"h", "a"}, fs(rows*w), ts(rows*w), fs(rows*w), fs(w), fs(w), ts(rows*w), n)
+		add("norm_back", grid(blocks(rows, per), threads), set("dh", "dy", "dw", "db"), ts(rows*w), fs(rows*w), fs(w), fs(rows*w), ts(rows*w), fs(w), fs(w),
+			parts, count, n, int32(per), 3*flags)
+		outputs := set("dtok", "dpos")
+		if flags != 0 {
+			outputs = []string{"dpos"}
+		}
+		add("embed_back", z.embedGrid(), outputs, text(), fs(rows*w), fs(v*w), fs(z.Context*w), n, flags*tied)
+		qkv, o, lse := ts(rows*3*w), ts(rows*w), fs(rows*z.Heads)
+		add("attention", z.attentionGrid(z.sequences), []string{"o", "lse"}, qkv, o, lse)
+		add("attention_back", z.attentionGrid(z.sequences), []string{"dqkv"}, qkv, o, ts(rows*w), lse, ts(rows*3*w))
+		add("gelu", elementsGrid[T](rows), []string{"y"}, ts(rows), ts(rows), int64(rows))
+		add("gelu_back", elementsGrid[T](rows), nil, ts(rows), ts(rows), int64(rows))
+		add("widen", elementsGrid[T](rows), set("sum"), ts(rows), fs(rows), int64(rows), flags)
+		add("cross_entropy", grid(rows, z.lossThreads()), set("loss"), ts(rows*v), text(), fs(1), parts, count, float32(0.25), n, flags)
+		add("end_step", grid(1, 1), []string{"rate"}, fs(1), fs(1), []int32{3 + 9*flags}, fs(40), int32(20), []float64{0}, 3e-3, int32(10))
 	}
 	return list
 }

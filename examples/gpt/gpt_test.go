@@ -60,13 +60,13 @@ func TestInitialParameters(t *testing.T) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		defer s.Close()
-		p, err := newParams[memory.BFloat16Bits](s, seed)
+		p, _, err := newReplicated[memory.BFloat16Bits](s, presets["sums"])
 		require.NoError(t, err)
 		defer func() { require.NoError(t, p.close()) }()
 		require.NoError(t, p.refresh(s))
 		want := load(t)
-		require.Len(t, shapes, len(want.Names))
-		for i, x := range shapes {
+		require.Len(t, p.shapes, len(want.Names))
+		for i, x := range p.shapes {
 			require.Equal(t, want.Names[i], x.name)
 			n := 1
 			for _, d := range want.Shapes[x.name] {
@@ -94,8 +94,8 @@ func TestSequences(t *testing.T) {
 		{0, 0, "35+65=100.10+53=063.78+18=096.92+87=179."},
 		{7, 31, "42+15=057.59+25=084.53+54=107.94+48=142."},
 	} {
-		var tokens [line]int32
-		sequence(tokens[:], x.step, x.i)
+		var tokens [40]int32
+		sums(nil)(tokens[:], 32*x.step+x.i)
 		text := ""
 		for _, c := range tokens {
 			text += vocabulary[c : c+1]

@@ -531,12 +531,12 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS) cross_entropy(T* z, c
 }
 
 // end_step writes the loss and the norm of the gradients to the log, which has room for n
-// steps, and counts the step. It sets the learning rate of the next step, which grows to peak
+// steps, and counts the step. It sets both learning rates of the next step, which grow to peak
 // in warmup steps. One thread runs it.
 extern "C" __global__ void end_step(const float* loss, const float* norm, int* step, float* log, int n,
-		double* rate, double peak, int warmup) {
+		double* rate, double* other, double peak, int warmup) {
 	const int s = *step;
 	if (s < n) log[2 * s] = *loss, log[2 * s + 1] = *norm;
 	*step = s + 1;
-	*rate = s + 2 < warmup ? peak * ((double)(s + 2) / warmup) : peak;
+	*rate = *other = s + 2 < warmup ? peak * ((double)(s + 2) / warmup) : peak;
 }

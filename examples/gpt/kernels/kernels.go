@@ -293,8 +293,8 @@ func (k *Set[T]) CrossEntropy(z memory.Slice[T], text tokens, loss floats, scale
 }
 
 // EndStep writes loss and norm to the log, which has two elements for each step, at the place
-// of *step. It increments *step and sets *rate to the learning rate of the next step, which
-// grows to peak in warmup steps.
-func (k *Set[T]) EndStep(loss, norm floats, step memory.Slice[int32], log floats, rate memory.Slice[float64], peak float64, warmup int) error {
-	return k.endStep.Launch(k.s, grid(1, 1), endStepArgs{loss, norm, step, log, int32(log.Len() / 2), rate, peak, int32(warmup)})
+// of *step. It increments *step and sets *rate and *other, which may be the same, to the learning
+// rate of the next step, which grows to peak in warmup steps.
+func (k *Set[T]) EndStep(loss, norm floats, step memory.Slice[int32], log floats, rate, other memory.Slice[float64], peak float64, warmup int) error {
+	return k.endStep.Launch(k.s, grid(1, 1), endStepArgs{loss, norm, step, log, int32(log.Len() / 2), rate, other, peak, int32(warmup)})
 }

@@ -445,16 +445,18 @@ func TestEndStep(t *testing.T) {
 		g := newRig[float32](t, devs[0], cases[0])
 		const steps, peak, warmup = 12, 3e-3, 10
 		step, log := send(g, []int32{0}), g.poisoned(2*steps)
-		rate := send(g, []float64{0})
+		rate, other := send(g, []float64{0}), send(g, []float64{0})
 		var want []float64
 		for s := range steps + 1 { // one more than the log has room for
 			loss, l := g.floats(1)
 			norm, n := g.floats(1)
-			require.NoError(t, g.k.EndStep(loss, norm, step, log, rate, peak, warmup))
+			require.NoError(t, g.k.EndStep(loss, norm, step, log, rate, other, peak, warmup))
 			want = append(want, l[0], n[0])
 			var got [1]float64
 			require.NoError(t, rate.CopyTo(g.k.s, got[:]))
 			require.Equal(t, peak*min(1, float64(s+2)/warmup), got[0], "rate of the step after %d", s)
+			require.NoError(t, other.CopyTo(g.k.s, got[:]))
+			require.Equal(t, peak*min(1, float64(s+2)/warmup), got[0], "other rate of the step after %d", s)
 		}
 		near(g, "log", log, want[:2*steps], 0)
 	})

@@ -92,7 +92,7 @@ func trialsOf[T Float](z sized, r *rand.Rand) (list []kernel.Trial) {
 		add("gelu_back", elementsGrid[T](rows), nil, ts(rows), ts(rows), int64(rows))
 		add("widen", elementsGrid[T](rows), set("sum"), ts(rows), fs(rows), int64(rows), flags)
 		add("cross_entropy", grid(rows, z.lossThreads()), set("loss"), ts(rows*v), text(), fs(1), parts, count, float32(0.25), n, flags)
-		add("end_step", grid(1, 1), []string{"rate"}, fs(1), fs(1), []int32{3 + 9*flags}, fs(40), int32(20), []float64{0}, 3e-3, int32(10))
+		add("end_step", grid(1, 1), []string{"rate", "other"}, fs(1), fs(1), []int32{3 + 9*flags}, fs(40), int32(20), []float64{0}, []float64{0}, 3e-3, int32(10))
 	}
 	return list
 }

@@ -276,6 +276,7 @@ type endStepArgs struct {
 	Log        floats
 	N          int32
 	Rate       memory.Slice[float64]
+	Other      memory.Slice[float64]
 	Peak       float64
 	Warmup     int32
 }
@@ -287,7 +288,8 @@ func endStep(c *kernel.Call, p endStepArgs) {
 		log[0], log[1] = kernel.Data(c, p.Loss)[0], kernel.Data(c, p.Norm)[0]
 	}
 	step[0]++
-	rate[0] = p.Peak * min(1, float64(step[0]+1)/float64(p.Warmup))
+	next := p.Peak * min(1, float64(step[0]+1)/float64(p.Warmup))
+	rate[0], kernel.Data(c, p.Other)[0] = next, next
 }
 
 // A matrix has a row of a head for each position.

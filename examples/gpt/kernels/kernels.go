@@ -112,6 +112,7 @@ type Set[T Float] struct {
 	module *kernel.Module
 	parts  floats // sums of blocks
 	count  counter
+	flash  *flash[T] // nil if attention has no such kernels
 
 	embedNorm     *kernel.Func[embedNormArgs[T]]
 	addNorm       *kernel.Func[addNormArgs[T]]
@@ -144,6 +145,11 @@ func (k *Set[T]) open(maxRows int) (err error) {
 	}
 	if k.count, err = memory.MakeFrom(k.s, []uint32{0}); err != nil {
 		return err
+	}
+	if flashes[T](k.Sizes) {
+		if k.flash, err = newFlash[T](k.s, k.Sizes, maxRows); err != nil {
+			return err
+		}
 	}
 	k.module, err = kernel.Compile(k.s.Device(), k.define())
 	return err
@@ -192,7 +198,7 @@ func options[T Float](z Sizes) (list []string) {
 
 // Close frees the memory of the set.
 func (k *Set[T]) Close() error {
-	errs := []error{k.parts.Close(), k.count.Close()}
+	errs := []error{k.parts.Close(), k.count.Close(), k.flash.close()}
 	if k.module != nil {
 		errs = append(errs, k.module.Close())
 	}
@@ -260,12 +266,18 @@ func (k *Set[T]) EmbedBack(text tokens, dh, dtok, dpos floats, withHead, add boo
 // each query's scores: of the first sequence's first head, then of its other heads, and then of
 // the other sequences.
 func (k *Set[T]) Attention(qkv, o memory.Slice[T], lse floats) error {
+	if k.flash != nil {
+		return k.flash.attention(k.s, k.Sizes, qkv, o, lse)
+	}
 	return k.attention.Launch(k.s, k.attentionGrid(o.Len()/(k.Width*k.Context)), attentionArgs[T]{qkv, o, lse})
 }
 
 // AttentionBack computes dqkv, the gradient of qkv, from do, the gradient of o. lse and o are
 // what Attention has written.
 func (k *Set[T]) AttentionBack(qkv, o, do memory.Slice[T], lse floats, dqkv memory.Slice[T]) error {
+	if k.flash != nil {
+		return k.flash.attentionBack(k.s, k.Sizes, qkv, o, do, lse, dqkv)
+	}
 	return k.attentionBack.Launch(k.s, k.attentionGrid(do.Len()/(k.Width*k.Context)), attentionBackArgs[T]{qkv, o, do, lse, dqkv})
 }
 

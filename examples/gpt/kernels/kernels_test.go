@@ -28,6 +28,7 @@ var cases = []sized{
 	{Sizes{Vocab: 13, Context: 39, Width: 64, Heads: 4}, 7},
 	{Sizes{Vocab: 1000, Context: 70, Width: 768, Heads: 12}, 1},
 	{Sizes{Vocab: 300, Context: 33, Width: 192, Heads: 2}, 2},
+	{Sizes{Vocab: 50, Context: 192, Width: 128, Heads: 2}, 2}, // attention by tensor cores, of three tiles
 }
 
 // A rig is a set on a device, and random inputs.

@@ -20,6 +20,29 @@ func TestSourceAgreesWithGo(t *testing.T) {
 	t.Parallel()
 	t.Run("host", func(t *testing.T) { agree(t, kernel.VerifyConfig{Host: true}) })
 	t.Run("cuda", func(t *testing.T) { agree(t, kernel.VerifyConfig{Device: testgpu.CUDA(t, 1)[0]}) })
+	t.Run("cuda, flash", testFlash) // the host has no tensor cores
+}
+
+func testFlash(t *testing.T) {
+	cfg := kernel.VerifyConfig{Device: testgpu.CUDA(t, 1)[0]}
+	seed, f := rand.Uint64(), new(flash[memory.BFloat16Bits])
+	t.Log("seed", seed)
+	r := rand.New(rand.NewPCG(seed, 0))
+	for _, z := range []sized{cases[3], {Sizes{Context: 64, Width: 64, Heads: 1}, 1}, {Sizes{Context: 1024, Width: 192, Heads: 3}, 2}} {
+		src, g := f.define(z.Sizes), f.grid(z.Sizes, z.rows())
+		acts := func(columns int) []memory.BFloat16Bits { return random[memory.BFloat16Bits](r, z.rows()*columns) }
+		qkv, o, do, dqkv := acts(3*z.Width), acts(z.Width), acts(z.Width), acts(3*z.Width)
+		lse, along := random[float32](r, z.rows()*z.Heads), random[float32](r, z.rows()*z.Heads)
+		for i := range lse {
+			lse[i] += 8 // as of random queries and keys
+		}
+		context, heads := int32(z.Context), int32(z.Heads)
+		verify(t, cfg, 0.03, src, []kernel.Trial{
+			{Kernel: "flash", Grid: g, Args: []any{qkv, o, lse, context, heads}, Outputs: []string{"o", "lse"}},
+			{Kernel: "flash_queries", Grid: g, Args: []any{qkv, o, do, lse, along, dqkv, context, heads}, Outputs: []string{"along"}},
+			{Kernel: "flash_keys", Grid: g, Args: []any{qkv, do, lse, along, dqkv, context, heads}},
+		})
+	}
 }
 
 func agree(t *testing.T, cfg kernel.VerifyConfig) {
@@ -42,6 +65,10 @@ func compareSizes[T Float](t *testing.T, z sized, r *rand.Rand, cfg kernel.Verif
 	src := (&Set[T]{Sizes: z.Sizes}).define()
 	trials := trialsOf[T](z, r)
 	require.Len(t, trials, 2*len(src.Kernels))
+	verify(t, cfg, bound, src, trials)
+}
+
+func verify(t *testing.T, cfg kernel.VerifyConfig, bound float64, src *kernel.Source, trials []kernel.Trial) {
 	tolerance := kernel.Tolerance{Abs: bound, Rel: bound}
 	cfg.Tolerances = map[memory.DType]kernel.Tolerance{memory.Float32: tolerance, memory.BFloat16: tolerance}
 	err := kernel.Verify(testgpu.Context(t), src, trials, &cfg)

@@ -305,7 +305,7 @@ type attended struct {
 // eachHead calls f for all heads of the launch, with the first row and column of each and
 // its part of lse.
 func (z standIn[T]) eachHead(c *kernel.Call, qkv []float32, lse []float32, f func(a *attended, row, column int, lse []float32)) {
-	n := int(c.Grid().Blocks[0]) / blocks(z.Context, z.tile())
+	n := int(c.Grid().Blocks[0]*c.Grid().Blocks[1]) / blocks(z.Context, z.tile())
 	a := attended{scale: float32(1 / math.Sqrt(float64(z.head()))), rounded: rounder[T]()}
 	for i := range n {
 		row, column := i/z.Heads*z.Context, i%z.Heads*z.head()
@@ -390,22 +390,44 @@ type attentionBackArgs[T Float] struct {
 }
 
 func (z standIn[T]) attentionBack(c *kernel.Call, p attentionBackArgs[T]) {
-	outs, douts, dqkv := wide(kernel.Data(c, p.O)), wide(kernel.Data(c, p.DOut)), kernel.Data(c, p.DQKV)
-	z.eachHead(c, wide(kernel.Data(c, p.QKV)), kernel.Data(c, p.LSE), func(a *attended, row, column int, lse []float32) {
-		o, g := z.part(outs, row, column, z.Width), z.part(douts, row, column, z.Width)
+	o, g, dqkv := wide(kernel.Data(c, p.O)), wide(kernel.Data(c, p.DOut)), kernel.Data(c, p.DQKV)
+	z.eachHeadGradient(c, p.QKV, p.DOut, p.LSE, func(_, row, column int) []float32 {
+		return alongOf(z.part(o, row, column, z.Width), z.part(g, row, column, z.Width))
+	}, func(row, column int, dq, dk, dv matrix) {
+		set(dqkv, row, column, 3*z.Width, dq)
+		set(dqkv, row, z.Width+column, 3*z.Width, dk)
+		set(dqkv, row, 2*z.Width+column, 3*z.Width, dv)
+	})
+}
+
+// alongOf returns the products of rows with their gradients: for each query, the sum of its weights times
+// their gradients.
+func alongOf(o, g matrix) []float32 {
+	along := make([]float32, len(o))
+	for i := range along {
+		along[i] = dot(g[i], o[i])
+	}
+	return along
+}
+
+// eachHeadGradient calls f with the gradients of queries, keys and values of each head. along returns the
+// products of alongOf.
+func (z standIn[T]) eachHeadGradient(c *kernel.Call, qkv, dout memory.Slice[T], lse floats,
+	along func(head, row, column int) []float32, f func(row, column int, dq, dk, dv matrix)) {
+	head, douts := 0, wide(kernel.Data(c, dout))
+	z.eachHead(c, wide(kernel.Data(c, qkv)), kernel.Data(c, lse), func(a *attended, row, column int, lse []float32) {
+		g, along := z.part(douts, row, column, z.Width), along(head, row, column)
+		head++
 		dq, dk, dv := z.zeros(), z.zeros(), z.zeros()
 		for i := range g {
-			along := dot(g[i], o[i]) // the sum of the weights times their gradients
 			for j := range i + 1 {
 				w := float32(math.Exp(float64(a.score(i, j) - lse[i])))
-				ds := a.rounded(w * (a.rounded(dot(g[i], a.v[j])) - along) * a.scale)
+				ds := a.rounded(w * (a.rounded(dot(g[i], a.v[j])) - along[i]) * a.scale)
 				add(dq[i], ds, a.k[j])
 				add(dk[j], ds, a.q[i])
 				add(dv[j], a.rounded(w), g[i])
 			}
 		}
-		set(dqkv, row, column, 3*z.Width, dq)
-		set(dqkv, row, z.Width+column, 3*z.Width, dk)
-		set(dqkv, row, 2*z.Width+column, 3*z.Width, dv)
+		f(row, column, dq, dk, dv)
 	})
 }

@@ -4,8 +4,9 @@
 // row's sum: one kernel for the gradients of the queries, and one for those of keys and values, so
 // that every sum has a fixed order and runs repeat exactly.
 //
-// The kernels divide a tile further, and bound their registers, as was fastest on an H200. A block has 4 warps and the 64 rows of a tile; a warp has 16 of these rows. The other side of
-// the product passes through shared memory: a tile is copied while the one before is used.
+// A block has 4 warps and the 64 rows of a tile; a warp has 16 of these rows. The other side of
+// the product passes through shared memory: a tile is copied while the one before is used. The
+// parts of a tile and the limits of registers are those that were fastest on an H200.
 
 typedef unsigned int u32;
 struct bf16 { unsigned short bits; };

@@ -5,6 +5,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/examples/gpt/kernels"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
@@ -133,6 +134,21 @@ type trained struct {
 	shape
 	start, len int
 	piece      bool // of a shard
+}
+
+// part returns the part of a checkpoint for the values or a state of the run.
+func (x *trained) part(name string, data tensor.Tensor) checkpoint.Part {
+	switch {
+	case len(data.Shape()) == 0: // the step
+		return checkpoint.Part{Name: name, Data: data}
+	case x.piece:
+		return checkpoint.Part{Name: name, Data: data, Shape: x.dims(), Start: x.start, Flat: true}
+	}
+	whole, err := data.View(x.dims()...)
+	if err != nil {
+		panic(err) // parameters and states are contiguous
+	}
+	return checkpoint.Part{Name: name, Data: whole}
 }
 
 // groups returns the groups of the optimiser, and the parameters in their order. Only matrices

@@ -19,7 +19,6 @@ import (
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
 	"github.com/gochorus/chorus/stream"
-	"github.com/gochorus/chorus/tensor"
 )
 
 // A trainer trains the replicas of the local ranks.
@@ -365,18 +364,9 @@ func (t *trainer[T]) parts() [][]checkpoint.Part {
 	for i, r := range t.replicas {
 		states := r.opt.State()
 		for j, x := range r.order {
-			add := func(name string, data tensor.Tensor) {
-				p := checkpoint.Part{Name: name, Data: data}
-				switch {
-				case len(data.Shape()) == 0: // the step
-				case x.piece:
-					p.Shape, p.Start, p.Flat = x.dims(), x.start, true
-				}
-				all[i] = append(all[i], p)
-			}
-			add(x.name, x.Value)
+			all[i] = append(all[i], x.part(x.name, x.Value))
 			for key, of := range states[j].All() {
-				add("state."+x.name+"."+key, of)
+				all[i] = append(all[i], x.part("state."+x.name+"."+key, of))
 			}
 		}
 		all[i] = append(all[i], checkpoint.Part{Name: "step", Data: matrix(r.step, 1)})

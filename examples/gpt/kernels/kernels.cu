@@ -12,6 +12,11 @@ __device__ __forceinline__ float load(bf16 x) { return __uint_as_float((unsigned
 
 template <class E> __device__ __forceinline__ E store(float x) { return x; }
 template <> __device__ __forceinline__ bf16 store<bf16>(float x) { // to nearest even
+#if __CUDA_ARCH__ >= 800
+	bf16 r;
+	asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x));
+	return r;
+#endif
 	const unsigned u = __float_as_uint(x);
 	return bf16{x != x ? (unsigned short)0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16)};
 }
@@ -29,6 +34,27 @@ __device__ __forceinline__ float rounded(float x) { return load(store<T>(x)); }
 #define ACCUMULATE 1 // add to the gradient of the micro-batches before
 #define RESIDUAL 2   // add to the gradient that is already in dh
 #define TIED 4       // add to the gradient that is already in dtok
+
+// exponential returns e to the power of x, and reciprocal 1 / x. For activations of bfloat16 the functions of
+// the hardware are precise enough.
+__device__ __forceinline__ float exponential(float x) {
+#if __CUDA_ARCH__ >= 800
+	if (sizeof(T) == 2) {
+		asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x * 1.4426950408889634f));
+		return x;
+	}
+#endif
+	return expf(x);
+}
+__device__ __forceinline__ float reciprocal(float x) {
+#if __CUDA_ARCH__ >= 800
+	if (sizeof(T) == 2) {
+		asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(x) : "f"(x));
+		return x;
+	}
+#endif
+	return 1 / x;
+}
 
 // A Pack is N elements that one instruction loads or stores.
 template <class E, int N> struct alignas(N * sizeof(E)) Pack { E x[N]; };
@@ -156,7 +182,7 @@ __device__ void column_sums(const float (&x)[PER], float* to) {
 // norm_back is the backward pass of a = layer_norm(h). It computes dh, dw and db from da. dy
 // is dh in type T: the gradient of the product that was added to h. A block has some rows, per,
 // and stores its sums for dw and db in parts; the last block adds the parts.
-extern "C" __global__ void __launch_bounds__(THREADS) norm_back(const T* da, const float* h, const float* w, float* dh, T* dy,
+extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_back(const T* da, const float* h, const float* w, float* dh, T* dy,
 		float* dw, float* db, float* parts, unsigned* count, int rows, int per, int flags) {
 	const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 	float sw[PER] = {}, sb[PER] = {};
@@ -164,22 +190,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) norm_back(const T* da, con
 		const int row = blockIdx.x * per + k;
 		if (row >= rows) break;
 		const size_t at = (size_t)row * WIDTH;
-		float x[PER], g[PER], weight[PER], mean = 0, along = 0;
+		float x[PER], g[PER], before[PER] = {}, mean = 0, along = 0;
 		load_row(x, h + at, lane);
 		load_row(g, da + at, lane);
-		load_row(weight, w, lane);
-		const float inverse = standardize(x);
-		for (int i = 0; i < PER; i++) {
-			sw[i] += g[i] * x[i], sb[i] += g[i];
-			g[i] *= weight[i];
-			mean += g[i], along += g[i] * x[i];
+		if (flags & RESIDUAL) load_row(before, dh + at, lane);
+		const float scale = standardize(x);
+		for (int i = 0; i < PER; i += PACK) {
+			float weight[PACK];
+			load_pack<PACK>(weight, w + column(i, lane));
+			for (int j = i; j < i + PACK; j++) {
+				sw[j] += g[j] * x[j], sb[j] += g[j];
+				g[j] *= weight[j - i];
+				mean += g[j], along += g[j] * x[j];
+			}
 		}
 		mean = warp_sum(mean) / WIDTH, along = warp_sum(along) / WIDTH;
-		for (int i = 0; i < PER; i++) g[i] = inverse * (g[i] - mean - x[i] * along);
-		if (flags & RESIDUAL) {
-			load_row(x, dh + at, lane);
-			for (int i = 0; i < PER; i++) g[i] += x[i];
-		}
+		for (int i = 0; i < PER; i++) g[i] = scale * (g[i] - mean - x[i] * along) + before[i];
 		store_row(dh + at, g, lane);
 		store_row(dy + at, g, lane);
 	}
@@ -417,7 +443,7 @@ extern "C" __global__ void __launch_bounds__(TILE) attention_back(const T* qkv, 
 
 // gelu_sigmoid returns (1 + tanh(u)) / 2 of gelu(approximate='tanh').
 __device__ __forceinline__ float gelu_sigmoid(float x) {
-	return 1 / (1 + expf(-2 * 0.7978845608f * (x + 0.044715f * x * x * x)));
+	return reciprocal(1 + exponential(-2 * 0.7978845608f * (x + 0.044715f * x * x * x)));
 }
 
 __device__ __forceinline__ float gelu_of(float x) { return x * gelu_sigmoid(x); }
@@ -482,7 +508,7 @@ struct Softmax {
 	// add adds the numbers of other.
 	__device__ void add(Softmax other) {
 		const float higher = fmaxf(top, other.top);
-		sum = sum * expf(top - higher) + other.sum * expf(other.top - higher), top = higher;
+		sum = sum * exponential(top - higher) + other.sum * exponential(other.top - higher), top = higher;
 	}
 };
 
@@ -502,7 +528,7 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS) cross_entropy(T* z, c
 		load_pack<n>(x, at + c);
 		Softmax these = {x[0], 0};
 		for (int i = 1; i < n; i++) these.top = fmaxf(these.top, x[i]);
-		for (int i = 0; i < n; i++) these.sum += expf(x[i] - these.top);
+		for (int i = 0; i < n; i++) these.sum += exponential(x[i] - these.top);
 		all.add(these);
 	}
 	for (int other = 16; other > 0; other /= 2)
@@ -515,7 +541,7 @@ extern "C" __global__ void __launch_bounds__(LOSS_THREADS) cross_entropy(T* z, c
 	for (int c = tid * n; c < VOCAB; c += LOSS_THREADS * n) {
 		float x[n];
 		load_pack<n>(x, at + c);
-		for (int i = 0; i < n; i++) x[i] = expf(x[i] - all.top) * factor - (c + i == want ? scale : 0);
+		for (int i = 0; i < n; i++) x[i] = exponential(x[i] - all.top) * factor - (c + i == want ? scale : 0);
 		store_pack<n>(at + c, x);
 	}
 	if (tid == 0) parts[row] = all.top - wanted + logf(all.sum);

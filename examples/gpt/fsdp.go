@@ -58,7 +58,7 @@ func (u *sharded[T]) params(s *stream.Stream, local int) (p *params[T], err erro
 	if err := room(1, &p.loss); err != nil {
 		return p, err
 	}
-	if memory.DTypeOf[T]() != memory.Float32 {
+	if rounds[T]() {
 		p.narrow = make([]memory.Slice[T], n)
 		for i, x := range shapes {
 			if x.in > 0 && i != tok && i != pos {

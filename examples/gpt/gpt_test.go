@@ -9,6 +9,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -203,8 +204,12 @@ func compare(t *testing.T, what string, got []float32, want []float64, early, la
 // The same with a process for each rank, and the file of the results. On CUDA four ranks
 // share the GPUs.
 func TestProcesses(t *testing.T) {
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run(backend, func(t *testing.T) {
+	for _, x := range []struct {
+		backend string
+		flags   []string
+	}{{"virtual", nil}, {"virtual", []string{"-fsdp"}}, {"cuda", nil}} {
+		backend := x.backend
+		t.Run(strings.Join(append(x.flags, backend), ""), func(t *testing.T) {
 			ranks, cfg := 3, &config{steps: 4}
 			vars := []string{asWorker + "=1", "CHORUS_BACKEND=" + backend}
 			if backend == "cuda" {
@@ -217,7 +222,7 @@ func TestProcesses(t *testing.T) {
 			require.NoError(t, err)
 			var out bytes.Buffer
 			code := launch.Run(testgpu.Context(t), &launch.Config{
-				Program: []string{self, "-steps", fmt.Sprint(cfg.steps), "-accum", "2", "-json", file},
+				Program: append([]string{self, "-steps", fmt.Sprint(cfg.steps), "-accum", "2", "-json", file}, x.flags...),
 				Procs:   ranks,
 				Devices: launch.Devices{Count: ranks, Backend: backend, Env: vars},
 				Stdout:  &out,

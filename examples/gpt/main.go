@@ -1,10 +1,13 @@
-// Gpt trains a small GPT that learns to add two numbers. It shows a complete training run.
-// Several ranks reduce gradients during the backward pass, with gradient accumulation and
-// gradient clipping. Activations may be bfloat16, with float32 parameters. AdamW has a warmup of
-// the learning rate, and one CUDA graph has a whole step. PyTorch's run of the same model has the same
-// losses. The program uses all devices in one process, or one device in each process of a job.
+// Gpt trains a small GPT that learns to add two numbers, or GPT-2 with 124 million parameters. It shows
+// a complete training run. Several ranks reduce gradients during the backward pass, or shard parameters,
+// gradients and the optimiser's state, with gradient accumulation and gradient clipping.
+// Activations may be bfloat16, with float32 parameters. AdamW has a warmup of the learning rate, and
+// one CUDA graph has a whole step. PyTorch's run of the same model has the same losses. The program
+// uses all devices in one process, or one device in each process of a job.
 //
 //	bin/gpt -steps 1500
+//	bin/gpt -model gpt2 -bf16 -data tokens.bin -steps 200
+//	chorus run --nproc-per-node 4 -- bin/gpt -model gpt2 -bf16 -micro 8 -fsdp
 //	chorus run --nproc-per-node 4 -- bin/gpt -bf16 -accum 2
 //	bin/gpt -steps 1500 -ckpt run -every 100 -resume
 package main

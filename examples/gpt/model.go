@@ -143,8 +143,7 @@ func (m *model[T]) forward(k int) error {
 		m.linear(m.y, l.attended, l.proj),
 		m.k.AddNorm(m.h[k-1], m.y, l.middle, norm(p, l.ln2), l.norm2),
 
-		m.linear(l.wide, l.norm2, l.up),
-		m.k.GELU(l.wide, l.active),
+		m.linearGELU(l.wide, l.active, l.norm2, l.up),
 		m.linear(m.y, l.active, l.down),
 		m.k.AddNorm(l.middle, m.y, m.h[k], norm(p, l.ln), a),
 	)
@@ -193,8 +192,7 @@ func (m *model[T]) backward(k int) error {
 		m.k.NormBack(m.da, m.h[k], norm(p, l.ln), m.dh, !last, m.y, norm(g, l.ln), m.add),
 		m.ready(l.ln, l.ln+1),
 
-		m.linearBack(m.dwide, m.y, l.active, l.down),
-		m.k.GELUBack(l.wide, m.dwide),
+		m.linearBack(m.dwide, m.y, l.active, l.down, l.wide),
 		m.linearBack(m.da, m.dwide, l.norm2, l.up),
 		m.k.NormBack(m.da, l.middle, norm(p, l.ln2), m.dh, true, m.y, norm(g, l.ln2), m.add),
 		m.ready(l.ln2, l.ln2+1),
@@ -212,12 +210,33 @@ func (m *model[T]) linear(y, x memory.Slice[T], w int) error {
 	return tensor.MatMul(m.s, matrix(y, m.rows, p.out), matrix(x, m.rows, p.in), matrix(m.p.copies[w], p.out, p.in).T(), nil)
 }
 
-// linearBack computes dx and the gradient of w, from dy.
-func (m *model[T]) linearBack(dx, dy, x memory.Slice[T], w int) error {
+// linearGELU computes y = x·wᵀ and active = gelu(y). The product of bfloat16 does both; the epilogue's
+// tanh is not precise enough for float32.
+func (m *model[T]) linearGELU(y, active, x memory.Slice[T], w int) error {
+	if !rounds[T]() {
+		return first(m.linear(y, x, w), m.k.GELU(y, active))
+	}
+	p := m.p.shapes[w]
+	return tensor.MatMul(m.s, matrix(active, m.rows, p.out), matrix(x, m.rows, p.in), matrix(m.p.copies[w], p.out, p.in).T(),
+		&tensor.MatMulConfig{Epilogue: tensor.GELU, Aux: matrix(y, m.rows, p.out)})
+}
+
+// linearBack computes dx and the gradient of w, from dy. If x is the GELU of some numbers, these are
+// active, and dx is their gradient.
+func (m *model[T]) linearBack(dx, dy, x memory.Slice[T], w int, active ...memory.Slice[T]) error {
 	p := m.p.shapes[w]
 	d, weight, in := matrix(dy, m.rows, p.out), matrix(m.p.copies[w], p.out, p.in), matrix(x, m.rows, p.in)
-	if err := tensor.MatMul(m.s, matrix(dx, m.rows, p.in), d, weight, nil); err != nil {
+	var cfg tensor.MatMulConfig
+	if len(active) > 0 && rounds[T]() {
+		cfg.Epilogue, cfg.Aux = tensor.GELUGrad, matrix(active[0], m.rows, p.in)
+	}
+	if err := tensor.MatMul(m.s, matrix(dx, m.rows, p.in), d, weight, &cfg); err != nil {
 		return err
+	}
+	if len(active) > 0 && !rounds[T]() {
+		if err := m.k.GELUBack(active[0], dx); err != nil {
+			return err
+		}
 	}
 	if m.p.narrow != nil {
 		if err := tensor.MatMul(m.s, matrix(m.p.narrow[w], p.out, p.in), d.T(), in, nil); err != nil {

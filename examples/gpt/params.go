@@ -23,8 +23,8 @@ type params[T kernels.Float] struct {
 	values, grads []floats
 	loss          floats // the sum of the micro-batches
 
-	// copies are the parameters as T, and narrow has room for their gradients as T. If T is
-	// float32, copies are the parameters themselves, and narrow is nil.
+	// copies are the parameters as T. If T is float32, they are the parameters themselves. narrow
+	// has the gradients as T if the ranks reduce them so; otherwise it is nil.
 	copies, narrow []memory.Slice[T]
 
 	owned []interface{ Close() error }
@@ -95,19 +95,23 @@ func (p *params[T]) narrowed(s *stream.Stream, lens []int) error {
 		p.copies = same
 		return nil
 	}
-	for _, to := range []*[]memory.Slice[T]{&p.copies, &p.narrow} {
-		flat, parts, err := memory.MakeFlat[T](s, lens...)
-		if err != nil {
-			return err
-		}
-		p.owned, *to = append(p.owned, flat), parts
+	flat, parts, err := memory.MakeFlat[T](s, lens...)
+	if err != nil {
+		return err
 	}
+	p.owned, p.copies = append(p.owned, flat), parts
 	return nil
 }
 
+// rounds reports whether the copies are rounded.
+func rounds[T kernels.Float]() bool { return memory.DTypeOf[T]() != memory.Float32 }
+
 // refresh rounds the parameters to their copies. Later the optimiser does it.
 func (p *params[T]) refresh(s *stream.Stream) error {
-	for i := range p.narrow {
+	if !rounds[T]() {
+		return nil
+	}
+	for i := range p.copies {
 		if err := tensor.Copy(s, matrix(p.copies[i], p.copies[i].Len()), matrix(p.values[i], p.values[i].Len())); err != nil {
 			return err
 		}
@@ -120,7 +124,7 @@ func (p *params[T]) optimised() []trained {
 	var list []trained
 	for i, x := range p.shapes {
 		o := trained{Param: optim.Of(p.values[i], p.grads[i]), shape: x, len: x.len()}
-		if p.narrow != nil {
+		if rounds[T]() {
 			o.Copy = matrix(p.copies[i], x.len())
 		}
 		list = append(list, o)

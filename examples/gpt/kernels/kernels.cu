@@ -17,8 +17,14 @@ template <> __device__ __forceinline__ bf16 store<bf16>(float x) { // to nearest
 	asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(r.bits) : "f"(x));
 	return r;
 #endif
+#if __CUDA_ARCH__ >= 800
+	bf16 y;
+	asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y.bits) : "f"(x));
+	return y;
+#else
 	const unsigned u = __float_as_uint(x);
 	return bf16{x != x ? (unsigned short)0x7fff : (unsigned short)((u + 0x7fff + (u >> 16 & 1)) >> 16)};
+#endif
 }
 
 // rounded returns x rounded to the type of activations.
@@ -35,8 +41,8 @@ __device__ __forceinline__ float rounded(float x) { return load(store<T>(x)); }
 #define RESIDUAL 2   // add to the gradient that is already in dh
 #define TIED 4       // add to the gradient that is already in dtok
 
-// exponential returns e to the power of x, and reciprocal 1 / x. For activations of bfloat16 the functions of
-// the hardware are precise enough.
+// exponential returns e to the power of x, and reciprocal 1 / x. For activations of bfloat16 the
+// functions of the hardware are precise enough.
 __device__ __forceinline__ float exponential(float x) {
 #if __CUDA_ARCH__ >= 800
 	if (sizeof(T) == 2) {
@@ -182,7 +188,7 @@ __device__ void column_sums(const float (&x)[PER], float* to) {
 // norm_back is the backward pass of a = layer_norm(h). It computes dh, dw and db from da. dy
 // is dh in type T: the gradient of the product that was added to h. A block has some rows, per,
 // and stores its sums for dw and db in parts; the last block adds the parts.
-extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_back(const T* da, const float* h, const float* w, float* dh, T* dy,
+extern "C" __global__ void __launch_bounds__(THREADS) norm_back(const T* da, const float* h, const float* w, float* dh, T* dy,
 		float* dw, float* db, float* parts, unsigned* count, int rows, int per, int flags) {
 	const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 	float sw[PER] = {}, sb[PER] = {};
@@ -190,38 +196,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_back(const T* da, 
 		const int row = blockIdx.x * per + k;
 		if (row >= rows) break;
 		const size_t at = (size_t)row * WIDTH;
-		float x[PER], g[PER], before[PER] = {}, mean = 0, along = 0;
+		float x[PER], g[PER], weight[PER], mean = 0, along = 0;
 		load_row(x, h + at, lane);
 		load_row(g, da + at, lane);
-		if (flags & RESIDUAL) load_row(before, dh + at, lane);
-		const float scale = standardize(x);
-		for (int i = 0; i < PER; i += PACK) {
-			float weight[PACK];
-			load_pack<PACK>(weight, w + column(i, lane));
-			for (int j = i; j < i + PACK; j++) {
-				sw[j] += g[j] * x[j], sb[j] += g[j];
-				g[j] *= weight[j - i];
-				mean += g[j], along += g[j] * x[j];
-			}
+		load_row(weight, w, lane);
+		const float inverse = standardize(x);
+		for (int i = 0; i < PER; i++) {
+			sw[i] += g[i] * x[i], sb[i] += g[i];
+			g[i] *= weight[i];
+			mean += g[i], along += g[i] * x[i];
 		}
 		mean = warp_sum(mean) / WIDTH, along = warp_sum(along) / WIDTH;
-		for (int i = 0; i < PER; i++) g[i] = scale * (g[i] - mean - x[i] * along) + before[i];
+		for (int i = 0; i < PER; i++) g[i] = inverse * (g[i] - mean - x[i] * along);
+		if (flags & RESIDUAL) {
+			load_row(x, dh + at, lane);
+			for (int i = 0; i < PER; i++) g[i] += x[i];
+		}
 		store_row(dh + at, g, lane);
 		store_row(dy + at, g, lane);
 	}
 	column_sums(sw, parts + (size_t)blockIdx.x * 2 * WIDTH);
 	column_sums(sb, parts + (size_t)blockIdx.x * 2 * WIDTH + WIDTH);
 	if (!last_block(count)) return;
-	for (int c = threadIdx.x; c < 2 * WIDTH; c += THREADS) {
-		float sum = 0;
-#pragma unroll 16
-		for (int k = 0; k < gridDim.x; k++) sum += __ldcg(parts + (size_t)k * 2 * WIDTH + c);
-		put(c < WIDTH ? dw + c : db + c - WIDTH, sum, flags);
+	const int columns = (2 * WIDTH + THREADS - 1) / THREADS; // of a thread, whose loads are in flight together
+	float sum[columns] = {};
+#pragma unroll 8
+	for (int k = 0; k < gridDim.x; k++)
+		for (int j = 0; j < columns; j++) {
+			const int c = threadIdx.x + j * THREADS;
+			if (c < 2 * WIDTH) sum[j] += __ldcg(parts + (size_t)k * 2 * WIDTH + c);
+		}
+	for (int j = 0; j < columns; j++) {
+		const int c = threadIdx.x + j * THREADS;
+		if (c < 2 * WIDTH) put(c < WIDTH ? dw + c : db + c - WIDTH, sum[j], flags);
 	}
 }
 
 #define EMBED_THREADS (EMBED_GROUPS * EMBED_COLUMNS)
-#define EMBED_CHUNK 2048 // rows whose tokens a block reads together: 64 of each lane's number
+#define EMBED_CHUNK 8192 // rows whose tokens a block reads together
+#define EMBED_EACH (EMBED_CHUNK / 1024) // masks of one of 32 parts of a chunk
 
 // embed_back is the backward pass of both embeddings. The grid has a block for each
 // EMBED_ENTRIES tokens of the vocabulary, and then one for each position, with EMBED_THREADS
@@ -230,8 +243,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) norm_back(const T* da, 
 extern "C" __global__ void __launch_bounds__(EMBED_THREADS) embed_back(
 		const int* tokens, const float* dh, float* dtok, float* dpos, int rows, int flags) {
 	__shared__ float sums[EMBED_ENTRIES][EMBED_THREADS];
-	__shared__ unsigned masks[32][EMBED_CHUNK / 1024];
-	__shared__ int list[EMBED_CHUNK]; // rows of a chunk that have a token of the block, in order, and the token
+	__shared__ unsigned masks[32][EMBED_EACH]; // which rows have a token of the block
+	__shared__ unsigned short list[EMBED_CHUNK]; // these rows of a chunk, in order, and their tokens
+	static_assert(EMBED_CHUNK * EMBED_ENTRIES <= 1 << 16, "a row and its token fit in 16 bits");
 	const int tid = threadIdx.x, group = tid / EMBED_COLUMNS, c = blockIdx.y * EMBED_COLUMNS + tid % EMBED_COLUMNS;
 	const int begin = blockIdx.x * EMBED_ENTRIES, blocks = (VOCAB + EMBED_ENTRIES - 1) / EMBED_ENTRIES;
 	for (int e = 0; e < EMBED_ENTRIES; e++) sums[e][tid] = 0;
@@ -248,26 +262,30 @@ extern "C" __global__ void __launch_bounds__(EMBED_THREADS) embed_back(
 		put(dpos + place * WIDTH + c, sum, flags);
 		return;
 	}
-	const int warp = tid / 32, lane = tid % 32, each = EMBED_CHUNK / 1024;
+	const int warp = tid / 32, lane = tid % 32;
 	bool found = false;
 	for (int base = 0; base < rows; base += EMBED_CHUNK) {
-		for (int part = warp; part < 32; part += EMBED_THREADS / 32)
-			for (int i = 0; i < each; i++) {
-				const int row = base + (part * each + i) * 32 + lane;
-				const unsigned e = row < rows ? tokens[line(row)] - begin : EMBED_ENTRIES;
-				const unsigned mask = __ballot_sync(ALL, e < EMBED_ENTRIES);
+		for (int part = warp; part < 32; part += EMBED_THREADS / 32) {
+			unsigned e[EMBED_EACH];
+			for (int i = 0; i < EMBED_EACH; i++) {
+				const int row = base + (part * EMBED_EACH + i) * 32 + lane;
+				e[i] = row < rows ? tokens[line(row)] - begin : EMBED_ENTRIES;
+			}
+			for (int i = 0; i < EMBED_EACH; i++) {
+				const unsigned mask = __ballot_sync(ALL, e[i] < EMBED_ENTRIES);
 				if (lane == 0) masks[part][i] = mask;
 			}
+		}
 		__syncthreads();
-		int mine = 0;
-		for (int i = 0; i < each; i++) mine += __popc(masks[lane][i]);
+		int mine = 0; // rows of the part that has this lane's number
+		for (int i = 0; i < EMBED_EACH; i++) mine += __popc(masks[lane][i]);
 		for (int part = warp; part < 32; part += EMBED_THREADS / 32) {
 			int at = warp_sum(lane < part ? mine : 0);
-			for (int i = 0; i < each; i++) {
+			for (int i = 0; i < EMBED_EACH; i++) {
 				const unsigned mask = masks[part][i];
-				const int row = base + (part * each + i) * 32 + lane;
+				const int row = (part * EMBED_EACH + i) * 32 + lane;
 				if (mask >> lane & 1)
-					list[at + __popc(mask & ((1u << lane) - 1))] = row * EMBED_ENTRIES + tokens[line(row)] - begin;
+					list[at + __popc(mask & ((1u << lane) - 1))] = row * EMBED_ENTRIES + tokens[line(base + row)] - begin;
 				at += __popc(mask);
 			}
 		}
@@ -279,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(EMBED_THREADS) embed_back(
 			float x[4];
 			for (int i = 0; i < 4; i++) {
 				const int at = k + i * EMBED_GROUPS;
-				x[i] = at < n ? dh[(size_t)(list[at] / EMBED_ENTRIES) * WIDTH + c] : 0;
+				x[i] = at < n ? dh[(size_t)(base + list[at] / EMBED_ENTRIES) * WIDTH + c] : 0;
 			}
 			for (int i = 0; i < 4; i++) {
 				const int at = k + i * EMBED_GROUPS;

@@ -58,8 +58,8 @@ func (z Sizes) attentionGrid(sequences int) kernel.Grid {
 }
 
 // normRows returns the rows of a block of norm_back. The last block adds the sums of all blocks,
-// which are therefore few.
-func normRows(rows int) int { return max(32, blocks(rows, 264)) }
+// which are therefore few: a large GPU runs all of them at once.
+func normRows(rows int) int { return max(32, blocks(rows, 132)) }
 
 // embedShape returns the groups and columns of a block of embed_back, and its entries of the vocabulary.
 func (z Sizes) embedShape() (groups, columns, entries int) {

@@ -78,6 +78,32 @@ func verify(t *testing.T, cfg kernel.VerifyConfig, bound float64, src *kernel.So
 	require.NoError(t, err)
 }
 
+// A batch whose tokens embed_back reads in two parts.
+func TestEmbedBackOfManyRows(t *testing.T) {
+	t.Parallel()
+	z := sized{Sizes{Vocab: 1000, Context: 83, Width: 32, Heads: 1}, 100}
+	r := rand.New(rand.NewPCG(rand.Uint64(), 0))
+	text := make([]int32, z.sequences*z.Line())
+	for i := range text {
+		text[i] = int32(r.IntN(z.Vocab))
+	}
+	trial := kernel.Trial{Kernel: "embed_back", Grid: z.embedGrid(), Outputs: []string{"dtok", "dpos"}, Args: []any{
+		text, random[float32](r, z.rows()*z.Width), make([]float32, z.Vocab*z.Width), make([]float32, z.Context*z.Width), int32(z.rows()), int32(0)}}
+	tolerance := map[memory.DType]kernel.Tolerance{memory.Float32: {Abs: 1e-4, Rel: 1e-4}}
+	src := (&Set[float32]{Sizes: z.Sizes}).define()
+	t.Run("host", func(t *testing.T) {
+		err := kernel.Verify(testgpu.Context(t), src, []kernel.Trial{trial}, &kernel.VerifyConfig{Host: true, Tolerances: tolerance})
+		if errors.Is(err, exec.ErrNotFound) {
+			t.Skip(err)
+		}
+		require.NoError(t, err)
+	})
+	t.Run("cuda", func(t *testing.T) {
+		cfg := kernel.VerifyConfig{Device: testgpu.CUDA(t, 1)[0], Tolerances: tolerance}
+		require.NoError(t, kernel.Verify(testgpu.Context(t), src, []kernel.Trial{trial}, &cfg))
+	})
+}
+
 // trialsOf has two launches of each kernel, with different flags. A launch that adds to its
 // outputs gets random numbers there; other outputs are poisoned.
 func trialsOf[T Float](z sized, r *rand.Rand) (list []kernel.Trial) {

@@ -56,9 +56,15 @@ class Block(nn.Module):
         return h + F.linear(F.gelu(up, approximate="tanh"), self.down)
 
 
+def tail(h, w, b, tok, targets):
+    logits = F.linear(layer_norm(h, w, b), tok)
+    return F.cross_entropy(logits.float().view(-1, VOCAB), targets.reshape(-1), reduction="sum")
+
+
 class GPT(nn.Module):
     def __init__(self):
         super().__init__()
+        self.tail = tail
         self.tok = matrix(VOCAB, WIDTH)
         self.pos = matrix(CONTEXT, WIDTH)
         self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
@@ -68,8 +74,7 @@ class GPT(nn.Module):
         h = F.embedding(text[:, :-1], self.tok).float() + self.pos.float()
         for block in self.blocks:
             h = block(h)
-        logits = F.linear(layer_norm(h, self.w, self.b), self.tok)
-        return F.cross_entropy(logits.float().view(-1, VOCAB), text[:, 1:].reshape(-1), reduction="sum")
+        return self.tail(h, self.w, self.b, self.tok, text[:, 1:])
 
 
 def main():
@@ -99,6 +104,8 @@ def main():
             if not cfg.eager:
                 block.compile()
             fully_shard(block, mp_policy=policy)
+        if not cfg.eager:
+            model.tail = torch.compile(tail)
         fully_shard(model, mp_policy=policy)
         run = model
     else:
@@ -129,8 +136,6 @@ def main():
         total = 0
         for i, text in enumerate(parts):
             sync = i == len(parts) - 1
-            if cfg.fsdp:
-                model.set_requires_gradient_sync(sync)
             with run.no_sync() if ranks > 1 and not cfg.fsdp and not sync else contextlib.nullcontext():
                 with torch.autocast("cuda", torch.bfloat16):
                     loss = run(text)

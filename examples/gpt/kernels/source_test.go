@@ -23,7 +23,7 @@ func TestSourceAgreesWithGo(t *testing.T) {
 }
 
 func agree(t *testing.T, cfg kernel.VerifyConfig) {
-	t.Run("float32", func(t *testing.T) { compare[float32](t, cfg, 1e-4, cases[0], cases[2]) })
+	t.Run("float32", func(t *testing.T) { compare[float32](t, cfg, 1e-4, cases[0], cases[2], cases[3]) })
 	t.Run("bfloat16", func(t *testing.T) { compare[memory.BFloat16Bits](t, cfg, 0.03, cases[0], cases[1]) })
 }
 

@@ -207,9 +207,9 @@ func TestProcesses(t *testing.T) {
 	for _, x := range []struct {
 		backend string
 		flags   []string
-	}{{"virtual", nil}, {"virtual", []string{"-fsdp"}}, {"cuda", nil}} {
+	}{{"virtual", nil}, {"virtual", []string{"-fsdp", "-timeline=" + t.TempDir()}}, {"cuda", nil}} {
 		backend := x.backend
-		t.Run(strings.Join(append(x.flags, backend), ""), func(t *testing.T) {
+		t.Run(fmt.Sprint(backend, len(x.flags)), func(t *testing.T) {
 			ranks, cfg := 3, &config{steps: 4}
 			vars := []string{asWorker + "=1", "CHORUS_BACKEND=" + backend}
 			if backend == "cuda" {
@@ -241,6 +241,13 @@ func TestProcesses(t *testing.T) {
 			require.Equal(t, ranks, got.Ranks)
 			require.Equal(t, backend, got.Backend)
 			require.Positive(t, got.Seconds)
+			for _, flag := range x.flags {
+				if folder, ok := strings.CutPrefix(flag, "-timeline="); ok {
+					files, err := os.ReadDir(folder)
+					require.NoError(t, err)
+					require.Len(t, files, ranks, "timelines")
+				}
+			}
 		})
 	}
 }

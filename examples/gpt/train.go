@@ -81,10 +81,8 @@ func (t *trainer[T]) check() (text func(to []int32, i int), err error) {
 	p.batch = cmp.Or(t.cfg.batch, p.batch)
 	least := p.batch / t.g.Size()
 	if t.cfg.micro > 0 {
-		t.accum = (least + t.cfg.micro - 1) / t.cfg.micro
-		if p.batch%t.g.Size() != 0 && least%t.cfg.micro == 0 { // some ranks have a sequence more
-			t.accum++
-		}
+		most := (p.batch + t.g.Size() - 1) / t.g.Size()
+		t.accum = (most + t.cfg.micro - 1) / t.cfg.micro
 	}
 	if t.accum > least || t.accum < 1 || t.cfg.steps < 1 || t.cfg.micro < 0 {
 		return nil, fmt.Errorf("%d steps of %d micro-batches: want 1 or more of each, and %d ranks have %d sequences each, or one more",

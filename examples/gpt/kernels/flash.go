@@ -45,9 +45,10 @@ type flashKeysArgs[T Float] struct {
 	Context, Heads int32
 }
 
-// flashes reports whether there are such kernels for the sizes and the type.
-func flashes[T Float](z Sizes) bool {
-	return memory.DTypeOf[T]() == memory.BFloat16 && z.head() == 64 && z.Context%z.tile() == 0
+// flashes reports whether there are such kernels for the sizes and the type, and for the major number of a
+// device's compute capability.
+func flashes[T Float](z Sizes, capability int) bool {
+	return capability >= 8 && memory.DTypeOf[T]() == memory.BFloat16 && z.head() == 64 && z.Context%z.tile() == 0
 }
 
 // newFlash compiles the kernels.

@@ -174,14 +174,18 @@ extern "C" __global__ void add_norm(const float* before, const T* y, float* h, c
 
 // column_sums stores the sums of all warps' columns in to. All threads call it.
 __device__ void column_sums(const float (&x)[PER], float* to) {
-	__shared__ float sums[WARPS][WIDTH];
-	__syncthreads();
-	for (int i = 0; i < PER; i++) sums[threadIdx.x / 32][column(i, threadIdx.x % 32)] = x[i];
-	__syncthreads();
-	for (int c = threadIdx.x; c < WIDTH; c += THREADS) {
-		float sum = 0;
-		for (int k = 0; k < WARPS; k++) sum += sums[k][c];
-		to[c] = sum;
+	const int most = 1024; // columns that fit in shared memory
+	__shared__ float sums[WARPS][WIDTH < most ? WIDTH : most];
+	for (int from = 0; from < WIDTH; from += most) {
+		__syncthreads();
+		for (int i = from / 32; i < PER && i < (from + most) / 32; i++)
+			sums[threadIdx.x / 32][column(i, threadIdx.x % 32) - from] = x[i];
+		__syncthreads();
+		for (int c = threadIdx.x; c < WIDTH - from && c < most; c += THREADS) {
+			float sum = 0;
+			for (int k = 0; k < WARPS; k++) sum += sums[k][c];
+			to[from + c] = sum;
+		}
 	}
 }
 

@@ -63,8 +63,10 @@ func normRows(rows int) int { return max(32, blocks(rows, 132)) }
 
 // embedShape returns the groups and columns of a block of embed_back, and its entries of the vocabulary.
 func (z Sizes) embedShape() (groups, columns, entries int) {
-	columns = min(z.Width, 1024)
-	return 1024 / columns, columns, min(max(z.Vocab/128, 1), 8)
+	const most = 768 // threads, which have room in shared memory
+	parts := blocks(z.Width, most)
+	columns = 32 * blocks(z.Width, 32*parts)
+	return most / columns, columns, min(max(z.Vocab/128, 1), 8)
 }
 
 func (z Sizes) embedGrid() kernel.Grid {
@@ -146,7 +148,11 @@ func (k *Set[T]) open(maxRows int) (err error) {
 	if k.count, err = memory.MakeFrom(k.s, []uint32{0}); err != nil {
 		return err
 	}
-	if flashes[T](k.Sizes) {
+	major, _, err := k.s.Device().Capability()
+	if err != nil {
+		return err
+	}
+	if flashes[T](k.Sizes, major) {
 		if k.flash, err = newFlash[T](k.s, k.Sizes, maxRows); err != nil {
 			return err
 		}

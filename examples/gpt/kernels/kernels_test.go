@@ -28,7 +28,35 @@ var cases = []sized{
 	{Sizes{Vocab: 13, Context: 39, Width: 64, Heads: 4}, 7},
 	{Sizes{Vocab: 1000, Context: 70, Width: 768, Heads: 12}, 1},
 	{Sizes{Vocab: 300, Context: 33, Width: 192, Heads: 2}, 2},
-	{Sizes{Vocab: 50, Context: 192, Width: 128, Heads: 2}, 2}, // attention by tensor cores, of three tiles
+	{Sizes{Vocab: 50, Context: 34, Width: 1600, Heads: 25}, 1},
+	{Sizes{Vocab: 50, Context: 128, Width: 64, Heads: 1}, 2}, // attention by tensor cores, of two tiles
+}
+
+// The kernels compile for all of GPT-2's sizes. Other sizes are an error.
+func TestSizes(t *testing.T) {
+	t.Setenv("CHORUS_VIRTUAL_KERNELS", "go") // nothing runs
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s, err := stream.New(devs[0], nil)
+		require.NoError(t, err)
+		defer s.Close()
+		for _, heads := range []int{12, 16, 20, 25} {
+			k, err := New[memory.BFloat16Bits](s, Sizes{Vocab: 50304, Context: 1024, Width: 64 * heads, Heads: heads}, 32768)
+			require.NoError(t, err)
+			require.NoError(t, k.Close())
+		}
+		for _, x := range []struct {
+			Sizes
+			want string
+		}{
+			{Sizes{0, 1, 64, 4}, "want 1 or more of each"},
+			{Sizes{1, 1, 48, 4}, "a residual stream of 48 columns: want a multiple of 32, and 2048 or less"},
+			{Sizes{1, 1, 64, 3}, "3 heads of 64 columns: want equal heads of at most 128 columns"},
+			{Sizes{1, 1, 512, 2}, "2 heads of 512 columns"},
+		} {
+			_, err := New[float32](s, x.Sizes, 1)
+			require.ErrorContains(t, err, x.want)
+		}
+	})
 }
 
 // A rig is a set on a device, and random inputs.
@@ -41,6 +69,7 @@ type rig[T Float] struct {
 
 // each runs a test with all sizes and both types of activations, on virtual devices and on CUDA.
 func each(t *testing.T, single func(*rig[float32]), brief func(*rig[memory.BFloat16Bits])) {
+	t.Setenv("CHORUS_VIRTUAL_KERNELS", "go") // TestSourceAgreesWithGo runs the CUDA source
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
 		for _, z := range cases {
 			t.Run(fmt.Sprintf("float32/%d", z.Width), func(t *testing.T) { single(newRig[float32](t, devs[0], z)) })

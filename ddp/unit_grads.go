@@ -18,8 +18,8 @@ import (
 // without a reduction (set_requires_gradient_sync(False)). They add up in P; in float32 add up shards
 // instead: call Ready and Finish for each micro-batch.
 //
-// A rank has memory for the gradients of two units, until Close. To reuse it, s waits for the
-// reduction of the unit before the one that became ready last. The host does not wait.
+// A rank has memory for the gradients of two units, and more if others are not ready, until Close. To
+// reuse it, s waits for the reduction of the unit before the one that became ready last. The host does not wait.
 func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) {
 	const op = "ddp: gradients of a unit"
 	i, x, err := u.at(op, s, k)
@@ -33,29 +33,24 @@ func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) 
 	if x.grad.whole.Buffer() != nil {
 		return x.grads, nil
 	}
-	if x.grad, err = u.locals[i].gradMemory(u.g.Stream(i), s, u.units[k].part*u.g.Size()); err != nil {
+	if x.grad, err = u.locals[i].gradMemory(u.g.Stream(i), s, u.units[k].part*u.g.Size(), u.most); err != nil {
 		return nil, fmt.Errorf("%s: unit %d on rank %d: %w", op, k, u.queue.rank(i), err)
 	}
 	x.grad.on, x.grads = s, cut(&u.units[k], x.grads, x.grad.whole)
 	return x.grads, nil
 }
 
-// gradMemory returns memory for n gradients that are zeros on s. It reuses the memory of
-// the unit before the one whose reduction was enqueued last, if it is large enough. group is the
-// group's stream.
-func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMemory[P], err error) {
-	if err := l.trim(group, 2); err != nil {
+// gradMemory returns memory whose first n elements are zeros on s. It reuses the memory of the unit
+// before the one whose reduction was enqueued last. group is the group's stream, and most the
+// elements of the largest unit.
+func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n, most int) (x gradMemory[P], err error) {
+	if err := l.trim(group, s); err != nil {
 		return x, err
 	}
 	if len(l.retired) < 2 {
-		x.whole, err = zeroed[P](s, n)
-		return x, err
-	}
-	if l.retired[0].whole.Len() < n {
-		if err := l.trim(group, 1); err != nil {
-			return x, err
+		if x.capture, err = gpu.StreamOf(s).CaptureID(); err == nil {
+			x.whole, err = zeroed[P](s, most)
 		}
-		x.whole, err = zeroed[P](s, n)
 		return x, err
 	}
 	x = l.retired[0]
@@ -63,13 +58,23 @@ func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMem
 	return x, errors.Join(x.reduced.wait(s), x.whole.Slice(0, n).Zero(s))
 }
 
-// trim frees all but the last n of the retired gradients behind their reduction on the group's stream.
-func (l *localUnits[M, P]) trim(group *stream.Stream, n int) error {
-	var errs []error
-	for len(l.retired) > n {
-		errs = append(errs, l.retired[0].whole.RecordStream(group), l.retired[0].whole.Close())
-		l.retired = append(l.retired[:0], l.retired[1:]...)
+// trim frees all but two of the retired gradients behind their reduction on the group's stream. In the
+// capture of s it frees only memory of the same capture.
+func (l *localUnits[M, P]) trim(group, s *stream.Stream) error {
+	capture, err := gpu.StreamOf(s).CaptureID()
+	if err != nil {
+		return err
 	}
+	errs, kept, surplus := []error(nil), l.retired[:0], len(l.retired)-2
+	for _, x := range l.retired {
+		if surplus > 0 && x.capture == capture {
+			errs = append(errs, x.whole.RecordStream(group), x.whole.Close())
+			surplus--
+		} else {
+			kept = append(kept, x)
+		}
+	}
+	l.retired = kept
 	return errors.Join(errs...)
 }
 
@@ -103,7 +108,7 @@ func (u *Units[M, P]) reduce(b int) error {
 		var err error
 		switch {
 		case x.grad.whole.Buffer() == nil: // not ready
-			x.grad, err = u.locals[i].gradMemory(on, on, n)
+			x.grad, err = u.locals[i].gradMemory(on, on, n, u.most)
 		case !u.queue.seen[i][k]:
 			err = x.grad.whole.Slice(0, n).Zero(on)
 		}
@@ -228,7 +233,7 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 	for i, s := range by {
 		l := &u.locals[i]
 		l.last = -1
-		err := errors.Join(l.trim(u.g.Stream(i), 2), s.WaitStream(u.g.Stream(i)))
+		err := errors.Join(l.trim(u.g.Stream(i), s), s.WaitStream(u.g.Stream(i)))
 		if u.replicas != nil {
 			err = errors.Join(err, u.replicas[i].Err(), u.await(s, u.replicas[i].Stream(0)))
 		}

@@ -55,8 +55,9 @@ type UnitsConfig struct {
 //
 // Gathered memory is allocated on the group's streams. Done orders them after the work on s, so
 // that the next gather reuses the memory without a wait of the host. Parameters take the shards and
-// at most 1+Prefetch units, and those of Keep. Gradients take two units: one that is computed,
-// and one that is reduced; their memory stays until Close.
+// at most 1+Prefetch units, and those of Keep. Gradients take the memory of the largest unit twice, for
+// one that is computed and one that is reduced, and once for each other unit between Grads and
+// Ready; it stays until Close.
 //
 // Ready adds to the shards of the gradients until Refresh, so that a program may accumulate
 // gradients over several backward passes, each with a Finish (torch's default). Without a
@@ -81,6 +82,7 @@ type Units[M, P memory.Element] struct {
 	queue    *queue
 	units    []unit
 	len      int // of a shard
+	most     int // of the gathered units
 	locals   []localUnits[M, P]
 }
 
@@ -115,9 +117,10 @@ type localUnit[P memory.Element] struct {
 	wrote    bool // Grads was called since Use: the use is of the backward pass
 }
 
-// gradMemory is memory for gradients of a unit, which may be smaller.
+// gradMemory is memory for the gradients of any unit.
 type gradMemory[P memory.Element] struct {
 	whole   memory.Slice[P]
+	capture uint64         // in which it was allocated, or 0
 	on      *stream.Stream // of the last Grads
 	reduced *mark          // the reduction of the gradients that were in it
 }
@@ -231,6 +234,7 @@ func (u *Units[M, P]) open(units [][]int, keep []int) error {
 		}
 		x.part = roundUp(max(total, 1), align*u.g.Size()) / u.g.Size()
 		u.len += x.part
+		u.most = max(u.most, x.part*u.g.Size())
 		u.units = append(u.units, x)
 		buckets[len(units)-1-k] = bucket{grads: []int{k}} // the backward pass is downwards
 	}

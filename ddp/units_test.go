@@ -441,6 +441,11 @@ func TestUnitsInAGraph(t *testing.T) {
 		x := newSharding(t, g, &ddp.UnitsConfig{Op: new(comm.Sum), Keep: []int{3}}, 4, sameFloat, sameFloat)
 		u, streams := x.u, x.streams
 		step := func() error { // gradients are the parameters: the sum doubles them
+			for _, s := range streams { // the memory of this unit is in use as long as that of the others
+				if _, err := u.Grads(s, 0); err != nil {
+					return err
+				}
+			}
 			for k := len(unitLens) - 1; k >= 0; k-- {
 				for _, s := range streams {
 					ps, err := u.Use(s, k)

@@ -9,6 +9,7 @@ import (
 	"math"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 	"time"
 
@@ -16,7 +17,6 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/examples/gpt/kernels"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -61,13 +61,13 @@ func TestInitialParameters(t *testing.T) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
 		defer s.Close()
-		p, err := newParams[memory.BFloat16Bits](s, seed)
+		p, _, err := newReplicated[memory.BFloat16Bits](s, presets["sums"])
 		require.NoError(t, err)
 		defer func() { require.NoError(t, p.close()) }()
 		require.NoError(t, p.refresh(s))
 		want := load(t)
-		require.Len(t, shapes, len(want.Names))
-		for i, x := range shapes {
+		require.Len(t, p.shapes, len(want.Names))
+		for i, x := range p.shapes {
 			require.Equal(t, want.Names[i], x.name)
 			n := 1
 			for _, d := range want.Shapes[x.name] {
@@ -95,8 +95,8 @@ func TestSequences(t *testing.T) {
 		{0, 0, "35+65=100.10+53=063.78+18=096.92+87=179."},
 		{7, 31, "42+15=057.59+25=084.53+54=107.94+48=142."},
 	} {
-		var tokens [kernels.Line]int32
-		sequence(tokens[:], x.step, x.i)
+		var tokens [40]int32
+		sums(nil)(tokens[:], 32*x.step+x.i)
 		text := ""
 		for _, c := range tokens {
 			text += vocabulary[c : c+1]
@@ -204,8 +204,12 @@ func compare(t *testing.T, what string, got []float32, want []float64, early, la
 // The same with a process for each rank, and the file of the results. On CUDA four ranks
 // share the GPUs.
 func TestProcesses(t *testing.T) {
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run(backend, func(t *testing.T) {
+	for _, x := range []struct {
+		backend string
+		flags   []string
+	}{{"virtual", nil}, {"virtual", []string{"-fsdp", "-timeline=" + t.TempDir()}}, {"cuda", nil}} {
+		backend := x.backend
+		t.Run(fmt.Sprint(backend, len(x.flags)), func(t *testing.T) {
 			ranks, cfg := 3, &config{steps: 4}
 			vars := []string{asWorker + "=1", "CHORUS_BACKEND=" + backend}
 			if backend == "cuda" {
@@ -218,7 +222,7 @@ func TestProcesses(t *testing.T) {
 			require.NoError(t, err)
 			var out bytes.Buffer
 			code := launch.Run(testgpu.Context(t), &launch.Config{
-				Program: []string{self, "-steps", fmt.Sprint(cfg.steps), "-accum", "2", "-json", file},
+				Program: append([]string{self, "-steps", fmt.Sprint(cfg.steps), "-accum", "2", "-json", file}, x.flags...),
 				Procs:   ranks,
 				Devices: launch.Devices{Count: ranks, Backend: backend, Env: vars},
 				Stdout:  &out,
@@ -237,6 +241,13 @@ func TestProcesses(t *testing.T) {
 			require.Equal(t, ranks, got.Ranks)
 			require.Equal(t, backend, got.Backend)
 			require.Positive(t, got.Seconds)
+			for _, flag := range x.flags {
+				if folder, ok := strings.CutPrefix(flag, "-timeline="); ok {
+					files, err := os.ReadDir(folder)
+					require.NoError(t, err)
+					require.Len(t, files, ranks, "timelines")
+				}
+			}
 		})
 	}
 }

@@ -11,6 +11,9 @@ import (
 // of the arguments before each. They round the same numbers to T as the kernels, but may add up
 // in another order.
 
+// A standIn has the stand-ins of the kernels for a model of these sizes.
+type standIn[T Float] struct{ Sizes }
+
 func wide[T Float](xs []T) []float32 {
 	if same, ok := any(xs).([]float32); ok {
 		return same
@@ -51,7 +54,7 @@ func put(to []float32, i int, x float32, flags int32) {
 }
 
 // line returns the place of a row's token.
-func line(row int) int { return row/Context*Line + row%Context }
+func (z Sizes) line(row int) int { return row/z.Context*z.Line() + row%z.Context }
 
 // standardize writes a row with mean 0 and variance 1, and returns 1/sigma.
 func standardize(x, row []float32) float32 {
@@ -59,12 +62,12 @@ func standardize(x, row []float32) float32 {
 	for _, v := range row {
 		sum += float64(v)
 	}
-	mean := float32(sum / Width)
+	mean := float32(sum / float64(len(row)))
 	for i, v := range row {
 		x[i] = v - mean
 		squares += float64(x[i]) * float64(x[i])
 	}
-	inverse := float32(1 / math.Sqrt(squares/Width+1e-5))
+	inverse := float32(1 / math.Sqrt(squares/float64(len(row))+1e-5))
 	for i := range x {
 		x[i] *= inverse
 	}
@@ -73,8 +76,8 @@ func standardize(x, row []float32) float32 {
 
 // norm writes layer_norm(row) to a.
 func norm[T Float](row, w, b []float32, a []T) {
-	var x [Width]float32
-	standardize(x[:], row)
+	x := make([]float32, len(row))
+	standardize(x, row)
 	for i, v := range x {
 		a[i] = narrow[T](v*w[i] + b[i])
 	}
@@ -87,15 +90,15 @@ type embedNormArgs[T Float] struct {
 	Rows              int32
 }
 
-func embedNorm[T Float](c *kernel.Call, p embedNormArgs[T]) {
+func (z standIn[T]) embedNorm(c *kernel.Call, p embedNormArgs[T]) {
 	text, tok, pos := kernel.Data(c, p.Tokens), kernel.Data(c, p.Tok), kernel.Data(c, p.Pos)
 	h, w, b, a := kernel.Data(c, p.H), kernel.Data(c, p.W), kernel.Data(c, p.B), kernel.Data(c, p.A)
 	for r := range int(p.Rows) {
-		row, word, place := h[r*Width:][:Width], tok[text[line(r)]*Width:], pos[r%Context*Width:]
+		row, word, place := h[r*z.Width:][:z.Width], tok[int(text[z.line(r)])*z.Width:], pos[r%z.Context*z.Width:]
 		for i := range row {
 			row[i] = word[i] + place[i]
 		}
-		norm(row, w, b, a[r*Width:])
+		norm(row, w, b, a[r*z.Width:])
 	}
 }
 
@@ -107,14 +110,14 @@ type addNormArgs[T Float] struct {
 	Rows    int32
 }
 
-func addNorm[T Float](c *kernel.Call, p addNormArgs[T]) {
+func (z standIn[T]) addNorm(c *kernel.Call, p addNormArgs[T]) {
 	before, y, h := kernel.Data(c, p.Before), wide(kernel.Data(c, p.Y)), kernel.Data(c, p.H)
 	w, b, a := kernel.Data(c, p.W), kernel.Data(c, p.B), kernel.Data(c, p.A)
 	for i := range h {
 		h[i] = before[i] + y[i]
 	}
 	for r := range int(p.Rows) {
-		norm(h[r*Width:][:Width], w, b, a[r*Width:])
+		norm(h[r*z.Width:][:z.Width], w, b, a[r*z.Width:])
 	}
 }
 
@@ -124,27 +127,29 @@ type normBackArgs[T Float] struct {
 	DY            memory.Slice[T]
 	DW, DB, Parts floats
 	Count         counter
-	Rows, Flags   int32
+	Rows, Per     int32
+	Flags         int32
 }
 
-func normBack[T Float](c *kernel.Call, p normBackArgs[T]) {
+func (z standIn[T]) normBack(c *kernel.Call, p normBackArgs[T]) {
 	da, h, w := wide(kernel.Data(c, p.DA)), kernel.Data(c, p.H), kernel.Data(c, p.W)
 	dh, dy, dw, db := kernel.Data(c, p.DH), kernel.Data(c, p.DY), kernel.Data(c, p.DW), kernel.Data(c, p.DB)
 	kernel.Data(c, p.Parts)
 	kernel.Data(c, p.Count)
-	var sw, sb, x, g [Width]float32
+	row := func() []float32 { return make([]float32, z.Width) }
+	sw, sb, x, g := row(), row(), row(), row()
 	for r := range int(p.Rows) {
-		at := r * Width
-		inverse := standardize(x[:], h[at:][:Width])
+		at := r * z.Width
+		inverse := standardize(x, h[at:][:z.Width])
 		mean, along := float32(0), float32(0)
-		for i, d := range da[at:][:Width] {
+		for i, d := range da[at:][:z.Width] {
 			sw[i] += d * x[i]
 			sb[i] += d
 			g[i] = d * w[i]
 			mean += g[i]
 			along += g[i] * x[i]
 		}
-		mean, along = mean/Width, along/Width
+		mean, along = mean/float32(z.Width), along/float32(z.Width)
 		for i := range x {
 			d := inverse * (g[i] - mean - x[i]*along)
 			if p.Flags&residual != 0 {
@@ -165,15 +170,17 @@ type embedBackArgs struct {
 	Rows, Flags    int32
 }
 
-func embedBack(c *kernel.Call, p embedBackArgs) {
+func (z standIn[T]) embedBack(c *kernel.Call, p embedBackArgs) {
 	text, dh, dtok, dpos := kernel.Data(c, p.Tokens), kernel.Data(c, p.DH), kernel.Data(c, p.DTok), kernel.Data(c, p.DPos)
-	if p.Flags&accumulate == 0 {
+	if p.Flags&(accumulate|tied) == 0 {
 		clear(dtok)
+	}
+	if p.Flags&accumulate == 0 {
 		clear(dpos)
 	}
 	for r := range int(p.Rows) {
-		word, place := dtok[text[line(r)]*Width:], dpos[r%Context*Width:]
-		for i, d := range dh[r*Width:][:Width] {
+		word, place := dtok[int(text[z.line(r)])*z.Width:], dpos[r%z.Context*z.Width:]
+		for i, d := range dh[r*z.Width:][:z.Width] {
 			word[i] += d
 			place[i] += d
 		}
@@ -182,7 +189,7 @@ func embedBack(c *kernel.Call, p embedBackArgs) {
 
 type geluArgs[T Float] struct {
 	X, Y memory.Slice[T]
-	N    int32
+	N    int64
 }
 
 func gelu[T Float](c *kernel.Call, p geluArgs[T]) {
@@ -194,7 +201,7 @@ func gelu[T Float](c *kernel.Call, p geluArgs[T]) {
 
 type geluBackArgs[T Float] struct {
 	X, D memory.Slice[T]
-	N    int32
+	N    int64
 }
 
 func geluBack[T Float](c *kernel.Call, p geluBackArgs[T]) {
@@ -213,9 +220,10 @@ const geluFactor, geluCube = 0.7978845608, 0.044715
 func tanh(v float32) float32 { return float32(math.Tanh(float64(geluFactor * (v + geluCube*v*v*v)))) }
 
 type widenArgs[T Float] struct {
-	X        memory.Slice[T]
-	Sum      floats
-	N, Flags int32
+	X     memory.Slice[T]
+	Sum   floats
+	N     int64
+	Flags int32
 }
 
 func widen[T Float](c *kernel.Call, p widenArgs[T]) {
@@ -234,14 +242,13 @@ type crossEntropyArgs[T Float] struct {
 	Rows, Flags int32
 }
 
-func crossEntropy[T Float](c *kernel.Call, p crossEntropyArgs[T]) {
-	z, text, loss := kernel.Data(c, p.Z), kernel.Data(c, p.Tokens), kernel.Data(c, p.Loss)
+func (z standIn[T]) crossEntropy(c *kernel.Call, p crossEntropyArgs[T]) {
+	logits, text, loss := kernel.Data(c, p.Z), kernel.Data(c, p.Tokens), kernel.Data(c, p.Loss)
 	kernel.Data(c, p.Parts)
 	kernel.Data(c, p.Count)
-	total := 0.0
+	total, e := 0.0, make([]float64, z.Vocab)
 	for r := range int(p.Rows) {
-		at, want := z[r*Vocab:][:Vocab], int(text[line(r)+1])
-		var e [Vocab]float64
+		at, want := logits[r*z.Vocab:][:z.Vocab], int(text[z.line(r)+1])
 		x, top, sum := wide(at), math.Inf(-1), 0.0
 		for _, v := range x {
 			top = max(top, float64(v))
@@ -269,6 +276,7 @@ type endStepArgs struct {
 	Log        floats
 	N          int32
 	Rate       memory.Slice[float64]
+	Other      memory.Slice[float64]
 	Peak       float64
 	Warmup     int32
 }
@@ -280,31 +288,47 @@ func endStep(c *kernel.Call, p endStepArgs) {
 		log[0], log[1] = kernel.Data(c, p.Loss)[0], kernel.Data(c, p.Norm)[0]
 	}
 	step[0]++
-	rate[0] = p.Peak * min(1, float64(step[0]+1)/float64(p.Warmup))
+	next := p.Peak * min(1, float64(step[0]+1)/float64(p.Warmup))
+	rate[0], kernel.Data(c, p.Other)[0] = next, next
 }
 
-type (
-	matrix  [Context][head]float32
-	squares [Context][Context]float32
-)
+// A matrix has a row of a head for each position.
+type matrix [][]float32
 
 // An attended is one head of one sequence.
 type attended struct {
 	q, k, v matrix
-	p       squares // weights
+	scale   float32
+	rounded func(float32) float32
 }
 
-// place returns the first row of sequence and head number n, and its first column.
-func place(n int) (row, column int) { return n / Heads * Context, n % Heads * head }
-
-// copyFrom copies a head out of a matrix with that many columns.
-func (m *matrix) copyFrom(x []float32, row, column, columns int) {
-	for i := range m {
-		copy(m[i][:], x[(row+i)*columns+column:])
+// eachHead calls f for all heads of the launch, with the first row and column of each and
+// its part of lse.
+func (z standIn[T]) eachHead(c *kernel.Call, qkv []float32, lse []float32, f func(a *attended, row, column int, lse []float32)) {
+	n := int(c.Grid().Blocks[0]*c.Grid().Blocks[1]) / blocks(z.Context, z.tile())
+	a := attended{scale: float32(1 / math.Sqrt(float64(z.head()))), rounded: rounder[T]()}
+	for i := range n {
+		row, column := i/z.Heads*z.Context, i%z.Heads*z.head()
+		a.q = z.part(qkv, row, column, 3*z.Width)
+		a.k = z.part(qkv, row, z.Width+column, 3*z.Width)
+		a.v = z.part(qkv, row, 2*z.Width+column, 3*z.Width)
+		f(&a, row, column, lse[i*z.Context:][:z.Context])
 	}
 }
 
-func dot(a, b *[head]float32) (sum float32) {
+// part returns a head's part of a matrix with that many columns.
+func (z Sizes) part(x []float32, row, column, columns int) matrix {
+	m := make(matrix, z.Context)
+	for i := range m {
+		m[i] = x[(row+i)*columns+column:][:z.head()]
+	}
+	return m
+}
+
+// zeros returns a matrix of zeros.
+func (z Sizes) zeros() matrix { return z.part(make([]float32, z.Context*z.head()), 0, 0, z.head()) }
+
+func dot(a, b []float32) (sum float32) {
 	for i := range a {
 		sum += a[i] * b[i]
 	}
@@ -312,103 +336,98 @@ func dot(a, b *[head]float32) (sum float32) {
 }
 
 // add adds x times b to a.
-func add(a *[head]float32, x float32, b *[head]float32) {
+func add(a []float32, x float32, b []float32) {
 	for i := range a {
 		a[i] += x * b[i]
 	}
 }
 
-func (a *attended) load(qkv []float32, n int) {
-	row, column := place(n)
-	a.q.copyFrom(qkv, row, column, 3*Width)
-	a.k.copyFrom(qkv, row, Width+column, 3*Width)
-	a.v.copyFrom(qkv, row, 2*Width+column, 3*Width)
+// score returns the score of query i and key j.
+func (a *attended) score(i, j int) float32 { return a.rounded(dot(a.q[i], a.k[j]) * a.scale) }
+
+type attentionArgs[T Float] struct {
+	QKV, O memory.Slice[T]
+	LSE    floats
 }
 
-var scale = float32(1 / math.Sqrt(head))
-
-// weights computes the causal softmax of the scores.
-func (a *attended) weights(rounded func(float32) float32) {
-	for i := range a.q {
-		p, top, sum := a.p[i][:i+1], float32(math.Inf(-1)), float32(0)
-		for j := range p {
-			p[j] = rounded(dot(&a.q[i], &a.k[j]) * scale)
-			top = max(top, p[j])
-		}
-		for j := range p {
-			p[j] = float32(math.Exp(float64(p[j] - top)))
-			sum += p[j]
-		}
-		for j := range p {
-			p[j] /= sum
-		}
-	}
-}
-
-type attentionArgs[T Float] struct{ QKV, O memory.Slice[T] }
-
-func attention[T Float](c *kernel.Call, p attentionArgs[T]) {
-	qkv, o, rounded := wide(kernel.Data(c, p.QKV)), kernel.Data(c, p.O), rounder[T]()
-	var a attended
-	for i := range int(c.Grid().Blocks[0]) {
-		a.load(qkv, i)
-		a.weights(rounded)
-		var out matrix
+func (z standIn[T]) attention(c *kernel.Call, p attentionArgs[T]) {
+	o, weights := kernel.Data(c, p.O), make([]float32, z.Context)
+	z.eachHead(c, wide(kernel.Data(c, p.QKV)), kernel.Data(c, p.LSE), func(a *attended, row, column int, lse []float32) {
+		out := z.zeros()
 		for i := range out {
-			for j, p := range a.p[i][:i+1] {
-				add(&out[i], rounded(p), &a.v[j])
+			w, top, sum := weights[:i+1], float32(math.Inf(-1)), float32(0)
+			for j := range w {
+				w[j] = a.score(i, j)
+				top = max(top, w[j])
 			}
+			for j := range w {
+				w[j] = float32(math.Exp(float64(w[j] - top)))
+				sum += w[j]
+			}
+			for j := range w {
+				add(out[i], a.rounded(w[j]/sum), a.v[j])
+			}
+			lse[i] = top + float32(math.Log(float64(sum)))
 		}
-		store(o, i, 0, Width, &out)
-	}
+		set(o, row, column, z.Width, out)
+	})
 }
 
-// store writes a head to a matrix.
-func store[T Float](x []T, n, at, columns int, m *matrix) {
-	row, column := place(n)
+// set copies a head to a matrix with that many columns.
+func set[T Float](x []T, row, column, columns int, m matrix) {
 	for i := range m {
-		to := x[(row+i)*columns+at+column:]
+		to := x[(row+i)*columns+column:]
 		for d, v := range m[i] {
 			to[d] = narrow[T](v)
 		}
 	}
 }
 
-type attentionBackArgs[T Float] struct{ QKV, DOut, DQKV memory.Slice[T] }
-
-func attentionBack[T Float](c *kernel.Call, p attentionBackArgs[T]) {
-	qkv, do, dqkv := wide(kernel.Data(c, p.QKV)), wide(kernel.Data(c, p.DOut)), kernel.Data(c, p.DQKV)
-	rounded := rounder[T]()
-	var a attended
-	for i := range int(c.Grid().Blocks[0]) {
-		a.load(qkv, i)
-		a.weights(rounded)
-		var g matrix
-		row, column := place(i)
-		g.copyFrom(do, row, column, Width)
-		dq, dk, dv := a.back(&g, rounded)
-		store(dqkv, i, 0, 3*Width, dq)
-		store(dqkv, i, Width, 3*Width, dk)
-		store(dqkv, i, 2*Width, 3*Width, dv)
-	}
+type attentionBackArgs[T Float] struct {
+	QKV, O, DOut memory.Slice[T]
+	LSE          floats
+	DQKV         memory.Slice[T]
 }
 
-// back returns the gradients of queries, keys and values from g, the gradient of the output.
-func (a *attended) back(g *matrix, rounded func(float32) float32) (dq, dk, dv *matrix) {
-	dq, dk, dv = new(matrix), new(matrix), new(matrix)
-	var dp [Context]float32
-	for i := range g {
-		along := float32(0)
-		for j, p := range a.p[i][:i+1] {
-			dp[j] = rounded(dot(&g[i], &a.v[j]))
-			along += p * dp[j]
-		}
-		for j, p := range a.p[i][:i+1] {
-			ds := rounded(p * (dp[j] - along) * scale)
-			add(&dq[i], ds, &a.k[j])
-			add(&dk[j], ds, &a.q[i])
-			add(&dv[j], rounded(p), &g[i])
-		}
+func (z standIn[T]) attentionBack(c *kernel.Call, p attentionBackArgs[T]) {
+	o, g, dqkv := wide(kernel.Data(c, p.O)), wide(kernel.Data(c, p.DOut)), kernel.Data(c, p.DQKV)
+	z.eachHeadGradient(c, p.QKV, p.DOut, p.LSE, func(_, row, column int) []float32 {
+		return alongOf(z.part(o, row, column, z.Width), z.part(g, row, column, z.Width))
+	}, func(row, column int, dq, dk, dv matrix) {
+		set(dqkv, row, column, 3*z.Width, dq)
+		set(dqkv, row, z.Width+column, 3*z.Width, dk)
+		set(dqkv, row, 2*z.Width+column, 3*z.Width, dv)
+	})
+}
+
+// alongOf returns the products of rows with their gradients: for each query, the sum of its weights times
+// their gradients.
+func alongOf(o, g matrix) []float32 {
+	along := make([]float32, len(o))
+	for i := range along {
+		along[i] = dot(g[i], o[i])
 	}
-	return dq, dk, dv
+	return along
+}
+
+// eachHeadGradient calls f with the gradients of queries, keys and values of each head. along returns the
+// products of alongOf.
+func (z standIn[T]) eachHeadGradient(c *kernel.Call, qkv, dout memory.Slice[T], lse floats,
+	along func(head, row, column int) []float32, f func(row, column int, dq, dk, dv matrix)) {
+	head, douts := 0, wide(kernel.Data(c, dout))
+	z.eachHead(c, wide(kernel.Data(c, qkv)), kernel.Data(c, lse), func(a *attended, row, column int, lse []float32) {
+		g, along := z.part(douts, row, column, z.Width), along(head, row, column)
+		head++
+		dq, dk, dv := z.zeros(), z.zeros(), z.zeros()
+		for i := range g {
+			for j := range i + 1 {
+				w := float32(math.Exp(float64(a.score(i, j) - lse[i])))
+				ds := a.rounded(w * (a.rounded(dot(g[i], a.v[j])) - along[i]) * a.scale)
+				add(dq[i], ds, a.k[j])
+				add(dk[j], ds, a.q[i])
+				add(dv[j], a.rounded(w), g[i])
+			}
+		}
+		f(row, column, dq, dk, dv)
+	})
 }

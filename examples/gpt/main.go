@@ -72,9 +72,9 @@ func main() {
 func run(ctx context.Context, cfg *config) (err error) {
 	begun := time.Now()
 	if cfg.timeline != "" {
-		recording, err := timeline.Start(cfg.timeline)
-		if err != nil {
-			return err
+		recording, fault := timeline.Start(cfg.timeline)
+		if fault != nil {
+			return fault
 		}
 		defer func() { err = errors.Join(err, recording.Close()) }()
 	}

@@ -48,7 +48,9 @@ func TestShutdownOfAGroupThatAnotherRankCloses(t *testing.T) {
 		}
 		require.NoError(t, gs[closes].Close())
 		for range 2 {
-			require.Error(t, <-ended)
+			err := <-ended
+			require.ErrorIs(t, err, comm.ErrBroken)
+			require.ErrorIs(t, err, comm.ErrLeft)
 		}
 	}
 }

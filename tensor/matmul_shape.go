@@ -385,8 +385,8 @@ type reach struct{ step, n int64 } // step in bytes
 const maxReach = 6
 
 // shares reports whether two tensors on a device have a byte in common. It compares addresses, because several buffers may
-// have the same memory (FromDLPack, memory.Adopt). It is exact if the tensors have at most three dimensions, after those
-// that make up one, and the elements of one step do not reach beyond the next, as in blocks of columns of one matrix.
+// have the same memory (FromDLPack, memory.Adopt). Dimensions that make up one count as one. shares is exact if
+// there are at most three and the elements of one step do not reach beyond the next, as in blocks of columns of one matrix.
 // Otherwise it may report memory that only interleaves.
 func shares(x, y *Tensor) bool {
 	if x.Len() == 0 || y.Len() == 0 {

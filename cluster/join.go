@@ -151,6 +151,9 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 	if c.Notify == nil {
 		c.Notify = func(line string) { slog.Info("cluster: " + line) }
 	}
+	if _, port, err := net.SplitHostPort(c.Addr); c.Addr != "" && (err != nil || port == "") {
+		return nil, job.BadConfig("join job %q: the address is %q: want host:port", c.Job, c.Addr)
+	}
 	if c.Addr == "" && c.Size > 1 {
 		return nil, job.BadConfig("join job %q: a world of size %d needs the coordinator's address", c.Job, c.Size)
 	}

@@ -3,10 +3,12 @@ package cluster
 import (
 	"context"
 	"encoding/hex"
+	"errors"
 	"fmt"
 	"net"
 	"slices"
 	"sync"
+	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/handle"
@@ -86,17 +88,12 @@ func Serve(ctx context.Context, cfg *RegistryConfig) (*Registry, error) {
 	if err != nil {
 		return nil, err
 	}
-	at := c.Listen
-	if at == "" {
-		at = c.sys.ListenAddr(ctx, c.Addr)
+	ln, err := c.listen(ctx)
+	if errors.Is(err, syscall.EADDRINUSE) {
+		err = fmt.Errorf("%w: another registry %q, or another program, has it: choose another port, or port 0", err, c.Job)
 	}
-	ln, err := c.sys.ListenAt(at)
 	if err != nil {
 		return nil, fmt.Errorf("cluster: serve registry %q: %w", c.Job, err)
-	}
-	if _, port, _ := net.SplitHostPort(c.at); port == "0" {
-		c.Addr = ln.Addr().String()
-		c.at = c.Addr
 	}
 	r := &Registry{cfg: c, run: run, hub: job.NewHub(ln, c.Notify), worlds: map[int]*begun{}}
 	r.ctx, r.cancel = context.WithCancel(context.Background())
@@ -104,6 +101,32 @@ func Serve(ctx context.Context, cfg *RegistryConfig) (*Registry, error) {
 		CoordConfig: job.CoordConfig{Registry: true, Self: r.self()}})
 	handle.Init(r, &r.owner, handle.About{Kind: "cluster.Registry", On: handle.Name("job " + c.Job)})
 	return r, nil
+}
+
+// listen opens the coordinator's port. If Addr has port 0, the system chooses a free one, and Addr gets its number.
+func (cfg *JoinConfig) listen(ctx context.Context) (net.Listener, error) {
+	host, port, _ := net.SplitHostPort(cfg.Addr)
+	if port == "0" && cfg.at != cfg.Addr { // a Unix socket has no port, but the name of another one has another number
+		free, err := cfg.sys.ListenAt(cfg.Addr)
+		if err != nil {
+			return nil, err
+		}
+		defer free.Close()
+		cfg.Addr = free.Addr().String()
+		cfg.at = job.UserSocket(cfg.Job, cfg.Addr)
+		return cfg.sys.ListenAt(cfg.at)
+	}
+	at := cfg.Listen
+	if at == "" {
+		at = cfg.sys.ListenAddr(ctx, cfg.Addr)
+	}
+	ln, err := cfg.sys.ListenAt(at)
+	if err == nil && port == "0" {
+		_, port, _ = net.SplitHostPort(ln.Addr().String())
+		cfg.Addr = net.JoinHostPort(host, port) // Listen may be 0.0.0.0
+		cfg.at = cfg.Addr
+	}
+	return ln, err
 }
 
 // self describes this process to those that connect.
@@ -245,7 +268,7 @@ func (r *Registry) delisted(d Departure) {
 
 // Close ends the registry and all its worlds: calls of World return errors that match ErrDelisted, and calls that wait in a session
 // return ErrEnded. It returns when all goroutines have ended. Close is idempotent and safe on nil, and its error
-// is always nil.
+// is always nil. The list is empty afterwards.
 func (r *Registry) Close() error {
 	if r == nil || !r.owner.Close() {
 		return nil

@@ -297,6 +297,7 @@ func TestRegistryRefuses(t *testing.T) {
 		"different job":           {func(c *EnlistConfig) { c.Job = "other" }, &auth},
 		"the value has 16385":     {func(c *EnlistConfig) { c.Value = make([]byte, MaxRegistryValue+1) }, &bad},
 		"want graphic characters": {func(c *EnlistConfig) { c.Name = "a\x1b[2J" }, &bad},
+		"want host:port":          {func(c *EnlistConfig) { c.Addr = "127.0.0.1" }, &bad},
 		"no name":                 {func(c *EnlistConfig) { c.Name = "" }, &bad},
 		"the name of the process": {func(c *EnlistConfig) { c.Name = strings.Repeat("n", 300) }, &bad},
 	} {
@@ -322,6 +323,42 @@ func TestRegistryRefuses(t *testing.T) {
 	require.ErrorContains(t, err, "address already in use")
 	_, err = Serve(t.Context(), &RegistryConfig{Job: strings.Repeat("j", 250), Addr: "127.0.0.1:0"})
 	require.ErrorContains(t, err, "want at most 255")
+}
+
+// The system chooses the port of each registry, also if Unix sockets take the place of ports, and Addr can be used by others.
+func TestRegistryChoosesPort(t *testing.T) {
+	for name, secret := range map[string][]byte{"secret": testSecret, "user": nil} {
+		t.Run(name, func(t *testing.T) {
+			var rs [2]*Registry
+			for i := range rs {
+				rs[i] = serve(t, func(c *RegistryConfig) { c.Secret, c.Addr = secret, "localhost:0" })
+				_, port, err := net.SplitHostPort(rs[i].Addr())
+				require.NoError(t, err)
+				require.NotEqual(t, "0", port)
+				enlistAs(t, rs[i], "a")
+			}
+			require.NotEqual(t, rs[0].Addr(), rs[1].Addr())
+		})
+	}
+	r := serve(t, func(c *RegistryConfig) { c.Addr, c.Listen = "localhost:0", "127.0.0.1:0" })
+	host, _, err := net.SplitHostPort(r.Addr())
+	require.NoError(t, err)
+	require.Equal(t, "localhost", host, "others may not know the address that it listens on")
+	_, err = Serve(t.Context(), &RegistryConfig{Job: "gang", Addr: r.Addr(), Secret: testSecret})
+	require.ErrorContains(t, err, `another registry "gang", or another program, has it`)
+}
+
+// Close wakes those that wait for a change of the list.
+func TestRegistryCloseEmptiesList(t *testing.T) {
+	r := serve(t, nil)
+	enlistAs(t, r, "a")
+	list, changed := r.Members()
+	require.Len(t, list, 1)
+	require.NoError(t, r.Close())
+	<-changed
+	list, _ = r.Members()
+	require.Empty(t, list)
+	require.ErrorIs(t, r.Await(t.Context(), "a"), ErrClosed)
 }
 
 // Other programs at the port do not disturb the members.

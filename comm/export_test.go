@@ -112,3 +112,6 @@ var ExchangeBy = exchangeBy
 
 // FirstAnswer is the wait of Group.Err.
 var FirstAnswer = firstAnswer
+
+// LeftError is the error of a Shutdown for the answer of rank 0.
+var LeftError = errLeft

@@ -294,7 +294,10 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	}
 	if g.reporter != nil {
 		if err := g.reporter.awaitOthers(ctx, g.Rank()); err != nil {
-			_ = g.Close()
+			defer g.Close()
+			if g.lost.Err() != nil {
+				return g.fail(context.Cause(g.lost))
+			}
 			return fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, err)
 		}
 	}

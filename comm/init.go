@@ -97,11 +97,7 @@ func (i *initializing) group(ctx context.Context) (*Group, error) {
 // system opens the devices of this process.
 func (i *initializing) system() (*device.System, error) {
 	if i.cfg.Fallback == nil {
-		sys, err := device.Default()
-		if err != nil && env.Backend.Value() != "virtual" {
-			err = fmt.Errorf("%w\n%s=virtual selects virtual devices", err, env.Backend.Name)
-		}
-		return sys, err
+		return device.Default()
 	}
 	sys, note, err := device.OrVirtual()
 	if err != nil || note == "" {

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"os"
 	"slices"
+	"strings"
 	"sync"
 
 	"golang.org/x/sync/errgroup"
@@ -494,5 +495,22 @@ func errLeft(answer string) error {
 	if answer == shutDown {
 		return nil
 	}
-	return errors.New(plain.Text(answer) + " instead of shutting it down")
+	who, why, _ := strings.Cut(plain.Text(answer), ": ")
+	text := who + " instead of shutting it down"
+	if why != "" {
+		text += ": " + why
+	}
+	return &leftError{text, strings.HasSuffix(who, " "+closedGroup)}
+}
+
+// A leftError reports that another process has ended the group otherwise than by Shutdown.
+type leftError struct {
+	text   string
+	closed bool // it has closed the intact group
+}
+
+func (e *leftError) Error() string { return e.text }
+
+func (e *leftError) Is(target error) bool {
+	return target == ErrBroken || target == ErrLeft && e.closed
 }

@@ -48,9 +48,22 @@ func TestShutdownOfAGroupThatAnotherRankCloses(t *testing.T) {
 		}
 		require.NoError(t, gs[closes].Close())
 		for range 2 {
-			require.Error(t, <-ended)
+			require.ErrorIs(t, <-ended, comm.ErrBroken)
 		}
 	}
+}
+
+// The error of a Shutdown says how another rank has left instead.
+func TestShutdownSaysHowAnotherRankLeft(t *testing.T) {
+	require.NoError(t, comm.LeftError("shut down"))
+	left := comm.LeftError("rank 1 closed the group")
+	require.ErrorIs(t, left, comm.ErrBroken)
+	require.ErrorIs(t, left, comm.ErrLeft)
+	require.EqualError(t, left, "rank 1 closed the group instead of shutting it down")
+	failed := comm.LeftError("rank 1 failed: out: rank 2 closed the group")
+	require.ErrorIs(t, failed, comm.ErrBroken)
+	require.NotErrorIs(t, failed, comm.ErrLeft)
+	require.EqualError(t, failed, "rank 1 failed instead of shutting it down: out: rank 2 closed the group")
 }
 
 // A rank that never comes ends the Shutdown of the others with their context.

@@ -109,21 +109,19 @@ type run struct {
 // Run runs the checks of a host. Checks that do not finish before ctx ends are unknown. Text in
 // the results has no control characters. Run leaves out the checks of [Compare].
 func Run(ctx context.Context, h *Host, checks []*Check) []Result {
-	runs := make(map[string]*run, len(checks))
+	named := make(map[string]*run, len(checks))
+	var runs []*run
 	for _, c := range checks {
 		if c.Run != nil {
-			runs[c.ID] = &run{Check: c, done: make(chan struct{})}
+			r := &run{Check: c, done: make(chan struct{})}
+			runs, named[c.ID] = append(runs, r), r
 		}
 	}
 	for _, r := range runs {
-		go r.start(ctx, h, runs)
+		go r.start(ctx, h, named)
 	}
 	var all []Result
-	for _, c := range checks {
-		r := runs[c.ID]
-		if r == nil {
-			continue
-		}
+	for _, r := range runs {
 		<-r.done
 		all = append(all, r.results...)
 	}
@@ -152,7 +150,8 @@ func CanMeasure(results []Result) string {
 func (r *run) start(ctx context.Context, h *Host, runs map[string]*run) {
 	defer close(r.done)
 	begin := time.Now()
-	if failed := r.failedNeed(runs); failed != "" {
+	failed := r.failedNeed(ctx, runs)
+	if failed != "" {
 		r.results = []Result{unknown("depends on " + failed + ", which failed")}
 	} else {
 		ended := make(chan []Result, 1) // a call of a broken driver may never return
@@ -170,14 +169,19 @@ func (r *run) start(ctx context.Context, h *Host, runs map[string]*run) {
 }
 
 // failedNeed waits for the needs of the check and returns the first that failed, or "". Needs
-// that do not run do not matter.
-func (r *run) failedNeed(runs map[string]*run) string {
+// that do not run do not matter. Needs that are not done when ctx ends, such as two checks that need each other, do not
+// matter either: the check is then not done.
+func (r *run) failedNeed(ctx context.Context, runs map[string]*run) string {
 	for _, id := range r.Needs {
 		need := runs[id]
 		if need == nil {
 			continue
 		}
-		<-need.done
+		select {
+		case <-need.done:
+		case <-ctx.Done():
+			return ""
+		}
 		if slices.ContainsFunc(need.results, func(x Result) bool { return x.Verdict == Fail }) {
 			return id
 		}

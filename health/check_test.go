@@ -100,6 +100,24 @@ func verdicts(results []Result) (list []Verdict) {
 	return list
 }
 
+// Checks that need each other end with the context, and checks of one name have results of their own.
+func TestOddChecks(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		ok := func(context.Context, *Host) []Result { return []Result{pass("", "")} }
+		forever := make(chan struct{})
+		defer close(forever)
+		hangs := func(context.Context, *Host) []Result { <-forever; return nil }
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		rs := Run(ctx, &Host{}, []*Check{{ID: "a", Needs: []string{"b"}, Run: hangs}, {ID: "b", Needs: []string{"a"}, Run: hangs},
+			{ID: "c", Run: ok}, {ID: "c", Run: ok, Scope: ScopeGPU}})
+		require.Len(t, rs, 4)
+		require.Equal(t, Unknown, rs[0].Verdict)
+		require.Equal(t, Unknown, rs[1].Verdict)
+		require.Equal(t, []Scope{"", ScopeGPU}, []Scope{rs[2].Scope, rs[3].Scope})
+	})
+}
+
 // A check that hangs is unknown, and the others have their results.
 func TestHangingCheck(t *testing.T) {
 	var results []Result

@@ -374,19 +374,21 @@ func (b *Batch) capturing() bool { return b.ops[0].Captured || gpu.AnyCapture() 
 // prepare validates the group as a whole and locks all its communicators, in the order in
 // which they were made, so that two groups cannot deadlock.
 func (b *Batch) prepare() error {
-	if b.ops[0].comm.sharesGPUs {
-		b.awaitRoom()
-	}
 	for i := range b.ops {
-		if err := b.ops[i].validateAgain(); err != nil {
-			return err
-		}
 		if c := b.ops[i].comm; len(b.comms) == 0 {
 			b.comms = append(b.comms, c)
 		} else if len(b.comms) > 1 || c != b.comms[0] {
 			if err := b.include(c); err != nil {
 				return err
 			}
+		}
+	}
+	for _, c := range b.comms {
+		c.awaitRoom(b.ops[0].Captured) // of all operations, or checkCaptures refuses the group
+	}
+	for i := range b.ops {
+		if err := b.ops[i].validateAgain(); err != nil {
+			return err
 		}
 	}
 	if len(b.ops) > 1 || flight.Kinds[b.ops[0].Kind].Peer {

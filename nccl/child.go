@@ -379,6 +379,18 @@ func (c *Communicator) others() []*member {
 	return slices.DeleteFunc(slices.Clone(c.localRanks.members), func(m *member) bool { return m.Recorder == c.rec })
 }
 
+// countOthers returns the number of others, without allocating.
+func (c *Communicator) countOthers() (n int) {
+	c.localRanks.mu.Lock()
+	defer c.localRanks.mu.Unlock()
+	for _, m := range c.localRanks.members {
+		if m.Recorder != c.rec {
+			n++
+		}
+	}
+	return n
+}
+
 // recorders returns the flight recorders of ranks.
 func recorders(list []*member) []*flight.Recorder {
 	rs := make([]*flight.Recorder, len(list))

@@ -50,7 +50,7 @@ type Communicator struct {
 	mu           sync.Mutex   // held during a call of NCCL
 	leaving      atomic.Bool  // a call of leave waits for mu or holds it
 	life         sync.RWMutex // held for reading while Err is in NCCL
-	sharesGPUs   bool         // processes may share GPUs, so few operations are in flight
+	room         room         // bounds the launches in flight
 	failed       atomic.Pointer[failure]
 	aborting     atomic.Bool             // an abort has begun: it causes errors of the other ranks
 	closing      atomic.Pointer[closing] // how this process closed it
@@ -173,7 +173,7 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 	}
 	c := &Communicator{
 		api: api, dev: dev, rank: rank, size: size, version: v, number: made.Add(1), h: new(ncclapi.Comm),
-		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag), sharesGPUs: ncclapi.SharesGPUs(),
+		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag),
 		places: dev.System().Backend() == "virtual",
 	}
 	c.ref = inside.New[collective.Inside](internals{c})
@@ -281,7 +281,7 @@ func (c *Communicator) wait(ctx context.Context, s *stream.Stream) error {
 // (ncclCommAbort); outputs of unfinished operations are undefined. It may be called by any
 // goroutine, also while another one is blocked in an operation, and is idempotent. NCCL
 // waits for the enqueued operations. Each takes some milliseconds to abort, so Abort takes
-// seconds if a stream is full. Abort returns after ten seconds at the latest; if NCCL is
+// seconds if CHORUS_NCCL_IN_FLIGHT does not bound their number. Abort returns after ten seconds at the latest; if NCCL is
 // still busy, it returns an error and leaks NCCL's communicator, and later calls return
 // that error too. Graphs that captured operations of c are closed with it. During a capture
 // of such a graph, the abort happens at the end of the capture, which then fails, unless an

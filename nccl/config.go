@@ -100,6 +100,9 @@ func (c *Config) apply(to *Communicator) (err error) {
 	if err := configureLaunchers(); err != nil {
 		return err
 	}
+	if err := to.setRoom(); err != nil {
+		return err
+	}
 	frames, err := env.NCCLTraceFrames.OneOf("yes", "no")
 	if err != nil {
 		return err

@@ -23,6 +23,10 @@
 // may be captured into a graph, but not in the mode graph.Global. If a collective returns
 // an error, it was not enqueued on this rank.
 //
+// A host that is far ahead of the device waits in a call. If a communicator has ranks in several processes, an operation
+// waits until the one that was issued about 256 operations before has ended (CHORUS_NCCL_IN_FLIGHT). The communicator can then
+// be aborted within about a second. If no operation ends for a second, the calls go on without that wait until one does.
+//
 // A collective is not always a barrier: a rank waits only for the ranks whose data it needs. The root of a
 // broadcast or a scatter, the other ranks of a reduction or a gather to one, and senders do not wait. In an empty
 // collective no rank waits.

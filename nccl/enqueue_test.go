@@ -1,6 +1,7 @@
 package nccl_test
 
 import (
+	"strconv"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -17,21 +18,22 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// sharing connects two ranks that behave as if processes that share GPUs had them.
-func sharing(t *testing.T, timeout time.Duration) ([]rank, []memory.Slice[int64]) {
+// apart connects two ranks that behave as if processes of their own had them. Each has completed one operation.
+func apart(t *testing.T, devs []*device.Device, timeout time.Duration) ([]rank, []memory.Slice[int64]) {
 	t.Helper()
-	return sharingOn(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), timeout)
-}
-
-func sharingOn(t *testing.T, devs []*device.Device, timeout time.Duration) ([]rank, []memory.Slice[int64]) {
-	t.Helper()
-	t.Setenv(env.ShareGPUs.Name, "yes")
 	ranks, xs := afterOnce(t, devs, 8, timeout)
 	for _, r := range ranks {
 		r.c.LeaveLocalRanks()
 	}
 	return ranks, xs
 }
+
+// bounds are the bound of processes that share GPUs, and the bound of others, with the same number.
+var bounds = map[string]string{env.ShareGPUs.Name: "yes", env.NCCLInFlight.Name: strconv.Itoa(nccl.MostInFlight)}
+
+// mostAhead is the number of operations that a rank can issue after its first one while the other rank issues none. A call
+// waits at the end of a part for the operations before the parts of the bound.
+const mostAhead = nccl.MostInFlight + nccl.MostInFlight/nccl.RoomParts - 2
 
 // issuers issue an all-reduce in the two ways that have code of their own.
 var issuers = map[string]func(r rank, x memory.Slice[int64]) error{
@@ -45,30 +47,84 @@ var issuers = map[string]func(r rank, x memory.Slice[int64]) error{
 // rank, which issues its operations when the first rank has no more room.
 func TestFewOperationsInFlight(t *testing.T) {
 	const total = 5 * nccl.MostInFlight
+	for variable, value := range bounds {
+		for name, issue := range issuers {
+			t.Run(variable+" "+name, func(t *testing.T) {
+				t.Setenv(variable, value)
+				streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+					ranks, xs := apart(t, devs, time.Minute)
+					var ahead, behind atomic.Int64
+					var lead int64
+					each(t, devs, func(i int) error {
+						for n := int64(1); n <= total; n++ {
+							if i == 1 {
+								full := (n + nccl.MostInFlight - 1) / nccl.MostInFlight * nccl.MostInFlight
+								until(t, func() bool { return ahead.Load() >= full })
+								behind.Add(1)
+							}
+							if err := issue(ranks[i], xs[i]); err != nil {
+								return err
+							}
+							if i == 0 {
+								lead = max(lead, n-behind.Load())
+								ahead.Add(1)
+							}
+						}
+						return ranks[i].c.Wait(testgpu.Context(t), ranks[i].s)
+					})
+					require.LessOrEqual(t, lead, int64(mostAhead)+1)
+					require.GreaterOrEqual(t, lead, int64(nccl.MostInFlight))
+				})
+			})
+		}
+	}
+}
+
+// TestBoundGivesWay checks that a rank whose operations wait for something that it does later waits once, and not for
+// each operation, unless its process shares its GPU with others.
+func TestBoundGivesWay(t *testing.T) {
+	t.Setenv(env.NCCLInFlight.Name, bounds[env.NCCLInFlight.Name])
 	for name, issue := range issuers {
 		t.Run(name, func(t *testing.T) {
-			ranks, xs := sharing(t, time.Minute)
-			var ahead, behind atomic.Int64
-			var lead int64
-			each(t, []*device.Device{ranks[0].c.Device(), ranks[1].c.Device()}, func(i int) error {
-				for n := int64(1); n <= total; n++ {
-					if i == 1 {
-						full := (n + nccl.MostInFlight - 1) / nccl.MostInFlight * nccl.MostInFlight
-						until(t, func() bool { return ahead.Load() >= full })
-						behind.Add(1)
+			streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+				ranks, xs := apart(t, devs, time.Minute)
+				for range 2 {
+					begun := time.Now()
+					for range 5 * nccl.MostInFlight {
+						require.NoError(t, issue(ranks[0], xs[0]))
 					}
-					if err := issue(ranks[i], xs[i]); err != nil {
-						return err
+					require.GreaterOrEqual(t, time.Since(begun), nccl.RoomPatience)
+					require.Less(t, time.Since(begun), nccl.RoomPatience*5/4)
+					for range 5 * nccl.MostInFlight {
+						require.NoError(t, issue(ranks[1], xs[1]))
 					}
-					if i == 0 {
-						lead = max(lead, n-behind.Load())
-						ahead.Add(1)
+					for _, r := range ranks {
+						require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
 					}
 				}
-				return ranks[i].c.Wait(testgpu.Context(t), ranks[i].s)
 			})
-			require.EqualValues(t, nccl.MostInFlight, lead)
 		})
+	}
+}
+
+// TestNoBound checks the value that turns the bound off, and values that are none.
+func TestNoBound(t *testing.T) {
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		t.Setenv(env.NCCLInFlight.Name, "0")
+		ranks, xs := apart(t, devs, time.Minute)
+		begun := time.Now()
+		for range 5 * nccl.MostInFlight {
+			require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
+		}
+		require.Less(t, time.Since(begun), nccl.RoomPatience)
+		for _, r := range ranks {
+			require.NoError(t, r.c.Abort())
+		}
+	})
+	for _, value := range []string{"-1", "3", "many"} {
+		t.Setenv(env.NCCLInFlight.Name, value)
+		_, err := nccl.NewCommunicators(testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}), nil)
+		require.ErrorContains(t, err, env.NCCLInFlight.Name)
 	}
 }
 
@@ -77,14 +133,16 @@ func TestFewOperationsInFlight(t *testing.T) {
 func TestWaitForRoomEnds(t *testing.T) {
 	for name, issue := range issuers {
 		t.Run(name+" while the communicator is aborted", func(t *testing.T) {
-			ranks, xs := sharing(t, time.Minute)
+			t.Setenv(env.ShareGPUs.Name, "yes")
+			ranks, xs := apart(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), time.Minute)
 			aborted := make(chan error, 1)
 			require.ErrorIs(t, fill(t, ranks[0], xs[0], issue, func() { aborted <- ranks[0].c.Abort() }), device.ErrClosed)
 			require.NoError(t, <-aborted)
 		})
 		t.Run(name+" while an operation times out", func(t *testing.T) {
+			t.Setenv(env.ShareGPUs.Name, "yes")
 			streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
-				ranks, xs := sharingOn(t, devs, ample)
+				ranks, xs := apart(t, devs, ample)
 				err := fill(t, ranks[0], xs[0], issue, func() {})
 				require.ErrorIs(t, err, nccl.ErrorTimeout)
 				require.Equal(t, ranks[0].c.Err(), err)
@@ -97,20 +155,21 @@ func TestWaitForRoomEnds(t *testing.T) {
 // on a goroutine when there is no more room.
 func fill(t *testing.T, r rank, x memory.Slice[int64], issue func(rank, memory.Slice[int64]) error, full func()) error {
 	t.Helper()
-	for range nccl.MostInFlight {
+	for range mostAhead {
 		require.NoError(t, issue(r, x))
 	}
 	go full()
 	err := issue(r, x)
-	require.EqualValues(t, 1+nccl.MostInFlight, r.c.Progress().Issued.Collective)
+	require.EqualValues(t, 1+mostAhead, r.c.Progress().Issued.Collective)
 	return err
 }
 
 // TestCaptureWithoutRoom checks that a captured operation waits for nothing.
 func TestCaptureWithoutRoom(t *testing.T) {
-	ranks, xs := sharing(t, time.Minute)
+	t.Setenv(env.ShareGPUs.Name, "yes")
+	ranks, xs := apart(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), time.Minute)
 	r := ranks[0]
-	for range nccl.MostInFlight {
+	for range mostAhead {
 		require.NoError(t, nccl.AllReduce(r.c, r.s, xs[0], xs[0], nccl.Sum))
 	}
 	s, err := stream.New(r.c.Device(), nil)
@@ -130,7 +189,7 @@ func TestRoomOfRanksOfOneProcess(t *testing.T) {
 	t.Setenv(env.ShareGPUs.Name, "yes")
 	ranks, xs := afterOnce(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 8, time.Minute)
 	for i, r := range ranks {
-		for range 2 * nccl.MostInFlight {
+		for range 2 * mostAhead {
 			require.NoError(t, nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Sum))
 		}
 	}

@@ -47,7 +47,11 @@ func (c *Communicator) ReplaceNCCL(api ncclapi.API) (old ncclapi.API) {
 func (c *Communicator) LeaveLocalRanks() { c.leaveLocalRanks() }
 
 // MostInFlight is the bound on the operations of processes that share GPUs.
-const MostInFlight = mostInFlight
+const (
+	MostInFlight = roomOfSharers
+	RoomParts    = roomParts
+	RoomPatience = roomPatience
+)
 
 // Closed reports whether the communicator has ended.
 func (c *Communicator) Closed() bool { return c.isClosed() }

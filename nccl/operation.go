@@ -160,9 +160,7 @@ func (o *operation) enqueueOrAdd(b *Batch) error {
 	if o.Root == c.rank && flight.Kinds[o.Kind].Peer {
 		return o.errSelfTransfer()
 	}
-	if c.sharesGPUs {
-		c.awaitRoom(o.Captured)
-	}
+	c.awaitRoom(o.Captured)
 	c.mu.Lock()
 	err := o.enqueue()
 	c.mu.Unlock()

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // A collective uses its buffers on its stream: another stream needs an event. On virtual
@@ -51,6 +52,59 @@ func TestSanitizerSeesCollectives(t *testing.T) {
 			report := strings.Join(sys.Reports(), "\n")
 			require.Contains(t, report, "ncclAllReduce on stream")
 			require.Contains(t, report, "sanitizer_test.go:")
+		})
+	}
+}
+
+// The default streams of two devices have the same handle, and no context is bound between calls.
+func TestSanitizerKnowsDefaultStreams(t *testing.T) {
+	for _, backend := range []string{"virtual", "cuda"} {
+		t.Run(backend, func(t *testing.T) {
+			if backend == "cuda" {
+				testgpu.CUDA(t, 2)
+			}
+			t.Setenv("CHORUS_SANITIZER", "1")
+			sys, err := device.NewSystem(&device.SystemConfig{Backend: backend, VirtualDevices: 2})
+			require.NoError(t, err)
+			defer sys.Close()
+			devs := sys.Devices()[:2]
+			cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
+			require.NoError(t, err)
+			var xs [2]memory.Slice[float32]
+			for i, d := range devs {
+				defer cs[i].Close()
+				s := stream.Default(d)
+				x, err := tensor.Make(s, memory.Float32, 8, 8)
+				require.NoError(t, err)
+				defer x.Close()
+				y, err := tensor.MakeLike(s, x, memory.Float32)
+				require.NoError(t, err)
+				xs[i], err = tensor.Slice[float32](x)
+				require.NoError(t, err)
+				require.NoError(t, xs[i].Zero(s))
+				require.NoError(t, tensor.Copy(s, y, x.T())) // a kernel whose memory the library reports
+				require.NoError(t, y.Close())
+				z, err := tensor.MakeLike(s, x, memory.Float32) // in the same memory
+				require.NoError(t, err)
+				defer z.Close()
+				require.NoError(t, tensor.Add(s, z, x, x))
+				require.NoError(t, tensor.Copy(s, x, z.T()))
+			}
+			for range 2 {
+				require.NoError(t, nccl.Group(func(b *nccl.Batch) (err error) {
+					for i, c := range cs {
+						err = errors.Join(err, nccl.AllReduce(b.On(c), stream.Default(devs[i]), xs[i], xs[i], nccl.Sum))
+					}
+					return err
+				}))
+				for i, x := range xs {
+					require.NoError(t, x.Zero(stream.Default(devs[i])))
+				}
+			}
+			for _, d := range devs {
+				require.NoError(t, stream.Default(d).Sync(testgpu.Context(t)))
+			}
+			require.Empty(t, sys.Reports())
 		})
 	}
 }

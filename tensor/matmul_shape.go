@@ -3,6 +3,7 @@ package tensor
 import (
 	"fmt"
 	"math"
+	"slices"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -382,23 +383,27 @@ type reach struct{ step, n int64 } // step in bytes
 // maxReach is the number of dimensions of two operands of products.
 const maxReach = 6
 
-// shares reports whether two tensors of at most three dimensions have a byte in common. It is
-// exact if the elements of one step do not reach beyond the next, as in blocks of columns of
-// one matrix. Otherwise it may report memory that only interleaves.
+// shares reports whether two tensors on a device have a byte in common. It compares addresses, because several buffers may
+// have the same memory (FromDLPack, memory.Adopt). Dimensions that make up one count as one. shares is exact if
+// there are at most three and the elements of one step do not reach beyond the next, as in blocks of columns of one matrix.
+// Otherwise it may report memory that only interleaves.
 func shares(x, y *Tensor) bool {
-	if x.Buffer() == nil || x.Buffer() != y.Buffer() || x.Len() == 0 || y.Len() == 0 {
+	if x.Len() == 0 || y.Len() == 0 {
 		return false
 	}
-	var a, b [maxReach]reach
-	wa, na := reachOf(x, &a)
-	wb, nb := reachOf(y, &b)
-	distance := int64(y.Offset() - x.Offset())
-	if distance >= extent(a[:na], wa) || -distance >= extent(b[:nb], wb) {
+	var inX, inY [maxReach]reach
+	wa, a := reachOf(x, inX[:0])
+	wb, b := reachOf(y, inY[:0])
+	distance := int64(y.Ptr() - x.Ptr())
+	switch {
+	case distance >= extent(a, wa) || -distance >= extent(b, wb):
 		return false
+	case max(len(a), len(b)) > maxReach/2:
+		return true
 	}
-	na = addSteps(&a, na, b[:nb])
-	nb = addSteps(&b, nb, a[:na])
-	return meet(a[:na], b[:nb], wa, wb, distance)
+	a = addSteps(a, b)
+	b = addSteps(b, a)
+	return meet(a, b, wa, wb, distance)
 }
 
 // sharesWithin reports whether elements of a tensor may share memory: the stride of a dimension
@@ -407,56 +412,69 @@ func sharesWithin(t *Tensor) bool {
 	if t.at().Repeats() {
 		return true
 	}
-	var dims [maxReach]reach
-	width, n := reachOf(t, &dims)
-	for i := n - 1; i >= 0; i-- {
-		if dims[i].step < width {
+	if t.Len() == 0 {
+		return false
+	}
+	var in [maxReach]reach
+	width, dims := reachOf(t, in[:0])
+	for _, d := range slices.Backward(dims) {
+		if d.step < width {
 			return true
 		}
-		width += dims[i].step * (dims[i].n - 1)
+		width += d.step * (d.n - 1)
 	}
 	return false
 }
 
-// reachOf returns the contiguous width in bytes, and the other dimensions by descending steps.
-func reachOf(t *Tensor, to *[maxReach]reach) (width int64, n int) {
+// reachOf returns the contiguous width in bytes, and the other dimensions by descending steps, in the room of dims if they
+// fit. If there are more than three, those that make up one are joined.
+func reachOf(t *Tensor, dims []reach) (width int64, _ []reach) {
 	size := int64(t.at().DType.Size())
 	width = size
 	for i, d := range t.at().Shape {
 		switch {
 		case d <= 1 || t.at().Strides[i] == 0:
-		case t.at().Strides[i] == 1:
+		case t.at().Strides[i] == 1 && width == size:
 			width = size * int64(d)
-		case n < maxReach/2:
-			insert(to, n, reach{int64(t.at().Strides[i]) * size, int64(d)})
-			n++
+		default:
+			dims = insert(dims, reach{int64(t.at().Strides[i]) * size, int64(d)})
 		}
 	}
-	return width, n
+	if len(dims) <= maxReach/2 {
+		return width, dims
+	}
+	for n := len(dims); n > 0 && dims[n-1].step == width; n-- {
+		width *= dims[n-1].n
+		dims = dims[:n-1]
+	}
+	for i := len(dims) - 2; i >= 0; i-- {
+		if inner := &dims[i+1]; dims[i].step == inner.step*inner.n {
+			inner.n *= dims[i].n
+			dims = slices.Delete(dims, i, i+1)
+		}
+	}
+	return width, dims
 }
 
 // insert keeps the descending order.
-func insert(to *[maxReach]reach, n int, r reach) {
-	for n > 0 && to[n-1].step < r.step {
+func insert(to []reach, r reach) []reach {
+	to = append(to, r)
+	n := len(to) - 1
+	for ; n > 0 && to[n-1].step < r.step; n-- {
 		to[n] = to[n-1]
-		n--
 	}
 	to[n] = r
+	return to
 }
 
 // addSteps adds dimensions of length 1 for the steps that only other has.
-func addSteps(to *[maxReach]reach, n int, other []reach) int {
+func addSteps(to, other []reach) []reach {
 	for _, o := range other {
-		known := false
-		for _, r := range to[:n] {
-			known = known || r.step == o.step
-		}
-		if !known {
-			insert(to, n, reach{o.step, 1})
-			n++
+		if !slices.ContainsFunc(to, func(r reach) bool { return r.step == o.step }) {
+			to = insert(to, reach{o.step, 1})
 		}
 	}
-	return n
+	return to
 }
 
 // extent returns the bytes from the first to the last.

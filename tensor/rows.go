@@ -80,7 +80,7 @@ func IndexAdd(s *stream.Stream, dst, src, index, weights Tensor) error {
 		case t == memory.Int32 || t == memory.Int64:
 			return fmt.Errorf("%s: weights for sums of %s: want none", op, t)
 		case w != t && w != memory.Float32:
-			return fmt.Errorf("%s: weights of %s for elements of %s: want %s or float32", op, w, t, t)
+			return fmt.Errorf("%s: weights of %s for elements of %s: want float32 or the type of the elements", op, w, t)
 		case !slices.Equal(weights.Shape(), index.Shape()):
 			return fmt.Errorf("%s: weights of shape %v for %d entries of the index: want one for each", op, weights.Shape(), index.Len())
 		case shares(&dst, &weights):
@@ -218,18 +218,36 @@ func GroupedMatMul(s *stream.Stream, c, a, b Tensor, rows []int, cfg *MatMulConf
 	if total != a.Size(0) {
 		return fmt.Errorf("%s: groups of %v rows sum up to %d: want the %d rows of a", op, rows, total, a.Size(0))
 	}
-	at := 0
-	for i, n := range rows {
-		if n > 0 {
-			one, err := b.Select(0, i)
-			if err == nil {
-				err = MatMul(s, c.part(0, at, n, nil), a.part(0, at, n, nil), one, cfg)
-			}
-			if err != nil {
-				return fmt.Errorf("%s: group %d of %d rows: %w", op, i, n, err)
-			}
+	switch {
+	case sharesWithin(&c):
+		return fmt.Errorf("%s: c has strides %v: its elements share memory", op, c.Strides())
+	case shares(&c, &a):
+		return fmt.Errorf("%s: c shares memory with a: an output needs its own memory", op)
+	case shares(&c, &b):
+		return fmt.Errorf("%s: c shares memory with b: an output needs its own memory", op)
+	}
+	check := func(c, a, b Tensor) error { // of all groups, before the first product is enqueued
+		var m multiplication
+		if err := m.set(s, &c, &a, &b, cfg); err != nil {
+			return matMulError(s, c, a, b, err)
 		}
-		at += n
+		return nil
+	}
+	enqueue := func(c, a, b Tensor) error { return MatMul(s, c, a, b, cfg) }
+	for _, do := range []func(c, a, b Tensor) error{check, enqueue} {
+		at := 0
+		for i, n := range rows {
+			if n > 0 {
+				one, err := b.Select(0, i)
+				if err == nil {
+					err = do(c.part(0, at, n, nil), a.part(0, at, n, nil), one)
+				}
+				if err != nil {
+					return fmt.Errorf("%s: group %d of %d rows: %w", op, i, n, err)
+				}
+			}
+			at += n
+		}
 	}
 	return nil
 }

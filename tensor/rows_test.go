@@ -7,6 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 
@@ -288,6 +289,37 @@ func TestGroupedMatMul(t *testing.T) {
 			require.ErrorContains(t, tensor.GroupedMatMul(s, c, a, b, rows, nil), want)
 		}
 		require.ErrorContains(t, tensor.GroupedMatMul(s, c, a, b, rows, &tensor.MatMulConfig{Bias: c}), "the configuration has the tensor")
+
+		// The product of one group must not change the input of another one.
+		both := fromSlice(t, s, make([]float32, 8*4), 8, 4)
+		rows = []int{2, 2}
+		low, err := both.Narrow(0, 0, 4)
+		require.NoError(t, err)
+		high, err := both.Narrow(0, 2, 4)
+		require.NoError(t, err)
+		squares := fromSlice(t, s, make([]float32, 2*4*4), 2, 4, 4)
+		require.ErrorContains(t, tensor.GroupedMatMul(s, low, high, squares, rows, nil), "c shares memory with a")
+		flat, err := squares.View(8, 4)
+		require.NoError(t, err)
+		last, err := flat.Narrow(0, 4, 4)
+		require.NoError(t, err)
+		require.ErrorContains(t, tensor.GroupedMatMul(s, last, low, squares, rows, nil), "c shares memory with b")
+		row, err := low.Narrow(0, 0, 1)
+		require.NoError(t, err)
+		one, err := row.Expand(2, 4)
+		require.NoError(t, err)
+		two, err := flat.Narrow(0, 0, 2)
+		require.NoError(t, err)
+		require.ErrorContains(t, tensor.GroupedMatMul(s, one, two, squares, []int{1, 1}, nil), "its elements share memory")
+
+		// A group that is refused lets none of the others begin.
+		input, err := row.Expand(4, 4)
+		require.NoError(t, err)
+		result := fromSlice(t, s, slices.Repeat([]float32{7}, 16), 4, 4)
+		require.ErrorContains(t, tensor.GroupedMatMul(s, result, input, squares, []int{1, 3}, nil), "group 1 of 3 rows: ")
+		for _, v := range elementsOf(t, s, result) {
+			require.Equal(t, 7.0, v.Float64())
+		}
 	})
 }
 
@@ -304,7 +336,23 @@ func TestRowsRefuse(t *testing.T) {
 	require.NoError(t, err)
 	wide, err := fromSlice(t, s, make([]float32, 3), 1, 3).Expand(2, 3)
 	require.NoError(t, err)
+	deep := fromSlice(t, s, make([]float32, 48), 48)
 	scalar := fromSlice(t, s, []float32{1})
+	parts := func(from, rows int) tensor.Tensor { // of five dimensions, which overlap only in the two inner ones
+		part, err := deep.Narrow(0, from, rows*16)
+		require.NoError(t, err)
+		part, err = part.View(rows, 2, 2, 2, 2)
+		require.NoError(t, err)
+		return part
+	}
+	exported, err := tensor.Make(s, memory.Float32, 4, 3)
+	require.NoError(t, err)
+	pack, err := exported.ToDLPack(s, false)
+	require.NoError(t, err)
+	again, err := tensor.FromDLPack(s, pack) // another buffer with the same memory
+	require.NoError(t, err)
+	rest, err := again.Narrow(0, 1, 2)
+	require.NoError(t, err)
 	for name, row := range map[string]struct {
 		err  error
 		want string
@@ -319,6 +367,8 @@ func TestRowsRefuse(t *testing.T) {
 		"type of the index":   {tensor.IndexSelect(s, y, x, floats), "want int32 or int64"},
 		"length of the index": {tensor.IndexSelect(s, y, x, fromSlice(t, s, []int32{1}, 1)), "an entry for each row"},
 		"shared memory":       {tensor.IndexSelect(s, two, x, index), "shares memory with the source"},
+		"shared inner rows":   {tensor.IndexSelect(s, parts(30, 1), parts(0, 2), fromSlice(t, s, []int32{0}, 1)), "shares memory with the source"},
+		"shared buffers":      {tensor.IndexSelect(s, rest, exported, index), "shares memory with the source"},
 		"repeated elements":   {tensor.IndexSelect(s, wide, x, index), "have one place"},
 		"no sums":             {tensor.IndexAdd(s, bools4, bools, index, none), "elements of bool are not supported"},
 		"sums shape":          {tensor.IndexAdd(s, x, y, fromSlice(t, s, []int64{1}, 1), none), "an entry for each row"},
@@ -332,6 +382,9 @@ func TestRowsRefuse(t *testing.T) {
 	} {
 		require.ErrorContains(t, row.err, row.want, name)
 	}
+	require.NoError(t, tensor.IndexSelect(s, parts(32, 1), parts(0, 2), fromSlice(t, s, []int32{0}, 1)))
+	require.NoError(t, again.Close())
+	require.NoError(t, exported.Close())
 	require.NoError(t, s.Sync(t.Context()))
 }
 

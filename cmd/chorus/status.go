@@ -61,6 +61,8 @@ func newStatusCommand() *cobra.Command {
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch {
+			case f.ras == "" && cmd.Flags().Changed("ras"):
+				return usageError(cmd, errors.New("--ras is empty: want HOST:PORT"))
 			case f.ras != "" && (f.watch || f.job != ""):
 				return usageError(cmd, errors.New("--ras excludes --watch and --job"))
 			case f.ras != "" && f.pause <= 0:
@@ -109,6 +111,9 @@ func (f *statusFlags) foreign(ctx context.Context, out io.Writer) error {
 		return usage(fmt.Errorf("--ras %q: %w: want HOST:PORT", f.ras, err))
 	}
 	s, err := ras.Watch(ctx, f.ras, f.pause)
+	if errors.Is(err, syscall.ECONNREFUSED) {
+		err = fmt.Errorf("%w: NCCL 2.28.7 and newer listen at NCCL_RAS_ADDR (localhost:28028) on each host of the job, unless NCCL_RAS_ENABLE is 0", err)
+	}
 	if err != nil {
 		return err
 	}

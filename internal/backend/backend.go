@@ -76,8 +76,14 @@ func Open(cfg *Config) (*System, error) {
 	switch c.Backend {
 	case Virtual:
 		return openVirtual(&c)
-	case CUDA, Auto:
+	case CUDA:
 		return openCUDA()
+	case Auto:
+		s, err := openCUDA()
+		if err != nil {
+			err = fmt.Errorf("%w\n%s=%s selects virtual devices", err, env.Backend.Name, Virtual)
+		}
+		return s, err
 	}
 	return nil, fmt.Errorf("backend: unknown backend %q: want %s, %s or %s", c.Backend, Auto, CUDA, Virtual)
 }

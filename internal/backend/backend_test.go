@@ -27,6 +27,7 @@ func TestAutoIsCUDAOrAnError(t *testing.T) {
 	s, err := Open(nil)
 	if err != nil {
 		require.ErrorContains(t, err, "CUDA is not available on this machine")
+		require.ErrorContains(t, err, "CHORUS_BACKEND=virtual selects virtual devices")
 		return
 	}
 	require.Equal(t, CUDA, s.Name)

@@ -174,9 +174,10 @@ type Use struct {
 
 // An Operation is work that a library, or a kernel with addresses in its memory, has enqueued.
 type Operation struct {
-	Name   string
-	Stream Stream
-	Uses   []Use
+	Name    string
+	Context Context // of the stream
+	Stream  Stream
+	Uses    []Use
 	// Meets means that the operation waits for operations of other devices, and they for it.
 	Meets bool
 }
@@ -188,8 +189,7 @@ type Watcher interface {
 	// Describe stores the name of a kernel, and the function that lists the memory that a
 	// launch uses. It gets the params of LaunchKernel.
 	Describe(f Function, name string, uses func(params unsafe.Pointer) []Use)
-	// Used reports an operation that was enqueued. The context of the stream need not be bound
-	// unless the stream is 0.
+	// Used reports an operation that was enqueued. No context need be bound.
 	Used(o Operation)
 }
 

@@ -426,12 +426,11 @@ func (r *Recorder) Pending() bool {
 	return r.running > r.resolved
 }
 
-// InFlight returns the number of operations that are not known to have ended, with captured
-// operations between them.
-func (r *Recorder) InFlight() uint64 {
+// Progress returns the last operation that NCCL has accepted, and the last one up to which all are known to have ended.
+func (r *Recorder) Progress() (issued, ended uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return r.running - min(r.resolved, r.running)
+	return r.running, r.resolved
 }
 
 // LastOn returns the latest operation on the stream that NCCL has accepted, or 0. lost

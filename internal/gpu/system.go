@@ -202,6 +202,6 @@ type Preparer interface {
 // waits for other devices, and they for it.
 func (s *Stream) Uses(name string, meets bool, list func() []cudadrv.Use) {
 	if w := s.dev.watcher; w != nil {
-		w.Used(cudadrv.Operation{Name: name, Stream: s.h, Uses: list(), Meets: meets})
+		w.Used(cudadrv.Operation{Name: name, Context: cudadrv.Context(s.dev.ctx.Load()), Stream: s.h, Uses: list(), Meets: meets})
 	}
 }

@@ -87,11 +87,11 @@ type JoinTimeoutError struct {
 func (e *JoinTimeoutError) Error() string {
 	head := fmt.Sprintf("cluster: join job %q: ", e.Job)
 	if e.Want == 0 {
-		who := "rank 0, or the launcher on a seed host,"
+		hint := "is rank 0, or the launcher on a seed host, running?"
 		if e.Unit == UnitMember {
-			who = "the process with the registry"
+			hint = "is the process with the registry running, with the same secret, or also without one?"
 		}
-		return fmt.Sprintf("%sno coordinator answered at %s for %v: %v; is %s running?", head, e.Addr, e.Waited.Round(time.Millisecond), e.Err, who)
+		return fmt.Sprintf("%sno coordinator answered at %s for %v: %v; %s", head, e.Addr, e.Waited.Round(time.Millisecond), e.Err, hint)
 	}
 	text := fmt.Sprintf("%stimed out after %v: %s", head, e.Waited.Round(time.Millisecond),
 		e.attendance())

@@ -585,6 +585,12 @@ func (s *Server) Close() {
 	s.ln.Close()
 	s.limiter.close()
 	s.wg.Wait()
+	s.mu.Lock()
+	defer s.unlock()
+	if s.cfg.Registry {
+		s.workers = nil
+		s.do(listed{})
+	}
 }
 
 // reasonOf describes why a connection ended.

@@ -135,6 +135,11 @@ func (l *Lib) CommUserRank(c Comm) (int32, Result) {
 	return int32(v), r
 }
 
+func (l *Lib) CommCuDevice(c Comm) (int32, Result) {
+	v, r := l.Call1(FuncCommCuDevice, dl.Get().In(uintptr(c)).Out())
+	return int32(v), r
+}
+
 func (l *Lib) CommRegister(c Comm, p cudadrv.DevicePtr, bytes uintptr) (RegID, Result) {
 	h, r := l.Call1(FuncCommRegister, dl.Get().In(uintptr(c), uintptr(p), bytes).Out())
 	return RegID(h), r

@@ -49,6 +49,7 @@ type API interface {
 	CommGetAsyncError(c Comm) (async Result, r Result)
 	CommCount(c Comm) (int32, Result)
 	CommUserRank(c Comm) (int32, Result)
+	CommCuDevice(c Comm) (int32, Result)
 
 	CommRegister(c Comm, p cudadrv.DevicePtr, bytes uintptr) (RegID, Result)
 	CommDeregister(c Comm, h RegID) Result
@@ -108,6 +109,7 @@ const (
 	FuncCommGetAsyncError
 	FuncCommCount
 	FuncCommUserRank
+	FuncCommCuDevice
 	FuncCommRegister
 	FuncCommDeregister
 	FuncCommWindowRegister
@@ -175,6 +177,7 @@ var symbols = [NumFuncs]dl.Versioned{
 	FuncCommGetAsyncError:    {"ncclCommGetAsyncError", 20402},
 	FuncCommCount:            {"ncclCommCount", 20000},
 	FuncCommUserRank:         {"ncclCommUserRank", 20000},
+	FuncCommCuDevice:         {"ncclCommCuDevice", 20000},
 	FuncCommRegister:         {"ncclCommRegister", 21901},
 	FuncCommDeregister:       {"ncclCommDeregister", 21901},
 	FuncCommWindowRegister:   {"ncclCommWindowRegister", 22703},

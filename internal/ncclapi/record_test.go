@@ -27,6 +27,7 @@ var signatures = dltest.Signatures{
 	"ncclCommGetAsyncError":    "w o4=6",
 	"ncclCommCount":            "w o4",
 	"ncclCommUserRank":         "w o4",
+	"ncclCommCuDevice":         "w o4",
 	"ncclCommRegister":         "w w w o8",
 	"ncclCommDeregister":       "w w",
 	"ncclCommWindowRegister":   "w w w o8 i",
@@ -128,6 +129,8 @@ func TestRecordedCalls(t *testing.T) {
 	two("CommCount", n, r)
 	n, r = a.CommUserRank(0xc1)
 	two("CommUserRank", n, r)
+	n, r = a.CommCuDevice(0xc1)
+	two("CommCuDevice", n, r)
 	reg, r := a.CommRegister(0xc1, 0xd1, 4096)
 	two("CommRegister", reg, r)
 	one("CommDeregister", a.CommDeregister(0xc1, 0xa1))

@@ -119,6 +119,9 @@ type Conflict struct {
 // String describes both uses and the cure.
 func (c *Conflict) String() string {
 	cure := "the two streams are not ordered: record an event after the first use and make the other stream wait for it"
+	if c.By.Stream == 0 && c.Other.Stream == 0 {
+		cure = "the default streams of two devices" + strings.TrimPrefix(cure, "the two streams")
+	}
 	if c.By.Stream == Host || c.Other.Stream == Host {
 		cure = "the host and the stream are not ordered: let the host wait for the stream first"
 	}

@@ -95,13 +95,12 @@ func (d driver) Describe(f cudadrv.Function, name string, uses func(params unsaf
 }
 
 func (d driver) Used(o cudadrv.Operation) {
-	ctx := d.t.contextFor(o.Stream)
 	if o.Meets {
 		d.t.mu.Lock()
-		d.t.meets[ctx] = true
+		d.t.meets[o.Context] = true
 		d.t.mu.Unlock()
 	}
-	d.t.enqueue(ctx, o.Stream, o.Name, race.Here(), o.Uses...)
+	d.t.enqueue(o.Context, o.Stream, o.Name, race.Here(), o.Uses...)
 }
 
 // cufile is a decorated cuFile. The host must have waited for earlier uses of the memory of a

@@ -23,7 +23,8 @@ type nccl struct {
 // A comm is a communicator.
 type comm struct {
 	ranks, rank int32
-	last        race.Stamp // of its last operation
+	ctx         cudadrv.Context // of its device
+	last        race.Stamp      // of its last operation
 }
 
 // A group holds the calls of one OS thread since its outermost GroupStart.
@@ -36,14 +37,13 @@ type group struct {
 type work struct {
 	name   string
 	comm   *comm
-	ctx    cudadrv.Context
 	stream cudadrv.Stream
 	where  *race.Place
 	uses   []cudadrv.Use
 	event  cudadrv.Event // recorded before the work; 0 is none
 }
 
-// comm returns a communicator, or nil if NCCL does not know its size.
+// comm returns a communicator, or nil if NCCL does not know its size or its device.
 func (l *nccl) comm(h ncclapi.Comm) *comm {
 	l.mu.Lock()
 	c := l.comms[h]
@@ -53,13 +53,17 @@ func (l *nccl) comm(h ncclapi.Comm) *comm {
 	}
 	ranks, r := l.API.CommCount(h)
 	rank, r2 := l.API.CommUserRank(h)
-	if r != ncclapi.Success || r2 != ncclapi.Success {
+	dev, r3 := l.API.CommCuDevice(h)
+	if r != ncclapi.Success || r2 != ncclapi.Success || r3 != ncclapi.Success {
 		return nil
 	}
+	l.t.mu.Lock()
+	ctx := l.t.retained[cudadrv.Device(dev)]
+	l.t.mu.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	if l.comms[h] == nil {
-		l.comms[h] = &comm{ranks: ranks, rank: rank}
+		l.comms[h] = &comm{ranks: ranks, rank: rank, ctx: ctx}
 	}
 	return l.comms[h]
 }
@@ -156,7 +160,7 @@ func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.S
 	if c == nil {
 		return r
 	}
-	w := work{name: name, comm: c, ctx: l.t.contextFor(s), stream: s, where: race.Here(), uses: uses(c)}
+	w := work{name: name, comm: c, stream: s, where: race.Here(), uses: uses(c)}
 	if cfg != nil && c.ranks > 1 {
 		w.event = cudadrv.Event(cfg.LaunchCompletionEvent)
 	}
@@ -186,7 +190,7 @@ func (l *nccl) issue(works []work) {
 				rest = append(rest, w)
 				continue
 			}
-			q := l.t.queue(w.ctx, w.stream)
+			q := l.t.queue(c.ctx, w.stream)
 			if !slices.Contains(on, q) {
 				on = append(on, q)
 			}

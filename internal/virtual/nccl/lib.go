@@ -191,6 +191,10 @@ func (l *lib) CommUserRank(h ncclapi.Comm) (int32, ncclapi.Result) {
 	return l.number(ncclapi.FuncCommUserRank, h, func(c *comm) int32 { return int32(c.rank) })
 }
 
+func (l *lib) CommCuDevice(h ncclapi.Comm) (int32, ncclapi.Result) {
+	return l.number(ncclapi.FuncCommCuDevice, h, func(c *comm) int32 { return c.dev.Ordinal() })
+}
+
 // CommFinalize waits until this rank has run all enqueued operations.
 func (l *lib) CommFinalize(h ncclapi.Comm) ncclapi.Result {
 	if r := l.enter(ncclapi.FuncCommFinalize); r != ncclapi.Success {

@@ -112,6 +112,9 @@ func CheckDevices(ctx context.Context, devs []*device.Device, cfg *CheckConfig) 
 // be closed. The error does not depend on the findings: it reports that the check itself could not run, for
 // example because ctx has ended.
 func Check(ctx context.Context, g *comm.Group, cfg *CheckConfig) (*CheckReport, error) {
+	if g == nil {
+		return nil, errNoGroup
+	}
 	devs := make([]*device.Device, g.Locals())
 	for i := range devs {
 		devs[i] = g.Device(i)

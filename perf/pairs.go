@@ -42,6 +42,12 @@ const LatencyBytes = 8
 
 // MeasurePairs measures every pair of ranks. All ranks must call it.
 func MeasurePairs(ctx context.Context, g *comm.Group, p *PairPlan) (*Report, error) {
+	switch {
+	case g == nil:
+		return nil, errNoGroup
+	case p == nil:
+		return nil, errNoPlan
+	}
 	if err := p.Check(g.Size()); err != nil {
 		return nil, err
 	}

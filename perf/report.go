@@ -46,6 +46,9 @@ const Form = 1
 
 // Describe returns a report with the machine and the group, but no results. It does not communicate.
 func Describe(g *comm.Group) (*Report, error) {
+	if g == nil {
+		return nil, errNoGroup
+	}
 	dev := g.Device(0)
 	name, err := dev.Name()
 	if err != nil {

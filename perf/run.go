@@ -17,6 +17,11 @@ import (
 	"github.com/gochorus/chorus/nccl"
 )
 
+var (
+	errNoGroup = errors.New("perf: no group given")
+	errNoPlan  = errors.New("perf: no plan given")
+)
+
 // Run measures the plan on all ranks of the group, like nccl-tests. All ranks call Run with the
 // same plan. On rank 0 it calls row for each row as soon as it is measured; row
 // may be nil. The Report is the same on all ranks. If an operation fails or ctx
@@ -24,6 +29,12 @@ import (
 // Run uses the group's streams, and returns when they are idle. No other work may be on them, because the times
 // would include it.
 func Run(ctx context.Context, g *comm.Group, p *Plan, row func(*Row)) (*Report, error) {
+	switch {
+	case g == nil:
+		return nil, errNoGroup
+	case p == nil:
+		return nil, errNoPlan
+	}
 	full, err := p.complete()
 	if err != nil {
 		return nil, err

@@ -294,3 +294,22 @@ func TestQuantile(t *testing.T) {
 	least, _, _ := spreadOf(nil)
 	require.True(t, math.IsNaN(least))
 }
+
+func TestNothingGiven(t *testing.T) {
+	g, err := comm.Local(testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), nil)
+	require.NoError(t, err)
+	defer g.Close()
+	_, err = Run(t.Context(), nil, &Plan{}, nil)
+	require.ErrorIs(t, err, errNoGroup)
+	_, err = Run(t.Context(), g, nil, nil)
+	require.ErrorIs(t, err, errNoPlan)
+	_, err = MeasurePairs(t.Context(), nil, &PairPlan{})
+	require.ErrorIs(t, err, errNoGroup)
+	_, err = MeasurePairs(t.Context(), g, nil)
+	require.ErrorIs(t, err, errNoPlan)
+	_, err = Describe(nil)
+	require.ErrorIs(t, err, errNoGroup)
+	_, err = Check(t.Context(), nil, nil)
+	require.ErrorIs(t, err, errNoGroup)
+	require.NoError(t, g.Err())
+}

@@ -117,7 +117,7 @@ type result struct {
 	Seconds     float64   `json:"seconds"`      // from the start of the program
 	StepSeconds float64   `json:"step_seconds"` // mean of all steps after the first
 
-	MedianSeconds   float64 `json:"median_seconds"`    // of a step
+	MedianSeconds   float64 `json:"median_seconds"`    // of a step: the median of the averages between two reports
 	TokensPerSecond float64 `json:"tokens_per_second"` // of all ranks, in the median step
 	PeakBytes       int64   `json:"peak_bytes"`        // of a local device's memory, after the first step
 }

@@ -147,7 +147,8 @@ func (t *trainer[T]) broadcast() error {
 func (t *trainer[T]) run(ctx context.Context) (*result, error) {
 	res := &result{First: t.first, Ranks: t.g.Size(), Backend: t.g.Device(0).System().Backend()}
 	var begun, last time.Time
-	var steps []time.Duration
+	var steps []time.Duration // of a step, between two reports
+	reported := t.first + 1
 	for s := t.first; s < t.cfg.steps; s++ {
 		if s == t.first+1 { // the first step has compiled kernels and connected the ranks
 			if err := t.prepare(ctx); err != nil {
@@ -161,10 +162,6 @@ func (t *trainer[T]) run(ctx context.Context) (*result, error) {
 				return nil, err
 			}
 		}
-		if s > t.first+1 { // the host waits for the devices when it loads a batch
-			now := time.Now()
-			steps, last = append(steps, now.Sub(last)), now
-		}
 		if err := t.launch(); err != nil {
 			return nil, err
 		}
@@ -172,8 +169,12 @@ func (t *trainer[T]) run(ctx context.Context) (*result, error) {
 			return nil, err
 		}
 		if done := s + 1; done == t.cfg.steps || done%max(t.cfg.steps/6, 1) == 0 {
-			if err := t.report(ctx, res, done); err != nil {
+			if err := t.report(ctx, res, done); err != nil { // it has waited for the devices
 				return nil, err
+			}
+			if done > reported {
+				now := time.Now()
+				steps, last, reported = append(steps, now.Sub(last)/time.Duration(done-reported)), now, done
 			}
 		}
 	}

@@ -16,7 +16,6 @@ import (
 // Sharded parameters give the losses and norms of whole ones, on any number of ranks, in a graph
 // or not, and with micro-batches.
 func TestSharded(t *testing.T) {
-	t.Setenv("CHORUS_VIRTUAL_KERNELS", "go") // TestGradients runs the CUDA source of the same kernels
 	for _, x := range []struct {
 		model string
 		bf16  bool
@@ -57,7 +56,6 @@ func abs(x float64) float64 { return max(x, -x) }
 
 // A training with sharded parameters continues on another number of ranks, and with whole ones.
 func TestShardedResume(t *testing.T) {
-	t.Setenv("CHORUS_VIRTUAL_KERNELS", "go")
 	testgpu.Each(t, 4, func(t *testing.T, devs []*device.Device) {
 		cfg := config{steps: 4, accum: 1, model: "tiny"}
 		want := trainOn(t, devs[:1], cfg)

@@ -17,6 +17,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -31,6 +32,9 @@ func TestMain(m *testing.M) {
 	if os.Getenv(asWorker) != "" {
 		main()
 		return
+	}
+	if os.Getenv(env.VirtualKernels.Name) == "" { // the tests of package kernels run the CUDA source
+		os.Setenv(env.VirtualKernels.Name, "go")
 	}
 	testgpu.Main(m)
 }

@@ -84,6 +84,9 @@ func (t *trainer[T]) check() (text func(to []int32, i int), err error) {
 		most := (p.batch + t.g.Size() - 1) / t.g.Size()
 		t.accum = (most + t.cfg.micro - 1) / t.cfg.micro
 	}
+	if least < 1 {
+		return nil, fmt.Errorf("a batch of %d sequences for %d ranks: want one or more for each rank", p.batch, t.g.Size())
+	}
 	if t.accum > least || t.accum < 1 || t.cfg.steps < 1 || t.cfg.micro < 0 {
 		return nil, fmt.Errorf("%d steps of %d micro-batches: want 1 or more of each, and %d ranks have %d sequences each, or one more",
 			t.cfg.steps, t.accum, t.g.Size(), least)

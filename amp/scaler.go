@@ -258,8 +258,8 @@ func (v *service) fresh(op string) error {
 }
 
 // Check enqueues on s the check of the optimiser's gradients for infinities and NaN, and leaves
-// the gradients as they are. Step checks anyway: Check is for Agree, if there is no Unscale. It
-// takes gradients of all types. A second call between two updates is an error.
+// the gradients as they are. Step does that, too; call Check only if Agree follows and Unscale was
+// not called. It takes gradients of all types. A second call between two updates is an error.
 func (sc *Scaler) Check(s *stream.Stream, opt *optim.Optimizer) error {
 	const op = "check"
 	v, err := sc.examine(op, s, opt)

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"runtime"
 	"testing"
 	"time"
 
@@ -14,6 +15,12 @@ import (
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
+
+// Virtual time passes on machines with many processors, too, where threads poll for operations to enqueue.
+func TestVirtualTimeWithManyProcessors(t *testing.T) {
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(8))
+	TestLateStreamIsNamed(t)
+}
 
 // A rank whose stream arrives 5 ms late is named, although the host issues all operations at once.
 func TestLateStreamIsNamed(t *testing.T) {

@@ -12,8 +12,7 @@ import (
 //go:embed flash.cu
 var flashSource string
 
-// flash has the kernels of attention by tensor cores. The kernels of kernels.cu need time for each
-// pair of places that these need for eight or more.
+// flash has the kernels of attention by tensor cores. Those of kernels.cu serve the other sizes and types.
 type flash[T Float] struct {
 	module *kernel.Module
 	along  floats // the products of rows of o with their gradients

@@ -33,7 +33,8 @@ static inline unsigned long long atomicAdd(unsigned long long* p, unsigned long 
 static inline std::atomic<unsigned long long>* atom(const void* p) { return (std::atomic<unsigned long long>*)p; }
 
 // A block has the lanes of one line, which the host does not store or load as one: its mark,
-// which the last lane has, is stored after the rest and loaded before it.
+// which the last lane has, is stored after all the rest, its own other half too, and loaded
+// before it.
 static inline void put_line(void* to, unsigned long long a, unsigned long long b) {
 	if (threadIdx.x == 7) block->sync();
 	atom(to)[0] = a, atom(to)[1] = b;
@@ -42,7 +43,7 @@ static inline void put_line(void* to, unsigned long long a, unsigned long long b
 struct Load {
 	const void* from;
 	unsigned long long* to;
-	void run() const { to[0] = atom(from)[0], to[1] = atom(from)[1]; }
+	void run() const { to[1] = atom(from)[1]; to[0] = atom(from)[0]; } // the mark is the second half
 };
 static thread_local std::vector<Load> loads; // that wait for those of the last lane
 static inline void get_line(const void* from, unsigned long long* to) {

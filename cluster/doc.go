@@ -123,6 +123,8 @@
 //	the coordinator proposes an epoch   half of that epoch's hosts are   the job ends, because the epoch may have begun
 //	to few hosts, and then vanishes     left without it
 //	packets are lost in one direction   as for a split                   the hosts that hear each other go on
+//	some hosts hear nothing from a      it answers within 2 LOST_AFTER   they register with it again and join the
+//	coordinator that the others hear    and 4 s                          next epoch; their processes go on
 //	nobody hears the coordinator        more than half are left          the others go on after LOST_AFTER and about 0.3 s
 //	the coordinator hears nobody        more than half are left          the others go on after twice LOST_AFTER and about 0.3 s
 //	virtual machine freezes             its clock goes on                as for a host that vanishes; it ends when it continues

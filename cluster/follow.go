@@ -10,27 +10,27 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 )
 
-// whereabouts asks the launcher of this process who coordinates the job. The address is "" if the
-// launcher does not know yet. If over is not "", it is why the job has ended on this host.
-func (cfg *JoinConfig) whereabouts(ctx context.Context, key job.Credential) (at, over string) {
+// whereabouts asks the launcher of this process who coordinates the job, and when the launcher has registered there. The address is ""
+// if the launcher does not know yet. If over is not "", it is why the job has ended on this host.
+func (cfg *JoinConfig) whereabouts(ctx context.Context, key job.Credential) (at string, since time.Time, over string) {
 	l, hello, err := cfg.to(cfg.agentAt, key).Dial(ctx)
 	if r, ok := errors.AsType[*job.Referral](err); ok {
 		if r.Finished {
-			return "", job.ErrFinished.Error()
+			return "", since, job.ErrFinished.Error()
 		}
-		return r.At, r.Over
+		return r.At, time.Now().Add(-hello.Follows), r.Over
 	}
 	if err != nil {
 		if errors.Is(err, syscall.ECONNREFUSED) {
 			over = "the launcher of this host has ended"
 		}
-		return "", over
+		return "", since, over
 	}
 	l.Close()
 	if hello.Elects {
-		return "", ""
+		return "", since, ""
 	}
-	return cfg.agentAt, ""
+	return cfg.agentAt, since, ""
 }
 
 // hasLostCoordinator reports whether this process may go on with another coordinator.
@@ -52,17 +52,17 @@ func (r *runner) followAgent() error {
 	defer cancel()
 	begun := time.Now()
 	for delay := job.FirstRetry; ; delay = min(2*delay, job.LastRetry/16) {
-		at, over := r.cfg.whereabouts(ctx, r.key)
+		at, since, over := r.cfg.whereabouts(ctx, r.key)
 		if over == job.ErrFinished.Error() {
 			return job.ErrFinished
 		}
 		if over != "" {
 			return lostBecause(lost, over)
 		}
-		same := at == lost.To.Addr
+		same := at == lost.To.Addr && since.Before(lost.Since) // otherwise the launcher has lost it, too, and has returned to it
 		if at != "" && !same {
 			l, hello, err := r.cfg.to(at, r.key).Dial(ctx)
-			same = err == nil && hello.Agent == lost.Hello.Agent
+			same = err == nil && hello.Agent == lost.Hello.Agent && since.Before(lost.Since)
 			if err == nil && !hello.Elects && !same {
 				r.cfg.Addr, r.cfg.at = at, at
 				return r.register(l, hello)

@@ -307,7 +307,7 @@ func (cfg *JoinConfig) connect(ctx context.Context, key job.Credential, start ti
 			return l, hello, nil
 		}
 		if cfg.agentAt != "" {
-			if at, _ := cfg.whereabouts(ctx, key); at != "" {
+			if at, _, _ := cfg.whereabouts(ctx, key); at != "" {
 				cfg.at, cfg.Addr = at, at
 			}
 		}

@@ -168,6 +168,12 @@ func (j *simJob) current(h *simHost) *simHost {
 
 // apply begins a fault.
 func (j *simJob) apply(f simFault, self *simHost) {
+	j.mu.Lock()
+	calm := j.calm
+	j.mu.Unlock()
+	if calm {
+		return
+	}
 	j.say("FAULT %v (* is %s)", f, self.name)
 	as, bs := j.set(f.a, self), j.set(f.b, self)
 	j.touch(f, as, bs)
@@ -386,6 +392,12 @@ func (j *simJob) relaunch(h *simHost) {
 
 // during begins a fault that ends after d, or with all others if d is 0.
 func (j *simJob) during(d time.Duration, begin, end func()) {
+	j.mu.Lock()
+	late := j.calm && d == 0 // such as a part of a split
+	j.mu.Unlock()
+	if late {
+		return
+	}
 	j.change(begin)
 	j.mu.Lock()
 	defer j.mu.Unlock()

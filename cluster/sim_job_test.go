@@ -31,6 +31,7 @@ type simJob struct {
 	counts    map[string]int         // of proposals and commits of that lineage
 	triggers  []simFault
 	undo      map[int]func() // ends faults that are active
+	calm      bool           // no other faults begin
 	lastUndo  int
 	began     chan struct{} // closed when the first epoch begins
 	violated  chan struct{}

@@ -80,6 +80,14 @@ job seed=3 hosts=2 late=1 least=1 local=1 seeds=2 restarts=0 pace=-1 latency=200
 +1.5s freeze b - 2.3s 0s
 +2.2s join c - 0s 0s
 +3.5s kill a - 0s 0s`},
+	{"some hosts gave up a coordinator that led the others, and did not find back to it", `
+job seed=811647445 hosts=5 late=0 least=1 local=2 seeds=1 restarts=2 pace=951871 latency=171µs lost-after=1s calm=44s
++1.713s split a ^a 1.324951s 170.037ms
+commit2+40µs split * e 0s 170.037ms`},
+	{"a host gave up a coordinator that was frozen, and did not find back to it", `
+job seed=811685359 hosts=3 late=0 least=1 local=1 seeds=1 restarts=2 pace=523604 latency=1.637ms lost-after=1s calm=44s
++528ms drain a - 0s 0s
++704.515ms freeze a - 874.824ms 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -51,6 +51,9 @@ func simulate(t *testing.T, s simSchedule) (r simResult) {
 			j.violate("the job did not start")
 			j.mu.Unlock()
 		}
+		j.mu.Lock()
+		j.calm = true
+		j.mu.Unlock()
 		j.heal()
 		why := ""
 		for end := time.Now().Add(s.calm); s.calm > 0 && !j.hasFailed(); {

@@ -138,6 +138,32 @@ func TestReplacedLeader(t *testing.T) {
 	require.Equal(t, []action{notChosen{v.Follow(Leader{Term: 2})}}, c.step(5, planSent{dial: 2, plan: plan{By: Leader{Term: 2}}}))
 }
 
+// A host that has found no other coordinator looks for the one that was silent, which may lead the others, and registers with it. One that the
+// coordinator has given up does not.
+func TestReturnToASilentCoordinator(t *testing.T) {
+	for _, how := range []Loss{lostSilent, lostByIt, lostEnded} {
+		v := newVoter(1)
+		v.promised = Leader{Term: 3, Agent: "x"}
+		c := newSuccession(&v, &history{Epoch: 1, Voters: voterSet{"a", "b", "x"}, Lost: "x", lostAfter: time.Second}, "", "lost", how, 1)
+		c.candidates = []string{"a"}
+		c.step(1, begin{})
+		c.step(2, answered{dial: 1, hello: Welcome{Elects: true}})
+		require.EqualValues(t, 1, c.link)
+		as := c.step(2+slowAfter(time.Second), nil)
+		if how != lostSilent {
+			require.Empty(t, as)
+			continue
+		}
+		require.Equal(t, []action{dial{2, "lost", time.Second / 4}}, as)
+		require.Empty(t, c.step(c.now+1, answered{dial: 2, err: errors.New("silent")}))
+		require.EqualValues(t, 1, c.link)
+		require.Equal(t, []action{dial{3, "lost", time.Second / 4}}, c.step(c.now+searchInterval, nil))
+		leads := Welcome{Running: true, Term: 3}
+		require.Equal(t, []action{leave{1}, enroll{dial: 3, addr: "lost", hello: leads, history: &history{Term: 3, Epoch: 1, Lost: "x"}}},
+			c.step(c.now+1, answered{dial: 3, hello: leads}))
+	}
+}
+
 // A host that has promised its vote to one candidate gives it to no other one of that term or of a smaller one, and leaves it.
 func TestPromisedVote(t *testing.T) {
 	for _, other := range []Leader{{Term: 3, Agent: "b"}, {Term: 2, Agent: "b"}} {

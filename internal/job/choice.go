@@ -50,6 +50,7 @@ type choice struct {
 	history    *history // nil at the start of the job
 	// After the loss of a coordinator:
 	lostAt   string  // its address
+	mayLead  bool    // it was silent, and perhaps leads the other hosts
 	noticed  instant // until then, a host that has not noticed the loss is waited for
 	deadline instant // the time for the choice is over
 
@@ -82,6 +83,7 @@ func newChoice(v *voter, seeds []string, self string, now instant) *choice {
 func newSuccession(v *voter, h *history, self, lostAt string, how Loss, now instant) *choice {
 	c := newChoice(v, h.addresses(), self, now)
 	c.history, c.lostAt, c.noticed, c.deadline = h, lostAt, now+h.lostAfter, now+SuccessionTime(h.lostAfter)
+	c.mayLead = how == lostSilent
 	if how == lostByIt { // if the coordinator goes on, no other hosts will come
 		c.deadline -= h.lostAfter
 	}
@@ -292,6 +294,9 @@ func (c *choice) look() {
 	if c.link == 0 {
 		c.begin(&search{addrs: all})
 		return
+	}
+	if c.mayLead && !slices.Contains(all, c.lostAt) { // this host returns to it if nobody has replaced it
+		all = append(all, c.lostAt)
 	}
 	c.wake = c.now + c.interval()
 	if c.bound || len(all) < 2 {

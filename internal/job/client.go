@@ -22,6 +22,7 @@ type Client struct {
 	ip     string // address of its host, or "" without a network
 	host   string // host of this process
 	Hello  Welcome
+	Since  time.Time              // when this process has registered
 	events func(*Client, Message) // called by the reader, in order, for each message that is not a reply
 	Ctx    context.Context
 	Cancel context.CancelCauseFunc
@@ -46,7 +47,7 @@ type Client struct {
 // all events, in order.
 func newClient(l *Link, to Target, addr, host string, hello Welcome, events func(*Client, Message)) *Client {
 	clock := NewRunClock(hello.step())
-	k := &Client{Stream: NewStream(l, clock, hello.LostAfter), Clock: clock, To: to, Addr: addr, ip: addrIP(l.Conn.RemoteAddr()), host: host, Hello: hello, events: events,
+	k := &Client{Stream: NewStream(l, clock, hello.LostAfter), Clock: clock, To: to, Addr: addr, ip: addrIP(l.Conn.RemoteAddr()), host: host, Hello: hello, Since: time.Now(), events: events,
 		replies: map[uint64]chan Message{}, EndedC: make(chan struct{}), redials: newRedials()}
 	k.Clock.sys = to.Sys
 	k.Ctx, k.Cancel = context.WithCancelCause(context.Background())

@@ -153,7 +153,7 @@ func (s *coreSim) checkEnded(who string, ended map[string]bool) {
 
 // connect connects a process to a coordinator, which has admitted it.
 func (r *coreServer) connect(p *coreProc, worker bool) *coreLink {
-	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, hello: r.c.welcome(), peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, heardAt: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
+	l := &coreLink{s: r.s, procs: [2]*coreProc{p, r.agent.proc}, server: r, hello: r.c.welcome(), opened: r.s.now, peer: &peer{addr: p.name, worker: worker}, reads: [2]bool{true, true}, heardAt: [2]time.Duration{-1, -1}, phase: r.s.random(r.s.lostAfter / 6)}
 	r.s.links = append(r.s.links, l)
 	r.links[l.peer] = l
 	r.step(connected{l.peer})
@@ -552,9 +552,10 @@ func (w *coreWorker) follow() {
 		return
 	}
 	old := w.link
-	if a.proc.paused > 0 || a.choosing || a.link == nil || !a.link.reads[coreMember] || old != nil && a.link.server == old.server ||
+	same := old != nil && a.link != nil && a.link.server == old.server && a.link.opened < old.opened // the launcher has not lost it
+	if a.proc.paused > 0 || a.choosing || a.link == nil || !a.link.reads[coreMember] || same ||
 		!a.s.reaches(w.proc.host, a.link.server.agent.proc) || a.link.server.closed || a.link.server.c.handedOver || a.link.server.c.welcome().Elects {
-		if old != nil && !a.choosing && a.link != nil && a.link.server == old.server && w.proc.clock()-w.lostAt > 2*a.s.lostAfter {
+		if same && !a.choosing && w.proc.clock()-w.lostAt > 2*a.s.lostAfter {
 			w.exit(1)
 			return
 		}

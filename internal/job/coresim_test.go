@@ -217,6 +217,7 @@ type coreLink struct {
 	procs   [2]*coreProc // of both ends
 	server  *coreServer
 	hello   Welcome // when the link was opened
+	opened  time.Duration
 	peer    *peer
 	reads   [2]bool          // whether the end reads
 	over    [2]bool          // whether the end has sent its last message

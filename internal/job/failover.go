@@ -29,7 +29,7 @@ func (a *Agent) referral() Welcome {
 	w := a.greeting()
 	w.Refers, w.Finished = true, a.finished
 	if a.k != nil && !a.choosing && a.k.Ctx.Err() == nil {
-		w.At = a.Addr
+		w.At, w.Follows = a.Addr, time.Since(a.k.Since)
 	}
 	if t := a.Now.Load(); t != nil && t.ctx.Err() != nil {
 		w.Over = context.Cause(t.ctx).Error()

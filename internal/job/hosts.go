@@ -234,6 +234,10 @@ func (c *coordinator) registerAgent(p *peer) error {
 		}
 		return nil
 	}
+	if again := func(q *peer) bool { return q.host.UUID == p.host.UUID && q.state != peerGone }; c.isElastic() && slices.ContainsFunc(c.agents, again) {
+		c.hangUp(p) // it has lost this coordinator, which has not noticed that yet: the launcher tries again
+		return nil
+	}
 	c.admit(p)
 	delete(c.leases, p.host.UUID) // it has lost this coordinator, and follows it again
 	p.ready, p.host.History = true, nil

@@ -42,6 +42,26 @@ func TestHostThatComesDuringAProposalIsSilent(t *testing.T) {
 	})
 }
 
+// A host registers again before its coordinator has noticed that it was given up. The host must try again: its old registration would
+// otherwise end with the new one.
+func TestHostThatComesBackTooEarly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := newPaperJob("a", "b", "c")
+		b := j.agentOn(t, "b")
+		old := j.hosts["b"]
+		p := j.comesBack(t, b, "a")
+		require.True(t, j.hungUp[p])
+		require.Equal(t, []*peer{j.hosts["a"], old, j.hosts["c"]}, j.agents)
+		require.Equal(t, phaseRun, j.elastic.phase)
+		j.hosts["b"] = old
+		j.lose("b")
+		p = j.comesBack(t, b, "a")
+		require.False(t, j.hungUp[p])
+		require.Contains(t, j.agents, p)
+		require.NotContains(t, j.agents, old)
+	})
+}
+
 // An end counts only for hosts that know what the coordinator knew under which it was found: the end of the coordinator itself, and those
 // that it reports.
 func TestEndsOfWhichAHostMayNotKnowEnough(t *testing.T) {

@@ -84,10 +84,12 @@ type Welcome struct {
 	Term   uint64 `json:"term,omitempty"`  // of a coordinator whose job is running
 	Run    string `json:"run,omitempty"`   // of the coordinator's job; a term says nothing about another run
 	// Refers is true if this host does not coordinate. At is the address of the coordinator, or "" if unknown.
-	Refers   bool   `json:"refers,omitempty"`
-	At       string `json:"at,omitempty"`
-	Finished bool   `json:"finished,omitempty"` // with Refers: the program has ended
-	Over     string `json:"over,omitempty"`     // with Refers: why the job has ended on this host
+	Refers bool   `json:"refers,omitempty"`
+	At     string `json:"at,omitempty"`
+	// Follows is how long ago this host has registered with the coordinator at At.
+	Follows  time.Duration `json:"follows,omitempty"`
+	Finished bool          `json:"finished,omitempty"` // with Refers: the program has ended
+	Over     string        `json:"over,omitempty"`     // with Refers: why the job has ended on this host
 }
 
 // World is the committed list of all processes, by rank.

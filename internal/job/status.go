@@ -64,6 +64,23 @@ func (a *Agent) Status(ctx context.Context) (*Status, error) {
 	return s, nil
 }
 
+// Coordinated returns the UUIDs of the hosts that the coordinator of this host knows, and whether it waits for processes. It
+// returns nil if this host does not coordinate. Only a simulation calls it.
+func (a *Agent) Coordinated() (hosts []string, waits bool) {
+	a.mu.Lock()
+	c := a.Coord
+	a.mu.Unlock()
+	if c == nil {
+		return nil, false
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, p := range slices.Concat(c.agents, c.late) {
+		hosts = append(hosts, p.host.UUID)
+	}
+	return hosts, c.isElastic() && c.elastic.phase == phaseWait
+}
+
 // unpackStatus decodes the coordinator's answer.
 func unpackStatus(b []byte) (*Status, error) {
 	z, err := gzip.NewReader(bytes.NewReader(b))

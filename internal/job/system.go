@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"os"
-	"slices"
 	"time"
 )
 
@@ -128,23 +127,6 @@ func (s *System) observe(c *coordinator, begun bool) {
 		}
 	}
 	s.Watch(v)
-}
-
-// Coordinated returns the UUIDs of the hosts that the coordinator of this host knows, and whether it waits for processes. It
-// returns nil if this host does not coordinate. Only a simulation calls it.
-func (a *Agent) Coordinated() (hosts []string, waits bool) {
-	a.mu.Lock()
-	c := a.Coord
-	a.mu.Unlock()
-	if c == nil {
-		return nil, false
-	}
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	for _, p := range slices.Concat(c.agents, c.late) {
-		hosts = append(hosts, p.host.UUID)
-	}
-	return hosts, c.isElastic() && c.elastic.phase == phaseWait
 }
 
 // Sleep waits for d and returns false if ctx ended first.

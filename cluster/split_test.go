@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/job"
 )
 
-// profileVar is "default" for the default time limits in elasticMain.
+// profileVar is "default" for the default time limits in elasticMain, and "drain" for a short one for planned changes.
 const profileVar = "CLUSTER_TEST_PROFILE"
 
 // elasticMain is a launcher with one worker, which is in the same process. It ends after SIGUSR1
@@ -26,8 +26,11 @@ func elasticMain(host, seed string) int {
 	nodes, _ := strconv.Atoi(os.Getenv(nodesVar))
 	timing := quick
 	timing.LostAfter = 4 * time.Second
-	if os.Getenv(profileVar) == "default" {
+	switch os.Getenv(profileVar) {
+	case "default":
 		timing = Timing{}
+	case "drain":
+		timing.Drain = time.Second
 	}
 	a, err := job.Start(context.Background(), &job.Config{Job: "split", Nodes: nodes, MinNodes: 1, Host: host, Seeds: []string{seed}, Secret: testSecret, Timing: timing,
 		Notify: func(line string) { fmt.Println(line) }})
@@ -208,4 +211,23 @@ func TestNobodyReachesTheCoordinator(t *testing.T) {
 	code, text := ps[0].exit()
 	require.Equal(t, 42, code, text)
 	require.NotContains(t, text, "works in epoch")
+}
+
+// A host hears nothing from the coordinator for the limit, and the others do. It gives the coordinator up, finds no other one, and returns
+// when it hears the coordinator again.
+func TestHostReturnsToTheCoordinator(t *testing.T) {
+	t.Parallel()
+	l := newLAN(t, 3)
+	ps := l.startElastic("drain")
+	l.Lose(0, 2)
+	ps[2].await(t, "choose another coordinator")
+	l.Find(0, 2)
+	for _, p := range ps {
+		p.awaitEpochOf(t, 3)
+	}
+	require.NoError(t, ps[0].cmd.Process.Signal(syscall.SIGUSR1))
+	for _, p := range ps {
+		code, text := p.exit()
+		require.Zero(t, code, text)
+	}
 }

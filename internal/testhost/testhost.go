@@ -178,6 +178,14 @@ func (l *LAN) Cut(i int) { l.Do("bridge link set dev %s state 0", l.Port(i)) }
 // Heal ends Cut.
 func (l *LAN) Heal(i int) { l.Do("bridge link set dev %s state 3", l.Port(i)) }
 
+// Lose lets what host from sends to host to go to nobody.
+func (l *LAN) Lose(from, to int) {
+	l.Do("ip -n %s neigh replace %s lladdr 02:00:00:00:00:99 dev eth0 nud permanent", l.NS(from), l.IP(to))
+}
+
+// Find ends Lose.
+func (l *LAN) Find(from, to int) { l.Do("ip -n %s neigh del %s dev eth0", l.NS(from), l.IP(to)) }
+
 // Split moves hosts to another switch.
 func (l *LAN) Split(hosts ...int) {
 	l.Do("ip link add %sb type bridge", l.id)

@@ -319,7 +319,7 @@ func TestLinesWhereTheyCannot(t *testing.T) {
 	require.Equal(t, []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot}, g.Strategies())
 	err := g.Use(testgpu.Context(t), comm.TwoShotLines)
 	require.ErrorIs(t, err, comm.ErrMismatch)
-	require.ErrorContains(t, err, "the group has no strategy two-shot-lines: it has [nccl own one-shot two-shot-packets two-shot]: "+
+	require.ErrorContains(t, err, "the group has no strategy two-shot-lines: it has [nccl own one-shot two-shot-packets two-shot pipelined]: "+
 		"two-shot-lines needs GPUs that NVLink joins, which keeps lines of 128 bytes whole; this machine has another link between ranks 1 and 2")
 	require.NoError(t, conform(testgpu.Context(t), g))
 	g = groupBy(t, devs, comm.Config{Strategy: comm.TwoShotLines})

@@ -34,7 +34,7 @@ func makeOf[T memory.Element](t testing.TB, s *stream.Stream, n int) memory.Slic
 // wait in, and take nothing any more.
 func TestAbort(t *testing.T) {
 	each(t, []int{3}, func(t *testing.T, devs []*device.Device) {
-		for _, name := range []string{"one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "graph"} {
+		for _, name := range []string{"one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "graph"} {
 			t.Run(name, func(t *testing.T) {
 				group := open(t, devs, &fabric.Config{Bytes: 1})
 				absent := group[len(group)-1]
@@ -47,7 +47,7 @@ func TestAbort(t *testing.T) {
 						x.src = src.Slice(0, 1000)
 					case "reduce-scatter":
 						x.dst = dst.Slice(0, 1000)
-					case "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "graph":
+					case "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined", "graph":
 						c.name = "all-reduce"
 						for _, a := range fabric.Algorithms {
 							if a.String() == name {

@@ -100,7 +100,7 @@ func (rs Routers) Strategies() []Strategy {
 	k := rs[0]
 	if k.kernels != nil {
 		list = append(list, OwnKernels)
-		for s := OneShot; s <= TwoShotLines; s++ {
+		for s := OneShot; s <= Pipelined; s++ {
 			if k.kernels.Supports(algorithms[s]) == nil {
 				list = append(list, s)
 			}
@@ -135,10 +135,10 @@ func (rs Routers) Chosen(x collective.Op) Strategy {
 }
 
 // choose returns the strategy for x: the first one of the rule that supports x.
-// Only all-reduces have a choice among the algorithms of Chorus kernels.
+// Only all-reduces have a choice among all algorithms of Chorus kernels.
 func (k *Router) choose(x *collective.Op) Strategy {
 	s := k.firstSupported(x)
-	if s.Algorithm() && x.Kind != flight.AllReduce {
+	if s.Algorithm() && s != Pipelined && x.Kind != flight.AllReduce {
 		return OwnKernels
 	}
 	return s
@@ -178,6 +178,8 @@ func (k *Router) supports(s Strategy, x *collective.Op, most int) bool {
 		return k.kernels != nil && x.Bytes() <= most && k.kernelsSupport(s, x)
 	case OneShot, TwoShotPackets, TwoShot, TwoShotLines:
 		return k.kernels != nil && (x.Kind == flight.AllReduce || x.Bytes() <= most) && k.kernelsSupport(s, x)
+	case Pipelined:
+		return k.kernels != nil && x.Kind != flight.Broadcast && k.kernelsSupport(s, x)
 	case Windows:
 		return k.window != nil && k.window.fits(x)
 	case CopyEngines:
@@ -326,6 +328,7 @@ const (
 	TwoShotPackets
 	TwoShot
 	TwoShotLines
+	Pipelined
 	Windows
 	CopyEngines
 	Tuned
@@ -335,7 +338,7 @@ const (
 // Names has the names that CHORUS_COMM_STRATEGY has for the strategies.
 var Names = [NumStrategies]string{
 	ByEnvironment: "by environment", NCCLOnly: "nccl", OwnKernels: "own", OneShot: "one-shot",
-	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", TwoShotLines: "two-shot-lines", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
+	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", TwoShotLines: "two-shot-lines", Pipelined: "pipelined", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
 }
 
 // String returns the name that CHORUS_COMM_STRATEGY has for s.
@@ -362,5 +365,5 @@ type Name string
 // Name returns the name that CHORUS_COMM_STRATEGY has for s.
 func (s Strategy) Name() Name { return Name(s.String()) }
 
-// Algorithm reports whether s is one algorithm of Chorus kernels for all-reduces.
-func (s Strategy) Algorithm() bool { return s >= OneShot && s <= TwoShotLines }
+// Algorithm reports whether s is one algorithm of Chorus kernels.
+func (s Strategy) Algorithm() bool { return s >= OneShot && s <= Pipelined }

@@ -261,4 +261,4 @@ func kernelLimit(x *collective.Op) int {
 	return kernelPartBytes
 }
 
-var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines}
+var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines, Pipelined: fabric.Pipelined}

@@ -264,3 +264,21 @@ func TestCollectives(t *testing.T) {
 		tabled(t, group, floats(func(x float64) float64 { return x }))
 	})
 }
+
+// A limit of the thread blocks applies to all ranks, and every collective still gives every element.
+func TestFewBlocks(t *testing.T) {
+	each(t, []int{2, 3}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &fabric.Config{Bytes: 1, Blocks: 3})
+		k, drawn := floats(func(x float32) float32 { return x }), testgpu.Sample(t, testhost.Rounds(16, 8))
+		for _, m := range group {
+			require.Equal(t, 3, m.Blocks())
+		}
+		calls(group, k, func(c call) {
+			if drawn() {
+				carryOut(t, group, k, c)
+			}
+		})
+	})
+	_, err := fabric.Open(t.Context(), newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]), 0, 1, nil, &fabric.Config{Blocks: -1})
+	require.ErrorContains(t, err, "Blocks -1")
+}

@@ -76,3 +76,6 @@ func Scratches() int {
 	defer scratches.mu.Unlock()
 	return len(scratches.open)
 }
+
+// Blocks returns the number of blocks of the largest kernel of r.
+func (r *Rank) Blocks() int { return int(r.grid(1 << 30).blocks) }

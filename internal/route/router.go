@@ -28,6 +28,7 @@ type Router struct {
 	ordered  *ordered            // nil if the order of reductions does not matter
 	engines  bool                // copy engines reach all ranks, which are in this process
 	opened   Strategy            // the strategy that Open got
+	blocks   int                 // the maximum number of thread blocks of a Chorus kernel; 0: no maximum
 	exchange collective.Exchange // with the other ranks, until all are open
 	rule     atomic.Pointer[rule]
 }
@@ -202,14 +203,14 @@ func (k *Router) abort() {
 // Open returns a Router for each of the communicators, with everything that the strategy needs
 // and the devices support, and none if NCCL is the only possibility. After an error the caller
 // closes the routers when the communicators have ended. With an order, reductions are
-// deterministic. exchange is not used with NCCLOnly.
-func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) collective.Exchange) (Routers, error) {
+// deterministic. Chorus kernels have at most so many thread blocks, unless blocks is 0. exchange is not used with NCCLOnly.
+func Open(ctx context.Context, s Strategy, order *Order, blocks int, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) collective.Exchange) (Routers, error) {
 	if s == NCCLOnly && order == nil || comms[0].Size() == 1 {
 		return nil, nil
 	}
 	rs := make(Routers, len(comms))
 	for i, c := range comms {
-		rs[i] = &Router{comm: c, in: collective.Of(c), local: i, stream: streams[i], opened: s}
+		rs[i] = &Router{comm: c, in: collective.Of(c), local: i, stream: streams[i], opened: s, blocks: blocks}
 		if s != NCCLOnly {
 			rs[i].exchange = exchange(c.Rank())
 		}

@@ -316,7 +316,7 @@ func TestOwnKernelsWhereTheyCannot(t *testing.T) {
 func TestLinesWhereTheyCannot(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, VirtualPCIe: [][2]int{{1, 2}}})
 	g := localOwn(t, devs, nil)
-	require.Equal(t, []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot}, g.Strategies())
+	require.Equal(t, []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Pipelined}, g.Strategies())
 	err := g.Use(testgpu.Context(t), comm.TwoShotLines)
 	require.ErrorIs(t, err, comm.ErrMismatch)
 	require.ErrorContains(t, err, "the group has no strategy two-shot-lines: it has [nccl own one-shot two-shot-packets two-shot pipelined]: "+

@@ -117,7 +117,7 @@ func TestPerfStrategies(t *testing.T) {
 		}
 		repeat := func(names ...string) []string { return slices.Repeat(names, 3) }
 		require.Equal(t, repeat("nccl", "own", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined", "windows"), have["all_reduce"])
-		require.Equal(t, repeat("nccl", "own", "windows", "copy-engines"), have["all_gather"])
+		require.Equal(t, repeat("nccl", "own", "pipelined", "windows", "copy-engines"), have["all_gather"])
 		require.Equal(t, repeat("nccl"), have["gather"])
 		return list
 	}

@@ -317,7 +317,7 @@ func pick(a Algorithm, packets, chunks function) function {
 // chunkBytes is the size of the chunks of pipelined operations, of all ranks together, if the scratch memory has room for two.
 const chunkBytes = 4 << 20
 
-// chunkCells returns the number of cells of a rank's part of a chunk: the chunks are of equal size, as far as that is possible.
+// chunkCells returns the number of cells of a rank's part of a chunk. The chunks are about equal.
 func (r *Rank) chunkCells(o *operation) int {
 	most := min(chunkBytes, r.whole/2) / r.ranks / cellBytes
 	cells := over(o.bytes(), cellBytes)

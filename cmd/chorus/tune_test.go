@@ -138,7 +138,7 @@ func TestPerfStrategies(t *testing.T) {
 
 	out, errs, code = chorusPerf(t, set, args...)
 	require.Zero(t, code, errs)
-	require.Regexp(t, `(?m)^ +48 +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+\* +[\d.]+[ <] +[\d.]+[ <] *$`, out)
+	require.Regexp(t, `(?m)^ +48 +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+\* +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] *$`, out)
 	require.Contains(t, out, "# * chosen, < faster than the chosen one")
 
 	tuning.For.NCCL = "2.27.5"

@@ -77,6 +77,7 @@ const (
 	TwoShotPackets Strategy = "two-shot-packets"
 	TwoShot        Strategy = "two-shot"
 	TwoShotLines   Strategy = "two-shot-lines"
+	Pipelined      Strategy = "pipelined"
 )
 
 // TunePlan returns the measurements that Tune will make.

@@ -550,7 +550,11 @@ func concurrently(comms []*nccl.Communicator, end func(*nccl.Communicator) error
 // openRouters opens everything that the strategy needs and the devices support, and lets it
 // execute the collectives of the group. hosts has the host of each rank; nil means one host.
 func (g *Group) openRouters(ctx context.Context, s route.Strategy, hosts []int, exchange func(rank int) collective.Exchange) (err error) {
-	g.routers, err = route.Open(ctx, s, g.cfg.order(hosts), g.comms(), g.Streams(), exchange)
+	blocks := 0
+	if n := g.cfg.nccl(nil).MaxCTAs; n != nil {
+		blocks = *n
+	}
+	g.routers, err = route.Open(ctx, s, g.cfg.order(hosts), blocks, g.comms(), g.Streams(), exchange)
 	if err != nil || len(g.routers) == 0 {
 		return err
 	}

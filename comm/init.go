@@ -125,7 +125,8 @@ func (i *initializing) devices() ([]*device.Device, error) {
 type Config struct {
 	// NCCL are the options of the ranks' communicators, including the timeout of an
 	// operation (Timeout) and the size of the flight recorder. Recoverable is refused: a
-	// group that fails aborts its communicators.
+	// group that fails aborts its communicators. MaxCTAs limits Chorus kernels, too: with
+	// fewer thread blocks they leave more multiprocessors to kernels that run beside them.
 	NCCL *nccl.Config
 	// HighPriority gives the group's streams precedence over streams with the default priority
 	// (is_high_priority_stream of ProcessGroupNCCL.Options). Groups of Split and Sub do as

@@ -316,10 +316,10 @@ func TestOwnKernelsWhereTheyCannot(t *testing.T) {
 func TestLinesWhereTheyCannot(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, VirtualPCIe: [][2]int{{1, 2}}})
 	g := localOwn(t, devs, nil)
-	require.Equal(t, []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot}, g.Strategies())
+	require.Equal(t, []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.Pipelined}, g.Strategies())
 	err := g.Use(testgpu.Context(t), comm.TwoShotLines)
 	require.ErrorIs(t, err, comm.ErrMismatch)
-	require.ErrorContains(t, err, "the group has no strategy two-shot-lines: it has [nccl own one-shot two-shot-packets two-shot]: "+
+	require.ErrorContains(t, err, "the group has no strategy two-shot-lines: it has [nccl own one-shot two-shot-packets two-shot pipelined]: "+
 		"two-shot-lines needs GPUs that NVLink joins, which keeps lines of 128 bytes whole; this machine has another link between ranks 1 and 2")
 	require.NoError(t, conform(testgpu.Context(t), g))
 	g = groupBy(t, devs, comm.Config{Strategy: comm.TwoShotLines})

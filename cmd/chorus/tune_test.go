@@ -116,8 +116,8 @@ func TestPerfStrategies(t *testing.T) {
 			}
 		}
 		repeat := func(names ...string) []string { return slices.Repeat(names, 3) }
-		require.Equal(t, repeat("nccl", "own", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "windows"), have["all_reduce"])
-		require.Equal(t, repeat("nccl", "own", "windows", "copy-engines"), have["all_gather"])
+		require.Equal(t, repeat("nccl", "own", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined", "windows"), have["all_reduce"])
+		require.Equal(t, repeat("nccl", "own", "pipelined", "windows", "copy-engines"), have["all_gather"])
 		require.Equal(t, repeat("nccl"), have["gather"])
 		return list
 	}
@@ -138,7 +138,7 @@ func TestPerfStrategies(t *testing.T) {
 
 	out, errs, code = chorusPerf(t, set, args...)
 	require.Zero(t, code, errs)
-	require.Regexp(t, `(?m)^ +48 +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+\* +[\d.]+[ <] +[\d.]+[ <] *$`, out)
+	require.Regexp(t, `(?m)^ +48 +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] +[\d.]+\* +[\d.]+[ <] +[\d.]+[ <] +[\d.]+[ <] *$`, out)
 	require.Contains(t, out, "# * chosen, < faster than the chosen one")
 
 	tuning.For.NCCL = "2.27.5"

@@ -23,11 +23,11 @@ const (
 )
 
 func BenchmarkAllReduce(b *testing.B) {
-	sizes := []int{8, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20}
+	sizes := []int{8, 512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20}
 	benchGroups(b, func(b *testing.B, group []member) {
 		for _, a := range fabric.Algorithms {
 			for _, bytes := range sizes {
-				if bytes <= limitOf(group[0], a) {
+				if bytes <= limitOf(group[0], a) && (a != fabric.Pipelined || bytes >= 1<<20) {
 					benchCall(b, group, fmt.Sprintf("algo=%s/bytes=%d", a, bytes), call{name: "all-reduce", algorithm: a, n: bytes / 4})
 				}
 			}
@@ -45,6 +45,11 @@ func benchParts(b *testing.B, name string) {
 	benchGroups(b, func(b *testing.B, group []member) {
 		for _, bytes := range []int{8, 4 << 10, 64 << 10} {
 			benchCall(b, group, fmt.Sprint("bytes=", bytes), call{name: name, n: bytes / 4})
+		}
+		for _, bytes := range []int{1 << 20, 32 << 20, 128 << 20} {
+			if name != "broadcast" {
+				benchCall(b, group, fmt.Sprint("algo=pipelined/bytes=", bytes), call{name: name, algorithm: fabric.Pipelined, n: bytes / 4})
+			}
 		}
 	})
 }
@@ -228,5 +233,5 @@ func benchGrids(b *testing.B, group []member, c call) {
 
 func limitOf(m member, a fabric.Algorithm) int {
 	l := m.Limits()
-	return map[fabric.Algorithm]int{fabric.OneShot: l.OneShot, fabric.TwoShotPackets: l.TwoShotPackets, fabric.TwoShot: l.TwoShot, fabric.TwoShotLines: l.TwoShotLines}[a]
+	return map[fabric.Algorithm]int{fabric.OneShot: l.OneShot, fabric.TwoShotPackets: l.TwoShotPackets, fabric.TwoShot: l.TwoShot, fabric.TwoShotLines: l.TwoShotLines, fabric.Pipelined: 1 << 30}[a]
 }

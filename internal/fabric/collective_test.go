@@ -56,6 +56,9 @@ func (a *arena[T]) check(t testing.TB, m member, what string) {
 	}
 }
 
+// manyChunks is the size of some chunks of a pipelined operation, with the smallest scratch memory.
+const manyChunks = 5 * 32 << 10
+
 // A call is one collective of all ranks.
 type call struct {
 	name      string
@@ -138,13 +141,13 @@ func (x anySlice[T]) enqueue(c call, m member) error {
 	case "all-reduce":
 		return fabric.AllReduce(m.Rank, m.s, x.dst, x.src, c.op, &fabric.AllReduceConfig{Algorithm: c.algorithm})
 	case "all-gather":
-		return fabric.AllGather(m.Rank, m.s, x.dst, x.src)
+		return fabric.AllGather(m.Rank, m.s, x.dst, x.src, c.algorithm)
 	case "reduce-scatter":
-		return fabric.ReduceScatter(m.Rank, m.s, x.dst, x.src, c.op)
+		return fabric.ReduceScatter(m.Rank, m.s, x.dst, x.src, c.op, c.algorithm)
 	case "broadcast":
 		return fabric.Broadcast(m.Rank, m.s, x.dst, x.src, c.root)
 	}
-	return fabric.AllToAll(m.Rank, m.s, x.dst, x.src)
+	return fabric.AllToAll(m.Rank, m.s, x.dst, x.src, c.algorithm)
 }
 
 // expect writes what a rank should have.
@@ -202,6 +205,9 @@ func calls[T memory.Element](group []member, k kit[T], fn func(call)) {
 	}
 	for _, name := range []string{"all-gather", "broadcast", "all-to-all"} {
 		all(call{name: name}, limits.Part)
+		if name != "broadcast" {
+			all(call{name: name, algorithm: fabric.Pipelined}, manyChunks/len(group))
+		}
 	}
 	if k.reduce == nil {
 		return
@@ -212,6 +218,8 @@ func calls[T memory.Element](group []member, k kit[T], fn func(call)) {
 		all(call{name: "all-reduce", op: op, algorithm: fabric.TwoShotPackets}, limits.TwoShotPackets)
 		all(call{name: "all-reduce", op: op, algorithm: fabric.TwoShot}, limits.TwoShot)
 		all(call{name: "all-reduce", op: op, algorithm: fabric.TwoShotLines}, limits.TwoShotLines)
+		all(call{name: "all-reduce", op: op, algorithm: fabric.Pipelined}, manyChunks)
+		all(call{name: "reduce-scatter", op: op, algorithm: fabric.Pipelined}, manyChunks/len(group))
 	}
 	all(call{name: "all-reduce"}, limits.AllReduce())
 }
@@ -255,4 +263,22 @@ func TestCollectives(t *testing.T) {
 		tabled(t, group, floats(memory.BFloat16Of))
 		tabled(t, group, floats(func(x float64) float64 { return x }))
 	})
+}
+
+// A limit of the thread blocks applies to all ranks, and every collective still gives every element.
+func TestFewBlocks(t *testing.T) {
+	each(t, []int{2, 3}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &fabric.Config{Bytes: 1, Blocks: 3})
+		k, drawn := floats(func(x float32) float32 { return x }), testgpu.Sample(t, testhost.Rounds(16, 8))
+		for _, m := range group {
+			require.Equal(t, 3, m.Blocks())
+		}
+		calls(group, k, func(c call) {
+			if drawn() {
+				carryOut(t, group, k, c)
+			}
+		})
+	})
+	_, err := fabric.Open(t.Context(), newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]), 0, 1, nil, &fabric.Config{Blocks: -1})
+	require.ErrorContains(t, err, "Blocks -1")
 }

@@ -39,7 +39,7 @@ func (r *Rank) NormGrid(x *Norm) (team, blocks, threads int) {
 func (a Algorithm) Steps(bytes, ranks int) int { return a.steps(bytes, ranks) }
 
 // Algorithms has those that can be asked for.
-var Algorithms = []Algorithm{OneShot, TwoShotPackets, TwoShot, TwoShotLines}
+var Algorithms = []Algorithm{OneShot, TwoShotPackets, TwoShot, TwoShotLines, Pipelined}
 
 // Choose returns what Auto is for so many bytes.
 func (r *Rank) Choose(bytes int) Algorithm { return r.choose(bytes) }
@@ -76,3 +76,6 @@ func Scratches() int {
 	defer scratches.mu.Unlock()
 	return len(scratches.open)
 }
+
+// Blocks returns the number of blocks of the largest kernel of r.
+func (r *Rank) Blocks() int { return int(r.grid(1 << 30).blocks) }

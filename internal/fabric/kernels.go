@@ -36,6 +36,7 @@ const (
 	maxBlocks   = 128
 	ticks       = 256 // ticks per epoch
 	packetBytes = 16
+	cellBytes   = 16
 	lineBytes   = 128
 	lineWords   = 15 // words of data
 	lineLanes   = 8  // threads per line
@@ -48,14 +49,17 @@ const (
 type function int
 
 const (
-	reduceScatterFn function = iota
-	allReduceFn              // followed by one for each further algorithm
+	reduceScatterFn     function = iota
+	allReduceFn                  // followed by one for each further algorithm
+	longReduceScatterFn = allReduceFn + function(algorithms) - 1
 )
 
 const (
 	allGatherFn function = iota
 	allToAllFn
 	broadcastFn
+	longAllGatherFn
+	longAllToAllFn
 )
 
 // A module has the kernels of a CUDA module, or nil before the first use.
@@ -126,6 +130,8 @@ func (t *toolbox) reducer(dev *device.Device, fn function, format int, op flight
 			{Name: "all_reduce_2", Params: params(), Go: fold.twoShotPackets},
 			{Name: "all_reduce_3", Params: params(), Go: fold.twoShot},
 			{Name: "all_reduce_4", Params: params(), Go: fold.twoShotLines},
+			{Name: "all_reduce_5", Params: params(kernel.U32), Go: fold.allReduceChunks},
+			{Name: "reduce_scatter_2", Params: params(kernel.U32), Go: fold.reduceScatterChunks},
 		})
 		if err != nil {
 			return nil, fmt.Errorf("fabric: the %s of %s: %w", op, f.dtype, err)
@@ -141,6 +147,8 @@ func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error)
 			{Name: "all_gather", Params: params(), Go: gatherAll},
 			{Name: "all_to_all", Params: params(), Go: exchangeAll},
 			{Name: "broadcast", Params: params(kernel.U32), Go: broadcastOne},
+			{Name: "all_gather_2", Params: params(kernel.U32), Go: gatherChunks},
+			{Name: "all_to_all_2", Params: params(kernel.U32), Go: exchangeChunks},
 		})
 		if err != nil {
 			return nil, fmt.Errorf("fabric: %w", err)
@@ -203,11 +211,11 @@ const (
 	outParam
 	bytesParam
 	alignedParam
-	rootParam
+	lastParam // the root of a broadcast, or the number of cells of a rank's part of a chunk
 )
 
 func params(more ...kernel.Param) []kernel.Param {
-	ps := make([]kernel.Param, maxRanks, rootParam+1)
+	ps := make([]kernel.Param, maxRanks, lastParam+1)
 	for i := range ps {
 		ps[i] = kernel.Pointer
 	}
@@ -222,7 +230,7 @@ var folder embed.FS
 // files are the parts of the source; each may use the previous ones.
 var files = []string{
 	"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "packet.cuh", "word.cuh", "move.cu",
-	"element.cuh", "values.cuh", "reduce.cu", "cell.cu", "line.cu",
+	"element.cuh", "values.cuh", "reduce.cu", "cell.cu", "line.cu", "pipeline.cu",
 }
 
 // foldFiles are the parts of the source of Fold.

@@ -31,6 +31,8 @@ type Config struct {
 	// about that size divided by the number of ranks. A rank needs about eight times as
 	// much scratch memory, with or without lines, and relatively more below 512 KiB.
 	Bytes int
+	// Blocks is the maximum number of thread blocks of a kernel; 0 means a block for each multiprocessor.
+	Blocks int
 }
 
 const (
@@ -63,8 +65,8 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange colle
 		return nil, fmt.Errorf("%s: rank %d of %d does not exist", op, rank, ranks)
 	case exchange == nil && ranks > 1:
 		return nil, fmt.Errorf("%s: no exchange given", op)
-	case cfg != nil && (cfg.Bytes < 0 || cfg.Bytes > mostBytes):
-		return nil, fmt.Errorf("%s: Bytes is %d: want 0 to %d", op, cfg.Bytes, mostBytes)
+	case cfg != nil && (cfg.Bytes < 0 || cfg.Bytes > mostBytes || cfg.Blocks < 0):
+		return nil, fmt.Errorf("%s: Bytes is %d and Blocks %d: want 0 to %d, and 0 or more", op, cfg.Bytes, cfg.Blocks, mostBytes)
 	}
 	if err := gpu.StreamOf(s).RefuseCapture(op, "open the rank before the capture"); err != nil {
 		return nil, err
@@ -74,6 +76,9 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange colle
 		r.whole = over(cfg.Bytes, unitBytes) * unitBytes
 	}
 	r.blocks = maxBlocks
+	if cfg != nil && cfg.Blocks > 0 {
+		r.blocks = min(r.blocks, cfg.Blocks)
+	}
 	r.slot = over(r.whole/ranks, unitBytes) * unitBytes
 	if err := r.join(ctx, s, exchange); err != nil {
 		return nil, errors.Join(r.errorf("open", "%w", err), r.free())
@@ -140,6 +145,7 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err e
 		return c, err
 	}
 	c.Shares, c.Blocks = env.ShareGPUs.Value() == "yes", p.Multiprocessors
+	c.Most = r.blocks
 	r.clusters = p.Major >= 9
 	if err := r.load(); err != nil {
 		return c, err
@@ -319,6 +325,7 @@ type rankInfo struct {
 	GPU                string // its UUID
 	Shares             bool   // whether it may share its GPU with other ranks
 	Blocks             int    // number of blocks that its multiprocessors can run at once
+	Most               int    // number of blocks that its kernels may have
 	Scratch            uint64 // id of its scratch memory in its process
 	Epoch              uint64 // the initial epoch; all ranks use rank 0's
 }
@@ -367,6 +374,7 @@ func blocksOf(infos []rankInfo) int {
 	}
 	blocks := maxBlocks
 	for i := range infos {
+		blocks = min(blocks, max(infos[i].Most, 1))
 		parts := 1
 		if n := ranks[infos[i].GPU]; n > 1 {
 			parts = n + 1

@@ -1,6 +1,6 @@
 // Package fabric has the Chorus kernels for collectives between the GPUs of one host, over
-// memory that all these GPUs map. They are for small sizes: an operation takes a few
-// microseconds, less than the protocol of a general library.
+// memory that all these GPUs map. Most are for small sizes: an operation takes a few
+// microseconds, less than the protocol of a general library. The pipelined ones are for large sizes.
 //
 // Open opens a rank of a group. Each rank has scratch memory that the other ranks write
 // to. An operation is one kernel on each rank: it sends, waits for the data of the other
@@ -18,6 +18,7 @@ package fabric
 import (
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 
@@ -213,7 +214,10 @@ func (o *operation) reduces() bool {
 func (o *operation) fits(r *Rank, a Algorithm) (use Algorithm, most int, ok bool) {
 	l, bytes := r.Limits(), o.bytes()
 	most = l.Part
-	if o.Kind == flight.AllReduce {
+	switch {
+	case a == Pipelined && o.Kind != flight.Broadcast:
+		most = math.MaxInt
+	case o.Kind == flight.AllReduce:
 		if a == Auto && bytes <= l.AllReduce() {
 			a = r.choose(bytes)
 		}
@@ -234,14 +238,18 @@ func (r *Rank) enqueue(o *operation) error {
 		return err
 	}
 	dst, src := o.operands()
-	var args [rootParam + 1]kernel.Arg
+	var args [lastParam + 1]kernel.Arg
 	copy(args[:], r.args[:])
 	args[signatureParam] = kernel.Scalar(o.signature(a))
 	args[inParam], args[outParam] = kernel.Address(src), kernel.Address(dst)
 	args[bytesParam], args[alignedParam] = kernel.Scalar(uint64(o.bytes())), kernel.Scalar(o.aligned(a))
-	n := rootParam
-	if o.Kind == flight.Broadcast {
-		args[rootParam] = kernel.Scalar(uint32(o.Root))
+	n := lastParam
+	switch {
+	case o.Kind == flight.Broadcast:
+		args[n] = kernel.Scalar(uint32(o.Root))
+		n++
+	case a == Pipelined:
+		args[n] = kernel.Scalar(uint32(r.chunkCells(o)))
 		n++
 	}
 	if err := r.order.Begin(s); err != nil {
@@ -284,15 +292,39 @@ func (o *operation) kernel(r *Rank, a Algorithm) (k *kernel.Kernel, g grid, err 
 	case flight.AllReduce:
 		k, err = t.reducer(r.dev, allReduceFn+function(a)-1, formatOf[o.DType], o.Reduction)
 	case flight.ReduceScatter:
-		k, err = t.reducer(r.dev, reduceScatterFn, formatOf[o.DType], o.Reduction)
+		k, err = t.reducer(r.dev, pick(a, reduceScatterFn, longReduceScatterFn), formatOf[o.DType], o.Reduction)
 	case flight.AllGather:
-		k, err = t.mover(r.dev, allGatherFn)
+		k, err = t.mover(r.dev, pick(a, allGatherFn, longAllGatherFn))
 	case flight.AllToAll:
-		k, err = t.mover(r.dev, allToAllFn)
+		k, err = t.mover(r.dev, pick(a, allToAllFn, longAllToAllFn))
 	case flight.Broadcast:
 		k, err = t.mover(r.dev, broadcastFn)
 	}
+	if a == Pipelined {
+		return k, r.grid(r.chunkCells(o)), err
+	}
 	return k, r.grid(a.steps(o.bytes(), r.ranks)), err
+}
+
+// pick returns the function of an algorithm.
+func pick(a Algorithm, packets, chunks function) function {
+	if a == Pipelined {
+		return chunks
+	}
+	return packets
+}
+
+// chunkBytes is the size of the chunks of pipelined operations, of all ranks together, if the scratch memory has room for two.
+const chunkBytes = 4 << 20
+
+// chunkCells returns the number of cells of a rank's part of a chunk. The chunks are about equal.
+func (r *Rank) chunkCells(o *operation) int {
+	most := min(chunkBytes, r.whole/2) / r.ranks / cellBytes
+	cells := over(o.bytes(), cellBytes)
+	if o.Kind == flight.AllReduce {
+		cells = over(cells, r.ranks)
+	}
+	return over(cells, over(cells, most))
 }
 
 // signature is a hash of all properties that must be the same on all ranks. Packets and
@@ -320,8 +352,10 @@ func (o *operation) aligned(a Algorithm) uint32 {
 	dst, src := o.operands()
 	bits := dst | src
 	switch {
-	case o.Kind == flight.AllReduce && a == TwoShot:
+	case o.Kind == flight.AllReduce && (a == TwoShot || a == Pipelined):
 		unit = 16
+	case a == Pipelined:
+		unit, bits = 16, bits|uint64(o.bytes())
 	case o.Kind != flight.AllReduce && o.Kind != flight.Broadcast:
 		bits |= uint64(o.bytes()) // the offset of each part
 	}
@@ -331,7 +365,7 @@ func (o *operation) aligned(a Algorithm) uint32 {
 	return 0
 }
 
-// An Algorithm is an algorithm for all-reduces.
+// An Algorithm is an algorithm for all-reduces. Pipelined is also for other collectives.
 type Algorithm int
 
 // The algorithms. Packets are words of 8 bytes, sent as two halves with a mark each. The
@@ -343,12 +377,13 @@ const (
 	TwoShotPackets                  // each rank reduces a part and sends the result to all ranks, in packets
 	TwoShot                         // the same with plain bytes, between barriers
 	TwoShotLines                    // the same in lines of 128 bytes with marks of 8 bytes; requires NVLink between all GPUs
+	Pipelined                       // TwoShot in chunks, several at a time, and the same for other collectives; without a limit of the size
 	algorithms
 )
 
 // String returns the name of the algorithm, such as "one-shot".
 func (a Algorithm) String() string {
-	if names := [algorithms]string{"auto", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines"}; a >= 0 && a < algorithms {
+	if names := [algorithms]string{"auto", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined"}; a >= 0 && a < algorithms {
 		return names[a]
 	}
 	return fmt.Sprintf("algorithm %d", int(a))

@@ -34,7 +34,7 @@ func makeOf[T memory.Element](t testing.TB, s *stream.Stream, n int) memory.Slic
 // wait in, and take nothing any more.
 func TestAbort(t *testing.T) {
 	each(t, []int{3}, func(t *testing.T, devs []*device.Device) {
-		for _, name := range []string{"one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "graph"} {
+		for _, name := range []string{"one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined", "all-gather", "reduce-scatter", "broadcast", "all-to-all", "graph"} {
 			t.Run(name, func(t *testing.T) {
 				group := open(t, devs, &fabric.Config{Bytes: 1})
 				absent := group[len(group)-1]
@@ -47,7 +47,7 @@ func TestAbort(t *testing.T) {
 						x.src = src.Slice(0, 1000)
 					case "reduce-scatter":
 						x.dst = dst.Slice(0, 1000)
-					case "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "graph":
+					case "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined", "graph":
 						c.name = "all-reduce"
 						for _, a := range fabric.Algorithms {
 							if a.String() == name {
@@ -198,7 +198,7 @@ func TestArguments(t *testing.T) {
 			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), flight.Sum, 0),
 			"op 5 does not exist":                        sum(x, y, 5, 0),
 			"op -1 does not exist":                       sum(x, y, -1, 0),
-			"algorithm 5 does not exist":                 sum(x, y, flight.Sum, 5),
+			"algorithm 6 does not exist":                 sum(x, y, flight.Sum, 6),
 			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), flight.Sum, 0),
 			"the operation runs on":                      sum(z, z, flight.Sum, 0),
 			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, flight.Sum, nil),

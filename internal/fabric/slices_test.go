@@ -30,13 +30,13 @@ func AllReduce[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slic
 }
 
 // AllGather enqueues an all-gather of slices, after it has checked them.
-func AllGather[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(r, s, operationOf(flight.AllGather, 0, 0), dst, src)
+func AllGather[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], by ...Algorithm) error {
+	return issue(r, s, operationOf(flight.AllGather, 0, 0, by...), dst, src)
 }
 
 // ReduceScatter enqueues a reduce-scatter of slices, after it has checked them.
-func ReduceScatter[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op flight.Reduction) error {
-	return issue(r, s, operationOf(flight.ReduceScatter, op, 0), dst, src)
+func ReduceScatter[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op flight.Reduction, by ...Algorithm) error {
+	return issue(r, s, operationOf(flight.ReduceScatter, op, 0, by...), dst, src)
 }
 
 // Broadcast enqueues a broadcast of slices, after it has checked them.
@@ -45,12 +45,16 @@ func Broadcast[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slic
 }
 
 // AllToAll enqueues an all-to-all of slices, after it has checked them.
-func AllToAll[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(r, s, operationOf(flight.AllToAll, 0, 0), dst, src)
+func AllToAll[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], by ...Algorithm) error {
+	return issue(r, s, operationOf(flight.AllToAll, 0, 0, by...), dst, src)
 }
 
-func operationOf(k flight.Kind, op flight.Reduction, root int) *operation {
-	return &operation{Op: flight.Op{Request: flight.Request{Kind: k, Reduction: op, Root: root}}}
+func operationOf(k flight.Kind, op flight.Reduction, root int, by ...Algorithm) *operation {
+	o := &operation{Op: flight.Op{Request: flight.Request{Kind: k, Reduction: op, Root: root}}}
+	for _, a := range by {
+		o.Algorithm = int8(a)
+	}
+	return o
 }
 
 // issue checks an operation and enqueues it.

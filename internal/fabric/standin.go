@@ -93,9 +93,9 @@ func (p *party) await(ready func() bool) {
 
 // barrier returns when all ranks have reached it with every block.
 func (p *party) barrier(n uint64) {
-	want := p.epoch + p.signature
+	want := p.epoch + p.signature + n>>1*0x9e3779b97f4a7c15
 	at := func(block, rank int) uint64 {
-		return (uint64(block)*maxRanks+uint64(rank))*signalWords + p.epoch&1*2 + n
+		return (uint64(block)*maxRanks+uint64(rank))*signalWords + p.epoch&1*2 + n&1
 	}
 	grid := int(p.c.Grid().Blocks[0])
 	for k := 1; k < p.ranks && !p.over; k++ {
@@ -236,7 +236,7 @@ func (p *party) inPlace(in, out int) bool {
 
 func broadcastOne(c *kernel.Call) {
 	p := enter(c)
-	root, n := int(kernel.Get[uint32](c, rootParam)), wordsIn(p.bytes)
+	root, n := int(kernel.Get[uint32](c, lastParam)), wordsIn(p.bytes)
 	var in []byte // only the root has input
 	if p.rank == root {
 		in = p.read(0, p.bytes)
@@ -381,4 +381,158 @@ func (f fold) twoShot(c *kernel.Call) {
 		of(p.after(k), func(_, at int) { setWord(out, at, atomic.LoadUint64(&p.gathered(0)[at])) })
 	}
 	p.leave()
+}
+
+// A chunked is an operand that is divided into chunks. The part of rank r of chunk n begins n*step + r*pitch bytes after the
+// beginning of the operand.
+type chunked struct {
+	*party
+	share       int  // words of a part
+	step, pitch int  // bytes
+	shared      bool // by all ranks
+}
+
+// divided returns the chunks of an operand that is divided among the ranks, and parts those of operands with a part for each rank.
+func (p *party) divided() *chunked {
+	c := p.parts(0)
+	c.step, c.pitch, c.shared = p.ranks*c.step, c.step, true
+	return c
+}
+
+func (p *party) parts(pitch int) *chunked {
+	share := 2 * int(kernel.Get[uint32](p.c, lastParam))
+	return &chunked{party: p, share: share, step: 8 * share, pitch: pitch}
+}
+
+// part returns rank r's part of chunk n, of the input or the output, and how many words it has.
+func (c *chunked) part(operand func(at, n int) []byte, n, r int) ([]byte, int) {
+	left := c.bytes - n*c.step
+	if c.shared {
+		left -= r * c.pitch
+	}
+	if left <= 0 {
+		return nil, 0
+	}
+	b := operand(n*c.step+r*c.pitch, min(left, 8*c.share))
+	return b, min(2*over(len(b), cellBytes), c.share)
+}
+
+// run calls do with the number of each chunk and of as many more as the steps of a chunk need, and with the number of chunks. A barrier
+// follows each call but the last.
+func (c *chunked) run(more int, do func(n, count int)) {
+	c.check(inParam, 0, 16)
+	c.check(outParam, 0, 16)
+	count := over(c.bytes, c.step)
+	for n := 0; n < count+more; n++ {
+		if n > 0 {
+			c.barrier(uint64(n - 1))
+			if c.over {
+				break
+			}
+		}
+		do(n, count)
+	}
+	c.leave()
+}
+
+// slotOf and gatheredOf are from and gathered for chunk n.
+func (c *chunked) slotOf(k, r, n int) []uint64 { return c.from(k, r)[n&1*(c.slot/2):] }
+
+func (c *chunked) gatheredOf(k, n int) []uint64 { return c.gathered(k)[n&1*(c.whole/2):] }
+
+// scatter sends each other rank its part of chunk n.
+func (c *chunked) scatter(n int) {
+	for k := 1; k < c.ranks; k++ {
+		in, words := c.part(c.read, n, c.after(k))
+		to := c.slotOf(k, c.rank, n)
+		for i := range words {
+			c.sendCell(&to[i], wordOf(in, i))
+		}
+	}
+}
+
+// collect stores the parts of chunk n that the other ranks have sent.
+func (c *chunked) collect(n int, from func(r int) []uint64) {
+	for k := 1; k < c.ranks; k++ {
+		out, words := c.part(c.write, n, c.after(k))
+		for i := range words {
+			setWord(out, i, atomic.LoadUint64(&from(c.after(k))[i]))
+		}
+	}
+}
+
+// reduceChunk reduces this rank's part of chunk n, and sends it to the other ranks if all share the operand.
+func (c *chunked) reduceChunk(f fold, n int) {
+	in, words := c.part(c.read, n, c.rank)
+	if words == 0 {
+		return
+	}
+	to := c.write(n*c.step, len(in))
+	if c.shared {
+		to, _ = c.part(c.write, n, c.rank)
+	}
+	for i := range words {
+		for r := range c.ranks {
+			if r == c.rank {
+				c.words[r] = wordOf(in, i)
+			} else {
+				c.words[r] = atomic.LoadUint64(&c.slotOf(0, r, n)[i])
+			}
+		}
+		v := f(c.words[:c.ranks])
+		for k := 1; k < c.ranks && c.shared; k++ {
+			c.sendCell(&c.gatheredOf(k, n)[c.rank*c.share+i], v)
+		}
+		setWord(to, i, v)
+	}
+}
+
+func (f fold) allReduceChunks(k *kernel.Call) {
+	c := enter(k).divided()
+	c.run(2, func(n, count int) {
+		if n < count {
+			c.scatter(n)
+		}
+		if n > 0 && n <= count {
+			c.reduceChunk(f, n-1)
+		}
+		if n > 1 {
+			c.collect(n-2, func(r int) []uint64 { return c.gatheredOf(0, n-2)[r*c.share:] })
+		}
+	})
+}
+
+func (f fold) reduceScatterChunks(k *kernel.Call) {
+	p := enter(k)
+	c := p.parts(p.bytes)
+	c.run(1, func(n, count int) {
+		if n < count {
+			c.scatter(n)
+		}
+		if n > 0 {
+			c.reduceChunk(f, n-1)
+		}
+	})
+}
+
+func gatherChunks(k *kernel.Call)   { p := enter(k); p.exchange(p.parts(0)) }
+func exchangeChunks(k *kernel.Call) { p := enter(k); p.exchange(p.parts(p.bytes)) }
+
+// exchange sends the parts of the input, and stores those of all ranks in the output.
+func (p *party) exchange(in *chunked) {
+	out := p.parts(p.bytes)
+	keep := p.inPlace(p.rank*in.pitch, p.rank*out.pitch)
+	out.run(1, func(n, count int) {
+		if n < count {
+			in.scatter(n)
+			if !keep {
+				from, _ := in.part(p.read, n, p.rank)
+				to, _ := out.part(p.write, n, p.rank)
+				copy(to, from)
+			}
+		}
+		if n > 0 {
+			out.collect(n-1, func(r int) []uint64 { return out.slotOf(0, r, n-1) })
+		}
+	})
 }

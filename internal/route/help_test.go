@@ -59,7 +59,7 @@ func newRigInOrder(t *testing.T, devs []*device.Device, s Strategy, order *Order
 	g.in, err = memory.Make[int64](g.streams[1], rigCount)
 	require.NoError(t, err)
 	t.Cleanup(func() { g.close(t) })
-	g.routers, err = Open(testgpu.Context(t), s, order, g.comms, g.streams, fabric.NewTable(len(devs)).Seat)
+	g.routers, err = Open(testgpu.Context(t), s, order, 0, g.comms, g.streams, fabric.NewTable(len(devs)).Seat)
 	require.NoError(t, err)
 	return g
 }

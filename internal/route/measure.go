@@ -332,9 +332,9 @@ const (
 // oddBytes is the maximum of the measured sizes that are not multiples of 16 bytes.
 const oddBytes = 4 << 20
 
-// engineBytes is the minimum size for measuring copy engines: smaller copies take equally
-// long.
-const engineBytes = 256 << 10
+// longBytes is the minimum size for measuring copy engines and pipelined kernels: smaller copies take equally
+// long, and smaller operands have one chunk.
+const longBytes = 256 << 10
 
 // Plan returns the measurements of a tuning: the possible strategies for each operation,
 // without times. It returns none if NCCL is the only possibility.
@@ -427,10 +427,10 @@ func (o operation) choice(k *Router, bytes int) Choice {
 	x := o.sized(bytes)
 	for s := NCCLOnly + 1; s < Tuned; s++ {
 		// OwnKernels without a choice of algorithm is one of the strategies with one.
-		if s == OwnKernels && o.kind == flight.AllReduce || s.Algorithm() && o.kind != flight.AllReduce {
+		if s == OwnKernels && o.kind == flight.AllReduce || s.Algorithm() && s != Pipelined && o.kind != flight.AllReduce {
 			continue
 		}
-		if s == CopyEngines && bytes < engineBytes {
+		if (s == CopyEngines || s == Pipelined) && bytes < longBytes {
 			continue
 		}
 		if k.supports(s, &x, MostBytes) {

@@ -192,7 +192,7 @@ func (k *Router) fuses(x *fabric.Norm) bool {
 		x.Algorithm = fabric.OneShot
 	case TwoShotPackets:
 		x.Algorithm = fabric.TwoShotPackets
-	case OwnKernels, TwoShot, TwoShotLines, Tuned:
+	case OwnKernels, TwoShot, TwoShotLines, Pipelined, Tuned:
 	default:
 		return false
 	}

@@ -28,6 +28,7 @@ type Router struct {
 	ordered  *ordered            // nil if the order of reductions does not matter
 	engines  bool                // copy engines reach all ranks, which are in this process
 	opened   Strategy            // the strategy that Open got
+	blocks   int                 // the maximum number of thread blocks of a Chorus kernel; 0: no maximum
 	exchange collective.Exchange // with the other ranks, until all are open
 	rule     atomic.Pointer[rule]
 }
@@ -100,7 +101,7 @@ func (rs Routers) Strategies() []Strategy {
 	k := rs[0]
 	if k.kernels != nil {
 		list = append(list, OwnKernels)
-		for s := OneShot; s <= TwoShotLines; s++ {
+		for s := OneShot; s <= Pipelined; s++ {
 			if k.kernels.Supports(algorithms[s]) == nil {
 				list = append(list, s)
 			}
@@ -135,10 +136,10 @@ func (rs Routers) Chosen(x collective.Op) Strategy {
 }
 
 // choose returns the strategy for x: the first one of the rule that supports x.
-// Only all-reduces have a choice among the algorithms of Chorus kernels.
+// Only all-reduces have a choice among all algorithms of Chorus kernels.
 func (k *Router) choose(x *collective.Op) Strategy {
 	s := k.firstSupported(x)
-	if s.Algorithm() && x.Kind != flight.AllReduce {
+	if s.Algorithm() && s != Pipelined && x.Kind != flight.AllReduce {
 		return OwnKernels
 	}
 	return s
@@ -178,6 +179,8 @@ func (k *Router) supports(s Strategy, x *collective.Op, most int) bool {
 		return k.kernels != nil && x.Bytes() <= most && k.kernelsSupport(s, x)
 	case OneShot, TwoShotPackets, TwoShot, TwoShotLines:
 		return k.kernels != nil && (x.Kind == flight.AllReduce || x.Bytes() <= most) && k.kernelsSupport(s, x)
+	case Pipelined:
+		return k.kernels != nil && x.Kind != flight.Broadcast && k.kernelsSupport(s, x)
 	case Windows:
 		return k.window != nil && k.window.fits(x)
 	case CopyEngines:
@@ -200,14 +203,14 @@ func (k *Router) abort() {
 // Open returns a Router for each of the communicators, with everything that the strategy needs
 // and the devices support, and none if NCCL is the only possibility. After an error the caller
 // closes the routers when the communicators have ended. With an order, reductions are
-// deterministic. exchange is not used with NCCLOnly.
-func Open(ctx context.Context, s Strategy, order *Order, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) collective.Exchange) (Routers, error) {
+// deterministic. Chorus kernels have at most so many thread blocks, unless blocks is 0. exchange is not used with NCCLOnly.
+func Open(ctx context.Context, s Strategy, order *Order, blocks int, comms []*nccl.Communicator, streams []*stream.Stream, exchange func(rank int) collective.Exchange) (Routers, error) {
 	if s == NCCLOnly && order == nil || comms[0].Size() == 1 {
 		return nil, nil
 	}
 	rs := make(Routers, len(comms))
 	for i, c := range comms {
-		rs[i] = &Router{comm: c, in: collective.Of(c), local: i, stream: streams[i], opened: s}
+		rs[i] = &Router{comm: c, in: collective.Of(c), local: i, stream: streams[i], opened: s, blocks: blocks}
 		if s != NCCLOnly {
 			rs[i].exchange = exchange(c.Rank())
 		}
@@ -326,6 +329,7 @@ const (
 	TwoShotPackets
 	TwoShot
 	TwoShotLines
+	Pipelined
 	Windows
 	CopyEngines
 	Tuned
@@ -335,7 +339,7 @@ const (
 // Names has the names that CHORUS_COMM_STRATEGY has for the strategies.
 var Names = [NumStrategies]string{
 	ByEnvironment: "by environment", NCCLOnly: "nccl", OwnKernels: "own", OneShot: "one-shot",
-	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", TwoShotLines: "two-shot-lines", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
+	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", TwoShotLines: "two-shot-lines", Pipelined: "pipelined", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
 }
 
 // String returns the name that CHORUS_COMM_STRATEGY has for s.
@@ -362,5 +366,5 @@ type Name string
 // Name returns the name that CHORUS_COMM_STRATEGY has for s.
 func (s Strategy) Name() Name { return Name(s.String()) }
 
-// Algorithm reports whether s is one algorithm of Chorus kernels for all-reduces.
-func (s Strategy) Algorithm() bool { return s >= OneShot && s <= TwoShotLines }
+// Algorithm reports whether s is one algorithm of Chorus kernels.
+func (s Strategy) Algorithm() bool { return s >= OneShot && s <= Pipelined }

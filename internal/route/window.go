@@ -219,7 +219,7 @@ func synchronize(ss []*stream.Stream) error {
 func (rs Routers) openKernels(ctx context.Context, s Strategy, bytes int) error {
 	open := func(ctx context.Context, r *Router) (err error) {
 		c := r.comm
-		r.kernels, err = fabric.Open(ctx, r.stream, c.Rank(), c.Size(), r.exchange, &fabric.Config{Bytes: bytes})
+		r.kernels, err = fabric.Open(ctx, r.stream, c.Rank(), c.Size(), r.exchange, &fabric.Config{Bytes: bytes, Blocks: r.blocks})
 		if err != nil {
 			return err
 		}
@@ -261,4 +261,4 @@ func kernelLimit(x *collective.Op) int {
 	return kernelPartBytes
 }
 
-var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines}
+var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines, Pipelined: fabric.Pipelined}

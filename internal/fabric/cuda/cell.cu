@@ -1,7 +1,4 @@
-#ifdef CHORUS_TYPE
-
-// The all-reduce for large sizes: a two-shot all-reduce of cells between barriers. A cell is
-// 16 bytes of data without marks, so that no bandwidth is lost.
+// Cells of 16 bytes of data without marks, so that no bandwidth is lost.
 
 // loadCell and storeCell are load and store for cells; aligned refers to 16 bytes. The
 // accesses by bytes are functions that are not inlined. With inlined ones, the kernel had
@@ -28,6 +25,13 @@ static __device__ __forceinline__ void sendCell(const Rank& me, Cell* to, Cell v
 	if (!me.over) putCell(to, v);
 }
 
+// BATCH is the number of cells that a thread processes together.
+#define BATCH (MOST == 2 ? 4 : 1)
+
+#ifdef CHORUS_TYPE
+
+// The all-reduce for medium sizes: a two-shot all-reduce of cells between barriers.
+
 // A Share describes how the ranks divide an all-reduce: all is the number of cells, and share
 // the number of cells for each rank. has reports whether rank r's share has an i-th cell;
 // the last shares may be shorter or empty.
@@ -35,9 +39,6 @@ struct Share {
 	u64 all, share;
 	__device__ bool has(u32 r, u64 i) const { return i < share && r * share + i < all; }
 };
-
-// BATCH is the number of cells of a share that a thread processes together.
-#define BATCH (MOST == 2 ? 4 : 1)
 
 // loadCells loads BATCH cells of each other rank's share: c[b][k] is for the k-th rank after
 // this one.

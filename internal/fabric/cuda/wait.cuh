@@ -14,16 +14,17 @@ static __device__ __forceinline__ bool stalled(Rank& me) {
 }
 
 // barrier returns when the block of the same index on every rank has called it. All stores
-// of these blocks before the barrier are then visible. All threads of the block call it. An
-// operation has two barriers, n = 0 and n = 1; the first one also adds the block's ticks.
+// of these blocks before the barrier are then visible. All threads of the block call it. The barriers
+// of an operation are numbered; number 0 also adds the block's ticks.
 //
 // Thread k sends a signal to the k-th rank after this one and waits for that rank's signal.
 // The release store follows a __syncthreads, so it publishes the stores of the whole block.
-// Signals need no reset: their value is unique to the operation. Epochs alternate between
-// two sets of signals, so no rank overwrites a signal before its receiver has read it.
-static __device__ __forceinline__ void barrier(Rank& me, u32 n) {
-	const u64 want = me.epoch + me.signature;
-	const u64 at = (u64)blockIdx.x * RANKS * 4 + (me.epoch & 1) * 2 + n;
+// Signals need no reset: their value is unique to the operation and the barrier. Epochs alternate between
+// two sets of signals, and the barriers of an epoch between the two signals of a set, so no rank
+// overwrites a signal before its receiver has read it.
+static __device__ __forceinline__ void barrier(Rank& me, u64 n) {
+	const u64 want = me.epoch + me.signature + (n >> 1) * 0x9e3779b97f4a7c15ull;
+	const u64 at = (u64)blockIdx.x * RANKS * 4 + (me.epoch & 1) * 2 + (n & 1);
 	__syncthreads();
 	if (n == 0) counted(me);
 	const u32 k = threadIdx.x;

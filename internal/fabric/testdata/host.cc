@@ -18,12 +18,15 @@ struct Order {
 	unsigned grid;
 	bool inPlace;
 	int skip, root;
+	u32 share = 0; // cells of a part of a chunk
 };
 
 #ifdef CHORUS_TYPE
-enum { REDUCE_SCATTER, ALL_REDUCE, TWO_SHOT_PACKETS, TWO_SHOT, TWO_SHOT_LINES, KINDS };
+enum { REDUCE_SCATTER, ALL_REDUCE, TWO_SHOT_PACKETS, TWO_SHOT, TWO_SHOT_LINES, PIPELINED, PIPELINED_SCATTER, KINDS };
+static bool scatters(int kind) { return kind == REDUCE_SCATTER || kind == PIPELINED_SCATTER; }
 #else
-enum { ALL_GATHER, ALL_TO_ALL, BROADCAST, KINDS };
+enum { ALL_GATHER, ALL_TO_ALL, BROADCAST, PIPELINED_GATHER, PIPELINED_EXCHANGE, KINDS };
+static bool exchanges(int kind) { return kind == ALL_TO_ALL || kind == PIPELINED_EXCHANGE; }
 typedef u8 T;
 #endif
 
@@ -44,12 +47,16 @@ static void kernel(const Order& o, size_t order, int rank, char** p, T* in, T* o
 	case TWO_SHOT_PACKETS: return all_reduce_2(ARGS);
 	case TWO_SHOT: aligned = bits % 16 == 0; return all_reduce_3(ARGS);
 	case TWO_SHOT_LINES: return all_reduce_4(ARGS);
+	case PIPELINED: aligned = bits % 16 == 0; return all_reduce_5(ARGS, o.share);
+	case PIPELINED_SCATTER: aligned = (bits | bytes) % 16 == 0; return reduce_scatter_2(ARGS, o.share);
 	}
 #else
 	switch (o.kind) {
 	case ALL_GATHER: aligned = (bits | bytes) % 8 == 0; return all_gather(ARGS);
 	case ALL_TO_ALL: aligned = (bits | bytes) % 8 == 0; return all_to_all(ARGS);
 	case BROADCAST: return broadcast(ARGS, o.root);
+	case PIPELINED_GATHER: aligned = (bits | bytes) % 16 == 0; return all_gather_2(ARGS, o.share);
+	case PIPELINED_EXCHANGE: aligned = (bits | bytes) % 16 == 0; return all_to_all_2(ARGS, o.share);
 	}
 #endif
 }
@@ -73,7 +80,7 @@ static void launch(const Order& o, size_t order, int rank, T* in, T* out) {
 #ifdef CHORUS_TYPE
 static T input(int rank, u64 i, size_t order) { return Element<T>::narrow((Acc)number(rank, i, order)); }
 static T want(const Order& o, int rank, u64 i, size_t order) {
-	if (o.kind == REDUCE_SCATTER) i += rank * o.n;
+	if (scatters(o.kind)) i += rank * o.n;
 	Acc a = (Acc)number(0, i, order);
 	for (size_t r = 1; r < hosts.size(); r++) a = Reduction::join(a, (Acc)number(r, i, order));
 	return Element<T>::narrow(Reduction::finish(a, hosts.size()));
@@ -82,7 +89,7 @@ static T want(const Order& o, int rank, u64 i, size_t order) {
 static T input(int rank, u64 i, size_t order) { return number(rank, i, order) * 16 + rank; }
 static T want(const Order& o, int rank, u64 i, size_t order) {
 	if (o.kind == BROADCAST) return input(o.root, i, order);
-	return input(i / o.n, i % o.n + (o.kind == ALL_TO_ALL ? rank * o.n : 0), order);
+	return input(i / o.n, i % o.n + (exchanges(o.kind) ? rank * o.n : 0), order);
 }
 #endif
 
@@ -105,10 +112,10 @@ static void carryOut(Order o, int rank, size_t order) {
 	const u64 ranks = hosts.size();
 	u64 outs = o.n, ins = o.n;
 #ifdef CHORUS_TYPE
-	if (o.kind == REDUCE_SCATTER) ins *= ranks;
+	if (scatters(o.kind)) ins *= ranks;
 #else
 	if (o.kind != BROADCAST) outs *= ranks;
-	if (o.kind == ALL_TO_ALL) ins *= ranks, o.inPlace = false;
+	if (exchanges(o.kind)) ins *= ranks, o.inPlace = false;
 #endif
 	const size_t room = (std::max(ins, outs) + 64) * sizeof(T) / 16 + 1;
 	std::vector<Cell> a(room);
@@ -116,9 +123,9 @@ static void carryOut(Order o, int rank, size_t order) {
 	memset(a.data(), 0xa5, room * 16);
 	T *out = (T*)a.data() + o.skip, *in = o.inPlace ? out : (T*)b.data + o.skip;
 #ifdef CHORUS_TYPE
-	if (o.inPlace && o.kind == REDUCE_SCATTER) out = in + rank * o.n;
+	if (o.inPlace && scatters(o.kind)) out = in + rank * o.n;
 #else
-	if (o.inPlace && o.kind == ALL_GATHER) in = out + rank * o.n;
+	if (o.inPlace && !exchanges(o.kind) && o.kind != BROADCAST) in = out + rank * o.n;
 	if (o.kind == BROADCAST && rank != o.root) in = out, ins = 0;
 #endif
 	for (u64 i = 0; i < ins; i++) in[i] = input(rank, i, order);
@@ -201,7 +208,7 @@ static bool strays(int kind) {
 	open(2, 1000);
 	std::vector<std::thread> all;
 	for (int r = 0; r < 2; r++)
-		all.emplace_back([=] { for (int i = 0; i < 2; i++) carryOut({kind, 300, 1}, r, i); });
+		all.emplace_back([=] { for (int i = 0; i < 2; i++) carryOut({kind, 300, 1, false, 0, 0, 5}, r, i); });
 	for (auto& t : all) t.join();
 	const u64 half = 2 * (2 * SLOT + WHOLE);
 	const bool lines = any(sets(0) + half, half), rest = any(sets(0) - signals, signals + half);
@@ -214,7 +221,7 @@ int main() {
 #ifdef CHORUS_TYPE
 	const int oneWay = TWO_SHOT_PACKETS; // the kinds before it
 #else
-	const int oneWay = KINDS;
+	const int oneWay = PIPELINED_GATHER;
 #endif
 #if !defined(CHORUS_RANKS) || CHORUS_RANKS == 2
 	for (int kind = 0; kind < oneWay; kind++)
@@ -237,7 +244,7 @@ int main() {
 		std::vector<Order> orders;
 		for (int i = 0; i < 40; i++)
 			orders.push_back({(int)(random() % KINDS), 1 + random() % (random() % 5 == 0 ? 700 : 60), 1 + (unsigned)(random() % 3),
-				random() % 2 == 0, (int)(random() % 3), (int)(random() % ranks)});
+				random() % 2 == 0, (int)(random() % 3), (int)(random() % ranks), 1 + (u32)(random() % 30)});
 		std::vector<std::thread> all;
 		for (int r = 0; r < ranks; r++)
 			all.emplace_back([&, r] { for (size_t i = 0; i < orders.size(); i++) carryOut(orders[i], r, i); });

@@ -47,7 +47,7 @@ var layers = [][]string{
 	{"internal/gemm", "internal/kern", "internal/collective"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
 	{"internal/strided"},
-	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/streamtest"},
+	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/quant", "internal/testgpu/streamtest"},
 	{"internal/route", "optim"},
 	{"internal/groups"},
 	{"comm", "internal/launch"},

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -57,11 +58,16 @@ type QuantizedConfig struct {
 // the owner of a share has not received from it, and in its own share what the rounding of the sums has
 // taken away. After an error, xs and the errors are undefined.
 //
-// The call does not wait for the device. It takes memory for about 17/8 bytes of each element from
-// the group's streams until they have passed the call. NCCL moves the blocks, and the recorder has
-// an all-to-all and an all-gather of bytes. A group of one rank does nothing. The first call for a
-// type and a format compiles the kernels, which needs NVRTC on GPUs; without it, the error matches
-// errors.ErrUnsupported, and nothing is enqueued. Graphs capture later calls.
+// With the strategies of Chorus kernels and Tuned, Chorus kernels do everything, whatever the length, in the
+// group's scratch memory; the recorder has an all-reduce. In other groups, in deterministic ones, and where GPUs
+// cannot access each other's memory, there are three kernels, and NCCL moves the blocks in an
+// all-to-all and an all-gather of bytes. That takes memory for about 33/16 bytes of each element from the group's streams
+// until they have passed the call. The bits are the same.
+//
+// The call does not wait for the device. A group of one rank does nothing. The first call for a type and a
+// format compiles the kernels, which needs NVRTC on GPUs; without it, the error matches errors.ErrUnsupported,
+// and nothing is enqueued. Graphs capture later calls. On GPUs below compute capability 8.9 the kernels convert 8-bit
+// floats in software, with the same bits.
 func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *QuantizedConfig) error {
 	const name = "quantized all-reduce"
 	c := *cmp.Or(cfg, new(QuantizedConfig))
@@ -73,6 +79,9 @@ func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *Qu
 	}
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
+	if own := quantizedOperands(g, op, xs, &c); g.routers.TakeQuantized(own) {
+		return enqueueOwnQuantized(g, op, xs, own)
+	}
 	ranks, err := quantizedRanks(g, xs, &c)
 	if err == nil {
 		err = enqueueQuantized(g, ranks, op == Avg)
@@ -109,6 +118,30 @@ func checkQuantized[T memory.Element](g *Group, name string, op Op, xs Shards[T]
 		return badArgument(name, "there are %d errors for %d elements: want one for each", have, want)
 	}
 	return nil
+}
+
+// quantizedOperands returns the operands of the local ranks for Chorus kernels that move the blocks themselves.
+func quantizedOperands[T memory.Element](g *Group, op Op, xs Shards[T], c *QuantizedConfig) []fabric.Quantized {
+	own := make([]fabric.Quantized, len(xs))
+	for i := range own {
+		own[i] = fabric.Quantized{DType: memory.DTypeOf[T](), Format: c.Format, N: xs[i].Len(), X: xs[i].Ptr(), Mean: op == Avg}
+		if c.Errors != nil {
+			own[i].Errors = c.Errors[i].Ptr()
+		}
+	}
+	return own
+}
+
+// enqueueOwnQuantized enqueues an all-reduce of each local rank, which one Chorus kernel executes. The caller holds issuing.
+func enqueueOwnQuantized[T memory.Element](g *Group, op Op, xs Shards[T], own []fabric.Quantized) error {
+	for i := range g.members {
+		m := &g.members[i]
+		if err := nccl.AllReduce(m.on, m.stream, xs[i], xs[i], op); err != nil {
+			g.batch.Reset()
+			return g.breakIfRefused(err)
+		}
+	}
+	return g.breakIfRefused(g.batch.EnqueueQuantized(own))
 }
 
 // A quantizedRank is a local rank of a quantized all-reduce.

@@ -222,9 +222,11 @@ func TestAllReduceQuantized(t *testing.T) {
 		})
 	}
 	t.Run("cuda", func(t *testing.T) {
-		g := groupBy(t, testgpu.CUDA(t, 2), comm.Config{})
-		for range 5 {
-			require.NoError(t, runAllQuantized(t, g, pcg(9)))
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+			g := groupBy(t, testgpu.CUDA(t, 2), comm.Config{Strategy: s})
+			for range 5 {
+				require.NoError(t, runAllQuantized(t, g, pcg(9)))
+			}
 		}
 	})
 	t.Run("joined", func(t *testing.T) {
@@ -236,6 +238,55 @@ func TestAllReduceQuantized(t *testing.T) {
 		}
 		wg.Wait()
 		require.NoError(t, errors.Join(errs...))
+	})
+}
+
+// The bits do not depend on the strategy: one Chorus kernel has those of NCCL, also if it is launched several
+// times because the scratch memory is small, and so do the errors.
+func TestAllReduceQuantizedBitsOfStrategies(t *testing.T) {
+	comm.SetOwnBytes(t, 64<<10, 2<<10)
+	pcg := seededPCG(t)
+	r := pcg(0)
+	run := func(t *testing.T, devs []*device.Device) {
+		n := []int{1, 1 + r.IntN(2000), 70000*len(devs) + r.IntN(1000)}[r.IntN(3)]
+		op, format, feedback, shifted := []comm.Op{comm.Sum, comm.Avg}[r.IntN(2)], []memory.DType{memory.Float8E4M3, memory.Int8}[r.IntN(2)], r.IntN(2) == 1, r.IntN(2)
+		var want []memory.BFloat16Bits
+		var wantErrors []float32
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.TwoShot} {
+			g := groupBy(t, devs, comm.Config{Strategy: s})
+			q := newQuantizedSum(t, g, bfloats, n, shifted)
+			if q.op, q.cfg.Format = op, format; feedback {
+				q.feedBack(t)
+			}
+			require.NoError(t, q.fill(blocksOf(pcg(1))))
+			_, err := q.sum()
+			require.NoError(t, err)
+			before := len(g.Communicator(0).Trace())
+			got, err := q.sum()
+			require.NoError(t, err)
+			calls := len(g.Communicator(0).Trace()) - before
+			errs := make([]float32, n)
+			if feedback {
+				require.NoError(t, q.cfg.Errors[len(devs)-1].CopyTo(g.Stream(len(devs)-1), errs))
+			}
+			if s == comm.NCCLOnly {
+				want, wantErrors = got, errs
+				require.Equal(t, 2, calls, "an all-to-all and an all-gather")
+				continue
+			}
+			require.Equal(t, 1, calls, "one Chorus kernel")
+			require.True(t, testgpu.SameBits(want, got), "%d elements on %d ranks by %s", n, len(devs), s)
+			require.True(t, testgpu.SameBits(wantErrors, errs), "errors of %d elements on %d ranks by %s", n, len(devs), s)
+		}
+	}
+	for ranks := 2; ranks <= 5; ranks++ {
+		t.Run(fmt.Sprint("virtual/", ranks), func(t *testing.T) { run(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks})) })
+	}
+	t.Run("cuda", func(t *testing.T) {
+		devs := testgpu.CUDA(t, 2)
+		for range 10 {
+			run(t, devs)
+		}
 	})
 }
 
@@ -381,9 +432,10 @@ func TestAllReduceQuantizedErrors(t *testing.T) {
 // A graph repeats the call, with its errors.
 func TestAllReduceQuantizedInAGraph(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := groupBy(t, devs, comm.Config{})
-		var results [2][][]memory.BFloat16Bits
-		for captured := range results {
+		var results [4][][]memory.BFloat16Bits
+		for i := range results {
+			captured := i % 2
+			g := groupBy(t, devs, comm.Config{Strategy: []comm.Strategy{comm.NCCLOnly, comm.OwnKernels}[i/2]})
 			q := newQuantizedSum(t, g, bfloats, 1234, 0)
 			q.feedBack(t)
 			require.NoError(t, q.fill(blocksOf(rand.New(rand.NewPCG(1, 1)))))
@@ -398,12 +450,12 @@ func TestAllReduceQuantizedInAGraph(t *testing.T) {
 				require.NoError(t, errors.Join(q.write(), g.Wait(testgpu.Context(t)), run(), g.Wait(testgpu.Context(t))))
 				got, err := q.read()
 				require.NoError(t, err)
-				results[captured] = append(results[captured], got)
+				results[i] = append(results[i], got)
 			}
-			require.False(t, testgpu.SameBits(results[captured][0], results[captured][1]), "the errors change the second result")
-		}
-		for i := range results[0] {
-			require.True(t, testgpu.SameBits(results[0][i], results[1][i]), "call %d", i)
+			require.False(t, testgpu.SameBits(results[i][0], results[i][1]), "the errors change the second result")
+			for k := range results[i] {
+				require.True(t, testgpu.SameBits(results[0][k], results[i][k]), "call %d", k)
+			}
 		}
 	})
 }

@@ -18,30 +18,49 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
+// Blocks is the part of the source that kernels of other packages share.
+//
+//go:embed block.cuh
+var Blocks string
+
 //go:embed quant.cu
-var source string
+var kernels string
 
 const (
 	// BlockLen is the number of elements that share a scale.
 	BlockLen = 32
 
-	// These constants must agree with quant.cu.
+	// Unit is the number of elements of a thread.
+	Unit = 16
+	// WarpLen is the number of elements of a warp. The lengths of shares and chunks are multiples of it.
+	WarpLen = 32 * Unit
+
+	// These constants must agree with the source.
 	threads   = 256
-	unit      = 16        // elements of a thread
-	warpLen   = 32 * unit // elements of a warp; a share is a multiple of it
-	notFinite = 255       // the exponent of a block that has an infinity or a NaN
-	maxBlocks = 1 << 10   // of a grid, for a chunk
-	scaleZero = 127       // the exponent of scale 1
+	notFinite = 255     // the exponent of a block that has an infinity or a NaN
+	maxBlocks = 1 << 10 // of a grid, for a chunk
+	scaleZero = 127     // the exponent of scale 1
 )
 
 // ShareLen returns the number of elements in a share, if n elements are divided among so many ranks.
 // The last shares may be partly or completely beyond the end.
 func ShareLen(n, ranks int) int {
-	return (n + ranks*warpLen - 1) / (ranks * warpLen) * warpLen
+	return (n + ranks*WarpLen - 1) / (ranks * WarpLen) * WarpLen
 }
 
-// ChunkBytes returns the number of bytes of a share in blocks.
-func ChunkBytes(share int) int { return share + share/BlockLen }
+// ChunkBytes returns the number of bytes of so many elements in blocks.
+func ChunkBytes(length int) int { return length + length/BlockLen }
+
+// Supports reports whether there are blocks of a format for elements of a type.
+func Supports(t, format memory.DType) bool {
+	return indexOf(elements[:], t) >= 0 && indexOf(codes[:], format) >= 0
+}
+
+// Macros returns the options that select a type and a format, which Supports must have accepted, in a source
+// that begins with Blocks.
+func Macros(t, format memory.DType) []string {
+	return []string{"--define-macro=CHORUS_TYPE=" + elements[indexOf(elements[:], t)].c, "--define-macro=CHORUS_CODE=" + codes[indexOf(codes[:], format)].c}
+}
 
 // Kernels are the kernels for elements of one type and blocks of one format, on one device.
 type Kernels struct{ quantize, reduce, dequantize *kernel.Kernel }
@@ -53,12 +72,11 @@ var loaded [len(elements)][len(codes)]kern.PerDevice[Kernels]
 // memory.Float8E4M3 or memory.Int8. The first call for a device compiles and loads them, for which
 // the driver may wait for all work of the device.
 func Load(dev *device.Device, t, format memory.DType) (*Kernels, error) {
-	e, c := indexOf(elements[:], t), indexOf(codes[:], format)
-	if e < 0 || c < 0 {
+	if !Supports(t, format) {
 		return nil, &device.UnsupportedError{Feature: "an all-reduce in 8-bit blocks", Need: "elements of float16, bfloat16 or float32, and blocks of float8_e4m3fn or int8", Have: fmt.Sprintf("%s in %s", t, format)}
 	}
-	return loaded[e][c].Of(dev, func(k *Kernels, dev *device.Device) error {
-		src := sourceOf(&elements[e], &codes[c])
+	return loaded[indexOf(elements[:], t)][indexOf(codes[:], format)].Of(dev, func(k *Kernels, dev *device.Device) error {
+		src := sourceOf(t, format)
 		m, err := kernel.Compile(dev, src)
 		for i, to := range []**kernel.Kernel{&k.quantize, &k.reduce, &k.dequantize} {
 			if err == nil {
@@ -72,14 +90,13 @@ func Load(dev *device.Device, t, format memory.DType) (*Kernels, error) {
 	})
 }
 
-// sourceOf returns quant.cu for a type and a format.
-func sourceOf(e *element, c *code) *kernel.Source {
+// sourceOf returns the source for a type and a format.
+func sourceOf(t, format memory.DType) *kernel.Source {
 	p, u, w := kernel.Pointer, kernel.U64, kernel.U32
-	f := &format{e, c}
-	src := &kernel.Source{Name: "quant.cu", CUDA: source, Options: []string{"-DCHORUS_TYPE=" + e.c, "-DCHORUS_CODE=" + c.c}, Kernels: []kernel.Def{
-		{Name: "quantize", Params: []kernel.Param{p, p, p, u, u, w, w}, Go: f.quantize},
-		{Name: "reduce", Params: []kernel.Param{p, p, p, p, u, u, w, w, w, w}, Go: f.reduce},
-		{Name: "dequantize", Params: []kernel.Param{p, p, u, u, w, w}, Go: f.dequantize},
+	src := &kernel.Source{Name: "quant.cu", CUDA: Blocks + kernels, Options: Macros(t, format), Kernels: []kernel.Def{
+		{Name: "quantize", Params: []kernel.Param{p, p, p, u, u, w, w}, Go: func(c *kernel.Call) { quantize(c, t, format) }},
+		{Name: "reduce", Params: []kernel.Param{p, p, p, p, u, u, w, w, w, w}, Go: func(c *kernel.Call) { reduce(c, t, format) }},
+		{Name: "dequantize", Params: []kernel.Param{p, p, u, u, w, w}, Go: func(c *kernel.Call) { dequantize(c, t, format) }},
 	}}
 	kern.MakeResident(src)
 	kern.Declare(src, map[string]string{"quantize": "rww----", "reduce": "wwrw------", "dequantize": "wr----"})
@@ -148,6 +165,6 @@ func Dequantize[T memory.Element](k *Kernels, s *stream.Stream, x *Operand[T], c
 
 // grid returns the grid for so many chunks.
 func grid(share, chunks int) kernel.Grid {
-	blocks := min((share+threads*unit-1)/(threads*unit), maxBlocks)
+	blocks := min((share+threads*Unit-1)/(threads*Unit), maxBlocks)
 	return kernel.Grid{Blocks: [3]uint32{uint32(blocks), uint32(chunks), 1}, Threads: [3]uint32{threads, 1, 1}}
 }

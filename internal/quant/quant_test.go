@@ -109,9 +109,8 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			share, mine := ShareLen(n, ranks), r.IntN(ranks)
 			chunks := func(count int) []uint8 {
 				out := make([]uint8, count*ChunkBytes(share))
-				c := &call{format: f, share: share, n: n}
 				for i := range count {
-					c.encode(out[i*ChunkBytes(share):][:ChunkBytes(share)], drawn(r, share), infinite, math.MaxFloat32)
+					f.encode(chunkOf(out, i, share), drawn(r, share), infinite, math.MaxFloat32)
 				}
 				return out
 			}
@@ -129,7 +128,7 @@ func TestSourceAgreesWithGo(t *testing.T) {
 				kernel.Trial{Kernel: "dequantize", Grid: others,
 					Args: []any{x, chunks(ranks), uint64(n), uint64(share), uint32(mine), aligned}})
 		}
-		err := kernel.Verify(t.Context(), sourceOf(f.element, f.code), trials, &kernel.VerifyConfig{Host: true})
+		err := kernel.Verify(t.Context(), sourceOf(f.element.dtype, f.code.dtype), trials, &kernel.VerifyConfig{Host: true})
 		if errors.Is(err, exec.ErrNotFound) {
 			t.Skip("no g++")
 		}
@@ -183,7 +182,7 @@ func TestBlockIsExact(t *testing.T) {
 			for _, most := range []int{1, 3, 15, 100, 127} {
 				var block []float32
 				for q := range 256 {
-					if x := f.code.decode(byte(q)); x == x && (f.code.dtype != memory.Int8 || math.Abs(float64(x)) <= float64(most)) {
+					if x := f.code.value(byte(q)); x == x && (f.code.dtype != memory.Int8 || math.Abs(float64(x)) <= float64(most)) {
 						block = append(block, float32(math.Ldexp(float64(x), exponent)))
 					}
 				}
@@ -205,14 +204,14 @@ func TestBlockIsExact(t *testing.T) {
 // The Go functions round as torch's conversions do: every pair of 8-bit floats and their middle.
 func TestCodesRoundToEven(t *testing.T) {
 	for q := range 126 {
-		a, b := codes[0].decode(byte(q)), codes[0].decode(byte(q+1))
+		a, b := codes[0].value(byte(q)), codes[0].value(byte(q+1))
 		even := byte(q + q%2)
-		require.Equal(t, even, codes[0].encode((a+b)/2))
-		require.Equal(t, byte(dtype.E4M3.Encode(a)), codes[0].encode(a))
+		require.Equal(t, even, codes[0].bits((a+b)/2))
+		require.Equal(t, byte(dtype.E4M3.Encode(a)), codes[0].bits(a))
 	}
-	require.Equal(t, byte(2), codes[1].encode(2.5))
-	require.Equal(t, byte(4), codes[1].encode(3.5))
-	require.Equal(t, byte(0xfe), codes[1].encode(-2.5))
+	require.Equal(t, byte(2), codes[1].bits(2.5))
+	require.Equal(t, byte(4), codes[1].bits(3.5))
+	require.Equal(t, byte(0xfe), codes[1].bits(-2.5))
 }
 
 // Every element has one place in one chunk.
@@ -220,10 +219,10 @@ func TestShares(t *testing.T) {
 	for _, n := range []int{1, 511, 512, 513, 1 << 20, 3*1<<20 + 5} {
 		for ranks := 2; ranks <= 8; ranks++ {
 			share := ShareLen(n, ranks)
-			require.Zero(t, share%warpLen, "a warp has units of one share, and vectors of 16 bytes have the same alignment")
+			require.Zero(t, share%WarpLen, "a warp has units of one share, and vectors of 16 bytes have the same alignment")
 			require.Zero(t, ChunkBytes(share)%16)
 			require.GreaterOrEqual(t, share*ranks, n)
-			require.Less(t, (share-warpLen)*ranks, n)
+			require.Less(t, (share-WarpLen)*ranks, n)
 		}
 	}
 }

@@ -9,8 +9,8 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// The functions below implement the kernels of quant.cu in Go, for virtual devices. They round
-// where the kernels round, so the bits are the same, except those of NaNs.
+// The functions below implement the source in Go, for virtual devices. They round where the
+// kernels round, so the bits are the same, except those of NaNs.
 
 // An element is a type of elements.
 type element struct {
@@ -32,10 +32,10 @@ const infinite = 0x7f800000
 // A code is a format of 8-bit numbers.
 type code struct {
 	dtype        memory.DType
-	c            string // its name in quant.cu
-	shift, carry uint32 // the exponent of a block is that of its largest element plus carry, minus shift
-	encode       func(float32) byte
-	decode       func(byte) float32
+	c            string             // its name in quant.cu
+	shift, carry uint32             // the exponent of a block is that of its largest element plus carry, minus shift
+	bits         func(float32) byte // rounds to nearest even
+	value        func(byte) float32
 }
 
 var codes = [...]code{
@@ -84,7 +84,7 @@ func (f *format) write(q []byte, block []float32, exponent byte) {
 	inverse := float32(math.Ldexp(1, scaleZero-int(exponent)))
 	for i, x := range block {
 		if q[i] = 0; exponent != notFinite {
-			q[i] = f.code.encode(x * inverse)
+			q[i] = f.code.bits(x * inverse)
 		}
 	}
 }
@@ -95,69 +95,77 @@ func (f *format) read(q []byte, exponent byte, largest float32, block []float32)
 	for i, x := range q {
 		block[i] = float32(math.NaN())
 		if exponent != notFinite {
-			y := float64(f.code.decode(x)) * scale
+			y := float64(f.code.value(x)) * scale
 			block[i] = float32(max(-float64(largest), min(y, float64(largest))))
 		}
 	}
 }
 
-// A call has the operands of a launch. Slices of elements, errors and chunks are of a part of the
-// memory, which the kernel accesses.
-type call struct {
+// Operands are the memory of a rank in a launch: N elements at X, and as many errors at Errors, or
+// 0. Its methods do what the kernels do with a chunk of elements. Elements beyond the end count
+// as 0.
+type Operands struct {
+	Call      *kernel.Call
+	X, Errors uint64
+	N         int
 	*format
-	*kernel.Call
-	x, errs  uint64 // addresses
-	n, share int
 }
 
-// part returns the range of elements of a rank's share that exist.
-func (c *call) part(rank int) (begin, end int) {
-	return min(rank*c.share, c.n), min((rank+1)*c.share, c.n)
+// Open returns the operands of a launch for a type and a format.
+func Open(c *kernel.Call, t, f memory.DType, x, errors uint64, n int) *Operands {
+	return &Operands{c, x, errors, n, &format{&elements[indexOf(elements[:], t)], &codes[indexOf(codes[:], f)]}}
 }
 
-// load returns the sums of elements and errors in a rank's share, with zeros beyond the end.
-func (c *call) load(rank int) []float32 {
-	begin, end := c.part(rank)
-	v := make([]float32, c.share)
-	size := c.element.dtype.Size()
-	if begin == end {
+// existing returns the number of elements from at on that exist, of so many.
+func (o *Operands) existing(at, length int) int { return max(0, min(at+length, o.N)-at) }
+
+// load returns the sums of elements and errors, with zeros beyond the end.
+func (o *Operands) load(at, length int) []float32 {
+	v := make([]float32, length)
+	size, n := o.element.dtype.Size(), o.existing(at, length)
+	if n == 0 {
 		return v
 	}
-	b := kernel.ReadAddress[uint8](c.Call, c.x+uint64(begin*size), (end-begin)*size)
-	for i := range v[:end-begin] {
-		v[i] = c.wide(b[i*size:])
+	b := kernel.ReadAddress[uint8](o.Call, o.X+uint64(at*size), n*size)
+	for i := range v[:n] {
+		v[i] = o.wide(b[i*size:])
 	}
-	if c.errs != 0 {
-		for i, e := range kernel.ReadAddress[float32](c.Call, c.errs+uint64(begin)*4, end-begin) {
+	if o.Errors != 0 {
+		for i, e := range kernel.ReadAddress[float32](o.Call, o.Errors+uint64(at)*4, n) {
 			v[i] += e
 		}
 	}
 	return v
 }
 
-// store writes the elements of a rank's share that exist, and changes v to what they became.
-func (c *call) store(rank int, v []float32) {
-	begin, end := c.part(rank)
-	size := c.element.dtype.Size()
-	var last [4]byte
+// store writes the elements that exist, and changes v to what they became.
+func (o *Operands) store(at int, v []float32) {
+	size, n := o.element.dtype.Size(), o.existing(at, len(v))
+	var beyond [4]byte
 	var b []byte
-	if begin < end {
-		b = kernel.UpdateAddress[uint8](c.Call, c.x+uint64(begin*size), (end-begin)*size)
+	if n > 0 {
+		b = kernel.UpdateAddress[uint8](o.Call, o.X+uint64(at*size), n*size)
 	}
 	for i, x := range v {
-		to := last[:]
-		if i < end-begin {
+		to := beyond[:]
+		if i < n {
 			to = b[i*size:]
 		}
-		c.narrow(to, x)
-		v[i] = c.wide(to)
+		o.narrow(to, x)
+		v[i] = o.wide(to)
 	}
 }
 
-// storeErrors writes the errors of a rank's share.
-func (c *call) storeErrors(rank int, v []float32) {
-	if begin, end := c.part(rank); c.errs != 0 && begin < end {
-		copy(kernel.UpdateAddress[float32](c.Call, c.errs+uint64(begin)*4, end-begin), v)
+// storeErrors writes the errors: v - y, times a factor. They are 0 in blocks that are not finite.
+func (o *Operands) storeErrors(at int, v, y []float32, factor float32) {
+	n := o.existing(at, len(v))
+	if o.Errors == 0 || n == 0 {
+		return
+	}
+	for i, e := 0, kernel.UpdateAddress[float32](o.Call, o.Errors+uint64(at)*4, n); i < n; i++ {
+		if e[i] = 0; y[i] == y[i] {
+			e[i] = (v[i] - y[i]) * factor
+		}
 	}
 }
 
@@ -179,49 +187,65 @@ func (e *element) narrow(b []byte, x float32) {
 }
 
 // encode rounds v to a chunk, and returns what the chunk has instead of v.
-func (c *call) encode(chunk []byte, v []float32, over uint32, largest float32) []float32 {
-	y := make([]float32, len(v))
+func (f *format) encode(chunk []byte, v []float32, over uint32, largest float32) []float32 {
 	for i := 0; i < len(v); i += BlockLen {
-		block, q := v[i:i+BlockLen], chunk[i:i+BlockLen]
-		exponent := c.exponentOf(block, over)
-		chunk[c.share+i/BlockLen] = exponent
-		c.write(q, block, exponent)
-		c.read(q, exponent, largest, y[i:i+BlockLen])
+		exponent := f.exponentOf(v[i:i+BlockLen], over)
+		chunk[len(v)+i/BlockLen] = exponent
+		f.write(chunk[i:i+BlockLen], v[i:i+BlockLen], exponent)
 	}
-	return y
+	return f.decode(chunk, largest)
 }
 
 // decode returns the elements of a chunk.
-func (c *call) decode(chunk []byte, largest float32) []float32 {
-	y := make([]float32, c.share)
-	for i := 0; i < c.share; i += BlockLen {
-		c.read(chunk[i:i+BlockLen], chunk[c.share+i/BlockLen], largest, y[i:i+BlockLen])
+func (f *format) decode(chunk []byte, largest float32) []float32 {
+	y := make([]float32, len(chunk)/(BlockLen+1)*BlockLen)
+	for i := 0; i < len(y); i += BlockLen {
+		f.read(chunk[i:i+BlockLen], chunk[len(y)+i/BlockLen], largest, y[i:i+BlockLen])
 	}
 	return y
 }
 
-// errorsOf sets y to the errors: v - y, times a factor. They are 0 in blocks that are not finite.
-func errorsOf(v, y []float32, factor float32) {
-	for i := range y {
-		if y[i] != y[i] {
-			y[i] = 0
-		} else {
-			y[i] = (v[i] - y[i]) * factor
-		}
-	}
+// ToBlocks writes elements to a chunk. The rounding errors become the errors.
+func (o *Operands) ToBlocks(chunk []byte, at, length int) {
+	v := o.load(at, length)
+	o.storeErrors(at, v, o.encode(chunk, v, infinite, math.MaxFloat32), 1)
 }
 
-func (f *format) quantize(k *kernel.Call) {
-	c := &call{f, k, k.Address(0), k.Address(1), int(kernel.Get[uint64](k, 3)), int(kernel.Get[uint64](k, 4))}
-	others, mine := int(k.Grid().Blocks[1]), int(kernel.Get[uint32](k, 5))
-	out := kernel.Update[uint8](k, 2, others*ChunkBytes(c.share))
-	for i := range others {
-		rank := other(i, mine)
-		v := c.load(rank)
-		y := c.encode(out[i*ChunkBytes(c.share):][:ChunkBytes(c.share)], v, infinite, math.MaxFloat32)
-		errorsOf(v, y, 1)
-		c.storeErrors(rank, y)
+// SumToBlocks adds elements to the chunks of the other ranks, by rank; the chunk of the own rank is
+// nil. It divides the sums by the number of ranks if mean is set, and writes them as elements and to
+// out. The rounding errors become the errors.
+func (o *Operands) SumToBlocks(out []byte, at, length int, chunks [][]byte, mean bool) {
+	var sum []float32
+	factor := float32(1)
+	for r, chunk := range chunks {
+		var v []float32
+		if chunk == nil {
+			v = o.load(at, length)
+		} else {
+			v = o.format.decode(chunk, math.MaxFloat32)
+		}
+		if r == 0 {
+			sum = v
+			continue
+		}
+		for i := range sum {
+			sum[i] += v[i]
+		}
 	}
+	if mean {
+		factor = float32(len(chunks))
+		for i := range sum {
+			sum[i] /= factor
+		}
+	}
+	y := o.encode(out, sum, o.over, o.largest)
+	o.store(at, y)
+	o.storeErrors(at, sum, y, factor)
+}
+
+// FromBlocks writes the elements of a chunk.
+func (o *Operands) FromBlocks(at int, chunk []byte) {
+	o.store(at, o.format.decode(chunk, o.largest))
 }
 
 // other returns the rank of the i-th chunk of the other ranks.
@@ -232,47 +256,35 @@ func other(i, mine int) int {
 	return i + 1
 }
 
-func (f *format) reduce(k *kernel.Call) {
-	c := &call{f, k, k.Address(0), k.Address(1), int(kernel.Get[uint64](k, 4)), int(kernel.Get[uint64](k, 5))}
-	mine, ranks, factor := int(kernel.Get[uint32](k, 6)), int(kernel.Get[uint32](k, 7)), float32(1)
-	in, out := kernel.Read[uint8](k, 2, (ranks-1)*ChunkBytes(c.share)), kernel.Update[uint8](k, 3, ChunkBytes(c.share))
-	var sum []float32
-	for r := range ranks {
-		var v []float32
-		switch {
-		case r == mine:
-			v = c.load(mine)
-		case r < mine:
-			v = c.decode(in[r*ChunkBytes(c.share):], math.MaxFloat32)
-		default:
-			v = c.decode(in[(r-1)*ChunkBytes(c.share):], math.MaxFloat32)
-		}
-		if r == 0 {
-			sum = v
-			continue
-		}
-		for i := range sum {
-			sum[i] += v[i]
-		}
-	}
-	if kernel.Get[uint32](k, 8) == 1 {
-		factor = float32(ranks)
-		for i := range sum {
-			sum[i] /= factor
-		}
-	}
-	y := c.encode(out, sum, c.over, c.largest)
-	c.store(mine, y)
-	errorsOf(sum, y, factor)
-	c.storeErrors(mine, y)
+// chunkOf returns the i-th chunk.
+func chunkOf(chunks []byte, i, share int) []byte {
+	return chunks[i*ChunkBytes(share):][:ChunkBytes(share)]
 }
 
-func (f *format) dequantize(k *kernel.Call) {
-	c := &call{f, k, k.Address(0), 0, int(kernel.Get[uint64](k, 2)), int(kernel.Get[uint64](k, 3))}
-	others, mine := int(k.Grid().Blocks[1]), int(kernel.Get[uint32](k, 4))
-	in := kernel.Read[uint8](k, 1, (others+1)*ChunkBytes(c.share))
+func quantize(c *kernel.Call, t, f memory.DType) {
+	o := Open(c, t, f, c.Address(0), c.Address(1), int(kernel.Get[uint64](c, 3)))
+	share, mine, others := int(kernel.Get[uint64](c, 4)), int(kernel.Get[uint32](c, 5)), int(c.Grid().Blocks[1])
+	out := kernel.Update[uint8](c, 2, others*ChunkBytes(share))
 	for i := range others {
-		rank := other(i, mine)
-		c.store(rank, c.decode(in[rank*ChunkBytes(c.share):], c.largest))
+		o.ToBlocks(chunkOf(out, i, share), other(i, mine)*share, share)
+	}
+}
+
+func reduce(c *kernel.Call, t, f memory.DType) {
+	o := Open(c, t, f, c.Address(0), c.Address(1), int(kernel.Get[uint64](c, 4)))
+	share, mine, ranks := int(kernel.Get[uint64](c, 5)), int(kernel.Get[uint32](c, 6)), int(kernel.Get[uint32](c, 7))
+	in, chunks := kernel.Read[uint8](c, 2, (ranks-1)*ChunkBytes(share)), make([][]byte, ranks)
+	for i := range ranks - 1 {
+		chunks[other(i, mine)] = chunkOf(in, i, share)
+	}
+	o.SumToBlocks(kernel.Update[uint8](c, 3, ChunkBytes(share)), mine*share, share, chunks, kernel.Get[uint32](c, 8) == 1)
+}
+
+func dequantize(c *kernel.Call, t, f memory.DType) {
+	o := Open(c, t, f, c.Address(0), 0, int(kernel.Get[uint64](c, 2)))
+	share, mine, others := int(kernel.Get[uint64](c, 3)), int(kernel.Get[uint32](c, 4)), int(c.Grid().Blocks[1])
+	in := kernel.Read[uint8](c, 1, (others+1)*ChunkBytes(share))
+	for i := range others {
+		o.FromBlocks(other(i, mine)*share, chunkOf(in, other(i, mine), share))
 	}
 }

@@ -50,9 +50,10 @@ func (r *Rank) EnqueueQuantized(s *stream.Stream, x *Quantized) error {
 		return r.errorf(op, "%d elements of %s in %s: there is no kernel for that", x.N, x.DType, x.Format)
 	}
 	share := quant.ShareLen(x.N, r.ranks)
-	most := min(r.slot, r.whole/r.ranks) / quant.ChunkBytes(quant.WarpLen) * quant.WarpLen // elements of a chunk
-	for begin := 0; begin < share; begin += most {
-		if err := r.enqueueQuantized(s, x, share, begin, min(most, share-begin)); err != nil {
+	warps, most := share/quant.WarpLen, min(r.slot, r.whole/r.ranks)/quant.ChunkBytes(quant.WarpLen)
+	length := over(warps, over(warps, most)) * quant.WarpLen // the parts are about equal
+	for begin := 0; begin < share; begin += length {
+		if err := r.enqueueQuantized(s, x, share, begin, min(length, share-begin)); err != nil {
 			if err = r.errorf(op, "%w", err); begin > 0 {
 				err = &collective.PartialError{Err: err}
 			}

@@ -102,7 +102,11 @@ func finite(v []float32) []float32 {
 // The kernels, compiled for the host, and the functions for virtual devices give the same bits, and
 // write nothing else.
 func TestSourceAgreesWithGo(t *testing.T) {
+	sampled := testgpu.Sample(t, 3)
 	each(t, func(t *testing.T, r *rand.Rand, f *format) {
+		if !sampled() && (f.element.dtype != memory.BFloat16 || f.code.dtype != memory.Float8E4M3) {
+			return // each takes seconds to compile
+		}
 		var trials []kernel.Trial
 		for range testhost.Rounds(6, 2) {
 			n, ranks := 1+r.IntN(3000), 2+r.IntN(7)
@@ -171,6 +175,42 @@ func TestBlockBound(t *testing.T) {
 			}
 		}
 		require.Greater(t, worst, 0.95, "%s: no block comes near the bound", f.code.dtype)
+	}
+}
+
+// Sums of normally distributed elements have the typical errors that comm.AllReduceQuantized documents.
+func TestTypicalError(t *testing.T) {
+	r := seeded(t)
+	for j, want := range []float64{0.016, 0.005} {
+		f := &format{&elements[2], &codes[j]}
+		for _, ranks := range []int{2, 8} {
+			squares, count := 0.0, 0
+			for range 5000 {
+				sum, exact := make([]float32, BlockLen), make([]float64, BlockLen)
+				for rank := range ranks {
+					v := make([]float32, BlockLen)
+					for i := range v {
+						v[i] = float32(r.NormFloat64())
+						exact[i] += float64(v[i])
+					}
+					if rank > 0 { // the owner has its elements
+						v = f.encode(make([]byte, ChunkBytes(BlockLen)), v, infinite, math.MaxFloat32)
+					}
+					for i := range sum {
+						sum[i] += v[i]
+					}
+				}
+				most := 0.0
+				for _, x := range exact {
+					most = max(most, math.Abs(x))
+				}
+				for i, x := range f.encode(make([]byte, ChunkBytes(BlockLen)), sum, infinite, math.MaxFloat32) {
+					squares += math.Pow((float64(x)-exact[i])/most, 2)
+					count++
+				}
+			}
+			require.InDelta(t, want, math.Sqrt(squares/float64(count)), 0.2*want, "%s, %d ranks", f.code.dtype, ranks)
+		}
 	}
 }
 

@@ -1,6 +1,7 @@
 package comm_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -81,7 +82,7 @@ func (q *quantizedSum[T]) fill(of func(rank, k int) float32) error {
 func (q *quantizedSum[T]) write() error {
 	var errs []error
 	for i, x := range q.xs {
-		errs = append(errs, x.CopyFrom(q.g.Stream(i), q.from[q.g.Rank()+i]))
+		errs = append(errs, x.CopyFrom(q.g.Stream(i), q.from[q.g.Communicator(i).Rank()]))
 	}
 	return errors.Join(errs...)
 }
@@ -216,7 +217,7 @@ func TestAllReduceQuantized(t *testing.T) {
 			r := pcg(uint64(ranks))
 			s := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.CopyEngines, comm.Windows}[r.IntN(4)]
 			g := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks}), comm.Config{Strategy: s})
-			for range testhost.Rounds(3, 1) {
+			for range testhost.Rounds(1, 3) {
 				require.NoError(t, runAllQuantized(t, g, r), s)
 			}
 		})
@@ -239,6 +240,41 @@ func TestAllReduceQuantized(t *testing.T) {
 		wg.Wait()
 		require.NoError(t, errors.Join(errs...))
 	})
+}
+
+// Ranks may be spread over processes unevenly, with several in one process.
+func TestAllReduceQuantizedOfProcessesWithSeveralRanks(t *testing.T) {
+	pcg := seededPCG(t)
+	for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+		lists := cut(testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4}), 1, 3)
+		errs := joinDevices(t, lists, &comm.Config{Strategy: s}, func(_ context.Context, g *comm.Group) error { return runAllQuantized(t, g, pcg(11)) })
+		require.NoError(t, errors.Join(errs...), s)
+	}
+}
+
+// Whichever launch fails, the error comes back. The group breaks only if other ranks could wait for this one.
+func TestAllReduceQuantizedOverFaults(t *testing.T) {
+	for n, broken := range []bool{false, false, true, true, false, false} {
+		fault := fmt.Sprintf("cuLaunchKernel#%d=CUDA_ERROR_INVALID_VALUE", n+1)
+		t.Run(fault, func(t *testing.T) {
+			g, err := comm.Local(testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: fault}), nil)
+			require.NoError(t, err)
+			q := newQuantizedSum(t, g, floats, 100, 0)
+			t.Cleanup(func() { require.NoError(t, g.Close()) }) // before its memory
+			require.NoError(t, q.fill(func(int, int) float32 { return 1 }))
+			err = q.enqueue()
+			require.ErrorIs(t, err, device.ErrorInvalidValue)
+			require.ErrorContains(t, err, fmt.Sprintf("on rank %d", n%2))
+			if broken {
+				require.ErrorIs(t, g.Err(), comm.ErrBroken)
+				return
+			}
+			require.NoError(t, g.Err())
+			got, err := q.sum() // the fault was one call
+			require.NoError(t, err)
+			require.NoError(t, q.check(got))
+		})
+	}
 }
 
 // The bits do not depend on the strategy: one Chorus kernel has those of NCCL, also if it is launched several

@@ -108,7 +108,7 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			return // each takes seconds to compile
 		}
 		var trials []kernel.Trial
-		for range testhost.Rounds(6, 2) {
+		for range testhost.Rounds(2, 4) {
 			n, ranks := 1+r.IntN(3000), 2+r.IntN(7)
 			share, mine := ShareLen(n, ranks), r.IntN(ranks)
 			chunks := func(count int) []uint8 {
@@ -137,6 +137,10 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			t.Skip("no g++")
 		}
 		require.NoError(t, err)
+		t.Run("cuda", func(t *testing.T) {
+			dev := testgpu.CUDA(t, 1)[0]
+			require.NoError(t, kernel.Verify(t.Context(), sourceOf(f.element.dtype, f.code.dtype), trials, &kernel.VerifyConfig{Device: dev}))
+		})
 	})
 }
 

@@ -30,7 +30,7 @@ type QuantizedConfig struct {
 // Avg. xs has one slice for each local rank, all of the same length. Collective.
 //
 // Each 32 elements are a block, which has a scale of its own, a power of two, as in the formats
-// MXFP8 and MXINT8. So a rank sends 33/32 bytes for each element, and as many to gather the results.
+// MXFP8 and MXINT8. So the links carry 33/32 bytes where other all-reduces carry an element.
 // Each rank owns a share of the elements. It receives their blocks from the other ranks, and adds them to
 // its own elements in float32 and in rank order. Then it rounds the sums to blocks, and sends these to
 // all ranks. All ranks get the same bits, and the same call gives the same bits again. They depend on

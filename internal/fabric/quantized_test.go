@@ -158,3 +158,23 @@ func TestQuantized(t *testing.T) {
 		}
 	})
 }
+
+// An operation that the other ranks do not join ends when its rank is aborted.
+func TestQuantizedAborted(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, nil)
+		m := group[0]
+		x, err := memory.Make[float32](m.s, 1000)
+		require.NoError(t, err)
+		require.NoError(t, x.Zero(m.s))
+		require.NoError(t, m.EnqueueQuantized(m.s, &fabric.Quantized{DType: memory.Float32, Format: memory.Int8, N: 1000, X: x.Ptr()}))
+		ended, err := m.s.Query()
+		require.NoError(t, err)
+		require.False(t, ended, "it waits for the other rank")
+		m.Abort()
+		require.NoError(t, m.s.Sync(testgpu.Context(t)))
+		require.ErrorIs(t, m.Err(), fabric.ErrAborted)
+		require.ErrorContains(t, m.Err(), "an operation was given up")
+		require.NoError(t, x.Close())
+	})
+}

@@ -119,6 +119,29 @@ func ExampleAllGather() {
 	// rank 1 has [0 1 10 11]
 }
 
+// Small integers are numbers of the 8-bit format, so their sums are exact.
+func ExampleAllReduceQuantized() {
+	onRanks(2, func(ctx context.Context, g *comm.Group) error {
+		xs, err := comm.Make[float32](g, 3)
+		if err != nil {
+			return err
+		}
+		defer xs.Close()
+		for i, x := range xs {
+			if err := x.CopyFrom(g.Stream(i), []float32{1, -2, 0.5}); err != nil {
+				return err
+			}
+		}
+		if err := comm.AllReduceQuantized(g, comm.Sum, xs, &comm.QuantizedConfig{Format: memory.Int8}); err != nil {
+			return err
+		}
+		return print(ctx, g, xs)
+	})
+	// Output:
+	// rank 0 has [2 -4 1]
+	// rank 1 has [2 -4 1]
+}
+
 func ExampleReduceScatter() {
 	onRanks(2, func(ctx context.Context, g *comm.Group) error {
 		src, dst, err := two(g, 4, 2)

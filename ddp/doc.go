@@ -24,6 +24,7 @@
 //	fp16_compress_hook             ReducerConfig.Compress
 //	register_comm_hook             ReducerConfig.Hook
 //	powerSGD_hook                  PowerSGD
+//	quantization_pertensor_hook    Quantized
 //	Join                           ReducerConfig.Uneven, Reducer.Join
 //	ZeroRedundancyOptimizer        Sharder
 //	fully_shard, HSDP              Units

@@ -46,7 +46,7 @@ var layers = [][]string{
 	{"internal/flight"},
 	{"internal/gemm", "internal/kern", "internal/collective"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
-	{"internal/strided"},
+	{"internal/strided", "internal/quant"},
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/streamtest"},
 	{"internal/route", "optim"},
 	{"internal/groups"},

@@ -16,6 +16,7 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 )
@@ -72,7 +73,9 @@ type toolbox struct {
 	move   module
 	norm   [numNormFormats]module
 	fold   [numFoldFormats][flight.NumReductions]module
-	mu     sync.Mutex // held while kernels are loaded
+	// quantized has the kernels by element type, and by whether the 8-bit numbers are integers.
+	quantized [numNormFormats][2]module
+	mu        sync.Mutex // held while kernels are loaded
 }
 
 var toolboxKey handle.Key
@@ -241,9 +244,16 @@ var normFiles = []string{
 	"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "packet.cuh", "word.cuh", "element.cuh", "float8.cuh", "values.cuh", "norm.cu",
 }
 
-// source, foldSource and normSource are the complete sources for compilers. Their messages name the file
-// and its line.
-var source, foldSource, normSource = joined(files), joined(foldFiles), joined(normFiles)
+// quantizedFiles are the parts of the source of quantized all-reduces, which also has the blocks of package quant.
+var quantizedFiles = []string{"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "quantized.cu"}
+
+// source, foldSource, normSource and quantizedSource are the complete sources for compilers. Their messages
+// name the file and its line.
+var (
+	source, foldSource, normSource = joined(files), joined(foldFiles), joined(normFiles)
+
+	quantizedSource = joined(quantizedFiles[:4]) + "#line 1 \"block.cuh\"\n" + quant.Blocks + joined(quantizedFiles[4:])
+)
 
 func joined(files []string) string {
 	var all strings.Builder

@@ -82,6 +82,19 @@ func NormSourceOnHost(t *testing.T) string {
 	return hostShim() + normPrelude + code + normMain
 }
 
+//go:embed testdata/quantized.cc
+var quantizedMain string
+
+// QuantizedSourceOnHost returns the source of quantized all-reduces as a program of the host, without the
+// instructions that convert 8-bit floats, which only GPUs check.
+func QuantizedSourceOnHost() string {
+	code := quantizedSource
+	for _, x := range onHost {
+		code = regexp.MustCompile(x.cuda).ReplaceAllLiteralString(code, x.host)
+	}
+	return hostShim() + normPrelude + "#undef __CUDA_ARCH__\nusing std::max;\n" + code + quantizedMain
+}
+
 // The kernels themselves, compiled for the host with a thread for each of theirs, give
 // every element: with ranks that are out of step, at any alignment, in place or not, and
 // where epochs wrap around.
@@ -119,7 +132,7 @@ func TestFiles(t *testing.T) {
 	for _, f := range all {
 		names = append(names, f.Name())
 	}
-	both := slices.Concat(files, foldFiles, normFiles)
+	both := slices.Concat(files, foldFiles, normFiles, quantizedFiles)
 	slices.Sort(both)
 	require.Equal(t, slices.Compact(both), names)
 }

@@ -19,11 +19,12 @@ type Batch struct {
 	routers Routers
 	in      collective.Batch // the steps of the nccl.Batch
 	ops     []*collective.Op
-	errs    []error       // results of the operations
-	tallies []tally       // of the routers
-	foreign int           // number of operations of other communicators
-	inOrder bool          // ReduceInOrder was called
-	norms   []fabric.Norm // of EnqueueNorms, by local rank
+	errs    []error            // results of the operations
+	tallies []tally            // of the routers
+	foreign int                // number of operations of other communicators
+	inOrder bool               // ReduceInOrder was called
+	norms   []fabric.Norm      // of EnqueueNorms, by local rank
+	blocks  []fabric.Quantized // of EnqueueQuantized, by local rank
 
 	// By rank, for copy engines.
 	streams []*stream.Stream
@@ -80,7 +81,7 @@ func (b *Batch) Decide() {
 		if x.Local >= 0 && b.tallies[x.Local].collectives == 1 {
 			only = true
 			x.Together = together
-			if strategy = b.routers[x.Local].choose(x); b.norms != nil { // EnqueueNorms has decided so
+			if strategy = b.routers[x.Local].choose(x); b.norms != nil || b.blocks != nil { // EnqueueNorms has decided so, or the caller of EnqueueQuantized
 				strategy, x.Fused = OwnKernels, true
 			}
 		}
@@ -311,6 +312,8 @@ func (b *Batch) launchAll() {
 func (b *Batch) launch(x *collective.Op) error {
 	r := b.router(x)
 	switch {
+	case x.Fused && b.blocks != nil:
+		return b.failed(x, r.kernels.EnqueueQuantized(x.Stream, &b.blocks[x.Local]))
 	case x.Fused:
 		return b.failed(x, r.kernels.EnqueueNorm(x.Stream, &b.norms[x.Local]))
 	case x.Pieces:

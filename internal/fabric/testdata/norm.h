@@ -22,7 +22,8 @@ struct Barrier {
 struct Block {
 	Barrier all;
 	std::vector<std::unique_ptr<Barrier>> warps;
-	std::vector<float> lanes;
+	std::vector<unsigned> lanes;
+	std::atomic<int> any{0};
 	unsigned long long sums[128];
 	Barrier* cluster;      // of the threads of all its blocks
 	Block* const* cousins; // the blocks of the cluster
@@ -35,18 +36,26 @@ static thread_local Block* block;
 
 static inline void __syncthreads() { block->all.sync(); }
 static inline void __syncwarp() {}
-static inline int __syncthreads_or(int) { abort(); } // norms have no barriers between ranks
+static inline int __syncthreads_or(int is) {
+	if (is) block->any = 1;
+	block->all.sync();
+	const int any = block->any;
+	block->all.sync();
+	block->any = 0;
+	block->all.sync();
+	return any;
+}
 static inline void put_line(void*, unsigned long long, unsigned long long) { abort(); }
 static inline void get_line(const void*, unsigned long long*) { abort(); }
 static inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) { return ((std::atomic<unsigned long long>*)p)->fetch_add(v); }
 static inline std::atomic<unsigned long long>* atom(const void* p) { return (std::atomic<unsigned long long>*)p; }
 
 // All threads of a warp call __shfl_xor_sync together.
-static inline float __shfl_xor_sync(unsigned, float x, int by) {
+template <class X> static inline X __shfl_xor_sync(unsigned, X x, int by) {
 	Barrier& warp = *block->warps[threadIdx.x / 32];
-	block->lanes[threadIdx.x] = x;
+	block->lanes[threadIdx.x] = bits_of<unsigned>(x);
 	warp.sync();
-	x = block->lanes[threadIdx.x ^ by];
+	x = bits_of<X>(block->lanes[threadIdx.x ^ by]);
 	warp.sync();
 	return x;
 }

@@ -1,0 +1,180 @@
+package fabric_test
+
+import (
+	"bytes"
+	"fmt"
+	"math"
+	"math/rand/v2"
+	"os/exec"
+	"sync"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/ptxtest"
+	"github.com/gochorus/chorus/internal/quant"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A quantizedCase is an all-reduce of elements in blocks of 8-bit numbers. They begin skip elements after an
+// aligned address.
+type quantizedCase struct {
+	n, skip  int
+	format   memory.DType
+	mean     bool
+	feedback bool
+}
+
+// runQuantized runs a case on a group, and returns the elements and errors of all ranks before and after.
+func runQuantized[T memory.Element](t *testing.T, group []member, f float[T], c quantizedCase, r *rand.Rand) (xs, gotXs [][]T, errs, gotErrs [][]float32) {
+	t.Helper()
+	for range group {
+		x, e := make([]T, c.n), make([]float32, c.n)
+		size := 0
+		for k := range x {
+			if k%20 == 0 {
+				size = r.IntN(24) - 12
+			}
+			x[k], e[k] = f.of(float32(math.Ldexp(2*r.Float64()-1, size))), float32(math.Ldexp(2*r.Float64()-1, size-5))
+		}
+		xs, errs = append(xs, x), append(errs, e)
+	}
+	gotXs, gotErrs = make([][]T, len(group)), make([][]float32, len(group))
+	var wg sync.WaitGroup
+	for i, m := range group {
+		wg.Go(func() {
+			x, err := memory.Make[T](m.s, c.n+c.skip)
+			require.NoError(t, err)
+			e, err := memory.Make[float32](m.s, c.n+c.skip)
+			require.NoError(t, err)
+			x1, e1 := x.Slice(c.skip, c.n+c.skip), e.Slice(c.skip, c.n+c.skip)
+			require.NoError(t, x1.CopyFrom(m.s, xs[i]))
+			require.NoError(t, e1.CopyFrom(m.s, errs[i]))
+			op := fabric.Quantized{DType: memory.DTypeOf[T](), Format: c.format, N: c.n, X: x1.Ptr(), Mean: c.mean}
+			if c.feedback {
+				op.Errors = e1.Ptr()
+			}
+			require.True(t, m.TakesQuantized(&op))
+			require.NoError(t, m.LoadQuantized(&op))
+			require.NoError(t, m.EnqueueQuantized(m.s, &op))
+			gotXs[i], gotErrs[i] = make([]T, c.n), make([]float32, c.n)
+			require.NoError(t, x1.CopyTo(m.s, gotXs[i]))
+			require.NoError(t, e1.CopyTo(m.s, gotErrs[i]))
+			require.NoError(t, x.Close())
+			require.NoError(t, e.Close())
+		})
+	}
+	wg.Wait()
+	for i := range gotXs {
+		require.True(t, testgpu.SameBits(gotXs[0], gotXs[i]), "ranks 0 and %d have other bits", i)
+	}
+	return xs, gotXs, errs, gotErrs
+}
+
+// TestQuantizedSourceOnTheHost compiles the CUDA source for the host, and compares its bits with the results of
+// virtual devices.
+func TestQuantizedSourceOnTheHost(t *testing.T) {
+	seed := rand.Uint64()
+	t.Log("seed ", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	switch rng.IntN(3) { // each takes seconds to compile
+	case 0:
+		quantizedOnHost(t, "Half", half, rng)
+	case 1:
+		quantizedOnHost(t, "BFloat", bfloat, rng)
+	default:
+		quantizedOnHost(t, "float", single, rng)
+	}
+}
+
+func quantizedOnHost[T memory.Element](t *testing.T, name string, f float[T], rng *rand.Rand) {
+	ranks := 2 + rng.IntN(2)
+	format, code := memory.Float8E4M3, "E4M3"
+	if rng.IntN(2) == 0 {
+		format, code = memory.Int8, "Int8"
+	}
+	program := ptxtest.Host(t, fabric.QuantizedSourceOnHost(), "-pthread", "-w", "-DCHORUS_TYPE="+name, "-DCHORUS_CODE="+code, fmt.Sprint("-DCHORUS_RANKS=", ranks))
+	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks}), &fabric.Config{Bytes: 64 << 10})
+	var in, want bytes.Buffer
+	for range 5 {
+		c := quantizedCase{n: 1 + rng.IntN(6000), skip: rng.IntN(2), format: format, mean: rng.IntN(2) == 0, feedback: rng.IntN(2) == 0}
+		xs, gotXs, errs, gotErrs := runQuantized(t, group, f, c, rng)
+		share := quant.ShareLen(c.n, ranks)
+		most := quant.WarpLen * (1 + rng.IntN(share/quant.WarpLen))
+		number := map[bool]uint32{true: 1}
+		put(t, &in, []uint32{uint32(ranks), uint32(c.n), uint32(share), uint32(most), uint32(1 + rng.IntN(2)), uint32(32 * (1 + rng.IntN(2))), number[c.mean], number[c.feedback], uint32(c.skip)})
+		for i := range xs {
+			put(t, &in, xs[i])
+			put(t, &want, gotXs[i])
+			if c.feedback {
+				put(t, &in, errs[i])
+				put(t, &want, gotErrs[i])
+			}
+		}
+	}
+	cmd := exec.CommandContext(testgpu.Context(t), program)
+	cmd.Stdin = &in
+	out, err := cmd.Output()
+	require.NoError(t, err)
+	require.True(t, bytes.Equal(want.Bytes(), out), "%d ranks, %s in %s: the bits of the source differ from the Go functions", ranks, name, code)
+}
+
+// Operations of any length run on each backend, also between other operations of the ranks.
+func TestQuantized(t *testing.T) {
+	seed := rand.Uint64()
+	t.Log("seed ", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &fabric.Config{Bytes: 64 << 10})
+		for range 4 {
+			c := quantizedCase{n: 1 + rng.IntN(100000), skip: rng.IntN(2), format: []memory.DType{memory.Float8E4M3, memory.Int8}[rng.IntN(2)], feedback: rng.IntN(2) == 0}
+			xs, got, errs, after := runQuantized(t, group, single, c, rng)
+			for k := range c.n {
+				sum, left := 0.0, 0.0
+				most := 0.0
+				for i := range xs {
+					sum += float64(xs[i][k])
+					most += math.Abs(float64(xs[i][k]))
+					if c.feedback {
+						sum += float64(errs[i][k])
+						left += float64(after[i][k])
+					}
+				}
+				if c.feedback {
+					require.InDelta(t, sum, float64(got[0][k])+left, 1e-3*(1+most), "the result and the errors are everything")
+				} else {
+					block := k / quant.BlockLen * quant.BlockLen
+					for i := range xs {
+						for _, x := range xs[i][block:min(c.n, block+quant.BlockLen)] {
+							most = max(most, math.Abs(float64(x)))
+						}
+					}
+					require.InDelta(t, sum, float64(got[0][k]), most*float64(len(xs)+1)/8)
+				}
+			}
+		}
+	})
+}
+
+// An operation that the other ranks do not join ends when its rank is aborted.
+func TestQuantizedAborted(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, nil)
+		m := group[0]
+		x, err := memory.Make[float32](m.s, 1000)
+		require.NoError(t, err)
+		require.NoError(t, x.Zero(m.s))
+		require.NoError(t, m.EnqueueQuantized(m.s, &fabric.Quantized{DType: memory.Float32, Format: memory.Int8, N: 1000, X: x.Ptr()}))
+		ended, err := m.s.Query()
+		require.NoError(t, err)
+		require.False(t, ended, "it waits for the other rank")
+		m.Abort()
+		require.NoError(t, m.s.Sync(testgpu.Context(t)))
+		require.ErrorIs(t, m.Err(), fabric.ErrAborted)
+		require.ErrorContains(t, m.Err(), "an operation was given up")
+		require.NoError(t, x.Close())
+	})
+}

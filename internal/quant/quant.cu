@@ -1,0 +1,51 @@
+// The kernels for an all-reduce whose chunks another library moves:
+//   quantize     writes the chunks for the other ranks, which own the shares
+//   reduce       adds the chunks of the other ranks to the own share, and writes a chunk of the sums
+//   dequantize   reads the chunks of sums of the other ranks
+
+#define THREADS 256
+
+// All lanes of a warp have units of the share, or none: a share is a multiple of a warp's units.
+#define EACH_UNIT(i, share) for (u64 i = ((u64)blockIdx.x * THREADS + threadIdx.x) * UNIT; i < (share); i += (u64)gridDim.x * THREADS * UNIT)
+
+// other returns the rank of the c-th chunk of the other ranks.
+static __device__ __forceinline__ u32 other(u32 c, u32 mine) { return c < mine ? c : c + 1; }
+
+static __device__ __forceinline__ void writeChunk(u8* chunk, u64 share, u64 i, const Words& q, u32 exponent) {
+	*(Words*)(chunk + i) = q;
+	if (i % BLOCK == 0) chunk[share + i / BLOCK] = (u8)exponent;
+}
+
+// quantize writes the chunks of the other ranks' shares of x, in rank order without the own one.
+// gridDim.y is the number of the other ranks.
+extern "C" __global__ void __launch_bounds__(THREADS) quantize(const T* x, float* errors, u8* out, u64 n, u64 share, u32 mine, u32 aligned) {
+	const u64 begin = other(blockIdx.y, mine) * share;
+	u8* const chunk = out + blockIdx.y * chunkBytes(share);
+	EACH_UNIT(i, share) {
+		u32 exponent;
+		const Words q = unitToBlock(x, errors, begin + i, n, aligned, exponent);
+		writeChunk(chunk, share, i, q, exponent);
+	}
+}
+
+// reduce adds the own share of x and the chunks of the other ranks, which are in rank order. It
+// writes the sums to out, and as elements to the own share.
+extern "C" __global__ void __launch_bounds__(THREADS) reduce(T* x, float* errors, const u8* in, u8* out, u64 n, u64 share, u32 mine, u32 ranks, u32 mean, u32 aligned) {
+	EACH_UNIT(i, share) {
+		u32 exponent;
+		const Words q = sumToBlock(x, errors, mine * share + i, n, aligned, mine, ranks, mean, exponent, [=](u32 r, u32& scale) {
+			const u8* const chunk = in + (r < mine ? r : r - 1) * chunkBytes(share);
+			scale = chunk[share + i / BLOCK];
+			return *(const Words*)(chunk + i);
+		});
+		writeChunk(out, share, i, q, exponent);
+	}
+}
+
+// dequantize writes the other ranks' shares of x from the chunks of all ranks. gridDim.y is the
+// number of the other ranks.
+extern "C" __global__ void __launch_bounds__(THREADS) dequantize(T* x, const u8* in, u64 n, u64 share, u32 mine, u32 aligned) {
+	const u32 r = other(blockIdx.y, mine);
+	const u8* const chunk = in + r * chunkBytes(share);
+	EACH_UNIT(i, share) unitFromBlock(x, r * share + i, n, aligned, *(const Words*)(chunk + i), chunk[share + i / BLOCK]);
+}

@@ -205,7 +205,7 @@ func (k *Router) fuses(x *fabric.Norm) bool {
 func (rs Routers) TakeQuantized(xs []fabric.Quantized) bool {
 	for i, k := range rs {
 		switch k.rule.Load().strategy {
-		case OwnKernels, OneShot, TwoShotPackets, TwoShot, TwoShotLines, Tuned:
+		case OwnKernels, OneShot, TwoShotPackets, TwoShot, TwoShotLines, Pipelined, Tuned:
 		default:
 			return false
 		}

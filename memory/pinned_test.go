@@ -518,3 +518,24 @@ func TestUnpinWithFaults(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, h.Close())
 }
+
+// TestEmptyHostCacheAfterSync: memory goes back if it was closed while a stream used it, and the
+// device has done its work since.
+func TestEmptyHostCacheAfterSync(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		n := newSize(t, devs[0])
+		x := makeInts(t, s, n)
+		h := makePinned(t, devs[0], n)
+		require.NoError(t, devs[0].Sync(testgpu.Context(t)))
+		require.NoError(t, memory.EmptyHostCache(devs[0]))
+		before := memory.ReadHostStats(devs[0])
+		require.NoError(t, x.CopyFromPinned(s, h))
+		require.NoError(t, h.Close())
+		require.NoError(t, devs[0].Sync(testgpu.Context(t)))
+		require.NoError(t, memory.EmptyHostCache(devs[0]))
+		after := memory.ReadHostStats(devs[0])
+		require.Equal(t, before.ActiveRequests.Current-1, after.ActiveRequests.Current)
+		require.Equal(t, before.Allocations.Current-1, after.Allocations.Current)
+	})
+}

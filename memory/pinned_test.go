@@ -539,3 +539,28 @@ func TestEmptyHostCacheAfterSync(t *testing.T) {
 		require.Equal(t, before.Allocations.Current-1, after.Allocations.Current)
 	})
 }
+
+// TestCopyOfPartlyPinnedMemory: CUDA copies host memory that is pinned as a whole or not at all.
+func TestCopyOfPartlyPinnedMemory(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		x := makeInts(t, s, 30000)
+		host := make([]int32, 90000)
+		h, err := memory.PinSlice(devs[0], host[30000:60000])
+		require.NoError(t, err)
+		for from, fits := range map[int]bool{0: true, 1: false, 29999: false, 30000: true, 30001: false, 59999: false, 60000: true} {
+			part := host[from : from+30000]
+			for _, err := range []error{x.CopyFrom(s, part), x.CopyTo(s, part)} {
+				if fits {
+					require.NoError(t, err, from)
+					continue
+				}
+				require.ErrorIs(t, err, device.ErrorInvalidValue, from)
+				require.ErrorContains(t, err, "only a part of the 120000 bytes at ")
+			}
+		}
+		require.ErrorContains(t, makeInts(t, s, 90000).CopyFrom(s, host), "pin all of them together, or copy the parts one by one")
+		require.NoError(t, h.Close())
+		require.NoError(t, x.CopyFrom(s, host[1:30001]))
+	})
+}

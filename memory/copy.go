@@ -19,7 +19,8 @@ const notPinned = "the host would wait or its memory be gone in a later launch: 
 
 // CopyFrom enqueues a copy of src to x on s and returns when src may be reused; the
 // copy may still be in progress (cuMemcpyHtoDAsync). src is ordinary memory of length
-// x.Len(). With CopyFromPinned the host does not wait at all.
+// x.Len(). With CopyFromPinned the host does not wait at all. If only a part of src is
+// pinned, the error matches device.ErrorInvalidValue, as it does for CopyTo.
 func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	const op = "memory: copy from host"
 	if err := x.checkHost(op, s, len(src)); err != nil || x.n == 0 {

@@ -469,6 +469,8 @@ type OutOfMemoryError struct {
 	Fraction  float64
 	Uses      []Use // of the device's memory, as Ledger returns them
 	Err       error // the driver's error
+
+	captured, own bool // as in alloc.NoMemoryError
 }
 
 func (e *OutOfMemoryError) Error() string {
@@ -492,9 +494,13 @@ func (e *OutOfMemoryError) Error() string {
 	}
 	fmt.Fprintf(&b, "; %s are reserved but not allocated, the largest block %s", formatSize(e.Reserved-min(e.Reserved, e.Allocated)), formatSize(e.Largest))
 	switch o := options.Load(); {
+	case e.own:
+		b.WriteString(": the Allocator of the pool has no memory left")
 	case e.Reserved <= e.Allocated || e.Reserved-e.Allocated < e.Requested:
 	case e.Reserved-e.Allocated-min(e.PoolFree, e.Reserved-e.Allocated) < e.Requested:
 		fmt.Fprintf(&b, ": %s of the free memory are in pools: close a pool, or allocate from it", formatSize(e.PoolFree))
+	case o != nil && o.Expandable && e.captured:
+		b.WriteString(": during a capture, free memory of expandable segments stays reserved: call EmptyCache before it")
 	case o != nil && o.Expandable:
 		b.WriteString(": the free memory is in fragments")
 	default:
@@ -554,6 +560,7 @@ func (h *heap) explain(bytes int, err error) error {
 	e := outOfMemory(h.dev, uintptr(bytes), device.ErrorOutOfMemory).(*OutOfMemoryError)
 	if a, ok := errors.AsType[*alloc.NoMemoryError](err); ok {
 		e.Wanted, e.Allocated, e.Private, e.PoolFree, e.Reserved, e.Largest = a.Wanted, a.Allocated, a.Private, a.PoolFree, a.Reserved, a.Largest
+		e.captured, e.own = a.Captured, a.Own
 		e.Fraction = h.native.Fraction()
 	}
 	if u, err := Ledger(h.dev); err == nil {

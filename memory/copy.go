@@ -6,6 +6,7 @@ import (
 	"sync"
 	"unsafe"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
@@ -18,7 +19,8 @@ const notPinned = "the host would wait or its memory be gone in a later launch: 
 
 // CopyFrom enqueues a copy of src to x on s and returns when src may be reused; the
 // copy may still be in progress (cuMemcpyHtoDAsync). src is ordinary memory of length
-// x.Len(). With CopyFromPinned the host does not wait at all.
+// x.Len(). With CopyFromPinned the host does not wait at all. If only a part of src is
+// pinned, the error matches device.ErrorInvalidValue, as it does for CopyTo.
 func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	const op = "memory: copy from host"
 	if err := x.checkHost(op, s, len(src)); err != nil || x.n == 0 {
@@ -28,7 +30,10 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 		return err
 	}
 	// CUDA stages ordinary memory before it returns, but not pinned memory.
-	pinned := hostOf(s.Device()).pinned.has(unsafe.Pointer(unsafe.SliceData(src)))
+	pinned, err := pinnedMemory(op, s, unsafe.Pointer(unsafe.SliceData(src)), x.Bytes())
+	if err != nil {
+		return err
+	}
 	if pinned {
 		if err := gpu.StreamOf(s).RefuseWait(op); err != nil {
 			return err
@@ -60,10 +65,23 @@ func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
 	if err := gpu.DeviceOf(s.Device()).Blocking(op); err != nil {
 		return err
 	}
+	if _, err := pinnedMemory(op, s, unsafe.Pointer(unsafe.SliceData(dst)), x.Bytes()); err != nil {
+		return err
+	}
 	if err := x.download(s, unsafe.Pointer(unsafe.SliceData(dst))); err != nil {
 		return err
 	}
 	return syncBeside(s)
+}
+
+// pinnedMemory reports whether host memory of a copy is pinned. CUDA refuses memory of which only a part
+// is pinned.
+func pinnedMemory(op string, s *stream.Stream, p unsafe.Pointer, bytes int) (bool, error) {
+	whole, partly := hostOf(s.Device()).pinned.covers(p, uintptr(bytes))
+	if partly {
+		return false, fmt.Errorf("%s: only a part of the %d bytes at %p is pinned: pin all of them together, or copy the parts one by one: %w", op, bytes, p, device.ErrorInvalidValue)
+	}
+	return whole, nil
 }
 
 // syncBeside waits for a stream that is not captured. The caller has called Blocking.

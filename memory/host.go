@@ -268,7 +268,7 @@ func (h *host) Close() error {
 
 // EmptyHostCache returns the unused pinned memory of dev's System to the operating
 // system (torch._C._host_emptyCache). It does not wait for streams: memory that they
-// may still use stays. The driver waits for all devices when it frees pinned memory. If a stream
+// may still use stays, so call Device.Sync before if all of it should go. The driver waits for all devices when it frees pinned memory. If a stream
 // of a device is busy, EmptyHostCache returns at once, and a goroutine frees the memory as soon as
 // all streams are idle. Any goroutine may call it.
 func EmptyHostCache(dev *device.Device) error {
@@ -277,10 +277,24 @@ func EmptyHostCache(dev *device.Device) error {
 	}
 	h := hostOf(dev)
 	h.endPassed()
-	if err := h.release(h.unused()); err != nil {
+	for range quietTries { // an idle stream passes an event a little after it was recorded
+		if gpu.InCallback() || !h.waits() {
+			break
+		}
+		time.Sleep(quietPause)
+		h.endPassed()
+	}
+	if err := h.release(append(h.unused(), h.takeDoomed()...)); err != nil {
 		return fmt.Errorf("memory: empty host cache: %w", err)
 	}
 	return nil
+}
+
+// waits reports whether closed memory waits for streams.
+func (h *host) waits() bool {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return len(h.pending) > 0
 }
 
 func roundUp(n, to uintptr) uintptr { return (n + to - 1) / to * to }

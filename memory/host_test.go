@@ -363,12 +363,15 @@ func TestRanges(t *testing.T) {
 		if !clash {
 			model[start] = n
 		}
-		p := rnd.IntN(1000)
-		in := false
+		p, n := rnd.IntN(1000), 1+rnd.IntN(20)
+		in, some := false, false
 		for s, b := range model {
-			in = in || p >= s && p < s+b
+			in = in || p >= s && p+n <= s+b
+			some = some || p < s+b && s < p+n
 		}
-		require.Equal(t, in, r.has(at(p)))
+		whole, partly := r.covers(at(p), uintptr(n))
+		require.Equal(t, in, whole)
+		require.Equal(t, some && !in, partly)
 	}
 }
 

@@ -10,9 +10,11 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
 )
 
 // limit lets the process have so many bytes of the device.
@@ -219,3 +221,45 @@ func TestFreeMemoryOfAPoolIsTold(t *testing.T) {
 		require.NoError(t, keep.Close())
 	})
 }
+
+// An error names the reason for which free memory does not help.
+func TestOutOfMemoryNamesNoWrongCause(t *testing.T) {
+	eachFresh(t, "expandable_segments:True", func(t *testing.T, d *device.Device) {
+		s := newStream(t, d)
+		limit(t, d, 60*mib)
+		x, err := memory.Make[byte](s, 40*mib)
+		require.NoError(t, err)
+		require.NoError(t, x.Close())
+		allocate := func() error {
+			y, err := memory.Make[byte](s, 40*mib)
+			return errors.Join(err, y.Close())
+		}
+		_, err = graph.Capture([]*stream.Stream{s}, allocate, nil)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		require.ErrorContains(t, err, "during a capture, free memory of expandable segments stays reserved: call EmptyCache before it")
+		require.NotContains(t, err.Error(), "fragments")
+		require.NoError(t, memory.EmptyCache(d))
+		g, err := graph.Capture([]*stream.Stream{s}, allocate, nil)
+		require.NoError(t, err, "the cure")
+		require.NoError(t, g.Close())
+	})
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		s := newStream(t, d)
+		x, err := memory.Make[byte](s, 1)
+		require.NoError(t, err)
+		p := newPool(t, &memory.PoolConfig{Allocator: noAllocator{}})
+		require.NoError(t, p.Use(s, func() error {
+			_, err := memory.Make[byte](s, 1)
+			require.ErrorIs(t, err, device.ErrorOutOfMemory)
+			require.ErrorContains(t, err, "the Allocator of the pool has no memory left")
+			require.NotContains(t, err.Error(), "fragments")
+			return nil
+		}))
+		require.NoError(t, x.Close())
+	})
+}
+
+// A noAllocator has no memory.
+type noAllocator struct{ memory.Allocator }
+
+func (noAllocator) Alloc(*stream.Stream, int) (uint64, error) { return 0, device.ErrorOutOfMemory }

@@ -185,10 +185,15 @@ func after(list []extent, p uintptr) int {
 	return i
 }
 
-func (r *ranges) has(p unsafe.Pointer) bool {
-	list := r.load()
-	i := after(list, uintptr(p))
-	return i > 0 && list[i-1].has(uintptr(p))
+// covers reports whether one range has all of the bytes at p and, if not, whether ranges have a part.
+func (r *ranges) covers(p unsafe.Pointer, bytes uintptr) (whole, partly bool) {
+	list, at := r.load(), uintptr(p)
+	i := after(list, at)
+	if i > 0 && list[i-1].has(at) {
+		whole = bytes <= list[i-1].bytes-(at-list[i-1].start)
+		return whole, !whole
+	}
+	return false, i < len(list) && list[i].start-at < bytes
 }
 
 // A registration is memory of the caller that the driver has page-locked.

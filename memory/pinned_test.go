@@ -518,3 +518,49 @@ func TestUnpinWithFaults(t *testing.T) {
 	require.NoError(t, err)
 	require.NoError(t, h.Close())
 }
+
+// TestEmptyHostCacheAfterSync: memory goes back if it was closed while a stream used it, and the
+// device has done its work since.
+func TestEmptyHostCacheAfterSync(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		n := newSize(t, devs[0])
+		x := makeInts(t, s, n)
+		h := makePinned(t, devs[0], n)
+		require.NoError(t, devs[0].Sync(testgpu.Context(t)))
+		require.NoError(t, memory.EmptyHostCache(devs[0]))
+		before := memory.ReadHostStats(devs[0])
+		require.NoError(t, x.CopyFromPinned(s, h))
+		require.NoError(t, h.Close())
+		require.NoError(t, devs[0].Sync(testgpu.Context(t)))
+		require.NoError(t, memory.EmptyHostCache(devs[0]))
+		after := memory.ReadHostStats(devs[0])
+		require.Equal(t, before.ActiveRequests.Current-1, after.ActiveRequests.Current)
+		require.Equal(t, before.Allocations.Current-1, after.Allocations.Current)
+	})
+}
+
+// TestCopyOfPartlyPinnedMemory: CUDA copies host memory that is pinned as a whole or not at all.
+func TestCopyOfPartlyPinnedMemory(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		s := newStream(t, devs[0])
+		x := makeInts(t, s, 30000)
+		host := make([]int32, 90000)
+		h, err := memory.PinSlice(devs[0], host[30000:60000])
+		require.NoError(t, err)
+		for from, fits := range map[int]bool{0: true, 1: false, 29999: false, 30000: true, 30001: false, 59999: false, 60000: true} {
+			part := host[from : from+30000]
+			for _, err := range []error{x.CopyFrom(s, part), x.CopyTo(s, part)} {
+				if fits {
+					require.NoError(t, err, from)
+					continue
+				}
+				require.ErrorIs(t, err, device.ErrorInvalidValue, from)
+				require.ErrorContains(t, err, "only a part of the 120000 bytes at ")
+			}
+		}
+		require.ErrorContains(t, makeInts(t, s, 90000).CopyFrom(s, host), "pin all of them together, or copy the parts one by one")
+		require.NoError(t, h.Close())
+		require.NoError(t, x.CopyFrom(s, host[1:30001]))
+	})
+}

@@ -199,7 +199,8 @@ func (e *Event) Sync(ctx context.Context) error {
 
 // Elapsed returns the time on the device from start to e, with a resolution of about half
 // a microsecond (cuEventElapsedTime, torch.cuda.Event.elapsed_time). Both events must be
-// made with Timing, on one device, and must have been passed: if not, the error matches
+// made with Timing, on one device, and must be recorded: if not, the error matches
+// device.ErrorInvalidHandle. If a stream has not passed one of them yet, the error matches
 // device.ErrorNotReady. The time is negative if start was passed after e.
 func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 	const op = "stream: elapsed time"

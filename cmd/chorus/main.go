@@ -130,7 +130,32 @@ func newRootCommand() *cobra.Command {
 	for _, c := range commands {
 		root.AddCommand(c())
 	}
+	strict(root)
 	return root
+}
+
+// strict lets cobra's own commands, help and completion, refuse what they do not know. Cobra prints
+// a page of help instead, and such a mistake in a script looks like success.
+func strict(root *cobra.Command) {
+	root.InitDefaultHelpCmd()
+	root.InitDefaultCompletionCmd()
+	for _, c := range root.Commands() {
+		switch c.Name() {
+		case "help":
+			c.Args = func(c *cobra.Command, args []string) error {
+				if topic, rest, err := root.Find(args); err != nil || topic == nil || len(rest) > 0 {
+					return usageError(root, fmt.Errorf("unknown command %q", strings.Join(args, " ")))
+				}
+				return nil
+			}
+		case "completion":
+			parent := parentCommand("", "")
+			c.Args, c.RunE = parent.Args, parent.RunE
+			for _, shell := range c.Commands() {
+				shell.Args = noArgs
+			}
+		}
+	}
 }
 
 // parentCommand returns a command that only has subcommands. Using it alone is a mistake.

@@ -4,9 +4,12 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/launch"
 )
 
 func TestLateFile(t *testing.T) {
@@ -40,4 +43,23 @@ func TestLateFile(t *testing.T) {
 	_, err = device.Write([]byte("gone"))
 	require.NoError(t, err)
 	require.NoError(t, device.Close())
+}
+
+// TestMistakesOfCobra: the commands that cobra adds refuse what they do not know.
+func TestMistakesOfCobra(t *testing.T) {
+	for _, c := range []struct{ args, want string }{
+		{"completion", "no command given: want bash, fish, powershell, zsh"},
+		{"completion tcsh", `unknown command "tcsh"; see chorus completion --help`},
+		{"completion bash now", `unknown argument "now"`},
+		{"help nothing", `unknown command "nothing"; see chorus --help`},
+		{"help mem nothing", `unknown command "mem nothing"`},
+	} {
+		code, stderr := command(t, strings.Fields(c.args)...)
+		require.Equal(t, launch.ExitUsage, code, "%s: %s", c.args, stderr)
+		require.Contains(t, stderr, c.want)
+	}
+	for _, good := range []string{"completion zsh", "help", "help mem replay"} {
+		code, stderr := command(t, strings.Fields(good)...)
+		require.Zero(t, code, "%s: %s", good, stderr)
+	}
 }

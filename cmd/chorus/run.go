@@ -148,7 +148,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.metrics, "metrics", "", "host:port of the job's metrics and web page, such as 127.0.0.1:9400 ("+env.Metrics.Name+"); empty: off")
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "time to wait for all hosts and processes, such as 30s ("+env.JoinTimeout.Name+", default "+env.JoinTimeout.Default+")")
 	fs.DurationVar(&f.grace, "grace", 0, "time from a failure until the others are asked to stop, and again until they are killed, such as 5s ("+env.Grace.Name+", default "+env.Grace.Default+")")
-	fs.BoolVar(&f.raw, "raw", false, "output byte for byte, without quoting control characters")
+	fs.BoolVar(&f.raw, "raw", false, "output without quoting control characters; with --no-prefix, byte for byte")
 	fs.StringVar(&f.logFormat, "log-format", "text", "format of chorus's own lines: text, or json with time, level, msg, job, host and rank")
 	fs.BoolVar(&f.noPrefix, "no-prefix", false, "output without the rank at the start of each line")
 }

@@ -12,6 +12,7 @@ import (
 	"os"
 	"os/exec"
 	"strings"
+	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
@@ -147,6 +148,8 @@ func program(name string) (path string, code int, err error) {
 		return path, 0, nil
 	case errors.Is(err, os.ErrPermission):
 		return "", ExitNotRunnable, fmt.Errorf("cannot run %s: no permission to execute it", name)
+	case errors.Is(err, syscall.EISDIR):
+		return "", ExitNotRunnable, fmt.Errorf("cannot run %s: it is a directory", name)
 	case errors.Is(err, exec.ErrDot):
 		return "", ExitNotRunnable, fmt.Errorf("cannot run %s from the current directory: write ./%[1]s", name)
 	}

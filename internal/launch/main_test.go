@@ -46,6 +46,7 @@ type setup struct {
 	Grace    time.Duration
 	LogDir   string
 	Raw      bool
+	NoPrefix bool
 	JSON     bool
 	Counts   bool // Exited and Restarted write a line
 	Nodes    int
@@ -60,7 +61,7 @@ type setup struct {
 }
 
 func (s *setup) config() *Config {
-	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw, JSON: s.JSON,
+	return &Config{Program: s.Program, Procs: s.Procs, Devices: s.Devices, Grace: s.Grace, LogDir: s.LogDir, Raw: s.Raw, NoPrefix: s.NoPrefix, JSON: s.JSON,
 		Cluster: job.Config{Nodes: s.Nodes, MinNodes: s.MinNodes, MaxRestarts: s.Restarts, Job: s.Job, Host: s.Host, Bind: s.Bind, Seeds: s.Seeds,
 			Secret: s.Secret, Timing: s.Timing}}
 }

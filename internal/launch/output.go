@@ -343,8 +343,12 @@ func pieces(data []byte, last bool) iter.Seq2[[]byte, byte] {
 	}
 }
 
-// closeLine ends the line of a stream.
+// closeLine ends the line of a stream, so that a prefix or a message of the launcher starts a line. Raw
+// output without prefixes stays as the worker has written it, for example as a binary file.
 func (o *output) closeLine(s *stream) {
+	if o.raw && !o.prefix {
+		return
+	}
 	s.to.write(s, func(open bool) ([]byte, bool) {
 		if open {
 			return []byte{'\n'}, false

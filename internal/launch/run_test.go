@@ -412,6 +412,10 @@ func TestForgedLines(t *testing.T) {
 	code, text = launchAll(t, cfg)
 	require.Zero(t, code)
 	require.Equal(t, "[rank 0] "+strings.ReplaceAll(written, "\n", "\n[rank 0] ")+"\n", text)
+	cfg.NoPrefix = true
+	code, text = launchAll(t, cfg)
+	require.Zero(t, code)
+	require.Equal(t, written, text, "as it would be without a launcher")
 
 	var tl tail
 	for piece, end := range pieces([]byte("a\x1b[2J\r\n10%\r20%\rwait"), false) {
@@ -632,6 +636,7 @@ func TestRunMistakes(t *testing.T) {
 		{base(1), ExitUsage, "no program"},
 		{base(1, "/nowhere/at/all"), ExitNotFound, "cannot find the program /nowhere/at/all"},
 		{base(1, script), ExitNotRunnable, "no permission to execute it"},
+		{base(1, filepath.Dir(script)), ExitNotRunnable, "cannot run " + filepath.Dir(script) + ": it is a directory"},
 		{base(1, orphan), ExitNotRunnable, "start rank 0: " + orphan + ": the interpreter /nowhere/python of the script does not exist"},
 		{unbound, ExitUsage, `bind to "192.0.2.1": `},
 		{many, ExitUsage, "5 processes on the 2 virtual devices"},

@@ -30,6 +30,9 @@ func (m *Machine) HostRange(p unsafe.Pointer, n uintptr) (HostRange, cudadrv.Res
 	if p == nil && n > 0 || addr >= addressBase {
 		return HostRange{}, cudadrv.ErrorInvalidValue
 	}
+	if b := lookup(m.pinned, addr+uint64(n)); n > 0 && b != nil && b.addr > addr && b.addr-addr < uint64(n) {
+		return HostRange{}, cudadrv.ErrorInvalidValue // CUDA refuses memory of which only a part is page-locked
+	}
 	return HostRange{bytes: unsafe.Slice((*byte)(p), n), n: uint64(n)}, cudadrv.Success
 }
 

@@ -92,6 +92,14 @@ func TestRegisteredMemory(t *testing.T) {
 	for _, at := range []int{0, 1024, 2048} {
 		require.Equal(t, cudadrv.ErrorHostMemoryAlreadyRegistered, register(at, 1025))
 	}
+	upload := func(at int, n uintptr) cudadrv.Result {
+		return r.On(0, func() cudadrv.Result { return r.Drv.MemcpyHtoDAsync(p, host(at), n, s) })
+	}
+	for _, at := range []int{0, 1023, 1025} { // a part is registered
+		require.Equal(t, cudadrv.ErrorInvalidValue, upload(at, 2048))
+	}
+	r.OK(upload(0, 1024))
+	r.OK(upload(1024, 2048))
 	r.OK(register(0, 1024))
 	require.Equal(t, cudadrv.ErrorInvalidValue, unregister(1030))
 	require.Equal(t, cudadrv.ErrorHostMemoryNotRegistered, unregister(3072))

@@ -390,6 +390,8 @@ type NoMemoryError struct {
 	Reserved  uint64 // bytes reserved from the driver
 	Largest   uint64 // bytes of the largest free block of the stream
 	Limit     uint64 // limit of Reserved, or 0
+	Captured  bool   // the stream is captured: free pages of expandable segments stay mapped
+	Own       bool   // the pool's own source has no memory, and not the device's
 }
 
 func (e *NoMemoryError) Error() string {
@@ -416,6 +418,8 @@ func (a *Arena) noMemory(s *Settings, k kind, size uint64) *NoMemoryError {
 		e.Allocated += uint64(dom.meter.r[AllocatedBytes][both].now)
 		e.Private += uint64(dom.meter.r[AllocatedBytes][both].now)
 	}
+	e.Captured = a.pool.capturing
+	e.Own = a.pool.source != d.cfg.Source && d.allows(e.Wanted)
 	for _, o := range d.def.arenas {
 		e.PoolFree -= free(o.domain)
 		e.Private -= uint64(o.domain.meter.r[AllocatedBytes][both].now)

@@ -558,11 +558,11 @@ func (d *deviceSide) reports() error {
 type hostSide struct{ p *cudahost.Program }
 
 func (v *verification) openHost(ctx context.Context, src *Source) (*hostSide, error) {
-	var names []string
-	for _, d := range src.Kernels {
-		names = append(names, d.Name)
+	key, err := hostKey(src)
+	if err != nil {
+		return nil, err
 	}
-	p, err := cudahost.Compile(ctx, src.CUDA, src.Options, names)
+	p, err := compileForHost(ctx, key, src)
 	if err != nil {
 		return nil, err
 	}

@@ -67,7 +67,7 @@ func TestEveryRankWritesItsRecorder(t *testing.T) {
 	require.Equal(t, 1, *r.Culprits[0].World)
 }
 
-// TestEveryEndLeavesFiles lets rank 1 of 8 processes end in ten ways. Each rank that can still write leaves its flight
+// TestEveryEndLeavesFiles lets rank 1 of 4 processes end in ten ways. Each rank that can still write leaves its flight
 // recorder, which says how the group ended there, and the files together name rank 1.
 func TestEveryEndLeavesFiles(t *testing.T) {
 	testhost.Timed(t)
@@ -88,9 +88,9 @@ func TestEveryEndLeavesFiles(t *testing.T) {
 		{"stop", false, []string{analyze.KindMissing}},
 	} {
 		t.Run(c.way, func(t *testing.T) {
-			const ranks = 8
+			const ranks = 4
 			dir := t.TempDir()
-			code, out, _ := job(t, "virtual", c.way, ranks, timeoutVar+"=4s", env.VirtualDevices.Name+"=8", env.NCCLTraceFile.Name+"="+filepath.Join(dir, "trace-"))
+			code, out, _ := job(t, "virtual", c.way, ranks, timeoutVar+"=4s", env.VirtualDevices.Name+"=4", env.NCCLTraceFile.Name+"="+filepath.Join(dir, "trace-"))
 			require.NotZero(t, code, out)
 			for rank := range ranks {
 				text, err := os.ReadFile(filepath.Join(dir, fmt.Sprint("trace-", rank)))

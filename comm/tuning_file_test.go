@@ -73,7 +73,7 @@ func TestTuningsThatAreRefused(t *testing.T) {
 		"less than no eager":  {`{"form": 2, "tunings": [{"for": {}, "choices": [{"operation": "all-gather", "bytes": 1, "times": [{"strategy": "copy-engines", "us": 0, "eager_us": -1}]}]}]}`, "has eager_us -1 of copy-engines"},
 	}
 	t.Setenv(env.CommStrategy.Name, "tuned")
-	joining := testgpu.SampleRaced(t, 4)
+	joining := testgpu.Sample(t, 4)
 	for _, name := range slices.Sorted(maps.Keys(files)) {
 		path := filepath.Join(folder, "bad.json")
 		require.NoError(t, os.WriteFile(path, []byte(files[name][0]), 0o644))

@@ -431,7 +431,7 @@ func TestDeterministic(t *testing.T) {
 				comm.SetOwnBytes(t, 2<<10, 1<<10)
 				devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n})
 				g := tunedInOrder(t, devs, block, seed)
-				require.NoError(t, orderCases(testgpu.Context(t), g, testgpu.Rounds(testhost.Rounds(3, 12), 200), 4000, seed))
+				require.NoError(t, orderCases(testgpu.Context(t), g, testgpu.Rounds(testhost.Rounds(3, 6), 200), 4000, seed))
 			})
 		}
 	}

@@ -1,12 +1,7 @@
 package kernel
 
 import (
-	"bytes"
-	"crypto/sha256"
-	"encoding/binary"
-	"encoding/hex"
 	"fmt"
-	"hash"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -14,11 +9,9 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/dl"
-	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/safefile"
@@ -47,10 +40,10 @@ func (e *CompileError) Unwrap() error { return e.Err }
 // A compiler makes binaries for one architecture.
 type compiler struct {
 	rtc      nvrtcapi.API
-	arch     int    // of the device: 90 is compute capability 9.0
-	store    *store // nil means none
-	toolkit  string // the directory of CUDA's headers; "" if it was not found or the source includes nothing
-	searched string // the paths that were searched for it
+	arch     int             // of the device: 90 is compute capability 9.0
+	store    *safefile.Store // nil means none
+	toolkit  string          // the directory of CUDA's headers; "" if it was not found or the source includes nothing
+	searched string          // the paths that were searched for it
 }
 
 func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
@@ -62,7 +55,7 @@ func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &compiler{rtc: rtc, arch: 10*major + minor, store: userStore()}
+	c := &compiler{rtc: rtc, arch: 10*major + minor, store: safefile.UserStore()}
 	if lib, ok := rtc.(interface{ Path() string }); ok && includeLine.MatchString(src.CUDA) {
 		c.toolkit, c.searched = findHeaders(lib.Path())
 	}
@@ -83,18 +76,18 @@ func (c *compiler) binary(src *Source) ([]byte, error) {
 	if c.toolkit != "" && includeLine.MatchString(src.CUDA) {
 		options = append(options, "--include-path="+c.toolkit)
 	}
-	k := newKey(storeFormat, src.Name, src.CUDA, fmt.Sprintf("NVRTC %d.%d", major, minor))
-	k.add(options...)
-	k.addHeaders(src.CUDA, options)
-	key := k.sum()
-	if image, ok := c.store.load(key); ok {
+	k := safefile.NewKey("NVRTC 1", src.Name, src.CUDA, fmt.Sprintf("NVRTC %d.%d", major, minor))
+	k.Add(options...)
+	addHeaders(k, src.CUDA, options)
+	key := k.Sum()
+	if image, ok := c.store.Load(key); ok {
 		return image, nil
 	}
 	image, err := c.compile(src, options, get)
 	if err != nil {
 		return nil, err
 	}
-	c.store.save(key, image)
+	c.store.Save(key, image)
 	return image, nil
 }
 
@@ -152,149 +145,6 @@ func (c *compiler) explain(src *Source, log string, r nvrtcapi.Result) error {
 	return e
 }
 
-// A store keeps compiled binaries in a directory that processes share. A file is written
-// under a temporary name and then renamed, so that readers never see an incomplete file.
-// It is checked when it is read; if a crash or a disk error has corrupted it, it is
-// compiled again. If the directory cannot be used, programs are compiled each time: the
-// methods return no errors, and a nil store stores nothing.
-type store struct {
-	folder string
-	limit  int64 // total size of the files; beyond it the least recently used files are removed
-}
-
-const (
-	storeFormat = "chorus kernel 1\n" // the first line of a file
-	storeLimit  = 256 << 20
-	storeAge    = 90 * 24 * time.Hour // files unused for longer are removed
-	storeSuffix = ".kernel"
-	tempAge     = time.Hour // age of an abandoned temporary file
-)
-
-// userStore returns the store of the environment, or nil.
-func userStore() *store {
-	folder := env.KernelCache.Value()
-	switch folder {
-	case "off":
-		return nil
-	case "":
-		cache, err := env.UserCacheDir()
-		if err != nil {
-			return nil // there is no home directory
-		}
-		folder = filepath.Join(cache, "chorus", "kernels")
-	}
-	return &store{folder: folder, limit: storeLimit}
-}
-
-// A key is the digest of all inputs of a binary.
-type key struct{ h hash.Hash }
-
-func newKey(parts ...string) *key {
-	k := &key{sha256.New()}
-	k.add(parts...)
-	return k
-}
-
-// add hashes texts with their lengths, so that two different lists never have the same
-// hash input.
-func (k *key) add(parts ...string) {
-	var n [8]byte
-	for _, p := range parts {
-		binary.LittleEndian.PutUint64(n[:], uint64(len(p)))
-		k.h.Write(n[:])
-		k.h.Write([]byte(p))
-	}
-}
-
-func (k *key) sum() string { return hex.EncodeToString(k.h.Sum(nil)) }
-
-// seal returns the digest of a file's contents. It includes the key, so that a renamed
-// file is not accepted.
-func seal(key string, image []byte) []byte {
-	h := sha256.New()
-	h.Write([]byte(key))
-	h.Write(image)
-	return h.Sum(nil)
-}
-
-// load returns the binary for the key, if the store has a valid one. The binary will run
-// in this process, so its file must belong to this user or root.
-func (s *store) load(key string) ([]byte, bool) {
-	if s == nil {
-		return nil, false
-	}
-	d, err := safefile.OpenFolder(s.folder)
-	if err != nil {
-		return nil, false
-	}
-	defer d.Close()
-	name := key + storeSuffix
-	data, st, err := d.Read(name, s.limit)
-	if err != nil {
-		return nil, false
-	}
-	rest, ok := bytes.CutPrefix(data, []byte(storeFormat))
-	if !ok || len(rest) <= sha256.Size || !bytes.Equal(rest[:sha256.Size], seal(key, rest[sha256.Size:])) {
-		_ = d.Remove(name)
-		return nil, false
-	}
-	if now := time.Now(); now.Sub(st.ModTime()) > 24*time.Hour {
-		_ = os.Chtimes(filepath.Join(s.folder, name), now, now) // mark it as used
-	}
-	return rest[sha256.Size:], true
-}
-
-// save stores a binary. If two processes save the same key at once, both succeed, and
-// either file is correct.
-func (s *store) save(key string, image []byte) {
-	if s == nil || len(image) == 0 || os.MkdirAll(s.folder, 0o700) != nil {
-		return
-	}
-	d, err := safefile.OpenFolder(s.folder)
-	if err != nil {
-		return
-	}
-	defer d.Close()
-	if d.Replace(key+storeSuffix, 0o600, []byte(storeFormat), seal(key, image), image) != nil { // for example if the disk is full
-		return
-	}
-	s.trim(d, time.Now())
-}
-
-// trim removes old files and temporary files of killed processes, and, while the total
-// size exceeds the limit, the least recently used files.
-func (s *store) trim(d *safefile.Folder, now time.Time) {
-	entries, err := d.File().ReadDir(-1)
-	if err != nil {
-		return
-	}
-	var kept []os.FileInfo
-	total := int64(0)
-	for _, e := range entries {
-		st, err := e.Info()
-		if err != nil {
-			continue
-		}
-		age := now.Sub(st.ModTime())
-		temp, _ := filepath.Match(safefile.TempPattern, e.Name())
-		switch {
-		case temp && age > tempAge, filepath.Ext(e.Name()) == storeSuffix && age > storeAge:
-			_ = d.Remove(e.Name())
-		case filepath.Ext(e.Name()) == storeSuffix:
-			kept = append(kept, st)
-			total += st.Size()
-		}
-	}
-	slices.SortFunc(kept, func(a, b os.FileInfo) int { return a.ModTime().Compare(b.ModTime()) })
-	for _, st := range kept {
-		if total <= s.limit {
-			return
-		}
-		_ = d.Remove(st.Name())
-		total -= st.Size()
-	}
-}
-
 // headers are the locations of CUDA's headers: in toolkits and in the wheels of the
 // run-time library.
 var headers = dl.Spec{
@@ -350,10 +200,10 @@ func includeFolders(options []string) (folders []string) {
 	return folders
 }
 
-// addHeaders adds the contents of every header that the source includes, directly or
+// addHeaders adds to a key the contents of every header that the source includes, directly or
 // indirectly, if it is in the directories of the options. A header that is not found there
 // is added by its name, because NVRTC has some built in.
-func (k *key) addHeaders(source string, options []string) {
+func addHeaders(k *safefile.Key, source string, options []string) {
 	folders := includeFolders(options)
 	seen := map[string]bool{}
 	var walk func(text, from string)
@@ -361,14 +211,14 @@ func (k *key) addHeaders(source string, options []string) {
 		for _, m := range includeLine.FindAllStringSubmatch(text, -1) {
 			path, data := readHeader(m[1], from, folders)
 			if path == "" {
-				k.add("no header", m[1])
+				k.Add("no header", m[1])
 				continue
 			}
 			if seen[path] {
 				continue
 			}
 			seen[path] = true
-			k.add(path, data)
+			k.Add(path, data)
 			walk(data, filepath.Dir(path))
 		}
 	}

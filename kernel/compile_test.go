@@ -11,12 +11,11 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"time"
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 // The program has the source as it is, so that lines in messages are the
@@ -72,7 +71,7 @@ func TestCompileErrorSaysWhere(t *testing.T) {
 		require.ErrorIs(t, err, nvrtcapi.ErrorCompilation)
 		require.ErrorContains(t, err, "kernel: compile my (1).cu: NVRTC_ERROR_COMPILATION:\n"+log)
 	}
-	require.Empty(t, kernelFiles(t, c.store.folder), "a failure is not kept")
+	require.Empty(t, kernelFiles(t, c.store.Folder), "a failure is not kept")
 
 	f.log = `a.cu(1): catastrophic error: cannot open source file "cuda_fp16.h"`
 	_, err := c.binary(&Source{Name: "a.cu", CUDA: "#include <cuda_fp16.h>"})
@@ -169,12 +168,12 @@ func (f *fakeNVRTC) DestroyProgram(nvrtcapi.Program) nvrtcapi.Result { return nv
 
 func fakeCompiler(folder string) (*compiler, *fakeNVRTC) {
 	f := &fakeNVRTC{}
-	return &compiler{rtc: f, arch: 90, store: &store{folder: folder, limit: storeLimit}}, f
+	return &compiler{rtc: f, arch: 90, store: &safefile.Store{Folder: folder, Limit: safefile.StoreLimit}}, f
 }
 
 func kernelFiles(t *testing.T, folder string) []string {
 	t.Helper()
-	found, err := filepath.Glob(filepath.Join(folder, "*"+storeSuffix))
+	found, err := filepath.Glob(filepath.Join(folder, "*"+safefile.StoreSuffix))
 	require.NoError(t, err)
 	return found
 }
@@ -255,18 +254,18 @@ func TestStoreSpoiltFile(t *testing.T) {
 	src := &Source{Name: "a.cu", CUDA: "x"}
 	for what, spoil := range map[string]func(b []byte) []byte{
 		"empty":          func(b []byte) []byte { return nil },
-		"header only":    func(b []byte) []byte { return b[:len(storeFormat)+32] },
+		"header only":    func(b []byte) []byte { return b[:len(storeLine)+32] },
 		"truncated":      func(b []byte) []byte { return b[:len(b)-1] },
 		"longer":         func(b []byte) []byte { return append(b, 0) },
 		"a bit":          func(b []byte) []byte { b[len(b)/2] ^= 1; return b },
-		"its seal":       func(b []byte) []byte { b[len(storeFormat)] ^= 1; return b },
-		"another format": func(b []byte) []byte { b[len(storeFormat)-2]++; return b },
+		"its seal":       func(b []byte) []byte { b[len(storeLine)] ^= 1; return b },
+		"another format": func(b []byte) []byte { b[len(storeLine)-2]++; return b },
 		"zeros":          func(b []byte) []byte { return make([]byte, len(b)) },
 	} {
 		c, f := fakeCompiler(t.TempDir())
 		want, err := c.binary(src)
 		require.NoError(t, err)
-		path := kernelFiles(t, c.store.folder)[0]
+		path := kernelFiles(t, c.store.Folder)[0]
 		good, err := os.ReadFile(path)
 		require.NoError(t, err)
 		require.NoError(t, os.WriteFile(path, spoil(bytes.Clone(good)), 0o600))
@@ -283,11 +282,11 @@ func TestStoreSpoiltFile(t *testing.T) {
 	c, f := fakeCompiler(t.TempDir())
 	_, err := c.binary(src)
 	require.NoError(t, err)
-	a := kernelFiles(t, c.store.folder)[0]
+	a := kernelFiles(t, c.store.Folder)[0]
 	other := &Source{Name: "b.cu", CUDA: "y"}
 	want, err := c.binary(other)
 	require.NoError(t, err)
-	for _, b := range kernelFiles(t, c.store.folder) {
+	for _, b := range kernelFiles(t, c.store.Folder) {
 		if b != a {
 			data, err := os.ReadFile(a)
 			require.NoError(t, err)
@@ -314,44 +313,6 @@ func TestStoreUnusableFolder(t *testing.T) {
 	}
 }
 
-func TestStoreForgetsWhatIsOldOrTooMuch(t *testing.T) {
-	c, _ := fakeCompiler(t.TempDir())
-	age := func(name string, by time.Duration) string {
-		path := filepath.Join(c.store.folder, name)
-		require.NoError(t, os.WriteFile(path, make([]byte, 1000), 0o600))
-		then := time.Now().Add(-by)
-		require.NoError(t, os.Chtimes(path, then, then))
-		return path
-	}
-	ancient := age("ancient.kernel", storeAge+time.Hour)
-	left := age(".new-1", tempAge+time.Minute) // of a writer that was killed
-	writing := age(".new-2", time.Second)
-	foreign := age("README", 2*storeAge)
-	old, young := age("old.kernel", 50*time.Hour), age("young.kernel", time.Hour)
-	c.store.save("k", make([]byte, 100))
-	require.NoFileExists(t, ancient)
-	require.NoFileExists(t, left)
-	for _, p := range []string{writing, foreign, old, young} {
-		require.FileExists(t, p)
-	}
-	c.store.limit = 1500
-	c.store.save("l", make([]byte, 100))
-	require.NoFileExists(t, old)
-	require.FileExists(t, young)
-	_, ok := c.store.load("k")
-	require.True(t, ok)
-
-	// What is used stays.
-	path := filepath.Join(c.store.folder, "k"+storeSuffix)
-	then := time.Now().Add(-storeAge / 2)
-	require.NoError(t, os.Chtimes(path, then, then))
-	_, ok = c.store.load("k")
-	require.True(t, ok)
-	st, err := os.Stat(path)
-	require.NoError(t, err)
-	require.WithinDuration(t, time.Now(), st.ModTime(), time.Minute)
-}
-
 func TestStoreGoroutines(t *testing.T) {
 	c, _ := fakeCompiler(t.TempDir())
 	var wg sync.WaitGroup
@@ -374,8 +335,11 @@ func TestStoreGoroutines(t *testing.T) {
 	wg.Wait()
 	close(errs)
 	require.NoError(t, <-errs)
-	require.Len(t, kernelFiles(t, c.store.folder), 5)
+	require.Len(t, kernelFiles(t, c.store.Folder), 5)
 }
+
+// storeLine is the first line of a file of a store.
+const storeLine = "chorus kernel 1\n"
 
 const storeWorker = "KERNEL_TEST_STORE"
 
@@ -395,7 +359,7 @@ func TestStoreProcesses(t *testing.T) {
 	}
 	dir := t.TempDir()
 	// What a writer leaves that was killed before it could rename its file.
-	require.NoError(t, os.WriteFile(filepath.Join(dir, ".new-killed"), []byte(storeFormat+"half"), 0o600))
+	require.NoError(t, os.WriteFile(filepath.Join(dir, ".new-killed"), []byte(storeLine+"half"), 0o600))
 	var all []*exec.Cmd
 	outs := make([]bytes.Buffer, 8)
 	for i := range outs {
@@ -416,8 +380,8 @@ func TestStoreProcesses(t *testing.T) {
 	}
 	require.Len(t, kernelFiles(t, dir), 20)
 	for _, path := range kernelFiles(t, dir) {
-		key := strings.TrimSuffix(filepath.Base(path), storeSuffix)
-		_, ok := (&store{folder: dir, limit: storeLimit}).load(key)
+		key := strings.TrimSuffix(filepath.Base(path), safefile.StoreSuffix)
+		_, ok := (&safefile.Store{Folder: dir, Limit: safefile.StoreLimit}).Load(key)
 		require.True(t, ok, path)
 	}
 }
@@ -450,9 +414,9 @@ func TestStoreTrustsThisUserOnly(t *testing.T) {
 	require.NoError(t, os.Remove(path))
 	require.NoError(t, os.Symlink(path+"-moved", path))
 	compiles("a link", 1)
-	c.store.limit = 10
+	c.store.Limit = 10
 	compiles("a file above the limit", 1)
-	c.store.limit = storeLimit
+	c.store.Limit = safefile.StoreLimit
 
 	if os.Geteuid() != 0 {
 		t.Skip("only root can give the folder to another user")
@@ -462,19 +426,4 @@ func TestStoreTrustsThisUserOnly(t *testing.T) {
 	compiles("a file of another user", 1)
 	require.NoError(t, os.Chown(dir, 65534, 65534))
 	compiles("a folder of another user", 1)
-}
-
-func TestUserStore(t *testing.T) {
-	home := t.TempDir()
-	t.Setenv("XDG_CACHE_HOME", home)
-	t.Setenv(env.KernelCache.Name, "")
-	require.Equal(t, filepath.Join(home, "chorus", "kernels"), userStore().folder)
-	t.Setenv(env.KernelCache.Name, "/some/where")
-	require.Equal(t, "/some/where", userStore().folder)
-	t.Setenv(env.KernelCache.Name, "off")
-	require.Nil(t, userStore())
-	t.Setenv(env.KernelCache.Name, "")
-	t.Setenv("XDG_CACHE_HOME", "")
-	t.Setenv("HOME", "")
-	require.Nil(t, userStore())
 }

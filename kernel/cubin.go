@@ -449,7 +449,7 @@ func (src *Source) checkNames(all map[string]definition) error {
 
 // mayHave reports whether a source has a name, or may get it from a header, a macro or stored PTX.
 func mayHave(src *Source, name string) bool {
-	return kern.Archive(src) != nil || slices.Contains(words.FindAllString(src.CUDA, -1), name) || strings.Contains(src.CUDA, "##") || includeLine.MatchString(src.CUDA) || len(src.Options) > 0
+	return kern.Archive(src) != nil || len(src.Options) > 0 || strings.Contains(src.CUDA, "##") || includeLine.MatchString(src.CUDA) || slices.Contains(words.FindAllString(src.CUDA, -1), name)
 }
 
 // checkText finds mistakes that NVRTC would find in the options and the names of headers. It is for

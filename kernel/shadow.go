@@ -20,6 +20,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
@@ -71,32 +72,24 @@ func openShadow(src *Source, said map[string][]declared) (*shadow, error) {
 	if hasState(withoutComments(src.CUDA)) {
 		return nil, nil
 	}
-	cxx, err := exec.LookPath("g++")
+	key, err := hostKey(src)
 	if err != nil {
+		return nil, nil // for example without a compiler
+	}
+	store, refused := safefile.UserStore(), safefile.NewKey("not for the host", key).Sum()
+	if _, ok := store.Load(refused); ok {
 		return nil, nil
 	}
-	var names []string
-	for _, d := range src.Kernels {
-		names = append(names, d.Name)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	defer cancel()
+	p, err := compileForHost(ctx, key, src)
+	if err != nil && cudahost.IsSyntaxError(err) {
+		return nil, &CompileError{Source: src.Name, Log: err.Error(), Err: nvrtcapi.ErrorCompilation}
 	}
-	k := newKey("host 1", cxx, cudahost.Version(), src.CUDA)
-	k.add(src.Options...)
-	k.addHeaders(src.CUDA, src.Options)
-	k.add(names...)
-	key, store := k.sum(), userStore()
-	image, ok := store.load(key)
-	if !ok {
-		image, err = compileShadow(src, names)
-		if err != nil {
-			return nil, err
+	if err != nil {
+		if ctx.Err() == nil {
+			store.Save(refused, []byte("x"))
 		}
-		store.save(key, image)
-	}
-	if string(image) == notForHost {
-		return nil, nil
-	}
-	p, err := cudahost.Load(image)
-	if err != nil {
 		return nil, nil
 	}
 	p.Seconds = shadowSeconds
@@ -118,21 +111,31 @@ func hasState(cuda string) bool {
 	}
 }
 
-// notForHost is stored for sources that do not compile for the host.
-const notForHost = "not for the host"
-
-func compileShadow(src *Source, names []string) ([]byte, error) {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
-	defer cancel()
-	p, err := cudahost.Compile(ctx, src.CUDA, src.Options, names)
-	switch {
-	case err != nil && cudahost.IsSyntaxError(err):
-		return nil, &CompileError{Source: src.Name, Log: err.Error(), Err: nvrtcapi.ErrorCompilation}
-	case err != nil:
-		return []byte(notForHost), nil
+// hostKey returns the key of a source that is compiled for the host. Without g++ the error matches
+// exec.ErrNotFound.
+func hostKey(src *Source) (string, error) {
+	k, err := cudahost.Key()
+	if err != nil {
+		return "", err
 	}
-	defer p.Close()
-	return p.Image()
+	k.Add(src.CUDA)
+	k.Add(src.Options...)
+	addHeaders(k, src.CUDA, src.Options)
+	for _, d := range src.Kernels {
+		k.Add(d.Name)
+	}
+	return k.Sum(), nil
+}
+
+// compileForHost compiles a source for the host, unless the user's store has it.
+func compileForHost(ctx context.Context, key string, src *Source) (*cudahost.Program, error) {
+	return cudahost.Stored(key, func() (*cudahost.Program, error) {
+		var names []string
+		for _, d := range src.Kernels {
+			names = append(names, d.Name)
+		}
+		return cudahost.Compile(ctx, src.CUDA, src.Options, names)
+	})
 }
 
 func (h *shadow) close() error {

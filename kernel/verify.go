@@ -49,7 +49,8 @@ type VerifyConfig struct {
 	Device *device.Device
 	// Host compiles the source with g++ and runs it on the host, with a fiber for each thread
 	// of a block, instead of on a GPU. The source must not include CUDA's headers, and blocks
-	// must not wait for each other. Without g++ the error matches exec.ErrNotFound.
+	// must not wait for each other. The compiled program is kept with the compiled kernels (see
+	// CHORUS_KERNEL_CACHE). Without g++ the error matches exec.ErrNotFound.
 	Host bool
 	// Tolerances are for the elements of a type. Elements of other types must have the same
 	// bits, or both be NaN. GPUs contract a*b+c to one rounding and have other functions
@@ -558,11 +559,11 @@ func (d *deviceSide) reports() error {
 type hostSide struct{ p *cudahost.Program }
 
 func (v *verification) openHost(ctx context.Context, src *Source) (*hostSide, error) {
-	var names []string
-	for _, d := range src.Kernels {
-		names = append(names, d.Name)
+	key, err := hostKey(src)
+	if err != nil {
+		return nil, err
 	}
-	p, err := cudahost.Compile(ctx, src.CUDA, src.Options, names)
+	p, err := compileForHost(ctx, key, src)
 	if err != nil {
 		return nil, err
 	}

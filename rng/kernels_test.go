@@ -4,12 +4,11 @@ import (
 	"bufio"
 	"bytes"
 	"context"
+	_ "embed"
 	"fmt"
 	"io"
 	"math/rand/v2"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -18,6 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/kernel"
@@ -32,31 +32,31 @@ type host struct {
 	stderr bytes.Buffer
 }
 
+//go:embed testdata/launch_host.cc
+var launchMain string
+
+// hostProgram compiles a program that includes a source, without warnings, and returns its path.
+func hostProgram(t *testing.T, main, name, source string, flags ...string) string {
+	t.Helper()
+	include := fmt.Sprintf("#include %q\n", name)
+	require.Contains(t, main, include)
+	return ptxtest.Host(t, strings.Replace(main, include, source, 1),
+		append([]string{"-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"}, flags...)...)
+}
+
 // startHost compiles a source for the host, or skips the test if there is no compiler.
 func startHost(t *testing.T, src *kernel.Source) *host {
-	cxx, err := exec.LookPath("g++")
-	if err != nil {
-		t.Skip("needs a C++ compiler, g++: ", err)
-	}
-	dir := t.TempDir()
-	bin := filepath.Join(dir, "host")
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "kernels.cu"), []byte(src.CUDA), 0o644))
-	args := []string{"-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-unused-function",
-		"-Wno-unused-variable", "-Wno-sign-compare", "-I", dir, "-o", bin}
+	t.Helper()
+	flags := []string{"-Wno-unused-variable", "-Wno-sign-compare"}
 	for _, o := range src.Options {
-		args = append(args, "-D"+strings.TrimPrefix(o, "--define-macro="))
+		flags = append(flags, "-D"+strings.TrimPrefix(o, "--define-macro="))
 	}
 	kernels := "-DKERNELS="
 	for _, k := range src.Kernels {
 		kernels += "KERNEL(" + k.Name + ") "
 	}
-	out, err := exec.Command(cxx, append(args, kernels, "testdata/launch_host.cc")...).CombinedOutput()
-	if bytes.Contains(out, []byte("has no _Float16")) {
-		t.Skip("needs a C++ compiler with _Float16")
-	}
-	require.NoError(t, err, "%s", out)
-	require.Empty(t, string(out), "warnings")
-	h, cmd := &host{}, exec.Command(bin)
+	h, cmd := &host{}, exec.Command(hostProgram(t, launchMain, "kernels.cu", src.CUDA, append(flags, kernels)...))
+	var err error
 	h.in, err = cmd.StdinPipe()
 	require.NoError(t, err)
 	stdout, err := cmd.StdoutPipe()

@@ -2,12 +2,11 @@ package rng
 
 import (
 	"bytes"
+	_ "embed"
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"os"
 	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 	"unsafe"
@@ -17,6 +16,9 @@ import (
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
+
+//go:embed testdata/host.cc
+var fillMain string
 
 // A trial is one fill that both rng.cu, compiled for the host, and the Go
 // functions carry out.
@@ -88,22 +90,8 @@ func trials() []*trial {
 func TestSourceAgreesWithGo(t *testing.T) {
 	testhost.Serial(t)
 	t.Parallel()
-	cxx, err := exec.LookPath("g++")
-	if err != nil {
-		t.Skip("needs a C++ compiler, g++: ", err)
-	}
-	dir := t.TempDir()
-	bin := filepath.Join(dir, "host")
-	// A GPU machine has the test's binary and testdata, but not the source.
-	require.NoError(t, os.WriteFile(filepath.Join(dir, "rng.cu"), []byte(source), 0o644))
 	// Go has no contraction on amd64 and writes it out where rng.cu has it.
-	out, err := exec.Command(cxx, "-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas",
-		"-Wno-unused-function", "-DCHORUS_DIST=RandomFar", "-DCHORUS_TYPE=i64", "-I", dir, "-o", bin, "testdata/host.cc").CombinedOutput()
-	if bytes.Contains(out, []byte("has no _Float16")) {
-		t.Skip("needs a C++ compiler with _Float16")
-	}
-	require.NoError(t, err, "%s", out)
-	require.Empty(t, string(out), "warnings")
+	bin := hostProgram(t, fillMain, "rng.cu", source, "-DCHORUS_DIST=RandomFar", "-DCHORUS_TYPE=i64")
 
 	random := rand.New(rand.NewPCG(1, 2))
 	var in strings.Builder

@@ -7,7 +7,6 @@ package cudahost
 import (
 	"bytes"
 	"context"
-	"crypto/sha256"
 	_ "embed"
 	"encoding/binary"
 	"errors"
@@ -21,6 +20,8 @@ import (
 	"syscall"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 //go:embed src/shim.h
@@ -36,23 +37,71 @@ var main string
 // threadIdx themselves.
 func Shim() string { return shim }
 
-// Build compiles C++ to a program in folder. Floating-point contraction is disabled, as in
-// Go. Without g++ the error matches exec.ErrNotFound.
-func Build(ctx context.Context, folder, code string, flags ...string) (program string, err error) {
+// Build compiles C++. Floating-point contraction is disabled, as in Go. Without g++ the error
+// matches exec.ErrNotFound.
+func Build(ctx context.Context, code string, flags ...string) (*Program, error) {
+	cxx, err := compiler()
+	if err != nil {
+		return nil, err
+	}
+	p, err := newProgram()
+	if err != nil {
+		return nil, err
+	}
+	file := p.Path + ".cc"
+	err = os.WriteFile(file, []byte(code), 0o600)
+	if err == nil {
+		// Fortified jumps refuse another stack, and each fiber has its own.
+		args := append([]string{"-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE"}, flags...)
+		var out []byte
+		if out, err = exec.CommandContext(ctx, cxx, append(args, "-o", p.Path, file)...).CombinedOutput(); err != nil {
+			err = fmt.Errorf("cudahost: compile for the host: %w:\n%s", errors.Join(err, context.Cause(ctx)), out)
+		}
+	}
+	if err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	return p, nil
+}
+
+func compiler() (string, error) {
 	cxx, err := exec.LookPath("g++")
 	if err != nil {
-		return "", fmt.Errorf("cudahost: compile for the host: needs a C++ compiler: %w", err)
+		err = fmt.Errorf("cudahost: compile for the host: needs a C++ compiler: %w", err)
 	}
-	file, program := filepath.Join(folder, "host.cc"), filepath.Join(folder, "host")
-	if err := os.WriteFile(file, []byte(code), 0o600); err != nil {
-		return "", err
+	return cxx, err
+}
+
+// Key returns the key of a program in a safefile.Store. It has the compiler and what Compile adds to
+// a source; the caller adds the rest. Without g++ the error matches exec.ErrNotFound.
+func Key() (*safefile.Key, error) {
+	cxx, err := compiler()
+	if err != nil {
+		return nil, err
 	}
-	// Fortified jumps refuse another stack, and each fiber has its own.
-	args := append([]string{"-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE"}, flags...)
-	if out, err := exec.CommandContext(ctx, cxx, append(args, "-o", program, file)...).CombinedOutput(); err != nil {
-		return "", fmt.Errorf("cudahost: compile for the host: %w:\n%s", errors.Join(err, context.Cause(ctx)), out)
+	st, err := os.Stat(cxx)
+	if err != nil {
+		return nil, err
 	}
-	return program, nil
+	return safefile.NewKey("host 2", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, main), nil
+}
+
+// Stored returns the program that the user's store has under a key, or builds it and stores it.
+func Stored(key string, build func() (*Program, error)) (*Program, error) {
+	store := safefile.UserStore()
+	if image, ok := store.Load(key); ok {
+		if p, err := load(image); err == nil {
+			return p, nil
+		}
+	}
+	p, err := build()
+	if err != nil {
+		return nil, err
+	}
+	if image, err := os.ReadFile(p.Path); err == nil {
+		store.Save(key, image)
+	}
+	return p, nil
 }
 
 // A Program has the kernels of a source.
@@ -60,8 +109,12 @@ type Program struct {
 	// Seconds limits the processor time of a run; 0 does not. Unlike a deadline, it does not depend on what else the
 	// machine does.
 	Seconds uint64
+	Path    string // of the executable file, in a directory of its own
+}
 
-	folder, path string
+func newProgram() (*Program, error) {
+	folder, err := os.MkdirTemp("", "chorus-host-")
+	return &Program{Path: filepath.Join(folder, "host")}, err
 }
 
 // ErrProcessorTime is matched by the error of a run that needed more processor time than Program.Seconds.
@@ -73,10 +126,6 @@ var dynamic = regexp.MustCompile(`extern\s+__shared__\s+(?:__align__\(\s*\d+\s*\
 // Compile compiles a CUDA source with the named kernels, whose parameters have types that can
 // be copied. Of NVRTC's options it uses the definitions of macros and the include paths.
 func Compile(ctx context.Context, cuda string, options, kernels []string) (*Program, error) {
-	folder, err := os.MkdirTemp("", "chorus-host-")
-	if err != nil {
-		return nil, err
-	}
 	cuda = dynamic.ReplaceAllString(cuda, "$1* const $2 = ($1*)dynamicShared.data();")
 	list := "-DKERNELS="
 	for _, k := range kernels {
@@ -84,11 +133,7 @@ func Compile(ctx context.Context, cuda string, options, kernels []string) (*Prog
 	}
 	// A misaligned access stops the program, as on a GPU.
 	flags := append(hostFlags(options), "-w", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", list)
-	p := &Program{folder: folder}
-	if p.path, err = Build(ctx, folder, shim+block+"#line 1 \"source\"\n"+cuda+main, flags...); err != nil {
-		return nil, errors.Join(err, p.Close())
-	}
-	return p, nil
+	return Build(ctx, shim+block+"#line 1 \"source\"\n"+cuda+main, flags...)
 }
 
 // hostFlags returns the options of NVRTC that a C++ compiler of the host has, too.
@@ -107,21 +152,14 @@ func hostFlags(options []string) (flags []string) {
 	return flags
 }
 
-// Version identifies what Compile adds to a source.
-func Version() string { return fmt.Sprintf("%x", sha256.Sum256([]byte(shim+block+main))) }
-
-// Image returns the compiled program, for Load.
-func (p *Program) Image() ([]byte, error) { return os.ReadFile(p.path) }
-
-// Load returns the program of an image that Compile made on this machine.
-func Load(image []byte) (*Program, error) {
-	folder, err := os.MkdirTemp("", "chorus-host-")
+// load returns the program of an image.
+func load(image []byte) (*Program, error) {
+	p, err := newProgram()
 	if err != nil {
 		return nil, err
 	}
-	p := &Program{folder: folder, path: filepath.Join(folder, "host")}
 	syscall.ForkLock.RLock() // a child of another goroutine would have the file open for writing until its exec: text file busy
-	err = os.WriteFile(p.path, image, 0o700)
+	err = os.WriteFile(p.Path, image, 0o700)
 	syscall.ForkLock.RUnlock()
 	if err != nil {
 		return nil, errors.Join(err, p.Close())
@@ -148,7 +186,7 @@ func IsSyntaxError(err error) bool {
 var syntax = regexp.MustCompile(`error: (expected [^ ]*[;)}(\]][^ ]*|expected ['‘][^ ]* (before|at end)|stray |unterminated |missing terminating|expected .*(at end of input|before .* token))`)
 
 // Close removes the program.
-func (p *Program) Close() error { return os.RemoveAll(p.folder) }
+func (p *Program) Close() error { return os.RemoveAll(filepath.Dir(p.Path)) }
 
 // An Arg is the value of a parameter: the bytes of a number or a struct, or memory.
 type Arg struct {
@@ -181,7 +219,7 @@ func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uin
 			size += len(a.Memory)
 		}
 	}
-	cmd := exec.CommandContext(ctx, p.path, strconv.Itoa(os.Getpid()))
+	cmd := exec.CommandContext(ctx, p.Path, strconv.Itoa(os.Getpid()))
 	var out, messages bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = &in, &out, &messages
 	if err := p.execute(cmd); err != nil {

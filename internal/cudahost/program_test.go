@@ -15,6 +15,9 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/safefile"
 )
 
 const source = `
@@ -76,7 +79,7 @@ func compile(t *testing.T) *Program {
 	require.NoError(t, err)
 	t.Cleanup(func() {
 		require.NoError(t, p.Close())
-		_, err := os.Stat(p.folder)
+		_, err := os.Stat(filepath.Dir(p.Path))
 		require.ErrorIs(t, err, os.ErrNotExist)
 	})
 	return p
@@ -197,7 +200,7 @@ func TestKernelEndsWithItsParent(t *testing.T) {
 		`"$0" $$ < "$1" & echo $!; wait`: true,
 		`parent=$$; (while [ -d /proc/$parent ]; do sleep 0.01; done; exec "$0" $parent < "$1") & echo $!; wait`: false,
 	} {
-		parent := exec.Command("sh", "-c", script, p.path, file)
+		parent := exec.Command("sh", "-c", script, p.Path, file)
 		out, err := parent.StdoutPipe() // of both programs
 		require.NoError(t, err)
 		require.NoError(t, parent.Start())
@@ -222,4 +225,32 @@ func TestKernelEndsWithItsParent(t *testing.T) {
 		}
 		require.NoError(t, err, script)
 	}
+}
+
+// A program is built once for each key, and works when the store has it.
+func TestStored(t *testing.T) {
+	t.Setenv(env.KernelCache.Name, t.TempDir())
+	k, err := Key()
+	if errors.Is(err, exec.ErrNotFound) {
+		t.Skip(err)
+	}
+	require.NoError(t, err)
+	key, built := k.Sum(), 0
+	for i, at := range []string{key, key, safefile.NewKey(key).Sum()} {
+		p, err := Stored(at, func() (*Program, error) {
+			built++
+			return Build(t.Context(), fmt.Sprintf("int main() { return %d; }", 3+i))
+		})
+		require.NoError(t, err)
+		err = exec.Command(p.Path).Run()
+		var exit *exec.ExitError
+		require.ErrorAs(t, err, &exit)
+		require.Equal(t, []int{3, 3, 5}[i], exit.ExitCode())
+		require.NoError(t, p.Close())
+	}
+	require.Equal(t, 2, built)
+	_, err = Stored("other", func() (*Program, error) { return Build(t.Context(), "int main(") })
+	require.ErrorContains(t, err, "expected")
+	_, found := safefile.UserStore().Load("other")
+	require.False(t, found)
 }

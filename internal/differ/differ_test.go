@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"math/rand/v2"
 	"os"
 	"os/exec"
 	"runtime"
@@ -22,9 +23,9 @@ import (
 )
 
 var (
-	programs = flag.Int("programs", testhost.Rounds(500, 10_000), "how many `programs` to run")
+	programs = flag.Int("programs", testhost.Rounds(500, 2500), "how many `programs` to run")
 	seedFlag = flag.Uint64("seed", 1, "the `seed` of the programs")
-	from     = flag.Int("from", 0, "the `index` of the first program")
+	from     = flag.Int("from", -1, "the `index` of the first program; -1 draws one")
 	parallel = flag.Int("parallel", 0, "how many `processes` run programs; 0 is one for each processor, -1 none: the test runs them")
 	isWorker = flag.Bool("worker", false, "be a process that runs programs")
 	isOne    = flag.Bool("worker.outcome", false, "be a process that runs one program on CUDA")
@@ -38,6 +39,9 @@ func TestMain(m *testing.M) {
 	}
 	if *isOne {
 		os.Exit(outcomeMain())
+	}
+	if *from < 0 {
+		*from = rand.IntN(100_000)
 	}
 	testgpu.Main(m)
 }

@@ -137,7 +137,7 @@ func TestFoldSourceAgreesWithGo(t *testing.T) {
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))
-	drawn := testgpu.Sample(t, testhost.Rounds(30, 8))
+	drawn := testgpu.Sample(t, testhost.Rounds(30, 15))
 	for i := range foldFormats {
 		for op := range flight.NumReductions {
 			if f := &foldFormats[i]; drawn() || f.dtype == memory.BFloat16 && op == flight.Avg {

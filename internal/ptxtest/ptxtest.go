@@ -241,19 +241,30 @@ func loadOn(dev *device.Device, text []byte) error {
 	return gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m) })
 }
 
-// Host compiles C++ for this machine and returns the program. It skips the test
-// without a suitable compiler.
+// Host compiles C++ for this machine, unless the user's store has the program, and returns its path. It
+// skips the test without a suitable compiler.
 func Host(t *testing.T, code string, flags ...string) (program string) {
 	t.Helper()
-	program, err := cudahost.Build(t.Context(), t.TempDir(), code, flags...)
+	p, err := host(t, code, flags)
 	switch {
 	case err == nil:
+		t.Cleanup(func() { _ = p.Close() })
 	case errors.Is(err, exec.ErrNotFound), strings.Contains(err.Error(), "has no _Float16"), strings.Contains(err.Error(), "_Float16’ was not declared"):
 		t.Skip("needs a C++ compiler with _Float16, g++: ", err)
 	default:
 		t.Fatal(err)
 	}
-	return program
+	return p.Path
+}
+
+func host(t *testing.T, code string, flags []string) (*cudahost.Program, error) {
+	key, err := cudahost.Key()
+	if err != nil {
+		return nil, err
+	}
+	key.Add(code)
+	key.Add(flags...)
+	return cudahost.Stored(key.Sum(), func() (*cudahost.Program, error) { return cudahost.Build(t.Context(), code, flags...) })
 }
 
 var updateManifest = flag.Bool("ptx-sums", false, "write the digests of the PTX texts that the archives have")

@@ -224,6 +224,24 @@ func Sample(t testing.TB, n int) func() bool {
 	return func() bool { return rng.IntN(n) == 0 }
 }
 
+// Draw returns a function that selects one case of each part of a list of cases, by their index: the
+// first part has sizes[0] cases, and so on. With -thorough it selects every case. The test logs the
+// seed; -sampleseed repeats the choice.
+func Draw(t testing.TB, sizes ...int) func(i int) bool {
+	if *thorough {
+		return func(int) bool { return true }
+	}
+	seed := drawnSeed()
+	t.Logf("sample seed %d: one case of each part", seed)
+	rng := rand.New(rand.NewPCG(seed, 0))
+	chosen, first := map[int]bool{}, 0
+	for _, n := range sizes {
+		chosen[first+rng.IntN(n)] = true
+		first += n
+	}
+	return func(i int) bool { return chosen[i] }
+}
+
 // SampleRaced is Sample if the race detector watches the test. Without it every case runs.
 func SampleRaced(t testing.TB, n int) func() bool {
 	return Sample(t, testhost.Rounds(n, 1))

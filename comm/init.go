@@ -189,7 +189,7 @@ func (c *Config) newStream(dev *device.Device) (*stream.Stream, error) {
 }
 
 // Local returns a group whose ranks are all in this process: rank i on devs[i]
-// (ncclCommInitAll). If devs is nil, it uses all devices of the default system. It returns
+// (ncclCommInitAll). If devs is nil, it uses all devices of the default system; an empty list is an error. It returns
 // when the communicators are ready, or with the cause when ctx ends first. The first group on a device loads NCCL's
 // kernels, for which the driver may wait for all work of the device.
 func Local(ctx context.Context, devs []*device.Device, cfg *Config) (*Group, error) {
@@ -200,7 +200,7 @@ func Local(ctx context.Context, devs []*device.Device, cfg *Config) (*Group, err
 	if err != nil {
 		return nil, err
 	}
-	if len(devs) == 0 {
+	if devs == nil {
 		if devs, err = device.All(); err != nil {
 			return nil, err
 		}

@@ -404,10 +404,12 @@ func TestArgumentErrorsSayNoMoreThanIsWrong(t *testing.T) {
 	require.NoError(t, closed.Close())
 	_, unknown := comm.Local(testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}), &comm.Config{Strategy: "fastest"})
 	_, noOne := comm.Local(testgpu.Context(t), []*device.Device{nil, nil}, nil)
+	_, none := comm.Local(testgpu.Context(t), []*device.Device{}, nil)
 	_, noWork := comm.Start(g, nil)
 	for text, err := range map[string]error{
 		`comm: there is no strategy "fastest": want one of`: unknown,
 		"comm: local: device 0 of 2 is nil":                 noOne,
+		"comm: local: no devices given":                     none,
 		"comm: start: no function given":                    noWork,
 		"use after Close":                                   comm.AllReduce(g, comm.Sum, closed, xs[1]),
 	} {

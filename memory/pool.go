@@ -198,7 +198,9 @@ func (p *Pool) Snapshot() []Segment {
 			list = append(list, segmentOf(key.h.dev.Ordinal(), s))
 		}
 	}
-	slices.SortStableFunc(list, func(a, b Segment) int { return cmp.Or(cmp.Compare(a.Device, b.Device), cmp.Compare(a.Address, b.Address)) })
+	slices.SortStableFunc(list, func(a, b Segment) int {
+		return cmp.Or(cmp.Compare(a.Device, b.Device), cmp.Compare(a.Address, b.Address))
+	})
 	return list
 }
 

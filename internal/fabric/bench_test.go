@@ -191,7 +191,7 @@ func race(b *testing.B, racers []*racer, rounds int) (slowest time.Duration) {
 // BenchmarkGrid measures all-reduce in graphs by the number of blocks and of their
 // threads, from which Rank's choice is made.
 func BenchmarkGrid(b *testing.B) {
-	sizes := []int{8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20}
+	sizes := []int{8, 4 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 64 << 20}
 	benchGroups(b, func(b *testing.B, group []member) {
 		for _, bytes := range sizes {
 			for _, a := range fabric.Algorithms {

@@ -467,6 +467,8 @@ func (a Algorithm) steps(bytes, ranks int) int {
 		return over(over(bytes, 16), ranks)
 	case TwoShotLines:
 		return over(over(bytes, lineWords*8), ranks) * lineLanes
+	case Pipelined:
+		return over(over(min(bytes, chunkBytes), cellBytes), ranks)
 	}
 	return over(bytes, 8)
 }

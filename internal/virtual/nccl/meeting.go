@@ -164,6 +164,10 @@ func (g *meeting) close() {
 	clear(g.conns)
 }
 
+// failedRoots has the verdicts of the roots of this process that could not accept connections, by token. Such a root cannot answer the
+// ranks of this process either, whose connections it never accepts.
+var failedRoots sync.Map
+
 // startRoot opens the meeting of a new unique id. It closes when all ranks have
 // joined, after rootPatience, or when the process exits.
 func (l *lib) startRoot() (ncclapi.UniqueID, error) {
@@ -195,7 +199,9 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 		}
 	}, func(err error) {
 		if !g.hasFailed() {
-			g.fail(&verdict{Result: ncclapi.SystemError, Text: fmt.Sprintf("the root cannot accept a connection: %v", err)})
+			v := &verdict{Result: ncclapi.SystemError, Text: fmt.Sprintf("the root cannot accept a connection: %v", err)}
+			failedRoots.Store(t, v)
+			g.fail(v)
 			_ = spare.Close()
 			timer.Reset(failedPatience)
 		}
@@ -219,6 +225,9 @@ func join(address string, t token, j *joiner) (*verdict, error) {
 	defer conn.Close()
 	v := new(verdict)
 	if err := readMessage(conn, v, longestMessage); err != nil {
+		if why, failed := failedRoots.Load(t); failed {
+			return why.(*verdict), nil
+		}
 		return v, err
 	}
 	return v, v.check()

@@ -335,14 +335,14 @@ func (r *asyncRun) order(part *asyncPart) error {
 
 func (r *asyncRun) local(part *asyncPart) error {
 	step, bufs := part.step, &r.b.bufs[part.rank]
-	s, x, y := r.b.streams[part.rank][part.stream], bufs[step.X], bufs[step.Y]
+	s, x, y := r.b.streams[part.rank][part.stream], &bufs[step.X], &bufs[step.Y] // not each step uses both: another goroutine may renew one
 	switch step.Kind {
 	case "axpb":
 		k, err := r.b.modules[part.rank].Kernel("axpb")
 		if err != nil {
 			return err
 		}
-		return k.Launch(s, kernel.Cover(step.N), kernel.Ptr(x), kernel.Ptr(y), kernel.Scalar(step.A), kernel.Scalar(step.B), kernel.Scalar(int32(step.N)))
+		return k.Launch(s, kernel.Cover(step.N), kernel.Ptr(*x), kernel.Ptr(*y), kernel.Scalar(step.A), kernel.Scalar(step.B), kernel.Scalar(int32(step.N)))
 	case "copy":
 		return memory.Copy(s, x.Slice(0, step.N), y.Slice(0, step.N))
 	case "callback":
@@ -360,16 +360,15 @@ func (r *asyncRun) local(part *asyncPart) error {
 	if err := x.Close(); err != nil {
 		return err
 	}
-	x, err := memory.Make[int32](s, asyncLen)
-	if err != nil {
+	var err error
+	if *x, err = memory.Make[int32](s, asyncLen); err != nil {
 		return err
 	}
-	bufs[step.X] = x
 	k, err := r.b.modules[part.rank].Kernel("iota")
 	if err != nil {
 		return err
 	}
-	return k.Launch(s, kernel.Cover(asyncLen), kernel.Ptr(x), kernel.Scalar(step.A), kernel.Scalar(step.B), kernel.Scalar(int32(asyncLen)))
+	return k.Launch(s, kernel.Cover(asyncLen), kernel.Ptr(*x), kernel.Scalar(step.A), kernel.Scalar(step.B), kernel.Scalar(int32(asyncLen)))
 }
 
 func (r *asyncRun) collective(part *asyncPart, batch *nccl.Batch) error {
@@ -379,16 +378,17 @@ func (r *asyncRun) collective(part *asyncPart, batch *nccl.Batch) error {
 	if batch != nil {
 		on = batch.On(r.b.comms[step.Comm][part.rank])
 	}
-	x, y, share := bufs[step.X].Slice(0, n), bufs[step.Y].Slice(0, n), n/ranks
+	y, share := bufs[step.Y].Slice(0, n), n/ranks
+	var x memory.Slice[int32]
+	if step.Kind != "reduce" || part.rank == step.Rank { // otherwise another goroutine may renew it
+		x = bufs[step.X].Slice(0, n)
+	}
 	switch step.Kind {
 	case "allreduce":
 		return nccl.AllReduce(on, s, x, y, nccl.Sum)
 	case "broadcast":
 		return nccl.Broadcast(on, s, x, y, step.Rank)
 	case "reduce":
-		if part.rank != step.Rank {
-			x = memory.Slice[int32]{}
-		}
 		return nccl.Reduce(on, s, x, y, nccl.Sum, step.Rank)
 	case "allgather":
 		return nccl.AllGather(on, s, x, y.Slice(0, share))

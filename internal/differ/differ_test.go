@@ -41,7 +41,7 @@ func TestMain(m *testing.M) {
 		os.Exit(outcomeMain())
 	}
 	if *from < 0 {
-		*from = rand.IntN(100_000)
+		*from = rand.IntN(40_000)
 	}
 	testgpu.Main(m)
 }

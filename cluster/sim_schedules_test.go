@@ -88,6 +88,13 @@ commit2+40µs split * e 0s 170.037ms`},
 job seed=811685359 hosts=3 late=0 least=1 local=1 seeds=1 restarts=2 pace=523604 latency=1.637ms lost-after=1s calm=44s
 +528ms drain a - 0s 0s
 +704.515ms freeze a - 874.824ms 0s`},
+	{"a firewall reset the coordinator's ends, and the workers of all other hosts had less time than their launchers", `
+job seed=312602064 hosts=3 late=0 least=2 local=1 seeds=1 restarts=0 pace=197711 latency=209µs lost-after=3s calm=1m40s
++7.65s firewall a ^a 2.612689s 1ns`},
+	{"the same after a proposal, which the launchers had answered late", `
+job seed=312591786 hosts=5 late=0 least=2 local=1 seeds=1 restarts=1 pace=966820 latency=1.322ms lost-after=3s calm=1m40s
++6.660411s worker e - 0s 0s
+commit2+12µs firewall a ^a 3.292292s 1ns`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

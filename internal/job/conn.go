@@ -98,7 +98,7 @@ const resumeGrace = 400 * time.Millisecond
 // awaitLink waits for a peer to connect again after err ended its link.
 func (s *Server) awaitLink(k *conn, err error) (renewal, error) {
 	s.mu.Lock()
-	over := k.peer.state == peerGone || s.closed
+	over, begun := k.peer.state == peerGone || s.closed, s.now()
 	s.mu.Unlock()
 	if over || k.isClosed() || errors.Is(err, os.ErrDeadlineExceeded) {
 		return renewal{}, err
@@ -121,6 +121,9 @@ func (s *Server) awaitLink(k *conn, err error) (renewal, error) {
 		case <-time.After(end - k.clock.now()): // the clock stands still while this process is starved
 			if k.clock.now() < end {
 				continue
+			}
+			if s.isCutOffWith(k, begun) { // when the network carries packets again, the worker needs time, too
+				graceEnds = k.clock.now() + s.grace(k, err)
 			}
 			if needed := s.mustProve(k, err); !needed && k.clock.now() >= graceEnds || needed && s.examine(k) == foundEnded {
 				return renewal{}, err
@@ -182,6 +185,19 @@ func (s *Server) mustProve(k *conn, err error) bool {
 	defer s.mu.Unlock()
 	p := k.peer
 	return s.cfg.probes && p.role == roleAgent && s.isElastic() && s.counts(p) && !s.closed && !s.handedOver && isClosedByPeer(err) && p.host.Control != ""
+}
+
+// isCutOffWith reports whether nothing was heard from the launcher of a worker since its connection has ended. The network is then the
+// likely cause, and the worker may live: its launcher would report its exit. The limit of silence still applies.
+func (s *Server) isCutOffWith(k *conn, since instant) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	p := k.peer
+	if p.role != roleWorker || !s.isElastic() || s.closed || s.handedOver {
+		return false
+	}
+	a := s.agentOf(p)
+	return a != nil && a.heard <= since
 }
 
 // examine looks for a proof that the launcher of a closed connection has ended.

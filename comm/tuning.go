@@ -309,7 +309,7 @@ const (
 	// barriers. Two-shot-lines sends lines of 128 bytes; it requires NVLink between all GPUs
 	// and every GPU visible in each process. "pipelined" is two-shot in chunks, of which three
 	// are in progress at a time. It has no limit of the size, and also runs all-gathers,
-	// reduce-scatters and all-to-alls.
+	// reduce-scatters and all-to-alls. A Tuning does not choose it: no GPU has run it yet.
 	OwnKernels Strategy = "own"
 	// Windows uses NCCL's kernels for symmetric memory (NCCL 2.27.3 and newer). Small
 	// operands are copied to a window that all ranks have registered, and results are

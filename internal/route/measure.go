@@ -332,9 +332,9 @@ const (
 // oddBytes is the maximum of the measured sizes that are not multiples of 16 bytes.
 const oddBytes = 4 << 20
 
-// longBytes is the minimum size for measuring copy engines and pipelined kernels: smaller copies take equally
-// long, and smaller operands have one chunk.
-const longBytes = 256 << 10
+// engineBytes is the minimum size for measuring copy engines: smaller copies take equally
+// long.
+const engineBytes = 256 << 10
 
 // Plan returns the measurements of a tuning: the possible strategies for each operation,
 // without times. It returns none if NCCL is the only possibility.
@@ -430,7 +430,7 @@ func (o operation) choice(k *Router, bytes int) Choice {
 		if s == OwnKernels && o.kind == flight.AllReduce || s.Algorithm() && s != Pipelined && o.kind != flight.AllReduce {
 			continue
 		}
-		if (s == CopyEngines || s == Pipelined) && bytes < longBytes {
+		if s == Pipelined || s == CopyEngines && bytes < engineBytes { // no GPU has run the pipelined kernels yet
 			continue
 		}
 		if k.supports(s, &x, MostBytes) {

@@ -3,6 +3,7 @@ package job
 import (
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"net"
 	"os"
@@ -95,6 +96,9 @@ func (s *Server) expireSilent() {
 // resumeGrace is the time limit for a process to connect again after its connection closed.
 const resumeGrace = 400 * time.Millisecond
 
+// errNotBack is the error of a peer whose connection closed and that was silent from then on. Whether it has ended is not known.
+var errNotBack = fmt.Errorf("the connection closed, and the peer did not connect again: %w", os.ErrDeadlineExceeded)
+
 // awaitLink waits for a peer to connect again after err ended its link.
 func (s *Server) awaitLink(k *conn, err error) (renewal, error) {
 	s.mu.Lock()
@@ -113,6 +117,9 @@ func (s *Server) awaitLink(k *conn, err error) (renewal, error) {
 		case r := <-k.renewals:
 			return r, nil
 		case <-k.expired:
+			if isClosedByPeer(err) {
+				return renewal{}, errNotBack
+			}
 			return renewal{}, os.ErrDeadlineExceeded
 		case <-k.gone:
 			return renewal{}, err

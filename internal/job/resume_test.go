@@ -27,6 +27,7 @@ func TestAwaitLink(t *testing.T) {
 		"left":              {io.EOF, "leave", 0},
 		"silent":            {os.ErrDeadlineExceeded, "", 0},
 		"silent at last":    {reset, "expire", 10 * time.Millisecond},
+		"closed and silent": {io.EOF, "expire", 10 * time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -55,6 +56,9 @@ func TestAwaitLink(t *testing.T) {
 				_, err := s.awaitLink(p, tc.err)
 				require.Error(t, err)
 				require.Equal(t, tc.took, time.Since(begin))
+				if tc.event == "expire" && tc.err == io.EOF {
+					require.Equal(t, "its connection closed, and it did not connect again within 3s", reasonOf(err, 3*time.Second))
+				}
 				time.Sleep(time.Second)
 			})
 		})

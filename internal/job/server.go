@@ -596,6 +596,8 @@ func (s *Server) Close() {
 // reasonOf describes why a connection ended.
 func reasonOf(err error, lostAfter time.Duration) string {
 	switch {
+	case errors.Is(err, errNotBack):
+		return fmt.Sprintf("its connection closed, and it did not connect again within %v", lostAfter)
 	case errors.Is(err, os.ErrDeadlineExceeded):
 		return fmt.Sprintf("silent for %v: stopped, starved or unreachable", lostAfter)
 	case isClosedByPeer(err):

@@ -95,6 +95,10 @@ job seed=312602064 hosts=3 late=0 least=2 local=1 seeds=1 restarts=0 pace=197711
 job seed=312591786 hosts=5 late=0 least=2 local=1 seeds=1 restarts=1 pace=966820 latency=1.322ms lost-after=3s calm=1m40s
 +6.660411s worker e - 0s 0s
 commit2+12µs firewall a ^a 3.292292s 1ns`},
+	// The coordinator hears no other host for 90 % of the limit. It lost the first of them that had not connected again a moment later.
+	{"the coordinator is alone for almost the limit", `
+job seed=442825876 hosts=5 late=0 least=2 local=1 seeds=1 restarts=0 pace=870440 latency=514µs lost-after=1s calm=44s
++2.91131s split * ^* 905.647ms 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

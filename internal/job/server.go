@@ -50,6 +50,7 @@ type Server struct {
 	Drains  time.Duration // drainTime; longer in tests
 	starved time.Duration // how long the clock had stood still when the coordinator learned that last
 	timer   *time.Timer   // runs at the coordinator's next deadline
+	spared  instant       // until then, no member on another host is lost for its silence
 
 	mu sync.Mutex
 	*coordinator

@@ -144,7 +144,7 @@
 // host, or to any port without gossip. Newcomers find the job through a seed that is running. The
 // coordinator tells seeds that start again where the job is.
 //
-// Limits: a coordinator that loses the hosts one after the other, because it does not hear them, may give up some of them
+// Limits: a coordinator that loses hosts one after the other, because it hears only a few of them, may give up some
 // before it ends. The job then ends, too, if the hosts of its last proposal are not enough without it.
 // If the job is not elastic, SIGTERM to the coordinator's launcher stops it. Hosts do not vote at the start: if
 // they start while the network is cut between the seeds, and each part has MIN hosts, each part

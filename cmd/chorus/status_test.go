@@ -164,7 +164,8 @@ func watchInTerminal(t *testing.T, name string) {
 	require.NoError(t, cmd.Start())
 	var shown strings.Builder
 	buf := make([]byte, 4096)
-	for strings.Count(shown.String(), screenStart) < 2 { // two frames
+	const behind = "rank 1 (host " // a rank that stalls has no report for a moment
+	for strings.Count(shown.String(), screenStart) < 2 || !strings.Contains(shown.String(), behind) { // two frames
 		n, err := screen.Read(buf)
 		require.NoError(t, err, shown.String())
 		shown.Write(buf[:n])
@@ -174,7 +175,6 @@ func watchInTerminal(t *testing.T, name string) {
 	_ = cmd.Wait() // the code is looked at
 	require.Equal(t, 130, cmd.ProcessState.ExitCode())
 	require.Contains(t, shown.String(), enterScreen)
-	require.Contains(t, shown.String(), "rank 1 (host ")
 	for _, line := range strings.Split(shown.String(), "\r\n") {
 		require.LessOrEqual(t, len(line), 80+len(enterScreen+screenStart+clearLine+clearRest), "lines fit in 80 columns")
 	}

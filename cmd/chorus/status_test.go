@@ -164,8 +164,9 @@ func watchInTerminal(t *testing.T, name string) {
 	require.NoError(t, cmd.Start())
 	var shown strings.Builder
 	buf := make([]byte, 4096)
-	const behind = "rank 1 (host " // a rank that stalls has no report for a moment
-	for strings.Count(shown.String(), screenStart) < 2 || !strings.Contains(shown.String(), behind) { // two frames
+	// Two frames, and more if rank 1 has no report for a moment, because it stalls.
+	const behind = "rank 1 (host "
+	for strings.Count(shown.String(), screenStart) < 2 || !strings.Contains(shown.String(), behind) {
 		n, err := screen.Read(buf)
 		require.NoError(t, err, shown.String())
 		shown.Write(buf[:n])

@@ -79,7 +79,7 @@ func TestLongErrorsOfWorkers(t *testing.T) {
 func TestNewcomersDoNotExtendTheWait(t *testing.T) {
 	t.Parallel()
 	cfg := oneHost(3, 100)
-	cfg.Timing.Join = 8 * time.Second // also for the processes to meet at first
+	cfg.Timing.Join = 5 * time.Second // also for the processes to meet at first
 	as, errs := startAll(t, cfg)
 	require.NoError(t, errors.Join(errs...))
 	rc := RunConfig{MinSize: 3}

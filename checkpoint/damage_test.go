@@ -126,7 +126,7 @@ func TestLateRankLearnsOfAFailedSave(t *testing.T) {
 	onVirtual(t, 1, func(t *testing.T, devs []*device.Device) {
 		folder := t.TempDir()
 		process := func(root bool) *Saver {
-			return &Saver{folder: folder, cfg: SaverConfig{Timeout: time.Second}, fs: systemFiles{folder}, group: localGroup(t, devs), ranks: 2, root: root, locals: make([]*snapshotter, 1)}
+			return &Saver{folder: folder, cfg: SaverConfig{Timeout: time.Minute}, fs: systemFiles{folder}, group: localGroup(t, devs), ranks: 2, root: root, locals: make([]*snapshotter, 1)}
 		}
 		first, late := process(true), process(false)
 		job := &saveJob{step: 1, id: "id", temp: filepath.Join(folder, tempPrefix+stepName(1)+"-id")}

@@ -30,7 +30,13 @@ func TestLongErrorsOfWorkers(t *testing.T) {
 	cfg.Notify = func(line string) { lines <- line }
 	as, errs := startAll(t, cfg)
 	require.NoError(t, errors.Join(errs...))
-	rs := []*ran{runWorker(t, as[0], 0, RunConfig{}), runWorker(t, as[0], 1, RunConfig{}), runWorker(t, as[0], 2, RunConfig{})}
+	rs := []*ran{newRan(as[0], 0), newRan(as[0], 1), newRan(as[0], 2)}
+	// The next epoch begins without the two that fail only when both have failed, because their functions do not return.
+	failing := make(chan struct{})
+	rs[1].deaf, rs[1].from, rs[2].deaf, rs[2].from = failing, 2, failing, 2
+	for _, r := range rs {
+		r.start(t, RunConfig{})
+	}
 	boom := errors.New(noiseText(1_900_000))
 	j, err := detect(environ(strings.Join(as[0].WorkerEnv(3), " ")))
 	require.NoError(t, err)
@@ -57,6 +63,7 @@ func TestLongErrorsOfWorkers(t *testing.T) {
 		require.NoError(t, w.calls.(job.Remote).Client.Send(job.Message{Kind: job.KindFailed, Epoch: 2, Body: bodies[i]}))
 	}
 	w = rs[0].awaitSize(t, 1)
+	close(failing)
 	for _, d := range w.Left() {
 		require.LessOrEqual(t, len(d.Reason), job.MaxText)
 	}
@@ -72,7 +79,7 @@ func TestLongErrorsOfWorkers(t *testing.T) {
 func TestNewcomersDoNotExtendTheWait(t *testing.T) {
 	t.Parallel()
 	cfg := oneHost(3, 100)
-	cfg.Timing.Join, cfg.Timing.Revoke = 2*time.Second, time.Second
+	cfg.Timing.Join = 5 * time.Second // also for the processes to meet at first
 	as, errs := startAll(t, cfg)
 	require.NoError(t, errors.Join(errs...))
 	rc := RunConfig{MinSize: 3}

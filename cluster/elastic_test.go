@@ -27,6 +27,7 @@ type ran struct {
 	result chan error
 	now    *World        // the last that the test has taken from worlds
 	deaf   chan struct{} // if it is not nil, fn returns only when it is closed
+	from   int           // the first epoch for which deaf holds
 }
 
 // runWorker starts a worker whose function takes steps until its epoch ends or finish is closed.
@@ -55,7 +56,7 @@ func (r *ran) work(ctx context.Context, w *World) error {
 	n := 0
 	defer func() { r.steps <- n }()
 	defer func() {
-		if r.deaf != nil && ctx.Err() != nil { // also if Step has returned the end of the epoch
+		if r.deaf != nil && w.Epoch() >= r.from && ctx.Err() != nil { // also if Step has returned the end of the epoch
 			<-r.deaf
 		}
 	}()
@@ -380,7 +381,7 @@ func TestWaitForMinimum(t *testing.T) {
 func TestRevokeIsBounded(t *testing.T) {
 	t.Parallel()
 	cfg := oneHost(3, 0)
-	cfg.Timing.Revoke = time.Second
+	cfg.Timing.Revoke = 5 * time.Second // a busy machine needs some of it for the function that returns
 	as, errs := startAll(t, cfg)
 	require.NoError(t, errors.Join(errs...))
 	var rs []*ran
@@ -404,7 +405,7 @@ func TestRevokeIsBounded(t *testing.T) {
 	left := w.Left()
 	slices.SortFunc(left, func(a, b Departure) int { return a.Rank - b.Rank })
 	require.Equal(t, []int{0, 2}, []int{left[0].Rank, left[1].Rank})
-	require.Equal(t, "its function did not return within 1s after the end of epoch 1", left[1].Reason)
+	require.Equal(t, "its function did not return within 5s after the end of epoch 1", left[1].Reason)
 	finishAll(t, as, rs[1])
 }
 

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -52,15 +53,17 @@ func joinImpatient(t *testing.T, devs []*device.Device, limit time.Duration) []*
 // The error of a timeout has the verdict, also if the rank that is behind has waited for a request longer
 // than its store permits.
 func TestTimeoutHasTheVerdict(t *testing.T) {
-	gs := joinImpatient(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), shortTimeout)
-	xs, _ := shards(t, gs[0], 8)
-	err := comm.AllReduce(gs[0], comm.Sum, xs...)
-	if err == nil {
-		err = gs[0].Wait(testgpu.Context(t))
-	}
-	require.ErrorAs(t, err, new(*nccl.TimeoutError))
-	require.ErrorContains(t, err, "the flight recorders of the ranks say: Rank 1 ")
-	require.ErrorContains(t, err, "has not issued collective 1 (all_reduce(8 x Float, sum))")
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		gs := joinImpatient(t, devs, shortTimeout)
+		xs, _ := shards(t, gs[0], 8)
+		err := comm.AllReduce(gs[0], comm.Sum, xs...)
+		if err == nil {
+			err = gs[0].Wait(testgpu.Context(t))
+		}
+		require.ErrorAs(t, err, new(*nccl.TimeoutError))
+		require.ErrorContains(t, err, "the flight recorders of the ranks say: Rank 1 ")
+		require.ErrorContains(t, err, "has not issued collective 1 (all_reduce(8 x Float, sum))")
+	})
 }
 
 // Ranks outside the group are not asked, so they are not said to be silent: ranks 0 and 1 compare a

@@ -208,8 +208,8 @@ func (w *reporter) onFailure() func(*nccl.Communicator, error) error {
 const (
 	// reportInterval is the interval of the reports.
 	reportInterval = 500 * time.Millisecond
-	// lastReportTime is the maximum time to write the last report.
-	lastReportTime = 250 * time.Millisecond
+	// lastReportTime is the maximum time to write the last report, without which the others do not know how this rank has ended.
+	lastReportTime = time.Second
 	// readReportsTime is the maximum time to wait for the reports of all other ranks after a
 	// failure. They are in the store since the ranks began, so only a store whose process stands still
 	// needs it.

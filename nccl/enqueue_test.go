@@ -158,7 +158,10 @@ func fill(t *testing.T, r rank, x memory.Slice[int64], issue func(rank, memory.S
 	for range mostAhead {
 		require.NoError(t, issue(r, x))
 	}
-	go full()
+	go func() {
+		until(t, func() bool { return r.c.Progress().Issued.Collective > mostAhead })
+		full()
+	}()
 	err := issue(r, x)
 	require.EqualValues(t, 1+mostAhead, r.c.Progress().Issued.Collective)
 	return err

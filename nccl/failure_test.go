@@ -439,7 +439,7 @@ func TestProgress(t *testing.T) {
 // The place behind an operation is passed although the stream is never idle.
 func TestProgressOfABusyStream(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	r := connectWith(t, devs, &nccl.Config{Timeout: ample})[0]
+	r := connectWith(t, devs, &nccl.Config{Timeout: time.Minute})[0]
 	xs, _ := buffers(t, []rank{r}, 8)
 	wait := func() chan struct{} {
 		gate := make(chan struct{})

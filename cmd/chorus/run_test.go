@@ -15,6 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // The test binary is the command when this variable is set, and the command's
@@ -28,6 +29,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(commandVar) != "" || strings.HasPrefix(os.Args[0], "chorus: ") {
 		main()
 	}
+	testhost.AllowStalls()
 	os.Exit(m.Run())
 }
 

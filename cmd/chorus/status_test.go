@@ -58,7 +58,7 @@ func TestStatusOfAStraggler(t *testing.T) {
 	eventually(t, asking(t, "status", "--job", name), regexp.MustCompile(`rank 1 \(host .*, process \d+\) arrives last in the group of 4 ranks: in \d+ of \d+ collectives that were compared, \d+\.\d ms after the others on average \(by `).MatchString)
 	metrics := func() string { return get(t, url+"metrics") }
 	eventually(t, metrics, regexp.MustCompile(`chorus_group_last_arrivals_total\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} [1-9]`).MatchString)
-	require.Regexp(t, `chorus_group_held_up_seconds_total\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} (0\.0*)?[1-9]`, metrics())
+	eventually(t, metrics, regexp.MustCompile(`chorus_group_held_up_seconds_total\{chorus_job="`+name+`",group="ranks-4",host="[^"]+",rank="1"\} (0\.0*)?[1-9]`).MatchString)
 }
 
 func get(t *testing.T, url string) string {
@@ -164,7 +164,9 @@ func watchInTerminal(t *testing.T, name string) {
 	require.NoError(t, cmd.Start())
 	var shown strings.Builder
 	buf := make([]byte, 4096)
-	for strings.Count(shown.String(), screenStart) < 2 { // two frames
+	// Two frames, and more if rank 1 has no report for a moment, because it stalls.
+	const behind = "rank 1 (host "
+	for strings.Count(shown.String(), screenStart) < 2 || !strings.Contains(shown.String(), behind) {
 		n, err := screen.Read(buf)
 		require.NoError(t, err, shown.String())
 		shown.Write(buf[:n])
@@ -174,7 +176,6 @@ func watchInTerminal(t *testing.T, name string) {
 	_ = cmd.Wait() // the code is looked at
 	require.Equal(t, 130, cmd.ProcessState.ExitCode())
 	require.Contains(t, shown.String(), enterScreen)
-	require.Contains(t, shown.String(), "rank 1 (host ")
 	for _, line := range strings.Split(shown.String(), "\r\n") {
 		require.LessOrEqual(t, len(line), 80+len(enterScreen+screenStart+clearLine+clearRest), "lines fit in 80 columns")
 	}

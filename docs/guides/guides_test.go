@@ -246,7 +246,7 @@ exec %[2]q "$@"
 
 // shell executes a script in an empty folder, and returns all output.
 func (d *desktop) shell(t *testing.T, script string) (string, error) {
-	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Minute) // it compiles on a busy machine
 	defer cancel()
 	dir := t.TempDir()
 	cmd := exec.CommandContext(ctx, "bash", "-e", "-o", "pipefail", "-c", script)

@@ -28,6 +28,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
+	testhost.AllowStalls()
 	testgpu.Main(m)
 }
 

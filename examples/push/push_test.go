@@ -27,6 +27,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
+	testhost.AllowStalls()
 	testgpu.Main(m)
 }
 

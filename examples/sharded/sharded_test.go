@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -28,6 +29,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
+	testhost.AllowStalls()
 	testgpu.Main(m)
 }
 

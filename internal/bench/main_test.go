@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -21,6 +22,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
+	testhost.AllowStalls()
 	testgpu.Main(m)
 }
 

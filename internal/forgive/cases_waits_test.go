@@ -111,7 +111,7 @@ var waitPrograms = slicesOf(
 				return err
 			}
 			entered, ran := make(chan struct{}), make(chan time.Duration, 1)
-			if err := a.Callback(func() { close(entered); time.Sleep(600 * time.Millisecond) }); err != nil {
+			if err := a.Callback(func() { close(entered); time.Sleep(3 * time.Second) }); err != nil { // a busy machine may stop this process for most of it
 				return err
 			}
 			<-entered

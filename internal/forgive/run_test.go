@@ -62,7 +62,7 @@ var programs = slices.Concat(ncclPrograms, kernelPrograms, waitPrograms, memoryP
 
 // The times after which a program on virtual devices hangs: usually, and if the table expects it.
 const (
-	virtualLimit = 20 * time.Second
+	virtualLimit = time.Minute
 	hangingLimit = 3 * time.Second
 )
 
@@ -116,13 +116,19 @@ func perform(p *program, backend string) error {
 	return nil
 }
 
+// mustSucceed reports whether virtual devices have nothing to report.
+func (p *program) mustSucceed() bool { return p.gpu == succeeds && p.text == "" || p.forgiven != "" }
+
 // start runs a program in a process of its own.
 func start(t *testing.T, p *program, backend string, limit time.Duration) (outcome, string) {
 	t.Helper()
 	ctx, cancel := context.WithTimeout(t.Context(), limit)
 	defer cancel()
 	cmd := exec.CommandContext(ctx, os.Args[0], "-test.v=false")
-	cmd.Env = append(os.Environ(), caseVariable+"="+p.name, backendVariable+"="+backend, env.VirtualHang.Name+"=1s")
+	cmd.Env = append(os.Environ(), caseVariable+"="+p.name, backendVariable+"="+backend)
+	if !p.mustSucceed() { // otherwise a busy machine that stops the process for a second looks like a deadlock
+		cmd.Env = append(cmd.Env, env.VirtualHang.Name+"=1s")
+	}
 	var out bytes.Buffer
 	cmd.Stdout = &out
 	err := cmd.Run()
@@ -157,7 +163,7 @@ func TestPrograms(t *testing.T) {
 					limit = hangingLimit
 				}
 				got, text := start(t, p, backend, limit)
-				if p.gpu == succeeds && p.text == "" || p.forgiven != "" {
+				if p.mustSucceed() {
 					require.Equal(t, succeeds, got, text)
 					return
 				}

@@ -139,7 +139,8 @@ func TestElasticDrain(t *testing.T) {
 	a, b := workers(1, "elastic", "2", "1"), workers(2, "elastic", "2", "1")
 	twoHosts(t, a, b)
 	a.MinNodes, b.MinNodes = 1, 1
-	la, lb := start(t, a), start(t, b)
+	ls := startHosts(t, []*setup{a, b})
+	la, lb := ls[0], ls[1]
 	la.until("epoch 1 is rank", 1)
 	lb.until("epoch 1 is rank", 2)
 	require.NoError(t, lb.cmd.Process.Signal(syscall.SIGTERM))

@@ -10,6 +10,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"path/filepath"
+	"regexp"
 	"strconv"
 	"strings"
 	"sync"
@@ -260,14 +261,33 @@ func (l *launched) text() string {
 // until waits until the launcher's output has n of text.
 func (l *launched) until(text string, n int) {
 	l.t.Helper()
+	l.await(func(out string) bool { return strings.Count(out, text) >= n }, "%d of %q", n, text)
+}
+
+// await waits until the launcher's output is as the format says.
+func (l *launched) await(is func(out string) bool, format string, args ...any) {
+	l.t.Helper()
 	deadline := time.After(time.Minute)
-	for strings.Count(l.text(), text) < n {
+	for !is(l.text()) {
 		select {
 		case <-l.more:
 		case <-deadline:
-			require.FailNow(l.t, "output has not come", "%d of %q in:\n%s", n, text, l.text())
+			require.FailNow(l.t, "output has not come", "%s in:\n%s", fmt.Sprintf(format, args...), l.text())
 		}
 	}
+}
+
+// untilEpoch waits until an elastic worker is in an epoch of size members after the given epoch, and returns its number.
+func (l *launched) untilEpoch(after, size int) (epoch int) {
+	l.t.Helper()
+	began := regexp.MustCompile(fmt.Sprintf(`epoch (\d+) is rank \d+ of %d pid`, size))
+	l.await(func(out string) bool {
+		for _, m := range began.FindAllStringSubmatch(out, -1) {
+			epoch, _ = strconv.Atoi(m[1])
+		}
+		return epoch > after
+	}, "an epoch of %d members after epoch %d", size, after)
+	return epoch
 }
 
 // wait returns the exit code and all output.

@@ -79,7 +79,8 @@ func startTwo(t *testing.T, change func(*setup), text string, args ...string) (l
 	twoHosts(t, a, b)
 	change(a)
 	change(b)
-	la, lb = start(t, a), start(t, b)
+	ls := startHosts(t, []*setup{a, b})
+	la, lb = ls[0], ls[1]
 	la.until(text, 1)
 	lb.until(text, 1)
 	return la, lb, func() *launched { return start(t, b) }

@@ -802,7 +802,7 @@ func TestRunTwoHostsWrongSecretAndTimeout(t *testing.T) {
 	a, b := workers(1, "shutdown"), workers(1, "shutdown")
 	twoHosts(t, a, b)
 	a.Timing.Join = 8 * time.Second // b comes within, however busy the machine is
-	b.Secret = []byte("quite another secret")
+	b.Secret, b.Timing.Join = []byte("quite another secret"), time.Minute
 	la := start(t, a)
 	begin := time.Now()
 	lb := start(t, b)

@@ -337,7 +337,9 @@ func TestEpochs(t *testing.T) {
 	finishAll(t, as, rs[0], rs[2])
 	var text []string
 	for len(lines) > 0 {
-		text = append(text, <-lines)
+		if line := <-lines; strings.HasPrefix(line, "job elastic: epoch ") { // a busy machine may have others, such as that the job waits
+			text = append(text, line)
+		}
 	}
 	require.Len(t, text, 3)
 	require.Regexp(t, `^job elastic: epoch 2: 2 processes on 1 host; rank 1 \(host \S+ pid \d+\) left: killed by SIGKILL; the job stood still for [\d.]+m?s$`, text[0])

@@ -1,8 +1,10 @@
 package comm_test
 
 import (
+	"context"
 	"errors"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -11,7 +13,9 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -99,4 +103,49 @@ func TestRankThatLeaves(t *testing.T) {
 	for i, g := range gs {
 		require.NoError(t, errors.Join(streams[i].WaitStream(g.Stream(0)), g.Close(), sessions[i].Close()))
 	}
+}
+
+// A slowBoard needs a time for each value that its rank sets, and overwrites values, as the store of a job does.
+type slowBoard struct {
+	*testgpu.Exchange
+	delay *atomic.Int64
+}
+
+func (b slowBoard) Set(ctx context.Context, key string, value []byte) error {
+	select {
+	case <-time.After(time.Duration(b.delay.Load())):
+		_, _ = b.Delete(ctx, key) // which cannot fail
+		return b.Exchange.Set(ctx, key, value)
+	case <-ctx.Done():
+		return context.Cause(ctx)
+	}
+}
+
+// The others see that a rank has left, also if a busy store takes parts of a second for each of its last words.
+func TestRankLeavesWithASlowStore(t *testing.T) {
+	t.Setenv(env.CommStrategy.Name, "nccl")
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		var delay atomic.Int64
+		gs, errs := make([]*comm.Group, 2), make([]error, 2)
+		var wg sync.WaitGroup
+		for i, b := range testgpu.Exchanges(testgpu.Context(t), 2) {
+			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), slowBoard{b, &delay}, devs[i], nil) })
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+		xs := make([]comm.Shards[float32], 2)
+		for i, g := range gs {
+			xs[i], _ = shards(t, g, 8)
+			wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs[i]...) }) // connects the ranks
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...))
+		delay.Store(int64(300 * time.Millisecond))
+		require.NoError(t, gs[1].Close())
+		err := gs[0].Wait(testgpu.Context(t))
+		require.ErrorIs(t, err, comm.ErrLeft)
+		require.ErrorContains(t, err, "rank 1 ")
+		require.NoError(t, gs[0].Close())
+	})
 }

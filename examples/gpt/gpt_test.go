@@ -36,7 +36,7 @@ func TestMain(m *testing.M) {
 	if os.Getenv(env.VirtualKernels.Name) == "" { // the tests of package kernels run the CUDA source
 		os.Setenv(env.VirtualKernels.Name, "go")
 	}
-	testhost.AllowStalls()
+	testgpu.AllowStalls()
 	testgpu.Main(m)
 }
 

@@ -27,7 +27,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
-	testhost.AllowStalls()
+	testgpu.AllowStalls()
 	testgpu.Main(m)
 }
 

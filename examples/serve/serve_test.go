@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // The test binary is the program if this is set.
@@ -23,7 +22,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
-	testhost.AllowStalls()
+	testgpu.AllowStalls()
 	testgpu.Main(m)
 }
 

@@ -17,7 +17,6 @@ import (
 	"github.com/gochorus/chorus/examples/digits"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -29,7 +28,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
-	testhost.AllowStalls()
+	testgpu.AllowStalls()
 	testgpu.Main(m)
 }
 

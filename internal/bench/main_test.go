@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -22,7 +21,7 @@ func TestMain(m *testing.M) {
 		main()
 		return
 	}
-	testhost.AllowStalls()
+	testgpu.AllowStalls()
 	testgpu.Main(m)
 }
 

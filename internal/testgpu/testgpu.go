@@ -165,6 +165,14 @@ func Main(m *testing.M) {
 	os.Exit(code)
 }
 
+// AllowStalls lets the jobs of this test binary lose a silent process after 20 s, unless the environment says otherwise: a busy machine
+// may stop a process for longer than the default.
+func AllowStalls() {
+	if os.Getenv(env.LostAfter.Name) == "" {
+		os.Setenv(env.LostAfter.Name, "20s")
+	}
+}
+
 // flushCleanups returns when all cleanups queued so far have run.
 func flushCleanups() {
 	done := make(chan struct{})

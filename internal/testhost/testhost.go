@@ -14,8 +14,6 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
-
-	"github.com/gochorus/chorus/internal/env"
 )
 
 // Rounds returns n if the race detector watches this test binary, or all. The detector slows
@@ -45,14 +43,6 @@ func skip(t testing.TB, why string) {
 	t.Helper()
 	if On {
 		t.Skip(why + ": it runs without the race detector")
-	}
-}
-
-// AllowStalls lets the jobs of this test binary lose a silent process after 20 s, unless the environment says otherwise: a busy machine
-// may stop a process for longer than the default.
-func AllowStalls() {
-	if os.Getenv(env.LostAfter.Name) == "" {
-		_ = os.Setenv(env.LostAfter.Name, "20s")
 	}
 }
 

@@ -54,7 +54,7 @@ var layers = [][]string{
 	{"comm", "internal/launch"},
 	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "cmd/chorus/internal/timeline", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"examples/internal/resume", "cmd/chorus/internal/results"},
-	{"cmd/chorus", "docs/guides", "examples", "examples/*", "internal/archtest", "internal/bench", "internal/differ", "internal/forgive", "internal/interop"},
+	{"cmd/chorus", "docs/guides", "examples/*", "internal/archtest", "internal/bench", "internal/differ", "internal/forgive", "internal/interop"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.

@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -116,7 +116,7 @@ func agree[T any](ctx context.Context, w *peers, op string, mine []T, errs []err
 	}
 	ctx, cancel := messageContext(ctx)
 	defer cancel()
-	return groups.Agree(ctx, w.group, op, mine, errs, judge)
+	return route.Agree(ctx, w.group, op, mine, errs, judge)
 }
 
 // agree exchanges the failures of all processes. It returns the error of the first rank that

@@ -22,7 +22,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -491,7 +491,7 @@ type fencer interface {
 
 // fenceOf returns the fence of a group, or nil if it was not joined in a job.
 func fenceOf(g *comm.Group) *fence {
-	r, ok := groups.Of(g).Rendezvous().(fencer)
+	r, ok := route.GroupOf(g).Rendezvous().(fencer)
 	if !ok {
 		return nil
 	}

@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/tensor"
@@ -330,11 +330,11 @@ func (t *Transfer) Run() error {
 	if t.closed {
 		return errors.New("checkpoint: transfer: it was closed")
 	}
-	if err := groups.Of(t.peers.group).Check("transfer"); err != nil {
+	if err := route.GroupOf(t.peers.group).Check("transfer"); err != nil {
 		return err
 	}
 	if err := t.run(); err != nil { // the other ranks wait
-		return groups.Of(t.peers.group).Fail(fmt.Errorf("checkpoint: transfer: %w", err))
+		return route.GroupOf(t.peers.group).Fail(fmt.Errorf("checkpoint: transfer: %w", err))
 	}
 	return nil
 }

@@ -9,7 +9,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -228,7 +228,7 @@ func (g *Group) checkSame(ctx context.Context, op, has, cure string) error {
 	if err := g.check(op); err != nil {
 		return err
 	}
-	return groups.Agree(ctx, g, "comm: "+op, slices.Repeat([]string{has}, len(g.members)), nil, func(all []collective.Said[string]) error {
+	return route.Agree(ctx, g, "comm: "+op, slices.Repeat([]string{has}, len(g.members)), nil, func(all []collective.Said[string]) error {
 		i := slices.IndexFunc(all, func(x collective.Said[string]) bool { return x.Value != all[0].Value })
 		if i < 0 {
 			return nil

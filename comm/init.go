@@ -15,7 +15,6 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -116,7 +115,7 @@ func (i *initializing) devices() ([]*device.Device, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open the devices: %w", err)
 	}
-	dev, err := groups.OpenLocal(sys, i.sess.LocalRank(), i.sess.LocalSize())
+	dev, err := route.OpenLocal(sys, i.sess.LocalRank(), i.sess.LocalSize())
 	return []*device.Device{dev}, err
 }
 

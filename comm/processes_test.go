@@ -22,8 +22,8 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/launch"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -90,7 +90,7 @@ func openLocal(local, n int) (*device.Device, error) {
 	if err != nil {
 		return nil, err
 	}
-	return groups.OpenLocal(sys, local, n)
+	return route.OpenLocal(sys, local, n)
 }
 
 // work reduces 4 MiB in a loop; rank 1 fails in the middle.

@@ -24,7 +24,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -186,7 +186,7 @@ func TestTuneFails(t *testing.T) {
 // routed enqueues the operations that fn adds to a batch with the group's strategy, as comm's
 // functions do, but of any ranks.
 func routed(g *comm.Group, fn func(b *nccl.Batch) error) error {
-	b := groups.Of(g).NewBatch()
+	b := route.GroupOf(g).NewBatch()
 	if err := fn(b.Batch); err != nil {
 		return err
 	}

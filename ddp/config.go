@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -203,7 +203,7 @@ func checkGroup(g *comm.Group, op string) error {
 	if g == nil {
 		return fmt.Errorf("ddp: %s: no group given", op)
 	}
-	if err := groups.Of(g).Check(op); err != nil {
+	if err := route.GroupOf(g).Check(op); err != nil {
 		return fmt.Errorf("ddp: %w", err)
 	}
 	return nil
@@ -225,7 +225,7 @@ func agree(ctx context.Context, g *comm.Group, op string, mine arguments, mistak
 	if g.Locals() == g.Size() {
 		return mistake
 	}
-	err := groups.Agree(ctx, g, "ddp: "+op, slices.Repeat([]arguments{mine}, g.Locals()), slices.Repeat([]error{mistake}, g.Locals()),
+	err := route.Agree(ctx, g, "ddp: "+op, slices.Repeat([]arguments{mine}, g.Locals()), slices.Repeat([]error{mistake}, g.Locals()),
 		func(all []collective.Said[arguments]) error { return compare(op, all) })
 	return cmp.Or(mistake, err)
 }

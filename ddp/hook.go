@@ -8,7 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -138,7 +138,7 @@ func (r *Reducer) reduceByHook(k int) error {
 func (r *Reducer) hookFailed(err error) error {
 	r.queue.failed = err
 	if r.g.Locals() < r.g.Size() {
-		return errors.Join(err, groups.Of(r.g).Fail(err))
+		return errors.Join(err, route.GroupOf(r.g).Fail(err))
 	}
 	return err
 }

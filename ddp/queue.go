@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -119,7 +119,7 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 	if i < 0 || i >= len(q.seen[0]) {
 		return fmt.Errorf("%s: %s %d of %d does not exist", op, q.what, i, len(q.seen[0]))
 	}
-	if err := groups.Of(q.g).Check(q.what + " ready"); err != nil {
+	if err := route.GroupOf(q.g).Check(q.what + " ready"); err != nil {
 		return fmt.Errorf("ddp: %w", err)
 	}
 	q.mu.Lock()
@@ -171,7 +171,7 @@ func (q *queue) launch() error {
 		if slices.ContainsFunc(as, func(a arrival) bool { return a.pending > 0 }) {
 			return nil
 		}
-		if err := groups.Of(q.g).Check("reduce a bucket of gradients"); err != nil {
+		if err := route.GroupOf(q.g).Check("reduce a bucket of gradients"); err != nil {
 			return fmt.Errorf("ddp: %w", err)
 		}
 		for i := range as {

@@ -10,8 +10,8 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -271,7 +271,7 @@ func (sh *Sharder[T]) AllGather(streams ...*stream.Stream) error {
 	if err != nil {
 		return err
 	}
-	if err := groups.Of(sh.g).Check("all-gather parameters"); err != nil {
+	if err := route.GroupOf(sh.g).Check("all-gather parameters"); err != nil {
 		return fmt.Errorf("ddp: %w", err)
 	}
 	for i, s := range by {

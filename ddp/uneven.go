@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -45,7 +45,7 @@ func (r *Reducer) Join(ctx context.Context, streams ...*stream.Stream) (last int
 	if err != nil {
 		return 0, err
 	}
-	if err := groups.Of(r.g).Check("join"); err != nil {
+	if err := route.GroupOf(r.g).Check("join"); err != nil {
 		return 0, fmt.Errorf("ddp: %w", err)
 	}
 	if err := r.shadowAll(ctx, by); err != nil {
@@ -92,7 +92,7 @@ func (r *Reducer) lastJoined(ctx context.Context, mine bool) (int, error) {
 		}
 	}
 	last := -1
-	err := groups.Agree(ctx, r.g, "ddp: join", candidates, nil, func(all []collective.Said[int]) error {
+	err := route.Agree(ctx, r.g, "ddp: join", candidates, nil, func(all []collective.Said[int]) error {
 		r.uneven.missed = 0
 		for _, x := range all {
 			last = max(last, x.Value)

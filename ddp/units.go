@@ -10,8 +10,8 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -144,7 +144,7 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 	mine := c.describe(memory.DTypeOf[M](), memory.DTypeOf[P](), units)
 	err = agree(context.Background(), g, op, mine, err)
 	for _, r := range c.Replicas { // also after an error, which the other ranks wait for
-		if r != nil && groups.Of(r).Check(op) == nil {
+		if r != nil && route.GroupOf(r).Check(op) == nil {
 			err = agree(context.Background(), r, op, mine, err)
 		}
 	}

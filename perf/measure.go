@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -165,7 +165,7 @@ const mostCalls = 64
 func (r *rank) calls(j job, inPlace bool) (list []issue, err error) {
 	size := j.dtype.Size()
 	stride := (j.layout.size()*size + step - 1) / step * step
-	batch := groups.Of(r.group).NewBatch()
+	batch := route.GroupOf(r.group).NewBatch()
 	for at := 0; at+stride <= r.bufs[0].Len() && len(list) < mostCalls; at += stride {
 		x := call{batch: batch, c: r.c, s: r.s, kind: j.op.kind, op: j.red.raw(), root: j.root, layout: j.layout}
 		if j.red == mulSum {

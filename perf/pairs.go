@@ -8,7 +8,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -51,7 +51,7 @@ func MeasurePairs(ctx context.Context, g *comm.Group, p *PairPlan) (*Report, err
 	if err := p.Check(g.Size()); err != nil {
 		return nil, err
 	}
-	if err := groups.Of(g).CheckSame(ctx, "perf", fmt.Sprintf("the flags of pairs %+v", *p)); err != nil {
+	if err := route.GroupOf(g).CheckSame(ctx, "perf", fmt.Sprintf("the flags of pairs %+v", *p)); err != nil {
 		return nil, err
 	}
 	r, err := Describe(g)

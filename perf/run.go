@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -57,7 +57,7 @@ func (p *Plan) run(ctx context.Context, g *comm.Group, row func(*Row)) (*Report,
 	// Ranks with different plans would wait for each other.
 	same := *p
 	same.only = nil
-	if err := groups.Of(g).CheckSame(ctx, "perf", fmt.Sprintf("the flags %+v", same)); err != nil {
+	if err := route.GroupOf(g).CheckSame(ctx, "perf", fmt.Sprintf("the flags %+v", same)); err != nil {
 		_ = g.Shutdown(ctx)
 		return nil, err
 	}
@@ -117,7 +117,7 @@ func spmd(ctx context.Context, g *comm.Group, bytes int, reg int, fn func(contex
 		_ = g.Close()
 		ended <- broken
 	})
-	ranks, shared := make([]*rank, g.Locals()), &localState{localCalls: make([][]issue, g.Locals()), batch: groups.Of(g).NewBatch()}
+	ranks, shared := make([]*rank, g.Locals()), &localState{localCalls: make([][]issue, g.Locals()), batch: route.GroupOf(g).NewBatch()}
 	onThreads(len(ranks), func(i int) {
 		var err error
 		if ranks[i], err = newRank(ctx, g, i, shared, bytes, reg); err == nil {
@@ -167,12 +167,12 @@ func (p *Plan) runStrategies(ctx context.Context, g *comm.Group) (*Report, error
 		if s == comm.Tuned {
 			continue
 		}
-		if err := groups.Of(g).UseWhole(ctx, string(s)); err != nil {
+		if err := route.GroupOf(g).UseWhole(ctx, string(s)); err != nil {
 			return nil, err
 		}
 		q := *p
 		q.together = s == comm.CopyEngines // copy engines need the operations of all ranks at once
-		q.only = func(j job) bool { return groups.Of(g).Chosen(p.collective(j)) == string(s) }
+		q.only = func(j job) bool { return route.GroupOf(g).Chosen(p.collective(j)) == string(s) }
 		r, err := q.run(ctx, g, nil)
 		if err != nil {
 			return nil, fmt.Errorf("by %s: %w", s, err)
@@ -209,7 +209,7 @@ func (r *Report) choose(ctx context.Context, g *comm.Group, p *Plan) error {
 	}
 	var rows []*Row
 	for _, j := range jobs {
-		name, chosen := j.describe().Name(false), groups.Of(g).Chosen(p.collective(j))
+		name, chosen := j.describe().Name(false), route.GroupOf(g).Chosen(p.collective(j))
 		for _, row := range r.Rows {
 			plain := *row
 			plain.Strategy = ""

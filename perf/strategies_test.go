@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -62,8 +62,8 @@ func TestChosenHasATime(t *testing.T) {
 		require.Equal(t, "own", r.Rows[i].Strategy)
 		require.Zero(t, r.Wrong)
 		require.Equal(t, comm.Tuned, g.Strategy())
-		require.Equal(t, string(comm.OwnKernels), groups.Of(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
+		require.Equal(t, string(comm.OwnKernels), route.GroupOf(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
 		require.NoError(t, g.Use(testgpu.Context(t), comm.OwnKernels))
-		require.Equal(t, string(comm.NCCLOnly), groups.Of(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
+		require.Equal(t, string(comm.NCCLOnly), route.GroupOf(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
 	})
 }

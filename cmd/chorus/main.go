@@ -17,9 +17,9 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -255,7 +255,7 @@ func (m *member) find(gpus int) error {
 	case m.Size() > 1 && gpus > 1:
 		return &launch.UsageError{Reason: fmt.Sprintf("-g %d in a job of %d processes: each has one GPU; leave -g out", gpus, m.Size())}
 	case m.Size() > 1:
-		dev, err := groups.OpenLocal(sys, m.LocalRank(), m.LocalSize())
+		dev, err := route.OpenLocal(sys, m.LocalRank(), m.LocalSize())
 		m.devs = []*device.Device{dev}
 		return err
 	case gpus > len(m.devs):

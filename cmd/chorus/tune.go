@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/perf"
 )
@@ -192,7 +191,7 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 	for _, o := range cfg.Ops {
 		plan.Ops = append(plan.Ops, flight.Reduction(o))
 	}
-	list, err := groups.Of(g).TunePlan(plan)
+	list, err := route.GroupOf(g).TunePlan(plan)
 	return &comm.Tuning{For: at, Choices: list}, err
 }
 

@@ -50,7 +50,6 @@ var layers = [][]string{
 	{"internal/strided", "internal/quant"},
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/streamtest"},
 	{"internal/route", "optim"},
-	{"internal/groups"},
 	{"comm", "internal/launch"},
 	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "cmd/chorus/internal/timeline", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"examples/internal/resume", "cmd/chorus/internal/results"},

@@ -15,7 +15,7 @@ import (
 // exchange it before they do something that waits for the others, so that a rank that cannot go on keeps no other waiting, and
 // every rank knows why.
 //
-// Ranks that have no group yet exchange it with [Agree]. The ranks of a group do so with groups.Agree.
+// Ranks that have no group yet exchange it with [Agree]. The ranks of a group do so with route.Agree.
 type Said[T any] struct {
 	Failed              string `json:",omitempty"` // why the rank cannot go on, in one line, or ""
 	Feature, Need, Have string `json:",omitempty"` // of a *device.UnsupportedError

@@ -1,4 +1,4 @@
-package groups_test
+package route_test
 
 import (
 	"context"
@@ -11,25 +11,23 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/groups"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
-	testgroups "github.com/gochorus/chorus/internal/testgpu/groups"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 )
-
-func TestMain(m *testing.M) { testgpu.Main(m) }
 
 // All ranks judge the same values and failures, and a rank that closes its group at once does not take them from the others.
 func TestAgree(t *testing.T) {
 	for range 20 {
-		gs, errs := testgroups.Join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+		gs, errs := groups.Join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
 		require.NoError(t, errors.Join(errs...))
 		said := make([][]collective.Said[string], len(gs))
-		testgroups.Each(t, gs, func(i int, g *comm.Group) error {
+		groups.Each(t, gs, func(i int, g *comm.Group) error {
 			failed := []error{nil}
 			if i == 1 {
 				failed[0] = errors.Join(errors.New("no\x1b"), errors.New("memory"))
 			}
-			errs[i] = groups.Agree(testgpu.Context(t), g, "test", []string{fmt.Sprintf("value\n%d", i)}, failed, func(all []collective.Said[string]) error {
+			errs[i] = route.Agree(testgpu.Context(t), g, "test", []string{fmt.Sprintf("value\n%d", i)}, failed, func(all []collective.Said[string]) error {
 				said[i] = all
 				return errors.New(all[1].Failed)
 			})
@@ -46,9 +44,9 @@ func TestAgree(t *testing.T) {
 
 // If the exchange fails, the error says what this process would have said.
 func TestAgreeWithoutExchange(t *testing.T) {
-	g := testgroups.Local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))
+	g := groups.Local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))
 	ended, cancel := context.WithCancelCause(t.Context())
 	cancel(errors.New("enough"))
-	err := groups.Agree(ended, g, "test", []int{1}, []error{errors.New("no memory")}, nil)
+	err := route.Agree(ended, g, "test", []int{1}, []error{errors.New("no memory")}, nil)
 	require.EqualError(t, err, "test: no memory\nenough")
 }

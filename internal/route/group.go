@@ -1,7 +1,4 @@
-// Package groups gives packages above comm the checks and the strategies of a comm.Group, and lets its ranks agree.
-//
-// comm.Group embeds the bridge that [Of] follows.
-package groups
+package route
 
 import (
 	"bytes"
@@ -15,11 +12,11 @@ import (
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/route"
 )
 
-// An Inside has the methods of a group for other packages of Chorus.
-type Inside interface {
+// A Group is the inside of a comm.Group: what packages above comm use of it, and users do not see. comm.Group embeds the bridge
+// that [GroupOf] follows.
+type Group interface {
 	// Check returns an error if the group is nil, closed or broken.
 	Check(op string) error
 	// CheckSame returns an error on all ranks if the processes have given different arguments.
@@ -36,7 +33,7 @@ type Inside interface {
 	// sizes that it supports, even if it is slow for them. Measurements need that.
 	UseWhole(ctx context.Context, strategy string) error
 	// TunePlan returns the measurements that comm.Tune will make, without times.
-	TunePlan(cfg route.PlanConfig) ([]route.Choice, error)
+	TunePlan(cfg PlanConfig) ([]Choice, error)
 	// Fail breaks the group with a cause and returns the error of later calls. It aborts
 	// pending operations, so that no rank waits for this one.
 	Fail(cause error) error
@@ -46,17 +43,17 @@ type Inside interface {
 	// execute. comm's functions enqueue their operations in the same way. The caller adds
 	// operations of local ranks on the group's streams. It may use several batches
 	// concurrently, because they do not take the group's lock.
-	NewBatch() *route.Batch
+	NewBatch() *Batch
 }
 
-// Of returns the inside of a group, which must not be nil.
-func Of(g inside.Has[Inside]) Inside { return *inside.Of(g) }
+// GroupOf returns the inside of a comm.Group, which must not be nil.
+func GroupOf(g inside.Has[Group]) Group { return *inside.Of(g) }
 
 // Agree exchanges a value of each rank, or why the rank cannot go on, and returns on every rank what judge returns. mine and
 // failed are those of the local ranks; a nil failed means that none has failed. judge gets what all ranks have said, by
 // rank, and must find an error on all ranks or on none. An error of the exchange itself includes the failures of
 // this process. Collective.
-func Agree[T any](ctx context.Context, g inside.Has[Inside], op string, mine []T, failed []error, judge func(all []collective.Said[T]) error) error {
+func Agree[T any](ctx context.Context, g inside.Has[Group], op string, mine []T, failed []error, judge func(all []collective.Said[T]) error) error {
 	texts := make([][]byte, len(mine))
 	var err error
 	for i := range mine {
@@ -69,7 +66,7 @@ func Agree[T any](ctx context.Context, g inside.Has[Inside], op string, mine []T
 		texts[i] = b.Bytes()
 	}
 	if err == nil {
-		texts, err = Of(g).Exchange(ctx, texts)
+		texts, err = GroupOf(g).Exchange(ctx, texts)
 	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", op, errors.Join(errors.Join(failed...), err))
@@ -81,7 +78,7 @@ func Agree[T any](ctx context.Context, g inside.Has[Inside], op string, mine []T
 		}
 		all[rank].Failed = plain.Text(all[rank].Failed)
 	}
-	return Of(g).Conclude(ctx, judge(all))
+	return GroupOf(g).Conclude(ctx, judge(all))
 }
 
 // OpenLocal opens the device of a process: the one with the ordinal of its local rank of n, or

@@ -43,9 +43,9 @@ type ExpertsConfig struct {
 //
 // In groups with the strategies of Chorus kernels and Tuned, whose GPUs map each other's memory, Chorus kernels move the rows: a token
 // goes once to each rank that has some of its experts. The flight recorder then has an all-to-all of 1 byte
-// for a dispatch and of 2 bytes for a combine. In other groups, also over several hosts, NCCL moves blocks of a fixed size: all
-// tokens to all ranks in an all-gather, and MaxTokens times the smaller of TopK and the experts of a rank back to each
-// rank in an all-to-all. The bits are the same. The strategy that the group has in NewExperts decides.
+// for a dispatch and of 2 bytes for a combine. In other groups, also over several hosts, NCCL moves blocks of a fixed size. An all-gather
+// sends the tokens of each rank to all ranks. An all-to-all sends MaxTokens rows back to each rank, times the smaller of
+// TopK and the experts of a rank. The bits are the same. The strategy that the group has in NewExperts decides.
 //
 // Methods may be called by any goroutine, in the same order on all ranks.
 type Experts struct {
@@ -61,8 +61,8 @@ type Experts struct {
 // ExpertRows has what a dispatch gives a local rank. A dispatch overwrites all of Counts and Routes. Of Rows it writes only
 // the rows that the counts name; the other rows keep their contents.
 type ExpertRows struct {
-	// Rows is [experts of the rank, Size·MaxTokens, Hidden]: the rows of each expert begin at its first row, in the order of their
-	// ranks and tokens. There is always room: a token is one row of an expert, also if it names the expert twice.
+	// Rows is [experts of the rank, Size·MaxTokens, Hidden]: the rows of each expert begin at its first row, sorted by rank and
+	// token. There is always room: a token is one row of an expert, also if it names the expert twice.
 	Rows tensor.Tensor
 	// Counts is int32 [experts of the rank]: the number of rows of each expert.
 	Counts tensor.Tensor
@@ -341,7 +341,7 @@ type CombineConfig struct {
 // Combine enqueues the transfer of the experts' results to their tokens. y[i] has the shape of ExpertRows.Rows on local rank i, and in the
 // place of each row that a dispatch gave the result for it; other rows are not read. routes[i] is the Routes of that dispatch. out[i]
 // is [tokens, Hidden], with as many tokens as local rank i dispatched. Each token gets the sum of the rows of its choices,
-// times their weights, in the order of the choices. The sum is in float32, with one rounding for each
+// times their weights, added choice by choice. The sum is in float32, with one rounding for each
 // choice (fused multiply-add), and rounded to the type of the elements at the end. Choices that name no expert
 // count nothing, so a token without experts gets zeros. Collective.
 //
@@ -503,7 +503,7 @@ func (c *operands) out(name string, t tensor.Tensor, d memory.DType, shape ...in
 	return p
 }
 
-// use makes the group's stream keep the memory.
+// use validates an operand, and returns its address once the group's stream keeps the memory.
 func (c *operands) use(name string, t tensor.Tensor, d memory.DType, shape []int) uint64 {
 	if c.err != nil {
 		return 0

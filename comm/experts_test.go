@@ -663,7 +663,7 @@ func TestExpertsRefuses(t *testing.T) {
 	require.ErrorContains(t, e.Combine(run.out, run.x, run.routes, nil), "y is")
 	require.ErrorContains(t, e.Combine(run.out, run.y, run.routes, &comm.CombineConfig{Weights: run.ids}), "weights is")
 	require.NoError(t, g.Err(), "nothing was enqueued")
-	require.NoError(t, errors.Join(run.dispatch(), run.fillResults(), run.combine(run.y), run.checkDispatch(), run.checkCombine(c.result)))
+	require.NoError(t, errors.Join(run.spoil(), run.dispatch(), run.fillResults(), run.combine(run.y), run.checkDispatch(), run.checkCombine(c.result)))
 	require.NoError(t, errors.Join(run.close(), e.Close(), e.Close(), (*comm.Experts)(nil).Close()))
 	require.ErrorIs(t, run.dispatch(), device.ErrClosed)
 }
@@ -729,7 +729,7 @@ func TestExpertsWithoutARank(t *testing.T) {
 		c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2, false)
 		e, err := comm.NewExperts(ctx, g, &c.cfg)
 		if err != nil || g.Rank() == 1 {
-			return errors.Join(err, g.Close())
+			return errors.Join(err, e.Close(), g.Close())
 		}
 		defer e.Close()
 		run, err := newExpertsRun(g, e, c)

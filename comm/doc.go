@@ -39,6 +39,7 @@
 //	scatter_object_list            ScatterValues
 //	send_object_list, recv_...     SendValue, RecvValue
 //	collectives of tensors         OfTensors
+//	DeepEP's dispatch, combine     Experts
 //	_set_pg_timeout, timeout=...   Group.SetTimeout, Batch.SetTimeout
 //	torch.cuda.comm                Broadcast, Scatter, Gather, ReduceAdd, ...
 //

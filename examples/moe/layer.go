@@ -26,20 +26,26 @@ const (
 
 // train returns the loss of each step.
 func train(ctx context.Context, g *comm.Group, steps int) (losses []float64, err error) {
-	if experts%g.Size() != 0 {
-		return nil, fmt.Errorf("%d experts for %d ranks: want a number of ranks that divides them", experts, g.Size())
+	e, err := comm.NewExperts(ctx, g, &comm.ExpertsConfig{DType: memory.Float32, Experts: experts, TopK: choices, Hidden: width, MaxTokens: tokens / g.Size()})
+	if err != nil {
+		return nil, err
 	}
-	l := &layer{g: g}
-	for i := range g.Locals() {
-		l.ranks = append(l.ranks, newRank(g.Stream(i), g.Rank()+i, g.Size()))
-	}
+	l := &layer{g: g, e: e}
 	defer func() {
 		for _, r := range l.ranks {
 			err = errors.Join(err, r.close(&r.step), r.close(&r.kept))
 		}
+		err = errors.Join(err, g.Wait(ctx), e.Close())
 	}()
+	rows, err := e.Make()
+	if err != nil {
+		return nil, err
+	}
+	for i := range g.Locals() {
+		l.ranks = append(l.ranks, newRank(g.Stream(i), g.Rank()+i, g.Size(), rows[i]))
+	}
 	for range steps {
-		loss, err := l.train(ctx)
+		loss, err := l.train()
 		if err != nil {
 			return nil, err
 		}
@@ -73,6 +79,7 @@ func data() (x, want, router, up, down []float32) {
 // A layer has the local ranks of a group.
 type layer struct {
 	g     *comm.Group
+	e     *comm.Experts
 	ranks []*rank
 }
 
@@ -80,24 +87,22 @@ type layer struct {
 // kept, and the operations after it do nothing.
 type rank struct {
 	s                *stream.Stream
-	own              int           // experts
 	x, want          tensor.Tensor // [tokens of this rank, width]
 	router, up, down tensor.Tensor // [width experts], [own width hidden], [own hidden width]
+	starts           tensor.Tensor // the place of each token's first score [tokens, choices]
 	err              error
 	kept, step       []tensor.Tensor // to close at the end, and after the step
 
-	// The routes of the step. A slot is a choice of a token; the slots of a rank are sorted by their experts.
-	gates, gate0, gate1          tensor.Tensor // of each slot [tokens·choices], and of each choice [tokens]
-	slots, token, score          tensor.Tensor // the slot, the token, and the place among the scores of each sent row
-	sorted, back                 tensor.Tensor // the order by experts of received rows, and the inverse
-	counts, sends, recvs, groups []int         // rows for each expert, to and from each rank, and of each own expert
-	inputs, hiddens, made        tensor.Tensor // rows of the experts
-	rows, sent, received         tensor.Tensor // what a phase works on, and an exchange
-	loss, dscores, drouter       tensor.Tensor
+	gates, gate0, gate1    tensor.Tensor   // of each token's choices [tokens, choices], and of each choice [tokens]
+	chosen                 tensor.Tensor   // the experts of each token
+	got                    comm.ExpertRows // by the experts of this rank; the rows are those of inputs, and then of gradients
+	inputs, hiddens, made  tensor.Tensor   // rows of the experts
+	y, answers, diff, dx   tensor.Tensor   // of the tokens; answers has a row for each choice
+	loss, dscores, drouter tensor.Tensor
 }
 
-func newRank(s *stream.Stream, index, size int) *rank {
-	r := &rank{s: s, own: experts / size}
+func newRank(s *stream.Stream, index, size int, got comm.ExpertRows) *rank {
+	r := &rank{s: s, got: got}
 	x, want, router, up, down := data()
 	mine := func(all []float32, shape ...int) tensor.Tensor {
 		n := len(all) / size
@@ -105,97 +110,76 @@ func newRank(s *stream.Stream, index, size int) *rank {
 	}
 	r.x, r.want = mine(x, tokens/size, width), mine(want, tokens/size, width)
 	r.router = r.upload(router, width, experts)
-	r.up, r.down = mine(up, r.own, width, hidden), mine(down, r.own, hidden, width)
-	r.kept, r.step = r.step, nil
+	r.up, r.down = mine(up, experts/size, width, hidden), mine(down, experts/size, hidden, width)
+	starts := make([]int32, tokens/size*choices)
+	for i := range starts {
+		starts[i] = int32(i / choices * experts)
+	}
+	r.starts = upload(r, r.makeOf(memory.Int32, tokens/size, choices), starts)
+	r.kept, r.step = append(r.step, got.Rows, got.Counts, got.Routes), nil
 	return r
 }
 
 // train runs one step: forward, backward and the update. It returns the loss before the
-// update. Only the exchange of counts waits for the devices, and the loss.
-func (l *layer) train(ctx context.Context) (float64, error) {
-	counts := make([][]int, len(l.ranks))
-	for i, r := range l.ranks {
-		r.route()
-		counts[i] = r.counts
-	}
-	if err := l.errors(); err != nil {
-		return 0, err
-	}
-	from, err := comm.ExchangeCounts(ctx, l.g, counts)
-	if err != nil {
-		return 0, err
-	}
-	for i, r := range l.ranks {
-		r.plan(from[i])
-		r.rows = r.selected(r.x, r.token)
-	}
-	l.toExperts((*rank).forward)
-	l.fromExperts((*rank).combine)
-	l.toExperts((*rank).backward)
-	l.fromExperts((*rank).finish)
-	if err := l.errors(); err != nil {
-		return 0, err
-	}
-	var sums []tensor.Tensor
-	for _, r := range l.ranks {
-		sums = append(sums, r.drouter)
-	}
-	if err := comm.OfTensors(l.g).AllReduce(comm.Sum, sums...); err != nil {
-		return 0, err
-	}
-	for i, r := range l.ranks {
-		sums[i] = r.loss
-	}
-	if err := comm.OfTensors(l.g).AllReduce(comm.Sum, sums...); err != nil {
-		return 0, err
+// update. Only that waits for the devices.
+func (l *layer) train() (float64, error) {
+	l.each((*rank).route)
+	l.dispatch(func(r *rank) tensor.Tensor { return r.x }, nil)
+	l.each((*rank).forward)
+	gates := &comm.CombineConfig{Weights: l.all(func(r *rank) tensor.Tensor { return r.gates }), Rows: l.all(func(r *rank) tensor.Tensor { return r.answers })}
+	l.combine(func(r *rank) tensor.Tensor { return r.y }, gates)
+	l.each((*rank).compare)
+	l.dispatch(func(r *rank) tensor.Tensor { return r.diff }, &comm.DispatchConfig{Weights: gates.Weights})
+	l.each((*rank).backward)
+	l.combine(func(r *rank) tensor.Tensor { return r.dx }, nil)
+	l.each((*rank).finish)
+	for _, sum := range []func(r *rank) tensor.Tensor{func(r *rank) tensor.Tensor { return r.drouter }, func(r *rank) tensor.Tensor { return r.loss }} {
+		l.do(func() error { return comm.OfTensors(l.g).AllReduce(comm.Sum, l.all(sum)...) })
 	}
 	loss := make([]float32, 1)
-	for _, r := range l.ranks {
+	l.each(func(r *rank) {
 		r.do(func() error { return tensor.Add(r.s, r.router, r.router, r.drouter) })
 		r.download(loss, r.loss)
 		r.do(func() error { return r.close(&r.step) })
-	}
+	})
 	return float64(loss[0]), l.errors()
 }
 
-// toExperts sends rows to the experts, and calls fn with the received rows in their order by experts.
-func (l *layer) toExperts(fn func(*rank)) {
+// dispatch sends rows of the tokens to their experts. Places without a row become zeros, which change nothing.
+func (l *layer) dispatch(x func(*rank) tensor.Tensor, cfg *comm.DispatchConfig) {
+	var dst []comm.ExpertRows
 	for _, r := range l.ranks {
-		r.sent, r.received = r.rows, r.make(r.sorted.Len(), width)
+		r.zero(r.got.Rows)
+		dst = append(dst, r.got)
 	}
-	l.exchange(false)
+	l.do(func() error {
+		return l.e.Dispatch(dst, l.all(x), l.all(func(r *rank) tensor.Tensor { return r.chosen }), cfg)
+	})
+}
+
+// combine sends the rows that the experts made back, and adds them.
+func (l *layer) combine(out func(*rank) tensor.Tensor, cfg *comm.CombineConfig) {
+	l.do(func() error {
+		return l.e.Combine(l.all(out), l.all(func(r *rank) tensor.Tensor { return r.made }), l.all(func(r *rank) tensor.Tensor { return r.got.Routes }), cfg)
+	})
+}
+
+func (l *layer) each(fn func(*rank)) {
 	for _, r := range l.ranks {
-		r.rows = r.selected(r.received, r.sorted)
 		fn(r)
 	}
 }
 
-// fromExperts sends the rows that the experts made back, and calls fn with them.
-func (l *layer) fromExperts(fn func(*rank)) {
-	for _, r := range l.ranks {
-		r.sent, r.received = r.selected(r.made, r.back), r.make(r.token.Len(), width)
-	}
-	l.exchange(true)
-	for _, r := range l.ranks {
-		r.rows = r.received
-		fn(r)
-	}
+func (l *layer) all(of func(*rank) tensor.Tensor) (list []tensor.Tensor) {
+	l.each(func(r *rank) { list = append(list, of(r)) })
+	return list
 }
 
-func (l *layer) exchange(back bool) {
-	if l.errors() != nil {
-		return
+// do runs fn for all ranks, unless one has failed.
+func (l *layer) do(fn func() error) {
+	if l.errors() == nil {
+		l.ranks[0].do(fn)
 	}
-	var dst, src []tensor.Tensor
-	var recvs, sends [][]int
-	for _, r := range l.ranks {
-		dst, src, recvs, sends = append(dst, r.received), append(src, r.sent), append(recvs, r.recvs), append(sends, r.sends)
-	}
-	if back {
-		recvs, sends = sends, recvs
-	}
-	err := comm.OfTensors(l.g).AllToAllV(dst, recvs, src, sends)
-	l.ranks[0].do(func() error { return err })
 }
 
 func (l *layer) errors() error {
@@ -211,133 +195,71 @@ func (l *layer) errors() error {
 // scores.
 func (r *rank) route() {
 	n := r.x.Size(0)
-	scores, best, chosen := r.make(n, experts), r.make(n, choices), r.makeOf(memory.Int32, n, choices)
+	scores, best := r.make(n, experts), r.make(n, choices)
+	r.chosen = r.makeOf(memory.Int32, n, choices)
 	r.product(scores, r.x, r.router, 1, 0)
-	r.do(func() error { return tensor.TopK(r.s, best, chosen, scores) })
+	r.do(func() error { return tensor.TopK(r.s, best, r.chosen, scores) })
 	r.gate0, r.gate1, r.gates = r.make(n), r.make(n), r.make(n, choices)
-	a, b := r.make(n), r.make(n)
-	r.copy(a, r.column(best, 0))
-	r.copy(b, r.column(best, 1))
+	a, b := r.columns(best)
 	r.each(gate, r.gate0, a, b)
 	r.each(gate, r.gate1, b, a)
-	r.copy(r.column(r.gates, 0), r.gate0)
-	r.copy(r.column(r.gates, 1), r.gate1)
-	list := make([]int32, n*choices)
-	r.download(list, chosen)
-	// The slots by their experts; those of an expert are sorted by their tokens.
-	r.counts = make([]int, experts)
-	var slots, token, score []int32
-	for e := range int32(experts) {
-		for slot, expert := range list {
-			if expert == e && r.err == nil {
-				r.counts[e]++
-				slots, token, score = append(slots, int32(slot)), append(token, int32(slot/choices)), append(score, int32(slot/choices*experts)+e)
-			}
-		}
-	}
-	r.slots, r.token, r.score = r.upload32(slots), r.upload32(token), r.upload32(score)
-}
-
-// plan finds the order of the received rows by experts. from has the rows from each rank for
-// each own expert.
-func (r *rank) plan(from []int) {
-	size := experts / r.own
-	r.sends, r.recvs, r.groups = make([]int, size), make([]int, size), make([]int, r.own)
-	starts, at := make([]int, len(from)), 0
-	for k, n := range from {
-		starts[k] = at
-		at += n
-		r.recvs[k/r.own] += n
-		r.groups[k%r.own] += n
-		r.sends[k/r.own] += r.counts[k]
-	}
-	var sorted []int32
-	back := make([]int32, at)
-	for e := range r.own {
-		for peer := range size {
-			k := peer*r.own + e
-			for i := range from[k] {
-				back[starts[k]+i] = int32(len(sorted))
-				sorted = append(sorted, int32(starts[k]+i))
-			}
-		}
-	}
-	r.sorted, r.back = r.upload32(sorted), r.upload32(back)
+	r.join(r.gates, r.gate0, r.gate1)
 }
 
 // forward computes the experts.
 func (r *rank) forward() {
-	n := r.rows.Size(0)
-	r.hiddens, r.made = r.make(n, hidden), r.make(n, width)
-	inputs := r.rows
+	own, n := r.up.Size(0), r.got.Rows.Size(1)
+	r.inputs, r.hiddens, r.made = r.make(own, n, width), r.make(own, n, hidden), r.make(own, n, width)
+	r.copy(r.inputs, r.got.Rows)
 	r.do(func() error {
-		return tensor.GroupedMatMul(r.s, r.hiddens, inputs, r.up, r.groups, &tensor.MatMulConfig{Epilogue: tensor.ReLU})
+		return tensor.MatMul(r.s, r.hiddens, r.inputs, r.up, &tensor.MatMulConfig{Epilogue: tensor.ReLU})
 	})
-	r.do(func() error { return tensor.GroupedMatMul(r.s, r.made, r.hiddens, r.down, r.groups, nil) })
-	r.inputs = inputs
+	r.product(r.made, r.hiddens, r.down, 1, 0)
+	r.y, r.answers = r.make(r.x.Size(0), width), r.make(r.x.Size(0), choices, width)
 }
 
-// combine computes the output and the loss of the tokens, and the gradients of the rows and of the
-// scores.
-func (r *rank) combine() {
-	n, slots := r.x.Size(0), r.token.Len()
-	y, diff := r.zeros(n, width), r.make(n, width)
-	weights := r.selected(r.view(r.gates, n*choices), r.slots)
-	answers := r.rows
-	r.do(func() error { return tensor.IndexAdd(r.s, y, answers, r.token, weights) })
-	r.each(minus, diff, y, r.want)
-	r.loss = r.make(1, 1)
-	r.product(r.loss, r.view(diff, 1, n*width), r.view(diff, n*width, 1), 0.5/(tokens*width), 0)
-	dy := r.selected(diff, r.token) // times tokens·width
+// compare computes the loss of the tokens, and the gradients of the result, times tokens·width, and of the scores.
+func (r *rank) compare() {
+	n := r.x.Size(0)
+	r.diff, r.loss = r.make(n, width), r.make(1, 1)
+	r.each(minus, r.diff, r.y, r.want)
+	r.product(r.loss, r.view(r.diff, 1, n*width), r.view(r.diff, n*width, 1), 0.5/(tokens*width), 0)
 
-	// The gradient of a gate is the product of its row with dy, that of a row dy times its gate.
-	dgates := r.make(slots, 1, 1)
-	r.product(dgates, r.view(dy, slots, 1, width), r.view(answers, slots, width, 1), 1, 0)
-	all := make([]int32, slots)
-	for i := range all {
-		all[i] = int32(i)
-	}
-	r.rows = r.zeros(slots, width)
-	r.do(func() error { return tensor.IndexAdd(r.s, r.rows, dy, r.upload32(all), weights) })
-
-	// The gradient of a score is gate0·gate1 times the difference of the gates' gradients.
-	bySlot, d0, d1, a, b := r.zeros(n*choices), r.make(n), r.make(n), r.make(n), r.make(n)
-	r.do(func() error { return tensor.IndexAdd(r.s, bySlot, r.view(dgates, slots), r.slots, tensor.Tensor{}) })
-	r.copy(a, r.column(r.view(bySlot, n, choices), 0))
-	r.copy(b, r.column(r.view(bySlot, n, choices), 1))
+	// The gradient of a gate is the product of its row with that of the result, and the gradient of a score is gate0·gate1
+	// times the difference of the gates' gradients.
+	dgates := r.make(n, choices, 1)
+	r.product(dgates, r.answers, r.view(r.diff, n, width, 1), 1, 0)
+	d0, d1, pairs, places := r.make(n), r.make(n), r.make(n, choices), r.makeOf(memory.Int32, n, choices)
+	a, b := r.columns(r.view(dgates, n, choices))
 	r.each(score, d0, r.gate0, r.gate1, a, b)
 	r.each(score, d1, r.gate0, r.gate1, b, a)
-	pairs := r.make(n, choices)
-	r.copy(r.column(pairs, 0), d0)
-	r.copy(r.column(pairs, 1), d1)
-	r.dscores = r.zeros(n * experts)
+	r.join(pairs, d0, d1)
+	r.dscores = r.make(n * experts)
+	r.zero(r.dscores)
+	r.do(func() error { return tensor.Add(r.s, places, r.starts, r.chosen) })
 	r.do(func() error {
-		return tensor.IndexAdd(r.s, r.dscores, r.selected(r.view(pairs, n*choices), r.slots), r.score, tensor.Tensor{})
+		return tensor.IndexAdd(r.s, r.dscores, r.view(pairs, n*choices), r.view(places, n*choices), tensor.Tensor{})
 	})
 	r.dscores = r.view(r.dscores, n, experts)
 }
 
 // backward computes the gradients of the experts' inputs, and then updates the experts.
 func (r *rank) backward() {
-	n := r.rows.Size(0)
-	grad, masked := r.make(n, hidden), r.make(n, hidden)
-	r.made = r.make(n, width)
-	r.grouped(grad, r.rows, r.down)
+	grad, masked := r.make(r.hiddens.Shape()...), r.make(r.hiddens.Shape()...)
+	r.made, r.dx = r.make(r.inputs.Shape()...), r.make(r.x.Shape()...)
+	r.product(grad, r.got.Rows, r.transposed(r.down), 1, 0)
 	r.each(mask, masked, r.hiddens, grad)
-	r.grouped(r.made, masked, r.up)
-	r.update(r.down, r.hiddens, r.rows)
-	r.update(r.up, r.inputs, masked)
+	r.product(r.made, masked, r.transposed(r.up), 1, 0)
+	r.product(r.down, r.transposed(r.hiddens), r.got.Rows, -rate/(tokens*width), 1)
+	r.product(r.up, r.transposed(r.inputs), masked, -rate/(tokens*width), 1)
 }
 
 // finish computes the update of the router, and then updates the tokens, which are embeddings that learn, too.
 func (r *rank) finish() {
-	n := r.x.Size(0)
 	r.drouter = r.make(width, experts)
 	r.product(r.drouter, r.x.T(), r.dscores, -rate/(tokens*width), 0)
-	dx := r.make(n, width)
-	r.product(dx, r.dscores, r.router.T(), 1, 0)
-	r.do(func() error { return tensor.IndexAdd(r.s, dx, r.rows, r.token, tensor.Tensor{}) })
-	r.each(learn, r.x, r.x, dx)
+	r.product(r.dx, r.dscores, r.router.T(), 1, 1)
+	r.each(learn, r.x, r.x, r.dx)
 }
 
 // ---- operations ----
@@ -391,8 +313,7 @@ func (r *rank) makeOf(d memory.DType, shape ...int) (t tensor.Tensor) {
 	return t
 }
 
-func (r *rank) zeros(shape ...int) tensor.Tensor {
-	t := r.make(shape...)
+func (r *rank) zero(t tensor.Tensor) {
 	r.do(func() error {
 		x, err := tensor.Slice[float32](t)
 		if err == nil {
@@ -400,7 +321,6 @@ func (r *rank) zeros(shape ...int) tensor.Tensor {
 		}
 		return err
 	})
-	return t
 }
 
 func upload[T memory.Element](r *rank, t tensor.Tensor, list []T) tensor.Tensor {
@@ -417,20 +337,11 @@ func upload[T memory.Element](r *rank, t tensor.Tensor, list []T) tensor.Tensor 
 func (r *rank) upload(list []float32, shape ...int) tensor.Tensor {
 	return upload(r, r.make(shape...), list)
 }
-func (r *rank) upload32(list []int32) tensor.Tensor {
-	return upload(r, r.makeOf(memory.Int32, len(list)), list)
-}
 
 // download copies a tensor to the host. It waits.
-func (r *rank) download(list any, t tensor.Tensor) {
-	r.do(func() (err error) {
-		var host tensor.Tensor
-		switch list := list.(type) {
-		case []float32:
-			host, err = tensor.OfHost(list, t.Shape()...)
-		case []int32:
-			host, err = tensor.OfHost(list, t.Shape()...)
-		}
+func (r *rank) download(list []float32, t tensor.Tensor) {
+	r.do(func() error {
+		host, err := tensor.OfHost(list, t.Shape()...)
 		if err == nil {
 			err = tensor.Copy(r.s, host, t)
 		}
@@ -450,6 +361,19 @@ func (r *rank) view(t tensor.Tensor, shape ...int) (v tensor.Tensor) {
 	return v
 }
 
+// columns returns copies of the two columns of a tensor, and join writes them.
+func (r *rank) columns(t tensor.Tensor) (a, b tensor.Tensor) {
+	a, b = r.make(t.Size(0)), r.make(t.Size(0))
+	r.copy(a, r.column(t, 0))
+	r.copy(b, r.column(t, 1))
+	return a, b
+}
+
+func (r *rank) join(t, a, b tensor.Tensor) {
+	r.copy(r.column(t, 0), a)
+	r.copy(r.column(t, 1), b)
+}
+
 func (r *rank) column(t tensor.Tensor, i int) (v tensor.Tensor) {
 	r.do(func() (err error) {
 		v, err = t.Select(1, i)
@@ -458,54 +382,18 @@ func (r *rank) column(t tensor.Tensor, i int) (v tensor.Tensor) {
 	return v
 }
 
+// transposed returns the transposed matrices of a batch.
+func (r *rank) transposed(t tensor.Tensor) (v tensor.Tensor) {
+	r.do(func() (err error) {
+		v, err = t.Transpose(1, 2)
+		return err
+	})
+	return v
+}
+
 // product computes c = alpha·a·b + beta·c.
 func (r *rank) product(c, a, b tensor.Tensor, alpha, beta float64) {
 	r.do(func() error { return tensor.MatMul(r.s, c, a, b, &tensor.MatMulConfig{Alpha: &alpha, Beta: &beta}) })
-}
-
-// grouped computes the product of the rows of each own expert with its transposed matrix.
-func (r *rank) grouped(c, a, b tensor.Tensor) {
-	r.do(func() error {
-		t, err := b.Transpose(1, 2)
-		if err == nil {
-			err = tensor.GroupedMatMul(r.s, c, a, t, r.groups, nil)
-		}
-		return err
-	})
-}
-
-// update subtracts the gradient of each own expert's matrix, the product of its transposed inputs
-// with the gradients of its outputs, times the learning rate.
-func (r *rank) update(matrices, inputs, grads tensor.Tensor) {
-	at := 0
-	for e, n := range r.groups {
-		r.do(func() error {
-			m, err := matrices.Select(0, e)
-			in, errIn := inputs.Narrow(0, at, n)
-			out, errOut := grads.Narrow(0, at, n)
-			if err := errors.Join(err, errIn, errOut); err != nil || n == 0 {
-				return err
-			}
-			r.product(m, in.T(), out, -rate/(tokens*width), 1)
-			return r.err
-		})
-		at += n
-	}
-}
-
-// selected returns the rows that an index names.
-func (r *rank) selected(src, index tensor.Tensor) tensor.Tensor {
-	shape := append([]int{index.Len()}, r.rowOf(src)...)
-	dst := r.make(shape...)
-	r.do(func() error { return tensor.IndexSelect(r.s, dst, src, index) })
-	return dst
-}
-
-func (r *rank) rowOf(t tensor.Tensor) []int {
-	if t.Dims() == 0 {
-		return nil
-	}
-	return t.Shape()[1:]
 }
 
 // each computes a function of the elements.

@@ -46,6 +46,14 @@ const (
 	signalBytes = maxBlocks * maxRanks * signalWords * 8
 )
 
+// setsFor returns the number of sets of buffers. A rank of experts has no whole, and no lines.
+func setsFor(whole int) int {
+	if whole == 0 {
+		return sets / 2
+	}
+	return sets
+}
+
 // A function identifies a kernel within its module.
 type function int
 
@@ -75,6 +83,7 @@ type toolbox struct {
 	fold   [numFoldFormats][flight.NumReductions]module
 	// quantized has the kernels by element type, and by whether the 8-bit numbers are integers.
 	quantized [numNormFormats][2]module
+	experts   [numNormFormats]module
 	mu        sync.Mutex // held while kernels are loaded
 }
 
@@ -247,13 +256,22 @@ var normFiles = []string{
 // quantizedFiles are the parts of the source of quantized all-reduces, which also has the blocks of package quant.
 var quantizedFiles = []string{"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "quantized.cu"}
 
-// source, foldSource, normSource and quantizedSource are the complete sources for compilers. Their messages
+// expertsFiles are the parts of the source of dispatch and combine, which also has these blocks.
+var expertsFiles = []string{"prelude.cuh", "memory.cuh", "rank.cuh", "wait.cuh", "experts.cu"}
+
+// source, foldSource, normSource, quantizedSource and expertsSource are the complete sources for compilers. Their messages
 // name the file and its line.
 var (
 	source, foldSource, normSource = joined(files), joined(foldFiles), joined(normFiles)
 
-	quantizedSource = joined(quantizedFiles[:4]) + "#line 1 \"block.cuh\"\n" + quant.Blocks + joined(quantizedFiles[4:])
+	quantizedSource, expertsSource = withBlocks(quantizedFiles), withBlocks(expertsFiles)
 )
+
+// withBlocks returns a source whose last file uses the blocks of package quant.
+func withBlocks(files []string) string {
+	n := len(files) - 1
+	return joined(files[:n]) + "#line 1 \"block.cuh\"\n" + quant.Blocks + joined(files[n:])
+}
 
 func joined(files []string) string {
 	var all strings.Builder

@@ -86,12 +86,19 @@ var quantizedMain string
 
 // QuantizedSourceOnHost returns the source of quantized all-reduces as a program of the host, without the
 // instructions that convert 8-bit floats, which only GPUs check.
-func QuantizedSourceOnHost() string {
-	code := quantizedSource
+func QuantizedSourceOnHost() string { return blocksOnHost(quantizedSource) + quantizedMain }
+
+//go:embed testdata/experts.cc
+var expertsMain string
+
+// ExpertsSourceOnHost is QuantizedSourceOnHost for dispatch and combine.
+func ExpertsSourceOnHost() string { return blocksOnHost(expertsSource) + expertsMain }
+
+func blocksOnHost(code string) string {
 	for _, x := range onHost {
 		code = regexp.MustCompile(x.cuda).ReplaceAllLiteralString(code, x.host)
 	}
-	return hostShim() + normPrelude + "#undef __CUDA_ARCH__\nusing std::max;\n" + code + quantizedMain
+	return hostShim() + normPrelude + "#undef __CUDA_ARCH__\nusing std::max;\n" + code
 }
 
 // The kernels themselves, compiled for the host with a thread for each of theirs, give
@@ -131,7 +138,7 @@ func TestFiles(t *testing.T) {
 	for _, f := range all {
 		names = append(names, f.Name())
 	}
-	both := slices.Concat(files, foldFiles, normFiles, quantizedFiles)
+	both := slices.Concat(files, foldFiles, normFiles, quantizedFiles, expertsFiles)
 	slices.Sort(both)
 	require.Equal(t, slices.Compact(both), names)
 }

@@ -33,6 +33,9 @@ type Config struct {
 	Bytes int
 	// Blocks is the maximum number of thread blocks of a kernel; 0 means a block for each multiprocessor.
 	Blocks int
+	// Slot is not 0 for a rank of experts: each rank sends it up to so many bytes, rounded up to 64 KiB. Such a rank has no
+	// memory for anything but Dispatch and Combine.
+	Slot int
 }
 
 const (
@@ -65,8 +68,8 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange colle
 		return nil, fmt.Errorf("%s: rank %d of %d does not exist", op, rank, ranks)
 	case exchange == nil && ranks > 1:
 		return nil, fmt.Errorf("%s: no exchange given", op)
-	case cfg != nil && (cfg.Bytes < 0 || cfg.Bytes > mostBytes || cfg.Blocks < 0):
-		return nil, fmt.Errorf("%s: Bytes is %d and Blocks %d: want 0 to %d, and 0 or more", op, cfg.Bytes, cfg.Blocks, mostBytes)
+	case cfg != nil && (cfg.Bytes < 0 || cfg.Bytes > mostBytes || cfg.Blocks < 0 || cfg.Slot < 0):
+		return nil, fmt.Errorf("%s: Bytes is %d, Blocks %d and Slot %d: want 0 to %d, and 0 or more", op, cfg.Bytes, cfg.Blocks, cfg.Slot, mostBytes)
 	}
 	if err := gpu.StreamOf(s).RefuseCapture(op, "open the rank before the capture"); err != nil {
 		return nil, err
@@ -80,6 +83,9 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange colle
 		r.blocks = min(r.blocks, cfg.Blocks)
 	}
 	r.slot = over(r.whole/ranks, unitBytes) * unitBytes
+	if cfg != nil && cfg.Slot > 0 {
+		r.slot, r.whole = over(cfg.Slot, unitBytes)*unitBytes, 0
+	}
 	if err := r.join(ctx, s, exchange); err != nil {
 		return nil, errors.Join(r.errorf("open", "%w", err), r.free())
 	}
@@ -120,7 +126,10 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange collective.E
 		failed = r.begin(ctx, s, infos[0].Epoch)
 	}
 	noLines := ""
-	if failed == nil {
+	switch {
+	case failed == nil && r.whole == 0:
+		noLines = "a rank of experts"
+	case failed == nil:
 		noLines, failed = r.missesLines(infos)
 	}
 	said, err := collective.Agree(ctx, exchange, r.ranks, noLines, failed)
@@ -132,7 +141,7 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange collective.E
 
 // prepare allocates the rank's resources, and makes its rankInfo.
 func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err error) {
-	c = rankInfo{Rank: r.rank, Ranks: r.ranks, Bytes: r.whole, Epoch: anyEpoch()}
+	c = rankInfo{Rank: r.rank, Ranks: r.ranks, Bytes: max(r.whole, r.slot), Epoch: anyEpoch()}
 	if r.ranks > maxRanks {
 		return c, unsupported(fmt.Sprintf("at most %d ranks", maxRanks), fmt.Sprint(r.ranks))
 	}
@@ -183,7 +192,7 @@ func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	if r.control, err = memory.Make[uint64](s, 2); err != nil {
 		return err
 	}
-	words, err := memory.Make[uint64](s, (signalBytes+sets*(r.ranks*r.slot+r.whole))/8)
+	words, err := memory.Make[uint64](s, (signalBytes+setsFor(r.whole)*(r.ranks*r.slot+r.whole))/8)
 	if err != nil {
 		return err
 	}

@@ -51,7 +51,7 @@ func meet(c *kernel.Call) *party {
 	p.set = int(p.epoch & 1)
 	p.over = p.control[1] != 0
 	for k := range p.ranks {
-		p.peers = append(p.peers, kern.Shared[uint64](c, peerParam+k, 0, signalBytes/8+sets*(p.ranks*p.slot+p.whole)))
+		p.peers = append(p.peers, kern.Shared[uint64](c, peerParam+k, 0, signalBytes/8+setsFor(p.whole)*(p.ranks*p.slot+p.whole)))
 	}
 	return p
 }

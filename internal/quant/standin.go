@@ -205,6 +205,12 @@ func (f *format) decode(chunk []byte, largest float32) []float32 {
 	return y
 }
 
+// Decode returns the numbers of a chunk, at most the largest finite element of a type.
+func Decode(t, f memory.DType, chunk []byte) []float32 {
+	e := &elements[indexOf(elements[:], t)]
+	return (&format{e, &codes[indexOf(codes[:], f)]}).decode(chunk, e.largest)
+}
+
 // ToBlocks writes elements to a chunk. The rounding errors become the errors.
 func (o *Operands) ToBlocks(chunk []byte, at, length int) {
 	v := o.load(at, length)

@@ -26,6 +26,8 @@ type Batch struct {
 	norms   []fabric.Norm      // of EnqueueNorms, by local rank
 	blocks  []fabric.Quantized // of EnqueueQuantized, by local rank
 
+	experts func(*collective.Op) error // of EnqueueExperts
+
 	// By rank, for copy engines.
 	streams []*stream.Stream
 	byRank  []*collective.Op
@@ -81,7 +83,7 @@ func (b *Batch) Decide() {
 		if x.Local >= 0 && b.tallies[x.Local].collectives == 1 {
 			only = true
 			x.Together = together
-			if strategy = b.routers[x.Local].choose(x); b.norms != nil || b.blocks != nil { // EnqueueNorms has decided so, or the caller of EnqueueQuantized
+			if strategy = b.routers[x.Local].choose(x); b.norms != nil || b.blocks != nil || b.experts != nil { // EnqueueNorms has decided so, or the caller
 				strategy, x.Fused = OwnKernels, true
 			}
 		}
@@ -312,6 +314,8 @@ func (b *Batch) launchAll() {
 func (b *Batch) launch(x *collective.Op) error {
 	r := b.router(x)
 	switch {
+	case x.Fused && b.experts != nil:
+		return b.failed(x, b.experts(x))
 	case x.Fused && b.blocks != nil:
 		return b.failed(x, r.kernels.EnqueueQuantized(x.Stream, &b.blocks[x.Local]))
 	case x.Fused:

@@ -24,6 +24,7 @@ type Router struct {
 	local    int                 // index of the local rank
 	stream   *stream.Stream      // of the group
 	kernels  *fabric.Rank        // nil if there are no Chorus kernels
+	layers   expertRanks         // of layers of experts
 	window   *window             // nil if there is none
 	ordered  *ordered            // nil if the order of reductions does not matter
 	engines  bool                // copy engines reach all ranks, which are in this process
@@ -198,6 +199,9 @@ func (k *Router) abort() {
 	if k.kernels != nil {
 		k.kernels.Abort()
 	}
+	for _, r := range k.layers.all() {
+		r.Abort()
+	}
 }
 
 // Open returns a Router for each of the communicators, with everything that the strategy needs
@@ -314,7 +318,11 @@ func (k *Router) close() error {
 	if k.in.AbortFailed() {
 		return nil
 	}
-	return errors.Join(k.kernels.Close(), k.window.close(), k.ordered.close())
+	var errs []error
+	for _, r := range k.layers.all() {
+		errs = append(errs, r.Close())
+	}
+	return errors.Join(append(errs, k.kernels.Close(), k.window.close(), k.ordered.close())...)
 }
 
 // A Strategy is the number of a comm.Strategy. Package comm documents the strategies.

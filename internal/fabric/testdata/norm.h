@@ -59,6 +59,25 @@ template <class X> static inline X __shfl_xor_sync(unsigned, X x, int by) {
 	warp.sync();
 	return x;
 }
+// The same is true of __shfl_sync and __ballot_sync.
+template <class X> static inline X __shfl_sync(unsigned, X x, int from) {
+	Barrier& warp = *block->warps[threadIdx.x / 32];
+	block->lanes[threadIdx.x] = bits_of<unsigned>(x);
+	warp.sync();
+	x = bits_of<X>(block->lanes[threadIdx.x / 32 * 32 + from]);
+	warp.sync();
+	return x;
+}
+static inline unsigned __ballot_sync(unsigned, bool on) {
+	Barrier& warp = *block->warps[threadIdx.x / 32];
+	block->lanes[threadIdx.x] = on;
+	warp.sync();
+	unsigned all = 0;
+	for (unsigned l = 0; l < 32; l++) all |= block->lanes[threadIdx.x / 32 * 32 + l] << l;
+	warp.sync();
+	return all;
+}
+static inline int __ffs(int x) { return __builtin_ffs(x); }
 static float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 static float __fadd_rn(float a, float b) { return a + b; }
 static float __fmul_rn(float a, float b) { return a * b; }

@@ -55,7 +55,9 @@ func (d *desktop) testWrongGuides(t *testing.T) {
 	const program = "```go main.go\npackage main\n\nfunc main() { println(\"3\") }\n```\n```sh\ngo mod init first\ngo build -o first .\n./first\n```\n"
 	require.NoError(t, d.follow(t, program+"```text\n…\n3\n```\n"))
 	require.NoError(t, d.follow(t, "```sh\nchorus version\n```\n```text\n…chorus…\n…\n```\n`chorus perf -b 8` [links](guides_test.go)"))
+	require.NoError(t, d.follow(t, "```sh\necho b\necho chorus: a\n```\n```text\nchorus: a\nb\n```\n"), "the launcher and the ranks write beside each other")
 	for want, guide := range map[string]string{
+		"and not":              "```sh\necho b\n```\n```text\nchorus: a\nb\n```\n",
 		"undefined: printn":    strings.Replace(program, "println", "printn", 1),
 		"output":               program + "```text\n…\n4\n```\n",
 		"the command failed":   "```sh\nfalse\ntrue\n```\n",
@@ -146,7 +148,7 @@ func compare(all []block, outs []string) error {
 		if m := failures.FindString(k.text); m != "" {
 			return fmt.Errorf("the text shows a failed test without its reason, so that any failure would match:\n%s", m)
 		}
-		if !pattern(k.text).MatchString(outs[n]) {
+		if !pattern(k.text, false).MatchString(linesOf(outs[n], false)) || !pattern(k.text, true).MatchString(linesOf(outs[n], true)) {
 			return fmt.Errorf("the output of\n%sis\n%sand not\n%s", all[i-1].text, outs[n], k.text)
 		}
 	}
@@ -156,10 +158,21 @@ func compare(all []block, outs []string) error {
 // failures matches a failed test whose next line has no text.
 var failures = regexp.MustCompile(`(?m)^--- FAIL.*\n(?:…*\n|--- |\z)`)
 
-// pattern returns the expression that matches an output.
-func pattern(text string) *regexp.Regexp {
+// linesOf returns the lines of an output that chorus run writes, or the others: its lines and those of the programs have no common order.
+func linesOf(text string, launcher bool) string {
 	var b strings.Builder
 	for line := range strings.Lines(text) {
+		if line == "…\n" || strings.HasPrefix(line, "chorus: ") == launcher {
+			b.WriteString(line)
+		}
+	}
+	return b.String()
+}
+
+// pattern returns the expression that matches the lines of an output.
+func pattern(text string, launcher bool) *regexp.Regexp {
+	var b strings.Builder
+	for line := range strings.Lines(linesOf(text, launcher)) {
 		if line == "…\n" {
 			b.WriteString(`(?:.*\n)*?`)
 			continue

@@ -11,8 +11,8 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/groups"
 	"github.com/gochorus/chorus/internal/handle"
+	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -108,7 +108,7 @@ func NewExperts(ctx context.Context, g *Group, cfg *ExpertsConfig) (*Experts, er
 	for i := range g.members {
 		failed[i] = e.prepare(ctx, i)
 	}
-	err = groups.Agree(ctx, g, "comm: "+op, make([]bool, len(failed)), failed, func(all []collective.Said[bool]) error {
+	err = route.Agree(ctx, g, "comm: "+op, make([]bool, len(failed)), failed, func(all []collective.Said[bool]) error {
 		for rank, said := range all {
 			if said.Failed != "" {
 				return fmt.Errorf("comm: %s: rank %d: %s", op, rank, said.Failed)

@@ -238,8 +238,7 @@ func (x *expertsRun[T]) checkDispatch() error {
 			}
 			routes = append(routes, part...)
 		}
-		var bounds []float64 // by element of the rows
-		bounds = make([]float64, len(rows))
+		bounds := make([]float64, len(rows)) // by element of the rows
 		x.each(func(expert, place, r, t int) {
 			if expert/x.own() != rank {
 				return

@@ -10,15 +10,17 @@ import (
 	"github.com/gochorus/chorus/internal/plain"
 )
 
-// whereabouts asks the launcher of this process who coordinates the job, and when the launcher has registered there. The address is ""
-// if the launcher does not know yet. If over is not "", it is why the job has ended on this host.
+// whereabouts asks the launcher of this process who coordinates the job, and since when the launcher is registered there. The time is not
+// after that registration: a slow answer must not look like a later one. The address is "" if the launcher does not know yet. If over is
+// not "", it is why the job has ended on this host.
 func (cfg *JoinConfig) whereabouts(ctx context.Context, key job.Credential) (at string, since time.Time, over string) {
+	begun := time.Now()
 	l, hello, err := cfg.to(cfg.agentAt, key).Dial(ctx)
 	if r, ok := errors.AsType[*job.Referral](err); ok {
 		if r.Finished {
 			return "", since, job.ErrFinished.Error()
 		}
-		return r.At, time.Now().Add(-hello.Follows), r.Over
+		return r.At, begun.Add(-hello.Follows), r.Over
 	}
 	if err != nil {
 		if errors.Is(err, syscall.ECONNREFUSED) {

@@ -289,7 +289,14 @@ func (cfg *JoinConfig) to(addr string, key job.Credential) job.Target {
 
 // register registers this process.
 func (cfg *JoinConfig) register(l *job.Link, hello job.Welcome, key job.Credential, reg job.Registration, events func(*job.Client, job.Message)) (*job.Client, error) {
-	return cfg.to(cfg.at, key).Register(l, hello, cfg.Addr, cfg.Host, job.RegisterWorker, reg, events)
+	to := cfg.to(cfg.at, key)
+	if reg.Elastic && cfg.agentAt != "" {
+		to.Follows = func(ctx context.Context, since time.Time) bool {
+			at, follows, _ := cfg.whereabouts(ctx, key)
+			return at == to.Addr && follows.Before(since)
+		}
+	}
+	return to.Register(l, hello, cfg.Addr, cfg.Host, job.RegisterWorker, reg, events)
 }
 
 // connect dials until the coordinator answers, the time limit passes, or a retry

@@ -99,6 +99,11 @@ commit2+12µs firewall a ^a 3.292292s 1ns`},
 	{"the coordinator is alone for almost the limit", `
 job seed=442825876 hosts=5 late=0 least=2 local=1 seeds=1 restarts=0 pace=870440 latency=514µs lost-after=1s calm=44s
 +2.91131s split * ^* 905.647ms 0s`},
+	// The limit of the workers of c and d ended a moment before the network returned, that of their launchers did not.
+	{"workers lost a coordinator that their launchers followed", `
+job seed=20758773 hosts=4 late=0 least=2 local=1 seeds=3 restarts=0 pace=232792 latency=242µs lost-after=1s calm=44s
++847ms split bcd ^bcd 1.009377s 21.939ms
++686ms worker a - 0s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

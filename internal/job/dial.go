@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"os"
+	"time"
 
 	"github.com/gochorus/chorus/internal/sockets"
 )
@@ -16,6 +17,9 @@ type Target struct {
 	Key       Credential
 	connect   func(context.Context) (net.Conn, error) // nil means TCP to addr; a simulation has another network
 	Sys       *System
+	// Follows reports whether the launcher of a worker has followed the coordinator at Addr without a break since a time. It is nil for
+	// a worker that needs no launcher.
+	Follows func(ctx context.Context, since time.Time) bool
 }
 
 // Dial connects once to the coordinator and reads its welcome.

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync/atomic"
 	"time"
 )
 
@@ -17,6 +18,7 @@ type redials struct {
 	unresumable chan error    // an attempt has shown that the stream cannot continue
 	resuming    chan struct{} // full while the coordinator is asked to continue the stream
 	requests    uint64        // how often it was asked; guarded by resuming
+	asking      atomic.Bool   // mayReturn asks the launcher
 }
 
 func newRedials() redials {
@@ -55,12 +57,33 @@ func (k *Client) watch() {
 		switch overdue := k.Stream.silent() > k.Hello.overdueAfter(); {
 		case overdue && k.isSuspended(): // when it continues, most of the limit is left
 			k.Stream.touch()
-		case k.Stream.isTooSilent(k.silenceLimit()):
+		case k.Stream.isTooSilent(k.silenceLimit()) && !k.mayReturn():
 			k.Stream.expire()
 		case overdue:
 			k.wg.Go(func() { _ = k.redial() }) // the next attempt has the same error
 		}
 	}
+}
+
+// mayReturn reports whether a coordinator that is silent for too long may still be heard again. While the launcher of this process follows
+// it, the job goes on with it, and this process must not be the only one that has lost it: the limits of both do not end
+// at the same time, and the network may return between them.
+func (k *Client) mayReturn() bool {
+	limit := k.silenceLimit()
+	if k.To.Follows == nil || k.Stream.isTooSilent(2*limit) {
+		return false
+	}
+	if k.asking.CompareAndSwap(false, true) {
+		k.wg.Go(func() {
+			defer k.asking.Store(false)
+			ctx, cancel := context.WithTimeout(k.open, limit/8)
+			defer cancel()
+			if !k.To.Follows(ctx, k.Since) && k.Stream.isTooSilent(limit) {
+				k.Stream.expire()
+			}
+		})
+	}
+	return true
 }
 
 // reconnect returns another link after err ended the current one. If the coordinator's process has ended

@@ -1,7 +1,12 @@
-// The collectives for large sizes. They divide the operands into chunks, and handle three chunks at a time: between two
-// barriers, a block sends the parts of one chunk, reduces those of the chunk before it, and copies the results of the chunk
-// before that. So the links are busy all the time. Consecutive chunks have different halves of the buffers: when a rank
-// sends a part, the barrier before has shown that the receiver has read the part of the second chunk before it.
+// The collectives for large sizes. They divide the operands into chunks, and handle three chunks in a step: a block sends the
+// parts of chunk n, reduces those of chunk n - 2, and copies the results of chunk n - 4. The first warp only sends and awaits the signals
+// that a step is done, while the others move the data of the next step. So no data waits for a signal: step n needs
+// what the other ranks sent in step n - 2, whose signals came during step n - 1. Four chunks have buffers: when a rank sends a part of
+// chunk n, the receiver has read that of chunk n - 4 in step n - 2.
+
+// firstCell and cellStride are first and stride for the threads that move data.
+static __device__ __forceinline__ u64 firstCell() { return (u64)blockIdx.x * (blockDim.x - SENTRIES) + threadIdx.x - SENTRIES; }
+static __device__ __forceinline__ u64 cellStride() { return (u64)gridDim.x * (blockDim.x - SENTRIES); }
 
 // Chunks describe how an operand is divided. The part of rank r of chunk n begins n * step + r * pitch bytes after the beginning
 // of the operand, and has share cells. The last chunk may be shorter.
@@ -35,43 +40,43 @@ static __device__ __forceinline__ Chunks partChunks(u64 bytes, u64 share, u64 pi
 
 // slotOf and gatheredOf are from and gathered for chunk n, in cells.
 static __device__ __forceinline__ Cell* slotOf(const Rank& me, char* scratch, u32 r, u64 n) {
-	return (Cell*)(from(me, scratch, r) + (n & 1) * (me.slot / 2));
+	return (Cell*)(from(me, scratch, r) + (n & 3) * (me.slot / 4));
 }
 static __device__ __forceinline__ Cell* gatheredOf(const Rank& me, char* scratch, u64 n) {
-	return (Cell*)(gathered(me, scratch) + (n & 1) * (me.whole / 2));
+	return (Cell*)(gathered(me, scratch) + (n & 3) * (me.whole / 4));
 }
 
 // scatter sends each other rank its part of chunk n.
 static __device__ __forceinline__ void scatter(const Rank& me, const Chunks& of, u64 n, const char* in, bool aligned) {
 	Cell c[BATCH][MOST];
-	for (u64 i = first(); i < of.share; i += BATCH * stride()) {
+	for (u64 i = firstCell(); i < of.share; i += BATCH * cellStride()) {
 #pragma unroll
 		for (u32 b = 0; b < BATCH; b++)
 #pragma unroll
 			for (u32 k = 1; k < MOST; k++)
-				if (k < count(me)) c[b][k] = k > 1 && of.pitch == 0 ? c[b][1] : loadCell(in + of.at(n, after(me, k)), i + b * stride(), of.left(n, after(me, k)), aligned);
+				if (k < count(me)) c[b][k] = k > 1 && of.pitch == 0 ? c[b][1] : loadCell(in + of.at(n, after(me, k)), i + b * cellStride(), of.left(n, after(me, k)), aligned);
 #pragma unroll
 		for (u32 b = 0; b < BATCH; b++)
 #pragma unroll
 			for (u32 k = 1; k < MOST; k++)
-				if (k < count(me) && of.has(n, after(me, k), i + b * stride())) sendCell(me, slotOf(me, me.peer[k], me.rank, n) + i + b * stride(), c[b][k]);
+				if (k < count(me) && of.has(n, after(me, k), i + b * cellStride())) sendCell(me, slotOf(me, me.peer[k], me.rank, n) + i + b * cellStride(), c[b][k]);
 	}
 }
 
 // collect copies the parts of chunk n that the other ranks have sent, that of rank r from box + r * cells, to the output.
 static __device__ __forceinline__ void collect(const Rank& me, const Chunks& of, u64 n, const Cell* box, u64 cells, char* out, bool aligned) {
 	Cell c[BATCH][MOST];
-	for (u64 i = first(); i < of.share; i += BATCH * stride()) {
+	for (u64 i = firstCell(); i < of.share; i += BATCH * cellStride()) {
 #pragma unroll
 		for (u32 b = 0; b < BATCH; b++)
 #pragma unroll
 			for (u32 r = 0; r < MOST; r++)
-				c[b][r] = getCell(box + r * cells + i + b * stride(), r < count(me) && r != me.rank && of.has(n, r, i + b * stride()));
+				c[b][r] = getCell(box + r * cells + i + b * cellStride(), r < count(me) && r != me.rank && of.has(n, r, i + b * cellStride()));
 #pragma unroll
 		for (u32 b = 0; b < BATCH; b++)
 #pragma unroll
 			for (u32 r = 0; r < MOST; r++)
-				if (r < count(me) && r != me.rank && of.has(n, r, i + b * stride())) storeCell(out + of.at(n, r), i + b * stride(), of.left(n, r), aligned, c[b][r]);
+				if (r < count(me) && r != me.rank && of.has(n, r, i + b * cellStride())) storeCell(out + of.at(n, r), i + b * cellStride(), of.left(n, r), aligned, c[b][r]);
 	}
 }
 
@@ -80,15 +85,15 @@ static __device__ __forceinline__ void collect(const Rank& me, const Chunks& of,
 // exchange is the algorithm of all-gather and all-to-all. keep says that the rank's own part is already in its place.
 static __device__ __forceinline__ void exchange(Rank& me, const Chunks& ins, const char* in, const Chunks& outs, char* out, bool keep, bool aligned) {
 	enter(me);
-	for (u64 n = 0; n <= outs.count(); n++) {
+	for (u64 n = 0; n < outs.count() + 2; n++) {
+		if (aborted(me, n)) return;
+		if (keepsWatch(me, n, outs.count())) continue;
 		if (n < outs.count()) {
 			scatter(me, ins, n, in, aligned);
-			for (u64 i = first(); i < outs.share && !keep; i += stride())
+			for (u64 i = firstCell(); i < outs.share && !keep; i += cellStride())
 				storeCell(out + outs.at(n, me.rank), i, outs.left(n, me.rank), aligned, loadCell(in + ins.at(n, me.rank), i, ins.left(n, me.rank), aligned));
 		}
-		if (n > 0) collect(me, outs, n - 1, slotOf(me, me.peer[0], 0, n - 1), me.slot / 16, out, aligned);
-		if (n < outs.count()) barrier(me, n);
-		if (me.over) return;
+		if (n > 1) collect(me, outs, n - 2, slotOf(me, me.peer[0], 0, n - 2), me.slot / 16, out, aligned);
 	}
 }
 
@@ -108,10 +113,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_to_all_2(LINKS, con
 // operand.
 static __device__ __forceinline__ void reduceChunk(const Rank& me, const Chunks& of, u64 n, const char* in, char* out, bool aligned) {
 	Cell c[BATCH][MOST], own[BATCH];
-	for (u64 i = first(); of.has(n, me.rank, i); i += BATCH * stride()) {
+	for (u64 i = firstCell(); of.has(n, me.rank, i); i += BATCH * cellStride()) {
 #pragma unroll
 		for (u32 b = 0; b < BATCH; b++) {
-			const u64 at = i + b * stride();
+			const u64 at = i + b * cellStride();
 			own[b] = loadCell(in + of.at(n, me.rank), at, of.left(n, me.rank), aligned);
 #pragma unroll
 			for (u32 r = 0; r < MOST; r++)
@@ -119,7 +124,7 @@ static __device__ __forceinline__ void reduceChunk(const Rank& me, const Chunks&
 		}
 #pragma unroll
 		for (u32 b = 0; b < BATCH; b++) {
-			const u64 at = i + b * stride();
+			const u64 at = i + b * cellStride();
 			if (!of.has(n, me.rank, at)) continue;
 			const Cell sum = reduceCell(me, c[b], own[b]);
 #pragma unroll
@@ -134,12 +139,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) all_reduce_5(LINKS, con
 	Rank me = RANK;
 	const Chunks of = dividedChunks(me, bytes, share);
 	enter(me);
-	for (u64 n = 0; n < of.count() + 2; n++) {
+	for (u64 n = 0; n < of.count() + 4; n++) {
+		if (aborted(me, n)) return;
+		if (keepsWatch(me, n, of.count() + 2)) continue;
 		if (n < of.count()) scatter(me, of, n, in, aligned);
-		if (n > 0 && n <= of.count()) reduceChunk(me, of, n - 1, in, out, aligned);
-		if (n > 1) collect(me, of, n - 2, gatheredOf(me, me.peer[0], n - 2), share, out, aligned);
-		if (n <= of.count()) barrier(me, n);
-		if (me.over) return;
+		if (n > 1 && n < of.count() + 2) reduceChunk(me, of, n - 2, in, out, aligned);
+		if (n > 3) collect(me, of, n - 4, gatheredOf(me, me.peer[0], n - 4), share, out, aligned);
 	}
 }
 
@@ -147,11 +152,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) reduce_scatter_2(LINKS,
 	Rank me = RANK;
 	const Chunks of = partChunks(bytes, share, bytes);
 	enter(me);
-	for (u64 n = 0; n <= of.count(); n++) {
+	for (u64 n = 0; n < of.count() + 2; n++) {
+		if (aborted(me, n)) return;
+		if (keepsWatch(me, n, of.count())) continue;
 		if (n < of.count()) scatter(me, of, n, in, aligned);
-		if (n > 0) reduceChunk(me, of, n - 1, in, out, aligned);
-		if (n < of.count()) barrier(me, n);
-		if (me.over) return;
+		if (n > 1) reduceChunk(me, of, n - 2, in, out, aligned);
 	}
 }
 

@@ -22,10 +22,12 @@ import (
 // without and with the reduction of its gradients, each the median of some rounds. A step is the
 // forward and the backward pass of a chain of layers with square weights in bfloat16, without an
 // optimizer. Every rank prints whether its reduced gradients are the same as those of rank 0.
+// With -sharded the weights and their gradients are sharded, each layer by itself, and the largest amount of memory
+// in use is printed, too.
 //
 //	chorus run --nproc-per-node 2 -- bench layers -tokens 1024
 //
-// testdata/layers.py measures the same of PyTorch's DistributedDataParallel.
+// testdata/layers.py measures the same of PyTorch's DistributedDataParallel and fully_shard.
 func layersMain() {
 	log.SetPrefix("layers: ")
 	var m model
@@ -34,6 +36,7 @@ func layersMain() {
 	flag.IntVar(&m.depth, "layers", 24, "number of layers")
 	flag.IntVar(&m.rounds, "rounds", 9, "rounds of which the median is printed")
 	flag.IntVar(&m.steps, "steps", 10, "steps of a round")
+	flag.BoolVar(&m.sharded, "sharded", false, "shard the weights")
 	flag.Parse()
 	if err := m.run(context.Background()); err != nil {
 		log.Fatal(err)
@@ -43,6 +46,7 @@ func layersMain() {
 // A model is a rank's copy of the layers.
 type model struct {
 	tokens, width, depth, rounds, steps int
+	sharded                             bool
 
 	g       *comm.Group
 	s       *stream.Stream
@@ -64,6 +68,9 @@ func (m *model) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer m.s.Close()
+	if m.sharded {
+		return m.runSharded(ctx)
+	}
 	flat, parts, err := memory.MakeFlat[memory.BFloat16Bits](m.s, slices.Repeat([]int{m.width * m.width}, m.depth)...)
 	if err != nil {
 		return err
@@ -72,7 +79,7 @@ func (m *model) run(ctx context.Context) (err error) {
 	if err := m.allocate(parts); err != nil {
 		return err
 	}
-	if err := m.measure(ctx, "without reduction", nil); err != nil {
+	if err := m.measure(ctx, "without reduction", func() error { return m.step(nil) }); err != nil {
 		return err
 	}
 	r, err := ddp.NewReducer(m.g, [][]memory.Slice[memory.BFloat16Bits]{parts}, nil)
@@ -80,7 +87,7 @@ func (m *model) run(ctx context.Context) (err error) {
 		return err
 	}
 	defer r.Close()
-	if err := m.measure(ctx, "with reduction", r); err != nil {
+	if err := m.measure(ctx, "with reduction", func() error { return m.step(r) }); err != nil {
 		return err
 	}
 	if err := m.check(ctx, flat); err != nil {
@@ -89,20 +96,22 @@ func (m *model) run(ctx context.Context) (err error) {
 	return m.g.Shutdown(ctx)
 }
 
-// allocate draws the weights, equal on all ranks, and the input, which differs.
-func (m *model) allocate(parts []memory.Slice[memory.BFloat16Bits]) error {
-	draw := func(seed uint64, std float64, shape ...int) (tensor.Tensor, error) {
-		x, err := memory.Make[memory.BFloat16Bits](m.s, shape[0]*shape[1])
-		if err != nil {
-			return tensor.Tensor{}, err
-		}
-		if err := rng.Normal(rng.New(m.g.Device(0), seed), m.s, x, 0., std); err != nil {
-			return tensor.Tensor{}, err
-		}
-		return tensor.Of(x, shape...)
+// draw returns a tensor of normal random numbers.
+func (m *model) draw(seed uint64, std float64, shape ...int) (tensor.Tensor, error) {
+	x, err := memory.Make[memory.BFloat16Bits](m.s, shape[0]*shape[1])
+	if err != nil {
+		return tensor.Tensor{}, err
 	}
+	if err := rng.Normal(rng.New(m.g.Device(0), seed), m.s, x, 0., std); err != nil {
+		return tensor.Tensor{}, err
+	}
+	return tensor.Of(x, shape...)
+}
+
+// allocate draws the weights, equal on all ranks, and the input.
+func (m *model) allocate(parts []memory.Slice[memory.BFloat16Bits]) error {
 	for i := range m.depth {
-		w, err := draw(uint64(i), 1/math.Sqrt(float64(m.width)), m.width, m.width)
+		w, err := m.draw(uint64(i), 1/math.Sqrt(float64(m.width)), m.width, m.width)
 		if err != nil {
 			return err
 		}
@@ -112,8 +121,13 @@ func (m *model) allocate(parts []memory.Slice[memory.BFloat16Bits]) error {
 		}
 		m.weights, m.grads = append(m.weights, w), append(m.grads, grad)
 	}
+	return m.input()
+}
+
+// input draws the input, which differs between ranks, and allocates the outputs and their gradients.
+func (m *model) input() error {
 	for i := range m.depth + 4 {
-		x, err := draw(uint64(1000*(m.g.Rank()+1)+i), 1, m.tokens, m.width)
+		x, err := m.draw(uint64(1000*(m.g.Rank()+1)+i), 1, m.tokens, m.width)
 		if err != nil {
 			return err
 		}
@@ -155,8 +169,86 @@ func (m *model) step(r *ddp.Reducer) error {
 	return r.Finish(m.s)
 }
 
+// runSharded measures steps with sharded weights, and prints the largest amount of memory in use.
+func (m *model) runSharded(ctx context.Context) error {
+	lens := slices.Repeat([][]int{{m.width * m.width}}, m.depth)
+	u, err := ddp.NewUnits[memory.BFloat16Bits, memory.BFloat16Bits](m.g, lens, &ddp.UnitsConfig{Keep: []int{m.depth - 1}})
+	if err != nil {
+		return err
+	}
+	defer u.Close()
+	if err := m.s.WaitStream(m.g.Stream(0)); err != nil { // which clears the shards
+		return err
+	}
+	shard := u.Shard(0).Param
+	if err := rng.Normal(rng.New(m.g.Device(0), uint64(m.g.Rank())), m.s, shard, 0., 1/math.Sqrt(float64(m.width))); err != nil {
+		return err
+	}
+	if err := errors.Join(u.Refresh(m.s), m.input()); err != nil {
+		return err
+	}
+	if err := memory.ResetPeakStats(m.g.Device(0)); err != nil {
+		return err
+	}
+	if err := m.measure(ctx, "sharded", func() error { return m.shardedStep(u) }); err != nil {
+		return err
+	}
+	most, err := memory.MaxAllocated(m.g.Device(0))
+	if err != nil {
+		return err
+	}
+	if m.g.Rank() == 0 {
+		fmt.Printf("largest amount of memory in use: %.3f GB\n", float64(most)/1e9)
+	}
+	return m.g.Shutdown(ctx)
+}
+
+// shardedStep is step with sharded weights, whose gradients it always reduces.
+func (m *model) shardedStep(u *ddp.Units[memory.BFloat16Bits, memory.BFloat16Bits]) error {
+	var errs []error
+	square := func(x memory.Slice[memory.BFloat16Bits]) tensor.Tensor {
+		w, err := tensor.Of(x, m.width, m.width)
+		errs = append(errs, err)
+		return w
+	}
+	for i := range m.depth {
+		w, err := u.Use(m.s, i)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(tensor.MatMul(m.s, m.inputs[i+1], m.inputs[i], square(w[0]).T(), nil), u.Done(m.s, i)); err != nil {
+			return err
+		}
+	}
+	dy := m.dy
+	for i := m.depth - 1; i >= 0; i-- {
+		w, err := u.Use(m.s, i)
+		if err != nil {
+			return err
+		}
+		grad, err := u.Grads(m.s, i)
+		if err != nil {
+			return err
+		}
+		if err := errors.Join(tensor.MatMul(m.s, square(grad[0]), dy.T(), m.inputs[i], nil), u.Ready(m.s, i)); err != nil {
+			return err
+		}
+		if i > 0 {
+			dx := m.dx[i%2]
+			if err := tensor.MatMul(m.s, dx, dy, square(w[0]), nil); err != nil {
+				return err
+			}
+			dy = dx
+		}
+		if err := u.Done(m.s, i); err != nil {
+			return err
+		}
+	}
+	return errors.Join(append(errs, u.Finish(m.s), u.Refresh(m.s))...)
+}
+
 // measure prints the median milliseconds of a step.
-func (m *model) measure(ctx context.Context, name string, r *ddp.Reducer) error {
+func (m *model) measure(ctx context.Context, name string, step func() error) error {
 	var ms []float64
 	for round := range m.rounds + 1 { // the first one warms up
 		if err := errors.Join(m.s.Sync(ctx), m.g.Barrier(ctx)); err != nil {
@@ -164,7 +256,7 @@ func (m *model) measure(ctx context.Context, name string, r *ddp.Reducer) error 
 		}
 		begun := time.Now()
 		for range m.steps {
-			if err := m.step(r); err != nil {
+			if err := step(); err != nil {
 				return err
 			}
 		}

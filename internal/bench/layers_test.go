@@ -14,11 +14,24 @@ import (
 
 // Two processes measure both kinds of steps, and their gradients agree; otherwise the program fails.
 func TestLayers(t *testing.T) {
+	out := runLayers(t)
+	for _, want := range []string{"2 ranks, 3 layers of 16, 8 tokens, without reduction: ", "8 tokens, with reduction: "} {
+		require.Contains(t, out, want)
+	}
+}
+
+func TestShardedLayers(t *testing.T) {
+	out := runLayers(t, "-sharded")
+	require.Contains(t, out, "2 ranks, 3 layers of 16, 8 tokens, sharded: ")
+	require.Contains(t, out, "largest amount of memory in use: ")
+}
+
+func runLayers(t *testing.T, flags ...string) string {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	var out bytes.Buffer
 	code := launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self, "layers", "-tokens", "8", "-width", "16", "-layers", "3", "-rounds", "1", "-steps", "2"},
+		Program: append([]string{self, "layers", "-tokens", "8", "-width", "16", "-layers", "3", "-rounds", "1", "-steps", "2"}, flags...),
 		Procs:   2,
 		Devices: launch.Devices{Count: 2, Backend: "virtual", Env: []string{asRank + "=1", "CHORUS_BACKEND=virtual"}},
 		Cluster: job.Config{Job: "layers"},
@@ -26,7 +39,5 @@ func TestLayers(t *testing.T) {
 		Stderr:  &out,
 	})
 	require.Zero(t, code, out.String())
-	for _, want := range []string{"2 ranks, 3 layers of 16, 8 tokens, without reduction: ", "8 tokens, with reduction: "} {
-		require.Contains(t, out.String(), want)
-	}
+	return out.String()
 }

@@ -336,6 +336,9 @@ const oddBytes = 4 << 20
 // long.
 const engineBytes = 256 << 10
 
+// chunkedBytes is the minimum size for measuring pipelined kernels: of less, they make one or two chunks, as the others do.
+const chunkedBytes = 1 << 20
+
 // Plan returns the measurements of a tuning: the possible strategies for each operation,
 // without times. It returns none if NCCL is the only possibility.
 func (rs Routers) Plan(c PlanConfig) ([]Choice, error) {
@@ -430,7 +433,7 @@ func (o operation) choice(k *Router, bytes int) Choice {
 		if s == OwnKernels && o.kind == flight.AllReduce || s.Algorithm() && s != Pipelined && o.kind != flight.AllReduce {
 			continue
 		}
-		if s == Pipelined || s == CopyEngines && bytes < engineBytes { // no GPU has run the pipelined kernels yet
+		if s == Pipelined && bytes < chunkedBytes || s == CopyEngines && bytes < engineBytes {
 			continue
 		}
 		if k.supports(s, &x, MostBytes) {

@@ -249,6 +249,8 @@ func (rs Routers) open(ctx context.Context, s Strategy, order *Order) error {
 		return rs.openWindows(ctx)
 	case CopyEngines:
 		return rs.openEngines()
+	case Pipelined:
+		return rs.openKernels(ctx, s, MostBytes)
 	case Tuned:
 		if err := rs.openKernels(ctx, s, MostBytes); err != nil {
 			return err

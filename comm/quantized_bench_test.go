@@ -14,7 +14,7 @@ import (
 )
 
 // BenchmarkAllReduceQuantized measures graphs of all-reduces of bfloat16: of NCCL, and in blocks of 8-bit numbers, which
-// NCCL or Chorus kernels move. A tuned group has more scratch memory than one with OwnKernels, and needs fewer launches.
+// NCCL or Chorus kernels move. A tuned group has more scratch memory than one with OwnKernels, and larger chunks.
 func BenchmarkAllReduceQuantized(b *testing.B) {
 	const ops = 20 // in a graph
 	ctx := testgpu.Context(b)

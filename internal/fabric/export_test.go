@@ -79,3 +79,12 @@ func Scratches() int {
 
 // Blocks returns the number of blocks of the largest kernel of r.
 func (r *Rank) Blocks() int { return int(r.grid(1 << 30).blocks) }
+
+// QuantizedChunks returns how many elements of a share are in a chunk of a quantized all-reduce, and the grid.
+func (r *Rank) QuantizedChunks(n int) (length, blocks, threads int) {
+	length, g := r.quantizedChunks(n)
+	return length, int(g.blocks), int(g.threads)
+}
+
+// Sizes returns the bytes of a slot and of the whole in the scratch memory of r.
+func (r *Rank) Sizes() (slot, whole int) { return r.slot, r.whole }

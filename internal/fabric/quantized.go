@@ -3,11 +3,11 @@ package fabric
 import (
 	"errors"
 	"fmt"
+	"slices"
 	"sync/atomic"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -39,8 +39,7 @@ func (r *Rank) LoadQuantized(x *Quantized) error {
 }
 
 // EnqueueQuantized enqueues x on s, a stream of the rank's device. TakesQuantized must have returned
-// true for it. An operation that is larger than the scratch memory becomes several launches, each
-// for a part of all shares.
+// true for it.
 func (r *Rank) EnqueueQuantized(s *stream.Stream, x *Quantized) error {
 	const op = "quantized all-reduce"
 	if err := r.Err(); err != nil {
@@ -49,18 +48,38 @@ func (r *Rank) EnqueueQuantized(s *stream.Stream, x *Quantized) error {
 	if !r.TakesQuantized(x) {
 		return r.errorf(op, "%d elements of %s in %s: there is no kernel for that", x.N, x.DType, x.Format)
 	}
-	share := quant.ShareLen(x.N, r.ranks)
-	warps, most := share/quant.WarpLen, min(r.slot, r.whole/r.ranks)/quant.ChunkBytes(quant.WarpLen)
-	length := over(warps, over(warps, most)) * quant.WarpLen // the parts are about equal
-	for begin := 0; begin < share; begin += length {
-		if err := r.enqueueQuantized(s, x, share, begin, min(length, share-begin)); err != nil {
-			if err = r.errorf(op, "%w", err); begin > 0 {
-				err = &collective.PartialError{Err: err}
-			}
-			return err
-		}
+	if err := r.enqueueQuantized(s, x); err != nil {
+		return r.errorf(op, "%w", err)
 	}
 	return nil
+}
+
+const (
+	// quantizedAlone is the number of elements up to which the shares are one chunk, if the scratch memory has room: with so few, more
+	// chunks would save less than their steps take.
+	quantizedAlone = 4 << 20
+	// quantizedChunk is the number of elements of the chunks of larger operations, of all ranks together.
+	quantizedChunk = 2 << 20
+)
+
+// quantizedChunks returns how many elements of a share are in a chunk, and the grid. Several chunks are about equal, and a
+// thread has at most one unit of each part of a chunk.
+func (r *Rank) quantizedChunks(n int) (length int, g grid) {
+	share := quant.ShareLen(n, r.ranks)
+	room := min(r.slot, r.whole/r.ranks)
+	if n <= quantizedAlone && quant.ChunkBytes(share) <= room {
+		return share, r.grid(share / quant.Unit)
+	}
+	warps := share / quant.WarpLen
+	most := min(room/4/quant.ChunkBytes(quant.WarpLen), quantizedChunk/r.ranks/quant.WarpLen, r.blocks*(maxThreads/warp-1))
+	length = over(warps, over(warps, most)) * quant.WarpLen
+	if g = r.forced; g.threads == 0 {
+		units := length / quant.Unit
+		g.threads = uint32(over(over(units, r.blocks), warp) * warp)
+		g.blocks = uint32(over(units, int(g.threads)))
+	}
+	g.threads = min(g.threads+warp, maxThreads) // the first warp moves no data
+	return length, g
 }
 
 // The parameters of the operands, from the first of them.
@@ -69,15 +88,14 @@ const (
 	quantizedErrors
 	quantizedN
 	quantizedShare
-	quantizedBegin
 	quantizedLength
 	quantizedMean
 	quantizedAligned
 	quantizedParams
 )
 
-// enqueueQuantized launches the kernel for length elements of each share.
-func (r *Rank) enqueueQuantized(s *stream.Stream, x *Quantized, share, begin, length int) error {
+// enqueueQuantized launches the kernel.
+func (r *Rank) enqueueQuantized(s *stream.Stream, x *Quantized) error {
 	k, err := tools(r.dev, r.ranks).quantizer(r.dev, x)
 	if err != nil {
 		return err
@@ -92,11 +110,12 @@ func (r *Rank) enqueueQuantized(s *stream.Stream, x *Quantized, share, begin, le
 	if (x.X|x.Errors)%16 == 0 {
 		aligned = 1
 	}
+	length, g := r.quantizedChunks(x.N)
 	var args [quantizedParams]kernel.Arg
 	copy(args[:], r.args[:])
-	args[signatureParam] = kernel.Scalar(x.signature(begin))
-	copy(args[quantizedX:], []kernel.Arg{kernel.Address(x.X), kernel.Address(x.Errors), kernel.Scalar(uint64(x.N)), kernel.Scalar(uint64(share)),
-		kernel.Scalar(uint64(begin)), kernel.Scalar(uint64(length)), kernel.Scalar(mean), kernel.Scalar(aligned)})
+	args[signatureParam] = kernel.Scalar(x.signature())
+	copy(args[quantizedX:], []kernel.Arg{kernel.Address(x.X), kernel.Address(x.Errors), kernel.Scalar(uint64(x.N)), kernel.Scalar(uint64(quant.ShareLen(x.N, r.ranks))),
+		kernel.Scalar(uint64(length)), kernel.Scalar(mean), kernel.Scalar(aligned)})
 	if err := r.order.Begin(gpu.StreamOf(s)); err != nil {
 		return errors.Join(r.Err(), err)
 	}
@@ -104,7 +123,6 @@ func (r *Rank) enqueueQuantized(s *stream.Stream, x *Quantized, share, begin, le
 	if err := r.Err(); err != nil {
 		return err
 	}
-	g := r.grid(length / quant.Unit)
 	if err := k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args[:]...); err != nil {
 		return err
 	}
@@ -113,13 +131,12 @@ func (r *Rank) enqueueQuantized(s *stream.Stream, x *Quantized, share, begin, le
 }
 
 // signature is operation.signature for x.
-func (x *Quantized) signature(begin int) uint64 {
+func (x *Quantized) signature() uint64 {
 	mean := uint64(0)
 	if x.Mean {
 		mean = 1
 	}
-	h := scramble(uint64(flight.NumKinds) + 1 | uint64(x.DType)<<16 | uint64(x.Format)<<24 | mean<<32)
-	return scramble(scramble(h+uint64(x.N)) + uint64(begin))
+	return scramble(scramble(uint64(flight.NumKinds)+1|uint64(x.DType)<<16|uint64(x.Format)<<24|mean<<32) + uint64(x.N))
 }
 
 // uses lists the operands, for the sanitizer.
@@ -138,7 +155,7 @@ func (t *toolbox) quantizer(dev *device.Device, x *Quantized) (*kernel.Kernel, e
 		wide = 1
 	}
 	return t.kernel(&t.quantized[normFormatOf(dtype).index][wide], 0, func() ([]*kernel.Kernel, error) {
-		linked := append(params()[:inParam:inParam], kernel.Pointer, kernel.Pointer, kernel.U64, kernel.U64, kernel.U64, kernel.U64, kernel.U32, kernel.U32)
+		linked := append(params()[:inParam:inParam], kernel.Pointer, kernel.Pointer, kernel.U64, kernel.U64, kernel.U64, kernel.U32, kernel.U32)
 		ks, err := compile(dev, &kernel.Source{Name: "quantized.cu", CUDA: quantizedSource, Options: t.exactly(quant.Macros(dtype, format)), Kernels: []kernel.Def{
 			{Name: "all_reduce_quantized", Params: linked, Go: func(c *kernel.Call) { reduceQuantized(c, dtype, format) }},
 		}})
@@ -150,16 +167,21 @@ func (t *toolbox) quantizer(dev *device.Device, x *Quantized) (*kernel.Kernel, e
 }
 
 // reduceQuantized implements the kernel in Go, for virtual devices.
-func reduceQuantized(c *kernel.Call, dtype, format memory.DType) {
-	p := meet(c)
-	number := func(param int) int { return int(kernel.Get[uint64](c, param)) }
-	x := quant.Open(c, dtype, format, c.Address(quantizedX), c.Address(quantizedErrors), number(quantizedN))
-	share, begin, length := number(quantizedShare), number(quantizedBegin), number(quantizedLength)
+func reduceQuantized(k *kernel.Call, dtype, format memory.DType) {
+	number := func(param int) int { return int(kernel.Get[uint64](k, param)) }
+	x := quant.Open(k, dtype, format, k.Address(quantizedX), k.Address(quantizedErrors), number(quantizedN))
+	share, length := number(quantizedShare), number(quantizedLength)
+	c := &chunked{party: meet(k), step: length}
+	c.bytes, c.aligned = share, kernel.Get[uint32](k, quantizedAligned) != 0
 	words := make([]uint64, quant.ChunkBytes(length)/8)
-	chunk := unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), 8*len(words))
+	// of returns the part of rank r of chunk n, and the memory for its blocks.
+	of := func(n, r int) (at, elements int, chunk []byte) {
+		elements = min(length, share-n*length)
+		return r*share + n*length, elements, unsafe.Slice((*byte)(unsafe.Pointer(unsafe.SliceData(words))), quant.ChunkBytes(elements))
+	}
 	send := func(to []uint64) {
 		for i, w := range words {
-			p.sendCell(&to[i], w)
+			c.sendCell(&to[i], w)
 		}
 	}
 	receive := func(from []uint64) {
@@ -167,24 +189,28 @@ func reduceQuantized(c *kernel.Call, dtype, format memory.DType) {
 			words[i] = atomic.LoadUint64(&from[i])
 		}
 	}
-	for k := 1; k < p.ranks; k++ {
-		x.ToBlocks(chunk, p.after(k)*share+begin, length)
-		send(p.from(k, p.rank))
-	}
-	p.barrier(0)
-	chunks := make([][]byte, p.ranks)
-	for k := 1; k < p.ranks; k++ {
-		receive(p.from(0, p.after(k)))
-		chunks[p.after(k)] = append([]byte{}, chunk...)
-	}
-	x.SumToBlocks(chunk, p.rank*share+begin, length, chunks, kernel.Get[uint32](c, quantizedMean) == 1)
-	for k := 1; k < p.ranks; k++ {
-		send(p.gathered(k)[p.rank*len(words):])
-	}
-	p.barrier(1)
-	for k := 1; k < p.ranks; k++ {
-		receive(p.gathered(0)[p.after(k)*len(words):])
-		x.FromBlocks(p.after(k)*share+begin, chunk)
-	}
-	p.leave()
+	c.run(2, func(n, count int) {
+		for k := 1; k < c.ranks && n < count; k++ {
+			at, elements, chunk := of(n, c.after(k))
+			x.ToBlocks(chunk, at, elements)
+			send(c.slotOf(k, c.rank, n))
+		}
+		if n > 0 && n <= count {
+			at, elements, chunk := of(n-1, c.rank)
+			chunks := make([][]byte, c.ranks)
+			for k := 1; k < c.ranks; k++ {
+				receive(c.slotOf(0, c.after(k), n-1))
+				chunks[c.after(k)] = slices.Clone(chunk)
+			}
+			x.SumToBlocks(chunk, at, elements, chunks, kernel.Get[uint32](c.c, quantizedMean) == 1)
+			for k := 1; k < c.ranks; k++ {
+				send(c.gatheredOf(k, n-1)[c.rank*len(words):])
+			}
+		}
+		for k := 1; k < c.ranks && n > 1; k++ {
+			at, _, chunk := of(n-2, c.after(k))
+			receive(c.gatheredOf(0, n-2)[c.after(k)*len(words):])
+			x.FromBlocks(at, chunk)
+		}
+	})
 }

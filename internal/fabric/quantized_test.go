@@ -99,13 +99,16 @@ func quantizedOnHost[T memory.Element](t *testing.T, name string, f float[T], rn
 	program := ptxtest.Host(t, fabric.QuantizedSourceOnHost(), "-pthread", "-w", "-DCHORUS_TYPE="+name, "-DCHORUS_CODE="+code, fmt.Sprint("-DCHORUS_RANKS=", ranks))
 	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks}), &fabric.Config{Bytes: 64 << 10})
 	var in, want bytes.Buffer
-	for range 5 {
-		c := quantizedCase{n: 1 + rng.IntN(6000), skip: rng.IntN(2), format: format, mean: rng.IntN(2) == 0, feedback: rng.IntN(2) == 0}
+	for i := range 5 {
+		c := quantizedCase{n: 1 + rng.IntN(20000), skip: rng.IntN(2), format: format, mean: rng.IntN(2) == 0, feedback: rng.IntN(2) == 0}
 		xs, gotXs, errs, gotErrs := runQuantized(t, group, f, c, rng)
 		share := quant.ShareLen(c.n, ranks)
-		most := quant.WarpLen * (1 + rng.IntN(share/quant.WarpLen))
+		length, warps := share, 1+rng.IntN(2)
+		if i > 0 { // chunks, with a warp that moves no data
+			length, warps = quant.WarpLen*(1+rng.IntN(1+share/quant.WarpLen/8)), warps+1
+		}
 		number := map[bool]uint32{true: 1}
-		put(t, &in, []uint32{uint32(ranks), uint32(c.n), uint32(share), uint32(most), uint32(1 + rng.IntN(2)), uint32(32 * (1 + rng.IntN(2))), number[c.mean], number[c.feedback], uint32(c.skip)})
+		put(t, &in, []uint32{uint32(ranks), uint32(c.n), uint32(share), uint32(length), uint32(1 + rng.IntN(2)), uint32(32 * warps), number[c.mean], number[c.feedback], uint32(c.skip)})
 		for i := range xs {
 			put(t, &in, xs[i])
 			put(t, &want, gotXs[i])
@@ -159,22 +162,56 @@ func TestQuantized(t *testing.T) {
 	})
 }
 
+// Small operations have one chunk, and four chunks of larger ones fit in the scratch memory. All threads but those of the
+// first warp have at most one unit of a chunk.
+func TestQuantizedChunks(t *testing.T) {
+	for _, ranks := range []int{2, 3, 8} {
+		for _, multiprocessors := range []int{1, 3, 132} {
+			for _, bytes := range []int{1, 1 << 20, 8 << 20} {
+				group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks, VirtualMultiprocessors: multiprocessors}), &fabric.Config{Bytes: bytes})
+				slot, whole := group[0].Sizes()
+				for n := 1; n < 200<<20; n += 1 + n/3 {
+					length, blocks, threads := group[0].QuantizedChunks(n)
+					share := quant.ShareLen(n, ranks)
+					room := 1
+					if length < share {
+						room = 4
+						require.GreaterOrEqual(t, blocks*(threads-32)*quant.Unit, length, "a unit for each thread")
+					} else {
+						require.LessOrEqual(t, n, 4<<20)
+					}
+					require.True(t, length > 0 && length <= share && length%quant.WarpLen == 0, "%d of %d elements", length, share)
+					require.True(t, room*quant.ChunkBytes(length) <= slot && room*ranks*quant.ChunkBytes(length) <= whole, "%d ranks, %d elements: chunks of %d in %d and %d bytes", ranks, n, length, slot, whole)
+					require.True(t, blocks >= 1 && blocks <= min(multiprocessors, 128) && threads%32 == 0 && threads <= 512, "%d blocks of %d threads", blocks, threads)
+				}
+				for _, m := range group {
+					require.NoError(t, m.Close())
+				}
+			}
+		}
+	}
+}
+
 // An operation that the other ranks do not join ends when its rank is aborted.
 func TestQuantizedAborted(t *testing.T) {
-	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
-		group := open(t, devs, nil)
-		m := group[0]
-		x, err := memory.Make[float32](m.s, 1000)
-		require.NoError(t, err)
-		require.NoError(t, x.Zero(m.s))
-		require.NoError(t, m.EnqueueQuantized(m.s, &fabric.Quantized{DType: memory.Float32, Format: memory.Int8, N: 1000, X: x.Ptr()}))
-		ended, err := m.s.Query()
-		require.NoError(t, err)
-		require.False(t, ended, "it waits for the other rank")
-		m.Abort()
-		require.NoError(t, m.s.Sync(testgpu.Context(t)))
-		require.ErrorIs(t, m.Err(), fabric.ErrAborted)
-		require.ErrorContains(t, m.Err(), "an operation was given up")
-		require.NoError(t, x.Close())
-	})
+	for _, n := range []int{1000, 100_000} { // one chunk, and several
+		t.Run(fmt.Sprint(n, " elements"), func(t *testing.T) {
+			each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+				group := open(t, devs, &fabric.Config{Bytes: 64 << 10})
+				m := group[0]
+				x, err := memory.Make[float32](m.s, n)
+				require.NoError(t, err)
+				require.NoError(t, x.Zero(m.s))
+				require.NoError(t, m.EnqueueQuantized(m.s, &fabric.Quantized{DType: memory.Float32, Format: memory.Int8, N: n, X: x.Ptr()}))
+				ended, err := m.s.Query()
+				require.NoError(t, err)
+				require.False(t, ended, "it waits for the other rank")
+				m.Abort()
+				require.NoError(t, m.s.Sync(testgpu.Context(t)))
+				require.ErrorIs(t, m.Err(), fabric.ErrAborted)
+				require.ErrorContains(t, m.Err(), "an operation was given up")
+				require.NoError(t, x.Close())
+			})
+		})
+	}
 }

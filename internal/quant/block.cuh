@@ -69,19 +69,26 @@ union Unit {
 	__device__ Unit() {}
 };
 
-// load reads the elements from i on, as floats. aligned says that x is a multiple of 16 bytes.
-static __device__ __forceinline__ void load(const T* x, u64 i, u64 n, u32 aligned, float (&v)[UNIT]) {
+// unitAt loads the elements from i on; those beyond the end are 0. aligned says that x is a multiple of 16 bytes.
+static __device__ __forceinline__ Unit unitAt(const T* x, u64 i, u64 n, u32 aligned) {
 	Unit u;
 	if (aligned && i + UNIT <= n) {
 #pragma unroll
 		for (u32 k = 0; k < sizeof(T) * UNIT / 16; k++) u.w[k] = ((const Words*)(x + i))[k];
-#pragma unroll
-		for (u32 k = 0; k < UNIT; k++) v[k] = Element<T>::wide(u.x[k]);
-		return;
+		return u;
 	}
 #pragma unroll
-	for (u32 k = 0; k < UNIT; k++) v[k] = i + k < n ? Element<T>::wide(x[i + k]) : 0;
+	for (u32 k = 0; k < UNIT; k++) u.x[k] = i + k < n ? x[i + k] : T();
+	return u;
 }
+
+static __device__ __forceinline__ void widen(const Unit& u, float (&v)[UNIT]) {
+#pragma unroll
+	for (u32 k = 0; k < UNIT; k++) v[k] = Element<T>::wide(u.x[k]);
+}
+
+// load is unitAt with the elements as floats.
+static __device__ __forceinline__ void load(const T* x, u64 i, u64 n, u32 aligned, float (&v)[UNIT]) { widen(unitAt(x, i, n, aligned), v); }
 
 // store writes the elements that exist, and changes v to what they became.
 static __device__ __forceinline__ void store(T* x, u64 i, u64 n, u32 aligned, float (&v)[UNIT]) {
@@ -242,11 +249,11 @@ static __device__ __forceinline__ Words encode(const float (&v)[UNIT], u32 expon
 // chunkBytes returns the size of a chunk of so many elements.
 static __device__ __forceinline__ u64 chunkBytes(u64 length) { return length + length / BLOCK; }
 
-// unitToBlock returns the numbers of the elements from i on with their errors, and the exponent of
+// unitToBlock returns the numbers of a unit, whose elements begin at i, with their errors, and the exponent of
 // their block. The rounding errors become the errors. A block that is not finite has no errors.
-static __device__ __forceinline__ Words unitToBlock(const T* x, float* errors, u64 i, u64 n, u32 aligned, u32& exponent) {
+static __device__ __forceinline__ Words unitToBlock(const Unit& u, float* errors, u64 i, u64 n, u32 aligned, u32& exponent) {
 	float v[UNIT], y[UNIT];
-	load(x, i, n, aligned, v);
+	widen(u, v);
 	addErrors(errors, i, n, aligned, v);
 	exponent = exponentOf(v, INFINITE);
 	const Words q = encode(v, exponent);
@@ -265,13 +272,13 @@ static __device__ __forceinline__ void unitFromBlock(T* x, u64 i, u64 n, u32 ali
 	store(x, i, n, aligned, v);
 }
 
-// sumToBlock adds the elements from i on, with their errors, to the numbers of the other ranks, by
+// sumToBlock adds a unit of x, which begins at i, with its errors, to the numbers of the other ranks, by
 // rank: get(r, exponent) returns those of rank r. If mean is 1, it divides the sum by the
 // number of ranks. It returns the sum's numbers, and writes them as elements. The rounding
 // errors of the sum become the errors.
-template <class Get> static __device__ __forceinline__ Words sumToBlock(T* x, float* errors, u64 i, u64 n, u32 aligned, u32 mine, u32 ranks, u32 mean, u32& exponent, Get get) {
+template <class Get> static __device__ __forceinline__ Words sumToBlock(const Unit& u, T* x, float* errors, u64 i, u64 n, u32 aligned, u32 mine, u32 ranks, u32 mean, u32& exponent, Get get) {
 	float own[UNIT], sum[UNIT], y[UNIT];
-	load(x, i, n, aligned, own);
+	widen(u, own);
 	addErrors(errors, i, n, aligned, own);
 #pragma unroll 1
 	for (u32 r = 0; r < ranks; r++) {

@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(const T* x, float
 	u8* const chunk = out + blockIdx.y * chunkBytes(share);
 	EACH_UNIT(i, share) {
 		u32 exponent;
-		const Words q = unitToBlock(x, errors, begin + i, n, aligned, exponent);
+		const Words q = unitToBlock(unitAt(x, begin + i, n, aligned), errors, begin + i, n, aligned, exponent);
 		writeChunk(chunk, share, i, q, exponent);
 	}
 }
@@ -33,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantize(const T* x, float
 extern "C" __global__ void __launch_bounds__(THREADS) reduce(T* x, float* errors, const u8* in, u8* out, u64 n, u64 share, u32 mine, u32 ranks, u32 mean, u32 aligned) {
 	EACH_UNIT(i, share) {
 		u32 exponent;
-		const Words q = sumToBlock(x, errors, mine * share + i, n, aligned, mine, ranks, mean, exponent, [=](u32 r, u32& scale) {
+		const u64 at = mine * share + i;
+		const Words q = sumToBlock(unitAt(x, at, n, aligned), x, errors, at, n, aligned, mine, ranks, mean, exponent, [=](u32 r, u32& scale) {
 			const u8* const chunk = in + (r < mine ? r : r - 1) * chunkBytes(share);
 			scale = chunk[share + i / BLOCK];
 			return *(const Words*)(chunk + i);

@@ -110,7 +110,7 @@ template <class To> static __device__ __forceinline__ void sendTokens(const Shap
 		}
 		const u64 i = begin + lane() * UNIT;
 		u32 exponent;
-		const Words q = unitToBlock(x + (u64)t * of.hidden, nullptr, i, of.hidden, 1, exponent); // by all lanes
+		const Words q = unitToBlock(unitAt(x + (u64)t * of.hidden, i, of.hidden, 1), nullptr, i, of.hidden, 1, exponent); // by all lanes
 		if (i >= end) continue;
 		to.put([&](char* p) {
 			put(p + row + i, q.w[0], q.w[1], q.w[2], q.w[3]);

@@ -8,7 +8,17 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/tensor"
 )
+
+// emptyPart allocates a part on a local rank.
+func emptyPart(b *testing.B, g *comm.Group, local int, p Part, dt memory.DType, shape ...int) Part {
+	var err error
+	p.Data, err = tensor.Make(g.Stream(local), dt, shape...)
+	require.NoError(b, err)
+	b.Cleanup(func() { require.NoError(b, p.Data.Close()) })
+	return p
+}
 
 // BenchmarkTransfer measures a transfer of 2 GB from one device to another, in 40 tensors: of the same type, and to half of the bytes.
 // Beside it are a broadcast of NCCL and a copy between the devices of as many bytes.
@@ -29,7 +39,7 @@ func BenchmarkTransfer(b *testing.B) {
 		})
 	}
 	for _, has := range []memory.DType{memory.BFloat16, memory.Float32} {
-		var dst, src [][]Part = make([][]Part, 2), make([][]Part, 2)
+		dst, src := make([][]Part, 2), make([][]Part, 2)
 		for i := range tensors {
 			p := Part{Name: string(rune('A' + i))}
 			src[0] = append(src[0], emptyPart(b, g, 0, p, has, rows, columns))

@@ -492,11 +492,12 @@ func (r *Rank) grid(steps int) grid {
 // chunkThreads is the number of threads of the blocks of pipelined operations: with more, two H200s need up to 4 % more time.
 const chunkThreads = 256
 
-// chunkGrid returns the grid for a chunk of cells. The first warp of each block moves no data.
+// chunkGrid returns the grid for a chunk of cells: all blocks, if each of their threads has a cell. The first warp of each block moves none.
 func (r *Rank) chunkGrid(cells int) grid {
-	g := r.grid(cells)
-	if r.forced.threads == 0 {
-		g.threads = min(g.threads, chunkThreads-warp)
+	g := r.forced
+	if g.threads == 0 {
+		threads := min(over(over(cells, r.blocks), warp)*warp, chunkThreads-warp)
+		g = grid{uint32(min(over(cells, threads), r.blocks)), uint32(threads)}
 	}
 	g.threads = min(g.threads+warp, maxThreads)
 	return g

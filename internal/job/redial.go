@@ -66,7 +66,7 @@ func (k *Client) watch() {
 }
 
 // mayReturn reports whether a coordinator that is silent for too long may still be heard again. While the launcher of this process follows
-// it, the job goes on with it, and this process must not be the only one that has lost it: the limits of both do not end
+// it, the job goes on with it, and this process must not be the only one that has lost it. The limits of both do not end
 // at the same time, and the network may return between them.
 func (k *Client) mayReturn() bool {
 	limit := k.silenceLimit()

@@ -1,8 +1,7 @@
 // The collectives for large sizes. They divide the operands into chunks, and handle three chunks in a step: a block sends the
 // parts of chunk n, reduces those of chunk n - 2, and copies the results of chunk n - 4. The first warp only sends and awaits the signals
-// that a step is done, while the others move the data of the next step. So no data waits for a signal: step n needs
-// what the other ranks sent in step n - 2, whose signals came during step n - 1. Four chunks have buffers: when a rank sends a part of
-// chunk n, the receiver has read that of chunk n - 4 in step n - 2.
+// that a step is done (see wait.cuh). Four chunks have buffers: when a rank sends a part of chunk n, the receiver has read that
+// of chunk n - 4 in step n - 2.
 
 // firstCell and cellStride are first and stride for the threads that move data.
 static __device__ __forceinline__ u64 firstCell() { return (u64)blockIdx.x * (blockDim.x - SENTRIES) + threadIdx.x - SENTRIES; }

@@ -66,10 +66,12 @@ static __device__ __forceinline__ bool keepsWatch(Rank& me, u64 n, u64 last) {
 #pragma unroll
 		for (u32 j = 2; j < MOST; j++) peer = k == j ? me.peer[j] : peer; // no branch, so all lanes signal at once
 		release((u64*)peer + at + me.rank * 4, want);
+		if (SENTRIES >= RANKS) break; // so that the compiler does not unroll the loop
 	}
 	for (u32 k = 1 + threadIdx.x; k < count(me); k += SENTRIES) {
 		const u64* mine = (const u64*)me.peer[0] + at + after(me, k) * 4;
 		while (acquire(mine) - want > 1 && !stalled(me)) {}
+		if (SENTRIES >= RANKS) break;
 	}
 	return true;
 }

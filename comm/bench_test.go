@@ -1,12 +1,14 @@
 package comm_test
 
 import (
+	"errors"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -64,4 +66,30 @@ func BenchmarkEnqueueOfTwoRanks(b *testing.B) {
 			require.NoError(b, g.Wait(testgpu.Context(b)))
 		})
 	}
+}
+
+// benchmarkGraph captures so many operations in a graph, and measures the time of one in b.N launches.
+func benchmarkGraph(b *testing.B, g *comm.Group, ops int, issue func() error) {
+	ctx := testgpu.Context(b)
+	require.NoError(b, errors.Join(issue(), g.Wait(ctx)))
+	exec, err := graph.Capture(g.Streams(), func() (err error) {
+		for i := 0; i < ops && err == nil; i++ {
+			err = issue()
+		}
+		return err
+	}, nil)
+	require.NoError(b, err)
+	defer exec.Close()
+	b.ResetTimer()
+	for range b.N {
+		require.NoError(b, exec.Launch(g.Stream(0)))
+	}
+	require.NoError(b, g.Wait(ctx))
+	reportMicroseconds(b, b.N*ops)
+}
+
+// reportMicroseconds reports the time of each of n operations.
+func reportMicroseconds(b *testing.B, n int) {
+	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/1e3/float64(n), "µs/op")
+	b.ReportMetric(0, "ns/op")
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/route"
@@ -42,8 +43,8 @@ type ExpertsConfig struct {
 // layers of the same shape one Experts is enough.
 //
 // In groups with the strategies of Chorus kernels and Tuned, whose GPUs map each other's memory, Chorus kernels move the rows: a token
-// goes once to each rank that has some of its experts. The flight recorder then has an all-to-all of 1 byte
-// for a dispatch and of 2 bytes for a combine. In other groups, also over several hosts, NCCL moves blocks of a fixed size. An all-gather
+// goes once to each rank that has some of its experts. The flight recorder then has a Dispatch or a Combine of the
+// elements of the rank's tokens. In other groups, also over several hosts, NCCL moves blocks of a fixed size. An all-gather
 // sends the tokens of each rank to all ranks. An all-to-all sends MaxTokens rows back to each rank, times the smaller of
 // TopK and the experts of a rank. The bits are the same. The strategy that the group has in NewExperts decides.
 //
@@ -53,7 +54,6 @@ type Experts struct {
 	g      *Group
 	layers []fabric.ExpertLayer // of the local ranks
 	own    []*fabric.Rank       // by local rank; nil if NCCL moves the rows
-	marks  Shards[uint8]        // what the flight recorder has of operations of Chorus kernels
 	blocks Shards[uint8]        // that NCCL moves
 	orders []gpu.Sequence       // serialize the uses of blocks
 }
@@ -154,13 +154,12 @@ func (e *Experts) prepare(ctx context.Context, i int) error {
 	if err := fabric.LoadExperts(m.comm.Device(), x); err != nil {
 		return fmt.Errorf("rank %d: %w", x.Rank, err)
 	}
-	n, list := 4*x.Ranks, &e.marks
-	if e.own == nil {
-		n, list = x.Ranks*max(x.DispatchBytes(), 2*x.CombineBytes()), &e.blocks
+	if e.own != nil {
+		return nil
 	}
-	b, err := memory.Make[uint8](m.stream, n)
+	b, err := memory.Make[uint8](m.stream, x.Ranks*max(x.DispatchBytes(), 2*x.CombineBytes()))
 	if err == nil {
-		*list = append(*list, b)
+		e.blocks = append(e.blocks, b)
 		err = errors.Join(b.Zero(m.stream), m.stream.Sync(ctx)) // graphs may use it on other streams
 	}
 	if err != nil {
@@ -201,7 +200,7 @@ func (e *Experts) free() error {
 			return err
 		}
 	}
-	return errors.Join(e.blocks.Close(), e.marks.Close())
+	return e.blocks.Close()
 }
 
 // exchanges returns the exchanges of the local ranks with all other ranks.
@@ -315,7 +314,7 @@ func (e *Experts) Dispatch(dst []ExpertRows, x, ids []tensor.Tensor, cfg *Dispat
 		}
 	}
 	return e.enqueue(expertsOperation{
-		name: op, bytes: e.layers[0].DispatchBytes(), mark: 1,
+		kind: flight.Dispatch, bytes: e.layers[0].DispatchBytes(), tokens: x,
 		own: func(i int, x *collective.Op) error { return e.own[i].Dispatch(x.Stream, &e.layers[i], &list[i]) },
 		pack: func(i int) error {
 			l := &e.layers[i]
@@ -388,7 +387,7 @@ func (e *Experts) Combine(out, y, routes []tensor.Tensor, cfg *CombineConfig) er
 		return e.blocks[i].Slice(all, 2*all)
 	}
 	return e.enqueue(expertsOperation{
-		name: op, bytes: e.layers[0].CombineBytes(), mark: 2,
+		kind: flight.Combine, bytes: e.layers[0].CombineBytes(), tokens: out,
 		own:  func(i int, x *collective.Op) error { return e.own[i].Combine(x.Stream, &e.layers[i], &list[i]) },
 		pack: func(i int) error { return e.layers[i].PackCombine(e.g.Stream(i), &list[i], e.blocks[i].Ptr()) },
 		move: func(i int, m *member, bytes int) error {
@@ -401,9 +400,9 @@ func (e *Experts) Combine(out, y, routes []tensor.Tensor, cfg *CombineConfig) er
 // An expertsOperation is a dispatch or a combine. own enqueues the kernels of a local rank for x, which the flight recorder has.
 // Otherwise pack, move and receive enqueue the steps around a transfer of blocks by NCCL.
 type expertsOperation struct {
-	name          string
-	bytes         int // of a block
-	mark          int // bytes of a part of the all-to-all that the flight recorder has
+	kind          flight.Kind
+	bytes         int             // of a block
+	tokens        []tensor.Tensor // what the flight recorder has, by local rank
 	own           func(i int, x *collective.Op) error
 	pack, receive func(i int) error
 	move          func(i int, m *member, bytes int) error
@@ -415,29 +414,28 @@ func (e *Experts) enqueue(o expertsOperation) error {
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
 	if e.own != nil {
-		for i := range g.members {
-			m, n := &g.members[i], o.mark*g.size
-			if err := nccl.AllToAll(m.on, m.stream, e.marks[i].Slice(0, n), e.marks[i].Slice(2*g.size, 2*g.size+n)); err != nil {
-				g.batch.Reset()
-				return g.breakIfRefused(err)
-			}
+		ops := make([]collective.Op, len(g.members))
+		for i, t := range o.tokens {
+			x := &ops[i]
+			x.Kind, x.DType, x.Stream, x.Src = o.kind, t.DType(), g.Stream(i), collective.OperandAt(t.Ptr(), t.Len(), t.Buffer())
+			x.Dst = x.Src
 		}
-		return g.breakIfRefused(g.batch.EnqueueExperts(func(x *collective.Op) error { return o.own(int(x.Local), x) }))
+		return g.breakIfRefused(g.batch.EnqueueExperts(ops, func(x *collective.Op) error { return o.own(int(x.Local), x) }))
 	}
 	for i := range g.members {
 		s, q := gpu.StreamOf(g.Stream(i)), &e.orders[i]
 		if err := s.Captured(q); err != nil {
-			return fmt.Errorf("comm: %s: %w", o.name, err)
+			return fmt.Errorf("comm: %s: %w", o.kind.Plain(), err)
 		}
 		if err := q.Begin(s); err != nil {
-			return fmt.Errorf("comm: %s: %w", o.name, err)
+			return fmt.Errorf("comm: %s: %w", o.kind.Plain(), err)
 		}
 		defer q.End()
 	}
 	each := func(what string, fn func(i int) error) error {
 		for i := range g.members {
 			if err := fn(i); err != nil {
-				return fmt.Errorf("comm: %s: %s on rank %d: %w", o.name, what, e.layers[i].Rank, err)
+				return fmt.Errorf("comm: %s: %s on rank %d: %w", o.kind.Plain(), what, e.layers[i].Rank, err)
 			}
 		}
 		return nil

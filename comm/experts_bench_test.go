@@ -9,7 +9,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
@@ -19,7 +18,7 @@ import (
 // by blocks that NCCL moves, in graphs, and by counts that the host exchanges and AllToAllV of NCCL, which no graph can have. The last one
 // selects and adds no rows, so it is a lower bound of that way.
 func BenchmarkExperts(b *testing.B) {
-	const tokens, ops = 128, 20
+	const tokens = 128
 	cfg := comm.ExpertsConfig{DType: memory.BFloat16, Experts: 64, TopK: 8, Hidden: 7168, MaxTokens: tokens}
 	ctx, devs := testgpu.Context(b), testgpu.CUDA(b, 2)
 	r := rand.New(rand.NewPCG(1, 2))
@@ -36,10 +35,6 @@ func BenchmarkExperts(b *testing.B) {
 		}
 		c.x, c.ids, c.weights = append(c.x, make([]memory.BFloat16Bits, tokens*cfg.Hidden)), append(c.ids, ids), append(c.weights, weights)
 	}
-	report := func(b *testing.B, n int) {
-		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/1e3/float64(n), "µs/op")
-		b.ReportMetric(0, "ns/op")
-	}
 	for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
 		for _, payload := range []memory.DType{memory.BFloat16, memory.Float8E4M3} {
 			g, err := comm.Local(ctx, devs, &comm.Config{Strategy: s})
@@ -51,25 +46,7 @@ func BenchmarkExperts(b *testing.B) {
 			require.NoError(b, err)
 			run.weighted = true
 			step := func() error { return errors.Join(e.Dispatch(run.rows, run.x, run.ids, nil), run.combine(run.made)) }
-			b.Run(fmt.Sprintf("%s/%s", s, payload), func(b *testing.B) {
-				require.NoError(b, errors.Join(step(), g.Wait(ctx)))
-				exec, err := graph.Capture(g.Streams(), func() error {
-					for range ops {
-						if err := step(); err != nil {
-							return err
-						}
-					}
-					return nil
-				}, nil)
-				require.NoError(b, err)
-				defer exec.Close()
-				b.ResetTimer()
-				for range b.N {
-					require.NoError(b, exec.Launch(g.Stream(0)))
-				}
-				require.NoError(b, g.Wait(ctx))
-				report(b, b.N*ops)
-			})
+			b.Run(fmt.Sprintf("%s/%s", s, payload), func(b *testing.B) { benchmarkGraph(b, g, 20, step) })
 			require.NoError(b, errors.Join(run.close(), e.Close(), g.Close()))
 		}
 	}
@@ -107,6 +84,6 @@ func BenchmarkExperts(b *testing.B) {
 			require.NoError(b, step())
 		}
 		require.NoError(b, g.Wait(ctx))
-		report(b, b.N)
+		reportMicroseconds(b, b.N)
 	})
 }

@@ -1,7 +1,9 @@
 package comm_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math"
@@ -18,6 +20,7 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -739,4 +742,70 @@ func TestExpertsWithoutARank(t *testing.T) {
 	})
 	require.ErrorIs(t, errs[0], comm.ErrBroken)
 	require.ErrorContains(t, errs[0], "rank 1")
+}
+
+// The flight recorder has the tokens of each rank. In dumps, the name is one that PyTorch's tools know. Tokens are not checked for
+// NaN, because those without an expert may have any contents.
+func TestExpertsInTheFlightRecorder(t *testing.T) {
+	ctx := testgpu.Context(t)
+	g := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.Config{Strategy: comm.OwnKernels, NCCL: &nccl.Config{NaNCheck: true}})
+	c := drawExperts(rand.New(rand.NewPCG(1, 1)), bfloats, 2, false)
+	c.tokens = []int{c.cfg.MaxTokens, 0}
+	c.fill(rand.New(rand.NewPCG(1, 2)), false)
+	c.x[0][0] = memory.BFloat16Of(float32(math.NaN()))
+	e, err := comm.NewExperts(ctx, g, &c.cfg)
+	require.NoError(t, err)
+	run, err := newExpertsRun(g, e, c)
+	require.NoError(t, err)
+	require.NoError(t, errors.Join(run.dispatch(), run.combine(run.made), g.Wait(ctx)))
+	var b bytes.Buffer
+	require.NoError(t, nccl.DumpTrace(&b))
+	type entry struct {
+		Name        string  `json:"profiling_name"`
+		Kind        string  `json:"kind"`
+		Rank        int     `json:"rank"`
+		InputSizes  [][]int `json:"input_sizes"`
+		OutputSizes [][]int `json:"output_sizes"`
+		Uneven      bool    `json:"uneven"`
+	}
+	var dump struct{ Entries []entry }
+	require.NoError(t, json.Unmarshal(b.Bytes(), &dump))
+	for rank := range 2 {
+		list := g.Communicator(rank).Trace()
+		for i, o := range list[len(list)-2:] {
+			n := c.tokens[rank] * c.cfg.Hidden
+			require.Equal(t, fmt.Sprintf("%s(%d x bfloat16) as collective %d", []string{"Dispatch", "Combine"}[i], n, o.Collective), o.String())
+			require.Equal(t, []int{n, n}, []int{o.In, o.Out})
+			require.Contains(t, dump.Entries, entry{"nccl:all_to_all", []string{"dispatch", "combine"}[i], rank, [][]int{{n}}, [][]int{{n}}, true})
+		}
+	}
+	require.NoError(t, errors.Join(run.close(), e.Close()))
+}
+
+// A rank that combines while another one dispatches gets an error that names both.
+func TestExpertsOfOtherKinds(t *testing.T) {
+	lists := cut(testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 1, 1)
+	errs := joinDevices(t, lists, &comm.Config{Strategy: comm.OwnKernels}, func(ctx context.Context, g *comm.Group) error {
+		c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2, false)
+		e, err := comm.NewExperts(ctx, g, &c.cfg)
+		if err != nil {
+			return err
+		}
+		defer e.Close()
+		run, err := newExpertsRun(g, e, c)
+		if err != nil {
+			return err
+		}
+		if g.Rank() == 0 {
+			err = run.dispatch()
+		} else {
+			err = run.combine(run.y)
+		}
+		return errors.Join(err, g.Wait(ctx), run.close())
+	})
+	require.Error(t, errs[0])
+	require.Error(t, errs[1])
+	mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
+	require.True(t, found, "%v", errs)
+	require.ElementsMatch(t, []string{"Dispatch", "Combine"}, []string{mismatch.Operation.Name, mismatch.Theirs.Name})
 }

@@ -1,14 +1,12 @@
 package comm_test
 
 import (
-	"errors"
 	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -16,7 +14,6 @@ import (
 // BenchmarkAllReduceNorm measures graphs of fused norms (own), and of NCCL's all-reduces with a
 // separate kernel for the norm (nccl), in one process.
 func BenchmarkAllReduceNorm(b *testing.B) {
-	const ops = 50 // in a graph
 	for _, rows := range []int{1, 6, 32} {
 		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
 			b.Run(fmt.Sprintf("rows=%d/cols=6144/%s", rows, s), func(b *testing.B) {
@@ -33,27 +30,9 @@ func BenchmarkAllReduceNorm(b *testing.B) {
 						require.NoError(b, x.Zero(g.Stream(k)))
 					}
 				}
-				step := func() error {
+				benchmarkGraph(b, g, 50, func() error {
 					return comm.AllReduceNorm(g, xs[0], xs[1], xs[2], xs[3], &comm.NormConfig{Eps: 1e-5})
-				}
-				require.NoError(b, errors.Join(step(), g.Wait(ctx)))
-				exec, err := graph.Capture(g.Streams(), func() error {
-					for range ops {
-						if err := step(); err != nil {
-							return err
-						}
-					}
-					return nil
-				}, nil)
-				require.NoError(b, err)
-				defer exec.Close()
-				b.ResetTimer()
-				for range b.N {
-					require.NoError(b, exec.Launch(g.Stream(0)))
-				}
-				require.NoError(b, g.Wait(ctx))
-				b.ReportMetric(float64(b.Elapsed().Nanoseconds())/1e3/float64(b.N*ops), "µs/op")
-				b.ReportMetric(0, "ns/op")
+				})
 			})
 		}
 	}

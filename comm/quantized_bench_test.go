@@ -8,7 +8,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -16,7 +15,6 @@ import (
 // BenchmarkAllReduceQuantized measures graphs of all-reduces of bfloat16: of NCCL, and in blocks of 8-bit numbers, which
 // NCCL or Chorus kernels move. A tuned group has more scratch memory than one with OwnKernels, and larger chunks.
 func BenchmarkAllReduceQuantized(b *testing.B) {
-	const ops = 20 // in a graph
 	ctx := testgpu.Context(b)
 	for _, bytes := range []int{4 << 20, 64 << 20} {
 		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.Tuned} {
@@ -43,26 +41,7 @@ func BenchmarkAllReduceQuantized(b *testing.B) {
 				}},
 			}
 			for _, step := range steps {
-				b.Run(fmt.Sprintf("bytes=%d/%s/%s", bytes, s, step.name), func(b *testing.B) {
-					require.NoError(b, errors.Join(step.do(), g.Wait(ctx)))
-					exec, err := graph.Capture(g.Streams(), func() error {
-						for range ops {
-							if err := step.do(); err != nil {
-								return err
-							}
-						}
-						return nil
-					}, nil)
-					require.NoError(b, err)
-					defer exec.Close()
-					b.ResetTimer()
-					for range b.N {
-						require.NoError(b, exec.Launch(g.Stream(0)))
-					}
-					require.NoError(b, g.Wait(ctx))
-					b.ReportMetric(float64(b.Elapsed().Nanoseconds())/1e3/float64(b.N*ops), "µs/op")
-					b.ReportMetric(0, "ns/op")
-				})
+				b.Run(fmt.Sprintf("bytes=%d/%s/%s", bytes, s, step.name), func(b *testing.B) { benchmarkGraph(b, g, 20, step.do) })
 			}
 			require.NoError(b, errors.Join(xs.Close(), errs.Close(), g.Close()))
 		}

@@ -324,6 +324,17 @@ func (x batchInternals) At(i int) (*collective.Op, collective.Inside, int) {
 	return &o.Op, internals{o.comm}, o.comm.rank
 }
 
+func (x batchInternals) Add(c collective.Inside, op *collective.Op) error {
+	o := operation{Op: *op, comm: c.(internals).c}
+	if err := o.validate(); err != nil {
+		return x.b.markRefused(err)
+	}
+	if !o.validateBuffers() {
+		return x.b.markRefused(o.comm.errorf(o.Kind, "a buffer does not fit"))
+	}
+	return o.enqueueOrAdd(x.b)
+}
+
 func (x batchInternals) Execute(i int) error { return x.b.ops[i].execute() }
 
 func (x batchInternals) StartGroup() error { return x.b.startGroup() }

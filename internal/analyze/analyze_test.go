@@ -29,6 +29,7 @@ type op struct {
 	peer  int // for send and recv
 	graph bool
 	state string // "started" or "queued"
+	kind  string // of Chorus
 	batch uint64 // 0 means that the operation is alone
 }
 
@@ -67,6 +68,9 @@ func writeRank(t *testing.T, dir string, rank, base int, groups []string, ops []
 				"record_id": record, "pg_id": id, "process_group": []string{"key-" + name, name}, "time_created_ns": 1e18 + float64(at)*1e9,
 				"input_sizes": [][]int{{o.n}}, "output_sizes": [][]int{{o.n}}, "input_dtypes": []string{"Float"}, "state": "scheduled",
 				"captured": o.graph, "reduction": o.redop, "profiling_name": "nccl:" + o.name, "frames": []any{map[string]any{"name": "github.com/gochorus/chorus/comm.AllReduce[...]", "filename": "collective.go", "line": 60}, map[string]any{"name": "main.train", "filename": "main.go", "line": 10 + at}},
+			}
+			if o.kind != "" {
+				e["kind"], e["uneven"] = o.kind, true
 			}
 			if o.dtype != "" {
 				e["input_dtypes"] = []string{o.dtype}
@@ -130,6 +134,7 @@ func TestAnalyzeVerdicts(t *testing.T) {
 	completed := func(o op) op { o.done = true; return o }
 	together := func(o op) op { o.batch = 1; return o }
 	send := func(peer, n int) op { return op{group: "world", name: "send", n: n, peer: peer} }
+	experts := func(kind string, n int) op { return op{group: "world", name: "all_to_all", kind: kind, n: n} }
 	recv := func(peer, n int) op { return op{group: "world", name: "recv", n: n, peer: peer} }
 	for name, c := range map[string]struct {
 		ranks    map[int][]op
@@ -143,6 +148,10 @@ func TestAnalyzeVerdicts(t *testing.T) {
 			world, KindBehind, []int{1}, []string{"Rank 1 (PID 101 on n1) has not issued collective 3", "Its last operation is collective 2"}},
 		"other operation": {map[int][]op{0: {sum(true), sum(false)}, 1: {sum(true), {group: "world", name: "broadcast", n: 8}}, 2: {sum(true), sum(false)}},
 			world, KindMismatch, []int{1}, []string{"in collective 2, in the operation", "rank 1 (PID 101 on n1) issued broadcast(8 x Float, root 0) at main.train (main.go:11)"}},
+		"other operation of experts": {map[int][]op{0: {experts("dispatch", 8)}, 1: {experts("combine", 8)}, 2: {experts("dispatch", 8)}},
+			world, KindMismatch, []int{1}, []string{"in the operation", "rank 1 (PID 101 on n1) issued combine(8 x Float)"}},
+		"other tokens for experts": {map[int][]op{0: {experts("dispatch", 8)}, 1: {}, 2: {experts("dispatch", 0)}},
+			world, KindBehind, []int{1}, []string{"has not issued collective 1 (dispatch(8 x Float))"}},
 		"other type": {map[int][]op{0: {with(func(o *op) { o.dtype = "Half" })}, 1: {sum(false)}, 2: {sum(false)}},
 			world, KindMismatch, []int{0}, []string{"in the type", "all_reduce(8 x Half, sum)"}},
 		"other size": {map[int][]op{0: {sum(false)}, 1: {sum(false)}, 2: {with(func(o *op) { o.n = 9 })}},

@@ -61,6 +61,7 @@ type rawEntry struct {
 	Transfer    bool      `json:"is_p2p"`
 	Captured    bool      `json:"captured"`
 	Uneven      bool      `json:"uneven"`
+	Kind        string    `json:"kind"` // of Chorus: instead of the name
 	Reduction   string    `json:"reduction"`
 	Root        *int      `json:"root"`
 	Frames      []struct {
@@ -143,7 +144,7 @@ func (r *rawEntry) entry(t texts) (entry, error) {
 		}
 		name, _, _ = strings.Cut(name, " ")
 	}
-	e.op = t.of(name)
+	e.op = t.of(cmp.Or(r.Kind, name))
 	return e, nil
 }
 

@@ -125,6 +125,9 @@ type Batch interface {
 	// of its operands for NCCL.
 	At(i int) (*Op, Inside, int)
 
+	// Add adds an operation of a communicator of a kind that NCCL does not have: Execute of the Executor executes it.
+	Add(c Inside, op *Op) error
+
 	// Execute gives operation i to NCCL, outside of a group of NCCL.
 	Execute(i int) error
 	// StartGroup starts a group of NCCL and gives it the operations of the services NCCL and
@@ -170,7 +173,12 @@ type Operand struct {
 
 // OperandOf returns the Operand of a slice.
 func OperandOf[T memory.Element](x memory.Slice[T]) Operand {
-	return Operand{cudadrv.DevicePtr(x.Ptr()), x.Len(), x.Buffer()}
+	return OperandAt(x.Ptr(), x.Len(), x.Buffer())
+}
+
+// OperandAt returns the Operand of n elements at an address in a buffer.
+func OperandAt(ptr uint64, n int, b *memory.Buffer) Operand {
+	return Operand{cudadrv.DevicePtr(ptr), n, b}
 }
 
 // Fits reports whether the buffer has n elements, is open, and is on the device.

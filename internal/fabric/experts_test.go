@@ -2,9 +2,7 @@ package fabric_test
 
 import (
 	"bytes"
-	"fmt"
 	"math/rand/v2"
-	"os/exec"
 	"slices"
 	"sync"
 	"testing"
@@ -14,7 +12,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -119,39 +116,23 @@ func runExperts[T memory.Element](t *testing.T, group []member, c *expertsCase[T
 // TestExpertsSourceOnTheHost compiles the CUDA source for the host, and compares the bits of both ways with the results of virtual devices,
 // which package comm compares with a model.
 func TestExpertsSourceOnTheHost(t *testing.T) {
-	seed := rand.Uint64()
-	t.Log("seed ", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
-	switch rng.IntN(3) { // each takes seconds to compile
-	case 0:
-		expertsOnHost(t, "Half", half, rng)
-	case 1:
-		expertsOnHost(t, "BFloat", bfloat, rng)
-	default:
-		expertsOnHost(t, "float", single, rng)
-	}
+	onHost(t, expertsOnHost[memory.Float16Bits], expertsOnHost[memory.BFloat16Bits], expertsOnHost[float32])
 }
 
-func expertsOnHost[T memory.Element](t *testing.T, name string, f float[T], rng *rand.Rand) {
-	ranks := 2 + rng.IntN(2)
-	program := ptxtest.Host(t, fabric.ExpertsSourceOnHost(), "-pthread", "-w", "-DCHORUS_TYPE="+name, "-DCHORUS_CODE=E4M3", fmt.Sprint("-DCHORUS_RANKS=", ranks))
-	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks}), &fabric.Config{Slot: 1 << 20})
+func expertsOnHost[T memory.Element](h *hostSource, f float[T]) {
+	t, rng := h.t, h.rng
+	h.compile(fabric.ExpertsSourceOnHost(), &fabric.Config{Slot: 1 << 20}, "-DCHORUS_CODE=E4M3")
 	number := map[bool]uint32{true: 1}
 	for i := range 6 {
-		c := drawExperts(rng, ranks, f)
-		var in, want bytes.Buffer
+		c := drawExperts(rng, h.ranks, f)
 		l := c.layer
-		put(t, &in, []uint32{uint32(ranks), uint32(l.Experts), uint32(l.TopK), uint32(l.Hidden), uint32(l.MaxTokens), number[l.Small], number[c.weighted], number[c.each],
+		put(t, &h.in, []uint32{uint32(h.ranks), uint32(l.Experts), uint32(l.TopK), uint32(l.Hidden), uint32(l.MaxTokens), number[l.Small], number[c.weighted], number[c.each],
 			uint32(1 + rng.IntN(2)), uint32(32 * (1 + rng.IntN(2))), uint32(i % 2)})
-		for r, got := range runExperts(t, group, c) {
-			put(t, &in, uint32(len(c.ids[r])/l.TopK), c.x[r], c.ids[r], c.weights[r])
-			put(t, &want, got.rows, got.counts, got.routes, got.out, got.choices)
+		for r, got := range runExperts(t, h.group, c) {
+			put(t, &h.in, uint32(len(c.ids[r])/l.TopK), c.x[r], c.ids[r], c.weights[r])
+			put(t, &h.want, got.rows, got.counts, got.routes, got.out, got.choices)
 		}
-		cmd := exec.CommandContext(testgpu.Context(t), program)
-		cmd.Stdin = &in
-		out, err := cmd.Output()
-		require.NoError(t, err)
-		require.True(t, bytes.Equal(want.Bytes(), out), "%+v, weighted %t, packed %d: the bits of the source differ from the Go functions", l, c.weighted, i%2)
+		h.compare("%+v, weighted %t, packed %d", l, c.weighted, i%2)
 	}
 }
 

@@ -1,6 +1,7 @@
 package fabric_test
 
 import (
+	"bytes"
 	"errors"
 	"fmt"
 	"math"
@@ -9,6 +10,7 @@ import (
 	"sync"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/stretchr/testify/require"
 
@@ -386,4 +388,48 @@ func TestNormsThatDiffer(t *testing.T) {
 			})
 		}
 	})
+}
+
+// TestNormSourceOnTheHost compiles the CUDA source of norms for the host, and compares its bits
+// with the results of virtual devices.
+func TestNormSourceOnTheHost(t *testing.T) {
+	onHost(t, normsOnHost[memory.Float16Bits], normsOnHost[memory.BFloat16Bits], normsOnHost[float32])
+}
+
+func normsOnHost[T memory.Element](h *hostSource, f float[T]) {
+	t, rng := h.t, h.rng
+	h.compile(fabric.NormSourceOnHost(t), &fabric.Config{Bytes: 1 << 20}, "-DCHORUS_OP=Sum")
+	for i := range 8 {
+		// A lane has one word, several or none, and a team may have several rows.
+		team, small := 1<<(i/2), rng.IntN(2)
+		c := normCase{rows: 1 + rng.IntN(5), cols: 4 * (1 + rng.IntN(150)), algorithm: fabric.OneShot, eps: 1e-5, scale: []float32{0, 0.1}[small]}
+		threads, teams := 32, 1+rng.IntN(2)
+		if team <= 2 {
+			threads *= 1 + rng.IntN(2)
+		} else {
+			teams = 1 // a GPU thread is a thread of the host
+		}
+		if team == 1 { // more words than one warp has sums of warps, or than there are slots
+			c.rows, c.cols = 1+rng.IntN(2), 4*(1030+rng.IntN(1500))
+		}
+		if i%2 == 1 {
+			c.algorithm = fabric.TwoShotPackets
+		}
+		all := runNorm(t, h.group, f, c, rng.Uint64())
+		var x T
+		words := c.cols * int(unsafe.Sizeof(x)) / 8
+		put(t, &h.in, []uint32{uint32(c.algorithm), uint32(h.ranks), uint32(c.rows), uint32(words), uint32(team * min(c.rows, teams)), uint32(threads), uint32(team), uint32(small)}, []float32{c.eps, c.scale}, all[0].hostWeight)
+		for _, x := range all {
+			n := len(x.hostIn)
+			put(t, &h.in, x.hostIn, x.hostAdd[margin:margin+n])
+			put(t, &h.want, x.gotSum[margin:margin+n])
+			if c.scale == 0 {
+				put(t, &h.want, x.got[margin:margin+n])
+				continue
+			}
+			put(t, &h.want, x.gotSmall[margin:margin+n])
+			h.want.Write(bytes.Repeat([]byte{0x55}, n*(int(unsafe.Sizeof(x.hostIn[0]))-1))) // the rest of the buffer
+		}
+		h.compare("%+v", c)
+	}
 }

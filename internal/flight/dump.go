@@ -72,6 +72,7 @@ type dumpedEntry struct {
 	Transfers     bool      `json:"is_p2p"`
 	Captured      bool      `json:"captured"`
 	Uneven        bool      `json:"uneven,omitempty"` // the sizes may differ between ranks
+	Kind          string    `json:"kind,omitempty"`   // of an operation for which PyTorch has no name
 	Reduction     string    `json:"reduction,omitempty"`
 	Root          *int      `json:"root,omitempty"`
 	Frames        []Frame   `json:"frames"`
@@ -164,6 +165,8 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 		Transfers: Kinds[o.kind].Peer, Captured: o.Captured, Uneven: o.kind >= AllGatherV, Reduction: o.Reduction, Frames: o.Frames,
 	}
 	switch o.kind {
+	case Dispatch, Combine:
+		e.Kind = o.kind.Label()
 	case Send:
 		e.Name += fmt.Sprintf(" %d->%d", r.Rank, o.Root)
 	case Recv:
@@ -394,6 +397,8 @@ func (x *Suspicion) Narrow(r *Recorder, others []*Recorder) {
 // have not issued it do so.
 func (r *Recorder) waitsFor(e Entry, others []*Recorder) bool {
 	switch {
+	case e.Kind.OfExperts():
+		return true
 	case e.N == 0 || e.Kind == AllGatherV || e.Kind == ReduceScatterV || e.Kind == AllToAllV:
 		return false // a rank may have an empty part and not wait
 	case !Kinds[e.Kind].Rooted:

@@ -44,6 +44,14 @@ func TestShortDump(t *testing.T) {
 	require.Equal(t, []uint64{99, 100}, records(shorten(captured, 2)), "a captured operation does not run")
 }
 
+// A rank waits for the others in a dispatch also without tokens, as it does not in an empty collective of NCCL.
+func TestWaitsWithoutElements(t *testing.T) {
+	other := []*Recorder{NewRecorder(0)}
+	for k, waits := range map[Kind]bool{Dispatch: true, Combine: true, AllToAll: false, AllToAllV: false} {
+		require.Equal(t, waits, NewRecorder(0).waitsFor(Entry{Request: Request{Kind: k}}, other), k.Plain())
+	}
+}
+
 // TestAccountIsInTheStatus counts failures and durations, and reads them from the status of the process.
 func TestAccountIsInTheStatus(t *testing.T) {
 	account.errors, account.durations = nil, nil

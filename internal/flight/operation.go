@@ -113,7 +113,7 @@ type Operation struct {
 	Transfer   uint64       // number of the send or receive; for a collective, of the preceding send or receive
 	Name       string       // such as ncclAllReduce
 	DType      memory.DType // of the elements
-	Count      int          // elements, as NCCL counts them for the operation
+	Count      int          // elements, as NCCL counts them for the operation; for Dispatch and Combine, of the rank's tokens
 	In, Out    int          // elements of the source and of the destination
 	Reduction  string       // such as "sum", or ""
 	Root       int          // or the peer of a send or a receive; -1 if there is none
@@ -293,6 +293,8 @@ const (
 	AllGatherV
 	ReduceScatterV
 	AllToAllV
+	Dispatch // of tokens to experts, by Chorus kernels
+	Combine  // of their results
 	NumKinds // the number of kinds plus one
 )
 
@@ -331,7 +333,15 @@ var Kinds = [NumKinds]struct {
 	AllGatherV:     {Name: "AllGatherV", Plain: "all-gather-v", Torch: "ALLGATHER_coalesced", Dst: All, Src: One},
 	ReduceScatterV: {Name: "ReduceScatterV", Plain: "reduce-scatter-v", Torch: "reduce_scatter_tensor_coalesced", Reduces: true, Dst: One, Src: All},
 	AllToAllV:      {Name: "AllToAllV", Plain: "all-to-all-v", Torch: "all_to_all", Dst: All, Src: All},
+
+	// The host knows only the rank's own tokens, not the rows of its experts. PyTorch's tools refuse unknown names.
+	Dispatch: {Name: "Dispatch", Plain: "dispatch", Torch: "all_to_all", Dst: One, Src: One},
+	Combine:  {Name: "Combine", Plain: "combine", Torch: "all_to_all", Dst: One, Src: One},
 }
+
+// OfExperts reports whether the kind is Dispatch or Combine. Ranks may have different numbers of tokens, or none, and
+// wait for all others.
+func (k Kind) OfExperts() bool { return k == Dispatch || k == Combine }
 
 // String returns the name for messages, such as ncclAllReduce.
 func (k Kind) String() string { return Kinds[k].Name }

@@ -76,8 +76,14 @@ func (rs Routers) CloseExperts(ranks []*fabric.Rank) error {
 	return errors.Join(errs...)
 }
 
-// EnqueueExperts is Enqueue for a batch with one operation of each local rank, whose part launch enqueues by a rank of OpenExperts.
-func (b *Batch) EnqueueExperts(launch func(*collective.Op) error) error {
+// EnqueueExperts is Enqueue for a dispatch or a combine of each local rank, whose part launch enqueues by a rank of OpenExperts.
+func (b *Batch) EnqueueExperts(ops []collective.Op, launch func(*collective.Op) error) error {
+	for i, r := range b.routers {
+		if err := b.in.Add(r.in, &ops[i]); err != nil {
+			b.Reset()
+			return err
+		}
+	}
 	b.experts = launch
 	defer func() { b.experts = nil }()
 	return b.Enqueue()

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/rng"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -37,7 +38,18 @@ func layersMain() {
 	flag.IntVar(&m.rounds, "rounds", 9, "rounds of which the median is printed")
 	flag.IntVar(&m.steps, "steps", 10, "steps of a round")
 	flag.BoolVar(&m.sharded, "sharded", false, "shard the weights")
+	flag.BoolVar(&m.priority, "high-priority", false, "give the group's streams precedence")
+	flag.IntVar(&m.blocks, "ctas", 0, "`number` of thread blocks that a collective may have; 0 is its choice")
+	flag.IntVar(&m.carveout, "carveout", 0, "`number` of multiprocessors that products of the backward pass leave to collectives")
 	flag.Parse()
+	if m.carveout > 0 {
+		settings, err := tensor.MatMulDefaults()
+		if err != nil {
+			log.Fatal(err)
+		}
+		settings.SMCarveout = m.carveout
+		m.beside = &tensor.MatMulConfig{Settings: &settings}
+	}
 	if err := m.run(context.Background()); err != nil {
 		log.Fatal(err)
 	}
@@ -46,7 +58,9 @@ func layersMain() {
 // A model is a rank's copy of the layers.
 type model struct {
 	tokens, width, depth, rounds, steps int
-	sharded                             bool
+	sharded, priority                   bool
+	blocks, carveout                    int
+	beside                              *tensor.MatMulConfig // of products that run beside collectives
 
 	g       *comm.Group
 	s       *stream.Stream
@@ -58,7 +72,11 @@ type model struct {
 }
 
 func (m *model) run(ctx context.Context) (err error) {
-	m.g, err = comm.Init(ctx, &comm.InitConfig{Fallback: func(note string) { log.Print(note) }})
+	cfg := comm.Config{HighPriority: m.priority}
+	if m.blocks > 0 {
+		cfg.NCCL = &nccl.Config{MaxCTAs: &m.blocks}
+	}
+	m.g, err = comm.Init(ctx, &comm.InitConfig{Group: &cfg, Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}
@@ -147,7 +165,7 @@ func (m *model) step(r *ddp.Reducer) error {
 	}
 	dy := m.dy
 	for i := m.depth - 1; i >= 0; i-- {
-		if err := tensor.MatMul(m.s, m.grads[i], dy.T(), m.inputs[i], nil); err != nil {
+		if err := tensor.MatMul(m.s, m.grads[i], dy.T(), m.inputs[i], m.beside); err != nil {
 			return err
 		}
 		if r != nil {
@@ -157,7 +175,7 @@ func (m *model) step(r *ddp.Reducer) error {
 		}
 		if i > 0 { // the input of the model needs no gradient
 			dx := m.dx[i%2]
-			if err := tensor.MatMul(m.s, dx, dy, m.weights[i], nil); err != nil {
+			if err := tensor.MatMul(m.s, dx, dy, m.weights[i], m.beside); err != nil {
 				return err
 			}
 			dy = dx
@@ -230,12 +248,12 @@ func (m *model) shardedStep(u *ddp.Units[memory.BFloat16Bits, memory.BFloat16Bit
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(tensor.MatMul(m.s, square(grad[0]), dy.T(), m.inputs[i], nil), u.Ready(m.s, i)); err != nil {
+		if err := errors.Join(tensor.MatMul(m.s, square(grad[0]), dy.T(), m.inputs[i], m.beside), u.Ready(m.s, i)); err != nil {
 			return err
 		}
 		if i > 0 {
 			dx := m.dx[i%2]
-			if err := tensor.MatMul(m.s, dx, dy, square(w[0]), nil); err != nil {
+			if err := tensor.MatMul(m.s, dx, dy, square(w[0]), m.beside); err != nil {
 				return err
 			}
 			dy = dx

@@ -14,7 +14,7 @@ import (
 
 // Two processes measure both kinds of steps, and their gradients agree; otherwise the program fails.
 func TestLayers(t *testing.T) {
-	out := runLayers(t)
+	out := runLayers(t, "-high-priority", "-ctas", "2", "-carveout", "4")
 	for _, want := range []string{"2 ranks, 3 layers of 16, 8 tokens, without reduction: ", "8 tokens, with reduction: "} {
 		require.Contains(t, out, want)
 	}

@@ -489,14 +489,18 @@ func (r *Rank) grid(steps int) grid {
 	return grid{uint32(min(over(steps, threads), r.blocks)), uint32(threads)}
 }
 
-// chunkThreads is the number of threads of the blocks of pipelined operations: with more, two H200s need up to 4 % more time.
+// chunkThreads is the number of threads of many blocks of pipelined operations: with more, two H200s need up to 4 % more time.
 const chunkThreads = 256
 
 // chunkGrid returns the grid for a chunk of cells: all blocks, if each of their threads has a cell. The first warp of each block moves none.
 func (r *Rank) chunkGrid(cells int) grid {
 	g := r.forced
 	if g.threads == 0 {
-		threads := min(over(over(cells, r.blocks), warp)*warp, chunkThreads-warp)
+		most := maxThreads
+		if r.blocks > maxBlocks/2 {
+			most = chunkThreads
+		}
+		threads := min(over(over(cells, r.blocks), warp)*warp, most-warp)
 		g = grid{uint32(min(over(cells, threads), r.blocks)), uint32(threads)}
 	}
 	g.threads = min(g.threads+warp, maxThreads)

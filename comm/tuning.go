@@ -307,9 +307,9 @@ const (
 	// all ranks. The others: every rank reduces a part and sends the result to all ranks.
 	// One-shot and two-shot-packets send packets, two-shot sends plain bytes between
 	// barriers. Two-shot-lines sends lines of 128 bytes; it requires NVLink between all GPUs
-	// and every GPU visible in each process. "pipelined" is two-shot in chunks, of which three
+	// and every GPU visible in each process. "pipelined" is two-shot in chunks, of which several
 	// are in progress at a time. It has no limit of the size, and also runs all-gathers,
-	// reduce-scatters and all-to-alls. A Tuning does not choose it: no GPU has run it yet.
+	// reduce-scatters and all-to-alls. Each rank uses 128 MiB of device memory for it.
 	OwnKernels Strategy = "own"
 	// Windows uses NCCL's kernels for symmetric memory (NCCL 2.27.3 and newer). Small
 	// operands are copied to a window that all ranks have registered, and results are

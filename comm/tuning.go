@@ -179,7 +179,8 @@ func (g *Group) sameSite(ctx context.Context) (Site, error) {
 }
 
 // setInitialTuning gives all ranks of a Tuned group the Tuning of rank 0: its Config.Tuning, or the one
-// of its file. If there is none, setInitialTuning measures one and saves it.
+// of its file. If there is none, setInitialTuning measures one and saves it. It replaces one that is out of date in the file of the user's
+// cache: after an update of the driver or of Chorus, programs must not fail until somebody calls chorus tune.
 func (g *Group) setInitialTuning(ctx context.Context) error {
 	if g.Strategy() != Tuned {
 		return nil
@@ -188,7 +189,7 @@ func (g *Group) setInitialTuning(ctx context.Context) error {
 	if g.cfg != nil {
 		mine = g.cfg.Tuning
 	}
-	found, err := g.shareTuning(ctx, mine)
+	found, err := g.shareTuning(ctx, mine, env.TuningFile.Value() == "")
 	if err != nil || found.Tuning != nil {
 		return err
 	}
@@ -216,7 +217,7 @@ func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
 	if !slices.Contains(g.Strategies(), Tuned) {
 		return badArgument(op, "the group has the strategies %v: make it with Tuned", g.Strategies())
 	}
-	found, err := g.shareTuning(ctx, t)
+	found, err := g.shareTuning(ctx, t, false)
 	if err == nil && found.Tuning == nil {
 		g.routers.UseTuning(nil)
 	}
@@ -230,14 +231,14 @@ type sharedTuning struct {
 	Path   string // the file to write a new Tuning to
 }
 
-// shareTuning sets rank 0's t on all ranks, or the Tuning of its file if t is nil.
-func (g *Group) shareTuning(ctx context.Context, t *Tuning) (x sharedTuning, err error) {
+// shareTuning sets rank 0's t on all ranks, or the Tuning of its file if t is nil. renew says that one that is out of date counts as none.
+func (g *Group) shareTuning(ctx context.Context, t *Tuning, renew bool) (x sharedTuning, err error) {
 	at, err := g.sameSite(ctx)
 	if err != nil {
 		return x, err
 	}
 	if g.hasRank(0) {
-		x = findTuning(t, at)
+		x = findTuning(t, at, renew)
 	}
 	if err := BroadcastValue(ctx, g, 0, &x, JSON); err != nil {
 		return x, err
@@ -258,7 +259,7 @@ func (g *Group) shareTuning(ctx context.Context, t *Tuning) (x sharedTuning, err
 }
 
 // findTuning returns t, or the Tuning of this process's file if t is nil.
-func findTuning(t *Tuning, at Site) (x sharedTuning) {
+func findTuning(t *Tuning, at Site, renew bool) (x sharedTuning) {
 	var err error
 	if t != nil {
 		x.Tuning = t
@@ -268,6 +269,10 @@ func findTuning(t *Tuning, at Site) (x sharedTuning) {
 		}
 	} else if x.Path, err = route.TuningFile(); err == nil {
 		x.Tuning, err = route.LoadTuning(x.Path, at)
+		if renew && errors.Is(err, route.ErrOutdated) {
+			slog.Info("chorus: the group measures its tuning again", "because", err)
+			err = nil
+		}
 	}
 	if err != nil {
 		return sharedTuning{Err: err.Error()}
@@ -325,13 +330,13 @@ const (
 	// CopyEngines uses the devices' copy engines for all-gathers and all-to-alls. It
 	// requires that all ranks are in this process and can access each other's memory, and
 	// that one call, or one NCCL group, has the operations of all ranks and nothing else.
-	// Copy engines occupy no multiprocessor, and are the fastest for large sizes. NCCL
-	// runs all other operations; in a Tuned group the next fastest strategy does.
+	// Copy engines occupy no multiprocessor. NCCL runs all other operations; in a Tuned
+	// group the next fastest strategy does.
 	CopyEngines Strategy = "copy-engines"
 	// Tuned uses a Tuning to select the strategy for each operation, type and size. The
 	// Tuning is Config.Tuning, or comes from the file CHORUS_TUNING_FILE. If the file has
 	// none for these devices, it is measured when the group is made and written to the
-	// file.
+	// file. So is one of another version in the file of the user's cache.
 	Tuned Strategy = "tuned"
 )
 

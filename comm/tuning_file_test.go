@@ -162,6 +162,30 @@ func TestTuningsThatAreRefused(t *testing.T) {
 	require.Equal(t, at, kept.For)
 }
 
+// TestCachedTuningOutOfDate has a tuning of another NCCL in the user's cache, where groups measure again, and in a file that was
+// named, which is refused.
+func TestCachedTuningOutOfDate(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	at := siteOf(t, devs)
+	t.Setenv("XDG_CACHE_HOME", t.TempDir())
+	path, err := comm.TuningFile()
+	require.NoError(t, err)
+	old := anyTuning(at, rand.New(rand.NewPCG(1, 1)))
+	old.For.NCCL = "2.27.3"
+	require.NoError(t, old.Save(t.Context(), path))
+	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned})
+	require.Equal(t, comm.Tuned, g.Strategy())
+	kept, err := comm.LoadTuning(path, at)
+	require.NoError(t, err)
+	require.NotEqual(t, old.Choices, kept.Choices)
+	require.NoError(t, old.Save(t.Context(), path))
+	require.ErrorContains(t, comm.SetTuning(t.Context(), g, nil), "is out of date: it was measured with NCCL 2.27.3")
+
+	t.Setenv(env.TuningFile.Name, path)
+	_, err = comm.Local(t.Context(), devs, &comm.Config{Strategy: comm.Tuned})
+	require.ErrorContains(t, err, "is out of date: it was measured with NCCL 2.27.3, here 2.28.3: measure again with chorus tune")
+}
+
 // TestTuningOfAnotherUser gives the file of a tuning to another user, who could then choose the
 // strategies of this one.
 func TestTuningOfAnotherUser(t *testing.T) {

@@ -25,7 +25,8 @@ strategy "tuned" (CHORUS_COMM_STRATEGY=tuned, or comm.Tuned) use the result.
 
 The result is written to chorus/tuning.json in the user's cache directory, or to
 CHORUS_TUNING_FILE. The file has a section for each GPU model, number of GPUs and layout
-of processes. A section is out of date if NCCL, the driver or the Chorus kernels change.
+of processes. A section is out of date if NCCL, the driver or the Chorus kernels change:
+groups then measure again, and refuse a file that CHORUS_TUNING_FILE names.
 
 Started alone, the command measures the GPUs of this machine in one process. For jobs
 with one process for each GPU, measure in such a job:

@@ -286,6 +286,9 @@ func TuningFile() (string, error) {
 	return filepath.Join(cache, "chorus", "tuning.json"), nil
 }
 
+// ErrOutdated is in the error of a Tuning of a file that was measured under other conditions.
+var ErrOutdated = errors.New("out of date")
+
 // LoadTuning returns the Tuning for a site from a file, and nil if the file has none for
 // the same GPUs and numbers of ranks and processes. It returns an error if the file is
 // invalid, or if its Tuning was measured under other conditions, such as another version.
@@ -302,7 +305,7 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 		return nil, nil
 	}
 	if err := Fits(f.Tunings[i], at); err != nil {
-		return nil, fmt.Errorf("comm: the tuning in %s is out of date: %w", path, err)
+		return nil, fmt.Errorf("comm: the tuning in %s is %w: %w", path, ErrOutdated, err)
 	}
 	return f.Tunings[i], nil
 }

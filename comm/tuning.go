@@ -152,7 +152,7 @@ func (g *Group) Site() (Site, error) {
 // for these only, because NCCL does not reduce there.
 func (g *Group) kernelsVersion() string {
 	if g.alwaysInOrder() {
-		return fabric.Version() + ", deterministic"
+		return fabric.Version() + route.Deterministically
 	}
 	return fabric.Version()
 }

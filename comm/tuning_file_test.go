@@ -178,6 +178,12 @@ func TestCachedTuningOutOfDate(t *testing.T) {
 	kept, err := comm.LoadTuning(path, at)
 	require.NoError(t, err)
 	require.NotEqual(t, old.Choices, kept.Choices)
+	// A deterministic group has a Tuning beside it.
+	other := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Deterministic: &comm.Order{}})
+	require.Equal(t, comm.Tuned, other.Strategy())
+	again, err := comm.LoadTuning(path, at)
+	require.NoError(t, err)
+	require.Equal(t, kept, again)
 	require.NoError(t, old.Save(t.Context(), path))
 	require.ErrorContains(t, comm.SetTuning(t.Context(), g, nil), "is out of date: it was measured with NCCL 2.27.3")
 

@@ -37,7 +37,8 @@ func chorusPerf(t *testing.T, env []string, args ...string) (stdout, stderr stri
 func chorusCommand(t *testing.T, env []string, args ...string) (stdout, stderr string, code int) {
 	t.Helper()
 	cmd := exec.Command(self(t), args...)
-	cmd.Env = append(os.Environ(), append([]string{commandVar + "=1", "CHORUS_BACKEND=virtual"}, env...)...)
+	cmd.Env = append(os.Environ(), commandVar+"=1", "CHORUS_BACKEND=virtual", "CHORUS_TUNING_FILE="+filepath.Join(t.TempDir(), "tuning.json"))
+	cmd.Env = append(cmd.Env, env...)
 	var out, errs bytes.Buffer
 	cmd.Stdout, cmd.Stderr = &out, &errs
 	if err := cmd.Run(); err != nil {

@@ -391,10 +391,15 @@ func tryLock(f *os.File) (bool, error) {
 	return err == nil, err
 }
 
+// Deterministically ends the Kernels of groups whose reductions are deterministic: their times are others.
+const Deterministically = ", deterministic"
+
+func (at Site) deterministic() bool { return strings.HasSuffix(at.Kernels, Deterministically) }
+
 // matches reports whether two sites agree except for versions. If at does not have the number
 // of hosts, it is from an old version and matches any number.
 func (at Site) matches(place Site) bool {
-	return at.GPU == place.GPU && at.Ranks == place.Ranks && (at.Hosts == place.Hosts || at.Hosts == 0) &&
+	return at.deterministic() == place.deterministic() && at.GPU == place.GPU && at.Ranks == place.Ranks && (at.Hosts == place.Hosts || at.Hosts == 0) &&
 		at.Locals == place.Locals && at.Backend == place.Backend
 }
 

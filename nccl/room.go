@@ -19,8 +19,8 @@ import (
 // tens of milliseconds.
 //
 // An operation may legitimately wait for something that the issuing goroutine does later, such as the receive of another
-// process or a host callback. A wait must therefore end by itself: if no operation ends for some time, the next launches go on,
-// but only one part of them, so that few are in flight if another process is then found to be lost. The operations would wait
+// process or a host callback. A wait must therefore end by itself. If no operation ends for some time, one part of the launches
+// goes on, and the next one waits again, so that few are in flight if another process is then found to be lost. The operations would wait
 // on the device anyway, but what the goroutine does after them comes later.
 type room struct {
 	part     int64         // launches from one check to the next; 0 means no bound

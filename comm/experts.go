@@ -294,7 +294,7 @@ func (e *Experts) Dispatch(dst []ExpertRows, x, ids []tensor.Tensor, cfg *Dispat
 	}
 	n := len(e.layers)
 	if len(dst) != n || len(x) != n || len(ids) != n || weights != nil && len(weights) != n {
-		return badArgument(op, "%d destinations, %d tensors of tokens, %d of ids and %d of weights for %s", len(dst), len(x), len(ids), len(weights), plural(n, "local rank"))
+		return badArgument(op, "%d destinations, %d tensors of tokens, %d of ids and %d of weights for %s: want one of each, or no weights", len(dst), len(x), len(ids), len(weights), plural(n, "local rank"))
 	}
 	list := make([]fabric.Dispatch, n)
 	for i := range list {
@@ -357,7 +357,7 @@ func (e *Experts) Combine(out, y, routes []tensor.Tensor, cfg *CombineConfig) er
 	}
 	n := len(e.layers)
 	if len(out) != n || len(y) != n || len(routes) != n || cfg.Weights != nil && len(cfg.Weights) != n || cfg.Rows != nil && len(cfg.Rows) != n {
-		return badArgument(op, "%d results, %d tensors of rows, %d of routes, %d of weights and %d for the choices' rows for %s",
+		return badArgument(op, "%d results, %d tensors of rows, %d of routes, %d of weights and %d for the choices' rows for %s: want one of each, or no weights and no choices' rows",
 			len(out), len(y), len(routes), len(cfg.Weights), len(cfg.Rows), plural(n, "local rank"))
 	}
 	list := make([]fabric.Combine, n)
@@ -470,11 +470,16 @@ type namedTensor struct {
 
 // tokens returns the size of the first dimension.
 func (c *operands) tokens(name string, t tensor.Tensor) int {
-	if most := c.e.layers[c.i].MaxTokens; t.Dims() != 2 || t.Size(0) > most {
-		c.fail("%s is %v: want at most MaxTokens rows, [%d %d]", name, t, most, c.e.layers[c.i].Hidden)
-		return 0
+	l := &c.e.layers[c.i]
+	switch {
+	case t.Dims() != 2:
+		c.fail("%s is %v: want a tensor of two dimensions, [tokens, %d]", name, t, l.Hidden)
+	case t.Size(0) > l.MaxTokens:
+		c.fail("%s is %v: want at most MaxTokens rows, [%d %d]", name, t, l.MaxTokens, l.Hidden)
+	default:
+		return t.Size(0)
 	}
-	return t.Size(0)
+	return 0
 }
 
 func (c *operands) fail(format string, args ...any) {
@@ -512,8 +517,10 @@ func (c *operands) use(name string, t tensor.Tensor, d memory.DType, shape []int
 		return 0
 	}
 	switch {
-	case t.DType() != d || !slices.Equal(t.Shape(), shape) || !t.Contiguous():
+	case t.DType() != d || !slices.Equal(t.Shape(), shape):
 		c.fail("%s is %v: want a contiguous tensor of %s, %v", name, t, d, shape)
+	case !t.Contiguous():
+		c.fail("%s is %v with strides %v: want a contiguous tensor: copy it before", name, t, t.Strides())
 	case t.Len() == 0:
 	case d == c.e.layers[c.i].DType && t.Ptr()%16 != 0:
 		c.fail("%s begins at %#x: want a multiple of 16 bytes: copy it before", name, t.Ptr())

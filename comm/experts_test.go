@@ -605,16 +605,16 @@ func TestExpertsRefuses(t *testing.T) {
 	g := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.Config{})
 	good := comm.ExpertsConfig{DType: memory.BFloat16, Experts: 4, TopK: 2, Hidden: 32, MaxTokens: 3}
 	for want, change := range map[string]func(c *comm.ExpertsConfig){
-		"elements of int32":         func(c *comm.ExpertsConfig) { c.DType = memory.Int32 },
-		"3 experts for 2 ranks":     func(c *comm.ExpertsConfig) { c.Experts = 3 },
-		"0 experts for 2 ranks":     func(c *comm.ExpertsConfig) { c.Experts = 0 },
-		"33 experts for each token": func(c *comm.ExpertsConfig) { c.TopK = 33 },
-		"0 experts for each token":  func(c *comm.ExpertsConfig) { c.TopK = 0 },
-		"want a multiple of 8":      func(c *comm.ExpertsConfig) { c.Hidden = 12 },
-		"want a multiple of 32":     func(c *comm.ExpertsConfig) { c.Hidden, c.Payload = 40, memory.Float8E4M3 },
-		"at most 0 tokens":          func(c *comm.ExpertsConfig) { c.MaxTokens = 0 },
-		"the payload is int8":       func(c *comm.ExpertsConfig) { c.Payload = memory.Int8 },
-		"fewer than 2³¹":            func(c *comm.ExpertsConfig) { c.MaxTokens = 1 << 40 },
+		"elements of int32":                    func(c *comm.ExpertsConfig) { c.DType = memory.Int32 },
+		"3 experts for 2 ranks":                func(c *comm.ExpertsConfig) { c.Experts = 3 },
+		"0 experts for 2 ranks":                func(c *comm.ExpertsConfig) { c.Experts = 0 },
+		"33 experts for each token":            func(c *comm.ExpertsConfig) { c.TopK = 33 },
+		"0 experts for each token":             func(c *comm.ExpertsConfig) { c.TopK = 0 },
+		"want 1 or more, and a multiple of 8":  func(c *comm.ExpertsConfig) { c.Hidden = 12 },
+		"want 1 or more, and a multiple of 32": func(c *comm.ExpertsConfig) { c.Hidden, c.Payload = 40, memory.Float8E4M3 },
+		"at most 0 tokens":                     func(c *comm.ExpertsConfig) { c.MaxTokens = 0 },
+		"the payload is int8":                  func(c *comm.ExpertsConfig) { c.Payload = memory.Int8 },
+		"fewer than 2³¹":                       func(c *comm.ExpertsConfig) { c.MaxTokens = 1 << 40 },
 	} {
 		c := good
 		change(&c)
@@ -643,11 +643,15 @@ func TestExpertsRefuses(t *testing.T) {
 	require.NoError(t, err)
 	tokens := len(c.ids[1]) / 2
 	for want, change := range map[string]func(x, ids []tensor.Tensor, rows []comm.ExpertRows){
-		"on rank 1, x is":              func(x, _ []tensor.Tensor, _ []comm.ExpertRows) { x[1] = big },
-		"x is invalid":                 func(x, _ []tensor.Tensor, _ []comm.ExpertRows) { x[1] = tensor.Tensor{} },
-		"ids: the tensor is on":        func(_, ids []tensor.Tensor, _ []comm.ExpertRows) { ids[1] = ids[0] },
-		"begins at":                    func(x, ids []tensor.Tensor, _ []comm.ExpertRows) { x[1], ids[1] = shifted, other(memory.Int32, 3, 2) },
-		"a contiguous tensor of int32": func(_, ids []tensor.Tensor, _ []comm.ExpertRows) { ids[1] = other(memory.Int64, tokens, 2) },
+		"on rank 1, x is":       func(x, _ []tensor.Tensor, _ []comm.ExpertRows) { x[1] = big },
+		"x is invalid":          func(x, _ []tensor.Tensor, _ []comm.ExpertRows) { x[1] = tensor.Tensor{} },
+		"ids: the tensor is on": func(_, ids []tensor.Tensor, _ []comm.ExpertRows) { ids[1] = ids[0] },
+		"begins at":             func(x, ids []tensor.Tensor, _ []comm.ExpertRows) { x[1], ids[1] = shifted, other(memory.Int32, 3, 2) },
+		"with strides [1 3]: want a contiguous tensor": func(x, ids []tensor.Tensor, _ []comm.ExpertRows) {
+			x[1], ids[1] = other(memory.BFloat16, 32, 3).T(), other(memory.Int32, 3, 2)
+		},
+		"want a tensor of two dimensions": func(x, _ []tensor.Tensor, _ []comm.ExpertRows) { x[1] = other(memory.BFloat16, 96) },
+		"a contiguous tensor of int32":    func(_, ids []tensor.Tensor, _ []comm.ExpertRows) { ids[1] = other(memory.Int64, tokens, 2) },
 		"x and rows share memory": func(x, ids []tensor.Tensor, rows []comm.ExpertRows) {
 			x[1], ids[1] = first(t, rows[1].Rows, 3), other(memory.Int32, 3, 2)
 		},

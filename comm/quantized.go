@@ -62,7 +62,8 @@ type QuantizedConfig struct {
 // taken away. After an error, xs and the errors are undefined.
 //
 // With the strategies of Chorus kernels and Tuned, Chorus kernels do everything, whatever the length, in the
-// group's scratch memory; the recorder has an all-reduce. In other groups, in deterministic ones, and where GPUs
+// group's scratch memory. The recorder has an all-reduce, so it does not show that ranks mix AllReduceQuantized with AllReduce or have other
+// formats: they wait for each other. In other groups, in deterministic ones, and where GPUs
 // cannot access each other's memory, there are three kernels, and NCCL moves the blocks in an
 // all-to-all and an all-gather of bytes. That takes memory for about 33/16 bytes of each element from the group's streams
 // until they have passed the call. The bits are the same.

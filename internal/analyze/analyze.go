@@ -325,7 +325,7 @@ func (j *Job) addComplete(r *Report, s *stuck) {
 			e.position(), s.group.name, names(slow), why, devices(slow)), s.group, e.seq, ranks(slow))
 		return
 	}
-	r.add(KindStuck, fmt.Sprintf("All %d ranks have issued %s of %s in the same way, and none is known to have completed it. %s: %s. chorus perf measures them.",
+	r.add(KindStuck, fmt.Sprintf("All %d ranks have issued %s of %s, the recorders show no difference, and none is known to have completed it. %s: %s. chorus perf measures them.",
 		len(s.issuers), s.op.position(), s.group.name, stuckAdvice(started), devices(s.issuers)), s.group, s.seq, nil)
 }
 

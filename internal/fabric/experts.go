@@ -43,11 +43,11 @@ func (x *ExpertLayer) Check() error {
 	case normFormatOf(x.DType) == nil:
 		return fmt.Errorf("elements of %s: want float16, bfloat16 or float32", x.DType)
 	case x.Experts < 1 || x.Experts%x.Ranks != 0:
-		return fmt.Errorf("%d experts for %d ranks: want a multiple of the number of ranks", x.Experts, x.Ranks)
+		return fmt.Errorf("%d experts for %d ranks: want 1 or more, and a multiple of the number of ranks", x.Experts, x.Ranks)
 	case x.TopK < 1 || x.TopK > maxChoices:
 		return fmt.Errorf("%d experts for each token: want 1 to %d", x.TopK, maxChoices)
 	case x.Hidden < 1 || x.Hidden%unit != 0:
-		return fmt.Errorf("rows of %d elements of %s: want a multiple of %d", x.Hidden, x.DType, unit)
+		return fmt.Errorf("rows of %d elements of %s: want 1 or more, and a multiple of %d", x.Hidden, x.DType, unit)
 	case x.MaxTokens < 1:
 		return fmt.Errorf("at most %d tokens of a rank: want 1 or more", x.MaxTokens)
 	}

@@ -49,8 +49,7 @@
 // Every rank of a group must call the same collectives in the same order with the same
 // lengths and types. Collectives are enqueued on the group's streams, one for each local
 // rank, and return at once; they allocate nothing and start no goroutine. Only a host that is
-// hundreds of operations ahead waits, and goes on slowly while none of them ends; see
-// CHORUS_NCCL_IN_FLIGHT in docs/ENVIRONMENT.md. Order the
+// hundreds of operations ahead waits; see CHORUS_NCCL_IN_FLIGHT in docs/ENVIRONMENT.md. Order the
 // group's streams with other streams by stream.Wait. Memory that was allocated on another
 // stream is freed only after the group's stream has passed its last use.
 //

@@ -281,7 +281,7 @@ func (c *Communicator) wait(ctx context.Context, s *stream.Stream) error {
 // (ncclCommAbort); outputs of unfinished operations are undefined. It may be called by any
 // goroutine, also while another one is blocked in an operation, and is idempotent. NCCL
 // waits for the enqueued operations. Each takes some milliseconds to abort, so Abort takes
-// seconds if CHORUS_NCCL_IN_FLIGHT does not bound their number, or if none has ended for many seconds. Abort returns after ten seconds at the latest; if NCCL is
+// seconds if CHORUS_NCCL_IN_FLIGHT does not bound their number. Abort returns after ten seconds at the latest; if NCCL is
 // still busy, it returns an error and leaks NCCL's communicator, and later calls return
 // that error too. Graphs that captured operations of c are closed with it. During a capture
 // of such a graph, the abort happens at the end of the capture, which then fails, unless an

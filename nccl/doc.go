@@ -24,9 +24,8 @@
 // an error, it was not enqueued on this rank.
 //
 // A host that is far ahead of the device waits in a call. If a communicator has ranks in several processes, an operation
-// waits until the one that was issued about 256 operations before has ended (CHORUS_NCCL_IN_FLIGHT). NCCL needs
-// about 4 ms for each operation that it aborts, so an abort should take at most about 1.4 seconds. For each second in which no
-// operation ends, 64 calls go on, which should make an abort 0.3 seconds longer.
+// waits until the one that was issued about 256 operations before has ended (CHORUS_NCCL_IN_FLIGHT). The communicator can then
+// be aborted within about a second. If no operation ends for a second, the calls go on without that wait until one does.
 //
 // A collective is not always a barrier: a rank waits only for the ranks whose data it needs. The root of a
 // broadcast or a scatter, the other ranks of a reduction or a gather to one, and senders do not wait. In an empty

@@ -19,20 +19,19 @@ import (
 // tens of milliseconds.
 //
 // An operation may legitimately wait for something that the issuing goroutine does later, such as the receive of another
-// process or a host callback. A wait must therefore end by itself. If no operation ends for some time, one part of the launches
-// goes on, and the next one waits again, so that few are in flight if another process is then found to be lost. The operations would wait
-// on the device anyway, but what the goroutine does after them comes later.
+// process or a host callback. A wait must therefore end by itself: if no operation ends for some time, the launches go on
+// without a bound until one does.
 type room struct {
 	part     int64         // launches from one check to the next; 0 means no bound
 	patience time.Duration // 0: processes share GPUs, and a wait has no limit
 
 	launches atomic.Int64
 
-	mu     sync.Mutex
-	next   int               // the oldest of issued
-	issued [roomParts]uint64 // operations that had been issued at the last checks
-	ended  uint64            // operations that are known to have ended
-	since  time.Time         // when that number changed, or a part went on
+	mu      sync.Mutex
+	next    int               // the oldest of issued
+	issued  [roomParts]uint64 // operations that had been issued at the last checks
+	lifted  bool              // there is no bound while the number of operations that have ended is stalled
+	stalled uint64
 }
 
 const (
@@ -79,18 +78,26 @@ func (c *Communicator) awaitRoom(captured bool) {
 	before := r.issued[r.next]
 	r.issued[r.next] = issued
 	r.next = (r.next + 1) % roomParts
-	if ended < before {
-		_ = gpu.DeviceOf(c.dev).Until(context.Background(), "nccl: room for an operation", func() (bool, error) {
-			if !c.alive() {
-				return true, nil
-			}
-			_, blind, err := c.watch.Observe() // an error of the device occurs again in the operation
-			if _, ended = c.rec.Progress(); ended > r.ended {
-				r.ended, r.since = ended, time.Now()
-			}
-			return blind || ended >= before || r.patience > 0 && time.Since(r.since) >= r.patience, err
-		})
+	if ended >= before || r.lifted && ended == r.stalled {
+		return
 	}
-	// The next part waits again. The time begins here for each communicator, so that those of a batch wait together.
-	r.ended, r.since = ended, time.Now()
+	r.lifted = false
+	moved := time.Now()
+	_ = gpu.DeviceOf(c.dev).Until(context.Background(), "nccl: room for an operation", func() (bool, error) {
+		if !c.alive() {
+			return true, nil
+		}
+		_, blind, err := c.watch.Observe() // an error of the device occurs again in the operation
+		_, now := c.rec.Progress()
+		switch {
+		case blind || now >= before:
+			return true, err
+		case now > ended:
+			ended, moved = now, time.Now()
+		case r.patience > 0 && time.Since(moved) >= r.patience:
+			r.lifted, r.stalled = true, now
+			return true, err
+		}
+		return false, err
+	})
 }

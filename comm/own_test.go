@@ -434,18 +434,21 @@ func TestVersionsThatDisagree(t *testing.T) {
 }
 
 // TestOwnKernelsBesideTransfers has two of three ranks send and receive in the group that
-// has their all-reduce: what carries that out must not depend on it.
+// has their all-reduce: what carries that out must not depend on it. The third rank has a goroutine of its own, because
+// NCCL waits for the GPUs' kernels when it connects two ranks, and these wait for the third rank.
 func TestOwnKernelsBesideTransfers(t *testing.T) {
 	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
 		g := localOwn(t, devs, nil)
 		xs, hs := shards(t, g, 24)
 		ys, sent := shards(t, g, 24)
 		reduce := func(on nccl.Issuer, i int) error { return nccl.AllReduce(on, g.Stream(i), xs[i], xs[i], nccl.Sum) }
+		third := make(chan error, 1)
+		go func() { third <- alone(g, 2, func(on nccl.Issuer) error { return reduce(on, 2) }) }()
 		require.NoError(t, routed(g, func(b *nccl.Batch) error {
 			return errors.Join(reduce(b.On(g.Communicator(0)), 0), nccl.Send(b.On(g.Communicator(0)), g.Stream(0), ys[0], 1),
 				nccl.Recv(b.On(g.Communicator(1)), g.Stream(1), ys[1], 0), reduce(b.On(g.Communicator(1)), 1))
 		}))
-		require.NoError(t, alone(g, 2, func(on nccl.Issuer) error { return reduce(on, 2) }))
+		require.NoError(t, <-third)
 		require.NoError(t, g.Wait(testgpu.Context(t)))
 		for i := range xs {
 			require.Equal(t, total(hs), read(t, g, i, xs[i]))

@@ -298,7 +298,9 @@ const (
 	// other's memory, and at most 8. NCCL runs everything else. Each rank uses up to 35
 	// MiB of device memory for them, which counts as allocated (Tuned: 128 MiB). While
 	// such an operation waits for other ranks, its kernel occupies the device. All ranks
-	// get bitwise identical results. Groups of Split use only NCCL.
+	// get bitwise identical results. Groups of Split use only NCCL. Where NCCL connects two ranks, for example at
+	// their first transfer, it waits for such kernels. So a goroutine that issues for several ranks
+	// issues a collective of all of them in one NCCL group, as with NCCL.
 	//
 	// Chorus kernels run operations on the group's streams, issued alone or as the only
 	// collective of their rank in an NCCL group. A rank's operations run one after the

@@ -562,6 +562,12 @@ func (c *coordinator) hasDrained() bool {
 	return c.faults.lost != nil || !slices.ContainsFunc(c.workers, func(p *peer) bool { return p.state == peerJoined })
 }
 
+// isOver reports whether a world was complete or has failed, and all its processes have left. Another process may still come and
+// learn of the failure.
+func (c *coordinator) isOver() bool {
+	return (c.world != nil || c.faults.lost != nil || c.joinFailure != nil) && !slices.ContainsFunc(c.workers, func(p *peer) bool { return p.state == peerJoined })
+}
+
 // attendance returns the members that have joined, of the hosts or of the workers.
 func (c *coordinator) attendance() attendance {
 	var r attendance

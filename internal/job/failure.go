@@ -123,6 +123,24 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 	}
 }
 
+// delist takes a worker off the list of a registry. It has left if reason is "".
+func (c *coordinator) delist(p *peer, reason string) {
+	p.state = peerGone
+	c.workers = remove(c.workers, p)
+	d := Departure{Member: p.reg.Member, Reason: reason, Planned: reason == ""}
+	if d.Planned {
+		d.Reason = "left"
+	} else {
+		c.say(fmt.Sprintf("member %s (%s) is lost: %s", d.Name, memberList([]Member{d.Member}), reason))
+	}
+	if len(c.departed) == maxDepartures {
+		c.departed = c.departed[1:]
+	}
+	c.departed = append(slices.Clip(c.departed), d)
+	c.act(listed{})
+	c.act(delisted{d})
+}
+
 // counts reports whether the end of p's connection is a loss. The launcher of a host without workers still votes if
 // processes call Run.
 func (c *coordinator) counts(p *peer) bool {
@@ -504,7 +522,7 @@ func (c *coordinator) awaitHosts(f Fault) {
 	for _, p := range c.agents {
 		p.ready, p.state = false, peerJoined
 	}
-	c.admitLateHosts()
+	c.admitLate()
 	if len(c.agents) < c.cfg.leastHosts() {
 		c.say(f.text() + "; waiting for another host")
 	}
@@ -513,19 +531,6 @@ func (c *coordinator) awaitHosts(f Fault) {
 // admitsLateHosts reports whether a host may wait for a place in a job that is complete.
 func (c *coordinator) admitsLateHosts() bool {
 	return c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents
-}
-
-// admitLateHosts gives free places to hosts that wait for one.
-func (c *coordinator) admitLateHosts() {
-	for len(c.late) > 0 && len(c.agents) < c.cfg.agents {
-		p := c.late[0]
-		c.late = c.late[1:]
-		if r := c.hostObjection(p.host); r != nil { // another host has its node rank
-			c.refuse(p, *r)
-			continue
-		}
-		c.agents = append(c.agents, p)
-	}
 }
 
 // agentReady records that the workers of a host have exited after a failure.
@@ -676,15 +681,6 @@ func (c *coordinator) failedAfter(host string, run time.Duration, reason string)
 		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: fmt.Sprintf("its host is excluded for %v", d)})
 	}
 	c.after(d, deadline{what: dueReturnTo})
-}
-
-// admitLate gives free places to hosts that wait for one and are not excluded.
-func (c *coordinator) admitLate() {
-	late := c.late
-	c.late = nil
-	for _, a := range late {
-		c.admitHost(a)
-	}
 }
 
 // A ledger is what the next coordinator must know beside the epochs: the restarts so far, and whether the program has

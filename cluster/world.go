@@ -61,10 +61,6 @@ func (w *World) Epoch() int { return int(w.epoch) }
 // epoch it returns nil.
 func (w *World) New() []int { return slices.Clone(w.new) }
 
-// IsNew reports whether rank was not in the epoch before. In the first epoch it returns
-// false for all ranks.
-func (w *World) IsNew(rank int) bool { return slices.Contains(w.new, rank) }
-
 // Left returns the processes that have left the job since the last epoch that this process took part
 // in, with the reasons. If this process has missed an epoch, because the coordinator was lost as
 // the epoch began, the reasons of departures before it are unknown. Left may differ between ranks,

@@ -420,9 +420,7 @@ func (a *Agent) event(k *Client, m Message) {
 			return
 		} else if err != nil {
 			a.refuseLeader(k, err)
-			return
 		}
-		_ = k.Send(Message{Kind: kindInformed, Epoch: m.Epoch}) // the reader handles a failure
 	case kindNote:
 		var f Fault
 		if m.Record(&f) == nil {

@@ -473,8 +473,6 @@ func (c *coordinator) handleAgent(p *peer, m msg) error {
 		c.voted(p, m.id)
 	case kindAccepted:
 		c.accepted(p, m.id)
-	case kindInformed:
-		c.informed(p)
 	case kindRecorded:
 		c.recorded(p, m.id)
 	case kindExit:
@@ -678,7 +676,6 @@ type peer struct {
 	recording uint64 // number of the last entry of the ledger that it was sent, and of the last that it has
 	recorded  uint64
 	voted     bool   // it stays with this coordinator in the current attempt
-	informed  bool   // it knows of the first epoch
 	asked     uint64 // number of the last proposal that it was sent, and of the last one that it has
 	answered  uint64
 	ready     bool // no worker of an earlier attempt is running

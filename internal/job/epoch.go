@@ -107,11 +107,9 @@ func (c *coordinator) beginElastic(start func()) {
 		return
 	}
 	c.voterSets = []voterSet{c.voters(c.plan)}
-	for _, a := range c.agents {
-		a.informed = false
-	}
 	c.act(observe{begun: true})
 	c.tellNews("")
+	c.record(c.startFirst) // a launcher that has recorded the ledger has received the news before
 	c.admitLate()
 }
 

@@ -874,17 +874,6 @@ func (c *coordinator) proposedMembers() (out []newMember) {
 	return out
 }
 
-// informed records that an agent knows of an epoch. When all of the first epoch do, each of them can go on without this
-// coordinator, and the epoch begins.
-func (c *coordinator) informed(a *peer) {
-	a.informed = true
-	if e := c.elastic; e != nil && e.start != nil && !slices.ContainsFunc(c.agents, func(a *peer) bool {
-		return !a.informed && a.state != peerGone && slices.Contains(c.voterSets[0], a.host.UUID)
-	}) {
-		c.startFirst()
-	}
-}
-
 // accepted records that an agent has the proposal.
 func (c *coordinator) accepted(a *peer, try uint64) {
 	if e := c.elastic; e != nil && e.phase == phasePropose && try == e.try && a.asked == try {

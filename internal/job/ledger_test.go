@@ -45,8 +45,8 @@ func TestRestartsSurviveTheCoordinator(t *testing.T) {
 		require.Equal(t, 1, j.retries.total)
 		j.hear(t, c)
 		j.do(func() {
-			j.recorded(j.hosts["a"], 1)
-			j.recorded(j.hosts["c"], 1)
+			j.recorded(j.hosts["a"], j.lastEntry)
+			j.recorded(j.hosts["c"], j.lastEntry)
 		})
 		require.Empty(t, j.ordersTo(t, "b"), "b has not recorded it")
 
@@ -77,9 +77,9 @@ func TestLedgerWithoutALostHost(t *testing.T) {
 		j.cfg.again = restartPolicy{most: 1}
 		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1}) })
 		j.do(func() {
-			j.recorded(j.hosts["a"], 1)
-			j.recorded(j.hosts["b"], 1)
-			j.recorded(j.hosts["c"], 0)
+			j.recorded(j.hosts["a"], j.lastEntry)
+			j.recorded(j.hosts["b"], j.lastEntry)
+			j.recorded(j.hosts["c"], j.lastEntry-1)
 		})
 		require.Empty(t, j.ordersTo(t, "b"))
 		j.lose("c")

@@ -44,7 +44,7 @@ func newPaperJob(uuids ...string) *paperJob {
 	j.do(func() {
 		j.commitWorld()
 		for _, a := range j.agents {
-			j.informed(a)
+			j.recorded(a, j.lastEntry)
 		}
 	})
 	return j

@@ -481,7 +481,7 @@ func (a *Agent) news(epoch uint64, n news) error {
 	return nil
 }
 
-// adopt begins the first attempt.
+// adopt begins an attempt.
 func (a *Agent) adopt(t *attempt) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -552,9 +552,7 @@ func (a *Agent) planned(k *Client, epoch uint64, p plan, err error) {
 	if err == nil {
 		var t *attempt
 		if t, err = a.newAttempt(k, epoch, p); err == nil {
-			a.mu.Lock()
-			a.Now.Store(t)
-			a.mu.Unlock()
+			a.adopt(t)
 			a.plans <- t // the coordinator sends one plan for each call of Next
 			return
 		}

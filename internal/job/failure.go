@@ -75,8 +75,7 @@ func (c *coordinator) lastFaults() {
 	}
 	unfinished := func(p *peer) bool { return p.state == peerJoined }
 	if c.plan != nil && slices.ContainsFunc(c.agents, unfinished) {
-		c.fail(Fault{Rank: -1, Host: c.cfg.Self.Host, PID: c.cfg.Self.PID, Code: -1,
-			Reason: "its launcher, which coordinated the job, left before all workers had ended"}, tellAll)
+		c.fail(c.ownFault("its launcher, which coordinated the job, left before all workers had ended"), tellAll)
 	}
 }
 
@@ -107,10 +106,10 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 	}
 	if (c.plan != nil || c.world != nil) && !c.isElastic() && !why.closed && c.isCutOff(p) {
 		p.state = peerGone
-		self := c.cfg.Self
 		c.later(func() {
-			c.fail(Fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Silent: c.silent(p), Code: -1, Reason: fmt.Sprintf(
-				"cut off from the other hosts: it coordinates the job and has heard none of them for %v", c.silent(p).Round(100*time.Millisecond))}, tellAll)
+			f := c.ownFault(fmt.Sprintf("cut off from the other hosts: it coordinates the job and has heard none of them for %v", c.silent(p).Round(100*time.Millisecond)))
+			f.Silent = c.silent(p)
+			c.fail(f, tellAll)
 		})
 		return
 	}
@@ -118,8 +117,9 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 	case roleAgent:
 		c.loseAgent(p, c.agentEnd(why))
 	case roleWorker:
-		c.workerDisconnected(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID,
-			Silent: c.silent(p), Reason: why.reason, Code: -1, Closed: why.closed}, why.closed)
+		f := c.lossOf(p, why.reason)
+		f.Closed = why.closed
+		c.workerDisconnected(p, f, why.closed)
 	}
 }
 
@@ -183,9 +183,23 @@ func (c *coordinator) agentEnd(why ending) agentEnd {
 	return end
 }
 
-// hostFault returns the loss of a host.
-func (c *coordinator) hostFault(p *peer, reason string) Fault {
-	return Fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: c.silent(p), Reason: reason, Code: -1}
+// fault returns the loss of a process for a reason that is not its silence.
+func (p *peer) fault(reason string) Fault {
+	m := p.member()
+	return Fault{Rank: m.Rank, Host: m.Host, PID: m.PID, Reason: reason, Code: -1}
+}
+
+// lossOf returns the loss of a process, which was last heard some time ago.
+func (c *coordinator) lossOf(p *peer, reason string) Fault {
+	f := p.fault(reason)
+	f.Silent = c.silent(p)
+	return f
+}
+
+// ownFault returns the loss of this process.
+func (c *coordinator) ownFault(reason string) Fault {
+	self := c.cfg.Self
+	return Fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Reason: reason, Code: -1}
 }
 
 // failHost fails a job of a fixed size because of a host. A pending loss of one of its workers is a consequence.
@@ -321,9 +335,7 @@ func (c *coordinator) memberTimedOut(p *peer) {
 	w := c.faults.pending
 	consequence := w != nil && (w.peer == p || c.agentOf(w.peer) == p)
 	p.state = peerGone
-	self := c.cfg.Self
-	f := Fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Code: -1, Reason: fmt.Sprintf(
-		"silent for %v, so that %s disconnected: stopped or starved", self.LostAfter, memberList([]Member{p.member()}))}
+	f := c.ownFault(fmt.Sprintf("silent for %v, so that %s disconnected: stopped or starved", c.cfg.Self.LostAfter, memberList([]Member{p.member()})))
 	if consequence {
 		c.resolve(f, tellAll)
 		return
@@ -447,7 +459,7 @@ func (c *coordinator) pathFailed(from *peer, r pathReport) {
 		if c.isElastic() {
 			c.loseAgent(p, agentEnd{reason: reason})
 		} else { // it is still connected, and learns the reason, too
-			c.failHost(p, c.hostFault(p, reason))
+			c.failHost(p, c.lossOf(p, reason))
 		}
 		return
 	}
@@ -678,7 +690,7 @@ func (c *coordinator) failedAfter(host string, run time.Duration, reason string)
 		host, d, f.inARow, shortRun*c.cfg.again.backoff, reason))
 	for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Host != host || p.elastic.exit != nil }) {
 		c.elastic.exempt[p.home] = true
-		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: fmt.Sprintf("its host is excluded for %v", d)})
+		c.loseWorker(p, p.fault(fmt.Sprintf("its host is excluded for %v", d)))
 	}
 	c.after(d, deadline{what: dueReturnTo})
 }

@@ -197,7 +197,7 @@ func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 		return
 	}
 	if c.isElastic() {
-		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: "left the job", Code: -1})
+		c.loseWorker(p, p.fault(leftReason))
 		return
 	}
 	p.state = peerGone
@@ -477,7 +477,7 @@ func (c *coordinator) loseAgent(p *peer, end agentEnd) {
 	if !end.ended && !end.knows {
 		c.lease(p)
 	}
-	f := c.hostFault(p, end.reason)
+	f := c.lossOf(p, end.reason)
 	switch elastic := c.isElastic(); {
 	case elastic && (state == peerJoined || !end.left):
 		c.loseHost(p, f)
@@ -618,7 +618,7 @@ func (c *coordinator) stepDown(reason string) {
 	e, self := c.elastic, c.cfg.Self
 	f := e.last
 	if f.Reason == "" {
-		f = Fault{Rank: -1, Host: self.Host, PID: self.PID, Code: -1, Reason: reason}
+		f = c.ownFault(reason)
 	} else {
 		f.Reason += "; " + reason
 	}
@@ -693,7 +693,7 @@ func (c *coordinator) takeOver() {
 	e := newElastic()
 	e.begun, e.inherited, e.takenOver = s.begun, &history{Epoch: ch.Epoch, Voters: ch.Voters, Proposed: ch.open(ch.Epoch)}, c.now
 	took := "took over from a coordinator that was lost: " + ch.Reason
-	e.last = Fault{Rank: -1, Host: c.cfg.Self.Host, PID: c.cfg.Self.PID, Code: -1, Reason: "it " + took}
+	e.last = c.ownFault("it " + took)
 	e.why = fmt.Sprintf("host %s %s", c.cfg.Self.Host, took)
 	c.elastic = e
 	c.inherit(ch.Ledger)

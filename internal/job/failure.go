@@ -104,7 +104,7 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 		c.delist(p, why.reason)
 		return
 	}
-	if (c.plan != nil || c.world != nil) && !c.isElastic() && !why.closed && c.isCutOff(p) {
+	if (c.plan != nil || c.world != nil) && c.restart == nil && !c.isElastic() && !why.closed && c.isCutOff(p) {
 		p.state = peerGone
 		c.later(func() {
 			f := c.ownFault(fmt.Sprintf("cut off from the other hosts: it coordinates the job and has heard none of them for %v", c.silent(p).Round(100*time.Millisecond)))

@@ -229,13 +229,13 @@ func TestJobsOfAFixedSize(t *testing.T) {
 				j.next()
 			}
 		}
-		for n := 0; j.plan == nil && len(j.live()) < most && n < most; n++ {
-			j.comes()
-		}
 		for range 40 { // each limit passes
 			for j.next() {
 			}
 			j.passes(10 * time.Second)
+			if j.plan == nil && len(j.live()) < most {
+				j.comes()
+			}
 		}
 		starts++
 		restarts += j.retries.total
@@ -250,6 +250,44 @@ func TestJobsOfAFixedSize(t *testing.T) {
 	}
 	t.Logf("%d jobs with %d restarts", starts, restarts)
 	require.Greater(t, restarts, 500)
+}
+
+// All other hosts vanish while the job waits for its restart. Nothing runs any more that the coordinator could be cut off from: the
+// job waits for other hosts.
+func TestHostsVanishDuringARestart(t *testing.T) {
+	j := &fixedJob{t: t, rng: rand.New(rand.NewPCG(1, 7)), paperJob: onPaper(CoordConfig{agents: 3, again: restartPolicy{most: 1},
+		Self: Welcome{Host: "h0", Agent: "h0", Rank: -1, LostAfter: time.Second}})}
+	settles := func() {
+		for j.next() {
+		}
+	}
+	for range 3 {
+		j.comes()
+	}
+	settles()
+	for _, h := range j.hosts {
+		j.attaches(h)
+	}
+	settles()
+	require.NotNil(t, j.world)
+	j.exits(j.hosts[0], 3, false)
+	for len(j.hosts[0].out) > 0 {
+		f := j.hosts[0].out[0]
+		j.hosts[0].out = j.hosts[0].out[1:]
+		f()
+	}
+	require.NotNil(t, j.restart)
+	j.now += 2 * time.Second
+	j.hosts[0].peer.heard = j.now
+	for _, h := range j.hosts[1:] {
+		j.leaves(h)
+	}
+	require.Len(t, j.agents, 1)
+	j.comes()
+	j.comes()
+	settles()
+	require.NotNil(t, j.plan)
+	require.Len(t, j.plan.Hosts, 3)
 }
 
 func (j *fixedJob) find(uuid string) *fixedHost {

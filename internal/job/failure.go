@@ -106,6 +106,7 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 	}
 	if (c.plan != nil || c.world != nil) && c.restart == nil && !c.isElastic() && !why.closed && c.isCutOff(p) {
 		p.state = peerGone
+		c.late = remove(c.late, p)
 		c.later(func() {
 			f := c.ownFault(fmt.Sprintf("cut off from the other hosts: it coordinates the job and has heard none of them for %v", c.silent(p).Round(100*time.Millisecond)))
 			f.Silent = c.silent(p)
@@ -327,7 +328,7 @@ func (c *coordinator) memberTimedOut(p *peer) {
 		c.delist(p, fmt.Sprintf("it has heard nothing from the registry for %v and disconnected", c.cfg.Self.LostAfter))
 		return
 	}
-	if c.isElastic() {
+	if c.isElastic() || p.role == roleAgent && (c.plan == nil || !slices.Contains(c.agents, p)) { // no process of the job runs on its host
 		c.lostTouch(p)
 		return
 	}

@@ -144,8 +144,11 @@ func (j *fixedJob) leaves(h *fixedHost) {
 	if h.worker != nil && !h.worker.over {
 		j.happens(disconnected{h.worker, ending{reason: "silent for 1s"}})
 	}
-	if j.rng.IntN(2) == 0 {
+	switch j.rng.IntN(3) {
+	case 0:
 		j.happens(received{h.peer, msg{kind: kindLeave, epoch: FirstEpoch}})
+	case 1: // the coordinator was starved
+		j.happens(received{h.peer, msg{kind: KindSilent, epoch: FirstEpoch}})
 	}
 	j.happens(disconnected{h.peer, ending{reason: "silent for 1s"}})
 }

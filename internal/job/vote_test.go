@@ -79,6 +79,9 @@ func TestOneHostTooMany(t *testing.T) {
 	require.NotNil(t, j.plan)
 	require.Equal(t, []string{"a", "b", "d"}, []string{j.plan.Hosts[0].UUID, j.plan.Hosts[1].UUID, j.plan.Hosts[2].UUID})
 	require.Equal(t, []*peer{j.hosts["e"]}, j.late, "it may replace a host that is lost")
+	_ = j.happen(received{j.hosts["e"], msg{kind: KindSilent}}) // it has lost the coordinator, which was starved
+	require.Empty(t, j.late)
+	require.Nil(t, j.faults.stop, "the job does not need it")
 
 	j = onPaper(CoordConfig{agents: 2, Self: Welcome{Agent: "a", Host: "a", LostAfter: time.Second}})
 	j.joinsJobOf("a", 2)

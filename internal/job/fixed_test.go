@@ -1,6 +1,7 @@
 package job
 
 import (
+	"flag"
 	"fmt"
 	"math/rand/v2"
 	"testing"
@@ -8,6 +9,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 )
+
+var fixedJobs = flag.Uint64("fixedjobs", 3000, "number of jobs of a fixed size that are simulated")
 
 // A fixedJob is a coordinator of a job of a fixed size, with launchers and processes that do what those of `chorus run` and Attach do.
 // Their messages arrive in any order, but those of one process in the order in which it sent them.
@@ -204,8 +207,8 @@ func (j *fixedJob) next() bool {
 
 // A job of a fixed size whose hosts come, fail and leave in any order neither stalls nor has more hosts than places.
 func TestJobsOfAFixedSize(t *testing.T) {
-	restarts, starts := 0, 0
-	for seed := range uint64(3000) {
+	restarts := 0
+	for seed := range *fixedJobs {
 		rng := rand.New(rand.NewPCG(seed, 7))
 		most := 1 + rng.IntN(3)
 		j := &fixedJob{t: t, rng: rng, paperJob: onPaper(CoordConfig{agents: most, least: 1 + rng.IntN(most), again: restartPolicy{most: rng.IntN(3), backoff: time.Second},
@@ -240,7 +243,6 @@ func TestJobsOfAFixedSize(t *testing.T) {
 				j.comes()
 			}
 		}
-		starts++
 		restarts += j.retries.total
 		if j.faults.stop != nil && j.restart == nil { // no restart is left
 			j.require(j.retries.total == j.cfg.again.most || !j.faults.stop.Again, "stopped after %d restarts", j.retries.total)
@@ -251,8 +253,8 @@ func TestJobsOfAFixedSize(t *testing.T) {
 			j.require(!j.find(h.UUID).gone, "%s is in the plan, and has gone", h.UUID)
 		}
 	}
-	t.Logf("%d jobs with %d restarts", starts, restarts)
-	require.Greater(t, restarts, 500)
+	t.Logf("%d jobs with %d restarts", *fixedJobs, restarts)
+	require.NotZero(t, restarts)
 }
 
 // All other hosts vanish while the job waits for its restart. Nothing runs any more that the coordinator could be cut off from: the

@@ -19,7 +19,7 @@ type EnlistConfig struct {
 	Job   string // as in RegistryConfig
 	Addr  string // host:port of the registry
 	Name  string // of this process, unique among the members
-	Value []byte // for Registry.Members; at most MaxRegistryValue bytes
+	Value []byte // for Registry.Members; at most 16 KiB
 	Host  string // as in JoinConfig
 	// Secret and Insecure are as in RegistryConfig.
 	Secret   []byte
@@ -56,8 +56,8 @@ func Enlist(ctx context.Context, cfg *EnlistConfig) (*Enlistment, error) {
 	if cfg == nil || cfg.Addr == "" || cfg.Name == "" {
 		return nil, job.BadConfig("enlist: no address or no name: set EnlistConfig.Addr and Name")
 	}
-	if len(cfg.Value) > MaxRegistryValue {
-		return nil, job.BadConfig("enlist as %s: the value has %d bytes: want at most %d", cfg.Name, len(cfg.Value), MaxRegistryValue)
+	if len(cfg.Value) > job.MaxEnlistedBytes {
+		return nil, job.BadConfig("enlist as %s: the value has %d bytes: want at most %d", cfg.Name, len(cfg.Value), job.MaxEnlistedBytes)
 	}
 	c, err := (&JoinConfig{Job: cfg.Job, Addr: cfg.Addr, Name: cfg.Name, Host: cfg.Host, Secret: cfg.Secret, Insecure: cfg.Insecure, Timing: cfg.Timing, Notify: cfg.Notify}).complete()
 	if err != nil {
@@ -92,7 +92,7 @@ func enlist(ctx context.Context, c *JoinConfig, key job.Credential, value []byte
 	if err != nil {
 		return nil, err
 	}
-	m := &Enlistment{cfg: c, worlds: make(chan invitation, MaxRegistryWorlds), answer: make(chan error, 1)}
+	m := &Enlistment{cfg: c, worlds: make(chan invitation, maxWorlds), answer: make(chan error, 1)}
 	reg := c.registration()
 	reg.Enlists, reg.Value = true, value
 	m.k, err = c.register(l, hello, key, reg, m.event)
@@ -165,9 +165,6 @@ func (m *Enlistment) finish(err error) {
 	}
 }
 
-// Name returns the name of this process on the list.
-func (m *Enlistment) Name() string { return m.cfg.Name }
-
 // World waits until the registry begins the next world with this process, and returns a session in it when all its members
 // have called World. Each call belongs to one call of Registry.Begin, in the same order. The session has
 // its own store and its own losses. It is independent of the enlistment, and of other worlds: close it when its group is closed.
@@ -183,7 +180,7 @@ func (m *Enlistment) World(ctx context.Context) (*Session, error) {
 	case <-ctx.Done():
 		return nil, fmt.Errorf("cluster: wait for a world of registry %q: %w", m.cfg.Job, context.Cause(ctx))
 	}
-	if in.Size < 1 || in.Size > MaxRegistryMembers || in.rank >= uint64(in.Size) {
+	if in.Size < 1 || in.Size > job.MaxEnlisted || in.rank >= uint64(in.Size) {
 		return nil, fmt.Errorf("cluster: registry %q invites to rank %d of %d", m.cfg.Job, in.rank, in.Size)
 	}
 	rank, c := int(in.rank), *m.cfg
@@ -200,7 +197,7 @@ func (m *Enlistment) World(ctx context.Context) (*Session, error) {
 	if err != nil && m.ctx.Err() != nil {
 		return nil, m.delisted()
 	}
-	if unknown, ok := errors.AsType[*AuthError](err); ok {
+	if unknown, ok := errors.AsType[*job.AuthError](err); ok {
 		return nil, fmt.Errorf("cluster: world %s has ended before this process came: %w", c.Job, unknown)
 	}
 	return s, err

@@ -1,7 +1,6 @@
 package cluster
 
 import (
-	"bytes"
 	"cmp"
 	"fmt"
 	"hash/fnv"
@@ -325,22 +324,11 @@ func (r *reader) pmiJob() string {
 // ancestor returns the nearest ancestor of this process whose program's name has a prefix, or 0.
 func ancestor(prefix string) int {
 	for pid := os.Getppid(); pid > 1; {
-		text, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-		// pid (name) state parent ...: the name may contain parentheses.
-		first, last := bytes.IndexByte(text, '('), bytes.LastIndexByte(text, ')')
-		if err != nil || first < 0 || last < first {
-			return 0
-		}
-		if bytes.HasPrefix(text[first+1:], []byte(prefix)) {
+		p := job.ProcessOf(pid)
+		if strings.HasPrefix(p.Name, prefix) {
 			return pid
 		}
-		rest := bytes.Fields(text[last+1:])
-		if len(rest) < 2 {
-			return 0
-		}
-		if pid, err = strconv.Atoi(string(rest[1])); err != nil {
-			return 0
-		}
+		pid = p.Parent
 	}
 	return 0
 }

@@ -38,7 +38,7 @@ func (cfg *JoinConfig) whereabouts(ctx context.Context, key job.Credential) (at 
 // hasLostCoordinator reports whether this process may go on with another coordinator.
 func (r *runner) hasLostCoordinator() bool {
 	how := job.Loss(r.k.Loss.Load())
-	return r.cfg.agentAt != "" && r.k.Ctx.Err() != nil && r.parent.Err() == nil && how != job.NotLost && len(r.end) == 0
+	return !r.once && r.cfg.agentAt != "" && r.k.Ctx.Err() != nil && r.parent.Err() == nil && how != job.NotLost && len(r.end) == 0
 }
 
 // followAgent registers with the coordinator that the launcher has chosen after the loss of the last one.
@@ -96,7 +96,9 @@ func lostBecause(k *job.Client, why string) error {
 // register tells a coordinator of this process.
 func (r *runner) register(l *job.Link, hello job.Welcome) error {
 	reg := r.cfg.registration()
-	reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
+	if !r.once {
+		reg.Elastic, reg.Agent, reg.Least = true, r.cfg.agent, r.least
+	}
 	if r.now != nil {
 		reg.Seat, reg.By, reg.Member = r.now.epoch, r.Followed, r.now.me
 	}

@@ -87,7 +87,7 @@ type JoinConfig struct {
 //   - a *JoinTimeoutError that lists the missing processes, after CHORUS_JOIN_TIMEOUT,
 //   - a *DuplicateError if another process has the same rank (before the world is
 //     complete, the join then fails in all processes),
-//   - an *AuthError if the coordinator has another secret or job,
+//   - an error that says so if the coordinator has another secret or job,
 //   - a *MemberLostError if a process of the job ended during the join,
 //   - a *ConfigError if variables contradict each other or some are missing.
 //
@@ -261,25 +261,15 @@ func (cfg *JoinConfig) serve(ctx context.Context, key job.Credential) (*job.Serv
 	}), nil
 }
 
-// join connects to the coordinator and waits until the world is complete. The time to join begins
-// at start, and ctx ends when it is over.
+// join joins a world of a job with one epoch. The time to join begins at start, and ctx ends when it is over.
 func (cfg *JoinConfig) join(ctx context.Context, key job.Credential, coord *job.Server, start time.Time) (*Session, error) {
-	l, hello, err := cfg.connect(ctx, key, start)
-	if err != nil {
-		return nil, err
+	r := newRunner(context.Background(), cfg, key)
+	r.once = true
+	w, err := r.join(ctx, start, coord)
+	if w == nil {
+		return nil, cmp.Or(err, ErrEnded)
 	}
-	j := &joining{job: cfg.Job, addr: cfg.Addr, peers: cfg.Peers, done: make(chan error, 1)}
-	k, err := cfg.register(l, hello, key, cfg.registration(), j.event)
-	if err != nil {
-		k.Close()
-		return nil, err
-	}
-	if err := j.wait(ctx, k, start); err != nil {
-		coord.Decide(err)
-		k.Leave(err)
-		return nil, err
-	}
-	return newSession(cfg, k, coord, j), nil
+	return newSession(r, coord, w), nil
 }
 
 // to returns the coordinator, or a launcher, at an address.
@@ -335,110 +325,6 @@ func (cfg *JoinConfig) connect(ctx context.Context, key job.Credential, start ti
 			return nil, hello, job.JoinEnd(ctx, &JoinTimeoutError{Job: cfg.Job, Waited: time.Since(start), Addr: cfg.Addr, Unit: job.UnitProcess, Err: why})
 		}
 		delay = min(2*delay, job.LastRetry)
-	}
-}
-
-// joining receives the coordinator's messages for a worker that has registered.
-type joining struct {
-	job, addr string
-	peers     []string
-	done      chan error // nil when the world is complete
-
-	by      job.Leader
-	epoch   uint64
-	rank    int
-	members []Member
-}
-
-// event runs on the reader goroutine of the client.
-func (j *joining) event(k *job.Client, m job.Message) {
-	switch m.Kind {
-	case job.KindWorld:
-		k.BeStrict(0)
-		j.finish(j.completeWorld(m))
-	case job.KindFault:
-		var f job.Fault
-		err := m.Record(&f)
-		if err == nil {
-			err = f.Err()
-		}
-		k.Cancel(err)
-		j.finish(err)
-	case job.KindRefuse:
-		var r job.Refusal
-		err := m.Record(&r)
-		if err == nil {
-			err = r.Err(j.job, j.addr)
-		}
-		if e, ok := errors.AsType[*JoinTimeoutError](err); ok {
-			e.Peers = j.peers
-		}
-		j.finish(err)
-	}
-}
-
-func (j *joining) completeWorld(m job.Message) error {
-	var w job.World
-	if err := m.Record(&w); err != nil {
-		return err
-	}
-	if m.ID >= uint64(len(w.Members)) {
-		return fmt.Errorf("cluster: join job %q: rank %d in a list of %d", j.job, m.ID, len(w.Members))
-	}
-	j.by, j.epoch, j.rank, j.members = w.By, m.Epoch, int(m.ID), w.Members
-	return nil
-}
-
-// finish wakes the waiting join once.
-func (j *joining) finish(err error) {
-	select {
-	case j.done <- err:
-	default:
-	}
-}
-
-// wait returns when the world is complete or cannot become complete.
-func (j *joining) wait(ctx context.Context, k *job.Client, start time.Time) error {
-	select {
-	case err := <-j.done:
-		return err
-	case <-k.Ctx.Done():
-		return j.lost(k)
-	case <-k.EndedC:
-		if err := j.said(); err != nil {
-			return err
-		}
-		return &RefusedError{Job: j.job, Addr: j.addr, Reason: "it left before the world was complete"}
-	case <-ctx.Done():
-	}
-	if !errors.Is(ctx.Err(), context.DeadlineExceeded) {
-		return job.JoinEnd(ctx, &JoinTimeoutError{Job: j.job})
-	}
-	e := &JoinTimeoutError{Job: j.job, Waited: time.Since(start), Addr: j.addr, Unit: job.UnitProcess, Peers: j.peers}
-	r, err := k.AskMissing()
-	if err != nil {
-		if said := j.said(); said != nil { // the coordinator reached the same time limit
-			return said
-		}
-		e.Err = err
-		return e
-	}
-	r.Fill(e)
-	return e
-}
-
-// lost returns the coordinator's last error if there is one, otherwise the connection's.
-func (j *joining) lost(k *job.Client) error {
-	return cmp.Or(j.said(), context.Cause(k.Ctx))
-}
-
-// said returns the coordinator's last message if it was an error.
-func (j *joining) said() error {
-	select {
-	case err := <-j.done:
-		return err
-	default:
-		return nil
 	}
 }
 

@@ -230,7 +230,7 @@ func goodMain() int {
 		if err == nil {
 			_, err = s.Get(ctx, "good")
 		}
-		if err != nil && !errors.Is(err, ErrStoreFull) {
+		if err != nil && !errors.Is(err, errStoreFull) {
 			fmt.Println("call:", err)
 			return 2
 		}
@@ -278,13 +278,13 @@ func TestHostileRanks(t *testing.T) {
 	require.Equal(t, "attached", lines.Text())
 
 	begun := time.Now()
-	big := make([]byte, MaxValueBytes)
+	big := make([]byte, job.MaxValueBytes)
 	var many, long []string
 	for i := range job.MaxCallKeys / 2 {
 		many = append(many, fmt.Sprint("m", i))
 	}
 	for i := range 1000 {
-		long = append(long, fmt.Sprint(strings.Repeat("l", MaxKeyBytes-8), i))
+		long = append(long, fmt.Sprint(strings.Repeat("l", job.MaxKeyBytes-8), i))
 	}
 	keys := func(names ...string) (fields [][]byte) {
 		for _, name := range names {

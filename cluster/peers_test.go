@@ -1,6 +1,7 @@
 package cluster
 
 import (
+	"context"
 	"errors"
 	"sync"
 	"testing"
@@ -59,6 +60,19 @@ func TestPeersWhoDoNotCome(t *testing.T) {
 		require.ErrorContains(t, err, "another list of peers")
 	}
 	require.ErrorContains(t, errs[2], "another list of peers than the coordinator")
+}
+
+// Run names them, too.
+func TestPeersWhoDoNotCallRun(t *testing.T) {
+	t.Parallel() // as above
+	limited := quick
+	limited.Join = 5 * time.Second
+	err := Run(t.Context(), &RunConfig{Join: &JoinConfig{Job: "gang", Peers: []string{freeAddr(t), "b:29500"}, Rank: new(0), Secret: testSecret, Timing: limited, Notify: func(string) {}}},
+		func(context.Context, *World) error { return nil })
+	e, ok := errors.AsType[*JoinTimeoutError](err)
+	require.True(t, ok, "%v", err)
+	require.Equal(t, []int{1}, e.Missing)
+	require.ErrorContains(t, err, "these peers did not come: b:29500")
 }
 
 func TestBadPeers(t *testing.T) {

@@ -15,12 +15,8 @@ import (
 	"github.com/gochorus/chorus/internal/job"
 )
 
-// Limits of a registry.
-const (
-	MaxRegistryMembers = job.MaxEnlisted      // members at a time
-	MaxRegistryValue   = job.MaxEnlistedBytes // bytes of a member's value
-	MaxRegistryWorlds  = 256                  // worlds at a time
-)
+// maxWorlds limits the worlds of a registry at a time.
+const maxWorlds = 256
 
 // RegistryConfig holds the arguments of Serve.
 type RegistryConfig struct {
@@ -40,7 +36,8 @@ type RegistryConfig struct {
 }
 
 // A Registry is a list of processes that come, leave and return, and begins worlds of some of them. The process
-// that serves it needs no GPU. It is no member unless it calls Enlist, too. Methods are safe for concurrent use.
+// that serves it needs no GPU. It is no member unless it calls Enlist, too. A registry has at most 4096 members and 256 worlds at a
+// time. Methods are safe for concurrent use.
 type Registry struct {
 	owner  handle.Owner
 	cfg    *JoinConfig // of its members and worlds
@@ -198,9 +195,9 @@ func (r *Registry) Begin(names ...string) error {
 		r.mu.Unlock()
 		return fails(ErrClosed)
 	}
-	if len(r.worlds) == MaxRegistryWorlds {
+	if len(r.worlds) == maxWorlds {
 		r.mu.Unlock()
-		return fails(fmt.Errorf("%d worlds have not ended: their members must close or shut down their sessions", MaxRegistryWorlds))
+		return fails(fmt.Errorf("%d worlds have not ended: their members must close or shut down their sessions", maxWorlds))
 	}
 	r.number++
 	number, name := r.number, worldJob(r.cfg.Job, r.run, r.number)

@@ -85,7 +85,7 @@ func begin(t *testing.T, r *Registry, ms ...*Enlistment) []*Session {
 	t.Helper()
 	names := []string{}
 	for _, m := range ms {
-		names = append(names, m.Name())
+		names = append(names, m.cfg.Name)
 	}
 	require.NoError(t, r.Begin(names...))
 	ss, errs := meet(t, ms...)
@@ -286,16 +286,16 @@ func TestRegistryEnds(t *testing.T) {
 // Others are refused before they can say anything.
 func TestRegistryRefuses(t *testing.T) {
 	r := serve(t, nil)
-	var auth *AuthError
+	var auth *job.AuthError
 	var bad *ConfigError
-	var refused *RefusedError
+	var refused *job.RefusedError
 	for want, tc := range map[string]struct {
 		change func(*EnlistConfig)
 		as     any
 	}{
 		"different secret":        {func(c *EnlistConfig) { c.Secret = []byte("another secret of 32 bytes......") }, &auth},
 		"different job":           {func(c *EnlistConfig) { c.Job = "other" }, &auth},
-		"the value has 16385":     {func(c *EnlistConfig) { c.Value = make([]byte, MaxRegistryValue+1) }, &bad},
+		"the value has 16385":     {func(c *EnlistConfig) { c.Value = make([]byte, job.MaxEnlistedBytes+1) }, &bad},
 		"want graphic characters": {func(c *EnlistConfig) { c.Name = "a\x1b[2J" }, &bad},
 		"want host:port":          {func(c *EnlistConfig) { c.Addr = "127.0.0.1" }, &bad},
 		"no name":                 {func(c *EnlistConfig) { c.Name = "" }, &bad},

@@ -66,8 +66,12 @@ func Run(ctx context.Context, cfg *RunConfig, fn func(ctx context.Context, w *Wo
 			return err
 		}
 	}
-	r := &runner{cfg: c, parent: ctx, key: key, least: max(cfg.MinSize, 1), worlds: make(chan *World, 1), end: make(chan error, 1)}
-	err = r.run(joinCtx, start, coord, fn)
+	r := newRunner(ctx, c, key)
+	r.least = max(cfg.MinSize, 1)
+	w, err := r.join(joinCtx, start, coord)
+	if w != nil {
+		err = r.epochs(w, fn)
+	}
 	if coord != nil {
 		coord.Drain()
 		coord.Close()
@@ -94,11 +98,12 @@ func runAlone(ctx context.Context, cfg *JoinConfig, fn func(context.Context, *Wo
 	return fn(w.ctx, w)
 }
 
-// A runner is one call of Run.
+// A runner is one call of Run, or of Attach or Join, whose job has one epoch.
 type runner struct {
 	cfg    *JoinConfig
 	parent context.Context
 	key    job.Credential
+	once   bool        // the job has one epoch
 	least  int         // RunConfig.MinSize
 	k      *job.Client // replaced after the loss of a coordinator
 	worlds chan *World
@@ -108,35 +113,47 @@ type runner struct {
 	job.Leadership
 }
 
-// run joins the job and runs its epochs. The time to join begins at start, and ctx ends when it is over.
-func (r *runner) run(ctx context.Context, start time.Time, coord *job.Server, fn func(context.Context, *World) error) error {
+func newRunner(parent context.Context, cfg *JoinConfig, key job.Credential) *runner {
+	return &runner{cfg: cfg, parent: parent, key: key, worlds: make(chan *World, 1), end: make(chan error, 1)}
+}
+
+// join registers this process, and waits for its first world. Without a world and an error, the program has ended. The time to join
+// begins at start, and ctx ends when it is over.
+func (r *runner) join(ctx context.Context, start time.Time, coord *job.Server) (*World, error) {
 	l, hello, err := r.cfg.connect(ctx, r.key, start)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	if err := r.register(l, hello); err != nil {
-		return err
+		return nil, err
 	}
 	w, err := r.firstWorld(ctx, start)
 	if w == nil {
 		coord.Decide(err)
 		r.k.Leave(err)
-		return err
 	}
-	return r.epochs(w, fn)
+	return w, err
 }
 
 // firstWorld waits for the first world of this process.
 func (r *runner) firstWorld(ctx context.Context, start time.Time) (*World, error) {
 	w, err := r.next(ctx)
-	if w != nil || ctx.Err() == nil || r.k.Ctx.Err() != nil {
-		return w, err
+	switch {
+	case w != nil || err == nil:
+		return w, nil
+	case errors.Is(err, ErrEnded):
+		return nil, &job.RefusedError{Job: r.cfg.Job, Addr: r.cfg.Addr, Reason: "it left before the world was complete"}
+	case ctx.Err() == nil || !errors.Is(err, context.Cause(ctx)) || r.k.Ctx.Err() != nil:
+		return nil, err
 	}
-	e := &JoinTimeoutError{Job: r.cfg.Job, Waited: time.Since(start), Addr: r.cfg.Addr, Unit: job.UnitProcess}
+	e := &JoinTimeoutError{Job: r.cfg.Job, Waited: time.Since(start), Addr: r.cfg.Addr, Unit: job.UnitProcess, Peers: r.cfg.Peers}
 	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
 		a, err := r.k.AskMissing()
-		a.Fill(e)
-		e.Err = err
+		if err == nil {
+			a.Fill(e)
+		} else if e.Err = r.said(err); e.Err != err { // the coordinator reached the same time limit
+			return nil, e.Err
+		}
 	}
 	return nil, job.JoinEnd(ctx, e)
 }
@@ -165,31 +182,21 @@ func (r *runner) nextFrom(ctx context.Context) (*World, error) {
 	case err := <-r.end:
 		return nil, err
 	case <-r.k.Ctx.Done():
-		return nil, r.lost()
+		return nil, r.said(context.Cause(r.k.Ctx))
 	case <-r.k.EndedC:
-		return nil, r.ended()
+		return nil, r.said(ErrEnded)
 	case <-ctx.Done():
 		return nil, context.Cause(ctx)
 	}
 }
 
-// lost returns the coordinator's last word if there is one, and otherwise the cause of the loss.
-func (r *runner) lost() error {
+// said returns why the coordinator has said that no world follows, or otherwise if it has said nothing.
+func (r *runner) said(otherwise error) error {
 	select {
 	case err := <-r.end:
 		return err
 	default:
-		return context.Cause(r.k.Ctx)
-	}
-}
-
-// ended returns why the coordinator has closed.
-func (r *runner) ended() error {
-	select {
-	case err := <-r.end:
-		return err
-	default:
-		return ErrEnded
+		return otherwise
 	}
 }
 
@@ -223,7 +230,7 @@ func (r *runner) answer(w *World, err error) error {
 	case r.hasLostCoordinator():
 		return nil
 	case r.k.Ctx.Err() != nil:
-		return r.lost()
+		return r.said(context.Cause(r.k.Ctx))
 	}
 	return r.send(w, job.Message{Kind: job.KindRevoked})
 }
@@ -282,6 +289,9 @@ func (r *runner) event(k *job.Client, m job.Message) {
 		err := m.Record(&f)
 		if err == nil {
 			err = f.Err(r.cfg.Job, r.cfg.Addr)
+		}
+		if e, ok := errors.AsType[*JoinTimeoutError](err); ok {
+			e.Peers = r.cfg.Peers
 		}
 		r.over(err)
 	case job.KindFinish:

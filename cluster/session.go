@@ -23,11 +23,9 @@ type Session struct {
 	closing sync.Once
 }
 
-func newSession(cfg *JoinConfig, k *job.Client, coord *job.Server, j *joining) *Session {
-	s := &Session{source: cfg.source, k: k, coord: coord, cancel: k.Cancel, membership: membership{
-		view: Store{calls: job.NewRemote(k.Ctx, k, j.epoch), rank: j.rank, timeout: cfg.Timing.Call},
-		job:  cfg.Job, me: j.members[j.rank], members: j.members, ctx: k.Ctx, key: k.To.Key, by: j.by, number: j.epoch}}
-	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + cfg.Job)})
+func newSession(r *runner, coord *job.Server, w *World) *Session {
+	s := &Session{source: r.cfg.source, k: r.k, coord: coord, cancel: w.cancel, membership: w.membership}
+	handle.Init(s, &s.owner, handle.About{Kind: "cluster.Session", On: handle.Name("job " + r.cfg.Job)})
 	return s
 }
 

@@ -16,8 +16,8 @@ import (
 // (torch.distributed.TCPStore, PrefixStore). A Session and a World have its methods. Each epoch of
 // an elastic job has its own keys. Methods are safe for concurrent use. Calls wait for the
 // coordinator, and with a ctx without deadline as long as JoinConfig.Timing.Call allows. A key is
-// not empty and has at most MaxKeyBytes with its prefix, a value at most MaxValueBytes. The keys
-// and values of one call have at most 2*MaxValueBytes together, and the whole store MaxStoreBytes.
+// not empty and has at most 1 KiB with its prefix, a value at most 1 MiB. The keys
+// and values of one call have at most 2 MiB together, and the whole store with all waiting calls 64 MiB.
 type Store struct {
 	calls   job.Caller
 	rank    int           // of this process, for errors
@@ -265,11 +265,11 @@ func (s *Store) do(ctx context.Context, op, key string, c job.Call) (job.Call, e
 func statusError(status byte) error {
 	switch status {
 	case job.StatusTooLarge:
-		return fmt.Errorf("%w: keys have at most %d bytes, values %d, all of one call %d", ErrTooLarge, MaxKeyBytes, MaxValueBytes, 2*MaxValueBytes)
+		return fmt.Errorf("%w: keys have at most %d bytes, values %d, all of one call %d", job.ErrTooLarge, job.MaxKeyBytes, job.MaxValueBytes, 2*job.MaxValueBytes)
 	case job.StatusFull:
-		return fmt.Errorf("%w: %d bytes for all keys and values", ErrStoreFull, MaxStoreBytes)
+		return fmt.Errorf("%w: %d bytes for all keys and values", errStoreFull, job.MaxStoreBytes)
 	case job.StatusTooMany:
-		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", ErrTooLarge, job.MaxWaits, job.MaxWaitKeys)
+		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", job.ErrTooLarge, job.MaxWaits, job.MaxWaitKeys)
 	case job.StatusNotNumber:
 		return errNotNumber
 	case job.StatusBusy:

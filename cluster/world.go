@@ -30,7 +30,7 @@ type World struct {
 	leaves bool // Step has returned the end of the epoch
 }
 
-// newWorld returns the world of a record. It ends with parent and with the job.
+// newWorld returns the world of a record. It ends with parent and with the job, or only with the job if this is its one epoch.
 func newWorld(parent context.Context, r *runner, m job.Message) (*World, error) {
 	var rec job.World
 	if err := m.Record(&rec); err != nil {
@@ -44,10 +44,12 @@ func newWorld(parent context.Context, r *runner, m job.Message) (*World, error) 
 	for i := range w.left {
 		w.left[i].Reason = plain.Text(w.left[i].Reason)
 	}
-	w.ctx, w.cancel = context.WithCancelCause(parent)
+	if w.ctx, w.cancel = r.k.Ctx, r.k.Cancel; !r.once {
+		w.ctx, w.cancel = context.WithCancelCause(parent)
+		lost := r.k.Ctx // another client follows after its end
+		context.AfterFunc(lost, func() { w.cancel(context.Cause(lost)) })
+	}
 	w.view = Store{calls: job.NewRemote(w.ctx, r.k, w.epoch), rank: w.me.Rank, timeout: r.cfg.Timing.Call}
-	lost := r.k.Ctx // another client follows after its end
-	context.AfterFunc(lost, func() { w.cancel(context.Cause(lost)) })
 	return w, nil
 }
 
@@ -58,10 +60,6 @@ func (w *World) Epoch() int { return int(w.epoch) }
 // New returns the ranks that were not in the epoch before, in ascending order. In the first
 // epoch it returns nil.
 func (w *World) New() []int { return slices.Clone(w.new) }
-
-// IsNew reports whether rank was not in the epoch before. In the first epoch it returns
-// false for all ranks.
-func (w *World) IsNew(rank int) bool { return slices.Contains(w.new, rank) }
 
 // Left returns the processes that have left the job since the last epoch that this process took part
 // in, with the reasons. If this process has missed an epoch, because the coordinator was lost as

@@ -137,13 +137,23 @@ func refusedLine(conn net.Conn, why error) string {
 // maxSaid limits the number of remembered notifications.
 const maxSaid = 64
 
-// A lineFilter tells which notifications are new. The lock of its owner guards it.
+// A lineFilter tells which notifications are new.
 type lineFilter struct {
+	mu   sync.Mutex
 	said map[string]time.Time
+}
+
+// refused notifies the user of this host of a process that failed to authenticate, unless the user knows that.
+func (f *lineFilter) refused(c net.Conn, why error, notify func(line string)) {
+	if line := refusedLine(c, why); line != "" && f.isNew(addrIP(c.RemoteAddr()), line) {
+		notify(line)
+	}
 }
 
 // isNew reports whether the same text about the same host was not said lately, and remembers it.
 func (f *lineFilter) isNew(ip, text string) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if f.said == nil || len(f.said) >= maxSaid {
 		f.said = map[string]time.Time{}
 	}

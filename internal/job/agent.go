@@ -420,9 +420,7 @@ func (a *Agent) event(k *Client, m Message) {
 			return
 		} else if err != nil {
 			a.refuseLeader(k, err)
-			return
 		}
-		_ = k.Send(Message{Kind: kindInformed, Epoch: m.Epoch}) // the reader handles a failure
 	case kindNote:
 		var f Fault
 		if m.Record(&f) == nil {
@@ -483,7 +481,7 @@ func (a *Agent) news(epoch uint64, n news) error {
 	return nil
 }
 
-// adopt begins the first attempt.
+// adopt begins an attempt.
 func (a *Agent) adopt(t *attempt) {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -554,9 +552,7 @@ func (a *Agent) planned(k *Client, epoch uint64, p plan, err error) {
 	if err == nil {
 		var t *attempt
 		if t, err = a.newAttempt(k, epoch, p); err == nil {
-			a.mu.Lock()
-			a.Now.Store(t)
-			a.mu.Unlock()
+			a.adopt(t)
 			a.plans <- t // the coordinator sends one plan for each call of Next
 			return
 		}

@@ -1,7 +1,6 @@
 package job
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -173,13 +172,6 @@ func (k *Client) isSuspended() bool {
 		return false
 	}
 	return k.To.Sys.isSuspended(k.Hello.PID)
-}
-
-// isStopped reads the state in the content of /proc/<pid>/stat. The process name is in
-// parentheses and may itself contain parentheses, so the state follows the last one.
-func isStopped(stat []byte) bool {
-	state := bytes.TrimSpace(stat[bytes.LastIndexByte(stat, ')')+1:])
-	return len(state) > 0 && (state[0] == 'T' || state[0] == 't')
 }
 
 // CloseConnection closes the connection. The failure of the job does not: a launcher must

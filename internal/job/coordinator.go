@@ -473,8 +473,6 @@ func (c *coordinator) handleAgent(p *peer, m msg) error {
 		c.voted(p, m.id)
 	case kindAccepted:
 		c.accepted(p, m.id)
-	case kindInformed:
-		c.informed(p)
 	case kindRecorded:
 		c.recorded(p, m.id)
 	case kindExit:
@@ -560,6 +558,12 @@ func (c *coordinator) hasNotifiedAll() bool {
 // hasDrained reports whether all workers have left, or the job has failed.
 func (c *coordinator) hasDrained() bool {
 	return c.faults.lost != nil || !slices.ContainsFunc(c.workers, func(p *peer) bool { return p.state == peerJoined })
+}
+
+// isOver reports whether a world was complete or has failed, and all its processes have left. Another process may still come and
+// learn of the failure.
+func (c *coordinator) isOver() bool {
+	return (c.world != nil || c.faults.lost != nil || c.joinFailure != nil) && !slices.ContainsFunc(c.workers, func(p *peer) bool { return p.state == peerJoined })
 }
 
 // attendance returns the members that have joined, of the hosts or of the workers.
@@ -672,7 +676,6 @@ type peer struct {
 	recording uint64 // number of the last entry of the ledger that it was sent, and of the last that it has
 	recorded  uint64
 	voted     bool   // it stays with this coordinator in the current attempt
-	informed  bool   // it knows of the first epoch
 	asked     uint64 // number of the last proposal that it was sent, and of the last one that it has
 	answered  uint64
 	ready     bool // no worker of an earlier attempt is running

@@ -353,9 +353,8 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 			a.reply(l, kindRecorded, m)
 		}
 	case kindNews:
-		if _, err := a.begins(a.uuid, m.epoch, m.rec.value.(news)); !refused(err) {
-			a.reply(l, kindInformed, m)
-		}
+		_, err := a.begins(a.uuid, m.epoch, m.rec.value.(news))
+		refused(err)
 	case kindOrder:
 		a.obey(m.rec.value.(Order))
 	case KindFault:

@@ -107,11 +107,9 @@ func (c *coordinator) beginElastic(start func()) {
 		return
 	}
 	c.voterSets = []voterSet{c.voters(c.plan)}
-	for _, a := range c.agents {
-		a.informed = false
-	}
 	c.act(observe{begun: true})
 	c.tellNews("")
+	c.record(c.startFirst) // a launcher that has recorded the ledger has received the news before
 	c.admitLate()
 }
 
@@ -504,7 +502,7 @@ func (c *coordinator) lostTouch(p *peer) {
 		c.loseAgent(p, agentEnd{reason: reason, knows: true})
 		return
 	}
-	c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: reason})
+	c.loseWorker(p, p.fault(reason))
 }
 
 // revoke ends the epoch because of a loss.
@@ -535,7 +533,7 @@ func (c *coordinator) killRunning() {
 // killSilent removes workers that have not answered. Their launchers kill them.
 func (c *coordinator) killSilent(ps []*peer, reason string) {
 	for _, p := range ps {
-		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: reason, Code: -1})
+		c.loseWorker(p, p.fault(reason))
 	}
 }
 
@@ -606,7 +604,7 @@ func (c *coordinator) handleAnswer(p *peer, m msg) error {
 		f := *m.rec.value.(*Fault)
 		p.elastic.failed = true
 		if !e.over {
-			c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: f.Reason, Code: -1})
+			c.loseWorker(p, p.fault(f.Reason))
 		}
 	case KindHeld:
 		c.stepsBegun(p, m.id)
@@ -902,7 +900,7 @@ func (c *coordinator) endElastic(note string) {
 	e.over = true
 	f := e.last
 	if f.Reason == "" {
-		f = Fault{Rank: -1, Host: c.cfg.Self.Host, PID: c.cfg.Self.PID, Code: -1, Reason: "no process is left"}
+		f = c.ownFault("no process is left")
 	}
 	if note != "" {
 		f.Reason += "; " + note

@@ -75,8 +75,7 @@ func (c *coordinator) lastFaults() {
 	}
 	unfinished := func(p *peer) bool { return p.state == peerJoined }
 	if c.plan != nil && slices.ContainsFunc(c.agents, unfinished) {
-		c.fail(Fault{Rank: -1, Host: c.cfg.Self.Host, PID: c.cfg.Self.PID, Code: -1,
-			Reason: "its launcher, which coordinated the job, left before all workers had ended"}, tellAll)
+		c.fail(c.ownFault("its launcher, which coordinated the job, left before all workers had ended"), tellAll)
 	}
 }
 
@@ -105,12 +104,13 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 		c.delist(p, why.reason)
 		return
 	}
-	if (c.plan != nil || c.world != nil) && !c.isElastic() && !why.closed && c.isCutOff(p) {
+	if (c.plan != nil || c.world != nil) && c.restart == nil && !c.isElastic() && !why.closed && c.isCutOff(p) {
 		p.state = peerGone
-		self := c.cfg.Self
+		c.late = remove(c.late, p)
 		c.later(func() {
-			c.fail(Fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Silent: c.silent(p), Code: -1, Reason: fmt.Sprintf(
-				"cut off from the other hosts: it coordinates the job and has heard none of them for %v", c.silent(p).Round(100*time.Millisecond))}, tellAll)
+			f := c.ownFault(fmt.Sprintf("cut off from the other hosts: it coordinates the job and has heard none of them for %v", c.silent(p).Round(100*time.Millisecond)))
+			f.Silent = c.silent(p)
+			c.fail(f, tellAll)
 		})
 		return
 	}
@@ -118,9 +118,28 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 	case roleAgent:
 		c.loseAgent(p, c.agentEnd(why))
 	case roleWorker:
-		c.workerDisconnected(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID,
-			Silent: c.silent(p), Reason: why.reason, Code: -1, Closed: why.closed}, why.closed)
+		f := c.lossOf(p, why.reason)
+		f.Closed = why.closed
+		c.workerDisconnected(p, f, why.closed)
 	}
+}
+
+// delist takes a worker off the list of a registry. It has left if reason is "".
+func (c *coordinator) delist(p *peer, reason string) {
+	p.state = peerGone
+	c.workers = remove(c.workers, p)
+	d := Departure{Member: p.reg.Member, Reason: reason, Planned: reason == ""}
+	if d.Planned {
+		d.Reason = "left"
+	} else {
+		c.say(fmt.Sprintf("member %s (%s) is lost: %s", d.Name, memberList([]Member{d.Member}), reason))
+	}
+	if len(c.departed) == maxDepartures {
+		c.departed = c.departed[1:]
+	}
+	c.departed = append(slices.Clip(c.departed), d)
+	c.act(listed{})
+	c.act(delisted{d})
 }
 
 // counts reports whether the end of p's connection is a loss. The launcher of a host without workers still votes if
@@ -165,9 +184,23 @@ func (c *coordinator) agentEnd(why ending) agentEnd {
 	return end
 }
 
-// hostFault returns the loss of a host.
-func (c *coordinator) hostFault(p *peer, reason string) Fault {
-	return Fault{Rank: -1, Host: p.host.Host, PID: p.host.PID, Silent: c.silent(p), Reason: reason, Code: -1}
+// fault returns the loss of a process for a reason that is not its silence.
+func (p *peer) fault(reason string) Fault {
+	m := p.member()
+	return Fault{Rank: m.Rank, Host: m.Host, PID: m.PID, Reason: reason, Code: -1}
+}
+
+// lossOf returns the loss of a process, which was last heard some time ago.
+func (c *coordinator) lossOf(p *peer, reason string) Fault {
+	f := p.fault(reason)
+	f.Silent = c.silent(p)
+	return f
+}
+
+// ownFault returns the loss of this process.
+func (c *coordinator) ownFault(reason string) Fault {
+	self := c.cfg.Self
+	return Fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Reason: reason, Code: -1}
 }
 
 // failHost fails a job of a fixed size because of a host. A pending loss of one of its workers is a consequence.
@@ -295,7 +328,7 @@ func (c *coordinator) memberTimedOut(p *peer) {
 		c.delist(p, fmt.Sprintf("it has heard nothing from the registry for %v and disconnected", c.cfg.Self.LostAfter))
 		return
 	}
-	if c.isElastic() {
+	if c.isElastic() || p.role == roleAgent && (c.plan == nil || !slices.Contains(c.agents, p)) { // no process of the job runs on its host
 		c.lostTouch(p)
 		return
 	}
@@ -303,9 +336,7 @@ func (c *coordinator) memberTimedOut(p *peer) {
 	w := c.faults.pending
 	consequence := w != nil && (w.peer == p || c.agentOf(w.peer) == p)
 	p.state = peerGone
-	self := c.cfg.Self
-	f := Fault{Rank: self.Rank, Host: self.Host, PID: self.PID, Code: -1, Reason: fmt.Sprintf(
-		"silent for %v, so that %s disconnected: stopped or starved", self.LostAfter, memberList([]Member{p.member()}))}
+	f := c.ownFault(fmt.Sprintf("silent for %v, so that %s disconnected: stopped or starved", c.cfg.Self.LostAfter, memberList([]Member{p.member()})))
 	if consequence {
 		c.resolve(f, tellAll)
 		return
@@ -429,7 +460,7 @@ func (c *coordinator) pathFailed(from *peer, r pathReport) {
 		if c.isElastic() {
 			c.loseAgent(p, agentEnd{reason: reason})
 		} else { // it is still connected, and learns the reason, too
-			c.failHost(p, c.hostFault(p, reason))
+			c.failHost(p, c.lossOf(p, reason))
 		}
 		return
 	}
@@ -504,7 +535,7 @@ func (c *coordinator) awaitHosts(f Fault) {
 	for _, p := range c.agents {
 		p.ready, p.state = false, peerJoined
 	}
-	c.admitLateHosts()
+	c.admitLate()
 	if len(c.agents) < c.cfg.leastHosts() {
 		c.say(f.text() + "; waiting for another host")
 	}
@@ -513,19 +544,6 @@ func (c *coordinator) awaitHosts(f Fault) {
 // admitsLateHosts reports whether a host may wait for a place in a job that is complete.
 func (c *coordinator) admitsLateHosts() bool {
 	return c.cfg.again.most > 0 || c.cfg.leastHosts() < c.cfg.agents
-}
-
-// admitLateHosts gives free places to hosts that wait for one.
-func (c *coordinator) admitLateHosts() {
-	for len(c.late) > 0 && len(c.agents) < c.cfg.agents {
-		p := c.late[0]
-		c.late = c.late[1:]
-		if r := c.hostObjection(p.host); r != nil { // another host has its node rank
-			c.refuse(p, *r)
-			continue
-		}
-		c.agents = append(c.agents, p)
-	}
 }
 
 // agentReady records that the workers of a host have exited after a failure.
@@ -673,18 +691,9 @@ func (c *coordinator) failedAfter(host string, run time.Duration, reason string)
 		host, d, f.inARow, shortRun*c.cfg.again.backoff, reason))
 	for _, p := range without(c.workers, func(p *peer) bool { return p.reg.Host != host || p.elastic.exit != nil }) {
 		c.elastic.exempt[p.home] = true
-		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Code: -1, Reason: fmt.Sprintf("its host is excluded for %v", d)})
+		c.loseWorker(p, p.fault(fmt.Sprintf("its host is excluded for %v", d)))
 	}
 	c.after(d, deadline{what: dueReturnTo})
-}
-
-// admitLate gives free places to hosts that wait for one and are not excluded.
-func (c *coordinator) admitLate() {
-	late := c.late
-	c.late = nil
-	for _, a := range late {
-		c.admitHost(a)
-	}
 }
 
 // A ledger is what the next coordinator must know beside the epochs: the restarts so far, and whether the program has

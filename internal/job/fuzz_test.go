@@ -102,8 +102,8 @@ func FuzzIsStopped(f *testing.F) {
 	f.Add([]byte(") T ("), byte('S'))
 	f.Fuzz(func(t *testing.T, name []byte, state byte) {
 		stat := append(append([]byte("12 ("), name...), ')', ' ', state)
-		require.Equal(t, state == 'T' || state == 't', isStopped(append(stat, " 1 1"...)))
-		_ = isStopped(name)
+		require.Equal(t, state == 'T' || state == 't', parseStat(append(stat, " 1 1"...)).IsStopped())
+		_ = parseStat(name)
 	})
 }
 

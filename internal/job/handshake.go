@@ -27,7 +27,7 @@ import (
 // a secret that leaks later does not decrypt recorded traffic. All messages have
 // a fixed length, so no length from an unauthenticated peer is used.
 const (
-	ProtocolVersion = 9
+	ProtocolVersion = 10
 	NonceBytes      = 32
 	PointBytes      = 32
 	ProofBytes      = sha256.Size

@@ -78,6 +78,18 @@ func (c *coordinator) registerWorker(p *peer) error {
 	return nil
 }
 
+// enlist puts a worker on the list of a registry.
+func (c *coordinator) enlist(p *peer) {
+	if r := roster(c.workers).objection(p.reg); r != nil {
+		c.refuse(p, *r)
+		return
+	}
+	c.admit(p)
+	c.workers = append(c.workers, p)
+	c.send(p, msg{kind: KindEnlisted, epoch: c.epoch})
+	c.act(listed{})
+}
+
 // noteRefused keeps who was refused before the world was complete, for those who wait.
 func (c *coordinator) noteRefused(m Member, r *Refusal) {
 	text := memberList([]Member{m}) + ": " + r.Reason
@@ -132,7 +144,7 @@ func (c *coordinator) endJoin(r Refusal) {
 		return
 	}
 	c.joinFailure = &r
-	for _, p := range slices.Concat(c.agents, c.workers) {
+	for _, p := range slices.Concat(c.agents, c.late, c.workers) {
 		if p.state == peerJoined {
 			c.refusePeer(p, r)
 		}
@@ -185,7 +197,7 @@ func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 		return
 	}
 	if c.isElastic() {
-		c.loseWorker(p, Fault{Rank: p.reg.Rank, Host: p.reg.Host, PID: p.reg.PID, Reason: "left the job", Code: -1})
+		c.loseWorker(p, p.fault(leftReason))
 		return
 	}
 	p.state = peerGone
@@ -241,18 +253,39 @@ func (c *coordinator) registerAgent(p *peer) error {
 	c.admit(p)
 	delete(c.leases, p.host.UUID) // it has lost this coordinator, and follows it again
 	p.ready, p.host.History = true, nil
-	if c.isElastic() {
-		c.admitHost(p)
-		return nil
-	}
-	if c.plan != nil || c.succession != nil {
-		c.late = append(c.late, p)
-		return nil
-	}
-	c.gone = without(c.gone, func(q Member) bool { return q.Host == p.host.Host })
-	c.agents = append(c.agents, p)
-	c.tryPropose()
+	c.place(p)
 	return nil
+}
+
+// place gives a host a place in the job, or lets it wait for one.
+func (c *coordinator) place(p *peer) {
+	switch {
+	case c.isElastic():
+		c.admitHost(p)
+	case c.plan != nil || c.succession != nil || len(c.agents) >= c.cfg.agents:
+		c.late = append(c.late, p)
+	default:
+		c.gone = without(c.gone, func(q Member) bool { return q.Host == p.host.Host })
+		c.agents = append(c.agents, p)
+		if c.attempt != 0 { // this host must be asked, too
+			c.propose()
+			return
+		}
+		c.tryPropose()
+	}
+}
+
+// admitLate gives free places to hosts that wait for one and may have one.
+func (c *coordinator) admitLate() {
+	late := c.late
+	c.late = nil
+	for _, p := range late {
+		if r := c.hostObjection(p.host); r != nil && !c.isElastic() { // another host has its node rank, or no host may wait
+			c.refuse(p, *r)
+			continue
+		}
+		c.place(p)
+	}
 }
 
 func (c *coordinator) hostObjection(h host) *Refusal {
@@ -356,6 +389,7 @@ func (c *coordinator) commitPlan(p *plan) {
 	c.plan = p
 	c.gone, c.planned = nil, c.now
 	c.tellAgents(c.planNote())
+	c.admitLate()
 }
 
 // planNote returns the message with the plan.
@@ -430,7 +464,11 @@ func (c *coordinator) loseAgent(p *peer, end agentEnd) {
 			c.gaveUp(p)
 		}
 		c.withdraw()
-		c.voterLeft(p)
+		if s := c.succession; s != nil {
+			delete(s.hosts, p.host.UUID)
+		}
+		c.admitLate()
+		c.tryPropose()
 		return
 	}
 	if end.ended {
@@ -439,7 +477,7 @@ func (c *coordinator) loseAgent(p *peer, end agentEnd) {
 	if !end.ended && !end.knows {
 		c.lease(p)
 	}
-	f := c.hostFault(p, end.reason)
+	f := c.lossOf(p, end.reason)
 	switch elastic := c.isElastic(); {
 	case elastic && (state == peerJoined || !end.left):
 		c.loseHost(p, f)
@@ -535,14 +573,6 @@ func (c *coordinator) registerVoter(p *peer) {
 	}
 }
 
-// voterLeft continues without an agent that had registered.
-func (c *coordinator) voterLeft(p *peer) {
-	if s := c.succession; s != nil {
-		delete(s.hosts, p.host.UUID)
-		c.trySucceed()
-	}
-}
-
 // present returns the agents of the job that are connected, by UUID.
 func (c *coordinator) present() map[string]bool {
 	m := map[string]bool{}
@@ -588,7 +618,7 @@ func (c *coordinator) stepDown(reason string) {
 	e, self := c.elastic, c.cfg.Self
 	f := e.last
 	if f.Reason == "" {
-		f = Fault{Rank: -1, Host: self.Host, PID: self.PID, Code: -1, Reason: reason}
+		f = c.ownFault(reason)
 	} else {
 		f.Reason += "; " + reason
 	}
@@ -663,7 +693,7 @@ func (c *coordinator) takeOver() {
 	e := newElastic()
 	e.begun, e.inherited, e.takenOver = s.begun, &history{Epoch: ch.Epoch, Voters: ch.Voters, Proposed: ch.open(ch.Epoch)}, c.now
 	took := "took over from a coordinator that was lost: " + ch.Reason
-	e.last = Fault{Rank: -1, Host: c.cfg.Self.Host, PID: c.cfg.Self.PID, Code: -1, Reason: "it " + took}
+	e.last = c.ownFault("it " + took)
 	e.why = fmt.Sprintf("host %s %s", c.cfg.Self.Host, took)
 	c.elastic = e
 	c.inherit(ch.Ledger)
@@ -842,17 +872,6 @@ func (c *coordinator) proposedMembers() (out []newMember) {
 		out = append(out, newMember{Agent: p.home.agent, Local: p.home.local, PID: p.reg.PID})
 	}
 	return out
-}
-
-// informed records that an agent knows of an epoch. When all of the first epoch do, each of them can go on without this
-// coordinator, and the epoch begins.
-func (c *coordinator) informed(a *peer) {
-	a.informed = true
-	if e := c.elastic; e != nil && e.start != nil && !slices.ContainsFunc(c.agents, func(a *peer) bool {
-		return !a.informed && a.state != peerGone && slices.Contains(c.voterSets[0], a.host.UUID)
-	}) {
-		c.startFirst()
-	}
 }
 
 // accepted records that an agent has the proposal.

@@ -36,9 +36,6 @@ func NewHub(ln net.Listener, notify func(string)) *Hub {
 	return h
 }
 
-// Addr returns the address of the port.
-func (h *Hub) Addr() net.Addr { return h.ln.Addr() }
-
 // Listen returns the listener of a job's coordinator.
 func (h *Hub) Listen(job string) net.Listener {
 	h.mu.Lock()

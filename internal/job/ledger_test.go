@@ -45,8 +45,8 @@ func TestRestartsSurviveTheCoordinator(t *testing.T) {
 		require.Equal(t, 1, j.retries.total)
 		j.hear(t, c)
 		j.do(func() {
-			j.recorded(j.hosts["a"], 1)
-			j.recorded(j.hosts["c"], 1)
+			j.recorded(j.hosts["a"], j.lastEntry)
+			j.recorded(j.hosts["c"], j.lastEntry)
 		})
 		require.Empty(t, j.ordersTo(t, "b"), "b has not recorded it")
 
@@ -70,6 +70,25 @@ func TestRestartsSurviveTheCoordinator(t *testing.T) {
 	})
 }
 
+// The first world begins when all launchers know of it, and can go on without the coordinator.
+func TestFirstWorldWaitsForTheLaunchers(t *testing.T) {
+	j := completePaperJob("a", "b", "c")
+	for _, host := range []string{"a", "b", "c"} {
+		for _, p := range j.procs {
+			require.Empty(t, j.queues[p], "before %s", host)
+		}
+		require.Equal(t, []Kind{kindNews, kindLedger}, kindsOf(j.queues[j.hosts[host]][1:]))
+		j.do(func() { j.recorded(j.hosts[host], j.lastEntry) })
+	}
+	for _, p := range j.procs {
+		require.Equal(t, []Kind{KindWorld}, kindsOf(j.queues[p]))
+	}
+
+	j = completePaperJob("a", "b", "c")
+	j.lose("b") // its worker is told what it has lost, too
+	require.Equal(t, []Kind{KindWorld, KindRevoke}, kindsOf(j.queues[j.procs["a"]]))
+}
+
 // A launcher that is lost is not waited for.
 func TestLedgerWithoutALostHost(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -77,9 +96,9 @@ func TestLedgerWithoutALostHost(t *testing.T) {
 		j.cfg.again = restartPolicy{most: 1}
 		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1}) })
 		j.do(func() {
-			j.recorded(j.hosts["a"], 1)
-			j.recorded(j.hosts["b"], 1)
-			j.recorded(j.hosts["c"], 0)
+			j.recorded(j.hosts["a"], j.lastEntry)
+			j.recorded(j.hosts["b"], j.lastEntry)
+			j.recorded(j.hosts["c"], j.lastEntry-1)
 		})
 		require.Empty(t, j.ordersTo(t, "b"))
 		j.lose("c")

@@ -26,7 +26,6 @@ const (
 	kindRequestVote                 // coordinator to agents: leader; it asks them to stay with it; id is the attempt, or 0 if they need not any more
 	kindVote                        // agent: nothing; it stays; id is the attempt
 	kindAccepted                    // agent: nothing; it has recorded the proposal of an epoch; id is the try
-	kindInformed                    // agent: nothing; it knows of the epoch in kindNews
 	KindPrepared                    // worker: nothing; it has the proposal of an epoch; id is the try
 	kindPlan                        // coordinator to agents: plan
 	KindWorld                       // coordinator to workers: world

@@ -30,6 +30,13 @@ func onPaper(cfg CoordConfig) *paperJob {
 }
 
 func newPaperJob(uuids ...string) *paperJob {
+	j := completePaperJob(uuids...)
+	j.haveLedger()
+	return j
+}
+
+// completePaperJob returns a job whose launchers have not acknowledged the first epoch yet.
+func completePaperJob(uuids ...string) *paperJob {
 	j := onPaper(CoordConfig{agents: len(uuids) + 1, least: 1, JoinBy: time.Hour, RevokeBy: time.Hour, DrainBy: time.Hour,
 		Self: Welcome{Agent: uuids[0], Host: uuids[0], LostAfter: time.Second}})
 	j.plan = &plan{}
@@ -41,12 +48,7 @@ func newPaperJob(uuids ...string) *paperJob {
 			reg: Registration{Member: Member{Rank: i, LocalSize: 1, Node: i, Host: u, PID: 100 + i}, Agent: u, Elastic: true, Least: 1}}
 		j.workers, j.procs[u] = append(j.workers, p), p
 	}
-	j.do(func() {
-		j.commitWorld()
-		for _, a := range j.agents {
-			j.informed(a)
-		}
-	})
+	j.do(j.commitWorld)
 	return j
 }
 

@@ -16,11 +16,11 @@ type port struct {
 	local   string // the address for workers of this host
 	ln      net.Listener
 	limiter *connLimiter
+	said    lineFilter
 	wg      sync.WaitGroup
 
 	mu       sync.Mutex
 	listener *portListener // nil: none
-	said     lineFilter
 	closed   bool
 }
 
@@ -104,24 +104,10 @@ func (p *port) refer(c *limitedConn) {
 	key.run = p.agent.promise().Run
 	l, err := AcceptHandshake(c, p.agent.cfg.Job, key)
 	if err != nil {
-		p.notifyRefused(c, err)
+		p.said.refused(c, err, p.agent.notify)
 		return
 	}
 	_ = l.Write(Frame{Body: Note(KindWelcome, p.agent.referral()).Encode()}, HandshakeTimeout) // the other process tries again
-}
-
-// notifyRefused notifies the user of this host of a process that failed to authenticate.
-func (p *port) notifyRefused(c net.Conn, why error) {
-	line := refusedLine(c, why)
-	if line == "" {
-		return
-	}
-	p.mu.Lock()
-	isNew := p.said.isNew(addrIP(c.RemoteAddr()), line)
-	p.mu.Unlock()
-	if isNew {
-		p.agent.notify(line)
-	}
 }
 
 // let gives the port to a coordinator until it closes the listener.

@@ -38,20 +38,11 @@ type (
 	listed struct{}
 )
 
-// enlist puts a worker on the list.
-func (c *coordinator) enlist(p *peer) {
-	if r := c.enlistObjection(p.reg); r != nil {
-		c.refuse(p, *r)
-		return
-	}
-	c.admit(p)
-	c.workers = append(c.workers, p)
-	c.send(p, msg{kind: KindEnlisted, epoch: c.epoch})
-	c.act(listed{})
-}
+// A roster is the members of a registry, in the order in which they came.
+type roster []*peer
 
-// enlistObjection returns the reason why a worker cannot be on the list, or nil.
-func (c *coordinator) enlistObjection(reg Registration) *Refusal {
+// objection returns the reason why a worker cannot be on the list, or nil.
+func (r roster) objection(reg Registration) *Refusal {
 	if r := checkNames(reg.Host, reg.Name); r != nil {
 		return r
 	}
@@ -62,39 +53,21 @@ func (c *coordinator) enlistObjection(reg Registration) *Refusal {
 		return &Refusal{Reason: "a member of a registry needs a name"}
 	case len(reg.Value) > MaxEnlistedBytes:
 		return &Refusal{Reason: fmt.Sprintf("its value has %d bytes: want at most %d", len(reg.Value), MaxEnlistedBytes)}
-	case len(c.workers) >= MaxEnlisted:
+	case len(r) >= MaxEnlisted:
 		return &Refusal{Reason: fmt.Sprintf("the registry has %d members already", MaxEnlisted)}
 	}
-	if q := c.enlisted(reg.Name); q != nil {
+	if q := r.member(reg.Name); q != nil {
 		return &Refusal{Place: "the name " + reg.Name, First: &q.reg.Member, Second: &reg.Member}
 	}
 	return nil
 }
 
-// enlisted returns the member with a name, or nil.
-func (c *coordinator) enlisted(name string) *peer {
-	if i := slices.IndexFunc(c.workers, func(p *peer) bool { return p.reg.Name == name }); i >= 0 {
-		return c.workers[i]
+// member returns the member with a name, or nil.
+func (r roster) member(name string) *peer {
+	if i := slices.IndexFunc(r, func(p *peer) bool { return p.reg.Name == name }); i >= 0 {
+		return r[i]
 	}
 	return nil
-}
-
-// delist takes a worker off the list. It has left if reason is "".
-func (c *coordinator) delist(p *peer, reason string) {
-	p.state = peerGone
-	c.workers = remove(c.workers, p)
-	d := Departure{Member: p.reg.Member, Reason: reason, Planned: reason == ""}
-	if d.Planned {
-		d.Reason = "left"
-	} else {
-		c.say(fmt.Sprintf("member %s (%s) is lost: %s", d.Name, memberList([]Member{d.Member}), reason))
-	}
-	if len(c.departed) == maxDepartures {
-		c.departed = c.departed[1:]
-	}
-	c.departed = append(slices.Clip(c.departed), d)
-	c.act(listed{})
-	c.act(delisted{d})
 }
 
 // happen returns an error if one of the processes is not on the list: then none is invited.
@@ -105,8 +78,8 @@ func (e invite) happen(c *coordinator) error {
 		if slices.Contains(e.names[:i], name) {
 			return fmt.Errorf("member %s is named twice", name)
 		}
-		if ps[i] = c.enlisted(name); ps[i] == nil {
-			missing = append(missing, c.absence(name))
+		if ps[i] = roster(c.workers).member(name); ps[i] == nil {
+			missing = append(missing, absence(c.departed, name))
 		}
 	}
 	if len(missing) > 0 {
@@ -121,8 +94,8 @@ func (e invite) happen(c *coordinator) error {
 }
 
 // absence says why a name is not on the list.
-func (c *coordinator) absence(name string) string {
-	for _, d := range slices.Backward(c.departed) {
+func absence(departed []Departure, name string) string {
+	for _, d := range slices.Backward(departed) {
 		switch {
 		case d.Name != name:
 		case d.Planned:
@@ -142,10 +115,4 @@ func (e absent) happen(c *coordinator) error {
 		c.fail(e.fault, tellSessions)
 	}
 	return nil
-}
-
-// isOver reports whether a world was complete or has failed, and all its processes have left. Another process may still come and
-// learn of the failure.
-func (c *coordinator) isOver() bool {
-	return (c.world != nil || c.faults.lost != nil || c.joinFailure != nil) && !slices.ContainsFunc(c.workers, func(p *peer) bool { return p.state == peerJoined })
 }

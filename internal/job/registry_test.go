@@ -206,9 +206,9 @@ func TestHub(t *testing.T) {
 		return append(Concat(Magic[:], []byte{version}, tag[:]), make([]byte, HelloBytes-5-tagBytes)...)
 	}
 	first, second := h.Listen("first"), h.Listen("second")
-	require.Equal(t, h.Addr(), second.Addr())
+	require.Equal(t, h.ln.Addr(), second.Addr())
 	send := func(b []byte) net.Conn {
-		c, err := net.Dial("tcp", h.Addr().String())
+		c, err := net.Dial("tcp", h.ln.Addr().String())
 		require.NoError(t, err)
 		t.Cleanup(func() { c.Close() })
 		_, err = c.Write(b)

@@ -148,8 +148,8 @@ func (x *crowd) join(i, n int) {
 			}
 		case KindPropose:
 			x.answer(k, slow, Message{Kind: kindAccepted, Epoch: m.Epoch, ID: m.ID})
-		case kindNews:
-			x.answer(k, slow, Message{Kind: kindInformed, Epoch: m.Epoch})
+		case kindLedger:
+			x.answer(k, slow, Message{Kind: kindRecorded, Epoch: m.Epoch, ID: m.ID})
 		}
 	})
 	m := Note(kindRegister, host{Host: fmt.Sprint("h", i), UUID: uuid, NodeRank: i, Nodes: n, MinNodes: 1, LocalSize: scaleWorkers,

@@ -184,7 +184,7 @@ func (s *Server) do(a action) {
 		s.wg.Go(func() { _ = s.happen(probed{s.probeAll(a.hosts, a.limit)}) })
 	case notify:
 		if a.ip == "" || s.said.isNew(a.ip, a.line) {
-			s.lines = append(s.lines, fmt.Sprintf("job %s: %s", s.cfg.Job, a.line))
+			s.lines = append(s.lines, a.line)
 		}
 	case listed:
 		close(s.changed)
@@ -225,20 +225,23 @@ func (s *Server) unlock() {
 	s.lines, s.gone = nil, nil
 	s.mu.Unlock()
 	for _, l := range lines {
-		s.cfg.Notify(l)
+		s.notify(l)
 	}
 	for _, d := range gone {
 		s.cfg.Delisted(d)
 	}
 }
 
+// notify tells the user of this host a line.
+func (s *Server) notify(line string) { s.cfg.Notify("job " + s.cfg.Job + ": " + line) }
+
 func (s *Server) acceptLoop() {
-	acceptAll(s.ln, func(reason string) { s.cfg.Notify("job " + s.cfg.Job + ": " + reason) }, func(c net.Conn) {
+	acceptAll(s.ln, s.notify, func(c net.Conn) {
 		limited, fromPort := c.(*limitedConn)
 		if !fromPort {
 			if err := knownPeer(c); err != nil { // rejected connections must not occupy the limiter
 				c.Close()
-				s.notifyRefused(c, err)
+				s.said.refused(c, err, s.notify)
 				return
 			}
 			limited = s.limiter.enter(c)
@@ -253,7 +256,7 @@ func (s *Server) serve(c *limitedConn) {
 	c.leave()
 	if err != nil {
 		c.Close()
-		s.notifyRefused(c, err)
+		s.said.refused(c, err, s.notify)
 		return
 	}
 	s.mu.Lock()
@@ -313,15 +316,6 @@ func (s *Server) disconnects(k *conn, err error) {
 		e.path = s.cfg.path(p.host)
 	}
 	_ = s.step(disconnected{p, e}) // the connection is over
-}
-
-// notifyRefused notifies the user of this host of a process that failed to authenticate.
-func (s *Server) notifyRefused(c net.Conn, why error) {
-	if line := refusedLine(c, why); line != "" {
-		s.mu.Lock()
-		s.do(notify{addrIP(c.RemoteAddr()), line})
-		s.unlock()
-	}
 }
 
 // encode returns the message for a stream.

@@ -91,8 +91,7 @@ func (s *System) isSuspended(pid int) bool {
 	if s != nil && s.Suspended != nil {
 		return s.Suspended(pid)
 	}
-	b, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	return err == nil && isStopped(b)
+	return ProcessOf(pid).IsStopped()
 }
 
 // await blocks while a simulation stops this process.

@@ -10,13 +10,6 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func FuzzParseStat(f *testing.F) {
-	f.Add([]byte("1234 (a) Z 1 1 1"))
-	f.Add([]byte("1 (a) b) c) S"))
-	f.Add([]byte(")"))
-	f.Fuzz(func(t *testing.T, b []byte) { parseStat(b) })
-}
-
 func FuzzOrphans(f *testing.F) {
 	f.Add("started 10\nstarted 11\nended 10\n")
 	f.Fuzz(func(t *testing.T, s string) {

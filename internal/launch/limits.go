@@ -14,8 +14,10 @@ import (
 	"time"
 )
 
-// vmstat has the kernel's counters of memory since the start of the host.
-const vmstat = "/proc/vmstat"
+const (
+	vmstat   = "/proc/vmstat" // the kernel's counters of memory since the start of the host
+	oomKills = "oom_kill "    // the counter of out-of-memory kills
+)
 
 // An oomWatch tells whether the kernel's out-of-memory killer has killed a process of this host
 // lately. The kernel counts such a kill before it sends the signal.
@@ -50,23 +52,23 @@ func cgroupEvents() string {
 // sample reads the counter.
 func (w *oomWatch) sample() (s oomSample) {
 	s.at = time.Now()
-	s.kills, s.known = oomKills(w.path)
+	s.kills, s.known = counter(w.path, oomKills)
 	if w.cgroup != "" {
-		s.own, _ = oomKills(w.cgroup) // without the file the host's counter decides
+		s.own, _ = counter(w.cgroup, oomKills) // without the file the host's counter decides
 	}
 	return s
 }
 
-// oomKills reads the counter oom_kill of a file.
-func oomKills(path string) (kills int, known bool) {
-	text, err := os.ReadFile(path)
+// counter returns the number in a file, after a word at the start of a line if it is not "".
+func counter(file, word string) (n int, known bool) {
+	text, err := os.ReadFile(file)
 	if err != nil {
 		return 0, false
 	}
-	for line := range bytes.Lines(text) {
-		if n, ok := bytes.CutPrefix(line, []byte("oom_kill ")); ok {
-			kills, err := strconv.Atoi(string(bytes.TrimSpace(n)))
-			return kills, err == nil
+	for line := range strings.Lines(string(text)) {
+		if rest, ok := strings.CutPrefix(strings.TrimSpace(line), word); ok {
+			n, err := strconv.Atoi(strings.TrimSpace(rest))
+			return n, err == nil // not "max"
 		}
 	}
 	return 0, false
@@ -142,26 +144,11 @@ func (l *pidLimit) groups() []string {
 	}
 }
 
-// read returns the number in a file of a group, after a word if it is not "".
-func (l *pidLimit) read(dir, name, word string) (int, bool) {
-	text, err := os.ReadFile(path.Join(l.root, dir, name))
-	if err != nil {
-		return 0, false
-	}
-	for line := range strings.Lines(string(text)) {
-		if rest, ok := strings.CutPrefix(strings.TrimSpace(line), word); ok {
-			n, err := strconv.Atoi(strings.TrimSpace(rest))
-			return n, err == nil // not "max"
-		}
-	}
-	return 0, false
-}
-
 // tightest returns the group that admits the fewest further processes.
 func (l *pidLimit) tightest() (dir string, most, left int, found bool) {
 	for _, d := range l.groups() {
-		limit, ok1 := l.read(d, "pids.max", "")
-		now, ok2 := l.read(d, "pids.current", "")
+		limit, ok1 := counter(path.Join(l.root, d, "pids.max"), "")
+		now, ok2 := counter(path.Join(l.root, d, "pids.current"), "")
 		if ok1 && ok2 && (!found || limit-now < left) {
 			dir, most, left, found = d, limit, limit-now, true
 		}
@@ -173,7 +160,7 @@ func (l *pidLimit) tightest() (dir string, most, left int, found bool) {
 func (l *pidLimit) reached() int {
 	sum := 0
 	for _, d := range l.groups() {
-		n, _ := l.read(d, "pids.events", "max ")
+		n, _ := counter(path.Join(l.root, d, "pids.events"), "max ")
 		sum += n
 	}
 	return sum

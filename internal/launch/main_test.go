@@ -330,11 +330,10 @@ func childrenOf(t *testing.T, pid int) map[int]string {
 	require.NoError(t, err)
 	out := map[int]string{}
 	for _, n := range names {
-		child := filepath.Base(filepath.Dir(n))
-		if parent, _ := parentOf(child); parent == pid {
+		child, _ := strconv.Atoi(filepath.Base(filepath.Dir(n)))
+		if job.ProcessOf(child).Parent == pid {
 			b, _ := os.ReadFile(n) // it may have ended
-			n, _ := strconv.Atoi(child)
-			out[n] = strings.TrimRight(strings.ReplaceAll(string(b), "\x00", " "), " ")
+			out[child] = strings.TrimRight(strings.ReplaceAll(string(b), "\x00", " "), " ")
 		}
 	}
 	return out
@@ -381,7 +380,7 @@ func requireGone(t *testing.T, pids []int) {
 	require.NotEmpty(t, pids)
 	require.Eventually(t, func() bool {
 		for _, pid := range pids {
-			if parent, zombie := parentOf(fmt.Sprint(pid)); parent != 0 && !zombie {
+			if p := job.ProcessOf(pid); p.Parent != 0 && p.State != 'Z' {
 				return false
 			}
 		}

@@ -2,7 +2,6 @@ package launch
 
 import (
 	"bufio"
-	"bytes"
 	"fmt"
 	"io"
 	"os"
@@ -13,6 +12,8 @@ import (
 	"sync"
 	"syscall"
 	"time"
+
+	"github.com/gochorus/chorus/internal/job"
 )
 
 // prSetChildSubreaper is PR_SET_CHILD_SUBREAPER of prctl(2): orphaned
@@ -148,46 +149,11 @@ func adopted(spare map[int]bool) []process {
 		if err != nil || spare[pid] {
 			continue
 		}
-		if parent, zombie := parentOf(n); parent == self {
-			out = append(out, process{pid, zombie})
+		if p := job.ProcessOf(pid); p.Parent == self {
+			out = append(out, process{pid, p.State == 'Z'})
 		}
 	}
 	return out
-}
-
-// parentOf reads a process's parent and whether it is a zombie.
-func parentOf(pid string) (parent int, zombie bool) {
-	parent, state := statOf(pid)
-	return parent, state == 'Z'
-}
-
-// isStopped reports whether SIGSTOP or a debugger has stopped a process.
-func isStopped(pid int) bool {
-	_, state := statOf(strconv.Itoa(pid))
-	return state == 'T' || state == 't'
-}
-
-func statOf(pid string) (parent int, state byte) {
-	b, err := os.ReadFile("/proc/" + pid + "/stat")
-	if err != nil {
-		return 0, 0
-	}
-	return parseStat(b)
-}
-
-// parseStat parses /proc/<pid>/stat. The process name is in parentheses and may
-// itself contain parentheses, so the state follows the last one.
-func parseStat(b []byte) (parent int, state byte) {
-	i := bytes.LastIndexByte(b, ')')
-	if i < 0 {
-		return 0, 0
-	}
-	f := bytes.Fields(b[i+1:])
-	if len(f) < 2 {
-		return 0, 0
-	}
-	parent, _ = strconv.Atoi(string(f[1]))
-	return parent, f[0][0]
 }
 
 // guardianName is argument 0 of a guardian, as ps shows it. Users do not type it.

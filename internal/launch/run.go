@@ -393,7 +393,7 @@ func (j *launcher) onlyLost() bool {
 	}
 	first := j.childOf(lost)
 	return first != nil && first.running && !slices.ContainsFunc(j.children, func(c *child) bool {
-		return c.running && c != first && !isStopped(c.pid)
+		return c.running && c != first && !job.ProcessOf(c.pid).IsStopped()
 	})
 }
 

@@ -14,6 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/testhost"
 )
 
@@ -377,8 +378,7 @@ func TestRunLeavesNothing(t *testing.T) {
 		require.NoError(t, l.cmd.Process.Signal(syscall.SIGUSR1))
 		code, text := l.wait()
 		require.Zero(t, code, text)
-		parent, _ := parentOf(fmt.Sprint(guardian))
-		require.Zero(t, parent, "it has been awaited")
+		require.Zero(t, job.ProcessOf(guardian), "it has been awaited")
 	})
 }
 

@@ -81,8 +81,8 @@ func (l *localUnits[M, P]) trim(group, s *stream.Stream) error {
 // Ready says that the work that is now on s completes the gradients of unit k of the local rank
 // on the device of s. When that is so on all local ranks, and for all later units, Ready enqueues
 // the reduce-scatter on the group's streams, which wait for the streams that were given to Ready.
-// With UnitsConfig.Replicas, an all-reduce on their streams follows. The result is added to the
-// shards, or replaces what they had before Refresh. The host and s do not wait. Collective.
+// With UnitsConfig.Replicas, an all-reduce on their streams follows. The result is the unit's shard of
+// gradients, which is allocated then, or is added to it until Refresh. The host and s do not wait. Collective.
 func (u *Units[M, P]) Ready(s *stream.Stream, k int) error {
 	const op = "ddp: unit ready"
 	i, x, err := u.at(op, s, k)
@@ -136,7 +136,9 @@ func reduceUnit[R, M, P memory.Element](u *Units[M, P], k int, grads comm.Shards
 	x := &u.units[k]
 	shards := make(comm.Shards[M], len(u.locals))
 	for i := range shards {
-		shards[i] = u.locals[i].grads.Slice(x.off, x.off+x.part)
+		if shards[i], err = u.shardOf(i, k); err != nil {
+			return err
+		}
 	}
 	src, same := any(grads).(comm.Shards[R])
 	if !same {
@@ -190,6 +192,49 @@ func reduceUnit[R, M, P memory.Element](u *Units[M, P], k int, grads comm.Shards
 	return nil
 }
 
+// shardOf returns the shard of the gradients of unit k on local rank i, whose contents are undefined
+// unless the unit was reduced since Refresh.
+func (u *Units[M, P]) shardOf(i, k int) (memory.Slice[M], error) {
+	x, on := &u.locals[i].units[k], u.g.Stream(i)
+	if x.shard.Buffer() == nil {
+		err := x.allocate(on, u.units[k].part)
+		return x.shard, err
+	}
+	if u.replicas != nil {
+		return x.shard, nil
+	}
+	capture, err := gpu.StreamOf(on).CaptureID()
+	if err == nil && capture != x.capture {
+		err = errors.New("those of the pass before were reduced outside of this capture, or in that of a graph: call Refresh between a pass in a graph and another one")
+	}
+	return x.shard, err
+}
+
+// allocate allocates the shard of the gradients, of n elements, on the group's stream.
+func (x *localUnit[M, P]) allocate(group *stream.Stream, n int) (err error) {
+	if x.capture, err = gpu.StreamOf(group).CaptureID(); err == nil {
+		x.shard, err = memory.Make[M](group, n)
+	}
+	return err
+}
+
+// forget frees the shard of the gradients of unit k on local rank i behind the work on the group's
+// stream. Replicas use the shards on streams of their own, so theirs stay for the next pass.
+func (u *Units[M, P]) forget(i, k int) error {
+	x := &u.locals[i].units[k]
+	if x.shard.Buffer() == nil || u.replicas != nil {
+		return nil
+	}
+	capture, err := gpu.StreamOf(u.g.Stream(i)).CaptureID()
+	if err == nil && capture != 0 && capture != x.capture {
+		err = fmt.Errorf("unit %d on rank %d: its gradients were reduced outside of the capture: call Refresh before it begins", k, u.queue.rank(i))
+	}
+	if err == nil {
+		err, x.shard = x.shard.Close(), memory.Slice[M]{}
+	}
+	return err
+}
+
 // adder lives as long as the process.
 var adder = sync.OnceValues(func() (*kernel.Elementwise, error) {
 	return kernel.NewElementwise("sum + x", &kernel.ElementwiseConfig{
@@ -222,9 +267,10 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 		return err
 	}
 	for i, s := range by {
-		if err := u.locals[i].record(s); err != nil {
+		if err := u.locals[i].params.RecordStream(s); err != nil {
 			return fmt.Errorf("%s: %w", op, err)
 		}
+		u.locals[i].finished = s
 	}
 	lack := u.queue.end(op, by, func() error { return nil })
 	if err := u.g.Err(); err != nil {

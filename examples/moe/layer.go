@@ -47,26 +47,26 @@ func data() (x, want, router, up, down []float32) {
 }
 
 // A layer has the tensors of this process's rank: its part of the tokens, which are embeddings that learn,
-// too, its experts, and a copy of the router. What begins with d is a gradient.
+// too, its experts, and a copy of the router. What begins with d is a gradient, times tokens·width.
 type layer struct {
 	g    *comm.Group
 	s    *stream.Stream
 	e    *comm.Experts
 	opt  *optim.Optimizer
 	rows []comm.ExpertRows // of the forward and of the backward pass
-	all  []tensor.Tensor
+	all  []tensor.Tensor   // to close
 
-	x, y, dx, want, dy           tensor.Tensor // [tokens of this rank, width]
-	router, drouter              tensor.Tensor // [width, experts]
-	up, dup                      tensor.Tensor // [experts of this rank, width, hidden]
-	down, ddown                  tensor.Tensor // [experts of this rank, hidden, width]
-	scores, dscores              tensor.Tensor // [tokens, experts]
-	chosen                       tensor.Tensor // [tokens, choices], int32
-	best, gates, dgates, dbest   tensor.Tensor // [tokens, choices]
-	answers                      tensor.Tensor // [tokens, choices, width]: the row of each choice
-	hiddens, dhiddens, dproducts tensor.Tensor // [experts of this rank, room for rows, hidden]
-	made, dinputs                tensor.Tensor // [experts of this rank, room for rows, width]
-	loss                         tensor.Tensor // [1, 1]
+	x, want, y, dy, dx          tensor.Tensor // [tokens of this rank, width]
+	router, drouter             tensor.Tensor // [width, experts]
+	up, dup                     tensor.Tensor // [experts of this rank, width, hidden]
+	down, ddown                 tensor.Tensor // [experts of this rank, hidden, width]
+	scores, dscores             tensor.Tensor // [tokens, experts]
+	chosen                      tensor.Tensor // [tokens, choices]: the numbers of experts
+	best, gates, dgates, dbest  tensor.Tensor // [tokens, choices]
+	answers                     tensor.Tensor // [tokens, choices, width]: the row of each choice
+	hiddens, dhiddens, positive tensor.Tensor // [experts of this rank, room for rows, hidden], and for relu's gradient
+	made, dinputs               tensor.Tensor // [experts of this rank, room for rows, width]
+	loss                        tensor.Tensor // [1, 1]
 }
 
 func newLayer(ctx context.Context, g *comm.Group) (l *layer, err error) {
@@ -87,99 +87,72 @@ func newLayer(ctx context.Context, g *comm.Group) (l *layer, err error) {
 		}
 		l.rows = append(l.rows, rows...)
 	}
-	room := l.rows[0].Rows.Size(1)
-	x, want, router, up, down := data()
-	part := func(list []float32) []float32 { k := len(list) / g.Size(); return list[g.Rank()*k : (g.Rank()+1)*k] }
-	for _, of := range []struct {
-		shape []int
-		from  []float32 // of the first tensor, or nil
-		to    []*tensor.Tensor
-	}{
-		{[]int{n, width}, part(x), []*tensor.Tensor{&l.x, &l.y, &l.dx, &l.dy}},
-		{[]int{n, width}, part(want), []*tensor.Tensor{&l.want}},
-		{[]int{width, experts}, router, []*tensor.Tensor{&l.router, &l.drouter}},
-		{[]int{own, width, hidden}, part(up), []*tensor.Tensor{&l.up, &l.dup}},
-		{[]int{own, hidden, width}, part(down), []*tensor.Tensor{&l.down, &l.ddown}},
-		{[]int{n, experts}, nil, []*tensor.Tensor{&l.scores, &l.dscores}},
-		{[]int{n, choices}, nil, []*tensor.Tensor{&l.best, &l.gates, &l.dgates, &l.dbest}},
-		{[]int{n, choices, width}, nil, []*tensor.Tensor{&l.answers}},
-		{[]int{own, room, hidden}, nil, []*tensor.Tensor{&l.hiddens, &l.dhiddens, &l.dproducts}},
-		{[]int{own, room, width}, nil, []*tensor.Tensor{&l.made, &l.dinputs}},
-		{[]int{1, 1}, nil, []*tensor.Tensor{&l.loss}},
-	} {
-		for i, t := range of.to {
-			if i == 0 && of.from != nil {
-				*t, err = tensor.MakeFrom(l.s, of.from, of.shape...)
-			} else {
-				*t, err = tensor.Make(l.s, memory.Float32, of.shape...)
-			}
-			if l.all = append(l.all, *t); err != nil {
-				return l, err
-			}
-		}
+	add := func(t tensor.Tensor, e error) tensor.Tensor {
+		l.all, err = append(l.all, t), errors.Join(err, e)
+		return t
 	}
-	if l.chosen, err = tensor.Make(l.s, memory.Int32, n, choices); err != nil {
+	empty := func(shape ...int) tensor.Tensor { return add(tensor.Make(l.s, memory.Float32, shape...)) }
+	filled := func(list []float32, shape ...int) tensor.Tensor { return add(tensor.MakeFrom(l.s, list, shape...)) }
+	mine := func(list []float32) []float32 { k := len(list) / g.Size(); return list[g.Rank()*k : (g.Rank()+1)*k] }
+	x, want, router, up, down := data()
+	l.x, l.want = filled(mine(x), n, width), filled(mine(want), n, width)
+	l.router, l.up, l.down = filled(router, width, experts), filled(mine(up), own, width, hidden), filled(mine(down), own, hidden, width)
+	l.y, l.dy, l.dx, l.answers = empty(n, width), empty(n, width), empty(n, width), empty(n, choices, width)
+	l.drouter, l.dup, l.ddown = empty(width, experts), empty(own, width, hidden), empty(own, hidden, width)
+	l.scores, l.dscores, l.loss = empty(n, experts), empty(n, experts), empty(1, 1)
+	l.best, l.gates, l.dgates, l.dbest = empty(n, choices), empty(n, choices), empty(n, choices), empty(n, choices)
+	room := l.rows[0].Rows.Size(1)
+	l.hiddens, l.dhiddens, l.made, l.dinputs = empty(own, room, hidden), empty(own, room, hidden), empty(own, room, width), empty(own, room, width)
+	l.chosen = add(tensor.Make(l.s, memory.Int32, n, choices))
+	l.positive = add(tensor.Make(l.s, memory.Uint8, own, room, 16)) // a bit for each element, in steps of 16 bytes
+	if err != nil {
 		return l, err
 	}
-	l.all = append(l.all, l.chosen)
 	l.opt, err = optim.NewSGD(l.s, []optim.Group{{Params: []optim.Param{
 		{Value: l.x, Grad: l.dx}, {Value: l.router, Grad: l.drouter}, {Value: l.up, Grad: l.dup}, {Value: l.down, Grad: l.ddown},
-	}}}, &optim.SGDConfig{LR: rate})
+	}}}, &optim.SGDConfig{LR: rate / (tokens * width)})
 	return l, err
 }
 
-// The functions of single elements: the gradient of the loss, and that of relu.
-var (
-	difference, _ = kernel.NewElementwise("(y - want) / 1024", &kernel.ElementwiseConfig{Inputs: []string{"y", "want"},
-		Floats: func(in, out []float64) { out[0] = (in[0] - in[1]) / (tokens * width) }})
-	mask, _ = kernel.NewElementwise("h > 0 ? g : 0 * g", &kernel.ElementwiseConfig{Inputs: []string{"h", "g"},
-		Floats: func(in, out []float64) {
-			if out[0] = 0; in[0] > 0 {
-				out[0] = in[1]
-			}
-		}})
-)
+var minus, _ = kernel.NewElementwise("a - b", &kernel.ElementwiseConfig{Inputs: []string{"a", "b"}, Floats: func(in, out []float64) { out[0] = in[0] - in[1] }})
 
 // step enqueues the forward pass, the backward pass and the update. Nothing waits for the device.
 func (l *layer) step() error {
-	s, in, dout := l.s, l.rows[0], l.rows[1]
-	n := l.x.Size(0)
+	s, in, dout, n := l.s, l.rows[0], l.rows[1], l.x.Size(0)
 	one := func(t tensor.Tensor) []tensor.Tensor { return []tensor.Tensor{t} } // by local rank
-	times := func(c, a, b tensor.Tensor) error { return tensor.MatMul(s, c, a, b, nil) }
 	return errors.Join(
 		// The router chooses experts by their scores. Their gates are the softmax of these scores.
-		times(l.scores, l.x, l.router),
+		tensor.MatMul(s, l.scores, l.x, l.router, nil),
 		tensor.TopK(s, l.best, l.chosen, l.scores),
 		tensor.Softmax(s, l.gates, l.best),
 
 		// The tokens travel to their experts and back. Places without a row are zeros, which change nothing.
 		in.Rows.Zero(s),
 		l.e.Dispatch([]comm.ExpertRows{in}, one(l.x), one(l.chosen), nil),
-		tensor.MatMul(s, l.hiddens, in.Rows, l.up, &tensor.MatMulConfig{Epilogue: tensor.ReLU}),
-		times(l.made, l.hiddens, l.down),
+		tensor.MatMul(s, l.hiddens, in.Rows, l.up, &tensor.MatMulConfig{Epilogue: tensor.ReLU, Aux: l.positive}),
+		tensor.MatMul(s, l.made, l.hiddens, l.down, nil),
 		l.e.Combine(one(l.y), one(l.made), one(in.Routes), &comm.CombineConfig{Weights: one(l.gates), Rows: one(l.answers)}),
-		difference.Launch(s, kernel.Out(floats(l.dy)), kernel.In(floats(l.y)), kernel.In(floats(l.want))),
-		tensor.MatMul(s, l.loss, view(l.dy, 1, n*width), view(l.dy, n*width, 1), &tensor.MatMulConfig{Alpha: new(tokens * width / 2.)}),
+		minus.Launch(s, kernel.Out(floats(l.dy)), kernel.In(floats(l.y)), kernel.In(floats(l.want))),
+		tensor.MatMul(s, l.loss, view(l.dy, 1, n*width), view(l.dy, n*width, 1), &tensor.MatMulConfig{Alpha: new(0.5 / (tokens * width))}),
+		comm.OfTensors(l.g).AllReduce(comm.Sum, l.loss),
 
 		// Backward, the gradient travels to the experts with the weights of the gates, and back without.
 		dout.Rows.Zero(s),
 		l.e.Dispatch([]comm.ExpertRows{dout}, one(l.dy), one(l.chosen), &comm.DispatchConfig{Weights: one(l.gates)}),
-		times(l.ddown, transposed(l.hiddens), dout.Rows),
-		times(l.dhiddens, dout.Rows, transposed(l.down)),
-		mask.Launch(s, kernel.Out(floats(l.dproducts)), kernel.In(floats(l.hiddens)), kernel.In(floats(l.dhiddens))),
-		times(l.dup, transposed(in.Rows), l.dproducts),
-		times(l.dinputs, l.dproducts, transposed(l.up)),
+		tensor.MatMul(s, l.ddown, transposed(l.hiddens), dout.Rows, nil),
+		tensor.MatMul(s, l.dhiddens, dout.Rows, transposed(l.down), &tensor.MatMulConfig{Epilogue: tensor.ReLUGrad, Aux: l.positive}),
+		tensor.MatMul(s, l.dup, transposed(in.Rows), l.dhiddens, nil),
+		tensor.MatMul(s, l.dinputs, l.dhiddens, transposed(l.up), nil),
 		l.e.Combine(one(l.dx), one(l.dinputs), one(in.Routes), nil),
 
 		// The gradient of a gate is the product of its row with that of the result.
-		times(view(l.dgates, n, choices, 1), l.answers, view(l.dy, n, width, 1)),
+		tensor.MatMul(s, view(l.dgates, n, choices, 1), l.answers, view(l.dy, n, width, 1), nil),
 		tensor.SoftmaxGrad(s, l.dbest, l.dgates, l.gates),
 		l.dscores.Zero(s),
 		tensor.ScatterAdd(s, l.dscores, l.dbest, l.chosen),
-		times(l.drouter, l.x.T(), l.dscores),
-		tensor.MatMul(s, l.dx, l.dscores, l.router.T(), &tensor.MatMulConfig{Beta: new(1.)}),
+		tensor.MatMul(s, l.drouter, l.x.T(), l.dscores, nil),
 		comm.OfTensors(l.g).AllReduce(comm.Sum, l.drouter),
-		comm.OfTensors(l.g).AllReduce(comm.Sum, l.loss),
+		tensor.MatMul(s, l.dx, l.dscores, l.router.T(), &tensor.MatMulConfig{Beta: new(1.)}),
 		l.opt.Step(s, nil),
 	)
 }
@@ -196,7 +169,7 @@ func train(ctx context.Context, g *comm.Group, steps int) (losses []float32, err
 		if err := errors.Join(l.step(), floats(l.loss).CopyTo(l.s, loss)); err != nil { // the copy waits
 			return nil, err
 		}
-		losses = append(losses, loss[0])
+		losses = append(losses, loss...)
 	}
 	return losses, nil
 }
@@ -213,11 +186,9 @@ func (l *layer) close() error {
 }
 
 // floats, view and transposed are of tensors whose layout fits: an error is a mistake of the program.
-func floats(t tensor.Tensor) memory.Slice[float32] { return must(tensor.Slice[float32](t)) }
-
+func floats(t tensor.Tensor) memory.Slice[float32]     { return must(tensor.Slice[float32](t)) }
 func view(t tensor.Tensor, shape ...int) tensor.Tensor { return must(t.View(shape...)) }
-
-func transposed(t tensor.Tensor) tensor.Tensor { return must(t.Transpose(1, 2)) }
+func transposed(t tensor.Tensor) tensor.Tensor         { return must(t.Transpose(1, 2)) }
 
 func must[T any](x T, err error) T {
 	if err != nil {

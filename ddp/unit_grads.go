@@ -3,6 +3,7 @@ package ddp
 import (
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 
 	"github.com/gochorus/chorus/comm"
@@ -18,8 +19,9 @@ import (
 // without a reduction (set_requires_gradient_sync(False)). They add up in P; in float32 add up shards
 // instead: call Ready and Finish for each micro-batch.
 //
-// A rank has memory for the gradients of two units, and more if others are not ready, until Close. To
-// reuse it, s waits for the reduction of the unit before the one that became ready last. The host does not wait.
+// A rank has memory for the gradients of two units, and more if others are not ready. To reuse that of a unit
+// that is as large, s waits for the reduction of the unit before the one that became ready last. Otherwise,
+// as in the first pass, s also waits for the work that is on the group's stream. The host does not wait.
 func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) {
 	const op = "ddp: gradients of a unit"
 	i, x, err := u.at(op, s, k)
@@ -33,7 +35,10 @@ func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) 
 	if x.grad.whole.Buffer() != nil {
 		return x.grads, nil
 	}
-	if x.grad, err = u.locals[i].gradMemory(u.g.Stream(i), s, u.units[k].part*u.g.Size(), u.most); err != nil {
+	if err = u.join(s); err == nil {
+		x.grad, err = u.locals[i].gradMemory(u.g.Stream(i), s, u.units[k].part*u.g.Size())
+	}
+	if err != nil {
 		return nil, fmt.Errorf("%s: unit %d on rank %d: %w", op, k, u.queue.rank(i), err)
 	}
 	x.grad.on, x.grads = s, cut(&u.units[k], x.grads, x.grad.whole)
@@ -41,34 +46,43 @@ func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) 
 }
 
 // gradMemory returns memory whose first n elements are zeros on s. It reuses the memory of the unit
-// before the one whose reduction was enqueued last. group is the group's stream, and most the
-// elements of the largest unit.
-func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n, most int) (x gradMemory[P], err error) {
-	if err := l.trim(group, s); err != nil {
+// before the one whose reduction was enqueued last, if that is large enough. group is the group's stream, on which
+// the memory is allocated, so that it is freed behind its reduction without an event.
+func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMemory[P], err error) {
+	if err := l.trim(2, math.MaxInt, s); err != nil {
 		return x, err
 	}
-	if len(l.retired) < 2 {
-		if x.capture, err = gpu.StreamOf(s).CaptureID(); err == nil {
-			x.whole, err = zeroed[P](s, most)
-		}
+	if len(l.retired) > 1 && l.retired[0].whole.Len() >= n {
+		x = l.retired[0]
+		l.retired = append(l.retired[:0], l.retired[1:]...)
+		return x, errors.Join(x.reduced.wait(s), x.whole.Slice(0, n).Zero(s))
+	}
+	if err := l.trim(1, math.MaxInt, s); err != nil {
 		return x, err
 	}
-	x = l.retired[0]
-	l.retired = append(l.retired[:0], l.retired[1:]...)
-	return x, errors.Join(x.reduced.wait(s), x.whole.Slice(0, n).Zero(s))
+	if x.capture, err = gpu.StreamOf(s).CaptureID(); err != nil {
+		return x, err
+	}
+	if x.whole, err = memory.Make[P](group, n); err != nil {
+		return x, err
+	}
+	if s != group {
+		err = s.WaitStream(group)
+	}
+	return x, errors.Join(err, x.whole.Zero(s))
 }
 
-// trim frees all but two of the retired gradients behind their reduction on the group's stream. In the
-// capture of s it frees only memory of the same capture.
-func (l *localUnits[M, P]) trim(group, s *stream.Stream) error {
+// trim frees retired gradients, which are reduced in the order of the group's stream: the oldest until so
+// many are left, and those of more than most elements. In the capture of s it frees only memory of the same capture.
+func (l *localUnits[M, P]) trim(left, most int, s *stream.Stream) error {
 	capture, err := gpu.StreamOf(s).CaptureID()
 	if err != nil {
 		return err
 	}
-	errs, kept, surplus := []error(nil), l.retired[:0], len(l.retired)-2
+	errs, kept, surplus := []error(nil), l.retired[:0], len(l.retired)-left
 	for _, x := range l.retired {
-		if surplus > 0 && x.capture == capture {
-			errs = append(errs, x.whole.RecordStream(group), x.whole.Close())
+		if (surplus > 0 || x.whole.Len() > most) && x.capture == capture {
+			errs = append(errs, x.whole.Close())
 			surplus--
 		} else {
 			kept = append(kept, x)
@@ -108,7 +122,7 @@ func (u *Units[M, P]) reduce(b int) error {
 		var err error
 		switch {
 		case x.grad.whole.Buffer() == nil: // not ready
-			x.grad, err = u.locals[i].gradMemory(on, on, n, u.most)
+			x.grad, err = u.locals[i].gradMemory(on, on, n)
 		case !u.queue.seen[i][k]:
 			err = x.grad.whole.Slice(0, n).Zero(on)
 		}
@@ -279,7 +293,7 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 	for i, s := range by {
 		l := &u.locals[i]
 		l.last = -1
-		err := errors.Join(l.trim(u.g.Stream(i), s), s.WaitStream(u.g.Stream(i)))
+		err := errors.Join(l.trim(2, u.most, s), s.WaitStream(u.g.Stream(i)))
 		if u.replicas != nil {
 			err = errors.Join(err, u.replicas[i].Err(), u.await(s, u.replicas[i].Stream(0)))
 		}

@@ -57,9 +57,9 @@ type UnitsConfig struct {
 //
 // Gathered memory is allocated on the group's streams. Done orders them after the work on s, so
 // that the next gather reuses the memory without a wait of the host. Parameters take the shards and
-// at most 1+Prefetch units, and those of Keep. Gradients take the memory of the largest unit twice, for
-// one that is computed and one that is reduced, and once for each other unit between Grads and
-// Ready; it stays until Close. The shard of a unit's reduced gradients exists from Ready to Refresh, as
+// at most 1+Prefetch units, and those of Keep. Gradients take the memory of two units, for one that is
+// computed and one that is reduced, and of each other unit between Grads and Ready. It stays for the next pass,
+// unless only unit 0 needs as much, such as embeddings. The shard of a unit's reduced gradients exists from Ready to Refresh, as
 // torch's from the reduce-scatter to zero_grad; with Replicas all of them stay until Close.
 //
 // Ready adds to the shards of the gradients until Refresh, so that a program may accumulate
@@ -85,7 +85,7 @@ type Units[M, P memory.Element] struct {
 	queue    *queue
 	units    []unit
 	len      int // of a shard
-	most     int // of the gathered units
+	most     int // of the gathered units but the first, unless it is the only one
 	locals   []localUnits[M, P]
 }
 
@@ -239,7 +239,9 @@ func (u *Units[M, P]) open(units [][]int, keep []int) error {
 		}
 		x.part = roundUp(max(total, 1), align*u.g.Size()) / u.g.Size()
 		u.len += x.part
-		u.most = max(u.most, x.part*u.g.Size())
+		if k > 0 || len(units) == 1 {
+			u.most = max(u.most, x.part*u.g.Size())
+		}
 		u.units = append(u.units, x)
 		buckets[len(units)-1-k] = bucket{grads: []int{k}} // the backward pass is downwards
 	}

@@ -337,6 +337,54 @@ func TestMemoryOfUnits(t *testing.T) {
 	}
 }
 
+// A large unit needs memory for its gradients only while it has some, here at the end of the backward pass. Later
+// steps reuse it.
+func TestMemoryOfUnequalUnits(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		const n, large = 1 << 14, 1 << 18 // bytes in bfloat16
+		g := local(t, devs)
+		streams := newStreams(t, g)
+		stats := func() memory.Stats {
+			st, err := memory.StatsOf(devs[1])
+			require.NoError(t, err)
+			return st
+		}
+		u, err := ddp.NewUnits[memory.BFloat16Bits, memory.BFloat16Bits](g, [][]int{{large / 2}, {n / 2}, {n / 2}, {n / 2}}, nil)
+		require.NoError(t, err)
+		defer u.Close()
+		held := stats().AllocatedBytes.All.Current
+		var calls int64
+		for step := range 4 {
+			shards := int64(0)
+			for k := 3; k >= 0; k-- {
+				for _, s := range streams {
+					_, err := u.Grads(s, k)
+					require.NoError(t, err)
+					require.NoError(t, u.Ready(s, k))
+				}
+				of := []int64{large, n, n, n}[k]
+				shards += of / 2
+				before := int64(n) // the gradients of the unit before
+				if k == 3 && step == 0 {
+					before = 0
+				}
+				require.Equal(t, held+before+of+shards, stats().AllocatedBytes.All.Current, "step %d, unit %d", step, k)
+			}
+			require.NoError(t, u.Finish(streams...))
+			require.NoError(t, u.Refresh(streams...))
+			require.Equal(t, held+n, stats().AllocatedBytes.All.Current, "step %d", step)
+			if step == 1 {
+				calls = stats().DeviceAllocs
+			}
+		}
+		require.Equal(t, calls, stats().DeviceAllocs, "later steps reuse the memory, though the host ran ahead")
+		for i, s := range streams {
+			require.NoError(t, g.Stream(i).WaitStream(s))
+		}
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+	})
+}
+
 // Gathers and reductions complete while the program's streams still compute.
 func TestUnitsOverlap(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {

@@ -72,8 +72,8 @@ func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMem
 	return x, errors.Join(err, x.whole.Zero(s))
 }
 
-// trim frees retired gradients, which are reduced in the order of the group's stream: the oldest until so
-// many are left, and those of more than most elements. In the capture of s it frees only memory of the same capture.
+// trim frees retired gradients behind their reduction on the group's stream: the oldest until so many are left,
+// and those of more than most elements. In the capture of s it frees only memory of the same capture.
 func (l *localUnits[M, P]) trim(left, most int, s *stream.Stream) error {
 	capture, err := gpu.StreamOf(s).CaptureID()
 	if err != nil {

@@ -177,7 +177,7 @@ func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
 				continue
 			}
 			if p.states[k], err = tensor.Make(s, p.Value.DType(), p.Value.Shape()...); err == nil {
-				err = zero(s, p.states[k])
+				err = p.states[k].Zero(s)
 			}
 			if err != nil {
 				return err
@@ -229,15 +229,6 @@ func (o *Optimizer) RefreshCopies(s *stream.Stream) error {
 		}
 	}
 	return nil
-}
-
-// zero fills a tensor with zeros.
-func zero(s *stream.Stream, x tensor.Tensor) error {
-	b, err := memory.View[byte](x.Buffer(), x.Offset(), x.Bytes())
-	if err != nil {
-		return err
-	}
-	return b.Zero(s)
 }
 
 func (p *held) entry() entry {

@@ -46,23 +46,28 @@ func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) 
 }
 
 // gradMemory returns memory whose first n elements are zeros on s. It reuses the memory of the unit
-// before the one whose reduction was enqueued last, if that is large enough. group is the group's stream, on which
+// before the one whose reduction was enqueued last, or of an earlier pass, if that is large enough. group is the group's stream, on which
 // the memory is allocated, so that it is freed behind its reduction without an event.
 func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMemory[P], err error) {
-	if err := l.trim(2, math.MaxInt, s); err != nil {
+	capture, err := gpu.StreamOf(s).CaptureID()
+	if err != nil {
 		return x, err
 	}
-	if len(l.retired) > 1 && l.retired[0].whole.Len() >= n {
+	if l.taken++; l.taken > l.keep {
+		l.keep = l.taken
+	}
+	if len(l.retired) > 0 && l.retired[0].whole.Len() >= n && (len(l.retired) > 1 || l.retired[0].pass < l.passes) {
 		x = l.retired[0]
 		l.retired = append(l.retired[:0], l.retired[1:]...)
+		if capture != 0 {
+			x.capture = capture // the graph uses the memory as long as it is launched
+		}
 		return x, errors.Join(x.reduced.wait(s), x.whole.Slice(0, n).Zero(s))
 	}
-	if err := l.trim(1, math.MaxInt, s); err != nil {
+	if err := l.trim(max(1, len(l.retired)-1), math.MaxInt, s); err != nil {
 		return x, err
 	}
-	if x.capture, err = gpu.StreamOf(s).CaptureID(); err != nil {
-		return x, err
-	}
+	x.capture = capture
 	if x.whole, err = memory.Make[P](group, n); err != nil {
 		return x, err
 	}
@@ -138,7 +143,8 @@ func (u *Units[M, P]) reduce(b int) error {
 	for i := range u.locals {
 		l := &u.locals[i]
 		x := &l.units[k].grad
-		x.reduced = u.queue.arrived[b][i].reduced
+		x.reduced, x.pass = u.queue.arrived[b][i].reduced, l.passes
+		l.taken--
 		l.retired = append(l.retired, *x)
 		*x = gradMemory[P]{}
 	}
@@ -292,8 +298,9 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 	}
 	for i, s := range by {
 		l := &u.locals[i]
-		l.last = -1
-		err := errors.Join(l.trim(2, u.most, s), s.WaitStream(u.g.Stream(i)))
+		l.last, l.passes = -1, l.passes+1
+		err := errors.Join(l.trim(l.keep, u.most, s), s.WaitStream(u.g.Stream(i)))
+		l.keep = max(2, l.taken)
 		if u.replicas != nil {
 			err = errors.Join(err, u.replicas[i].Err(), u.await(s, u.replicas[i].Stream(0)))
 		}

@@ -58,8 +58,8 @@ type UnitsConfig struct {
 // Gathered memory is allocated on the group's streams. Done orders them after the work on s, so
 // that the next gather reuses the memory without a wait of the host. Parameters take the shards and
 // at most 1+Prefetch units, and those of Keep. Gradients take the memory of two units, for one that is
-// computed and one that is reduced, and of each other unit between Grads and Ready. It stays for the next pass,
-// unless only unit 0 needs as much, such as embeddings. The shard of a unit's reduced gradients exists from Ready to Refresh, as
+// computed and one that is reduced, or of all units between Grads and Ready if they are more. It stays for the next
+// pass, unless only unit 0 needs as much, such as embeddings. The shard of a unit's reduced gradients exists from Ready to Refresh, as
 // torch's from the reduce-scatter to zero_grad; with Replicas all of them stay until Close.
 //
 // Ready adds to the shards of the gradients until Refresh, so that a program may accumulate
@@ -104,6 +104,9 @@ type localUnits[M, P memory.Element] struct {
 	copies   memory.Slice[P] // params as P, which are gathered; params themselves if M is P
 	units    []localUnit[M, P]
 	retired  []gradMemory[P] // of gradients whose reduction is enqueued, the oldest first
+	passes   int             // ended by Finish
+	taken    int             // gradients between Grads and Ready
+	keep     int             // gradients that stay after Finish: the most that were taken at a time in the pass, or 2
 	finished *stream.Stream  // of the last Finish
 	last     int             // the unit used last in this pass, or -1
 	backward bool            // the order of uses is descending
@@ -126,9 +129,10 @@ type localUnit[M, P memory.Element] struct {
 // gradMemory is memory for the gradients of any unit.
 type gradMemory[P memory.Element] struct {
 	whole   memory.Slice[P]
-	capture uint64         // in which it was allocated, or 0
+	capture uint64         // in which it was allocated or used last, or 0
 	on      *stream.Stream // of the last Grads
 	reduced *mark          // the reduction of the gradients that were in it
+	pass    int            // of that reduction
 }
 
 // NewUnits allocates a shard of the parameters on each local rank, on the group's streams, and fills
@@ -267,13 +271,15 @@ func (u *Units[M, P]) open(units [][]int, keep []int) error {
 }
 
 func (l *localUnits[M, P]) open(s *stream.Stream, units, n int) (err error) {
-	l.last, l.units = -1, make([]localUnit[M, P], units)
+	l.last, l.keep, l.units = -1, 2, make([]localUnit[M, P], units)
 	if l.params, err = zeroed[M](s, n); err != nil {
 		return err
 	}
 	if same, ok := any(l.params).(memory.Slice[P]); ok {
 		l.copies = same
 	} else if l.copies, err = zeroed[P](s, n); err != nil {
+		return err
+	} else if err := l.load(s); err != nil {
 		return err
 	}
 	for k := range l.units {
@@ -282,6 +288,16 @@ func (l *localUnits[M, P]) open(s *stream.Stream, units, n int) (err error) {
 		}
 	}
 	return nil
+}
+
+// load loads the kernels of both conversions. The driver may wait for all work of the device meanwhile, and in
+// a pass that may be a collective that waits for other ranks.
+func (l *localUnits[M, P]) load(s *stream.Stream) error {
+	x, err := memory.Make[M](s, 1)
+	if err != nil {
+		return err
+	}
+	return errors.Join(l.convert(s), divide(s, x, l.copies.Slice(0, 1), 1), x.Close())
 }
 
 // Len returns the elements of a shard, with its padding. It is the same on all ranks.

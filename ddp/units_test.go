@@ -365,7 +365,7 @@ func TestMemoryOfUnequalUnits(t *testing.T) {
 				of := []int64{large, n, n, n}[k]
 				shards += of / 2
 				before := int64(n) // the gradients of the unit before
-				if k == 3 && step == 0 {
+				if k == 3 {
 					before = 0
 				}
 				require.Equal(t, held+before+of+shards, stats().AllocatedBytes.All.Current, "step %d, unit %d", step, k)
@@ -382,6 +382,41 @@ func TestMemoryOfUnequalUnits(t *testing.T) {
 			require.NoError(t, g.Stream(i).WaitStream(s))
 		}
 		require.NoError(t, g.Wait(testgpu.Context(t)))
+	})
+}
+
+// Gradients that add up in Grads keep their memory for the next step, in which no stream waits for it.
+func TestMemoryOfAccumulatedUnits(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		s := newStreams(t, g)[0]
+		current := func() int64 {
+			st, err := memory.StatsOf(devs[0])
+			require.NoError(t, err)
+			return st.AllocatedBytes.All.Current
+		}
+		u, err := ddp.NewUnits[float32, float32](g, [][]int{{1 << 10}, {1 << 12}, {1 << 11}}, nil)
+		require.NoError(t, err)
+		defer u.Close()
+		held := current()
+		for step := range 3 {
+			gate := make(chan struct{})
+			if step > 0 {
+				require.NoError(t, g.Stream(0).Callback(func() { <-gate }))
+			}
+			for k := 2; k >= 0; k-- {
+				_, err := u.Grads(s, k)
+				require.NoError(t, err)
+			}
+			require.NoError(t, s.Sync(testgpu.Context(t)), "step %d", step)
+			require.EqualValues(t, held+4*(1<<10+1<<12+1<<11), current(), "step %d", step)
+			close(gate)
+			for k := 2; k >= 0; k-- {
+				require.NoError(t, u.Ready(s, k))
+			}
+			require.NoError(t, u.Finish(s))
+			require.NoError(t, u.Refresh(s))
+		}
 	})
 }
 

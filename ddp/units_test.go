@@ -591,10 +591,14 @@ func TestUnitsInAGraph(t *testing.T) {
 		require.NoError(t, streams[1].WaitStream(streams[0]))
 		require.NoError(t, u.Refresh(streams...))
 		require.NoError(t, step())
+		require.NoError(t, streams[0].WaitStream(streams[1]))
+		require.NoError(t, exec.Launch(streams[0])) // its memory is still there
+		require.NoError(t, streams[1].WaitStream(streams[0]))
+		require.NoError(t, u.Refresh(streams...))
 		for k := range x.want {
 			for j := range x.want[k] {
 				for e := range x.want[k][j] {
-					x.want[k][j][e] *= 32
+					x.want[k][j][e] *= 64
 				}
 			}
 		}

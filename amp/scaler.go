@@ -165,7 +165,7 @@ func (sc *Scaler) serve(op string, s *stream.Stream, opt *optim.Optimizer) (*ser
 	if err != nil {
 		return nil, err
 	}
-	g, err := optim.NewGrads(s, opt.Gradients()...)
+	g, err := opt.Grads(s)
 	if err != nil {
 		return nil, refuse(op, "%w", err)
 	}

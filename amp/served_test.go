@@ -12,8 +12,10 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
 	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // A scaler keeps no place for closed optimisers, and refuses calls with one.
@@ -144,4 +146,30 @@ func TestDiscardedCapture(t *testing.T) {
 	require.NoError(t, sc.SetScale(b.s, 8))
 	require.NoError(t, sc.Step(b.s, b.opt, nil))
 	require.NoError(t, sc.Update(b.s))
+}
+
+// Gradients with other memory in each step are unscaled and checked there.
+func TestGradientsThatMove(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0], 4)
+		sc := b.scaler(t, &amp.ScalerConfig{InitScale: 4})
+		before := b.read(t, b.value)
+		for step, x := range []float32{8, float32(math.Inf(1)), 4} {
+			moved, err := memory.MakeFrom(b.s, []float32{x, x, x, x})
+			require.NoError(t, err)
+			grad, err := tensor.Of(moved, 4)
+			require.NoError(t, err)
+			require.NoError(t, b.opt.SetGradients(b.s, grad))
+			require.NoError(t, sc.Unscale(b.s, b.opt))
+			state, err := sc.State(b.s)
+			require.NoError(t, err)
+			require.Equal(t, x/float32(state.Scale), b.read(t, moved)[3], "step %d", step)
+			require.NoError(t, sc.Step(b.s, b.opt, nil))
+			require.NoError(t, sc.Update(b.s))
+			require.NoError(t, moved.Close())
+			after := b.read(t, b.value)
+			require.Equal(t, step == 1, before[0] == after[0], "step %d: only infinite gradients are skipped", step)
+			before = after
+		}
+	})
 }

@@ -28,7 +28,8 @@
 // # Members that come and go
 //
 // Without a launcher, one process may serve a registry ([Serve]) for processes that come, leave and return ([Enlist]). It begins
-// worlds of chosen members ([Registry.Begin]), and [Enlistment.World] returns the session of each in its members. Several worlds
+// worlds of chosen members ([Registry.Begin]), and [Enlistment.World] returns the session of each in its members, or
+// comm.JoinEnlisted its group. Several worlds
 // run side by side at one port, with common members or without. A loss ends the worlds of the lost member and no others, in contrast to
 // the epochs of [Run], where it ends the step of all. If the process with the registry ends, all of its worlds end.
 // vLLM's StatelessProcessGroup is such a world of chosen processes; it has no list and reports no losses.

@@ -64,7 +64,30 @@ func Init(ctx context.Context, cfg *InitConfig) (*Group, error) {
 	return g, nil
 }
 
-// Session returns the session that Init has opened, with the job's store and members. It
+// JoinEnlisted waits until the registry begins the next world with this process, and returns the group of
+// its members. It is Enlistment.World and Join in one call (the next rendezvous of torch's elastic agent). The
+// session belongs to the group, as after Init: Shutdown and Close end both. The enlistment goes on. If the
+// error matches cluster.ErrDelisted, the enlistment is over. Otherwise that world has failed: call JoinEnlisted again.
+func JoinEnlisted(ctx context.Context, m *cluster.Enlistment, dev *device.Device, cfg *Config) (*Group, error) {
+	if m == nil {
+		return nil, errors.New("comm: join: no enlistment given")
+	}
+	if err := cfg.check("join"); err != nil {
+		return nil, err
+	}
+	sess, err := m.World(ctx)
+	if err != nil {
+		return nil, fmt.Errorf("comm: join as %s: %w", m.Name(), err)
+	}
+	g, err := Join(ctx, sess, dev, cfg)
+	if err != nil {
+		return nil, errors.Join(err, sess.Close())
+	}
+	g.session = sess
+	return g, nil
+}
+
+// Session returns the session that Init or JoinEnlisted has opened, with the job's store and members. It
 // belongs to the group: do not close it. Session returns nil for a group of Join, Local or
 // Split.
 func (g *Group) Session() *cluster.Session {

@@ -179,8 +179,12 @@ func ExampleNewUnits() {
 			return err
 		}
 		for i, s := range g.Streams() { // the optimiser: here the parameters become the gradients
-			if err := memory.Copy(s, u.Shard(i).Param, u.Shard(i).Grad); err != nil {
-				return err
+			param := u.Shard(i)
+			for j, p := range u.Pieces(i) {
+				to, err := tensor.Of(param.Slice(p.At, p.At+p.Len), p.Len)
+				if err := errors.Join(err, tensor.Copy(s, to, u.ShardGrads(i)[j])); err != nil {
+					return err
+				}
 			}
 		}
 		if err := u.Refresh(g.Streams()...); err != nil {

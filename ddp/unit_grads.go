@@ -3,6 +3,7 @@ package ddp
 import (
 	"errors"
 	"fmt"
+	"math"
 	"sync"
 
 	"github.com/gochorus/chorus/comm"
@@ -18,8 +19,9 @@ import (
 // without a reduction (set_requires_gradient_sync(False)). They add up in P; in float32 add up shards
 // instead: call Ready and Finish for each micro-batch.
 //
-// A rank has memory for the gradients of two units, and more if others are not ready, until Close. To
-// reuse it, s waits for the reduction of the unit before the one that became ready last. The host does not wait.
+// A rank has memory for the gradients of two units, and more if others are not ready. To reuse that of a unit
+// that is as large, s waits for the reduction of the unit before the one that became ready last. Otherwise,
+// as in the first pass, s also waits for the work that is on the group's stream. The host does not wait.
 func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) {
 	const op = "ddp: gradients of a unit"
 	i, x, err := u.at(op, s, k)
@@ -33,7 +35,10 @@ func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) 
 	if x.grad.whole.Buffer() != nil {
 		return x.grads, nil
 	}
-	if x.grad, err = u.locals[i].gradMemory(u.g.Stream(i), s, u.units[k].part*u.g.Size(), u.most); err != nil {
+	if err = u.join(s); err == nil {
+		x.grad, err = u.locals[i].gradMemory(u.g.Stream(i), s, u.units[k].part*u.g.Size())
+	}
+	if err != nil {
 		return nil, fmt.Errorf("%s: unit %d on rank %d: %w", op, k, u.queue.rank(i), err)
 	}
 	x.grad.on, x.grads = s, cut(&u.units[k], x.grads, x.grad.whole)
@@ -41,34 +46,48 @@ func (u *Units[M, P]) Grads(s *stream.Stream, k int) ([]memory.Slice[P], error) 
 }
 
 // gradMemory returns memory whose first n elements are zeros on s. It reuses the memory of the unit
-// before the one whose reduction was enqueued last. group is the group's stream, and most the
-// elements of the largest unit.
-func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n, most int) (x gradMemory[P], err error) {
-	if err := l.trim(group, s); err != nil {
+// before the one whose reduction was enqueued last, or of an earlier pass, if that is large enough. group is the group's stream, on which
+// the memory is allocated, so that it is freed behind its reduction without an event.
+func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMemory[P], err error) {
+	capture, err := gpu.StreamOf(s).CaptureID()
+	if err != nil {
 		return x, err
 	}
-	if len(l.retired) < 2 {
-		if x.capture, err = gpu.StreamOf(s).CaptureID(); err == nil {
-			x.whole, err = zeroed[P](s, most)
+	if l.taken++; l.taken > l.keep {
+		l.keep = l.taken
+	}
+	if len(l.retired) > 0 && l.retired[0].whole.Len() >= n && (len(l.retired) > 1 || l.retired[0].pass < l.passes) {
+		x = l.retired[0]
+		l.retired = append(l.retired[:0], l.retired[1:]...)
+		if capture != 0 {
+			x.capture = capture // the graph uses the memory as long as it is launched
 		}
+		return x, errors.Join(x.reduced.wait(s), x.whole.Slice(0, n).Zero(s))
+	}
+	if err := l.trim(max(1, len(l.retired)-1), math.MaxInt, s); err != nil {
 		return x, err
 	}
-	x = l.retired[0]
-	l.retired = append(l.retired[:0], l.retired[1:]...)
-	return x, errors.Join(x.reduced.wait(s), x.whole.Slice(0, n).Zero(s))
+	x.capture = capture
+	if x.whole, err = memory.Make[P](group, n); err != nil {
+		return x, err
+	}
+	if s != group {
+		err = s.WaitStream(group)
+	}
+	return x, errors.Join(err, x.whole.Zero(s))
 }
 
-// trim frees all but two of the retired gradients behind their reduction on the group's stream. In the
-// capture of s it frees only memory of the same capture.
-func (l *localUnits[M, P]) trim(group, s *stream.Stream) error {
+// trim frees retired gradients behind their reduction on the group's stream: the oldest until so many are left,
+// and those of more than most elements. In the capture of s it frees only memory of the same capture.
+func (l *localUnits[M, P]) trim(left, most int, s *stream.Stream) error {
 	capture, err := gpu.StreamOf(s).CaptureID()
 	if err != nil {
 		return err
 	}
-	errs, kept, surplus := []error(nil), l.retired[:0], len(l.retired)-2
+	errs, kept, surplus := []error(nil), l.retired[:0], len(l.retired)-left
 	for _, x := range l.retired {
-		if surplus > 0 && x.capture == capture {
-			errs = append(errs, x.whole.RecordStream(group), x.whole.Close())
+		if (surplus > 0 || x.whole.Len() > most) && x.capture == capture {
+			errs = append(errs, x.whole.Close())
 			surplus--
 		} else {
 			kept = append(kept, x)
@@ -81,8 +100,8 @@ func (l *localUnits[M, P]) trim(group, s *stream.Stream) error {
 // Ready says that the work that is now on s completes the gradients of unit k of the local rank
 // on the device of s. When that is so on all local ranks, and for all later units, Ready enqueues
 // the reduce-scatter on the group's streams, which wait for the streams that were given to Ready.
-// With UnitsConfig.Replicas, an all-reduce on their streams follows. The result is added to the
-// shards, or replaces what they had before Refresh. The host and s do not wait. Collective.
+// With UnitsConfig.Replicas, an all-reduce on their streams follows. The result is the unit's shard of
+// gradients, which is allocated then, or is added to it until Refresh. The host and s do not wait. Collective.
 func (u *Units[M, P]) Ready(s *stream.Stream, k int) error {
 	const op = "ddp: unit ready"
 	i, x, err := u.at(op, s, k)
@@ -108,7 +127,7 @@ func (u *Units[M, P]) reduce(b int) error {
 		var err error
 		switch {
 		case x.grad.whole.Buffer() == nil: // not ready
-			x.grad, err = u.locals[i].gradMemory(on, on, n, u.most)
+			x.grad, err = u.locals[i].gradMemory(on, on, n)
 		case !u.queue.seen[i][k]:
 			err = x.grad.whole.Slice(0, n).Zero(on)
 		}
@@ -124,7 +143,8 @@ func (u *Units[M, P]) reduce(b int) error {
 	for i := range u.locals {
 		l := &u.locals[i]
 		x := &l.units[k].grad
-		x.reduced = u.queue.arrived[b][i].reduced
+		x.reduced, x.pass = u.queue.arrived[b][i].reduced, l.passes
+		l.taken--
 		l.retired = append(l.retired, *x)
 		*x = gradMemory[P]{}
 	}
@@ -136,7 +156,9 @@ func reduceUnit[R, M, P memory.Element](u *Units[M, P], k int, grads comm.Shards
 	x := &u.units[k]
 	shards := make(comm.Shards[M], len(u.locals))
 	for i := range shards {
-		shards[i] = u.locals[i].grads.Slice(x.off, x.off+x.part)
+		if shards[i], err = u.shardOf(i, k); err != nil {
+			return err
+		}
 	}
 	src, same := any(grads).(comm.Shards[R])
 	if !same {
@@ -190,6 +212,49 @@ func reduceUnit[R, M, P memory.Element](u *Units[M, P], k int, grads comm.Shards
 	return nil
 }
 
+// shardOf returns the shard of the gradients of unit k on local rank i, whose contents are undefined
+// unless the unit was reduced since Refresh.
+func (u *Units[M, P]) shardOf(i, k int) (memory.Slice[M], error) {
+	x, on := &u.locals[i].units[k], u.g.Stream(i)
+	if x.shard.Buffer() == nil {
+		err := x.allocate(on, u.units[k].part)
+		return x.shard, err
+	}
+	if u.replicas != nil {
+		return x.shard, nil
+	}
+	capture, err := gpu.StreamOf(on).CaptureID()
+	if err == nil && capture != x.capture {
+		err = errors.New("those of the pass before were reduced outside of this capture, or in that of a graph: call Refresh between a pass in a graph and another one")
+	}
+	return x.shard, err
+}
+
+// allocate allocates the shard of the gradients, of n elements, on the group's stream.
+func (x *localUnit[M, P]) allocate(group *stream.Stream, n int) (err error) {
+	if x.capture, err = gpu.StreamOf(group).CaptureID(); err == nil {
+		x.shard, err = memory.Make[M](group, n)
+	}
+	return err
+}
+
+// forget frees the shard of the gradients of unit k on local rank i behind the work on the group's
+// stream. Replicas use the shards on streams of their own, so theirs stay for the next pass.
+func (u *Units[M, P]) forget(i, k int) error {
+	x := &u.locals[i].units[k]
+	if x.shard.Buffer() == nil || u.replicas != nil {
+		return nil
+	}
+	capture, err := gpu.StreamOf(u.g.Stream(i)).CaptureID()
+	if err == nil && capture != 0 && capture != x.capture {
+		err = fmt.Errorf("unit %d on rank %d: its gradients were reduced outside of the capture: call Refresh before it begins", k, u.queue.rank(i))
+	}
+	if err == nil {
+		err, x.shard = x.shard.Close(), memory.Slice[M]{}
+	}
+	return err
+}
+
 // adder lives as long as the process.
 var adder = sync.OnceValues(func() (*kernel.Elementwise, error) {
 	return kernel.NewElementwise("sum + x", &kernel.ElementwiseConfig{
@@ -222,9 +287,10 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 		return err
 	}
 	for i, s := range by {
-		if err := u.locals[i].record(s); err != nil {
+		if err := u.locals[i].params.RecordStream(s); err != nil {
 			return fmt.Errorf("%s: %w", op, err)
 		}
+		u.locals[i].finished = s
 	}
 	lack := u.queue.end(op, by, func() error { return nil })
 	if err := u.g.Err(); err != nil {
@@ -232,8 +298,9 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 	}
 	for i, s := range by {
 		l := &u.locals[i]
-		l.last = -1
-		err := errors.Join(l.trim(u.g.Stream(i), s), s.WaitStream(u.g.Stream(i)))
+		l.last, l.passes = -1, l.passes+1
+		err := errors.Join(l.trim(l.keep, u.most, s), s.WaitStream(u.g.Stream(i)))
+		l.keep = max(2, l.taken)
 		if u.replicas != nil {
 			err = errors.Join(err, u.replicas[i].Err(), u.await(s, u.replicas[i].Stream(0)))
 		}

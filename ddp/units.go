@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
 )
 
 // UnitsConfig are the options of NewUnits; nil means their defaults. They must be the same on
@@ -49,15 +50,17 @@ type UnitsConfig struct {
 //	gs, err := u.Grads(s, k)   // memory for the gradients of the unit
 //	err = u.Ready(s, k)        // reduce-scatters them meanwhile
 //	err = u.Done(s, k)
-//	err = u.Finish(s)          // s sees this rank's shard of the reduced gradients
-//	err = update(s, u.Shard(0)) // the optimiser
-//	err = u.Refresh(s)         // later gathers see the shards that the work on s leaves
+//	err = u.Finish(s)          // s sees this rank's shards of the reduced gradients
+//	err = opt.SetGradients(s, u.ShardGrads(0)...) // the optimiser, whose parameters are u.Pieces of u.Shard
+//	err = opt.Step(s, nil)
+//	err = u.Refresh(s)         // later gathers see the parameters that the work on s leaves; frees the gradients
 //
 // Gathered memory is allocated on the group's streams. Done orders them after the work on s, so
 // that the next gather reuses the memory without a wait of the host. Parameters take the shards and
-// at most 1+Prefetch units, and those of Keep. Gradients take the memory of the largest unit twice, for
-// one that is computed and one that is reduced, and once for each other unit between Grads and
-// Ready; it stays until Close.
+// at most 1+Prefetch units, and those of Keep. Gradients take the memory of two units, for one that is
+// computed and one that is reduced, or of all units between Grads and Ready if they are more. It stays for the next
+// pass, unless only unit 0 needs as much, such as embeddings. The shard of a unit's reduced gradients exists from Ready to Refresh, as
+// torch's from the reduce-scatter to zero_grad; with Replicas all of them stay until Close.
 //
 // Ready adds to the shards of the gradients until Refresh, so that a program may accumulate
 // gradients over several backward passes, each with a Finish (torch's default). Without a
@@ -82,7 +85,7 @@ type Units[M, P memory.Element] struct {
 	queue    *queue
 	units    []unit
 	len      int // of a shard
-	most     int // of the gathered units
+	most     int // of the gathered units but the first, unless it is the only one
 	locals   []localUnits[M, P]
 }
 
@@ -97,16 +100,20 @@ type unit struct {
 
 // localUnits are the shard of a local rank, and its memory of each unit.
 type localUnits[M, P memory.Element] struct {
-	params, grads memory.Slice[M]
-	copies        memory.Slice[P] // params as P, which are gathered; params themselves if M is P
-	units         []localUnit[P]
-	retired       []gradMemory[P] // of gradients whose reduction is enqueued, the oldest first
-	last          int             // the unit used last in this pass, or -1
-	backward      bool            // the order of uses is descending
+	params   memory.Slice[M]
+	copies   memory.Slice[P] // params as P, which are gathered; params themselves if M is P
+	units    []localUnit[M, P]
+	retired  []gradMemory[P] // of gradients whose reduction is enqueued, the oldest first
+	passes   int             // ended by Finish
+	taken    int             // gradients between Grads and Ready
+	keep     int             // gradients that stay after Finish: the most that were taken at a time in the pass, or 2
+	finished *stream.Stream  // of the last Finish
+	last     int             // the unit used last in this pass, or -1
+	backward bool            // the order of uses is descending
 }
 
 // localUnit is a unit on a local rank.
-type localUnit[P memory.Element] struct {
+type localUnit[M, P memory.Element] struct {
 	whole    memory.Slice[P] // gathered, or without memory
 	params   []memory.Slice[P]
 	gathered *mark
@@ -114,20 +121,22 @@ type localUnit[P memory.Element] struct {
 	on       *stream.Stream // of the last Use
 	grad     gradMemory[P]
 	grads    []memory.Slice[P]
-	wrote    bool // Grads was called since Use: the use is of the backward pass
+	wrote    bool            // Grads was called since Use: the use is of the backward pass
+	shard    memory.Slice[M] // of the reduced gradients, or without memory
+	capture  uint64          // in which shard was allocated, or 0
 }
 
 // gradMemory is memory for the gradients of any unit.
 type gradMemory[P memory.Element] struct {
 	whole   memory.Slice[P]
-	capture uint64         // in which it was allocated, or 0
+	capture uint64         // in which it was allocated or used last, or 0
 	on      *stream.Stream // of the last Grads
 	reduced *mark          // the reduction of the gradients that were in it
+	pass    int            // of that reduction
 }
 
-// NewUnits allocates a shard of the parameters and one of the gradients on each local rank, on
-// the group's streams, and fills them with zeros. units has the lengths of the parameters of each
-// unit. M and P are floats, or the same type. If the group has several processes, they wait for
+// NewUnits allocates a shard of the parameters on each local rank, on the group's streams, and fills
+// it with zeros. units has the lengths of the parameters of each unit. M and P are floats, or the same type. If the group has several processes, they wait for
 // each other and compare their arguments, and all processes return an error if the arguments differ.
 //
 // To begin, let a stream wait for the group's, write the initial values to Shard by Pieces, or
@@ -234,7 +243,9 @@ func (u *Units[M, P]) open(units [][]int, keep []int) error {
 		}
 		x.part = roundUp(max(total, 1), align*u.g.Size()) / u.g.Size()
 		u.len += x.part
-		u.most = max(u.most, x.part*u.g.Size())
+		if k > 0 || len(units) == 1 {
+			u.most = max(u.most, x.part*u.g.Size())
+		}
 		u.units = append(u.units, x)
 		buckets[len(units)-1-k] = bucket{grads: []int{k}} // the backward pass is downwards
 	}
@@ -243,21 +254,32 @@ func (u *Units[M, P]) open(units [][]int, keep []int) error {
 		if err := u.locals[i].open(u.g.Stream(i), len(units), u.len); err != nil {
 			return err
 		}
+		for k := range u.units {
+			if u.replicas == nil {
+				break
+			}
+			x := &u.locals[i].units[k]
+			if err := x.allocate(u.g.Stream(i), u.units[k].part); err != nil {
+				return err
+			}
+			if err := x.shard.RecordStream(u.replicas[i].Stream(0)); err != nil {
+				return err
+			}
+		}
 	}
 	return u.queue.fill(buckets)
 }
 
 func (l *localUnits[M, P]) open(s *stream.Stream, units, n int) (err error) {
-	l.last, l.units = -1, make([]localUnit[P], units)
+	l.last, l.keep, l.units = -1, 2, make([]localUnit[M, P], units)
 	if l.params, err = zeroed[M](s, n); err != nil {
-		return err
-	}
-	if l.grads, err = zeroed[M](s, n); err != nil {
 		return err
 	}
 	if same, ok := any(l.params).(memory.Slice[P]); ok {
 		l.copies = same
 	} else if l.copies, err = zeroed[P](s, n); err != nil {
+		return err
+	} else if err := l.load(s); err != nil {
 		return err
 	}
 	for k := range l.units {
@@ -268,15 +290,42 @@ func (l *localUnits[M, P]) open(s *stream.Stream, units, n int) (err error) {
 	return nil
 }
 
+// load loads the kernels of both conversions. The driver may wait for all work of the device meanwhile, and in
+// a pass that may be a collective that waits for other ranks.
+func (l *localUnits[M, P]) load(s *stream.Stream) error {
+	x, err := memory.Make[M](s, 1)
+	if err != nil {
+		return err
+	}
+	return errors.Join(l.convert(s), divide(s, x, l.copies.Slice(0, 1), 1), x.Close())
+}
+
 // Len returns the elements of a shard, with its padding. It is the same on all ranks.
 func (u *Units[M, P]) Len() int { return u.len }
 
-// Shard returns the shard of a local rank: the master copy of its parameters, and its reduced
-// gradients after Finish. Padding belongs to it; it is zeros in both. Norms and clipping may take the
-// whole shard; see Powers. Write to it behind Finish, or when the stream has waited for the group's.
-func (u *Units[M, P]) Shard(local int) Part[M] {
-	l := &u.locals[local]
-	return Part[M]{Param: l.params.Slice(0, u.len), Grad: l.grads.Slice(0, u.len)}
+// Shard returns the shard of a local rank: the master copy of its parameters. Padding belongs to it; it
+// is zeros. Write to it behind Finish, or when the stream has waited for the group's.
+func (u *Units[M, P]) Shard(local int) memory.Slice[M] { return u.locals[local].params.Slice(0, u.len) }
+
+// ShardGrads returns the reduced gradients of the parameters in the shard of a local rank, one tensor
+// for each of Pieces (the gradients of torch's sharded parameters). They are valid from Finish to
+// Refresh, on the streams that were given to Finish, and have other addresses in each step: give them to
+// optim.Optimizer.SetGradients and optim.Grads.Set. Another stream waits for one of Finish, and Refresh's
+// stream for it. ShardGrads returns nil if the gradients of a unit were not reduced since Refresh.
+func (u *Units[M, P]) ShardGrads(local int) []tensor.Tensor {
+	var all []tensor.Tensor
+	for _, p := range u.Pieces(local) {
+		shard, at := u.locals[local].units[p.Unit].shard, p.At-u.units[p.Unit].off
+		if !u.units[p.Unit].reduced {
+			return nil
+		}
+		x, err := tensor.Of(shard.Slice(at, at+p.Len), p.Len)
+		if err != nil { // the units are closed
+			return nil
+		}
+		all = append(all, x)
+	}
+	return all
 }
 
 // Pieces returns the elements of parameters that the shard of a local rank has, by At, as
@@ -456,8 +505,8 @@ func (u *Units[M, P]) release(op string, i int, s *stream.Stream, k int) error {
 
 // Refresh lets later gathers see the shards of the parameters as the work that is now on the
 // streams leaves them, and converts them to P; give one stream for each local rank. Units that
-// are gathered and not in use, such as those of UnitsConfig.Keep, are freed. The next gradients
-// replace those in the shards. The host does not wait.
+// are gathered and not in use, such as those of UnitsConfig.Keep, are freed, and so are the shards of
+// the reduced gradients, behind that work (zero_grad). The host does not wait.
 func (u *Units[M, P]) Refresh(streams ...*stream.Stream) error {
 	const op = "ddp: refresh parameters"
 	by, err := u.sorted(op, streams)
@@ -471,11 +520,11 @@ func (u *Units[M, P]) Refresh(streams ...*stream.Stream) error {
 		for i := range u.locals {
 			l := &u.locals[i]
 			for k := range l.units {
-				if err := u.release(op, i, by[i], k); err != nil {
+				if err := errors.Join(u.release(op, i, by[i], k), u.forget(i, k)); err != nil {
 					return err
 				}
 			}
-			if err := errors.Join(l.record(by[i]), l.convert(u.g.Stream(i))); err != nil {
+			if err := errors.Join(l.params.RecordStream(by[i]), l.convert(u.g.Stream(i))); err != nil {
 				return err
 			}
 			l.last = -1
@@ -499,11 +548,6 @@ func (l *localUnits[M, P]) convert(s *stream.Stream) error {
 	return divide(s, l.copies, l.params, 1)
 }
 
-// record says that work on s uses the shard.
-func (l *localUnits[M, P]) record(s *stream.Stream) error {
-	return errors.Join(l.params.RecordStream(s), l.grads.RecordStream(s))
-}
-
 // used names the units that are in use on the local ranks.
 func (u *Units[M, P]) used() string {
 	for i := range u.locals {
@@ -517,7 +561,7 @@ func (u *Units[M, P]) used() string {
 }
 
 // at checks the arguments of a call for unit k, and returns the local rank on the device of s.
-func (u *Units[M, P]) at(op string, s *stream.Stream, k int) (int, *localUnit[P], error) {
+func (u *Units[M, P]) at(op string, s *stream.Stream, k int) (int, *localUnit[M, P], error) {
 	if err := u.check(op); err != nil {
 		return 0, nil, err
 	}
@@ -552,35 +596,37 @@ func (u *Units[M, P]) Close() error {
 		return nil
 	}
 	errs := []error{u.queue.close()}
-	free := func(x memory.Slice[P], streams ...*stream.Stream) {
-		if x.Buffer() == nil {
-			return
-		}
-		for _, s := range streams {
-			if s == nil {
-				continue
-			}
-			if err := x.RecordStream(s); !errors.Is(err, device.ErrClosed) { // a closed stream has no pending use
-				errs = append(errs, err)
-			}
-		}
-		errs = append(errs, x.Close())
-	}
 	for i := range u.locals {
-		l := &u.locals[i]
+		l, on := &u.locals[i], u.g.Stream(i)
 		for k := range l.units {
 			x := &l.units[k]
-			free(x.whole, x.on)
-			free(x.grad.whole, x.grad.on, u.g.Stream(i))
-			errs = append(errs, x.gathered.close())
+			errs = append(errs, freeBehind(x.whole, x.on), freeBehind(x.grad.whole, x.grad.on, on),
+				freeBehind(x.shard, l.finished, on), x.gathered.close())
 		}
 		for _, x := range l.retired {
-			free(x.whole, u.g.Stream(i))
+			errs = append(errs, freeBehind(x.whole, on))
 		}
 		if any(l.params) != any(l.copies) {
 			errs = append(errs, l.copies.Close())
 		}
-		errs = append(errs, l.params.Close(), l.grads.Close())
+		errs = append(errs, l.params.Close())
 	}
 	return errors.Join(errs...)
+}
+
+// freeBehind frees x, if it has memory, behind the work on those of the streams that are not nil.
+func freeBehind[T memory.Element](x memory.Slice[T], streams ...*stream.Stream) error {
+	if x.Buffer() == nil {
+		return nil
+	}
+	var errs []error
+	for _, s := range streams {
+		if s == nil {
+			continue
+		}
+		if err := x.RecordStream(s); !errors.Is(err, device.ErrClosed) { // a closed stream has no pending use
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(append(errs, x.Close())...)
 }

@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
+	"github.com/gochorus/chorus/tensor"
 )
 
 var unitLens = [][]int{{5, 1000, 3}, {0}, {701, 257}, {1, 12, 0}}
@@ -57,7 +58,7 @@ func newSharding[P memory.Element](t *testing.T, g *comm.Group, cfg *ddp.UnitsCo
 	for i, s := range x.streams {
 		require.NoError(t, s.WaitStream(g.Stream(i)))
 		for _, p := range x.u.Pieces(i) {
-			require.NoError(t, x.u.Shard(i).Param.Slice(p.At, p.At+p.Len).CopyFrom(s, x.want[p.Unit][p.Param][p.Start:p.Start+p.Len]))
+			require.NoError(t, x.u.Shard(i).Slice(p.At, p.At+p.Len).CopyFrom(s, x.want[p.Unit][p.Param][p.Start:p.Start+p.Len]))
 		}
 	}
 	require.NoError(t, x.u.Refresh(x.streams...))
@@ -130,9 +131,9 @@ func (x *sharding[P]) update(steps []int, ranks int, factor float32) {
 	const rate = 1. / 64
 	for i, s := range x.streams {
 		shard := x.u.Shard(i)
-		params, grads, seen := make([]float32, x.u.Len()), make([]float32, x.u.Len()), make([]bool, x.u.Len())
-		require.NoError(x.t, shard.Param.CopyTo(s, params))
-		require.NoError(x.t, shard.Grad.CopyTo(s, grads))
+		params, seen := make([]float32, x.u.Len()), make([]bool, x.u.Len())
+		require.NoError(x.t, shard.CopyTo(s, params))
+		grads := shardGrads(x.t, x.u, i, s)
 		for _, p := range x.u.Pieces(i) {
 			for e := range p.Len {
 				seen[p.At+e] = true
@@ -142,9 +143,9 @@ func (x *sharding[P]) update(steps []int, ranks int, factor float32) {
 			}
 		}
 		for at := range seen {
-			require.True(x.t, seen[at] || grads[at] == 0 && params[at] == 0, "padding is zeros")
+			require.True(x.t, seen[at] || params[at] == 0, "padding is zeros")
 		}
-		require.NoError(x.t, shard.Param.CopyFrom(s, params))
+		require.NoError(x.t, shard.CopyFrom(s, params))
 	}
 	for k := range x.want {
 		for j := range x.want[k] {
@@ -154,6 +155,18 @@ func (x *sharding[P]) update(steps []int, ranks int, factor float32) {
 		}
 	}
 	require.NoError(x.t, x.u.Refresh(x.streams...))
+}
+
+// shardGrads returns the gradients in the shard of local rank i, by Piece.At.
+func shardGrads[P memory.Element](t *testing.T, u *ddp.Units[float32, P], i int, s *stream.Stream) []float32 {
+	all, grads := make([]float32, u.Len()), u.ShardGrads(i)
+	require.Len(t, grads, len(u.Pieces(i)))
+	for j, p := range u.Pieces(i) {
+		x, err := tensor.Slice[float32](grads[j])
+		require.NoError(t, err)
+		require.NoError(t, x.CopyTo(s, all[p.At:p.At+p.Len]))
+	}
+	return all
 }
 
 // steps does a step with one pass, one that accumulates in Grads, and one that accumulates in shards.
@@ -250,14 +263,15 @@ func TestHybridUnits(t *testing.T) {
 	})
 }
 
-// The memory of a pass is at most that of the shards, of 1+Prefetch units, and of the gradients of two
-// units. Later steps reuse it.
+// The memory of a pass is that of the shards of parameters, of 1+Prefetch units, of the gradients of two
+// units, and of the shards of gradients of the units that are ready. Later steps reuse it.
 func TestMemoryOfUnits(t *testing.T) {
 	for prefetch := range 3 {
 		t.Run(fmt.Sprint(prefetch), func(t *testing.T) {
 			testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 				const units, n = 6, 1 << 14 // elements of a unit
 				const unit = 2 * n          // bytes in bfloat16
+				const shard = 4 * n / 2     // bytes of a unit's shard of gradients in float32
 				g := local(t, devs)
 				streams := newStreams(t, g)
 				stats := func() memory.Stats {
@@ -275,7 +289,7 @@ func TestMemoryOfUnits(t *testing.T) {
 				require.NoError(t, err)
 				defer u.Close()
 				shards := active().Current - before
-				require.Equal(t, int64((4+4+2)*n*units/2), shards, "the master copy, gradients and what is gathered")
+				require.Equal(t, int64((4+2)*n*units/2), shards, "the master copy and what is gathered, and no gradients")
 				require.NoError(t, u.Refresh(streams...))
 				held := stats().AllocatedBytes.All.Current
 				peak := func() int64 { return active().Peak - before - shards }
@@ -299,10 +313,13 @@ func TestMemoryOfUnits(t *testing.T) {
 							require.NoError(t, u.Ready(s, k))
 							require.NoError(t, u.Done(s, k))
 						}
+						ready, next := int64(units-k), int64(min(k, prefetch))
+						require.Equal(t, held+min(ready, 2)*unit+ready*shard+next*unit, stats().AllocatedBytes.All.Current-grads*max(2-ready, 0)/2,
+							"step %d, unit %d: gradients of two units, the shards of those that are ready, and the parameters of the next units; not of the kept unit", step, k)
+						require.LessOrEqual(t, peak(), int64(1+prefetch)*unit+2*unit+ready*shard+unit/2, "backward pass, with a reduced shard")
 					}
-					require.Equal(t, held+2*unit, stats().AllocatedBytes.All.Current, "gradients of two units, and no parameters, also not of the kept unit")
-					require.LessOrEqual(t, peak(), int64((1+prefetch)*unit+2*unit+unit/2), "backward pass, with a reduced shard")
 					require.NoError(t, u.Finish(streams...))
+					require.Equal(t, held+2*unit+units*shard, stats().AllocatedBytes.All.Current, "step %d: all shards of gradients", step)
 					require.NoError(t, u.Refresh(streams...))
 					grads = 2 * unit
 					require.Equal(t, grads, active().Current-before-shards, "after a step")
@@ -318,6 +335,89 @@ func TestMemoryOfUnits(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A large unit needs memory for its gradients only while it has some, here at the end of the backward pass. Later
+// steps reuse it.
+func TestMemoryOfUnequalUnits(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		const n, large = 1 << 14, 1 << 18 // bytes in bfloat16
+		g := local(t, devs)
+		streams := newStreams(t, g)
+		stats := func() memory.Stats {
+			st, err := memory.StatsOf(devs[1])
+			require.NoError(t, err)
+			return st
+		}
+		u, err := ddp.NewUnits[memory.BFloat16Bits, memory.BFloat16Bits](g, [][]int{{large / 2}, {n / 2}, {n / 2}, {n / 2}}, nil)
+		require.NoError(t, err)
+		defer u.Close()
+		held := stats().AllocatedBytes.All.Current
+		var calls int64
+		for step := range 4 {
+			shards := int64(0)
+			for k := 3; k >= 0; k-- {
+				for _, s := range streams {
+					_, err := u.Grads(s, k)
+					require.NoError(t, err)
+					require.NoError(t, u.Ready(s, k))
+				}
+				of := []int64{large, n, n, n}[k]
+				shards += of / 2
+				before := int64(n) // the gradients of the unit before
+				if k == 3 {
+					before = 0
+				}
+				require.Equal(t, held+before+of+shards, stats().AllocatedBytes.All.Current, "step %d, unit %d", step, k)
+			}
+			require.NoError(t, u.Finish(streams...))
+			require.NoError(t, u.Refresh(streams...))
+			require.Equal(t, held+n, stats().AllocatedBytes.All.Current, "step %d", step)
+			if step == 1 {
+				calls = stats().DeviceAllocs
+			}
+		}
+		require.Equal(t, calls, stats().DeviceAllocs, "later steps reuse the memory, though the host ran ahead")
+		for i, s := range streams {
+			require.NoError(t, g.Stream(i).WaitStream(s))
+		}
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+	})
+}
+
+// Gradients that add up in Grads keep their memory for the next step, in which no stream waits for it.
+func TestMemoryOfAccumulatedUnits(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		s := newStreams(t, g)[0]
+		current := func() int64 {
+			st, err := memory.StatsOf(devs[0])
+			require.NoError(t, err)
+			return st.AllocatedBytes.All.Current
+		}
+		u, err := ddp.NewUnits[float32, float32](g, [][]int{{1 << 10}, {1 << 12}, {1 << 11}}, nil)
+		require.NoError(t, err)
+		defer u.Close()
+		held := current()
+		for step := range 3 {
+			gate := make(chan struct{})
+			if step > 0 {
+				require.NoError(t, g.Stream(0).Callback(func() { <-gate }))
+			}
+			for k := 2; k >= 0; k-- {
+				_, err := u.Grads(s, k)
+				require.NoError(t, err)
+			}
+			require.NoError(t, s.Sync(testgpu.Context(t)), "step %d", step)
+			require.EqualValues(t, held+4*(1<<10+1<<12+1<<11), current(), "step %d", step)
+			close(gate)
+			for k := 2; k >= 0; k-- {
+				require.NoError(t, u.Ready(s, k))
+			}
+			require.NoError(t, u.Finish(s))
+			require.NoError(t, u.Refresh(s))
+		}
+	})
 }
 
 // Gathers and reductions complete while the program's streams still compute.
@@ -470,8 +570,12 @@ func TestUnitsInAGraph(t *testing.T) {
 				return err
 			}
 			for i, s := range streams {
-				if err := memory.Copy(s, u.Shard(i).Param, u.Shard(i).Grad); err != nil {
-					return err
+				grads, param := u.ShardGrads(i), u.Shard(i)
+				for j, p := range u.Pieces(i) {
+					to, err := tensor.Of(param.Slice(p.At, p.At+p.Len), p.Len)
+					if err := errors.Join(err, tensor.Copy(s, to, grads[j])); err != nil {
+						return err
+					}
 				}
 			}
 			return u.Refresh(streams...)
@@ -487,12 +591,38 @@ func TestUnitsInAGraph(t *testing.T) {
 		require.NoError(t, streams[1].WaitStream(streams[0]))
 		require.NoError(t, u.Refresh(streams...))
 		require.NoError(t, step())
+		require.NoError(t, streams[0].WaitStream(streams[1]))
+		require.NoError(t, exec.Launch(streams[0])) // its memory is still there
+		require.NoError(t, streams[1].WaitStream(streams[0]))
+		require.NoError(t, u.Refresh(streams...))
 		for k := range x.want {
 			for j := range x.want[k] {
 				for e := range x.want[k][j] {
-					x.want[k][j][e] *= 32
+					x.want[k][j][e] *= 64
 				}
 			}
+		}
+		_, err = graph.Capture(streams, func() error { return u.Refresh(streams...) }, nil)
+		require.NoError(t, err)
+		pass := func() error {
+			for k := len(unitLens) - 1; k >= 0; k-- {
+				for _, s := range streams {
+					if _, err := u.Grads(s, k); err != nil {
+						return err
+					}
+					if err := u.Ready(s, k); err != nil {
+						return err
+					}
+				}
+			}
+			return u.Finish(streams...)
+		}
+		require.NoError(t, pass())
+		_, err = graph.Capture(streams, func() error { return u.Refresh(streams...) }, nil)
+		require.ErrorContains(t, err, "unit 0 on rank 0: its gradients were reduced outside of the capture: call Refresh before it begins")
+		require.NoError(t, u.Refresh(streams...))
+		for i := range streams {
+			require.Nil(t, u.ShardGrads(i))
 		}
 		x.forward() // gathers and keeps the last unit
 		_, err = graph.Capture(streams, func() error { _, err := u.Use(streams[0], 3); return err }, nil)
@@ -563,8 +693,7 @@ func TestUnitsErrors(t *testing.T) {
 		require.ErrorContains(t, u.Ready(s[0], 2), "unit 2 was ready already in this step")
 		require.ErrorContains(t, u.Finish(s...), "on rank 0 units 0, 1, 3 of 4 are not ready; on rank 1 units 0 to 3 of 4 are not ready: every unit must be")
 		for i := range s {
-			h := make([]float32, u.Len())
-			require.NoError(t, u.Shard(i).Grad.CopyTo(s[i], h))
+			h := shardGrads(t, u, i, s[i])
 			for _, p := range u.Pieces(i) {
 				want := float32(0)
 				if p.Unit == 2 {

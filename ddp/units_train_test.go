@@ -115,17 +115,20 @@ func trainUnits(t *testing.T, g *comm.Group, data trainValue) (all [][]float32, 
 	for i, s := range streams {
 		require.NoError(t, s.WaitStream(g.Stream(i)))
 		x := u.Shard(i)
+		var params []optim.Param
 		for _, p := range u.Pieces(i) {
 			h := make([]float32, p.Len)
 			for e := range h {
 				h[e] = float32(data(p.Param, p.Unit, p.Start+e))
 			}
-			require.NoError(t, x.Param.Slice(p.At, p.At+p.Len).CopyFrom(s, h))
+			to := x.Slice(p.At, p.At+p.Len)
+			require.NoError(t, to.CopyFrom(s, h))
+			params = append(params, optim.Of(to, memory.Slice[float32]{}))
 		}
-		opts[i], err = optim.NewSGD(s, []optim.Group{{Params: []optim.Param{optim.Of(x.Param, x.Grad)}}}, &optim.SGDConfig{LR: trainRate, Momentum: trainMomentum})
+		opts[i], err = optim.NewSGD(s, []optim.Group{{Params: params}}, &optim.SGDConfig{LR: trainRate, Momentum: trainMomentum})
 		require.NoError(t, err)
 		defer opts[i].Close()
-		grads[i], err = optim.NewGrads(s, opts[i].Gradients()...)
+		grads[i], err = opts[i].Grads(s)
 		require.NoError(t, err)
 		defer grads[i].Close()
 		for row := range trainRows {
@@ -181,6 +184,9 @@ func trainUnits(t *testing.T, g *comm.Group, data trainValue) (all [][]float32, 
 			}
 		}
 		require.NoError(t, u.Finish(streams...))
+		for i, s := range streams {
+			require.NoError(t, opts[i].SetGradients(s, u.ShardGrads(i)...))
+		}
 		require.NoError(t, ddp.Powers(g, 2, grads, streams))
 		for i, s := range streams {
 			_, factor, err := grads[i].Coef(s, trainClip)
@@ -191,7 +197,7 @@ func trainUnits(t *testing.T, g *comm.Group, data trainValue) (all [][]float32, 
 	}
 	for i, s := range streams {
 		h := make([]float32, u.Len())
-		require.NoError(t, u.Shard(i).Param.CopyTo(s, h))
+		require.NoError(t, u.Shard(i).CopyTo(s, h))
 		all, pieces = append(all, h), append(pieces, u.Pieces(i))
 	}
 	return all, pieces

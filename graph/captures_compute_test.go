@@ -212,6 +212,37 @@ var tensorCalls = []call{
 		r.must(err)
 		return func() error { return tensor.TopK(r.on, values, places, row) }
 	}},
+	{name: "tensor.Softmax", prepare: func(r *rig) func() error {
+		a, b := r.matrix(), r.matrix()
+		return func() error { return tensor.Softmax(r.on, a, b) }
+	}},
+	{name: "tensor.SoftmaxGrad", prepare: func(r *rig) func() error {
+		a, b, c := r.matrix(), r.matrix(), r.matrix()
+		return func() error { return tensor.SoftmaxGrad(r.on, a, b, c) }
+	}},
+	{name: "tensor.ScatterAdd", prepare: func(r *rig) func() error {
+		a, b := r.matrix(), r.matrix()
+		to, err := a.Narrow(0, 0, 1)
+		r.must(err)
+		from, err := b.Narrow(0, 0, 1)
+		r.must(err)
+		places, err := r.index().View(1, 32)
+		r.must(err)
+		return func() error { return tensor.ScatterAdd(r.on, to, from, places) }
+	}},
+	{name: "tensor.Tensor.Zero", prepare: func(r *rig) func() error {
+		a := r.matrix()
+		return func() error { return a.Zero(r.on) }
+	}},
+	{name: "tensor.MakeFrom", prepare: func(r *rig) func() error {
+		return func() error {
+			x, err := tensor.MakeFrom(r.on, make([]float32, 8), 2, 4)
+			if err == nil {
+				r.later(x.Close)
+			}
+			return err
+		}
+	}},
 	{name: "tensor.GroupedMatMul", prepare: func(r *rig) func() error {
 		a, b, c := r.matrix(), r.matrix(), r.matrix()
 		b, err := b.View(1, 32, 32)

@@ -88,6 +88,22 @@ var optimCalls = []call{
 	withOptimizer("optim.Optimizer.SetStep", func(r *rig, o *optim.Optimizer) error { return o.SetStep(r.on, 0, 3) }),
 	withOptimizer("optim.Optimizer.RefreshCopies", func(r *rig, o *optim.Optimizer) error { return o.RefreshCopies(r.on) }),
 	withOptimizer("optim.Optimizer.LoadState", func(r *rig, o *optim.Optimizer) error { return o.LoadState(r.on, o.State()) }),
+	{name: "optim.Optimizer.SetGradients", prepare: func(r *rig) func() error {
+		o := r.optimizer(false)
+		g, err := o.Grads(r.home)
+		r.must(err)
+		r.later(g.Close)
+		t, err := tensor.Of(r.slice(r.home, elems), elems)
+		r.must(err)
+		return func() error { return o.SetGradients(r.on, t) }
+	}},
+	withOptimizer("optim.Optimizer.Grads", func(r *rig, o *optim.Optimizer) error {
+		g, err := o.Grads(r.on)
+		if err == nil {
+			r.later(g.Close)
+		}
+		return err
+	}),
 	withOptimizer("optim.Optimizer.Close", func(r *rig, o *optim.Optimizer) error { return o.Close() }),
 	{name: "optim.NewGrads", prepare: func(r *rig) func() error {
 		t, err := tensor.Of(r.y, elems)

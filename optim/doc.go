@@ -21,7 +21,8 @@
 // Parameters and gradients are contiguous tensors, or slices (Of). They may be allocations or
 // parts of one allocation, such as the buckets of a ddp.Reducer or the parts of a ddp.Sharder.
 // The program keeps them open until the optimiser is closed. If they are used on several
-// streams, the program orders these streams.
+// streams, the program orders these streams. Gradients with other memory in each step, such as those of
+// ddp.Units, are given to Optimizer.SetGradients; NewGrads is then Optimizer.Grads.
 //
 // The first NewAdam, NewAdamW, NewSGD or NewGrads on a device loads the kernels, and the driver may wait for all work of
 // the device then. Call it before any collective that waits for a rank which is not enqueued yet.

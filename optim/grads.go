@@ -5,7 +5,6 @@ import (
 	"errors"
 	"math"
 	"slices"
-	"strconv"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -48,24 +47,37 @@ func NewGrads(s *stream.Stream, gradients ...tensor.Tensor) (*Grads, error) {
 	if s == nil {
 		return nil, refuse(op, "no stream given")
 	}
+	rows := make([]list, len(gradients))
+	for i := range gradients {
+		x := &gradients[i]
+		if err := checkTensor(*x, s.Device()); err != nil {
+			return nil, refuse(op, "gradient %d: %w", i, err)
+		}
+		rows[i] = list{at: x.Ptr(), n: uint64(x.Len()), dtype: uint32(x.DType())}
+	}
+	return newGrads(s, gradients, rows)
+}
+
+// newGrads prepares operations on gradients, whose rows have no first block yet.
+func newGrads(s *stream.Stream, gradients []tensor.Tensor, rows []list) (*Grads, error) {
+	const op = "new gradients"
 	g := &Grads{dev: s.Device(), list: slices.Clone(gradients)}
-	if err := cmp.Or(g.check(op), g.apart(op)); err != nil {
+	if err := apart(op, gradients); err != nil {
 		return nil, err
 	}
 	elements := 0
-	for i := range gradients {
-		elements += gradients[i].Len()
+	for i := range rows {
+		elements += int(rows[i].n)
 	}
 	chunk, err := chunkOf(g.dev, elements)
 	if err != nil {
 		return nil, refuse(op, "%w", err)
 	}
-	for i := range gradients {
-		x := &gradients[i]
-		row := list{at: x.Ptr(), n: uint64(x.Len()), dtype: uint32(x.DType()), first: uint32(len(g.norms.blocks))}
-		g.norms.add(row, x.Len(), mostChunk)
-		g.table.add(row, x.Len(), chunk)
-		g.dtype = wider(g.dtype, x.DType())
+	for _, row := range rows {
+		row.first = uint32(len(g.norms.blocks))
+		g.norms.add(row, int(row.n), mostChunk)
+		g.table.add(row, int(row.n), chunk)
+		g.dtype = wider(g.dtype, memory.DType(row.dtype))
 	}
 	if _, err := kernelsOf(g.dev); err != nil {
 		return nil, refuse(op, "%w", err)
@@ -104,20 +116,14 @@ func wider(a, b memory.DType) memory.DType {
 
 func (g *Grads) check(op string) error {
 	for i := range g.list {
+		if g.list[i].DType() == memory.Invalid {
+			return refuse(op, "gradient %d: its parameter has none yet: call SetGradients before", i)
+		}
 		if err := checkTensor(g.list[i], g.dev); err != nil {
 			return refuse(op, "gradient %d: %w", i, err)
 		}
 	}
 	return nil
-}
-
-// apart returns an error if two gradients share memory: an operation would change it twice.
-func (g *Grads) apart(op string) error {
-	var spans spans
-	for i := range g.list {
-		spans.add(&g.list[i], "gradient "+strconv.Itoa(i))
-	}
-	return spans.apart(op)
 }
 
 // enter returns the kernels for an operation on s.
@@ -279,8 +285,12 @@ type spans []span
 
 func (x *spans) add(t *tensor.Tensor, name string) {
 	if t.Len() > 0 {
-		*x = append(*x, span{t.Ptr(), t.Ptr() + uint64(t.Bytes()), name})
+		*x = append(*x, spanOf(t, name))
 	}
+}
+
+func spanOf(t *tensor.Tensor, name string) span {
+	return span{t.Ptr(), t.Ptr() + uint64(t.Bytes()), name}
 }
 
 // apart returns an error that names two spans with common memory, if there are such.

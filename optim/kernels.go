@@ -19,7 +19,7 @@ var source string
 
 // kernels are the kernels of a device.
 type kernels struct {
-	adam, sgd, put64, put32                  *kernel.Kernel
+	adam, sgd, put64, put32, store           *kernel.Kernel
 	norm, coefficient, scale, clamp, unscale *kernel.Kernel
 }
 
@@ -45,6 +45,7 @@ func (k *kernels) load(dev *device.Device) error {
 		{&k.sgd, kernel.Def{Name: "sgd", Params: work, Go: standInSGD}},
 		{&k.put64, kernel.Def{Name: "put64", Params: []kernel.Param{p, kernel.F64}, Go: func(c *kernel.Call) { kernel.Update[float64](c, 0, 1)[0] = kernel.Get[float64](c, 1) }}},
 		{&k.put32, kernel.Def{Name: "put32", Params: []kernel.Param{p, f}, Go: func(c *kernel.Call) { kernel.Update[float32](c, 0, 1)[0] = kernel.Get[float32](c, 1) }}},
+		{&k.store, kernel.Def{Name: "store_addresses", Params: []kernel.Param{p, kernel.Struct(8 * mostAddresses), kernel.U32, kernel.U32, kernel.U32}, Go: standInStore}},
 		{&k.norm, kernel.Def{Name: "sum_powers", Params: []kernel.Param{p, p, p, p, p, kernel.U32, kernel.F64}, Go: standInNorm}},
 		{&k.coefficient, kernel.Def{Name: "clip_factor", Params: []kernel.Param{p, p, p, kernel.F64, f, kernel.U32}, Go: standInCoefficient}},
 		{&k.scale, kernel.Def{Name: "multiply", Params: []kernel.Param{p, p, p}, Go: standInScale}},

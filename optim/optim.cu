@@ -2,6 +2,7 @@
 // table in device memory has a row for each tensor, and a Place for each block, which says
 // which chunk of which tensor the block processes.
 //   adam, sgd                            a step of an optimiser
+//   store_addresses                      gradients in other memory
 //   sum_powers, clip_factor              the norm of gradients, and the factor that clips it
 //   multiply, limit_size, unscale        changes of gradients
 
@@ -241,6 +242,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) sgd(WORK) { optimise<SGD>(
 // put64 stores a learning rate, and put32 stores the number of steps of a loaded state.
 extern "C" __global__ void put64(double* to, double x) { *to = x; }
 extern "C" __global__ void put32(float* to, float x) { *to = x; }
+
+// An Addresses is a part of the addresses of gradients that have moved. store_addresses stores them in
+// a table, in every words-th word from first on.
+struct Addresses { u64 at[THREADS]; };
+extern "C" __global__ void store_addresses(unsigned char* table, const Addresses values, u32 count, u32 first, u32 words) {
+	if (threadIdx.x < count) ((u64*)table)[first + threadIdx.x * words] = values.at[threadIdx.x];
+}
 
 // ---- norms ----
 

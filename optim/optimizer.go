@@ -30,6 +30,9 @@ type Optimizer struct {
 	rates  memory.Slice[float64] // the options of the groups, as the kernel reads them
 	steps  memory.Slice[float32] // by group
 	done   memory.Slice[uint32]  // counts blocks
+
+	written   spans    // values and copies, sorted
+	followers []*Grads // whose gradients SetGradients sets
 }
 
 type kernelOf = *kernel.Kernel
@@ -138,7 +141,8 @@ func (o *Optimizer) check(op string, groups []Group, with options) (all []option
 // something else: values and copies share no memory with each other or with a gradient.
 // Gradients may share memory, because a step only reads them.
 func (o *Optimizer) apart(op string) error {
-	var written, grads spans
+	var grads spans
+	written := &o.written
 	for i := range o.params {
 		p := &o.params[i]
 		written.add(&p.Value, fmt.Sprintf("the value of parameter %d", i))
@@ -173,7 +177,7 @@ func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
 				continue
 			}
 			if p.states[k], err = tensor.Make(s, p.Value.DType(), p.Value.Shape()...); err == nil {
-				err = zero(s, p.states[k])
+				err = p.states[k].Zero(s)
 			}
 			if err != nil {
 				return err
@@ -227,25 +231,19 @@ func (o *Optimizer) RefreshCopies(s *stream.Stream) error {
 	return nil
 }
 
-// zero fills a tensor with zeros.
-func zero(s *stream.Stream, x tensor.Tensor) error {
-	b, err := memory.View[byte](x.Buffer(), x.Offset(), x.Bytes())
-	if err != nil {
-		return err
-	}
-	return b.Zero(s)
-}
-
 func (p *held) entry() entry {
 	return entry{
 		value: p.Value.Ptr(), grad: p.Grad.Ptr(), copied: p.Copy.Ptr(), n: uint64(p.Value.Len()), group: uint32(p.group),
 		first: p.states[0].Ptr(), second: p.states[1].Ptr(), most: p.states[2].Ptr(),
-		types: uint32(p.Value.DType()) | uint32(p.Grad.DType())<<8 | uint32(p.Copy.DType())<<16,
+		types: uint32(p.Value.DType()) | uint32(p.gradType())<<8 | uint32(p.Copy.DType())<<16,
 	}
 }
 
-// usable returns an error if memory of the parameter was closed.
+// usable returns an error if memory of the parameter was closed, or if it has no gradient.
 func (p *held) usable() error {
+	if p.Grad.DType() == memory.Invalid {
+		return errors.New("it has no gradient: call SetGradients before")
+	}
 	for _, x := range [...]*tensor.Tensor{&p.Value, &p.Grad, &p.Copy} {
 		if x.DType() == memory.Invalid {
 			continue
@@ -257,7 +255,7 @@ func (p *held) usable() error {
 	return nil
 }
 
-// Gradients returns the gradients of all groups, in order, such as NewGrads takes them.
+// Gradients returns the gradients of all groups, in order, such as NewGrads takes them; see also Grads.
 func (o *Optimizer) Gradients() []tensor.Tensor {
 	if o == nil {
 		return nil
@@ -272,7 +270,8 @@ func (o *Optimizer) Gradients() []tensor.Tensor {
 // Step enqueues one step on s: a kernel that reads the gradients and updates all parameters
 // and states, and counts the step. A graph can capture it if the device has the kernels: make a
 // step before the capture. The optimiser must then stay open as long as the graph is launched.
-// Step returns an error, and changes nothing, if a parameter or a gradient was closed.
+// Step returns an error, and changes nothing, if a parameter or a gradient was closed, or if a
+// parameter has no gradient.
 func (o *Optimizer) Step(s *stream.Stream, cfg *StepConfig) error {
 	const op = "step"
 	k, err := o.enter(op, s)
@@ -359,7 +358,8 @@ func (o *Optimizer) Close() error {
 
 // A Param is a parameter and its gradient: contiguous tensors of the same length on one
 // device. No other tensor of the optimiser shares memory with a value or a copy. The gradient
-// has the type of the value, or is float16 or bfloat16 beside a float32 value.
+// has the type of the value, or is float16 or bfloat16 beside a float32 value. The zero Tensor as
+// gradient means that SetGradients gives one of the value's type before each step.
 type Param struct {
 	Value, Grad tensor.Tensor
 	// Copy is a float16 or bfloat16 tensor of the same length for models that compute with it:
@@ -370,12 +370,15 @@ type Param struct {
 	err error // of Of
 }
 
-// Of returns the parameter of two slices. If their lengths differ or a slice is closed,
-// the constructor of the optimiser returns the error.
+// Of returns the parameter of two slices; the zero Slice as grad means none. If their lengths differ
+// or a slice is closed, the constructor of the optimiser returns the error.
 func Of[T memory.Element](value, grad memory.Slice[T]) Param {
 	v, errV := tensor.Of(value, value.Len())
 	if errV != nil {
 		errV = fmt.Errorf("value: %w", errV)
+	}
+	if grad == (memory.Slice[T]{}) {
+		return Param{Value: v, err: errV}
 	}
 	g, errG := tensor.Of(grad, grad.Len())
 	if errG != nil {
@@ -402,16 +405,20 @@ func (p *Param) check(op string, group, i int, dev *device.Device) error {
 	if err := checkTensor(p.Value, dev); err != nil {
 		return fail("value: %w", err)
 	}
-	if err := checkTensor(p.Grad, dev); err != nil {
-		return fail("gradient: %w", err)
-	}
 	n, v, g := p.Value.Len(), p.Value.DType(), p.Grad.DType()
+	if g != memory.Invalid {
+		if err := checkTensor(p.Grad, dev); err != nil {
+			return fail("gradient: %w", err)
+		}
+	}
 	switch {
+	case g == memory.Invalid:
 	case p.Grad.Len() != n:
 		return fail("%d elements with a gradient of %d: want as many", n, p.Grad.Len())
 	case g != v && (v != memory.Float32 || g != memory.Float16 && g != memory.BFloat16):
 		return fail("%s with a gradient of %s: want the same type, or float16 or bfloat16 beside float32", v, g)
-	case p.Copy.DType() == memory.Invalid:
+	}
+	if p.Copy.DType() == memory.Invalid {
 		return nil
 	}
 	if err := checkTensor(p.Copy, dev); err != nil {

@@ -3,6 +3,8 @@
 //   none, ends, chain      link the entries of an index that name the same row, in their order
 //   add_f16 ... add_i64    add the rows of each chain to its row
 //   top                    find the greatest elements of each row
+//   softmax_f16 ...        softmax of each row; softmax_grad_f16 ... are its gradient
+//   scatter_add_f16 ...    add elements to those of a row that an index names
 // An index has integers of 32 bits, or of 64 bits if wide is 1. As in torch, an entry that names
 // no row stops the kernel, and with it all work of the process on the device.
 
@@ -210,3 +212,60 @@ extern "C" __global__ void top(void* values, void* places, const void* src, u64 
 		}
 	}
 }
+
+// ---- softmax ----
+
+static __device__ __forceinline__ float power_of_e(float x) { return expf(x); }
+static __device__ __forceinline__ double power_of_e(double x) { return exp(x); }
+
+// over_block returns the sum of the numbers of all threads, or the greatest one if most, to each of
+// them. NaN counts nothing in the greatest number.
+template <bool most, class A> static __device__ A over_block(A x) {
+	__shared__ A warps[32];
+	for (int o = 16; o > 0; o /= 2) {
+		const A y = __shfl_xor_sync(0xffffffff, x, o);
+		x = most ? (y > x ? y : x) : x + y;
+	}
+	__syncthreads(); // the warps of the call before have read
+	if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = x;
+	__syncthreads();
+	x = warps[0];
+	for (u32 i = 1; i < blockDim.x / 32; i++) x = most ? (warps[i] > x ? warps[i] : x) : x + warps[i];
+	return x;
+}
+
+// A block has one row of n elements at a time. Sums are in the type A.
+#define EACH_OWN(i, n) for (u32 i = threadIdx.x; i < (n); i += blockDim.x)
+#define SOFTMAX(name, T, A, value, bits) \
+	extern "C" __global__ void softmax_##name(T* dst, const T* src, u64 rows, u32 n) { \
+		for (u64 row = blockIdx.x; row < rows; row += gridDim.x) { \
+			const T* const from = src + row * n; \
+			A most = value(from[0]), sum = 0; \
+			EACH_OWN(i, n) most = value(from[i]) > most ? value(from[i]) : most; \
+			most = over_block<true, A>(most); \
+			EACH_OWN(i, n) sum += power_of_e((A)value(from[i]) - most); \
+			sum = over_block<false, A>(sum); \
+			EACH_OWN(i, n) dst[row * n + i] = (T)bits(power_of_e((A)value(from[i]) - most) / sum); \
+		} \
+	} \
+	extern "C" __global__ void softmax_grad_##name(T* dst, const T* grad, const T* out, u64 rows, u32 n) { \
+		for (u64 row = blockIdx.x; row < rows; row += gridDim.x) { \
+			const T *const g = grad + row * n, *const y = out + row * n; \
+			A sum = 0; \
+			EACH_OWN(i, n) sum += (A)value(g[i]) * (A)value(y[i]); \
+			sum = over_block<false, A>(sum); \
+			EACH_OWN(i, n) dst[row * n + i] = (T)bits(((A)value(g[i]) - sum) * (A)value(y[i])); \
+		} \
+	} \
+	extern "C" __global__ void scatter_add_##name(T* dst, const T* src, const void* index, u64 rows, u32 n, u32 k, u32 wide) { \
+		EACH_ENTRY(row, rows) { \
+			for (u32 j = 0; j < k; j++) { \
+				const u64 to = row * n + row_at(index, row * k + j, wide, n); \
+				dst[to] = (T)bits((A)value(dst[to]) + (A)value(src[row * k + j])); \
+			} \
+		} \
+	}
+SOFTMAX(f16, unsigned short, float, half_value, half_bits)
+SOFTMAX(bf16, unsigned short, float, bfloat_value, bfloat_bits)
+SOFTMAX(f32, float, float, , )
+SOFTMAX(f64, double, double, , )

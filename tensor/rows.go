@@ -390,6 +390,7 @@ type rowKernels struct {
 	selects                [5]*kernel.Kernel // for parts of 1, 2, 4, 8 and 16 bytes
 	none, ends, chain, top *kernel.Kernel
 	adds                   map[memory.DType]*kernel.Kernel
+	floatKernels
 }
 
 var loadedRows kern.PerDevice[rowKernels]
@@ -415,6 +416,7 @@ func rowSourceOf() *kernel.Source {
 	for _, t := range slices.Sorted(maps.Keys(adds)) {
 		add("add_"+adds[t], "wrrrr---", standInAdd(t), p, p, p, p, p, n, n, u)
 	}
+	addFloats(add)
 	kern.Declare(src, accesses)
 	return src
 }
@@ -445,5 +447,6 @@ func (k *rowKernels) find(m *kernel.Module) (err error) {
 	for t, name := range adds {
 		k.adds[t] = named("add_" + name)
 	}
+	k.floatKernels.find(named)
 	return err
 }

@@ -408,30 +408,7 @@ func TestNoSuchRow(t *testing.T) {
 
 // The kernels, compiled as C++, and the functions that stand in for them give the same bytes.
 func TestRowsAgreeWithSource(t *testing.T) {
-	var names []string
-	for _, d := range tensor.RowSource().Kernels {
-		names = append(names, d.Name)
-	}
-	program, err := cudahost.Compile(t.Context(), tensor.RowSource().CUDA, nil, names)
-	if errors.Is(err, exec.ErrNotFound) {
-		t.Skip("no g++")
-	}
-	require.NoError(t, err)
-	defer func() { require.NoError(t, program.Close()) }()
-	run := func(name string, g kernel.Grid, args ...any) {
-		var list []cudahost.Arg
-		for _, a := range args {
-			switch a := a.(type) {
-			case []byte:
-				list = append(list, cudahost.Arg{Memory: a, Null: a == nil})
-			case uint64:
-				list = append(list, cudahost.Arg{Value: binary.LittleEndian.AppendUint64(nil, a)})
-			case uint32:
-				list = append(list, cudahost.Arg{Value: binary.LittleEndian.AppendUint32(nil, a)})
-			}
-		}
-		require.NoError(t, program.Run(t.Context(), name, g.Blocks, g.Threads, 0, list))
-	}
+	run := sourceOnTheHost(t)
 	short := map[memory.DType]string{memory.Float16: "f16", memory.BFloat16: "bf16", memory.Float32: "f32", memory.Float64: "f64", memory.Int32: "i32", memory.Int64: "i64"}
 	s, r := newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]), seeded(t)
 	raw := func(x tensor.Tensor) []byte {
@@ -502,6 +479,34 @@ func TestRowsAgreeWithSource(t *testing.T) {
 		run("top", tensor.GridOfTop(n, width), values, places, src, uint64(n), uint32(width), uint32(k), uint32(d), wide)
 		require.Equal(t, raw(where), places, "%s: positions of %d of %d", d, k, width)
 		require.Equal(t, raw(top), values)
+	}
+}
+
+// sourceOnTheHost returns a function that runs a kernel of rows.cu on the host.
+func sourceOnTheHost(t *testing.T) func(name string, g kernel.Grid, args ...any) {
+	var names []string
+	for _, d := range tensor.RowSource().Kernels {
+		names = append(names, d.Name)
+	}
+	program, err := cudahost.Compile(t.Context(), tensor.RowSource().CUDA, nil, names)
+	if errors.Is(err, exec.ErrNotFound) {
+		t.Skip("no g++")
+	}
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, program.Close()) })
+	return func(name string, g kernel.Grid, args ...any) {
+		var list []cudahost.Arg
+		for _, a := range args {
+			switch a := a.(type) {
+			case []byte:
+				list = append(list, cudahost.Arg{Memory: a, Null: a == nil})
+			case uint64:
+				list = append(list, cudahost.Arg{Value: binary.LittleEndian.AppendUint64(nil, a)})
+			case uint32:
+				list = append(list, cudahost.Arg{Value: binary.LittleEndian.AppendUint32(nil, a)})
+			}
+		}
+		require.NoError(t, program.Run(t.Context(), name, g.Blocks, g.Threads, 0, list))
 	}
 }
 

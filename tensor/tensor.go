@@ -1,11 +1,13 @@
 package tensor
 
 import (
+	"errors"
 	"fmt"
 	"slices"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -52,6 +54,22 @@ func OfPinned[T memory.Element](x *memory.Pinned[T], shape ...int) (Tensor, erro
 func Make(s *stream.Stream, t memory.DType, shape ...int) (Tensor, error) {
 	shape = slices.Clone(shape)
 	return of(strided.Make(s, t, shape, strided.RowMajor(shape)))
+}
+
+// MakeFrom is Make with the elements of x, in row-major order (torch.tensor). x may change when it has returned.
+func MakeFrom[T memory.Element](s *stream.Stream, x []T, shape ...int) (Tensor, error) {
+	host, err := OfHost(x, shape...)
+	if err != nil {
+		return Tensor{}, err
+	}
+	t, err := Make(s, host.DType(), shape...)
+	if err != nil {
+		return t, err
+	}
+	if err := Copy(s, t, host); err != nil {
+		return Tensor{}, errors.Join(err, t.Close())
+	}
+	return t, nil
 }
 
 // MakeLike allocates a tensor with the shape of x and type t, stream-ordered on s
@@ -140,6 +158,26 @@ func (t Tensor) Ptr() uint64 { return t.at().Ptr() }
 // Contiguous reports whether the elements are in row-major order without gaps
 // (torch.Tensor.is_contiguous).
 func (t Tensor) Contiguous() bool { return t.at().Contiguous() }
+
+// Zero enqueues zeros for all elements on s, a stream of the device (torch.Tensor.zero_). The tensor is
+// contiguous.
+func (t Tensor) Zero(s *stream.Stream) error {
+	const op = "tensor: zero"
+	if err := gpu.CheckStream(op, s, nil); err != nil {
+		return err
+	}
+	if err := t.at().Check(op, s.Device()); err != nil || t.Len() == 0 {
+		return err
+	}
+	if !t.Contiguous() {
+		return fmt.Errorf("%s: %s has gaps between its elements: want contiguous memory", op, t)
+	}
+	x, err := memory.View[byte](t.Buffer(), t.Offset(), t.Bytes())
+	if err != nil {
+		return err
+	}
+	return x.Zero(s)
+}
 
 // RecordStream records that operations on s use the memory. It is then freed only after
 // the operations that are enqueued on s at the time of Close (torch.Tensor.record_stream).

@@ -96,14 +96,22 @@ func (u *sharded[T]) draw(s *stream.Stream, local int) error {
 // optimised returns the pieces of parameters in the shard of a local rank.
 func (u *sharded[T]) optimised(local int) (list []trained) {
 	shapes, shard := u.of.shapes(), u.units.Shard(local)
-	for _, p := range u.units.Pieces(local) {
-		to := p.At + p.Len
+	for i, p := range u.units.Pieces(local) {
 		list = append(list, trained{
-			Param: optim.Of(shard.Param.Slice(p.At, to), shard.Grad.Slice(p.At, to)),
-			shape: shapes[u.members[p.Unit][p.Param]], start: p.Start, len: p.Len, piece: true,
+			Param: optim.Of(shard.Slice(p.At, p.At+p.Len), floats{}), // the gradients are set in each step
+			shape: shapes[u.members[p.Unit][p.Param]], start: p.Start, len: p.Len, piece: i + 1,
 		})
 	}
 	return list
+}
+
+// setGradients gives the optimiser of a local rank the gradients of its pieces.
+func (u *sharded[T]) setGradients(r *replica[T], local int) error {
+	reduced, ordered := u.units.ShardGrads(local), []tensor.Tensor(nil)
+	for _, x := range r.order {
+		ordered = append(ordered, reduced[x.piece-1])
+	}
+	return r.opt.SetGradients(r.s, ordered...)
 }
 
 // access gathers the units of a model while it uses them, and reduces their gradients. Unit 0

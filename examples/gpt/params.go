@@ -137,7 +137,7 @@ type trained struct {
 	optim.Param
 	shape
 	start, len int
-	piece      bool // of a shard
+	piece      int // of a shard, from 1 on; 0 if it is not of a shard
 }
 
 // part returns the part of a checkpoint for the values or a state of the run.
@@ -145,7 +145,7 @@ func (x *trained) part(name string, data tensor.Tensor) checkpoint.Part {
 	switch {
 	case len(data.Shape()) == 0: // the step
 		return checkpoint.Part{Name: name, Data: data}
-	case x.piece:
+	case x.piece > 0:
 		return checkpoint.Part{Name: name, Data: data, Shape: x.dims(), Start: x.start, Flat: true}
 	}
 	whole, err := data.View(x.dims()...)

@@ -304,12 +304,16 @@ func (t *trainer[T]) pass() error {
 func (t *trainer[T]) norms() error {
 	var grads []*optim.Grads
 	var losses comm.Shards[float32]
-	for _, r := range t.replicas {
+	for i, r := range t.replicas {
 		grads, losses = append(grads, r.grads), append(losses, r.params.loss)
+		var err error
 		if t.shards == nil {
-			if _, err := r.grads.Powers(r.s, 2); err != nil {
-				return err
-			}
+			_, err = r.grads.Powers(r.s, 2)
+		} else {
+			err = t.shards.setGradients(r, i)
+		}
+		if err != nil {
+			return err
 		}
 	}
 	if t.shards == nil {
@@ -482,7 +486,7 @@ func (t *trainer[T]) newReplica(i int, text func(to []int32, i int)) (r *replica
 	if err != nil {
 		return r, err
 	}
-	r.grads, err = optim.NewGrads(r.s, r.opt.Gradients()...)
+	r.grads, err = r.opt.Grads(r.s)
 	return r, err
 }
 

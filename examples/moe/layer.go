@@ -3,56 +3,26 @@ package main
 import (
 	"context"
 	"errors"
-	"fmt"
-	"math"
 	"math/rand/v2"
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/optim"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
 )
 
-// The layer: y = Σ gate·relu(x·up)·down over the chosen experts of a token.
+// The layer: y = Σ gate·relu(x·up)·down over the chosen experts of a token. Its loss is the mean of
+// (y - want)²/2.
 const (
 	tokens  = 64 // of a step, on all ranks together
 	width   = 16 // elements of a token
 	hidden  = 32 // elements between the products of an expert
 	experts = 8
 	choices = 2
-	rate    = 4.0 // learning rate, for the mean over the tokens
+	rate    = 4.0 // learning rate
 )
-
-// train returns the loss of each step.
-func train(ctx context.Context, g *comm.Group, steps int) (losses []float64, err error) {
-	e, err := comm.NewExperts(ctx, g, &comm.ExpertsConfig{DType: memory.Float32, Experts: experts, TopK: choices, Hidden: width, MaxTokens: tokens / g.Size()})
-	if err != nil {
-		return nil, err
-	}
-	l := &layer{g: g, e: e}
-	defer func() {
-		for _, r := range l.ranks {
-			err = errors.Join(err, r.close(&r.step), r.close(&r.kept))
-		}
-		err = errors.Join(err, g.Wait(ctx), e.Close())
-	}()
-	rows, err := e.Make()
-	if err != nil {
-		return nil, err
-	}
-	for i := range g.Locals() {
-		l.ranks = append(l.ranks, newRank(g.Stream(i), g.Rank()+i, g.Size(), rows[i]))
-	}
-	for range steps {
-		loss, err := l.train()
-		if err != nil {
-			return nil, err
-		}
-		losses = append(losses, loss)
-	}
-	return losses, nil
-}
 
 // data returns the tokens of all ranks, what the layer is to make of them, and its first
 // parameters.
@@ -76,339 +46,153 @@ func data() (x, want, router, up, down []float32) {
 	return x, want, draw(width*experts, 0.5), draw(experts*width*hidden, 0.25), draw(experts*hidden*width, 0.2)
 }
 
-// A layer has the local ranks of a group.
+// A layer has the tensors of this process's rank: its part of the tokens, which are embeddings that learn,
+// too, its experts, and a copy of the router. What begins with d is a gradient, times tokens·width.
 type layer struct {
-	g     *comm.Group
-	e     *comm.Experts
-	ranks []*rank
+	g    *comm.Group
+	s    *stream.Stream
+	e    *comm.Experts
+	opt  *optim.Optimizer
+	rows []comm.ExpertRows // of the forward and of the backward pass
+	all  []tensor.Tensor   // to close
+
+	x, want, y, dy, dx          tensor.Tensor // [tokens of this rank, width]
+	router, drouter             tensor.Tensor // [width, experts]
+	up, dup                     tensor.Tensor // [experts of this rank, width, hidden]
+	down, ddown                 tensor.Tensor // [experts of this rank, hidden, width]
+	scores, dscores             tensor.Tensor // [tokens, experts]
+	chosen                      tensor.Tensor // [tokens, choices]: the numbers of experts
+	best, gates, dgates, dbest  tensor.Tensor // [tokens, choices]
+	answers                     tensor.Tensor // [tokens, choices, width]: the row of each choice
+	hiddens, dhiddens, positive tensor.Tensor // [experts of this rank, room for rows, hidden], and for relu's gradient
+	made, dinputs               tensor.Tensor // [experts of this rank, room for rows, width]
+	loss                        tensor.Tensor // [1, 1]
 }
 
-// A rank has the parameters of a rank and the tensors of a step. An error of an operation is
-// kept, and the operations after it do nothing.
-type rank struct {
-	s                *stream.Stream
-	x, want          tensor.Tensor // [tokens of this rank, width]
-	router, up, down tensor.Tensor // [width experts], [own width hidden], [own hidden width]
-	starts           tensor.Tensor // the place of each token's first score [tokens, choices]
-	err              error
-	kept, step       []tensor.Tensor // to close at the end, and after the step
-
-	gates, gate0, gate1    tensor.Tensor   // of each token's choices [tokens, choices], and of each choice [tokens]
-	chosen                 tensor.Tensor   // the experts of each token
-	got                    comm.ExpertRows // by the experts of this rank; the rows are those of inputs, and then of gradients
-	inputs, hiddens, made  tensor.Tensor   // rows of the experts
-	y, answers, diff, dx   tensor.Tensor   // of the tokens; answers has a row for each choice
-	loss, dscores, drouter tensor.Tensor
-}
-
-func newRank(s *stream.Stream, index, size int, got comm.ExpertRows) *rank {
-	r := &rank{s: s, got: got}
+func newLayer(ctx context.Context, g *comm.Group) (l *layer, err error) {
+	n, own := tokens/g.Size(), experts/g.Size()
+	l = &layer{g: g, s: g.Stream(0)}
+	defer func() {
+		if err != nil {
+			err = errors.Join(err, l.close())
+		}
+	}()
+	if l.e, err = comm.NewExperts(ctx, g, &comm.ExpertsConfig{DType: memory.Float32, Experts: experts, TopK: choices, Hidden: width, MaxTokens: n}); err != nil {
+		return l, err
+	}
+	for range 2 {
+		rows, err := l.e.Make()
+		if err != nil {
+			return l, err
+		}
+		l.rows = append(l.rows, rows...)
+	}
+	add := func(t tensor.Tensor, e error) tensor.Tensor {
+		l.all, err = append(l.all, t), errors.Join(err, e)
+		return t
+	}
+	empty := func(shape ...int) tensor.Tensor { return add(tensor.Make(l.s, memory.Float32, shape...)) }
+	filled := func(list []float32, shape ...int) tensor.Tensor { return add(tensor.MakeFrom(l.s, list, shape...)) }
+	mine := func(list []float32) []float32 { k := len(list) / g.Size(); return list[g.Rank()*k : (g.Rank()+1)*k] }
 	x, want, router, up, down := data()
-	mine := func(all []float32, shape ...int) tensor.Tensor {
-		n := len(all) / size
-		return r.upload(all[index*n:(index+1)*n], shape...)
-	}
-	r.x, r.want = mine(x, tokens/size, width), mine(want, tokens/size, width)
-	r.router = r.upload(router, width, experts)
-	r.up, r.down = mine(up, experts/size, width, hidden), mine(down, experts/size, hidden, width)
-	starts := make([]int32, tokens/size*choices)
-	for i := range starts {
-		starts[i] = int32(i / choices * experts)
-	}
-	r.starts = upload(r, r.makeOf(memory.Int32, tokens/size, choices), starts)
-	r.kept, r.step = append(r.step, got.Rows, got.Counts, got.Routes), nil
-	return r
-}
-
-// train runs one step: forward, backward and the update. It returns the loss before the
-// update. Only that waits for the devices.
-func (l *layer) train() (float64, error) {
-	l.each((*rank).route)
-	l.dispatch(func(r *rank) tensor.Tensor { return r.x }, nil)
-	l.each((*rank).forward)
-	gates := &comm.CombineConfig{Weights: l.all(func(r *rank) tensor.Tensor { return r.gates }), Rows: l.all(func(r *rank) tensor.Tensor { return r.answers })}
-	l.combine(func(r *rank) tensor.Tensor { return r.y }, gates)
-	l.each((*rank).compare)
-	l.dispatch(func(r *rank) tensor.Tensor { return r.diff }, &comm.DispatchConfig{Weights: gates.Weights})
-	l.each((*rank).backward)
-	l.combine(func(r *rank) tensor.Tensor { return r.dx }, nil)
-	l.each((*rank).finish)
-	for _, sum := range []func(r *rank) tensor.Tensor{func(r *rank) tensor.Tensor { return r.drouter }, func(r *rank) tensor.Tensor { return r.loss }} {
-		l.do(func() error { return comm.OfTensors(l.g).AllReduce(comm.Sum, l.all(sum)...) })
-	}
-	loss := make([]float32, 1)
-	l.each(func(r *rank) {
-		r.do(func() error { return tensor.Add(r.s, r.router, r.router, r.drouter) })
-		r.download(loss, r.loss)
-		r.do(func() error { return r.close(&r.step) })
-	})
-	return float64(loss[0]), l.errors()
-}
-
-// dispatch sends rows of the tokens to their experts. Places without a row become zeros, which change nothing.
-func (l *layer) dispatch(x func(*rank) tensor.Tensor, cfg *comm.DispatchConfig) {
-	var dst []comm.ExpertRows
-	for _, r := range l.ranks {
-		r.zero(r.got.Rows)
-		dst = append(dst, r.got)
-	}
-	l.do(func() error {
-		return l.e.Dispatch(dst, l.all(x), l.all(func(r *rank) tensor.Tensor { return r.chosen }), cfg)
-	})
-}
-
-// combine sends the rows that the experts made back, and adds them.
-func (l *layer) combine(out func(*rank) tensor.Tensor, cfg *comm.CombineConfig) {
-	l.do(func() error {
-		return l.e.Combine(l.all(out), l.all(func(r *rank) tensor.Tensor { return r.made }), l.all(func(r *rank) tensor.Tensor { return r.got.Routes }), cfg)
-	})
-}
-
-func (l *layer) each(fn func(*rank)) {
-	for _, r := range l.ranks {
-		fn(r)
-	}
-}
-
-func (l *layer) all(of func(*rank) tensor.Tensor) (list []tensor.Tensor) {
-	l.each(func(r *rank) { list = append(list, of(r)) })
-	return list
-}
-
-// do runs fn for all ranks, unless one has failed.
-func (l *layer) do(fn func() error) {
-	if l.errors() == nil {
-		l.ranks[0].do(fn)
-	}
-}
-
-func (l *layer) errors() error {
-	for _, r := range l.ranks {
-		if r.err != nil {
-			return r.err
-		}
-	}
-	return nil
-}
-
-// route scores the experts for each token and chooses two. Their gates are the softmax of the two
-// scores.
-func (r *rank) route() {
-	n := r.x.Size(0)
-	scores, best := r.make(n, experts), r.make(n, choices)
-	r.chosen = r.makeOf(memory.Int32, n, choices)
-	r.product(scores, r.x, r.router, 1, 0)
-	r.do(func() error { return tensor.TopK(r.s, best, r.chosen, scores) })
-	r.gate0, r.gate1, r.gates = r.make(n), r.make(n), r.make(n, choices)
-	a, b := r.columns(best)
-	r.each(gate, r.gate0, a, b)
-	r.each(gate, r.gate1, b, a)
-	r.join(r.gates, r.gate0, r.gate1)
-}
-
-// forward computes the experts.
-func (r *rank) forward() {
-	own, n := r.up.Size(0), r.got.Rows.Size(1)
-	r.inputs, r.hiddens, r.made = r.make(own, n, width), r.make(own, n, hidden), r.make(own, n, width)
-	r.copy(r.inputs, r.got.Rows)
-	r.do(func() error {
-		return tensor.MatMul(r.s, r.hiddens, r.inputs, r.up, &tensor.MatMulConfig{Epilogue: tensor.ReLU})
-	})
-	r.product(r.made, r.hiddens, r.down, 1, 0)
-	r.y, r.answers = r.make(r.x.Size(0), width), r.make(r.x.Size(0), choices, width)
-}
-
-// compare computes the loss of the tokens, and the gradients of the result, times tokens·width, and of the scores.
-func (r *rank) compare() {
-	n := r.x.Size(0)
-	r.diff, r.loss = r.make(n, width), r.make(1, 1)
-	r.each(minus, r.diff, r.y, r.want)
-	r.product(r.loss, r.view(r.diff, 1, n*width), r.view(r.diff, n*width, 1), 0.5/(tokens*width), 0)
-
-	// The gradient of a gate is the product of its row with that of the result, and the gradient of a score is gate0·gate1
-	// times the difference of the gates' gradients.
-	dgates := r.make(n, choices, 1)
-	r.product(dgates, r.answers, r.view(r.diff, n, width, 1), 1, 0)
-	d0, d1, pairs, places := r.make(n), r.make(n), r.make(n, choices), r.makeOf(memory.Int32, n, choices)
-	a, b := r.columns(r.view(dgates, n, choices))
-	r.each(score, d0, r.gate0, r.gate1, a, b)
-	r.each(score, d1, r.gate0, r.gate1, b, a)
-	r.join(pairs, d0, d1)
-	r.dscores = r.make(n * experts)
-	r.zero(r.dscores)
-	r.do(func() error { return tensor.Add(r.s, places, r.starts, r.chosen) })
-	r.do(func() error {
-		return tensor.IndexAdd(r.s, r.dscores, r.view(pairs, n*choices), r.view(places, n*choices), tensor.Tensor{})
-	})
-	r.dscores = r.view(r.dscores, n, experts)
-}
-
-// backward computes the gradients of the experts' inputs, and then updates the experts.
-func (r *rank) backward() {
-	grad, masked := r.make(r.hiddens.Shape()...), r.make(r.hiddens.Shape()...)
-	r.made, r.dx = r.make(r.inputs.Shape()...), r.make(r.x.Shape()...)
-	r.product(grad, r.got.Rows, r.transposed(r.down), 1, 0)
-	r.each(mask, masked, r.hiddens, grad)
-	r.product(r.made, masked, r.transposed(r.up), 1, 0)
-	r.product(r.down, r.transposed(r.hiddens), r.got.Rows, -rate/(tokens*width), 1)
-	r.product(r.up, r.transposed(r.inputs), masked, -rate/(tokens*width), 1)
-}
-
-// finish computes the update of the router, and then updates the tokens, which are embeddings that learn, too.
-func (r *rank) finish() {
-	r.drouter = r.make(width, experts)
-	r.product(r.drouter, r.x.T(), r.dscores, -rate/(tokens*width), 0)
-	r.product(r.dx, r.dscores, r.router.T(), 1, 1)
-	r.each(learn, r.x, r.x, r.dx)
-}
-
-// ---- operations ----
-
-// The functions of single elements.
-var (
-	gate  = function([]string{"a", "b"}, "1 / (1 + exp(b - a))", func(v []float64) float64 { return 1 / (1 + math.Exp(v[1]-v[0])) })
-	minus = function([]string{"a", "b"}, "a - b", func(v []float64) float64 { return v[0] - v[1] })
-	mask  = function([]string{"h", "g"}, "h > 0 ? g : 0 * g", func(v []float64) float64 {
-		if v[0] > 0 {
-			return v[1]
-		}
-		return 0
-	})
-	score = function([]string{"p", "q", "a", "b"}, "p * q * (a - b)", func(v []float64) float64 { return v[0] * v[1] * (v[2] - v[3]) })
-)
-
-// learn subtracts a gradient, times the learning rate.
-var learn = function([]string{"a", "b"}, fmt.Sprintf("a - %vf * b", rate/(tokens*width)), func(v []float64) float64 { return v[0] - rate/(tokens*width)*v[1] })
-
-func function(inputs []string, code string, fn func(in []float64) float64) *kernel.Elementwise {
-	e, err := kernel.NewElementwise(code, &kernel.ElementwiseConfig{Inputs: inputs, Floats: func(in, out []float64) { out[0] = fn(in) }})
+	l.x, l.want = filled(mine(x), n, width), filled(mine(want), n, width)
+	l.router, l.up, l.down = filled(router, width, experts), filled(mine(up), own, width, hidden), filled(mine(down), own, hidden, width)
+	l.y, l.dy, l.dx, l.answers = empty(n, width), empty(n, width), empty(n, width), empty(n, choices, width)
+	l.drouter, l.dup, l.ddown = empty(width, experts), empty(own, width, hidden), empty(own, hidden, width)
+	l.scores, l.dscores, l.loss = empty(n, experts), empty(n, experts), empty(1, 1)
+	l.best, l.gates, l.dgates, l.dbest = empty(n, choices), empty(n, choices), empty(n, choices), empty(n, choices)
+	room := l.rows[0].Rows.Size(1)
+	l.hiddens, l.dhiddens, l.made, l.dinputs = empty(own, room, hidden), empty(own, room, hidden), empty(own, room, width), empty(own, room, width)
+	l.chosen = add(tensor.Make(l.s, memory.Int32, n, choices))
+	l.positive = add(tensor.Make(l.s, memory.Uint8, own, room, 16)) // a bit for each element, in steps of 16 bytes
 	if err != nil {
-		panic(err) // the code is a constant
+		return l, err
 	}
-	return e
+	l.opt, err = optim.NewSGD(l.s, []optim.Group{{Params: []optim.Param{
+		{Value: l.x, Grad: l.dx}, {Value: l.router, Grad: l.drouter}, {Value: l.up, Grad: l.dup}, {Value: l.down, Grad: l.ddown},
+	}}}, &optim.SGDConfig{LR: rate / (tokens * width)})
+	return l, err
 }
 
-func (r *rank) do(fn func() error) {
-	if r.err == nil {
-		r.err = fn()
+var minus, _ = kernel.NewElementwise("a - b", &kernel.ElementwiseConfig{Inputs: []string{"a", "b"}, Floats: func(in, out []float64) { out[0] = in[0] - in[1] }})
+
+// step enqueues the forward pass, the backward pass and the update. Nothing waits for the device.
+func (l *layer) step() error {
+	s, in, dout, n := l.s, l.rows[0], l.rows[1], l.x.Size(0)
+	one := func(t tensor.Tensor) []tensor.Tensor { return []tensor.Tensor{t} } // by local rank
+	return errors.Join(
+		// The router chooses experts by their scores. Their gates are the softmax of these scores.
+		tensor.MatMul(s, l.scores, l.x, l.router, nil),
+		tensor.TopK(s, l.best, l.chosen, l.scores),
+		tensor.Softmax(s, l.gates, l.best),
+
+		// The tokens travel to their experts and back. Places without a row are zeros, which change nothing.
+		in.Rows.Zero(s),
+		l.e.Dispatch([]comm.ExpertRows{in}, one(l.x), one(l.chosen), nil),
+		tensor.MatMul(s, l.hiddens, in.Rows, l.up, &tensor.MatMulConfig{Epilogue: tensor.ReLU, Aux: l.positive}),
+		tensor.MatMul(s, l.made, l.hiddens, l.down, nil),
+		l.e.Combine(one(l.y), one(l.made), one(in.Routes), &comm.CombineConfig{Weights: one(l.gates), Rows: one(l.answers)}),
+		minus.Launch(s, kernel.Out(floats(l.dy)), kernel.In(floats(l.y)), kernel.In(floats(l.want))),
+		tensor.MatMul(s, l.loss, view(l.dy, 1, n*width), view(l.dy, n*width, 1), &tensor.MatMulConfig{Alpha: new(0.5 / (tokens * width))}),
+		comm.OfTensors(l.g).AllReduce(comm.Sum, l.loss),
+
+		// Backward, the gradient travels to the experts with the weights of the gates, and back without.
+		dout.Rows.Zero(s),
+		l.e.Dispatch([]comm.ExpertRows{dout}, one(l.dy), one(l.chosen), &comm.DispatchConfig{Weights: one(l.gates)}),
+		tensor.MatMul(s, l.ddown, transposed(l.hiddens), dout.Rows, nil),
+		tensor.MatMul(s, l.dhiddens, dout.Rows, transposed(l.down), &tensor.MatMulConfig{Epilogue: tensor.ReLUGrad, Aux: l.positive}),
+		tensor.MatMul(s, l.dup, transposed(in.Rows), l.dhiddens, nil),
+		tensor.MatMul(s, l.dinputs, l.dhiddens, transposed(l.up), nil),
+		l.e.Combine(one(l.dx), one(l.dinputs), one(in.Routes), nil),
+
+		// The gradient of a gate is the product of its row with that of the result.
+		tensor.MatMul(s, view(l.dgates, n, choices, 1), l.answers, view(l.dy, n, width, 1), nil),
+		tensor.SoftmaxGrad(s, l.dbest, l.dgates, l.gates),
+		l.dscores.Zero(s),
+		tensor.ScatterAdd(s, l.dscores, l.dbest, l.chosen),
+		tensor.MatMul(s, l.drouter, l.x.T(), l.dscores, nil),
+		comm.OfTensors(l.g).AllReduce(comm.Sum, l.drouter),
+		tensor.MatMul(s, l.dx, l.dscores, l.router.T(), &tensor.MatMulConfig{Beta: new(1.)}),
+		l.opt.Step(s, nil),
+	)
+}
+
+// train returns the loss of each step, before its update.
+func train(ctx context.Context, g *comm.Group, steps int) (losses []float32, err error) {
+	l, err := newLayer(ctx, g)
+	if err != nil {
+		return nil, err
 	}
-}
-
-func (r *rank) close(list *[]tensor.Tensor) (err error) {
-	for _, t := range *list {
-		err = errors.Join(err, t.Close())
+	defer func() { err = errors.Join(err, g.Wait(ctx), l.close()) }()
+	for range steps {
+		loss := make([]float32, 1)
+		if err := errors.Join(l.step(), floats(l.loss).CopyTo(l.s, loss)); err != nil { // the copy waits
+			return nil, err
+		}
+		losses = append(losses, loss...)
 	}
-	*list = nil
-	return err
+	return losses, nil
 }
 
-func (r *rank) make(shape ...int) tensor.Tensor { return r.makeOf(memory.Float32, shape...) }
-
-func (r *rank) makeOf(d memory.DType, shape ...int) (t tensor.Tensor) {
-	r.do(func() (err error) {
-		t, err = tensor.Make(r.s, d, shape...)
-		return err
-	})
-	r.step = append(r.step, t)
-	return t
+func (l *layer) close() error {
+	errs := []error{l.opt.Close(), l.e.Close()}
+	for i := range l.rows {
+		errs = append(errs, l.rows[i].Close())
+	}
+	for _, t := range l.all {
+		errs = append(errs, t.Close())
+	}
+	return errors.Join(errs...)
 }
 
-func (r *rank) zero(t tensor.Tensor) {
-	r.do(func() error {
-		x, err := tensor.Slice[float32](t)
-		if err == nil {
-			err = x.Zero(r.s)
-		}
-		return err
-	})
-}
+// floats, view and transposed are of tensors whose layout fits: an error is a mistake of the program.
+func floats(t tensor.Tensor) memory.Slice[float32]     { return must(tensor.Slice[float32](t)) }
+func view(t tensor.Tensor, shape ...int) tensor.Tensor { return must(t.View(shape...)) }
+func transposed(t tensor.Tensor) tensor.Tensor         { return must(t.Transpose(1, 2)) }
 
-func upload[T memory.Element](r *rank, t tensor.Tensor, list []T) tensor.Tensor {
-	r.do(func() error {
-		x, err := tensor.Slice[T](t)
-		if err == nil {
-			err = x.CopyFrom(r.s, list)
-		}
-		return err
-	})
-	return t
-}
-
-func (r *rank) upload(list []float32, shape ...int) tensor.Tensor {
-	return upload(r, r.make(shape...), list)
-}
-
-// download copies a tensor to the host. It waits.
-func (r *rank) download(list []float32, t tensor.Tensor) {
-	r.do(func() error {
-		host, err := tensor.OfHost(list, t.Shape()...)
-		if err == nil {
-			err = tensor.Copy(r.s, host, t)
-		}
-		return err
-	})
-}
-
-func (r *rank) copy(dst, src tensor.Tensor) {
-	r.do(func() error { return tensor.Copy(r.s, dst, src) })
-}
-
-func (r *rank) view(t tensor.Tensor, shape ...int) (v tensor.Tensor) {
-	r.do(func() (err error) {
-		v, err = t.View(shape...)
-		return err
-	})
-	return v
-}
-
-// columns returns copies of the two columns of a tensor, and join writes them.
-func (r *rank) columns(t tensor.Tensor) (a, b tensor.Tensor) {
-	a, b = r.make(t.Size(0)), r.make(t.Size(0))
-	r.copy(a, r.column(t, 0))
-	r.copy(b, r.column(t, 1))
-	return a, b
-}
-
-func (r *rank) join(t, a, b tensor.Tensor) {
-	r.copy(r.column(t, 0), a)
-	r.copy(r.column(t, 1), b)
-}
-
-func (r *rank) column(t tensor.Tensor, i int) (v tensor.Tensor) {
-	r.do(func() (err error) {
-		v, err = t.Select(1, i)
-		return err
-	})
-	return v
-}
-
-// transposed returns the transposed matrices of a batch.
-func (r *rank) transposed(t tensor.Tensor) (v tensor.Tensor) {
-	r.do(func() (err error) {
-		v, err = t.Transpose(1, 2)
-		return err
-	})
-	return v
-}
-
-// product computes c = alpha·a·b + beta·c.
-func (r *rank) product(c, a, b tensor.Tensor, alpha, beta float64) {
-	r.do(func() error { return tensor.MatMul(r.s, c, a, b, &tensor.MatMulConfig{Alpha: &alpha, Beta: &beta}) })
-}
-
-// each computes a function of the elements.
-func (r *rank) each(fn *kernel.Elementwise, out tensor.Tensor, in ...tensor.Tensor) {
-	r.do(func() error {
-		y, err := tensor.Slice[float32](out)
-		operands := []kernel.Operand{kernel.Out(y)}
-		for _, t := range in {
-			x, errX := tensor.Slice[float32](t)
-			err = errors.Join(err, errX)
-			operands = append(operands, kernel.In(x))
-		}
-		if err != nil || out.Len() == 0 {
-			return err
-		}
-		return fn.Launch(r.s, operands...)
-	})
+func must[T any](x T, err error) T {
+	if err != nil {
+		panic(err)
+	}
+	return x
 }

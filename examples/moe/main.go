@@ -1,7 +1,6 @@
 // Moe trains a mixture of experts. A router sends each token to two of eight experts, which are divided
 // among the ranks: the rows of the tokens travel to the experts and back, forward and backward. The loss
-// is the same on 1, 2, 4 and 8 ranks. The program uses all devices in one process, or one device in each
-// process of a job.
+// is the same on 1, 2, 4 and 8 ranks, each a process with one device.
 //
 //	bin/moe
 //	chorus run --nproc-per-node 4 -- bin/moe -steps 50
@@ -30,7 +29,7 @@ func main() {
 }
 
 func run(ctx context.Context, steps int) error {
-	g, err := comm.Init(ctx, &comm.InitConfig{AllDevices: true, Fallback: func(note string) { log.Print(note) }})
+	g, err := comm.Init(ctx, &comm.InitConfig{Fallback: func(note string) { log.Print(note) }})
 	if err != nil {
 		return err
 	}

@@ -1,9 +1,11 @@
 package main
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"slices"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 )
 
 func TestMain(m *testing.M) { testgpu.Main(m) }
@@ -23,13 +26,19 @@ func TestLosses(t *testing.T) {
 	for _, ranks := range []int{1, 2, 4, 8} {
 		t.Run(fmt.Sprintf("ranks=%d", ranks), func(t *testing.T) {
 			testgpu.Each(t, ranks, func(t *testing.T, devs []*device.Device) {
-				g, err := comm.Local(testgpu.Context(t), devs, nil)
-				require.NoError(t, err)
-				defer func() { require.NoError(t, g.Close()) }()
-				got, err := train(testgpu.Context(t), g, steps)
-				require.NoError(t, err)
-				for i := range want {
-					require.InEpsilon(t, want[i], got[i], 1e-4, "loss of step %d", i)
+				gs, errs := groups.Join(t, testgpu.Context(t), devs[:ranks])
+				require.NoError(t, errors.Join(errs...))
+				got := make([][]float32, ranks)
+				var wg sync.WaitGroup
+				for i, g := range gs {
+					wg.Go(func() { got[i], errs[i] = train(testgpu.Context(t), g, steps) })
+				}
+				wg.Wait()
+				require.NoError(t, errors.Join(errs...))
+				for rank := range ranks {
+					for i := range want {
+						require.InEpsilon(t, want[i], got[rank][i], 1e-4, "loss of step %d on rank %d", i, rank)
+					}
 				}
 			})
 		})

@@ -101,52 +101,43 @@ type note struct {
 
 // A link is the part of a process in a generation.
 type link struct {
-	session  *cluster.Session
 	group    *comm.Group
 	transfer *checkpoint.Transfer
 }
 
 // connect joins the next generation.
 func connect(ctx context.Context, m *cluster.Enlistment, dev *device.Device, dst, src []checkpoint.Part) (*link, error) {
-	l := new(link)
-	var err error
-	if l.session, err = m.World(ctx); err == nil {
-		l.group, err = comm.Join(ctx, l.session, dev, nil)
-	}
-	if err == nil {
-		l.transfer, err = checkpoint.NewTransfer(ctx, l.group, [][]checkpoint.Part{dst}, [][]checkpoint.Part{src}, nil)
-	}
+	g, err := comm.JoinEnlisted(ctx, m, dev, nil)
 	if err != nil {
-		return nil, errors.Join(err, l.transfer.Close(), l.group.Close(), l.session.Close())
+		return nil, err
 	}
-	return l, nil
+	x, err := checkpoint.NewTransfer(ctx, g, [][]checkpoint.Part{dst}, [][]checkpoint.Part{src}, nil)
+	if err != nil {
+		return nil, errors.Join(err, g.Close())
+	}
+	return &link{g, x}, nil
 }
 
-// tell exchanges the notes of all members, and returns what they say together.
-func (l *link) tell(ctx context.Context, mine note) (all note, err error) {
+// push exchanges the notes of all members, and transfers the weights, between the work on s before and after, unless a
+// member ends the generation. Then all of them leave together, so that none reports a loss. After an error the
+// generation is broken, and work that was aborted may still use the weights, so s waits for it.
+func (l *link) push(ctx context.Context, s *stream.Stream, mine note) (all note, err error) {
+	defer func() {
+		if err != nil {
+			_ = errors.Join(s.WaitStream(l.group.Stream(0)), l.transfer.Close(), l.group.Close()) // the error is known
+		}
+	}()
 	notes, err := comm.GatherValues(ctx, l.group, nil, mine)
 	for _, n := range notes {
 		all.Step, all.End = max(all.Step, n.Step), all.End || n.End
 	}
-	return all, err
-}
-
-// push transfers the weights between the work on s before and after, and waits for it.
-func (l *link) push(ctx context.Context, s *stream.Stream) error {
-	if err := l.group.Between([]*stream.Stream{s}, l.transfer.Run); err != nil {
-		return err
+	switch {
+	case err != nil:
+		return all, err
+	case all.End:
+		return all, errors.Join(l.transfer.Close(), l.group.Shutdown(ctx))
 	}
-	return l.group.Wait(ctx)
-}
-
-// leave ends the link together with all other members, so that none reports a loss.
-func (l *link) leave(ctx context.Context) error {
-	return errors.Join(l.transfer.Close(), l.group.Shutdown(ctx), l.session.Shutdown(ctx))
-}
-
-// abandon ends the link of a broken generation. Work that was aborted may still use the weights, so s waits for it.
-func (l *link) abandon(s *stream.Stream) error {
-	return errors.Join(s.WaitStream(l.group.Stream(0)), l.transfer.Close(), l.group.Close(), l.session.Close())
+	return all, errors.Join(l.group.Between([]*stream.Stream{s}, l.transfer.Run), l.group.Wait(ctx))
 }
 
 // makeParts allocates this process's parts of the weights on s: the given share of the elements, or all of them.

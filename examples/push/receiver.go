@@ -52,30 +52,19 @@ func receive(ctx context.Context, dev *device.Device) error {
 }
 
 // follow takes pushes until the generation ends.
-func follow(ctx context.Context, m *cluster.Enlistment, l *link, s *stream.Stream, parts []checkpoint.Part, done *int) (err error) {
-	defer func() {
-		if err != nil {
-			_ = l.abandon(s) // the error is known
-		}
-	}()
+func follow(ctx context.Context, m *cluster.Enlistment, l *link, s *stream.Stream, parts []checkpoint.Part, done *int) error {
 	for {
 		leaves := *pushes > 0 && *done >= *pushes
 		if leaves {
 			_ = m.Close() // the next generation is without this receiver
 		}
-		said, err := l.tell(ctx, note{End: leaves})
-		if err != nil {
-			return err
-		}
-		if said.End {
-			return l.leave(ctx)
-		}
-		if err := l.push(ctx, s); err != nil {
+		said, err := l.push(ctx, s, note{End: leaves})
+		if err != nil || said.End {
 			return err
 		}
 		*done++
 		if err := verify(s, parts, said.Step); err != nil {
-			return err
+			return errors.Join(err, l.transfer.Close(), l.group.Close())
 		}
 		fmt.Printf("%s has the weights of step %d\n", *name, said.Step)
 	}

@@ -45,12 +45,7 @@ func train(interrupt context.Context, dev *device.Device) (err error) {
 			return err
 		}
 	}
-	sess, err := t.member.World(ctx)
-	if err != nil {
-		return err
-	}
-	defer sess.Close()
-	if t.group, err = comm.Join(ctx, sess, dev, nil); err != nil {
+	if t.group, err = comm.JoinEnlisted(ctx, t.member, dev, nil); err != nil {
 		return err
 	}
 	defer t.group.Close()
@@ -58,23 +53,20 @@ func train(interrupt context.Context, dev *device.Device) (err error) {
 		return err
 	}
 	defer closeParts(t.parts)
-	step := 1
-	for ; ; step++ {
+	for step := 1; ; step++ {
 		if err := t.step(step); err != nil {
 			return err
 		}
-		last, err := t.regroup(ctx, step == *steps || interrupt.Err() != nil)
+		last, err := t.push(ctx, step, step == *steps || interrupt.Err() != nil)
 		if err != nil {
 			return err
 		}
 		if last {
-			break
+			fmt.Printf("trainer %d has done %d steps\n", *trainer, step)
+			return t.group.Shutdown(ctx)
 		}
-		t.push(ctx, step)
 		time.Sleep(*pause)
 	}
-	fmt.Printf("trainer %d has done %d steps\n", *trainer, step)
-	return errors.Join(t.group.Shutdown(ctx), sess.Shutdown(ctx))
 }
 
 // step stands for a step of a training: it gives the weights new values.
@@ -84,42 +76,12 @@ func (t *training) step(step int) error {
 		for i := range host {
 			host[i] = value(step, p.Start+i)
 		}
-		x, err := tensor.OfHost(host, len(host))
-		if err != nil {
-			return err
-		}
-		if err := tensor.Copy(t.group.Stream(0), p.Data, x); err != nil {
+		x, err := tensor.Slice[float32](p.Data)
+		if err := errors.Join(err, x.CopyFrom(t.group.Stream(0), host)); err != nil {
 			return err
 		}
 	}
 	return nil
-}
-
-// push pushes the weights to the receivers of the generation. A failure is that of a receiver, and not the training's.
-func (t *training) push(ctx context.Context, step int) {
-	if t.link == nil {
-		return
-	}
-	said, err := t.link.tell(ctx, note{Step: step})
-	switch {
-	case err == nil && said.End:
-		err = t.link.leave(ctx)
-		t.link = nil
-	case err == nil:
-		err = t.link.push(ctx, t.group.Stream(0))
-	}
-	if err != nil {
-		t.fail(err)
-	}
-}
-
-// fail ends a generation that has failed.
-func (t *training) fail(err error) {
-	fmt.Printf("trainer %d: receivers %v: %v\n", *trainer, t.receivers, err)
-	if t.link != nil {
-		_ = t.link.abandon(t.group.Stream(0)) // the error is known
-	}
-	t.link = nil
 }
 
 // listed returns the receivers on the list of trainer 0.
@@ -135,11 +97,12 @@ func (t *training) listed() (names []string) {
 	return names
 }
 
-// regroup begins another generation if this one has ended at one of the trainers, if the list has changed, or if a trainer
-// stops, which it returns.
-func (t *training) regroup(ctx context.Context, stop bool) (last bool, err error) {
+// push pushes the weights to the receivers of the generation. It ends the generation, and begins the next one, if the list has
+// changed, if a trainer is no longer in it, or if a trainer stops, which it returns. A failure of the generation is that of a
+// receiver, and not the training's.
+func (t *training) push(ctx context.Context, step int, stop bool) (last bool, err error) {
 	type state struct {
-		Ended, Stop bool
+		Alone, Stop bool
 		Listed      []string
 	}
 	states, err := comm.GatherValues(ctx, t.group, nil, state{t.link == nil, stop, t.listed()})
@@ -148,22 +111,17 @@ func (t *training) regroup(ctx context.Context, stop bool) (last bool, err error
 	}
 	next := states[0].Listed
 	last = slices.ContainsFunc(states, func(s state) bool { return s.Stop })
-	ended := slices.ContainsFunc(states, func(s state) bool { return s.Ended })
-	switch {
-	case ended && t.link != nil:
-		t.fail(errors.New("another trainer has left the generation"))
-	case !ended && !last && slices.Equal(next, t.receivers):
-		return false, nil
-	case !ended:
-		if _, err = t.link.tell(ctx, note{End: true}); err == nil {
-			err = t.link.leave(ctx)
-		}
+	ends := last || slices.ContainsFunc(states, func(s state) bool { return s.Alone }) || !slices.Equal(next, t.receivers)
+	if t.link != nil {
+		said, err := t.link.push(ctx, t.group.Stream(0), note{step, ends})
 		if err != nil {
-			t.fail(err)
+			t.report(err)
 		}
-		t.link = nil
+		if err != nil || said.End {
+			t.link = nil
+		}
 	}
-	if last || len(next) == 0 {
+	if !ends || last || len(next) == 0 {
 		return last, nil
 	}
 	begun := true
@@ -171,17 +129,20 @@ func (t *training) regroup(ctx context.Context, stop bool) (last bool, err error
 		if err := t.registry.Begin(append(slices.Clone(trainerNames), next...)...); err != nil {
 			fmt.Println(err) // a receiver has just left
 			begun = false
+		} else {
+			fmt.Printf("generation: %v\n", next)
 		}
 	}
 	if err := comm.BroadcastValue(ctx, t.group, 0, &begun, nil); err != nil || !begun {
 		return false, err
 	}
 	t.receivers = next
-	if t.registry != nil {
-		fmt.Printf("generation: %v\n", next)
-	}
 	if t.link, err = connect(ctx, t.member, t.dev, nil, t.parts); err != nil {
-		t.fail(err)
+		t.report(err)
 	}
 	return false, nil
+}
+
+func (t *training) report(err error) {
+	fmt.Printf("trainer %d: receivers %v: %v\n", *trainer, t.receivers, err)
 }

@@ -1,8 +1,8 @@
 // Serve runs the forward pass of a stack of transformer blocks with tensor parallelism. The
 // layers of each half of a block are column-parallel and row-parallel, so a half needs one
 // all-reduce. comm.AllReduceNorm does it together with the residual and the norm in one
-// kernel. The whole step is a graph. Rank 0 compares the result with the same model on
-// one rank. The program uses all devices in one process, or one device in each process of a job.
+// kernel. The whole step is a graph. The program uses all devices in one process, or one device in each
+// process of a job.
 //
 //	bin/serve
 //	chorus run --nproc-per-node 2 -- bin/serve -steps 1000
@@ -14,20 +14,14 @@ import (
 	"flag"
 	"fmt"
 	"log"
-	"math"
 	"os/signal"
 	"syscall"
 	"time"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/memory"
 )
-
-// bound is the largest difference between the results of several ranks and of one rank: some
-// units of bfloat16, because the ranks round partial sums.
-const bound = 0.1
 
 func main() {
 	log.SetFlags(0)
@@ -57,33 +51,10 @@ func run(ctx context.Context, steps int) error {
 		return err
 	}
 	if g.Rank() == 0 {
-		if err := compare(ctx, g.Device(0), got); err != nil {
-			return err
-		}
 		fmt.Printf("%d layers on %d ranks, all-reduces by %s: %v for each step of %d tokens\n", layers, g.Size(), g.Strategy(), each.Round(time.Microsecond/10), tokens)
+		fmt.Printf("the last token is %.2f\n", got[len(got)-width:])
 	}
 	return g.Shutdown(ctx)
-}
-
-// compare compares a result with the result of one rank.
-func compare(ctx context.Context, dev *device.Device, got []float32) error {
-	single, err := comm.Local(ctx, []*device.Device{dev}, nil)
-	if err != nil {
-		return err
-	}
-	want, _, err := serve(ctx, single, 1)
-	if err := errors.Join(err, single.Close()); err != nil {
-		return err
-	}
-	worst := 0.0
-	for i := range want {
-		worst = math.Max(worst, math.Abs(float64(got[i]-want[i])))
-	}
-	fmt.Printf("the largest difference to one rank is %.3g\n", worst)
-	if !(worst <= bound) {
-		return fmt.Errorf("the largest difference to one rank is %g: want at most %g", worst, bound)
-	}
-	return nil
 }
 
 // serve runs the model and returns the result of the first local rank, and the time of a step.

@@ -1,15 +1,13 @@
 package main
 
 import (
-	_ "embed"
 	"errors"
 	"fmt"
+	"io"
 	"math"
 	"math/rand/v2"
 
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -45,7 +43,6 @@ type block struct {
 type shard struct {
 	s             *stream.Stream
 	rank, ranks   int
-	attention     *attention
 	embed         bfloats // rows of the tokens that the rank owns; zeros for other tokens
 	first         bfloats // weight of the first norm
 	blocks        [layers]block
@@ -53,16 +50,16 @@ type shard struct {
 	a             bfloats // normalized
 	qkv, attended bfloats
 	up            bfloats
-	all           []bfloats
+	all           []io.Closer
+
+	scores, softmax, weights tensor.Tensor // of attention: [heads of this rank, tokens, tokens]
+	mask                     tensor.Tensor // [tokens, tokens]: a token sees those before it
 }
 
 func newShard(g *comm.Group, local int) (m *shard, err error) {
 	m = &shard{s: g.Stream(local), rank: g.Rank() + local, ranks: g.Size()}
 	if heads%m.ranks != 0 {
 		return m, fmt.Errorf("%d heads on %d ranks: want a number of ranks that divides %[1]d", heads, m.ranks)
-	}
-	if m.attention, err = newAttention(g.Device(local)); err != nil {
-		return m, err
 	}
 	rng := rand.New(rand.NewPCG(seed, 0))
 	part := func(n int) int { return n / m.ranks }
@@ -80,7 +77,19 @@ func newShard(g *comm.Group, local int) (m *shard, err error) {
 	}{{&m.x, width}, {&m.residual, width}, {&m.a, width}, {&m.qkv, part(3 * width)}, {&m.attended, part(width)}, {&m.up, part(inner)}} {
 		*x.to = m.keep(make([]memory.BFloat16Bits, tokens*x.cols), &err)
 	}
-	return m, err
+	mask := make([]float32, tokens*tokens)
+	for i := range mask {
+		if i%tokens > i/tokens {
+			mask[i] = float32(math.Inf(-1))
+		}
+	}
+	var errs [4]error
+	m.mask, errs[0] = tensor.MakeFrom(m.s, mask, tokens, tokens)
+	m.scores, errs[1] = tensor.Make(m.s, memory.Float32, part(heads), tokens, tokens)
+	m.softmax, errs[2] = tensor.Make(m.s, memory.Float32, part(heads), tokens, tokens)
+	m.weights, errs[3] = tensor.Make(m.s, memory.BFloat16, part(heads), tokens, tokens)
+	m.all = append(m.all, m.mask, m.scores, m.softmax, m.weights)
+	return m, errors.Join(append(errs[:], err)...)
 }
 
 // keep copies numbers to the device, until close. It does nothing after an error.
@@ -148,9 +157,6 @@ func (m *shard) close() error {
 	for _, x := range m.all {
 		errs = append(errs, x.Close())
 	}
-	if m.attention != nil {
-		errs = append(errs, m.attention.module.Close())
-	}
 	return errors.Join(errs...)
 }
 
@@ -175,10 +181,31 @@ func (m *shard) attend(b *block) error {
 	if err := m.forward(m.qkv, m.a, b.qkv, nil); err != nil {
 		return err
 	}
-	if err := m.attention.enqueue(m.s, m.qkv, m.attended, heads/m.ranks); err != nil {
-		return err
+	var parts [4]tensor.Tensor // [heads of this rank, tokens, headWidth]: queries, keys, values, and the result
+	for i := range parts {
+		of, matrices, at := m.qkv, 3, i
+		if i == 3 {
+			of, matrices, at = m.attended, 1, 0
+		}
+		x, err := tensor.Of(of, tokens, matrices, heads/m.ranks, headWidth)
+		if err == nil {
+			x, err = x.Select(1, at)
+		}
+		if err == nil {
+			parts[i], err = x.Transpose(0, 1)
+		}
+		if err != nil {
+			return err
+		}
 	}
-	return m.forward(m.x, m.attended, b.proj, nil)
+	keys, err := parts[1].Transpose(1, 2)
+	return errors.Join(err,
+		tensor.MatMul(m.s, m.scores, parts[0], keys, &tensor.MatMulConfig{Alpha: new(1 / math.Sqrt(headWidth)), Add: m.mask}),
+		tensor.Softmax(m.s, m.softmax, m.scores),
+		tensor.Copy(m.s, m.weights, m.softmax),
+		tensor.MatMul(m.s, parts[3], m.weights, parts[2], nil),
+		m.forward(m.x, m.attended, b.proj, nil),
+	)
 }
 
 // feed enqueues the second half.
@@ -189,62 +216,4 @@ func (m *shard) feed(b *block) error {
 	return m.forward(m.x, m.up, b.down, nil)
 }
 
-//go:embed attention.cu
-var attentionSource string
-
 type bfloats = memory.Slice[memory.BFloat16Bits]
-
-type attentionArgs struct {
-	QKV, Out      bfloats
-	Tokens, Heads int32
-}
-
-// An attention has the kernel of one device.
-type attention struct {
-	module *kernel.Module
-	launch *kernel.Func[attentionArgs]
-}
-
-func newAttention(dev *device.Device) (*attention, error) {
-	src := &kernel.Source{Name: "attention.cu", CUDA: attentionSource, Options: []string{fmt.Sprint("--define-macro=HEAD=", headWidth)}}
-	a := &attention{launch: kernel.Define(src, "attention", standInAttention)}
-	var err error
-	a.module, err = kernel.Compile(dev, src)
-	return a, err
-}
-
-// enqueue computes the attention of so many heads on s.
-func (a *attention) enqueue(s *stream.Stream, qkv, out bfloats, heads int) error {
-	return a.launch.Launch(s, kernel.Cover(tokens*heads), attentionArgs{qkv, out, tokens, int32(heads)})
-}
-
-// standInAttention is the kernel on virtual devices.
-func standInAttention(c *kernel.Call, a attentionArgs) {
-	qkv, out, heads := kernel.Data(c, a.QKV), kernel.Data(c, a.Out), int(a.Heads)
-	width := heads * headWidth
-	for token := range int(a.Tokens) {
-		for head := range heads {
-			q := qkv[token*3*width+head*headWidth:][:headWidth]
-			scores, total, largest := make([]float64, token+1), 0.0, math.Inf(-1)
-			for t := range scores {
-				k := qkv[t*3*width+width+head*headWidth:][:headWidth]
-				for d := range q {
-					scores[t] += float64(q[d].Float32()) * float64(k[d].Float32())
-				}
-				scores[t] /= math.Sqrt(headWidth)
-				largest = max(largest, scores[t])
-			}
-			sum := make([]float64, headWidth)
-			for t, x := range scores {
-				weight := math.Exp(x - largest)
-				total += weight
-				for d, v := range qkv[t*3*width+2*width+head*headWidth:][:headWidth] {
-					sum[d] += weight * float64(v.Float32())
-				}
-			}
-			for d, v := range sum {
-				out[token*width+head*headWidth+d] = memory.BFloat16Of(float32(v / total))
-			}
-		}
-	}
-}

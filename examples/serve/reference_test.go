@@ -12,6 +12,10 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
+// bound is the largest difference between the results of several ranks and of one rank: some
+// units of bfloat16, because the ranks round partial sums.
+const bound = 0.1
+
 // A matrix has rows of so many columns, in float64.
 type matrix struct {
 	cols int

@@ -58,11 +58,11 @@ var instead = map[string]string{
 	opt   *optim.Optimizer
 )`,
 	"ddp/units.go": `var (
-	err    error
-	s      *stream.Stream
-	u      *ddp.Units[float32, memory.BFloat16Bits]
-	k      int
-	update func(s *stream.Stream, shard ddp.Part[float32]) error
+	err error
+	s   *stream.Stream
+	u   *ddp.Units[float32, memory.BFloat16Bits]
+	k   int
+	opt *optim.Optimizer
 )`,
 	"ddp/uneven.go": `var (
 	ctx    context.Context

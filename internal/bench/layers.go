@@ -198,11 +198,19 @@ func (m *model) runSharded(ctx context.Context) error {
 	if err := m.s.WaitStream(m.g.Stream(0)); err != nil { // which clears the shards
 		return err
 	}
-	shard := u.Shard(0).Param
+	shard := u.Shard(0)
 	if err := rng.Normal(rng.New(m.g.Device(0), uint64(m.g.Rank())), m.s, shard, 0., 1/math.Sqrt(float64(m.width))); err != nil {
 		return err
 	}
-	if err := errors.Join(u.Refresh(m.s), m.input()); err != nil {
+	x, err := m.draw(uint64(1000*(m.g.Rank()+1)), 1, m.tokens, m.width)
+	if err != nil {
+		return err
+	}
+	if m.dy, err = m.draw(uint64(1000*(m.g.Rank()+1)+1), 1, m.tokens, m.width); err != nil {
+		return err
+	}
+	m.inputs = []tensor.Tensor{x}
+	if err := u.Refresh(m.s); err != nil {
 		return err
 	}
 	if err := memory.ResetPeakStats(m.g.Device(0)); err != nil {
@@ -221,7 +229,8 @@ func (m *model) runSharded(ctx context.Context) error {
 	return m.g.Shutdown(ctx)
 }
 
-// shardedStep is step with sharded weights, whose gradients it always reduces.
+// shardedStep is step with sharded weights, whose gradients it always reduces. It allocates the outputs of
+// layers, and frees each when the backward pass has used it, as torch does.
 func (m *model) shardedStep(u *ddp.Units[memory.BFloat16Bits, memory.BFloat16Bits]) error {
 	var errs []error
 	square := func(x memory.Slice[memory.BFloat16Bits]) tensor.Tensor {
@@ -229,14 +238,21 @@ func (m *model) shardedStep(u *ddp.Units[memory.BFloat16Bits, memory.BFloat16Bit
 		errs = append(errs, err)
 		return w
 	}
+	rows := func() (tensor.Tensor, error) { return tensor.Make(m.s, memory.BFloat16, m.tokens, m.width) }
+	xs := m.inputs[:1] // of each layer, and the output of the last one
 	for i := range m.depth {
 		w, err := u.Use(m.s, i)
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(tensor.MatMul(m.s, m.inputs[i+1], m.inputs[i], square(w[0]).T(), nil), u.Done(m.s, i)); err != nil {
+		y, err := rows()
+		if err != nil {
 			return err
 		}
+		if err := errors.Join(tensor.MatMul(m.s, y, xs[i], square(w[0]).T(), nil), u.Done(m.s, i)); err != nil {
+			return err
+		}
+		xs = append(xs, y)
 	}
 	dy := m.dy
 	for i := m.depth - 1; i >= 0; i-- {
@@ -248,19 +264,29 @@ func (m *model) shardedStep(u *ddp.Units[memory.BFloat16Bits, memory.BFloat16Bit
 		if err != nil {
 			return err
 		}
-		if err := errors.Join(tensor.MatMul(m.s, square(grad[0]), dy.T(), m.inputs[i], m.beside), u.Ready(m.s, i)); err != nil {
+		if err := errors.Join(tensor.MatMul(m.s, square(grad[0]), dy.T(), xs[i], m.beside), u.Ready(m.s, i)); err != nil {
 			return err
 		}
 		if i > 0 {
-			dx := m.dx[i%2]
-			if err := tensor.MatMul(m.s, dx, dy, square(w[0]), m.beside); err != nil {
+			dx, err := rows()
+			if err != nil {
 				return err
+			}
+			if err := errors.Join(tensor.MatMul(m.s, dx, dy, square(w[0]), m.beside), xs[i].Close()); err != nil {
+				return err
+			}
+			if i < m.depth-1 {
+				errs = append(errs, dy.Close())
 			}
 			dy = dx
 		}
 		if err := u.Done(m.s, i); err != nil {
 			return err
 		}
+	}
+	errs = append(errs, xs[m.depth].Close())
+	if m.depth > 1 {
+		errs = append(errs, dy.Close())
 	}
 	return errors.Join(append(errs, u.Finish(m.s), u.Refresh(m.s))...)
 }

@@ -420,7 +420,7 @@ func (e *Experts) enqueue(o expertsOperation) error {
 			x.Kind, x.DType, x.Stream, x.Src = o.kind, t.DType(), g.Stream(i), collective.OperandAt(t.Ptr(), t.Len(), t.Buffer())
 			x.Dst = x.Src
 		}
-		return g.breakIfRefused(g.batch.EnqueueExperts(ops, func(x *collective.Op) error { return o.own(int(x.Local), x) }))
+		return g.breakIfRefused(g.batch.EnqueueKernels(g.comms(), ops, func(x *collective.Op) error { return o.own(int(x.Local), x) }))
 	}
 	for i := range g.members {
 		s, q := gpu.StreamOf(g.Stream(i)), &e.orders[i]

@@ -6,10 +6,11 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/nccl"
 )
 
 // A QuantizedConfig has the options of AllReduceQuantized; nil means the defaults. They must be the
@@ -83,12 +84,22 @@ func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *Qu
 	}
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
-	if own := quantizedOperands(g, op, xs, &c); g.routers.TakeQuantized(own) {
-		return enqueueOwnQuantized(g, op, xs, own)
+	ops := make([]collective.Op, len(xs))
+	for i := range ops {
+		o := &ops[i]
+		o.Kind, o.DType, o.Format, o.Reduction, o.Stream = flight.AllReduceQuantized, memory.DTypeOf[T](), c.Format, flight.Reduction(op), g.Stream(i)
+		o.Dst, o.Src = collective.OperandOf(xs[i]), collective.OperandOf(xs[i])
 	}
-	ranks, err := quantizedRanks(g, xs, &c)
+	launch, err := g.routers.TakeQuantized(quantizedOperands(op, xs, &c))
+	if launch != nil {
+		return g.breakIfRefused(g.batch.EnqueueKernels(g.comms(), ops, launch))
+	}
+	var ranks []quantizedRank[T]
 	if err == nil {
-		err = enqueueQuantized(g, ranks, op == Avg)
+		ranks, err = quantizedRanks(g, xs, &c)
+	}
+	if err == nil {
+		err = enqueueQuantized(g, ranks, op == Avg, ops)
 	}
 	for i := range ranks {
 		err = errors.Join(err, ranks[i].blocks.Close(), ranks[i].received.Close())
@@ -125,7 +136,7 @@ func checkQuantized[T memory.Element](g *Group, name string, op Op, xs Shards[T]
 }
 
 // quantizedOperands returns the operands of the local ranks for Chorus kernels that move the blocks themselves.
-func quantizedOperands[T memory.Element](g *Group, op Op, xs Shards[T], c *QuantizedConfig) []fabric.Quantized {
+func quantizedOperands[T memory.Element](op Op, xs Shards[T], c *QuantizedConfig) []fabric.Quantized {
 	own := make([]fabric.Quantized, len(xs))
 	for i := range own {
 		own[i] = fabric.Quantized{DType: memory.DTypeOf[T](), Format: c.Format, N: xs[i].Len(), X: xs[i].Ptr(), Mean: op == Avg}
@@ -136,18 +147,6 @@ func quantizedOperands[T memory.Element](g *Group, op Op, xs Shards[T], c *Quant
 	return own
 }
 
-// enqueueOwnQuantized enqueues an all-reduce of each local rank, which one Chorus kernel executes. The caller holds issuing.
-func enqueueOwnQuantized[T memory.Element](g *Group, op Op, xs Shards[T], own []fabric.Quantized) error {
-	for i := range g.members {
-		m := &g.members[i]
-		if err := nccl.AllReduce(m.on, m.stream, xs[i], xs[i], op); err != nil {
-			g.batch.Reset()
-			return g.breakIfRefused(err)
-		}
-	}
-	return g.breakIfRefused(g.batch.EnqueueQuantized(own))
-}
-
 // A quantizedRank is a local rank of a quantized all-reduce.
 type quantizedRank[T memory.Element] struct {
 	quant.Operand[T]
@@ -155,7 +154,6 @@ type quantizedRank[T memory.Element] struct {
 	// blocks has chunks: first those for the other ranks, then those of all sums by rank. received
 	// has the chunks of the other ranks.
 	blocks, received memory.Slice[uint8]
-	counts           []int // bytes to send to each rank, and to receive from it
 }
 
 // quantizedRanks loads the kernels and allocates the memory of all local ranks, so that a failure
@@ -169,8 +167,6 @@ func quantizedRanks[T memory.Element](g *Group, xs Shards[T], c *QuantizedConfig
 		if c.Errors != nil {
 			r.Errors = c.Errors[i]
 		}
-		r.counts = slices.Repeat([]int{chunk}, g.size)
-		r.counts[r.Rank] = 0
 		var err error
 		if r.kernels, err = quant.Load(m.comm.Device(), memory.DTypeOf[T](), c.Format); err != nil {
 			return ranks, fmt.Errorf("rank %d: %w", r.Rank, err)
@@ -185,9 +181,9 @@ func quantizedRanks[T memory.Element](g *Group, xs Shards[T], c *QuantizedConfig
 	return ranks, nil
 }
 
-// enqueueQuantized enqueues the kernels and the exchanges between them. If a rank cannot go on after
-// the first exchange, the group breaks, because the other ranks wait for the second one.
-func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], mean bool) error {
+// enqueueQuantized enqueues the kernels of the local ranks and the copies between them, as one operation of each rank. If the
+// last kernels fail, the operation has taken place for the other ranks, and the group stays usable.
+func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], mean bool, ops []collective.Op) error {
 	each := func(what string, fn func(m *member, r *quantizedRank[T]) error) error {
 		for i := range ranks {
 			if err := fn(&g.members[i], &ranks[i]); err != nil {
@@ -197,33 +193,53 @@ func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], mean
 		return nil
 	}
 	chunk := ranks[0].blocks.Len() / g.size
-	err := each("to blocks", func(m *member, r *quantizedRank[T]) error {
-		return quant.Quantize(r.kernels, m.stream, &r.Operand, r.blocks.Slice(0, r.received.Len()))
-	})
-	if err != nil {
-		return err
-	}
-	err = g.enqueueAll(func(i int, m *member) error {
-		r := &ranks[i]
-		return nccl.AllToAllV(m.on, m.stream, r.received, r.counts, r.blocks.Slice(0, r.received.Len()), r.counts)
-	})
-	if err != nil {
-		return err
-	}
-	err = each("sums", func(m *member, r *quantizedRank[T]) error {
-		return quant.Reduce(r.kernels, m.stream, &r.Operand, r.received, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk), mean)
-	})
-	if err != nil {
-		return g.fail(err)
-	}
-	err = g.enqueueAll(func(i int, m *member) error {
-		r := &ranks[i]
-		return nccl.AllGather(m.on, m.stream, r.blocks, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk))
-	})
-	if err == nil {
-		err = each("from blocks", func(m *member, r *quantizedRank[T]) error {
-			return quant.Dequantize(r.kernels, m.stream, &r.Operand, r.blocks)
+	var last error
+	err := g.batch.EnqueueSteps(g.comms(), ops, func(move func([]collective.Move) error) error {
+		err := each("to blocks", func(m *member, r *quantizedRank[T]) error {
+			return quant.Quantize(r.kernels, m.stream, &r.Operand, r.blocks.Slice(0, r.received.Len()))
 		})
+		if err == nil {
+			err = move(exchangeOf(ranks, chunk))
+		}
+		if err == nil {
+			err = each("sums", func(m *member, r *quantizedRank[T]) error {
+				return quant.Reduce(r.kernels, m.stream, &r.Operand, r.received, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk), mean)
+			})
+		}
+		if err == nil {
+			err = move(gatherOf(ranks, chunk))
+		}
+		if err == nil {
+			last = each("from blocks", func(m *member, r *quantizedRank[T]) error {
+				return quant.Dequantize(r.kernels, m.stream, &r.Operand, r.blocks)
+			})
+		}
+		return err
+	})
+	return g.breakIfRefused(cmp.Or(err, last))
+}
+
+// exchangeOf returns the copies of each rank's blocks to the ranks that own the shares.
+func exchangeOf[T memory.Element](ranks []quantizedRank[T], chunk int) (list []collective.Move) {
+	for i := range ranks {
+		r := &ranks[i]
+		for at := range r.Ranks - 1 {
+			peer, from := at, uint64(at*chunk)
+			if at >= r.Rank {
+				peer++
+			}
+			list = append(list, collective.Move{Operation: i, Kind: flight.Send, Peer: peer, Src: r.blocks.Ptr() + from, Bytes: chunk},
+				collective.Move{Operation: i, Kind: flight.Recv, Peer: peer, Dst: r.received.Ptr() + from, Bytes: chunk})
+		}
 	}
-	return err
+	return list
+}
+
+// gatherOf returns the copies of the sums to all ranks.
+func gatherOf[T memory.Element](ranks []quantizedRank[T], chunk int) (list []collective.Move) {
+	for i := range ranks {
+		r := &ranks[i]
+		list = append(list, collective.Move{Operation: i, Kind: flight.AllGather, Src: r.blocks.Ptr() + uint64(r.Rank*chunk), Dst: r.blocks.Ptr(), Bytes: chunk})
+	}
+	return list
 }

@@ -198,34 +198,3 @@ func (k *Router) fuses(x *fabric.Norm) bool {
 	}
 	return k.kernels != nil && k.ordered == nil && k.kernels.TakesNorm(x)
 }
-
-// TakeQuantized reports whether Chorus kernels execute an all-reduce in blocks of 8-bit numbers, the same on
-// all ranks. In a group whose reductions are deterministic the answer is no, because Decide may give the
-// operation to NCCL. The bits are the same in both cases.
-func (rs Routers) TakeQuantized(xs []fabric.Quantized) bool {
-	for i, k := range rs {
-		switch k.rule.Load().strategy {
-		case OwnKernels, OneShot, TwoShotPackets, TwoShot, TwoShotLines, Pipelined, Tuned:
-		default:
-			return false
-		}
-		if k.kernels == nil || k.ordered != nil || !k.kernels.TakesQuantized(&xs[i]) {
-			return false
-		}
-	}
-	return len(rs) > 0
-}
-
-// EnqueueQuantized is Enqueue for a batch with one all-reduce of each local rank, which the Chorus kernels execute
-// in blocks of 8-bit numbers. TakeQuantized must have returned true.
-func (b *Batch) EnqueueQuantized(xs []fabric.Quantized) error {
-	for i, r := range b.routers {
-		if err := r.kernels.LoadQuantized(&xs[i]); err != nil {
-			b.Reset()
-			return err
-		}
-	}
-	b.blocks = xs
-	defer func() { b.blocks = nil }()
-	return b.Enqueue()
-}

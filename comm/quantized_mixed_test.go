@@ -1,0 +1,109 @@
+package comm_test
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
+)
+
+// otherCalls has what rank 1 issues instead of the quantized sum of the other ranks, in float8_e4m3fn.
+var otherCalls = map[string]func(g *comm.Group, xs comm.Shards[float32]) error{
+	"plain": func(g *comm.Group, xs comm.Shards[float32]) error { return comm.AllReduce(g, comm.Sum, xs...) },
+	"format": func(g *comm.Group, xs comm.Shards[float32]) error {
+		return comm.AllReduceQuantized(g, comm.Sum, xs, &comm.QuantizedConfig{Format: memory.Int8})
+	},
+	"mean": func(g *comm.Group, xs comm.Shards[float32]) error {
+		return comm.AllReduceQuantized(g, comm.Avg, xs, nil)
+	},
+	"fewer": func(g *comm.Group, xs comm.Shards[float32]) error { // the shares have the same length
+		return comm.AllReduceQuantized(g, comm.Sum, comm.Shards[float32]{xs[0].Slice(0, xs[0].Len()-1)}, nil)
+	},
+	"type": func(g *comm.Group, xs comm.Shards[float32]) error {
+		ys, err := comm.Make[memory.BFloat16Bits](g, xs[0].Len())
+		if err != nil {
+			return err
+		}
+		return errors.Join(comm.AllReduceQuantized(g, comm.Sum, ys, nil), ys.Close())
+	},
+}
+
+// otherTexts has the operation of rank 1 in the flight recorder.
+var otherTexts = map[string]string{
+	"plain": "ncclAllReduce(%d x float32, sum)", "format": "AllReduceQuantized(%d x float32 in int8, sum)", "mean": "AllReduceQuantized(%d x float32 in float8_e4m3fn, avg)",
+	"fewer": "AllReduceQuantized(%d x float32 in float8_e4m3fn, sum)", "type": "AllReduceQuantized(%d x bfloat16 in float8_e4m3fn, sum)",
+}
+
+func otherText(how string, n int) string {
+	if how == "fewer" {
+		n--
+	}
+	return fmt.Sprintf(otherTexts[how], n)
+}
+
+// quantizedBut1 issues a quantized sum, and on rank 1 something else.
+func quantizedBut1(g *comm.Group, xs comm.Shards[float32], how string) error {
+	if g.Rank() == 1 {
+		return otherCalls[how](g, xs)
+	}
+	return comm.AllReduceQuantized(g, comm.Sum, xs, nil)
+}
+
+// Ranks of one process that give different formats, reductions, types or lengths, or of which one reduces without blocks, get an error
+// that has both operations, and none of them waits, whoever moves the blocks.
+func TestAllReduceQuantizedMixed(t *testing.T) {
+	const n = 1000
+	for how := range otherCalls {
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+			t.Run(fmt.Sprint(how, "/", s), func(t *testing.T) {
+				testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+					errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: s}, func(ctx context.Context, g *comm.Group) error {
+						xs, err := comm.MakeFrom(g, make([]float32, n))
+						if err != nil {
+							return err
+						}
+						return errors.Join(quantizedBut1(g, xs, how), g.Wait(ctx), xs.Close())
+					})
+					mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
+					require.True(t, found, "%v", errs)
+					of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
+					require.Contains(t, of[0], fmt.Sprintf("AllReduceQuantized(%d x float32 in float8_e4m3fn, sum) as collective", n))
+					require.Contains(t, of[1], otherText(how, n)+" as collective")
+				})
+			})
+		}
+	}
+}
+
+// Processes that mix them are told so long before the deadline, by Chorus kernels, which wait for each other.
+func TestAllReduceQuantizedMixedByProcesses(t *testing.T) {
+	t.Parallel()
+	for _, backend := range []string{"virtual", "cuda"} {
+		for how := range otherCalls {
+			t.Run(backend+"/"+how, func(t *testing.T) {
+				ranks := 3
+				if backend == "cuda" {
+					ranks = 2
+					testgpu.CUDA(t, ranks)
+				} else {
+					t.Parallel()
+				}
+				_, out, took := job(t, backend, "quantized "+how, ranks, env.CommStrategy.Name+"=own", paceVar+"=10ms")
+				require.Contains(t, out, "the ranks do not issue the same operations as collective 11")
+				require.Contains(t, out, otherText(how, 1<<20)+" as collective 11")
+				require.Contains(t, out, "AllReduceQuantized(1048576 x float32 in float8_e4m3fn, sum)")
+				require.Less(t, took, 2*time.Minute, out)
+			})
+		}
+	}
+}

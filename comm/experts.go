@@ -265,11 +265,12 @@ func (e *Experts) check(op string) error {
 	return e.g.check(op)
 }
 
-// A DispatchConfig has the options of Dispatch; nil means the defaults. All ranks have weights, or none.
+// A DispatchConfig has the options of Dispatch; nil means the defaults.
 type DispatchConfig struct {
-	// Weights is float32 [tokens, TopK] for each local rank. If it is set, a row of an expert is multiplied by the sum of its token's
+	// Weights is float32 [tokens, TopK] for each local rank, or nil. If it is set, a row of an expert is multiplied by the sum of its token's
 	// weights for the expert, in float32, and rounded once. So the dispatch of a gradient of Combine's result
-	// is the gradient of the rows that Combine got, if it gets the same ids and weights.
+	// is the gradient of the rows that Combine got, if it gets the same ids and weights. They are the weights of this process's tokens:
+	// other processes may give none, and their tokens then are not multiplied.
 	Weights []tensor.Tensor
 }
 
@@ -303,7 +304,7 @@ func (e *Experts) Dispatch(dst []ExpertRows, x, ids []tensor.Tensor, cfg *Dispat
 		d.Tokens = c.tokens("x", x[i])
 		d.X = c.in("x", x[i], l.DType, d.Tokens, l.Hidden)
 		d.IDs = c.in("ids", ids[i], memory.Int32, d.Tokens, l.TopK)
-		if d.Weighted = weights != nil; d.Weighted {
+		if weights != nil {
 			d.Weights = c.in("weights", weights[i], memory.Float32, d.Tokens, l.TopK)
 		}
 		d.Rows = c.out("rows", dst[i].Rows, l.DType, l.Own(), l.Capacity(), l.Hidden)
@@ -328,7 +329,8 @@ func (e *Experts) Dispatch(dst []ExpertRows, x, ids []tensor.Tensor, cfg *Dispat
 	})
 }
 
-// A CombineConfig has the options of Combine; nil means the defaults.
+// A CombineConfig has the options of Combine; nil means the defaults. They concern the tokens of this process, so other processes may have
+// other options.
 type CombineConfig struct {
 	// Weights is float32 [tokens, TopK] for each local rank: the factors of the choices.
 	Weights []tensor.Tensor
@@ -339,7 +341,8 @@ type CombineConfig struct {
 
 // Combine enqueues the transfer of the experts' results to their tokens. y[i] has the shape of ExpertRows.Rows on local rank i, and in the
 // place of each row that a dispatch gave the result for it; other rows are not read. routes[i] is the Routes of that dispatch. out[i]
-// is [tokens, Hidden], with as many tokens as local rank i dispatched. Each token gets the sum of the rows of its choices,
+// is [tokens, Hidden]. Usually it has as many tokens as local rank i dispatched: tokens after those get zeros, and if there are fewer, the
+// results of the others are dropped. Each token gets the sum of the rows of its choices,
 // times their weights, added choice by choice. The sum is in float32, with one rounding for each
 // choice (fused multiply-add), and rounded to the type of the elements at the end. Choices that name no expert
 // count nothing, so a token without experts gets zeros. Collective.

@@ -188,7 +188,8 @@ func (e *Experts) free() error {
 		return err
 	}
 	for i := range e.blocks {
-		err := e.orders[i].Close("close experts", func(users []*gpu.Stream) (err error) {
+		l := &e.layers[i]
+		err := e.orders[i].Close(fmt.Sprintf("the memory of rank %d of %d on %s", l.Rank, l.Ranks, e.g.Device(i)), func(users []*gpu.Stream) (err error) {
 			for _, s := range users {
 				if s.Device().Err() == nil {
 					err = errors.Join(err, s.Sync())
@@ -260,7 +261,7 @@ func (e *Experts) check(op string) error {
 		return fmt.Errorf("comm: %s: no experts given", op)
 	}
 	if e.owner.Closed() {
-		return fmt.Errorf("comm: %s: %w", op, device.ErrClosed)
+		return fmt.Errorf("comm: %s: the experts on %s: %w", op, e.g.Device(0), device.ErrClosed)
 	}
 	return e.g.check(op)
 }

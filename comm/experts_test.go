@@ -9,6 +9,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -436,6 +437,7 @@ func TestExpertsInGraphs(t *testing.T) {
 				exec, err := graph.Capture(g.Streams(), func() error { return errors.Join(run.dispatch(), run.combine(run.made)) }, nil)
 				require.NoError(t, err)
 				require.ErrorContains(t, e.Close(), "graph")
+				require.Equal(t, 1, strings.Count(e.Close().Error(), "experts"), "%v", e.Close())
 				for i := range ranks { // the shapes of a graph stay
 					c.tokens = append(c.tokens, len(c.ids[i])/c.cfg.TopK)
 				}
@@ -675,6 +677,7 @@ func TestExpertsRefuses(t *testing.T) {
 	require.NoError(t, errors.Join(run.spoil(), run.dispatch(), run.fillResults(), run.combine(run.y), run.checkDispatch(), run.checkCombine(c.result)))
 	require.NoError(t, errors.Join(run.close(), e.Close(), e.Close(), (*comm.Experts)(nil).Close()))
 	require.ErrorIs(t, run.dispatch(), device.ErrClosed)
+	require.ErrorContains(t, run.dispatch(), "comm: dispatch: the experts on virtual:0: use after Close")
 }
 
 // first returns n rows of the first expert.

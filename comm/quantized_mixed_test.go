@@ -1,9 +1,12 @@
 package comm_test
 
 import (
+	"bytes"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
+	"math"
 	"testing"
 	"time"
 
@@ -105,5 +108,68 @@ func TestAllReduceQuantizedMixedByProcesses(t *testing.T) {
 				require.Less(t, took, 2*time.Minute, out)
 			})
 		}
+	}
+}
+
+// A process may keep errors when others keep none: its elements and errors are those of a group that all keep them, and the other
+// ranks lose what the rounding takes.
+func TestAllReduceQuantizedErrorsOfOneProcess(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		const n, calls = 3000, 3
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+			var results, kept [2][][]float32 // with errors on both ranks, those of rank 1 always zero, and on rank 0 alone; by call
+			for way := range results {
+				errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: s}, func(ctx context.Context, g *comm.Group) error {
+					q := newQuantizedSum(t, g, floats, n, 0)
+					if way == 0 || g.Rank() == 0 {
+						q.feedBack(t)
+					}
+					err := q.fill(func(rank, k int) float32 { return float32(math.Sin(float64(k * (rank + 1)))) })
+					for range calls {
+						if g.Rank() == 1 && way == 0 {
+							err = errors.Join(err, q.cfg.Errors[0].Zero(g.Stream(0)))
+						}
+						got, failed := q.sum()
+						if err = errors.Join(err, failed); err == nil && g.Rank() == 0 {
+							mine := make([]float32, n)
+							err = q.cfg.Errors[0].CopyTo(g.Stream(0), mine)
+							results[way], kept[way] = append(results[way], got), append(kept[way], mine)
+						}
+					}
+					return errors.Join(err, g.Wait(ctx))
+				})
+				require.NoError(t, errors.Join(errs...))
+			}
+			require.Equal(t, results[0], results[1], s)
+			require.Equal(t, kept[0], kept[1], s)
+			require.NotEqual(t, results[1][0], results[1][1], "the errors count")
+		}
+	})
+}
+
+// The flight recorder and its dumps have one operation, whoever moves the blocks, with its format. In dumps, the name is one that
+// PyTorch's tools know.
+func TestAllReduceQuantizedInTheFlightRecorder(t *testing.T) {
+	for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+		g := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.Config{Strategy: s})
+		q := newQuantizedSum(t, g, bfloats, 100, 0)
+		q.op, q.cfg.Format = comm.Avg, memory.Int8
+		require.NoError(t, errors.Join(q.fill(func(int, int) float32 { return 1 }), q.enqueue(), g.Wait(testgpu.Context(t))))
+		list := g.Communicator(1).Trace()
+		last := list[len(list)-1]
+		require.Equal(t, fmt.Sprintf("AllReduceQuantized(100 x bfloat16 in int8, avg) as collective %d", last.Collective), last.String())
+		require.Equal(t, []int{100, 100}, []int{last.In, last.Out})
+		var b bytes.Buffer
+		require.NoError(t, g.Communicator(1).DumpTrace(&b))
+		type entry struct {
+			Name   string   `json:"profiling_name"`
+			Kind   string   `json:"kind"`
+			Format string   `json:"format"`
+			Types  []string `json:"input_dtypes"`
+			Uneven bool     `json:"uneven"`
+		}
+		var dump struct{ Entries []entry }
+		require.NoError(t, json.Unmarshal(b.Bytes(), &dump))
+		require.Equal(t, entry{"nccl:all_reduce", "quantized_all_reduce", "Char", []string{"BFloat16"}, false}, dump.Entries[len(dump.Entries)-1])
 	}
 }

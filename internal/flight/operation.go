@@ -85,11 +85,13 @@ type Service uint8
 type Request struct {
 	Kind      Kind
 	DType     memory.DType
-	Format    memory.DType // of the 8-bit numbers of an AllReduceQuantized; otherwise 0
+	Format    memory.DType // of the 8-bit numbers of an AllReduceQuantized or an AllReduceNorm; otherwise 0
 	Service   Service
 	Captured  bool // into a graph
 	Reduction Reduction
 	Signature uint32              // set when it is scheduled
+	Row       uint32              // elements of a row of an AllReduceNorm; otherwise 0
+	Eps       float32             // of an AllReduceNorm
 	Root      int                 // or the peer
 	N         int                 // elements; the sum over all ranks if the ranks have different numbers
 	Callers   *[MaxFrames]uintptr // nil unless they are recorded
@@ -114,7 +116,8 @@ type Operation struct {
 	Transfer   uint64       // number of the send or receive; for a collective, of the preceding send or receive
 	Name       string       // such as ncclAllReduce
 	DType      memory.DType // of the elements
-	Format     memory.DType // of the 8-bit numbers that a quantized all-reduce sends; otherwise 0
+	Format     memory.DType // of the 8-bit numbers that a quantized all-reduce sends, or an all-reduce and norm stores; otherwise 0
+	Options    string       // what else must be the same on all ranks, such as "rows of 1024, eps 1e-05"; usually ""
 	Count      int          // elements, as NCCL counts them for the operation; for Dispatch and Combine, of the rank's tokens
 	In, Out    int          // elements of the source and of the destination
 	Reduction  string       // such as "sum", or ""
@@ -178,6 +181,9 @@ func (o Operation) call() string {
 	if o.Reduction != "" {
 		text += ", " + o.Reduction
 	}
+	if o.Options != "" {
+		text += ", " + o.Options
+	}
 	switch {
 	case o.kind == Send:
 		text += fmt.Sprintf(", to rank %d", o.Root)
@@ -210,6 +216,9 @@ func (e *Entry) Operation() Operation {
 	}
 	if d.Reduces {
 		o.Reduction = e.Reduction.text()
+	}
+	if e.Kind == AllReduceNorm {
+		o.Options = fmt.Sprintf("rows of %d, eps %g", e.Row, e.Eps)
 	}
 	if d.Rooted {
 		o.Root = e.Root
@@ -301,6 +310,7 @@ const (
 	Dispatch           // of tokens to experts, by Chorus kernels
 	Combine            // of their results
 	AllReduceQuantized // sends blocks of 8-bit numbers
+	AllReduceNorm      // with the norms of the sums, by one Chorus kernel
 	NumKinds           // the number of kinds plus one
 )
 
@@ -347,6 +357,7 @@ var Kinds = [NumKinds]struct {
 	Combine:  {Name: "Combine", Plain: "combine", Torch: "all_to_all", Dst: One, Src: One, Uneven: true, NotTorch: true},
 
 	AllReduceQuantized: {Name: "AllReduceQuantized", Plain: "quantized all-reduce", Torch: "all_reduce", Reduces: true, Dst: One, Src: One, NotTorch: true},
+	AllReduceNorm:      {Name: "AllReduceNorm", Plain: "all-reduce and norm", Torch: "all_reduce", Reduces: true, Dst: One, Src: One, NotTorch: true},
 }
 
 // OfExperts reports whether the kind is Dispatch or Combine. Ranks may have different numbers of tokens, or none, and

@@ -16,15 +16,13 @@ import (
 // a group choose. Enqueue decides once, for all operations of the batch.
 type Batch struct {
 	*nccl.Batch
-	routers Routers
-	in      collective.Batch // the steps of the nccl.Batch
-	ops     []*collective.Op
-	errs    []error       // results of the operations
-	tallies []tally       // of the routers
-	foreign int           // number of operations of other communicators
-	inOrder bool          // ReduceInOrder was called
-	norms   []fabric.Norm // of EnqueueNorms, by local rank
-
+	routers  Routers
+	in       collective.Batch // the steps of the nccl.Batch
+	ops      []*collective.Op
+	errs     []error                                        // results of the operations
+	tallies  []tally                                        // of the routers
+	foreign  int                                            // number of operations of other communicators
+	inOrder  bool                                           // ReduceInOrder was called
 	launches func(*collective.Op) error                     // of EnqueueKernels
 	steps    func(move func([]collective.Move) error) error // of EnqueueSteps
 
@@ -86,8 +84,8 @@ func (b *Batch) Decide() {
 		if x.Local >= 0 && b.tallies[x.Local].collectives == 1 {
 			only = true
 			x.Together = together
-			if strategy = b.routers[x.Local].choose(x); b.norms != nil || b.launches != nil { // EnqueueNorms has decided so, or the caller
-				strategy, x.Fused = OwnKernels, true
+			if strategy = b.routers[x.Local].choose(x); b.launches != nil {
+				strategy = OwnKernels
 			}
 		}
 		x.Service, x.Algorithm = services[strategy], int8(algorithms[strategy])
@@ -321,10 +319,8 @@ func (b *Batch) launchAll() {
 func (b *Batch) launch(x *collective.Op) error {
 	r := b.router(x)
 	switch {
-	case x.Fused && b.launches != nil:
+	case b.launches != nil:
 		return b.failed(x, b.launches(x))
-	case x.Fused:
-		return b.failed(x, r.kernels.EnqueueNorm(x.Stream, &b.norms[x.Local]))
 	case x.Pieces:
 		return b.failed(x, r.launchPieces(x))
 	}

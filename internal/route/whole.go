@@ -6,8 +6,8 @@ import (
 	"github.com/gochorus/chorus/nccl"
 )
 
-// This file enqueues operations that NCCL does not have, such as an all-reduce in blocks of 8-bit numbers or a dispatch to experts. The
-// batch has one of each local rank, in the flight recorder too, whatever kernels and copies are its parts.
+// This file enqueues operations that NCCL does not have, such as an all-reduce in blocks of 8-bit numbers or a dispatch to experts. A batch
+// has one operation of each local rank, which the flight recorder has, whatever kernels and copies are its parts.
 
 // TakeQuantized returns a function that enqueues the part of a local rank in an all-reduce of blocks of 8-bit numbers, one
 // Chorus kernel, for EnqueueKernels. It returns nil if Chorus kernels do not execute the operation, alike on all ranks. In a group
@@ -28,6 +28,34 @@ func (rs Routers) TakeQuantized(xs []fabric.Quantized) (launch func(*collective.
 		return nil, nil
 	}
 	return func(x *collective.Op) error { return rs[x.Local].kernels.EnqueueQuantized(x.Stream, &xs[x.Local]) }, nil
+}
+
+// TakeNorms is TakeQuantized for an all-reduce with the norms of its sums, in one Chorus kernel. A group with deterministic reductions does
+// not use the kernel: it rounds once, and larger operations, which it does not support, round twice.
+func (rs Routers) TakeNorms(norms []fabric.Norm) (launch func(*collective.Op) error, err error) {
+	for i, k := range rs {
+		if !k.ownKernels() || k.kernels == nil || k.ordered != nil {
+			return nil, nil
+		}
+		switch k.rule.Load().strategy {
+		case OneShot:
+			norms[i].Algorithm = fabric.OneShot
+		case TwoShotPackets:
+			norms[i].Algorithm = fabric.TwoShotPackets
+		}
+		if !k.kernels.TakesNorm(&norms[i]) {
+			return nil, nil
+		}
+	}
+	for i, k := range rs {
+		if err := k.kernels.LoadNorm(norms[i].DType); err != nil {
+			return nil, err
+		}
+	}
+	if len(rs) == 0 {
+		return nil, nil
+	}
+	return func(x *collective.Op) error { return rs[x.Local].kernels.EnqueueNorm(x.Stream, &norms[x.Local]) }, nil
 }
 
 // ownKernels reports whether the strategy executes operations that NCCL does not have by Chorus kernels, if there are any.

@@ -193,7 +193,7 @@ func work(fault string) error {
 		}
 		issue := func() error { return comm.AllReduce(g, comm.Sum, xs...) }
 		if how, ok := strings.CutPrefix(fault, "quantized "); ok && step == 10 {
-			issue = func() error { return quantizedBut1(g, xs, how) }
+			return quantizedWorker(ctx, g, xs, how)
 		}
 		if step == 10 && strings.HasPrefix(fault, "flood ") {
 			return flood(ctx, sess, g, issue)

@@ -96,10 +96,10 @@ func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *Qu
 	}
 	var ranks []quantizedRank[T]
 	if err == nil {
-		ranks, err = quantizedRanks(g, xs, &c)
+		ranks, err = quantizedRanks(g, op == Avg, xs, &c)
 	}
 	if err == nil {
-		err = enqueueQuantized(g, ranks, op == Avg, ops)
+		err = enqueueQuantized(g, ranks, ops)
 	}
 	for i := range ranks {
 		err = errors.Join(err, ranks[i].blocks.Close(), ranks[i].received.Close())
@@ -158,12 +158,12 @@ type quantizedRank[T memory.Element] struct {
 
 // quantizedRanks loads the kernels and allocates the memory of all local ranks, so that a failure
 // comes before other ranks wait for this one. The caller closes the memory, also after an error.
-func quantizedRanks[T memory.Element](g *Group, xs Shards[T], c *QuantizedConfig) ([]quantizedRank[T], error) {
+func quantizedRanks[T memory.Element](g *Group, mean bool, xs Shards[T], c *QuantizedConfig) ([]quantizedRank[T], error) {
 	ranks := make([]quantizedRank[T], len(g.members))
-	chunk := quant.ChunkBytes(quant.ShareLen(xs[0].Len(), g.size))
+	chunk := quant.TaggedBytes(quant.ShareLen(xs[0].Len(), g.size))
 	for i := range g.members {
 		m, r := &g.members[i], &ranks[i]
-		r.Operand = quant.Operand[T]{X: xs[i], Rank: m.comm.Rank(), Ranks: g.size}
+		r.Operand = quant.Operand[T]{X: xs[i], Rank: m.comm.Rank(), Ranks: g.size, Mean: mean}
 		if c.Errors != nil {
 			r.Errors = c.Errors[i]
 		}
@@ -183,7 +183,7 @@ func quantizedRanks[T memory.Element](g *Group, xs Shards[T], c *QuantizedConfig
 
 // enqueueQuantized enqueues the kernels of the local ranks and the copies between them, as one operation of each rank. If the
 // last kernels fail, the operation has taken place for the other ranks, and the group stays usable.
-func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], mean bool, ops []collective.Op) error {
+func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], ops []collective.Op) error {
 	each := func(what string, fn func(m *member, r *quantizedRank[T]) error) error {
 		for i := range ranks {
 			if err := fn(&g.members[i], &ranks[i]); err != nil {
@@ -203,7 +203,7 @@ func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], mean
 		}
 		if err == nil {
 			err = each("sums", func(m *member, r *quantizedRank[T]) error {
-				return quant.Reduce(r.kernels, m.stream, &r.Operand, r.received, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk), mean)
+				return quant.Reduce(r.kernels, m.stream, &r.Operand, r.received, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk))
 			})
 		}
 		if err == nil {

@@ -38,6 +38,10 @@ type NormConfig struct {
 // (Config.Deterministic) never use the one kernel.
 // After the call, the contents of x are undefined unless out is x.
 //
+// All ranks must give the same types, lengths, Eps, and a scale or none. The one kernel is an AllReduceNorm in the flight recorder, so that ranks that
+// differ or call something else are found as those of other collectives. Otherwise the recorder has only the all-reduce, and ranks with
+// another Eps or another output have other results.
+//
 // On GPUs the kernels need NVRTC. Without it, the error matches errors.ErrUnsupported, and nothing
 // is enqueued.
 func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, weight Shards[T], cfg *NormConfig) error {

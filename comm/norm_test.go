@@ -8,6 +8,7 @@ import (
 	"math/rand/v2"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -245,7 +246,7 @@ func TestAllReduceNormMixed(t *testing.T) {
 	} {
 		t.Run(text, func(t *testing.T) {
 			testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-				errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: comm.OwnKernels}, func(ctx context.Context, g *comm.Group) error {
+				errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: comm.OwnKernels, NCCL: &nccl.Config{Timeout: 20 * time.Second}}, func(ctx context.Context, g *comm.Group) error {
 					r, err := newNormRun(g, rows, cols)
 					if err != nil {
 						return err

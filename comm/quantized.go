@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A QuantizedConfig has the options of AllReduceQuantized; nil means the defaults. They must be the
+// A QuantizedConfig has the options of AllReduceQuantized; nil means the defaults. Format must be the
 // same on all ranks.
 type QuantizedConfig struct {
 	// Format is the type of the 8-bit numbers: memory.Float8E4M3, which is the default, or
@@ -22,7 +22,8 @@ type QuantizedConfig struct {
 	Format memory.DType
 	// Errors has a float32 for each element of each local rank, or is nil. If it is set, the
 	// errors are added to the elements before the sum, and then replaced by what the rank's
-	// rounding has taken away (error feedback). They begin as zeros.
+	// rounding has taken away (error feedback). They begin as zeros. Other processes may have none: what their
+	// rounding takes away is then lost.
 	Errors Shards[float32]
 }
 
@@ -63,11 +64,16 @@ type QuantizedConfig struct {
 // taken away. After an error, xs and the errors are undefined.
 //
 // With the strategies of Chorus kernels and Tuned, Chorus kernels do everything, whatever the length, in the
-// group's scratch memory. The recorder has an all-reduce, so it does not show that ranks mix AllReduceQuantized with AllReduce or have other
-// formats: they wait for each other. In other groups, in deterministic ones, and where GPUs
+// group's scratch memory. In other groups, in deterministic ones, and where GPUs
 // cannot access each other's memory, there are three kernels, and NCCL moves the blocks in an
 // all-to-all and an all-gather of bytes. That takes memory for about 33/16 bytes of each element from the group's streams
-// until they have passed the call. The bits are the same.
+// until they have passed the call. The bits are the same. The flight recorder, metrics and the timeline show one AllReduceQuantized in both cases.
+//
+// All ranks must give the same op, type, length and format. Ranks of one process that differ get a *nccl.MismatchError at once. Of
+// ranks of several processes, those that wait for each other are found within seconds, as with other collectives: the error is a
+// *CulpritError that names what both have issued. With Chorus kernels, ranks that differ always wait. If NCCL moves the
+// blocks, ranks whose blocks have the same size do not wait. The results then are NaN on all ranks, and no error says so.
+// Lengths that differ by less than 512·Size may have blocks of the same size.
 //
 // The call does not wait for the device. A group of one rank does nothing. The first call for a type and a
 // format compiles the kernels, which needs NVRTC on GPUs; without it, the error matches errors.ErrUnsupported,

@@ -95,7 +95,7 @@ func TestAllReduceQuantizedMixed(t *testing.T) {
 		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
 			t.Run(fmt.Sprint(how, "/", s), func(t *testing.T) {
 				testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-					errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: s}, func(ctx context.Context, g *comm.Group) error {
+					errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: s, NCCL: &nccl.Config{Timeout: 20 * time.Second}}, func(ctx context.Context, g *comm.Group) error {
 						xs, err := comm.MakeFrom(g, make([]float32, n))
 						if err != nil {
 							return err

@@ -44,7 +44,7 @@ type ExpertsConfig struct {
 //
 // In groups with the strategies of Chorus kernels and Tuned, whose GPUs map each other's memory, Chorus kernels move the rows: a token
 // goes once to each rank that has some of its experts. The flight recorder then has a Dispatch or a Combine of the
-// elements of the rank's tokens. In other groups, also over several hosts, NCCL moves blocks of a fixed size. An all-gather
+// elements of the rank's tokens, with the number of the Experts in the group. In other groups, also over several hosts, NCCL moves blocks of a fixed size. An all-gather
 // sends the tokens of each rank to all ranks. An all-to-all sends MaxTokens rows back to each rank, times the smaller of
 // TopK and the experts of a rank. The bits are the same. The strategy that the group has in NewExperts decides.
 //
@@ -52,6 +52,7 @@ type ExpertsConfig struct {
 type Experts struct {
 	owner  handle.Owner
 	g      *Group
+	number uint32               // in the group, from 1
 	layers []fabric.ExpertLayer // of the local ranks
 	own    []*fabric.Rank       // by local rank; nil if NCCL moves the rows
 	blocks Shards[uint8]        // that NCCL moves
@@ -99,6 +100,10 @@ func NewExperts(ctx context.Context, g *Group, cfg *ExpertsConfig) (*Experts, er
 	if err := g.checkSame(ctx, op, given, sameArguments); err != nil || invalid != nil {
 		return nil, errors.Join(err, invalid)
 	}
+	g.issuing.Lock()
+	g.experts++
+	e.number = g.experts
+	g.issuing.Unlock()
 	var err error
 	x := &e.layers[0]
 	if e.own, err = g.routers.OpenExperts(ctx, max(x.DispatchBytes(), x.CombineBytes()), g.exchanges()); err != nil {
@@ -421,7 +426,7 @@ func (e *Experts) enqueue(o expertsOperation) error {
 		ops := make([]collective.Op, len(g.members))
 		for i, t := range o.tokens {
 			x := &ops[i]
-			x.Kind, x.DType, x.Stream, x.Src = o.kind, t.DType(), g.Stream(i), collective.OperandAt(t.Ptr(), t.Len(), t.Buffer())
+			x.Kind, x.DType, x.Detail, x.Stream, x.Src = o.kind, t.DType(), e.number, g.Stream(i), collective.OperandAt(t.Ptr(), t.Len(), t.Buffer())
 			x.Dst = x.Src
 		}
 		return g.breakIfRefused(g.batch.EnqueueKernels(g.comms(), ops, func(x *collective.Op) error { return o.own(int(x.Local), x) }))

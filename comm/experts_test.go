@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -855,7 +856,7 @@ func TestExpertsInTheFlightRecorder(t *testing.T) {
 		list := g.Communicator(rank).Trace()
 		for i, o := range list[len(list)-2:] {
 			n := c.tokens[rank] * c.cfg.Hidden
-			require.Equal(t, fmt.Sprintf("%s(%d x bfloat16) as collective %d", []string{"Dispatch", "Combine"}[i], n, o.Collective), o.String())
+			require.Equal(t, fmt.Sprintf("%s(%d x bfloat16, experts 1) as collective %d", []string{"Dispatch", "Combine"}[i], n, o.Collective), o.String())
 			require.Equal(t, []int{n, n}, []int{o.In, o.Out})
 			require.Contains(t, dump.Entries, entry{"nccl:all_to_all", []string{"dispatch", "combine"}[i], rank, [][]int{{n}}, [][]int{{n}}, true})
 		}
@@ -889,4 +890,32 @@ func TestExpertsOfOtherKinds(t *testing.T) {
 	mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
 	require.True(t, found, "%v", errs)
 	require.ElementsMatch(t, []string{"Dispatch", "Combine"}, []string{mismatch.Operation.Name, mismatch.Theirs.Name})
+}
+
+// Ranks that use two Experts of the same shape in different orders get an error that has both.
+func TestExpertsInDifferentOrders(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: comm.OwnKernels, NCCL: &nccl.Config{Timeout: 20 * time.Second}}, func(ctx context.Context, g *comm.Group) error {
+			c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2, false)
+			var es [2]*comm.Experts
+			for i := range es {
+				e, err := comm.NewExperts(ctx, g, &c.cfg)
+				if err != nil {
+					return err
+				}
+				defer e.Close()
+				es[i] = e
+			}
+			run, err := newExpertsRun(g, es[g.Rank()], c)
+			if err != nil {
+				return err
+			}
+			return errors.Join(run.dispatch(), g.Wait(ctx), run.close())
+		})
+		mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
+		require.True(t, found, "%v", errs)
+		of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
+		require.Contains(t, of[0], ", experts 1) as collective")
+		require.Contains(t, of[1], ", experts 2) as collective")
+	})
 }

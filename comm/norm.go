@@ -62,7 +62,7 @@ func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, we
 		ops := make([]collective.Op, len(x))
 		for i := range ops {
 			o := &ops[i]
-			o.Kind, o.DType, o.Reduction, o.Stream, o.Row, o.Eps = flight.AllReduceNorm, memory.DTypeOf[T](), flight.Sum, g.Stream(i), uint32(norms[i].Cols), norms[i].Eps
+			o.Kind, o.DType, o.Reduction, o.Stream, o.Detail, o.Eps = flight.AllReduceNorm, memory.DTypeOf[T](), flight.Sum, g.Stream(i), uint32(norms[i].Cols), norms[i].Eps
 			if norms[i].Scale != 0 {
 				o.Format = memory.Float8E4M3
 			}

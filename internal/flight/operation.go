@@ -90,7 +90,7 @@ type Request struct {
 	Captured  bool // into a graph
 	Reduction Reduction
 	Signature uint32              // set when it is scheduled
-	Row       uint32              // elements of a row of an AllReduceNorm; otherwise 0
+	Detail    uint32              // of an AllReduceNorm the elements of a row, of a Dispatch or Combine the number of the Experts in the group
 	Eps       float32             // of an AllReduceNorm
 	Root      int                 // or the peer
 	N         int                 // elements; the sum over all ranks if the ranks have different numbers
@@ -217,8 +217,11 @@ func (e *Entry) Operation() Operation {
 	if d.Reduces {
 		o.Reduction = e.Reduction.text()
 	}
-	if e.Kind == AllReduceNorm {
-		o.Options = fmt.Sprintf("rows of %d, eps %g", e.Row, e.Eps)
+	switch e.Kind {
+	case AllReduceNorm:
+		o.Options = fmt.Sprintf("rows of %d, eps %g", e.Detail, e.Eps)
+	case Dispatch, Combine:
+		o.Options = fmt.Sprintf("experts %d", e.Detail)
 	}
 	if d.Rooted {
 		o.Root = e.Root

@@ -193,7 +193,10 @@ func work(fault string) error {
 		}
 		issue := func() error { return comm.AllReduce(g, comm.Sum, xs...) }
 		if how, ok := strings.CutPrefix(fault, "quantized "); ok && step == 10 {
-			return quantizedWorker(ctx, g, xs, how)
+			if err := quantizedWorker(ctx, g, xs, how); err != nil {
+				return err
+			}
+			return sess.Shutdown(ctx)
 		}
 		if step == 10 && strings.HasPrefix(fault, "flood ") {
 			return flood(ctx, sess, g, issue)

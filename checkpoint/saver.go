@@ -248,7 +248,7 @@ func (v *Saver) start(ctx context.Context, step int64, streams []*stream.Stream,
 	closed := v.closed
 	v.mu.Unlock()
 	if closed {
-		return nil, nil, device.ErrClosed
+		return nil, nil, fmt.Errorf("the saver: %w", device.ErrClosed)
 	}
 	job = &saveJob{step: step, fence: v.fence, done: make(chan struct{}), values: make([]json.RawMessage, len(v.locals))}
 	v.saves++

@@ -2,6 +2,7 @@ package comm_test
 
 import (
 	"errors"
+	"fmt"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -10,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 )
 
 // The cost on the host of an all-reduce of one rank. A wait every 256 operations keeps the
@@ -92,4 +94,67 @@ func benchmarkGraph(b *testing.B, g *comm.Group, ops int, issue func() error) {
 func reportMicroseconds(b *testing.B, n int) {
 	b.ReportMetric(float64(b.Elapsed().Nanoseconds())/1e3/float64(n), "µs/op")
 	b.ReportMetric(0, "ns/op")
+}
+
+// BenchmarkAllReduceNorm measures graphs of fused norms (own), and of NCCL's all-reduces with a
+// separate kernel for the norm (nccl), in one process.
+func BenchmarkAllReduceNorm(b *testing.B) {
+	for _, rows := range []int{1, 6, 32} {
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+			b.Run(fmt.Sprintf("rows=%d/cols=6144/%s", rows, s), func(b *testing.B) {
+				ctx := testgpu.Context(b)
+				g, err := comm.Local(ctx, testgpu.CUDA(b, 2), &comm.Config{Strategy: s})
+				require.NoError(b, err)
+				defer g.Close()
+				var xs [4]comm.Shards[memory.BFloat16Bits]
+				for i, n := range []int{rows * 6144, rows * 6144, rows * 6144, 6144} {
+					xs[i], err = comm.Make[memory.BFloat16Bits](g, n)
+					require.NoError(b, err)
+					defer xs[i].Close()
+					for k, x := range xs[i] {
+						require.NoError(b, x.Zero(g.Stream(k)))
+					}
+				}
+				benchmarkGraph(b, g, 50, func() error {
+					return comm.AllReduceNorm(g, xs[0], xs[1], xs[2], xs[3], &comm.NormConfig{Eps: 1e-5})
+				})
+			})
+		}
+	}
+}
+
+// BenchmarkAllReduceQuantized measures graphs of all-reduces of bfloat16: of NCCL, and in blocks of 8-bit numbers, which
+// NCCL or Chorus kernels move. A tuned group has more scratch memory than one with OwnKernels, and larger chunks.
+func BenchmarkAllReduceQuantized(b *testing.B) {
+	ctx := testgpu.Context(b)
+	for _, bytes := range []int{4 << 20, 64 << 20} {
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.Tuned} {
+			g, err := comm.Local(ctx, testgpu.CUDA(b, 2), &comm.Config{Strategy: s})
+			require.NoError(b, err)
+			xs, err := comm.Make[memory.BFloat16Bits](g, bytes/2)
+			require.NoError(b, err)
+			errs, err := comm.Make[float32](g, bytes/2)
+			require.NoError(b, err)
+			for i := range xs {
+				require.NoError(b, errors.Join(xs[i].Zero(g.Stream(i)), errs[i].Zero(g.Stream(i))))
+			}
+			steps := []struct {
+				name string
+				do   func() error
+			}{
+				{"allreduce", func() error { return comm.AllReduce(g, comm.Sum, xs...) }},
+				{"float8_e4m3", func() error { return comm.AllReduceQuantized(g, comm.Sum, xs, nil) }},
+				{"int8", func() error {
+					return comm.AllReduceQuantized(g, comm.Sum, xs, &comm.QuantizedConfig{Format: memory.Int8})
+				}},
+				{"float8_e4m3+errors", func() error {
+					return comm.AllReduceQuantized(g, comm.Sum, xs, &comm.QuantizedConfig{Errors: errs})
+				}},
+			}
+			for _, step := range steps {
+				b.Run(fmt.Sprintf("bytes=%d/%s/%s", bytes, s, step.name), func(b *testing.B) { benchmarkGraph(b, g, 20, step.do) })
+			}
+			require.NoError(b, errors.Join(xs.Close(), errs.Close(), g.Close()))
+		}
+	}
 }

@@ -44,7 +44,7 @@ type ExpertsConfig struct {
 //
 // In groups with the strategies of Chorus kernels and Tuned, whose GPUs map each other's memory, Chorus kernels move the rows: a token
 // goes once to each rank that has some of its experts. The flight recorder then has a Dispatch or a Combine of the
-// elements of the rank's tokens. In other groups, also over several hosts, NCCL moves blocks of a fixed size. An all-gather
+// elements of the rank's tokens, with the number of the Experts in the group. In other groups, also over several hosts, NCCL moves blocks of a fixed size. An all-gather
 // sends the tokens of each rank to all ranks. An all-to-all sends MaxTokens rows back to each rank, times the smaller of
 // TopK and the experts of a rank. The bits are the same. The strategy that the group has in NewExperts decides.
 //
@@ -52,6 +52,7 @@ type ExpertsConfig struct {
 type Experts struct {
 	owner  handle.Owner
 	g      *Group
+	number uint32               // in the group, from 1
 	layers []fabric.ExpertLayer // of the local ranks
 	own    []*fabric.Rank       // by local rank; nil if NCCL moves the rows
 	blocks Shards[uint8]        // that NCCL moves
@@ -99,6 +100,10 @@ func NewExperts(ctx context.Context, g *Group, cfg *ExpertsConfig) (*Experts, er
 	if err := g.checkSame(ctx, op, given, sameArguments); err != nil || invalid != nil {
 		return nil, errors.Join(err, invalid)
 	}
+	g.issuing.Lock()
+	g.experts++
+	e.number = g.experts
+	g.issuing.Unlock()
 	var err error
 	x := &e.layers[0]
 	if e.own, err = g.routers.OpenExperts(ctx, max(x.DispatchBytes(), x.CombineBytes()), g.exchanges()); err != nil {
@@ -188,7 +193,8 @@ func (e *Experts) free() error {
 		return err
 	}
 	for i := range e.blocks {
-		err := e.orders[i].Close("close experts", func(users []*gpu.Stream) (err error) {
+		l := &e.layers[i]
+		err := e.orders[i].Close(fmt.Sprintf("the memory of rank %d of %d on %s", l.Rank, l.Ranks, e.g.Device(i)), func(users []*gpu.Stream) (err error) {
 			for _, s := range users {
 				if s.Device().Err() == nil {
 					err = errors.Join(err, s.Sync())
@@ -260,16 +266,17 @@ func (e *Experts) check(op string) error {
 		return fmt.Errorf("comm: %s: no experts given", op)
 	}
 	if e.owner.Closed() {
-		return fmt.Errorf("comm: %s: %w", op, device.ErrClosed)
+		return fmt.Errorf("comm: %s: the experts on %s: %w", op, e.g.Device(0), device.ErrClosed)
 	}
 	return e.g.check(op)
 }
 
-// A DispatchConfig has the options of Dispatch; nil means the defaults. All ranks have weights, or none.
+// A DispatchConfig has the options of Dispatch; nil means the defaults.
 type DispatchConfig struct {
-	// Weights is float32 [tokens, TopK] for each local rank. If it is set, a row of an expert is multiplied by the sum of its token's
+	// Weights is float32 [tokens, TopK] for each local rank, or nil. If it is set, a row of an expert is multiplied by the sum of its token's
 	// weights for the expert, in float32, and rounded once. So the dispatch of a gradient of Combine's result
-	// is the gradient of the rows that Combine got, if it gets the same ids and weights.
+	// is the gradient of the rows that Combine got, if it gets the same ids and weights. They are the weights of this process's tokens:
+	// other processes may give none, and their tokens then are not multiplied.
 	Weights []tensor.Tensor
 }
 
@@ -303,7 +310,7 @@ func (e *Experts) Dispatch(dst []ExpertRows, x, ids []tensor.Tensor, cfg *Dispat
 		d.Tokens = c.tokens("x", x[i])
 		d.X = c.in("x", x[i], l.DType, d.Tokens, l.Hidden)
 		d.IDs = c.in("ids", ids[i], memory.Int32, d.Tokens, l.TopK)
-		if d.Weighted = weights != nil; d.Weighted {
+		if weights != nil {
 			d.Weights = c.in("weights", weights[i], memory.Float32, d.Tokens, l.TopK)
 		}
 		d.Rows = c.out("rows", dst[i].Rows, l.DType, l.Own(), l.Capacity(), l.Hidden)
@@ -328,7 +335,8 @@ func (e *Experts) Dispatch(dst []ExpertRows, x, ids []tensor.Tensor, cfg *Dispat
 	})
 }
 
-// A CombineConfig has the options of Combine; nil means the defaults.
+// A CombineConfig has the options of Combine; nil means the defaults. They concern the tokens of this process, so other processes may have
+// other options.
 type CombineConfig struct {
 	// Weights is float32 [tokens, TopK] for each local rank: the factors of the choices.
 	Weights []tensor.Tensor
@@ -339,7 +347,8 @@ type CombineConfig struct {
 
 // Combine enqueues the transfer of the experts' results to their tokens. y[i] has the shape of ExpertRows.Rows on local rank i, and in the
 // place of each row that a dispatch gave the result for it; other rows are not read. routes[i] is the Routes of that dispatch. out[i]
-// is [tokens, Hidden], with as many tokens as local rank i dispatched. Each token gets the sum of the rows of its choices,
+// is [tokens, Hidden]. Usually it has as many tokens as local rank i dispatched: tokens after those get zeros, and if there are fewer, the
+// results of the others are dropped. Each token gets the sum of the rows of its choices,
 // times their weights, added choice by choice. The sum is in float32, with one rounding for each
 // choice (fused multiply-add), and rounded to the type of the elements at the end. Choices that name no expert
 // count nothing, so a token without experts gets zeros. Collective.
@@ -417,10 +426,10 @@ func (e *Experts) enqueue(o expertsOperation) error {
 		ops := make([]collective.Op, len(g.members))
 		for i, t := range o.tokens {
 			x := &ops[i]
-			x.Kind, x.DType, x.Stream, x.Src = o.kind, t.DType(), g.Stream(i), collective.OperandAt(t.Ptr(), t.Len(), t.Buffer())
+			x.Kind, x.DType, x.Detail, x.Stream, x.Src = o.kind, t.DType(), e.number, g.Stream(i), collective.OperandAt(t.Ptr(), t.Len(), t.Buffer())
 			x.Dst = x.Src
 		}
-		return g.breakIfRefused(g.batch.EnqueueExperts(ops, func(x *collective.Op) error { return o.own(int(x.Local), x) }))
+		return g.breakIfRefused(g.batch.EnqueueKernels(g.comms(), ops, func(x *collective.Op) error { return o.own(int(x.Local), x) }))
 	}
 	for i := range g.members {
 		s, q := gpu.StreamOf(g.Stream(i)), &e.orders[i]

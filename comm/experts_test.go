@@ -9,7 +9,9 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
+	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -119,6 +121,7 @@ type expertsRun[T memory.Element] struct {
 	out, choiceRows      []tensor.Tensor
 	routes, made         []tensor.Tensor
 	weighted, eachChoice bool
+	weightedBy           func(rank int) bool // of all ranks in a dispatch; nil is weighted
 }
 
 // poison is an element that no operation makes.
@@ -259,7 +262,7 @@ func (x *expertsRun[T]) checkDispatch() error {
 				for _, other := range x.row(r, t)[k/32*32 : min(k/32*32+32, x.cfg.Hidden)] {
 					most = max(most, math.Abs(float64(x.wide(other))))
 				}
-				if bounds[at+k] = most / 17; x.weighted {
+				if bounds[at+k] = most / 17; x.weighted && x.weightedBy == nil || x.weightedBy != nil && x.weightedBy(r) {
 					v = x.of(x.wide(v) * factor)
 					bounds[at+k] = most/17*float64(factor) + 0x1p-7*math.Abs(float64(x.wide(v)))
 				}
@@ -360,7 +363,9 @@ func runExperts[T memory.Element](ctx context.Context, g *comm.Group, x number[T
 		if err != nil {
 			return err
 		}
-		run.weighted, run.eachChoice = r.IntN(2) == 0, r.IntN(2) == 0
+		of := [2]bool{r.IntN(2) == 0, r.IntN(2) == 0} // of the process of rank 0, and of the other ones
+		run.weightedBy = func(rank int) bool { return of[min(rank, g.Size()-g.Locals(), 1)] }
+		run.weighted, run.eachChoice = run.weightedBy(g.Rank()), r.IntN(2) == 0
 		err = errors.Join(run.spoil(), run.dispatch())
 		if err == nil {
 			err = run.checkDispatch()
@@ -433,6 +438,7 @@ func TestExpertsInGraphs(t *testing.T) {
 				exec, err := graph.Capture(g.Streams(), func() error { return errors.Join(run.dispatch(), run.combine(run.made)) }, nil)
 				require.NoError(t, err)
 				require.ErrorContains(t, e.Close(), "graph")
+				require.Equal(t, 1, strings.Count(e.Close().Error(), "experts"), "%v", e.Close())
 				for i := range ranks { // the shapes of a graph stay
 					c.tokens = append(c.tokens, len(c.ids[i])/c.cfg.TopK)
 				}
@@ -672,6 +678,7 @@ func TestExpertsRefuses(t *testing.T) {
 	require.NoError(t, errors.Join(run.spoil(), run.dispatch(), run.fillResults(), run.combine(run.y), run.checkDispatch(), run.checkCombine(c.result)))
 	require.NoError(t, errors.Join(run.close(), e.Close(), e.Close(), (*comm.Experts)(nil).Close()))
 	require.ErrorIs(t, run.dispatch(), device.ErrClosed)
+	require.ErrorContains(t, run.dispatch(), "comm: dispatch: the experts on virtual:0: use after Close")
 }
 
 // first returns n rows of the first expert.
@@ -681,6 +688,77 @@ func first(t *testing.T, rows tensor.Tensor, n int) tensor.Tensor {
 	x, err = x.Narrow(0, 0, n)
 	require.NoError(t, err)
 	return x
+}
+
+// The weights of a dispatch count for the tokens of the processes that give them, and for no others.
+func TestExpertsWeightsOfOneProcess(t *testing.T) {
+	pcg := seededPCG(t)
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for k, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.NCCLOnly, comm.OwnKernels} {
+			errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: s}, func(ctx context.Context, g *comm.Group) error {
+				c := drawExperts(pcg(1), bfloats, 2, false)
+				c.tokens = []int{c.cfg.MaxTokens, c.cfg.MaxTokens}
+				c.fill(pcg(2), false)
+				e, err := comm.NewExperts(ctx, g, &c.cfg)
+				if err != nil {
+					return err
+				}
+				run, err := newExpertsRun(g, e, c)
+				if err != nil {
+					return err
+				}
+				all := errors.Join(run.spoil(), run.dispatch(), run.checkDispatch()) // by no rank
+				run.weighted, run.weightedBy = true, func(int) bool { return true }  // by both, so that weights lie about
+				all = errors.Join(all, run.spoil(), run.dispatch(), run.checkDispatch())
+				run.weightedBy = func(rank int) bool { return rank == k/2 }
+				run.weighted = run.weightedBy(g.Rank())
+				return errors.Join(all, run.spoil(), run.dispatch(), run.checkDispatch(), g.Wait(ctx), run.close(), e.Close())
+			})
+			require.NoError(t, errors.Join(errs...), "%s, rank %d has weights", s, k/2)
+		}
+	})
+}
+
+// A combine into more tokens than were dispatched gives zeros after those, and into fewer only the first ones.
+func TestExpertsCombineOtherTokens(t *testing.T) {
+	pcg := seededPCG(t)
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+			g := groupBy(t, devs, comm.Config{Strategy: s})
+			c := drawExperts(pcg(1), floats, 2, false)
+			c.cfg.MaxTokens = 7
+			c.tokens = []int{5, 3}
+			c.fill(pcg(2), false)
+			e, err := comm.NewExperts(testgpu.Context(t), g, &c.cfg)
+			require.NoError(t, err)
+			run, err := newExpertsRun(g, e, c)
+			require.NoError(t, err)
+			require.NoError(t, errors.Join(run.spoil(), run.dispatch(), run.fillResults(), run.combine(run.y), run.checkCombine(c.result)))
+			h := c.cfg.Hidden
+			var outs, choices []tensor.Tensor
+			for i, n := range []int{7, 2} {
+				out, err := tensorOf(g, i, slices.Repeat([]float32{c.poison()}, n*h), n, h)
+				require.NoError(t, err)
+				rows, err := tensorOf(g, i, slices.Repeat([]float32{c.poison()}, n*c.cfg.TopK*h), n, c.cfg.TopK, h)
+				require.NoError(t, err)
+				outs, choices = append(outs, out), append(choices, rows)
+			}
+			require.NoError(t, e.Combine(outs, run.y, run.routes, &comm.CombineConfig{Rows: choices}))
+			for i, both := range []int{5, 2} {
+				want, err := readTensor[float32](g, i, run.out[i])
+				require.NoError(t, err)
+				got, err := readTensor[float32](g, i, outs[i])
+				require.NoError(t, err)
+				rows, err := readTensor[float32](g, i, choices[i])
+				require.NoError(t, err)
+				require.Equal(t, want[:both*h], got[:both*h], "%s, rank %d", s, i)
+				require.Equal(t, make([]float32, len(got)-both*h), got[both*h:], "%s, rank %d", s, i)
+				require.Equal(t, make([]float32, len(rows)-both*c.cfg.TopK*h), rows[both*c.cfg.TopK*h:], "%s, rank %d", s, i)
+				require.NoError(t, errors.Join(outs[i].Close(), choices[i].Close()))
+			}
+			require.NoError(t, errors.Join(run.close(), e.Close()))
+		}
+	})
 }
 
 // If one rank gives another configuration, or one that is invalid, all ranks have an error.
@@ -778,7 +856,7 @@ func TestExpertsInTheFlightRecorder(t *testing.T) {
 		list := g.Communicator(rank).Trace()
 		for i, o := range list[len(list)-2:] {
 			n := c.tokens[rank] * c.cfg.Hidden
-			require.Equal(t, fmt.Sprintf("%s(%d x bfloat16) as collective %d", []string{"Dispatch", "Combine"}[i], n, o.Collective), o.String())
+			require.Equal(t, fmt.Sprintf("%s(%d x bfloat16, experts 1) as collective %d", []string{"Dispatch", "Combine"}[i], n, o.Collective), o.String())
 			require.Equal(t, []int{n, n}, []int{o.In, o.Out})
 			require.Contains(t, dump.Entries, entry{"nccl:all_to_all", []string{"dispatch", "combine"}[i], rank, [][]int{{n}}, [][]int{{n}}, true})
 		}
@@ -812,4 +890,32 @@ func TestExpertsOfOtherKinds(t *testing.T) {
 	mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
 	require.True(t, found, "%v", errs)
 	require.ElementsMatch(t, []string{"Dispatch", "Combine"}, []string{mismatch.Operation.Name, mismatch.Theirs.Name})
+}
+
+// Ranks that use two Experts of the same shape in different orders get an error that has both.
+func TestExpertsInDifferentOrders(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: comm.OwnKernels, NCCL: &nccl.Config{Timeout: 20 * time.Second}}, func(ctx context.Context, g *comm.Group) error {
+			c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2, false)
+			var es [2]*comm.Experts
+			for i := range es {
+				e, err := comm.NewExperts(ctx, g, &c.cfg)
+				if err != nil {
+					return err
+				}
+				defer e.Close()
+				es[i] = e
+			}
+			run, err := newExpertsRun(g, es[g.Rank()], c)
+			if err != nil {
+				return err
+			}
+			return errors.Join(run.dispatch(), g.Wait(ctx), run.close())
+		})
+		mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
+		require.True(t, found, "%v", errs)
+		of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
+		require.Contains(t, of[0], ", experts 1) as collective")
+		require.Contains(t, of[1], ", experts 2) as collective")
+	})
 }

@@ -33,6 +33,7 @@ type Group struct {
 	members     []member // the local ranks, by rank
 	firstDirect member   // the first local rank
 	splits      int      // number of splits
+	experts     uint32   // number of Experts, guarded by issuing
 	broken      atomic.Pointer[brokenError]
 	closing     atomic.Pointer[closing] // how this process closed it
 	issuing     sync.Mutex              // held while an operation is enqueued

@@ -4,7 +4,9 @@ import (
 	"cmp"
 	"fmt"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -36,6 +38,10 @@ type NormConfig struct {
 // (Config.Deterministic) never use the one kernel.
 // After the call, the contents of x are undefined unless out is x.
 //
+// All ranks must give the same types, lengths, Eps, and a scale or none. The one kernel is an AllReduceNorm in the flight recorder, so that ranks that
+// differ or call something else are found as those of other collectives. Otherwise the recorder has only the all-reduce, and ranks with
+// another Eps or another output have other results.
+//
 // On GPUs the kernels need NVRTC. Without it, the error matches errors.ErrUnsupported, and nothing
 // is enqueued.
 func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, weight Shards[T], cfg *NormConfig) error {
@@ -48,35 +54,29 @@ func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, we
 	}
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
-	fused, err := g.enqueueNorms(norms, func(i int, m *member) error {
-		return nccl.AllReduce(m.on, m.stream, x[i], x[i], nccl.Sum)
-	})
+	launch, err := g.routers.TakeNorms(norms)
 	if err != nil {
-		return g.breakIfRefused(err)
+		return err
 	}
-	for i := range g.members {
-		if fused {
-			break
+	if launch != nil {
+		ops := make([]collective.Op, len(x))
+		for i := range ops {
+			o := &ops[i]
+			o.Kind, o.DType, o.Reduction, o.Stream, o.Detail, o.Eps = flight.AllReduceNorm, memory.DTypeOf[T](), flight.Sum, g.Stream(i), uint32(norms[i].Cols), norms[i].Eps
+			if norms[i].Scale != 0 {
+				o.Format = memory.Float8E4M3
+			}
+			o.Dst, o.Src = collective.OperandOf(x[i]), collective.OperandOf(x[i])
 		}
-		if err := fabric.AddNorm(g.members[i].stream, &norms[i]); err != nil {
-			return fmt.Errorf("comm: all-reduce and norm: the norm on rank %d, after the all-reduce: %w", g.members[i].comm.Rank(), err)
-		}
+		return g.breakIfRefused(g.batch.EnqueueKernels(g.comms(), ops, launch))
 	}
-	return nil
-}
-
-// enqueueNorms enqueues the all-reduces of all local ranks, with their norms if possible.
-func (g *Group) enqueueNorms(norms []fabric.Norm, issue func(i int, m *member) error) (fused bool, err error) {
-	if len(g.routers) == 0 {
-		return false, g.enqueueAll(issue)
-	}
-	for i := range g.members {
-		if err := issue(i, &g.members[i]); err != nil {
-			g.batch.Reset()
-			return false, err
+	err = g.enqueueAll(func(i int, m *member) error { return nccl.AllReduce(m.on, m.stream, x[i], x[i], nccl.Sum) })
+	for i := 0; i < len(norms) && err == nil; i++ {
+		if err = fabric.AddNorm(g.members[i].stream, &norms[i]); err != nil {
+			err = fmt.Errorf("comm: all-reduce and norm: the norm on rank %d, after the all-reduce: %w", g.members[i].comm.Rank(), err)
 		}
 	}
-	return g.batch.EnqueueNorms(norms)
+	return err
 }
 
 // normsOf validates the operands and returns the norm of each local rank.

@@ -1,12 +1,14 @@
 package comm_test
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
 	"sync"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -16,6 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // A normRun has the operands of an AllReduceNorm on the local ranks of a group.
@@ -223,4 +226,44 @@ func TestAllReduceNormRefuses(t *testing.T) {
 	}
 	require.NoError(t, comm.AllReduceNorm(g, part(r.out, 0), part(r.residual, 0), part(r.x, 0), r.weight, nil))
 	require.NoError(t, runAllReduceNorm(t, g, 2, 8))
+}
+
+// Ranks that mix the one kernel with an all-reduce, or give other options, get an error that has both operations.
+func TestAllReduceNormMixed(t *testing.T) {
+	const rows, cols = 4, 64
+	norm := func(g *comm.Group, r *normRun, weight comm.Shards[float32], eps float32) error {
+		return comm.AllReduceNorm(g, r.out, r.residual, r.x, weight, &comm.NormConfig{Eps: eps})
+	}
+	for text, other := range map[string]func(g *comm.Group, r *normRun) error{
+		"ncclAllReduce(256 x float32, sum)":                      func(g *comm.Group, r *normRun) error { return comm.AllReduce(g, comm.Sum, r.x...) },
+		"AllReduceNorm(256 x float32, sum, rows of 64, eps 0.5)": func(g *comm.Group, r *normRun) error { return norm(g, r, r.weight, 0.5) },
+		"AllReduceNorm(256 x float32, sum, rows of 32, eps 0)": func(g *comm.Group, r *normRun) error {
+			return norm(g, r, comm.Shards[float32]{r.weight[0].Slice(0, 32)}, 0)
+		},
+		"AllReduceNorm(256 x float32 in float8_e4m3fn, sum, rows of 64, eps 0)": func(g *comm.Group, r *normRun) error {
+			return comm.AllReduceNorm(g, r.small, r.residual, r.x, r.weight, &comm.NormConfig{Scale: r.scale})
+		},
+	} {
+		t.Run(text, func(t *testing.T) {
+			testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+				errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: comm.OwnKernels, NCCL: &nccl.Config{Timeout: 20 * time.Second}}, func(ctx context.Context, g *comm.Group) error {
+					r, err := newNormRun(g, rows, cols)
+					if err != nil {
+						return err
+					}
+					if err = r.begin(); err == nil && g.Rank() == 1 {
+						err = other(g, r)
+					} else if err == nil {
+						err = norm(g, r, r.weight, 0)
+					}
+					return errors.Join(err, g.Wait(ctx), r.close())
+				})
+				mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
+				require.True(t, found, "%v", errs)
+				of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
+				require.Contains(t, of[0], "AllReduceNorm(256 x float32, sum, rows of 64, eps 0) as collective")
+				require.Contains(t, of[1], text+" as collective")
+			})
+		})
+	}
 }

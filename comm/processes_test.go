@@ -192,6 +192,12 @@ func work(fault string) error {
 			fail(how)
 		}
 		issue := func() error { return comm.AllReduce(g, comm.Sum, xs...) }
+		if how, ok := strings.CutPrefix(fault, "quantized "); ok && step == 10 {
+			if err := quantizedWorker(ctx, g, xs, how); err != nil {
+				return err
+			}
+			return sess.Shutdown(ctx)
+		}
 		if step == 10 && strings.HasPrefix(fault, "flood ") {
 			return flood(ctx, sess, g, issue)
 		}

@@ -6,13 +6,14 @@ import (
 	"fmt"
 	"slices"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/memory"
-	"github.com/gochorus/chorus/nccl"
 )
 
-// A QuantizedConfig has the options of AllReduceQuantized; nil means the defaults. They must be the
+// A QuantizedConfig has the options of AllReduceQuantized; nil means the defaults. Format must be the
 // same on all ranks.
 type QuantizedConfig struct {
 	// Format is the type of the 8-bit numbers: memory.Float8E4M3, which is the default, or
@@ -21,7 +22,8 @@ type QuantizedConfig struct {
 	Format memory.DType
 	// Errors has a float32 for each element of each local rank, or is nil. If it is set, the
 	// errors are added to the elements before the sum, and then replaced by what the rank's
-	// rounding has taken away (error feedback). They begin as zeros.
+	// rounding has taken away (error feedback). They begin as zeros. Other processes may have none: what their
+	// rounding takes away is then lost.
 	Errors Shards[float32]
 }
 
@@ -62,11 +64,16 @@ type QuantizedConfig struct {
 // taken away. After an error, xs and the errors are undefined.
 //
 // With the strategies of Chorus kernels and Tuned, Chorus kernels do everything, whatever the length, in the
-// group's scratch memory. The recorder has an all-reduce, so it does not show that ranks mix AllReduceQuantized with AllReduce or have other
-// formats: they wait for each other. In other groups, in deterministic ones, and where GPUs
+// group's scratch memory. In other groups, in deterministic ones, and where GPUs
 // cannot access each other's memory, there are three kernels, and NCCL moves the blocks in an
 // all-to-all and an all-gather of bytes. That takes memory for about 33/16 bytes of each element from the group's streams
-// until they have passed the call. The bits are the same.
+// until they have passed the call. The bits are the same. The flight recorder, metrics and the timeline show one AllReduceQuantized in both cases.
+//
+// All ranks must give the same op, type, length and format. Ranks of one process that differ get a *nccl.MismatchError at once. Of
+// ranks of several processes, those that wait for each other are found within seconds, as with other collectives: the error is a
+// *CulpritError that names what both have issued. With Chorus kernels, ranks that differ always wait. If NCCL moves the
+// blocks, ranks whose blocks have the same size do not wait. The results then are NaN on all ranks, and no error says so.
+// Lengths that differ by less than 512·Size may have blocks of the same size.
 //
 // The call does not wait for the device. A group of one rank does nothing. The first call for a type and a
 // format compiles the kernels, which needs NVRTC on GPUs; without it, the error matches errors.ErrUnsupported,
@@ -83,12 +90,22 @@ func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *Qu
 	}
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
-	if own := quantizedOperands(g, op, xs, &c); g.routers.TakeQuantized(own) {
-		return enqueueOwnQuantized(g, op, xs, own)
+	ops := make([]collective.Op, len(xs))
+	for i := range ops {
+		o := &ops[i]
+		o.Kind, o.DType, o.Format, o.Reduction, o.Stream = flight.AllReduceQuantized, memory.DTypeOf[T](), c.Format, flight.Reduction(op), g.Stream(i)
+		o.Dst, o.Src = collective.OperandOf(xs[i]), collective.OperandOf(xs[i])
 	}
-	ranks, err := quantizedRanks(g, xs, &c)
+	launch, err := g.routers.TakeQuantized(quantizedOperands(op, xs, &c))
+	if launch != nil {
+		return g.breakIfRefused(g.batch.EnqueueKernels(g.comms(), ops, launch))
+	}
+	var ranks []quantizedRank[T]
 	if err == nil {
-		err = enqueueQuantized(g, ranks, op == Avg)
+		ranks, err = quantizedRanks(g, op == Avg, xs, &c)
+	}
+	if err == nil {
+		err = enqueueQuantized(g, ranks, ops)
 	}
 	for i := range ranks {
 		err = errors.Join(err, ranks[i].blocks.Close(), ranks[i].received.Close())
@@ -125,7 +142,7 @@ func checkQuantized[T memory.Element](g *Group, name string, op Op, xs Shards[T]
 }
 
 // quantizedOperands returns the operands of the local ranks for Chorus kernels that move the blocks themselves.
-func quantizedOperands[T memory.Element](g *Group, op Op, xs Shards[T], c *QuantizedConfig) []fabric.Quantized {
+func quantizedOperands[T memory.Element](op Op, xs Shards[T], c *QuantizedConfig) []fabric.Quantized {
 	own := make([]fabric.Quantized, len(xs))
 	for i := range own {
 		own[i] = fabric.Quantized{DType: memory.DTypeOf[T](), Format: c.Format, N: xs[i].Len(), X: xs[i].Ptr(), Mean: op == Avg}
@@ -136,18 +153,6 @@ func quantizedOperands[T memory.Element](g *Group, op Op, xs Shards[T], c *Quant
 	return own
 }
 
-// enqueueOwnQuantized enqueues an all-reduce of each local rank, which one Chorus kernel executes. The caller holds issuing.
-func enqueueOwnQuantized[T memory.Element](g *Group, op Op, xs Shards[T], own []fabric.Quantized) error {
-	for i := range g.members {
-		m := &g.members[i]
-		if err := nccl.AllReduce(m.on, m.stream, xs[i], xs[i], op); err != nil {
-			g.batch.Reset()
-			return g.breakIfRefused(err)
-		}
-	}
-	return g.breakIfRefused(g.batch.EnqueueQuantized(own))
-}
-
 // A quantizedRank is a local rank of a quantized all-reduce.
 type quantizedRank[T memory.Element] struct {
 	quant.Operand[T]
@@ -155,22 +160,19 @@ type quantizedRank[T memory.Element] struct {
 	// blocks has chunks: first those for the other ranks, then those of all sums by rank. received
 	// has the chunks of the other ranks.
 	blocks, received memory.Slice[uint8]
-	counts           []int // bytes to send to each rank, and to receive from it
 }
 
 // quantizedRanks loads the kernels and allocates the memory of all local ranks, so that a failure
 // comes before other ranks wait for this one. The caller closes the memory, also after an error.
-func quantizedRanks[T memory.Element](g *Group, xs Shards[T], c *QuantizedConfig) ([]quantizedRank[T], error) {
+func quantizedRanks[T memory.Element](g *Group, mean bool, xs Shards[T], c *QuantizedConfig) ([]quantizedRank[T], error) {
 	ranks := make([]quantizedRank[T], len(g.members))
-	chunk := quant.ChunkBytes(quant.ShareLen(xs[0].Len(), g.size))
+	chunk := quant.TaggedBytes(quant.ShareLen(xs[0].Len(), g.size))
 	for i := range g.members {
 		m, r := &g.members[i], &ranks[i]
-		r.Operand = quant.Operand[T]{X: xs[i], Rank: m.comm.Rank(), Ranks: g.size}
+		r.Operand = quant.Operand[T]{X: xs[i], Rank: m.comm.Rank(), Ranks: g.size, Mean: mean}
 		if c.Errors != nil {
 			r.Errors = c.Errors[i]
 		}
-		r.counts = slices.Repeat([]int{chunk}, g.size)
-		r.counts[r.Rank] = 0
 		var err error
 		if r.kernels, err = quant.Load(m.comm.Device(), memory.DTypeOf[T](), c.Format); err != nil {
 			return ranks, fmt.Errorf("rank %d: %w", r.Rank, err)
@@ -185,9 +187,9 @@ func quantizedRanks[T memory.Element](g *Group, xs Shards[T], c *QuantizedConfig
 	return ranks, nil
 }
 
-// enqueueQuantized enqueues the kernels and the exchanges between them. If a rank cannot go on after
-// the first exchange, the group breaks, because the other ranks wait for the second one.
-func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], mean bool) error {
+// enqueueQuantized enqueues the kernels of the local ranks and the copies between them, as one operation of each rank. If the
+// last kernels fail, the operation has taken place for the other ranks, and the group stays usable.
+func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], ops []collective.Op) error {
 	each := func(what string, fn func(m *member, r *quantizedRank[T]) error) error {
 		for i := range ranks {
 			if err := fn(&g.members[i], &ranks[i]); err != nil {
@@ -197,33 +199,53 @@ func enqueueQuantized[T memory.Element](g *Group, ranks []quantizedRank[T], mean
 		return nil
 	}
 	chunk := ranks[0].blocks.Len() / g.size
-	err := each("to blocks", func(m *member, r *quantizedRank[T]) error {
-		return quant.Quantize(r.kernels, m.stream, &r.Operand, r.blocks.Slice(0, r.received.Len()))
-	})
-	if err != nil {
-		return err
-	}
-	err = g.enqueueAll(func(i int, m *member) error {
-		r := &ranks[i]
-		return nccl.AllToAllV(m.on, m.stream, r.received, r.counts, r.blocks.Slice(0, r.received.Len()), r.counts)
-	})
-	if err != nil {
-		return err
-	}
-	err = each("sums", func(m *member, r *quantizedRank[T]) error {
-		return quant.Reduce(r.kernels, m.stream, &r.Operand, r.received, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk), mean)
-	})
-	if err != nil {
-		return g.fail(err)
-	}
-	err = g.enqueueAll(func(i int, m *member) error {
-		r := &ranks[i]
-		return nccl.AllGather(m.on, m.stream, r.blocks, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk))
-	})
-	if err == nil {
-		err = each("from blocks", func(m *member, r *quantizedRank[T]) error {
-			return quant.Dequantize(r.kernels, m.stream, &r.Operand, r.blocks)
+	var last error
+	err := g.batch.EnqueueSteps(g.comms(), ops, func(move func([]collective.Move) error) error {
+		err := each("to blocks", func(m *member, r *quantizedRank[T]) error {
+			return quant.Quantize(r.kernels, m.stream, &r.Operand, r.blocks.Slice(0, r.received.Len()))
 		})
+		if err == nil {
+			err = move(exchangeOf(ranks, chunk))
+		}
+		if err == nil {
+			err = each("sums", func(m *member, r *quantizedRank[T]) error {
+				return quant.Reduce(r.kernels, m.stream, &r.Operand, r.received, r.blocks.Slice(r.Rank*chunk, (r.Rank+1)*chunk))
+			})
+		}
+		if err == nil {
+			err = move(gatherOf(ranks, chunk))
+		}
+		if err == nil {
+			last = each("from blocks", func(m *member, r *quantizedRank[T]) error {
+				return quant.Dequantize(r.kernels, m.stream, &r.Operand, r.blocks)
+			})
+		}
+		return err
+	})
+	return g.breakIfRefused(cmp.Or(err, last))
+}
+
+// exchangeOf returns the copies of each rank's blocks to the ranks that own the shares.
+func exchangeOf[T memory.Element](ranks []quantizedRank[T], chunk int) (list []collective.Move) {
+	for i := range ranks {
+		r := &ranks[i]
+		for at := range r.Ranks - 1 {
+			peer, from := at, uint64(at*chunk)
+			if at >= r.Rank {
+				peer++
+			}
+			list = append(list, collective.Move{Operation: i, Kind: flight.Send, Peer: peer, Src: r.blocks.Ptr() + from, Bytes: chunk},
+				collective.Move{Operation: i, Kind: flight.Recv, Peer: peer, Dst: r.received.Ptr() + from, Bytes: chunk})
+		}
 	}
-	return err
+	return list
+}
+
+// gatherOf returns the copies of the sums to all ranks.
+func gatherOf[T memory.Element](ranks []quantizedRank[T], chunk int) (list []collective.Move) {
+	for i := range ranks {
+		r := &ranks[i]
+		list = append(list, collective.Move{Operation: i, Kind: flight.AllGather, Src: r.blocks.Ptr() + uint64(r.Rank*chunk), Dst: r.blocks.Ptr(), Bytes: chunk})
+	}
+	return list
 }

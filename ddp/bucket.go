@@ -115,7 +115,7 @@ func pick(xs, indexes []int) []int {
 func (r *Reducer) Rebuild(ctx context.Context) error {
 	const op = "ddp: rebuild buckets"
 	if r.owner.Closed() {
-		return fmt.Errorf("%s: %w", op, device.ErrClosed)
+		return fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	r.queue.mu.Lock()
 	defer r.queue.mu.Unlock()

@@ -60,17 +60,15 @@ func TestQuantized(t *testing.T) {
 	}
 }
 
-// Half of the bytes of bfloat16 are sent.
-func TestQuantizedSendsLess(t *testing.T) {
+// A bucket of bfloat16 is one operation, which sends 8-bit numbers.
+func TestQuantizedSends8Bits(t *testing.T) {
 	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	_, red := powerModel(t, g, memory.BFloat16, &ddp.ReducerConfig{Hook: &ddp.Quantized{}}, []int{64, 64})
 	before := len(g.Communicator(0).Trace())
 	reduceAll(t, g, red, 1)
-	var counts []int
-	for _, o := range g.Communicator(0).Trace()[before:] {
-		counts = append(counts, o.Count)
-	}
-	require.Equal(t, []int{2048 + 64, 2048 + 64}, counts, "bytes of half of the elements, in both exchanges")
+	list := g.Communicator(0).Trace()[before:]
+	require.Len(t, list, 1)
+	require.Contains(t, list[0].String(), "AllReduceQuantized(4096 x bfloat16 in float8_e4m3fn, sum) as collective")
 }
 
 // A training whose gradients are smaller than the rounding errors beside a large one stands still without

@@ -140,7 +140,7 @@ func closeParts(parts []contents) error {
 func (r *Reducer) Ready(s *stream.Stream, i int) error {
 	const op = "ddp: gradient ready"
 	if r.owner.Closed() {
-		return fmt.Errorf("%s: %w", op, device.ErrClosed)
+		return fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	return r.queue.ready(op, s, i)
 }
@@ -216,7 +216,7 @@ func (r *Reducer) exchange(k int) error {
 func (r *Reducer) Finish(streams ...*stream.Stream) error {
 	const op = "ddp: finish gradients"
 	if r.owner.Closed() {
-		return fmt.Errorf("%s: %w", op, device.ErrClosed)
+		return fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	by, err := r.queue.sorted(op, streams)
 	if err != nil {

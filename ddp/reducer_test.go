@@ -179,6 +179,9 @@ func TestReducerErrors(t *testing.T) {
 		require.NoError(t, red.Close())
 		require.NoError(t, red.Close())
 		require.ErrorIs(t, red.Ready(b.s, 0), device.ErrClosed)
+		require.ErrorContains(t, red.Ready(b.s, 0), "ddp: gradient ready: the reducer: use after Close")
+		require.ErrorContains(t, red.Finish(b.s), "ddp: finish gradients: the reducer: use after Close")
+		require.ErrorContains(t, red.Rebuild(testgpu.Context(t)), "ddp: rebuild buckets: the reducer: use after Close")
 	})
 }
 

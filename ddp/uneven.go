@@ -36,7 +36,7 @@ import (
 func (r *Reducer) Join(ctx context.Context, streams ...*stream.Stream) (last int, err error) {
 	const op = "ddp: join"
 	if r.owner.Closed() {
-		return 0, fmt.Errorf("%s: %w", op, device.ErrClosed)
+		return 0, fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	if r.uneven == nil {
 		return 0, fmt.Errorf("%s: the reducer expects the same number of steps on all ranks: set ReducerConfig.Uneven", op)

@@ -229,6 +229,7 @@ func TestJoinOfLocalRanks(t *testing.T) {
 			require.NoError(t, red.Close())
 			_, err = red.Join(testgpu.Context(t), bs[0].s, bs[1].s)
 			require.ErrorIs(t, err, device.ErrClosed)
+			require.ErrorContains(t, err, "ddp: join: the reducer: use after Close")
 		}
 	})
 }

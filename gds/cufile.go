@@ -104,7 +104,7 @@ func (c *cuFile) Close() error {
 		return nil
 	}
 	api := c.api
-	c.api, c.err = nil, device.ErrClosed
+	c.api, c.err = nil, fmt.Errorf("the driver of cuFile: %w", device.ErrClosed)
 	if r := api.DriverClose(); r != cufileapi.Success {
 		return fmt.Errorf("gds: cuFileDriverClose: %w", r)
 	}

@@ -62,14 +62,13 @@ func engineOf(c FileConfig) (Engine, error) {
 // threadsOf returns the number of threads of one call, or 0 if it depends on the device.
 func threadsOf(c FileConfig) (int, error) {
 	n := c.Threads
+	fits := func(n int) bool { return n >= 0 && n <= maxThreads }
+	want := fmt.Sprintf("1 to %d, or 0 for as many as the machine's cores allow each device", maxThreads)
 	if n == 0 {
-		var err error
-		if n, err = env.GDSThreads.Int(); err != nil {
-			return 0, err
-		}
+		return env.GDSThreads.IntWhere(want, fits)
 	}
-	if n < 0 || n > maxThreads {
-		return 0, fmt.Errorf("%d threads: want 1 to %d, or 0 for as many as the machine's cores allow each device", n, maxThreads)
+	if !fits(n) {
+		return 0, fmt.Errorf("%d threads: want %s", n, want)
 	}
 	return n, nil
 }

@@ -2,6 +2,7 @@ package gds
 
 import (
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -194,9 +195,11 @@ func TestEnvironment(t *testing.T) {
 	_, err := Open(path, nil)
 	require.ErrorContains(t, err, "CHORUS_GDS_ENGINE")
 	t.Setenv("CHORUS_GDS_ENGINE", "auto")
-	t.Setenv("CHORUS_GDS_THREADS", "many")
-	_, err = Open(path, nil)
-	require.ErrorContains(t, err, "CHORUS_GDS_THREADS")
+	for _, value := range []string{"many", "-1", "1025", ""} {
+		t.Setenv("CHORUS_GDS_THREADS", value)
+		_, err = Open(path, nil)
+		require.ErrorContains(t, err, fmt.Sprintf("CHORUS_GDS_THREADS=%q: want 1 to 1024, or 0 for as many", value))
+	}
 	t.Setenv("CHORUS_GDS_THREADS", "0")
 	t.Setenv("CHORUS_GDS_PINNED", "100")
 	f = openFile(t, path, nil)

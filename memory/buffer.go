@@ -114,7 +114,7 @@ func (b *Buffer) addUser(s *stream.Stream, l *streamCache) (added bool, err erro
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.in().Owner.Closed() {
-		return false, fmt.Errorf("memory: record stream: %w", device.ErrClosed)
+		return false, fmt.Errorf("memory: record stream: the buffer of %d bytes on %s: %w", b.Bytes(), b.Device(), device.ErrClosed)
 	}
 	if slices.Contains(b.users, s) {
 		return false, nil

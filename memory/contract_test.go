@@ -182,6 +182,7 @@ func checkUseAfterClose(t *testing.T, d *device.Device, _ backend) {
 	require.ErrorIs(t, x.CopyFrom(s, make([]float32, 100)), device.ErrClosed)
 	require.ErrorIs(t, x.CopyTo(s, make([]float32, 100)), device.ErrClosed)
 	require.ErrorIs(t, x.RecordStream(newStream(t, d)), device.ErrClosed)
+	require.ErrorContains(t, x.RecordStream(newStream(t, d)), "memory: record stream: the buffer of 400 bytes on "+d.String()+": use after Close")
 	require.NoError(t, x.Close())
 }
 

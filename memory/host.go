@@ -355,7 +355,7 @@ func (l *hostLease) addRetained(s *stream.Stream, held bool) (noted bool, err er
 	l.mu.Lock()
 	if l.closed && !held {
 		l.mu.Unlock()
-		return false, device.ErrClosed
+		return false, fmt.Errorf("the pinned memory: %w", device.ErrClosed)
 	}
 	if capture == 0 {
 		noted = l.note(s)

@@ -128,7 +128,7 @@ func (h *Pinned[T]) check(op string) error {
 		return fmt.Errorf("%s: no pinned memory given", op)
 	}
 	if h.root().owner.Closed() {
-		return fmt.Errorf("%s: %w", op, device.ErrClosed)
+		return fmt.Errorf("%s: the pinned memory of %d elements: %w", op, h.n, device.ErrClosed)
 	}
 	return nil
 }

@@ -2,6 +2,7 @@ package memory_test
 
 import (
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"sync"
 	"syscall"
@@ -106,6 +107,7 @@ func TestPinnedStaysWhileStreamsUseIt(t *testing.T) {
 			require.ErrorIs(t, x.CopyFromPinned(a, h), device.ErrClosed)
 			require.ErrorIs(t, x.CopyToPinned(a, h), device.ErrClosed)
 			require.ErrorIs(t, h.RecordStream(a), device.ErrClosed)
+			require.ErrorContains(t, h.RecordStream(a), fmt.Sprintf("the pinned memory of %d elements: use after Close", h.Len()))
 			for range len(users) {
 				other := makePinned(t, devs[0], n)
 				require.NotSame(t, was, at(other), "its copy has not run")

@@ -119,7 +119,7 @@ func (p *Pool) check(op string) error {
 		return fmt.Errorf("%s: no pool given", op)
 	}
 	if !p.private && p.owner.Closed() {
-		return fmt.Errorf("%s: %w", op, device.ErrClosed)
+		return fmt.Errorf("%s: the pool: %w", op, device.ErrClosed)
 	}
 	return nil
 }

@@ -149,6 +149,7 @@ func TestPoolClose(t *testing.T) {
 					return nil
 				}))
 				require.ErrorIs(t, p.Use(s, func() error { return nil }), device.ErrClosed)
+				require.ErrorContains(t, p.Use(s, func() error { return nil }), "the pool: use after Close")
 				require.ErrorContains(t, (*memory.Pool)(nil).Use(s, nil), "no pool given")
 				require.EqualValues(t, 2*mib, statsOf(t, d).ReservedBytes.All.Current)
 				out := make([]byte, 1000)

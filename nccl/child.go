@@ -420,7 +420,10 @@ func (o *operation) setSignature() {
 	h := uint64(o.Kind)<<32 | uint64(uint32(o.Root))
 	mix := func(v uint64) { h = (h ^ v) * 0x9e3779b97f4a7c15; h ^= h >> 29 }
 	mix(uint64(o.wire)<<32 | uint64(uint32(min(o.redop, ncclapi.Avg+1)))) // the factors may differ
-	mix(uint64(o.Service))
+	mix(uint64(o.Service) | uint64(o.Format)<<8)
+	if o.Detail != 0 {
+		mix(uint64(o.Detail)<<32 | uint64(math.Float32bits(o.Eps)))
+	}
 	if o.Kind != flight.AllToAllV && !o.Kind.OfExperts() {
 		mix(uint64(o.N * o.unit))
 		for _, n := range o.Sends {

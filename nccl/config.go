@@ -87,12 +87,13 @@ func (c *Config) apply(to *Communicator) (err error) {
 		return err
 	}
 	if cfg.TraceSize == 0 {
-		if cfg.TraceSize, err = env.NCCLTraceSize.Int(); err != nil {
-			return err
+		want := fmt.Sprintf("a whole number of operations of at most %d, or 0 or less for no flight recorder", maxTrace)
+		if cfg.TraceSize, err = env.NCCLTraceSize.IntWhere(want, func(n int) bool { return n <= maxTrace }); err != nil {
+			return fmt.Errorf("nccl: %w", err)
 		}
 	}
 	if cfg.TraceSize > maxTrace {
-		return fmt.Errorf("nccl: a flight recorder of %d operations: want at most %d in Config.TraceSize or %s", cfg.TraceSize, maxTrace, env.NCCLTraceSize.Name)
+		return fmt.Errorf("nccl: a flight recorder of %d operations: want at most %d in Config.TraceSize", cfg.TraceSize, maxTrace)
 	}
 	if to.checksNaN, err = c.nanCheck(); err != nil {
 		return err

@@ -5,6 +5,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"os"
 	"path/filepath"
 	"runtime/metrics"
@@ -907,7 +908,12 @@ func TestTraceSettings(t *testing.T) {
 	id, err := nccl.NewUniqueID(devs[0])
 	require.NoError(t, err)
 	_, err = nccl.NewCommunicator(t.Context(), devs[0], id, 0, 1, &nccl.Config{TraceSize: 1<<20 + 1})
-	require.ErrorContains(t, err, "a flight recorder of 1048577 operations: want at most 1048576 in Config.TraceSize or CHORUS_NCCL_TRACE_SIZE")
+	require.ErrorContains(t, err, "a flight recorder of 1048577 operations: want at most 1048576 in Config.TraceSize")
+	for _, value := range []string{"1048577", "", "all"} {
+		t.Setenv(env.NCCLTraceSize.Name, value)
+		_, err = nccl.NewCommunicator(t.Context(), devs[0], id, 0, 1, nil)
+		require.EqualError(t, err, fmt.Sprintf("nccl: env: CHORUS_NCCL_TRACE_SIZE=%q: want a whole number of operations of at most 1048576, or 0 or less for no flight recorder", value))
+	}
 	require.ErrorContains(t, nccl.DumpTrace(nil), "nothing to write to given")
 	_, err = nccl.NewUniqueID(nil)
 	require.ErrorContains(t, err, "no device given")

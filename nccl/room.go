@@ -3,6 +3,7 @@ package nccl
 import (
 	"context"
 	"fmt"
+	"math"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -35,10 +36,9 @@ type room struct {
 }
 
 const (
-	roomParts      = 4           // a launch waits for the launches before those of so many parts
-	roomOfSharers  = 64          // launches in flight if processes share GPUs
-	roomPatience   = time.Second // longer than the time between two operations that end, if nothing is wrong
-	mostInFlightIn = "0 for no bound, or 4 or more"
+	roomParts     = 4           // a launch waits for the launches before those of so many parts
+	roomOfSharers = 64          // launches in flight if processes share GPUs
+	roomPatience  = time.Second // longer than the time between two operations that end, if nothing is wrong
 )
 
 // setRoom sets the bound. It has no effect on a process that has all ranks.
@@ -47,10 +47,9 @@ func (c *Communicator) setRoom() error {
 		c.room.part = roomOfSharers / roomParts
 		return nil
 	}
-	most, err := env.NCCLInFlight.Int()
-	if err == nil && (most < 0 || most > 0 && most < roomParts) {
-		err = &env.ValueError{Name: env.NCCLInFlight.Name, Value: env.NCCLInFlight.Value(), Want: mostInFlightIn}
-	}
+	most, err := env.NCCLInFlight.IntWhere(fmt.Sprintf("a whole number from %d to %d, or 0 for no bound", roomParts, math.MaxInt32), func(n int) bool {
+		return n == 0 || n >= roomParts && n <= math.MaxInt32
+	})
 	if err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}

@@ -201,7 +201,7 @@ func (t Tensor) ToDLPack(consumer *stream.Stream, unversioned bool) (DLPack, err
 	}
 	x := &exported{t: t.Retain()}
 	if x.t.at().Ptr() == 0 && t.Len() > 0 {
-		return DLPack{}, errors.Join(fmt.Errorf("%s: %w", op, device.ErrClosed), x.t.Close())
+		return DLPack{}, errors.Join(fmt.Errorf("%s: %s: %w", op, t, device.ErrClosed), x.t.Close())
 	}
 	dims := make([]int64, 2*len(a.Shape), 2*len(a.Shape)+1) // the shape, and the strides
 	for i, n := range a.Shape {

@@ -30,6 +30,8 @@ type op struct {
 	graph bool
 	state string // "started" or "queued"
 	kind  string // of Chorus
+	to    string // the format of a quantized all-reduce
+	other string // options of an all-reduce and norm
 	batch uint64 // 0 means that the operation is alone
 }
 
@@ -70,7 +72,10 @@ func writeRank(t *testing.T, dir string, rank, base int, groups []string, ops []
 				"captured": o.graph, "reduction": o.redop, "profiling_name": "nccl:" + o.name, "frames": []any{map[string]any{"name": "github.com/gochorus/chorus/comm.AllReduce[...]", "filename": "collective.go", "line": 60}, map[string]any{"name": "main.train", "filename": "main.go", "line": 10 + at}},
 			}
 			if o.kind != "" {
-				e["kind"], e["uneven"] = o.kind, true
+				e["kind"], e["uneven"], e["options"] = o.kind, o.to == "" && o.other == "", o.other
+			}
+			if o.to != "" {
+				e["format"] = o.to
 			}
 			if o.dtype != "" {
 				e["input_dtypes"] = []string{o.dtype}
@@ -135,6 +140,12 @@ func TestAnalyzeVerdicts(t *testing.T) {
 	together := func(o op) op { o.batch = 1; return o }
 	send := func(peer, n int) op { return op{group: "world", name: "send", n: n, peer: peer} }
 	experts := func(kind string, n int) op { return op{group: "world", name: "all_to_all", kind: kind, n: n} }
+	quantized := func(to string, n int) op {
+		return op{group: "world", name: "all_reduce", kind: "quantized_all_reduce", n: n, redop: "sum", to: to}
+	}
+	norm := func(options string) op {
+		return op{group: "world", name: "all_reduce", kind: "all_reduce_and_norm", n: 8, redop: "sum", other: options}
+	}
 	recv := func(peer, n int) op { return op{group: "world", name: "recv", n: n, peer: peer} }
 	for name, c := range map[string]struct {
 		ranks    map[int][]op
@@ -152,6 +163,14 @@ func TestAnalyzeVerdicts(t *testing.T) {
 			world, KindMismatch, []int{1}, []string{"in the operation", "rank 1 (PID 101 on n1) issued combine(8 x Float)"}},
 		"other tokens for experts": {map[int][]op{0: {experts("dispatch", 8)}, 1: {}, 2: {experts("dispatch", 0)}},
 			world, KindBehind, []int{1}, []string{"has not issued collective 1 (dispatch(8 x Float))"}},
+		"quantized and not": {map[int][]op{0: {quantized("Char", 8)}, 1: {sum(false)}, 2: {quantized("Char", 8)}},
+			world, KindMismatch, []int{1}, []string{"in the operation", "rank 1 (PID 101 on n1) issued all_reduce(8 x Float, sum)", "issued quantized_all_reduce(8 x Float in Char, sum)"}},
+		"other format": {map[int][]op{0: {quantized("Char", 8)}, 1: {quantized("Char", 8)}, 2: {quantized("Float8_e4m3fn", 8)}},
+			world, KindMismatch, []int{2}, []string{"in the format", "rank 2 (PID 102 on n2) issued quantized_all_reduce(8 x Float in Float8_e4m3fn, sum)"}},
+		"other size of a quantized all-reduce": {map[int][]op{0: {quantized("Char", 8)}, 1: {quantized("Char", 9)}, 2: {quantized("Char", 8)}},
+			world, KindMismatch, []int{1}, []string{"in the size"}},
+		"other options of a norm": {map[int][]op{0: {norm("rows of 4, eps 0")}, 1: {norm("rows of 2, eps 0")}, 2: {norm("rows of 4, eps 0")}},
+			world, KindMismatch, []int{1}, []string{"in the options", "rank 1 (PID 101 on n1) issued all_reduce_and_norm(8 x Float, sum, rows of 2, eps 0)"}},
 		"other type": {map[int][]op{0: {with(func(o *op) { o.dtype = "Half" })}, 1: {sum(false)}, 2: {sum(false)}},
 			world, KindMismatch, []int{0}, []string{"in the type", "all_reduce(8 x Half, sum)"}},
 		"other size": {map[int][]op{0: {sum(false)}, 1: {sum(false)}, 2: {with(func(o *op) { o.n = 9 })}},

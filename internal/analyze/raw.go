@@ -61,7 +61,9 @@ type rawEntry struct {
 	Transfer    bool      `json:"is_p2p"`
 	Captured    bool      `json:"captured"`
 	Uneven      bool      `json:"uneven"`
-	Kind        string    `json:"kind"` // of Chorus: instead of the name
+	Kind        string    `json:"kind"`    // of Chorus: instead of the name
+	Format      string    `json:"format"`  // of Chorus: of the 8-bit numbers
+	Options     string    `json:"options"` // of Chorus
 	Reduction   string    `json:"reduction"`
 	Root        *int      `json:"root"`
 	Frames      []struct {
@@ -77,7 +79,9 @@ type entry struct {
 	transfers   uint64 // of PyTorch: the number of the last call with sends or receives
 	op          string // such as "all_reduce"
 	dtype       string
-	in, out     int64 // elements
+	format      string // of the 8-bit numbers of a quantized all-reduce, or of an all-reduce and norm; otherwise ""
+	options     string // what else must be the same on all ranks
+	in, out     int64  // elements
 	reduction   string
 	root        int // -1 if there is none
 	peer        int // the other rank of a send or receive; -1 for a collective
@@ -117,7 +121,7 @@ func (t texts) of(s string) string {
 // entry converts a raw entry.
 func (r *rawEntry) entry(t texts) (entry, error) {
 	e := entry{
-		record: r.Record, seq: r.Collective, transfers: r.Transfers, root: -1, peer: -1, reduction: t.of(r.Reduction), created: r.Created, captured: r.Captured,
+		record: r.Record, seq: r.Collective, transfers: r.Transfers, root: -1, peer: -1, reduction: t.of(r.Reduction), format: t.of(r.Format), options: t.of(r.Options), created: r.Created, captured: r.Captured,
 		uneven: r.Uneven, completed: r.State == "completed" || r.Retired, timed: r.Begun != nil, started: r.State != "scheduled", queued: r.Queued, batch: r.Batch, group: r.Group,
 		in: elements(r.InputSizes), out: elements(r.OutputSizes), dtype: t.of(first(r.InputTypes, r.OutputTypes)),
 	}
@@ -211,8 +215,14 @@ func (e *entry) count() int64 {
 // call returns a text such as "all_reduce(1024 x Float, sum)".
 func (e *entry) call() string {
 	text := fmt.Sprintf("%s(%d x %s", e.op, e.count(), cmp.Or(e.dtype, "?"))
+	if e.format != "" {
+		text += " in " + e.format
+	}
 	if e.reduction != "" {
 		text += ", " + e.reduction
+	}
+	if e.options != "" {
+		text += ", " + e.options
 	}
 	if e.peer < 0 && e.root >= 0 {
 		text += fmt.Sprintf(", root %d", e.root)

@@ -279,7 +279,7 @@ func (m *member) created(s *stuck) int64 {
 // sized has the length of each operation that must be the same on all ranks. A rank without an
 // input or output may record 0 for it.
 var sized = map[string]func(*entry) int64{
-	"all_reduce": largest, "broadcast": largest, "reduce": largest, "_broadcast_oop": largest, "_reduce_oop": largest,
+	"all_reduce": largest, "quantized_all_reduce": largest, "all_reduce_and_norm": largest, "broadcast": largest, "reduce": largest, "_broadcast_oop": largest, "_reduce_oop": largest,
 	"gather": input, "_all_gather_base": input, "all_gather_into_tensor_coalesced": input,
 	"all_to_all": input, "scatter": output, "_reduce_scatter_base": output,
 }
@@ -296,6 +296,10 @@ func differs(a, b *entry) string {
 		return "operation"
 	case a.dtype != b.dtype:
 		return "type"
+	case a.format != b.format:
+		return "format"
+	case a.options != b.options:
+		return "options"
 	case a.reduction != b.reduction:
 		return "reduction"
 	case a.root != b.root:

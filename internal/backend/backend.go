@@ -175,11 +175,9 @@ func rankAddress(coordinator string, interfaces func() ([]net.Addr, error)) stri
 
 func (c *Config) fillFromEnv() (err error) {
 	if c.Devices == 0 {
-		if c.Devices, err = env.VirtualDevices.Int(); err != nil {
+		want := fmt.Sprintf("a number from 1 to %d", MaxVirtualDevices)
+		if c.Devices, err = env.VirtualDevices.IntWhere(want, func(n int) bool { return n >= 1 && n <= MaxVirtualDevices }); err != nil {
 			return err
-		}
-		if c.Devices < 1 || c.Devices > MaxVirtualDevices {
-			return &env.ValueError{Name: env.VirtualDevices.Name, Value: env.VirtualDevices.Value(), Want: fmt.Sprintf("a number from 1 to %d", MaxVirtualDevices)}
 		}
 	}
 	if c.Seed == 0 && env.VirtualSeed.Value() != "" {

@@ -155,7 +155,6 @@ type Op struct {
 	Local     int32  // index of the rank among the local ranks of its group; -1 for an operation of another communicator, which is NCCL's
 	Algorithm int8   // of the Chorus kernel: a fabric.Algorithm
 	Together  bool   // one batch has such an operation of each rank of the communicator, and nothing else
-	Fused     bool   // one Chorus kernel executes the operation and a norm
 	Pieces    bool   // Chorus kernels execute it in pieces
 	Result    uint64 // the destination of the caller, while NCCL uses the buffers of a window
 }

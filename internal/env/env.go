@@ -67,9 +67,14 @@ func isSecure(vector [][2]uintptr) bool {
 
 // Int returns the value as a number.
 func (v *Var) Int() (int, error) {
+	return v.IntWhere("a whole number", func(int) bool { return true })
+}
+
+// IntWhere returns the value as a number that fits accepts. want describes these numbers, for the error of any other value.
+func (v *Var) IntWhere(want string, fits func(n int) bool) (int, error) {
 	n, err := strconv.Atoi(strings.TrimSpace(v.Value()))
-	if err != nil {
-		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: "a whole number"}
+	if err != nil || !fits(n) {
+		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: want}
 	}
 	return n, nil
 }

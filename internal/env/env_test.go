@@ -55,6 +55,8 @@ func TestValues(t *testing.T) {
 	require.True(t, v.IsSet())
 	_, err = v.Int()
 	require.EqualError(t, err, `env: CHORUS_TEST_VALUE="many": want a whole number`)
+	_, err = v.IntWhere("3 or more", func(n int) bool { return n >= 3 })
+	require.EqualError(t, err, `env: CHORUS_TEST_VALUE="many": want 3 or more`)
 	_, err = v.Duration()
 	require.ErrorContains(t, err, "a duration such as 30s")
 	_, err = v.OneOf("few", "some")

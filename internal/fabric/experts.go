@@ -68,7 +68,7 @@ func (x *ExpertLayer) Capacity() int { return x.Ranks * x.MaxTokens }
 
 // DispatchBytes returns how much a rank sends to each other one in a dispatch, and CombineBytes in a combine: whole cells.
 func (x *ExpertLayer) DispatchBytes() int {
-	return over(x.weightsAt()+4*x.MaxTokens*x.TopK, cellBytes) * cellBytes
+	return over(x.weightedAt()+4, cellBytes) * cellBytes
 }
 func (x *ExpertLayer) CombineBytes() int { return x.MaxTokens * x.seats() * x.elementBytes() }
 
@@ -82,12 +82,12 @@ func (x *ExpertLayer) rowBytes() int {
 	}
 	return x.elementBytes()
 }
-func (x *ExpertLayer) idsAt() int     { return x.MaxTokens * x.rowBytes() }
-func (x *ExpertLayer) weightsAt() int { return x.idsAt() + 4*x.MaxTokens*x.TopK }
+func (x *ExpertLayer) idsAt() int      { return x.MaxTokens * x.rowBytes() }
+func (x *ExpertLayer) weightsAt() int  { return x.idsAt() + 4*x.MaxTokens*x.TopK }
+func (x *ExpertLayer) weightedAt() int { return x.weightsAt() + 4*x.MaxTokens*x.TopK }
 
-// A Dispatch has the addresses of the operands of a dispatch. If Weighted is not set, Weights is 0.
+// A Dispatch has the addresses of the operands of a dispatch. Weights may be 0, also on some ranks only.
 type Dispatch struct {
-	Weighted             bool // the same on all ranks, also on those without tokens
 	Tokens               int
 	X, IDs, Weights      uint64 // [Tokens Hidden], int32 and float32 [Tokens TopK]
 	Rows, Counts, Routes uint64 // [own capacity Hidden], int32 [own] and [ranks MaxTokens TopK]
@@ -132,7 +132,7 @@ func (x *ExpertLayer) expertsKernel(dev *device.Device, fn expertsFn) (*kernel.K
 			{Name: "combine_send", Params: list(list(links, p, p), layer...), Go: f.combineSend},
 			{Name: "dispatch_pack", Params: list([]kernel.Param{p, p, p, p, w}, shape...), Go: f.dispatchPack},
 			{Name: "combine_pack", Params: list([]kernel.Param{p, p, p, u}, shape...), Go: f.combinePack},
-			{Name: "dispatch_receive", Params: list([]kernel.Param{p, u, p, p, p, p, w}, shape...), Go: f.dispatchReceive},
+			{Name: "dispatch_receive", Params: list([]kernel.Param{p, u, p, p, p, p}, shape...), Go: f.dispatchReceive},
 			{Name: "combine_receive", Params: list([]kernel.Param{p, u, p, p, p, p, p, w}, shape...), Go: f.combineReceive},
 		}})
 		if err != nil {
@@ -259,12 +259,8 @@ func (x *ExpertLayer) ReceiveDispatch(s *stream.Stream, d *Dispatch, in uint64) 
 }
 
 func (x *ExpertLayer) receiveDispatch(s *stream.Stream, d *Dispatch, a *arrival) error {
-	weighted := uint32(0)
-	if d.Weighted {
-		weighted = 1
-	}
 	return x.launch(s, dispatchReceiveFn, max(x.Own(), x.Capacity()*x.TopK), expertsBlocks, append([]kernel.Arg{
-		kernel.Address(a.in), kernel.Scalar(a.pitch), a.control, kernel.Address(d.Rows), kernel.Address(d.Counts), kernel.Address(d.Routes), kernel.Scalar(weighted)}, x.shape()...)...)
+		kernel.Address(a.in), kernel.Scalar(a.pitch), a.control, kernel.Address(d.Rows), kernel.Address(d.Counts), kernel.Address(d.Routes)}, x.shape()...)...)
 }
 
 // PackCombine enqueues what the rank sends to each rank, in CombineBytes from to on. ReceiveCombine enqueues the rest of the combine,

@@ -65,7 +65,12 @@ func (e *expertsCall) names(id int32) bool { return uint32(id) < uint32(e.Expert
 func (e *expertsCall) sendTokens(in, tokensParam int, slots map[int][]byte, everyRow bool) {
 	tokens := call32(e.c, tokensParam)
 	ids, weights := e.ids(in+1, tokens*e.TopK), e.floats(in+2, tokens*e.TopK)
+	weighted := uint32(0)
+	if e.c.Address(in+2) != 0 {
+		weighted = 1
+	}
 	for _, slot := range slots {
+		binary.LittleEndian.PutUint32(slot[e.weightedAt():], weighted)
 		for i := range e.MaxTokens * e.TopK {
 			id, w := int32(-1), float32(0)
 			if i < len(ids) && e.names(ids[i]) {
@@ -75,7 +80,7 @@ func (e *expertsCall) sendTokens(in, tokensParam int, slots map[int][]byte, ever
 				}
 			}
 			binary.LittleEndian.PutUint32(slot[e.idsAt()+4*i:], uint32(id))
-			if e.c.Address(in+2) != 0 {
+			if weighted == 1 {
 				binary.LittleEndian.PutUint32(slot[e.weightsAt()+4*i:], math.Float32bits(w))
 			}
 		}
@@ -135,8 +140,8 @@ func (e *expertsCall) slots(n int) [][]byte {
 }
 
 func (f *normFormat) dispatchReceive(c *kernel.Call) {
-	const out, counts, routes, weighted = 3, 4, 5, 6
-	e := f.expertsOf(c, 7, 9)
+	const out, counts, routes = 3, 4, 5
+	e := f.expertsOf(c, 6, 8)
 	slots, n := e.slots(e.DispatchBytes()), e.MaxTokens*e.TopK
 	idsOf := func(r int) []int32 { return elementsOf[int32](slots[r][e.idsAt():][:4*n]) }
 	numbers, all := kernel.Update[int32](c, counts, e.Own()), kernel.Update[int32](c, routes, e.Ranks*n)
@@ -146,13 +151,14 @@ func (f *normFormat) dispatchReceive(c *kernel.Call) {
 	e.eachRow(idsOf, func(own, place, r, t int) {
 		row := slots[r][t*e.rowBytes():][:e.rowBytes()]
 		to := kernel.UpdateAddress[uint8](c, e.row(out, own*e.Capacity()+place), e.elementBytes())
-		if !e.Small && call32(c, weighted) == 0 {
+		weighted := binary.LittleEndian.Uint32(slots[r][e.weightedAt():]) != 0
+		if !e.Small && !weighted {
 			copy(to, row)
 			return
 		}
 		factor := float32(0)
 		for k, id := range idsOf(r)[t*e.TopK:][:e.TopK] {
-			if id == int32(e.Rank*e.Own()+own) && call32(c, weighted) != 0 {
+			if id == int32(e.Rank*e.Own()+own) && weighted {
 				factor += elementsOf[float32](slots[r][e.weightsAt():][:4*n])[t*e.TopK+k]
 			}
 		}
@@ -162,7 +168,7 @@ func (f *normFormat) dispatchReceive(c *kernel.Call) {
 		} else {
 			v = e.load(row)
 		}
-		if call32(c, weighted) != 0 {
+		if weighted {
 			for i := range v {
 				v[i] *= factor
 			}

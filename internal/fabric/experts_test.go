@@ -18,15 +18,16 @@ import (
 
 // An expertsCase is a layer with the operands of all ranks. A combine gets the rows of the dispatch before it.
 type expertsCase[T memory.Element] struct {
-	layer          fabric.ExpertLayer
-	weighted, each bool
-	x              [][]T
-	ids            [][]int32
-	weights        [][]float32
+	layer    fabric.ExpertLayer
+	each     bool
+	weighted []bool // by rank
+	x        [][]T
+	ids      [][]int32
+	weights  [][]float32
 }
 
 func drawExperts[T memory.Element](r *rand.Rand, ranks int, f float[T]) *expertsCase[T] {
-	c := &expertsCase[T]{weighted: r.IntN(2) == 0, each: r.IntN(2) == 0, layer: fabric.ExpertLayer{
+	c := &expertsCase[T]{each: r.IntN(2) == 0, layer: fabric.ExpertLayer{
 		DType: memory.DTypeOf[T](), Experts: ranks * (1 + r.IntN(4)), TopK: 1 + r.IntN(8), Hidden: 32 * (1 + r.IntN(18)), MaxTokens: 1 + r.IntN(20), Small: r.IntN(2) == 0, Ranks: ranks,
 	}}
 	for range ranks {
@@ -38,7 +39,7 @@ func drawExperts[T memory.Element](r *rand.Rand, ranks int, f float[T]) *experts
 		for i := range ids {
 			ids[i], weights[i] = int32(r.IntN(c.layer.Experts+2)-1), r.Float32()
 		}
-		c.x, c.ids, c.weights = append(c.x, x), append(c.ids, ids), append(c.weights, weights)
+		c.x, c.ids, c.weights, c.weighted = append(c.x, x), append(c.ids, ids), append(c.weights, weights), append(c.weighted, r.IntN(2) == 0)
 	}
 	return c
 }
@@ -97,14 +98,14 @@ func runExperts[T memory.Element](t *testing.T, group []member, c *expertsCase[T
 			_, x := onDevice(t, m, c.x[i])
 			_, ids := onDevice(t, m, c.ids[i])
 			_, weights := onDevice(t, m, c.weights[i])
-			if !c.weighted {
+			if !c.weighted[i] {
 				weights = 0
 			}
 			if !c.each {
 				atChoices = 0
 			}
 			require.NoError(t, fabric.LoadExperts(m.Device(), &l))
-			require.NoError(t, m.Dispatch(m.s, &l, &fabric.Dispatch{Weighted: c.weighted, Tokens: tokens, X: x, IDs: ids, Weights: weights, Rows: atRows, Counts: atCounts, Routes: atRoutes}))
+			require.NoError(t, m.Dispatch(m.s, &l, &fabric.Dispatch{Tokens: tokens, X: x, IDs: ids, Weights: weights, Rows: atRows, Counts: atCounts, Routes: atRoutes}))
 			require.NoError(t, m.Combine(m.s, &l, &fabric.Combine{Tokens: tokens, Y: atRows, Routes: atRoutes, Weights: weights, Out: atOut, Rows: atChoices}))
 			got[i] = expertsOutput[T]{fetch(t, m, rows), fetch(t, m, counts), fetch(t, m, routes), fetch(t, m, out), fetch(t, m, choices)}
 		})
@@ -126,13 +127,13 @@ func expertsOnHost[T memory.Element](h *hostSource, f float[T]) {
 	for i := range 6 {
 		c := drawExperts(rng, h.ranks, f)
 		l := c.layer
-		put(t, &h.in, []uint32{uint32(h.ranks), uint32(l.Experts), uint32(l.TopK), uint32(l.Hidden), uint32(l.MaxTokens), number[l.Small], number[c.weighted], number[c.each],
+		put(t, &h.in, []uint32{uint32(h.ranks), uint32(l.Experts), uint32(l.TopK), uint32(l.Hidden), uint32(l.MaxTokens), number[l.Small], number[c.each],
 			uint32(1 + rng.IntN(2)), uint32(32 * (1 + rng.IntN(2))), uint32(i % 2)})
 		for r, got := range runExperts(t, h.group, c) {
-			put(t, &h.in, uint32(len(c.ids[r])/l.TopK), c.x[r], c.ids[r], c.weights[r])
+			put(t, &h.in, uint32(len(c.ids[r])/l.TopK), number[c.weighted[r]], c.x[r], c.ids[r], c.weights[r])
 			put(t, &h.want, got.rows, got.counts, got.routes, got.out, got.choices)
 		}
-		h.compare("%+v, weighted %t, packed %d", l, c.weighted, i%2)
+		h.compare("%+v, weighted %v, packed %d", l, c.weighted, i%2)
 	}
 }
 

@@ -1,11 +1,9 @@
 package fabric_test
 
 import (
-	"bytes"
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"os/exec"
 	"sync"
 	"testing"
 
@@ -13,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -77,52 +74,36 @@ func runQuantized[T memory.Element](t *testing.T, group []member, f float[T], c 
 // TestQuantizedSourceOnTheHost compiles the CUDA source for the host, and compares its bits with the results of
 // virtual devices.
 func TestQuantizedSourceOnTheHost(t *testing.T) {
-	seed := rand.Uint64()
-	t.Log("seed ", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
-	switch rng.IntN(3) { // each takes seconds to compile
-	case 0:
-		quantizedOnHost(t, "Half", half, rng)
-	case 1:
-		quantizedOnHost(t, "BFloat", bfloat, rng)
-	default:
-		quantizedOnHost(t, "float", single, rng)
-	}
+	onHost(t, quantizedOnHost[memory.Float16Bits], quantizedOnHost[memory.BFloat16Bits], quantizedOnHost[float32])
 }
 
-func quantizedOnHost[T memory.Element](t *testing.T, name string, f float[T], rng *rand.Rand) {
-	ranks := 2 + rng.IntN(2)
+func quantizedOnHost[T memory.Element](h *hostSource, f float[T]) {
+	t, rng := h.t, h.rng
 	format, code := memory.Float8E4M3, "E4M3"
 	if rng.IntN(2) == 0 {
 		format, code = memory.Int8, "Int8"
 	}
-	program := ptxtest.Host(t, fabric.QuantizedSourceOnHost(), "-pthread", "-w", "-DCHORUS_TYPE="+name, "-DCHORUS_CODE="+code, fmt.Sprint("-DCHORUS_RANKS=", ranks))
-	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: ranks}), &fabric.Config{Bytes: 64 << 10})
-	var in, want bytes.Buffer
+	h.compile(fabric.QuantizedSourceOnHost(), &fabric.Config{Bytes: 64 << 10}, "-DCHORUS_CODE="+code)
+	number := map[bool]uint32{true: 1}
 	for i := range 5 {
 		c := quantizedCase{n: 1 + rng.IntN(20000), skip: rng.IntN(2), format: format, mean: rng.IntN(2) == 0, feedback: rng.IntN(2) == 0}
-		xs, gotXs, errs, gotErrs := runQuantized(t, group, f, c, rng)
-		share := quant.ShareLen(c.n, ranks)
+		xs, gotXs, errs, gotErrs := runQuantized(t, h.group, f, c, rng)
+		share := quant.ShareLen(c.n, h.ranks)
 		length, warps := share, 1+rng.IntN(2)
 		if i > 0 { // chunks, with a warp that moves no data
 			length, warps = quant.WarpLen*(1+rng.IntN(1+share/quant.WarpLen/8)), warps+1
 		}
-		number := map[bool]uint32{true: 1}
-		put(t, &in, []uint32{uint32(ranks), uint32(c.n), uint32(share), uint32(length), uint32(1 + rng.IntN(2)), uint32(32 * warps), number[c.mean], number[c.feedback], uint32(c.skip)})
+		put(t, &h.in, []uint32{uint32(h.ranks), uint32(c.n), uint32(share), uint32(length), uint32(1 + rng.IntN(2)), uint32(32 * warps), number[c.mean], number[c.feedback], uint32(c.skip)})
 		for i := range xs {
-			put(t, &in, xs[i])
-			put(t, &want, gotXs[i])
+			put(t, &h.in, xs[i])
+			put(t, &h.want, gotXs[i])
 			if c.feedback {
-				put(t, &in, errs[i])
-				put(t, &want, gotErrs[i])
+				put(t, &h.in, errs[i])
+				put(t, &h.want, gotErrs[i])
 			}
 		}
+		h.compare("%+v, in chunks of %d", c, length)
 	}
-	cmd := exec.CommandContext(testgpu.Context(t), program)
-	cmd.Stdin = &in
-	out, err := cmd.Output()
-	require.NoError(t, err)
-	require.True(t, bytes.Equal(want.Bytes(), out), "%d ranks, %s in %s: the bits of the source differ from the Go functions", ranks, name, code)
 }
 
 // Operations of any length run on each backend, also between other operations of the ranks.

@@ -71,8 +71,10 @@ type dumpedEntry struct {
 	TimeoutMillis int64     `json:"timeout_ms"`
 	Transfers     bool      `json:"is_p2p"`
 	Captured      bool      `json:"captured"`
-	Uneven        bool      `json:"uneven,omitempty"` // the sizes may differ between ranks
-	Kind          string    `json:"kind,omitempty"`   // of an operation for which PyTorch has no name
+	Uneven        bool      `json:"uneven,omitempty"`  // the sizes may differ between ranks
+	Kind          string    `json:"kind,omitempty"`    // of an operation for which PyTorch has no name
+	Format        string    `json:"format,omitempty"`  // of its 8-bit numbers
+	Options       string    `json:"options,omitempty"` // what else must be the same on all ranks
 	Reduction     string    `json:"reduction,omitempty"`
 	Root          *int      `json:"root,omitempty"`
 	Frames        []Frame   `json:"frames"`
@@ -162,11 +164,15 @@ func (r *Recorder) dumped(o Operation) dumpedEntry {
 		Collective: o.Collective, Transfer: o.Transfer, Op: o.Record, Name: "nccl:" + Kinds[o.kind].Torch,
 		Created: o.Created.UnixNano(), InputSizes: sizes(o.In), InputDTypes: types, OutputSizes: sizes(o.Out), OutputDTypes: types,
 		State: o.state.torch(), Queued: o.Queued, Batch: o.batch, Retired: o.state == Completed, TimeoutMillis: o.Timeout.Milliseconds(),
-		Transfers: Kinds[o.kind].Peer, Captured: o.Captured, Uneven: o.kind >= AllGatherV, Reduction: o.Reduction, Frames: o.Frames,
+		Transfers: Kinds[o.kind].Peer, Captured: o.Captured, Uneven: Kinds[o.kind].Uneven, Reduction: o.Reduction, Options: o.Options, Frames: o.Frames,
+	}
+	if Kinds[o.kind].NotTorch {
+		e.Kind = o.kind.Label()
+	}
+	if o.Format != 0 {
+		e.Format = torchTypes[o.Format]
 	}
 	switch o.kind {
-	case Dispatch, Combine:
-		e.Kind = o.kind.Label()
 	case Send:
 		e.Name += fmt.Sprintf(" %d->%d", r.Rank, o.Root)
 	case Recv:
@@ -322,9 +328,9 @@ func countDuration(x *timeline.Record) {
 
 // plainName returns the name of a kind for metrics, such as all_reduce.
 func plainName(name string) string {
-	for _, k := range Kinds {
-		if k.Name == name {
-			return strings.ReplaceAll(k.Plain, "-", "_")
+	for k := range NumKinds {
+		if k.String() == name {
+			return k.Label()
 		}
 	}
 	return name

@@ -85,10 +85,13 @@ type Service uint8
 type Request struct {
 	Kind      Kind
 	DType     memory.DType
+	Format    memory.DType // of the 8-bit numbers of an AllReduceQuantized or an AllReduceNorm; otherwise 0
 	Service   Service
 	Captured  bool // into a graph
 	Reduction Reduction
 	Signature uint32              // set when it is scheduled
+	Detail    uint32              // of an AllReduceNorm the elements of a row, of a Dispatch or Combine the number of the Experts in the group
+	Eps       float32             // of an AllReduceNorm
 	Root      int                 // or the peer
 	N         int                 // elements; the sum over all ranks if the ranks have different numbers
 	Callers   *[MaxFrames]uintptr // nil unless they are recorded
@@ -113,6 +116,8 @@ type Operation struct {
 	Transfer   uint64       // number of the send or receive; for a collective, of the preceding send or receive
 	Name       string       // such as ncclAllReduce
 	DType      memory.DType // of the elements
+	Format     memory.DType // of the 8-bit numbers that a quantized all-reduce sends, or an all-reduce and norm stores; otherwise 0
+	Options    string       // what else must be the same on all ranks, such as "rows of 1024, eps 1e-05"; usually ""
 	Count      int          // elements, as NCCL counts them for the operation; for Dispatch and Combine, of the rank's tokens
 	In, Out    int          // elements of the source and of the destination
 	Reduction  string       // such as "sum", or ""
@@ -166,12 +171,18 @@ func (o Operation) String() string {
 	return fmt.Sprintf("%s as collective %d", o.call(), o.Collective)
 }
 
-// call returns a text such as "ncclAllReduce(1024 x float32, sum)".
+// call returns a text such as "ncclAllReduce(1024 x float32, sum)" or "AllReduceQuantized(1024 x float32 in int8, sum)".
 func (o Operation) call() string {
 	d := &Kinds[o.kind]
 	text := fmt.Sprintf("%s(%d x %s", o.Name, o.Count, o.DType)
+	if o.Format != 0 {
+		text += fmt.Sprintf(" in %s", o.Format)
+	}
 	if o.Reduction != "" {
 		text += ", " + o.Reduction
+	}
+	if o.Options != "" {
+		text += ", " + o.Options
 	}
 	switch {
 	case o.kind == Send:
@@ -191,7 +202,7 @@ func (e *Entry) Operation() Operation {
 	}
 	d := &Kinds[e.Kind]
 	o := Operation{
-		Record: e.ID, Collective: e.Collective, Transfer: e.Transfer, Name: d.Name, DType: e.DType, Count: e.N, In: e.in, Out: e.out,
+		Record: e.ID, Collective: e.Collective, Transfer: e.Transfer, Name: d.Name, DType: e.DType, Format: e.Format, Count: e.N, In: e.in, Out: e.out,
 		Root: -1, Stream: e.stream, State: e.state.String(), Captured: e.Captured, Timeout: e.timeout,
 		Created: Moment(e.Created), Completed: Moment(e.completed), Started: Moment(e.started), Queued: e.queued,
 		kind: e.Kind, state: e.state, batch: e.batch,
@@ -205,6 +216,12 @@ func (e *Entry) Operation() Operation {
 	}
 	if d.Reduces {
 		o.Reduction = e.Reduction.text()
+	}
+	switch e.Kind {
+	case AllReduceNorm:
+		o.Options = fmt.Sprintf("rows of %d, eps %g", e.Detail, e.Eps)
+	case Dispatch, Combine:
+		o.Options = fmt.Sprintf("experts %d", e.Detail)
 	}
 	if d.Rooted {
 		o.Root = e.Root
@@ -293,9 +310,11 @@ const (
 	AllGatherV
 	ReduceScatterV
 	AllToAllV
-	Dispatch // of tokens to experts, by Chorus kernels
-	Combine  // of their results
-	NumKinds // the number of kinds plus one
+	Dispatch           // of tokens to experts, by Chorus kernels
+	Combine            // of their results
+	AllReduceQuantized // sends blocks of 8-bit numbers
+	AllReduceNorm      // with the norms of the sums, by one Chorus kernel
+	NumKinds           // the number of kinds plus one
 )
 
 // A Sizing is the length of a buffer relative to an operation's count.
@@ -318,6 +337,8 @@ var Kinds = [NumKinds]struct {
 	Dst, Src Sizing
 	DstRoot  bool // only the root has a destination
 	SrcRoot  bool // only the root has a source
+	Uneven   bool // the ranks may have different lengths
+	NotTorch bool // PyTorch has no such operation: Torch is the name of a similar one
 }{
 	AllReduce:     {Name: "ncclAllReduce", Plain: "all-reduce", Torch: "all_reduce", Reduces: true, Dst: One, Src: One},
 	Reduce:        {Name: "ncclReduce", Plain: "reduce", Torch: "reduce", Reduces: true, Rooted: true, Dst: One, Src: One, DstRoot: true},
@@ -330,13 +351,16 @@ var Kinds = [NumKinds]struct {
 	Send:          {Name: "ncclSend", Plain: "send", Torch: "send", Rooted: true, Peer: true, Src: One},
 	Recv:          {Name: "ncclRecv", Plain: "receive", Torch: "recv", Rooted: true, Peer: true, Dst: One},
 
-	AllGatherV:     {Name: "AllGatherV", Plain: "all-gather-v", Torch: "ALLGATHER_coalesced", Dst: All, Src: One},
-	ReduceScatterV: {Name: "ReduceScatterV", Plain: "reduce-scatter-v", Torch: "reduce_scatter_tensor_coalesced", Reduces: true, Dst: One, Src: All},
-	AllToAllV:      {Name: "AllToAllV", Plain: "all-to-all-v", Torch: "all_to_all", Dst: All, Src: All},
+	AllGatherV:     {Name: "AllGatherV", Plain: "all-gather-v", Torch: "ALLGATHER_coalesced", Dst: All, Src: One, Uneven: true},
+	ReduceScatterV: {Name: "ReduceScatterV", Plain: "reduce-scatter-v", Torch: "reduce_scatter_tensor_coalesced", Reduces: true, Dst: One, Src: All, Uneven: true},
+	AllToAllV:      {Name: "AllToAllV", Plain: "all-to-all-v", Torch: "all_to_all", Dst: All, Src: All, Uneven: true},
 
 	// The host knows only the rank's own tokens, not the rows of its experts. PyTorch's tools refuse unknown names.
-	Dispatch: {Name: "Dispatch", Plain: "dispatch", Torch: "all_to_all", Dst: One, Src: One},
-	Combine:  {Name: "Combine", Plain: "combine", Torch: "all_to_all", Dst: One, Src: One},
+	Dispatch: {Name: "Dispatch", Plain: "dispatch", Torch: "all_to_all", Dst: One, Src: One, Uneven: true, NotTorch: true},
+	Combine:  {Name: "Combine", Plain: "combine", Torch: "all_to_all", Dst: One, Src: One, Uneven: true, NotTorch: true},
+
+	AllReduceQuantized: {Name: "AllReduceQuantized", Plain: "quantized all-reduce", Torch: "all_reduce", Reduces: true, Dst: One, Src: One, NotTorch: true},
+	AllReduceNorm:      {Name: "AllReduceNorm", Plain: "all-reduce and norm", Torch: "all_reduce", Reduces: true, Dst: One, Src: One, NotTorch: true},
 }
 
 // OfExperts reports whether the kind is Dispatch or Combine. Ranks may have different numbers of tokens, or none, and
@@ -347,7 +371,7 @@ func (k Kind) OfExperts() bool { return k == Dispatch || k == Combine }
 func (k Kind) String() string { return Kinds[k].Name }
 
 // Label returns the name in metrics, such as "all_reduce".
-func (k Kind) Label() string { return strings.ReplaceAll(k.Plain(), "-", "_") }
+func (k Kind) Label() string { return strings.NewReplacer("-", "_", " ", "_").Replace(k.Plain()) }
 
 // Plain returns the name that users read, such as "all-reduce".
 func (k Kind) Plain() string { return Kinds[k].Plain }

@@ -227,7 +227,7 @@ func (q *Sequence) follow(s *Stream) error {
 // use records that s gets an operation. The lock is held.
 func (q *Sequence) use(s *Stream) error {
 	if q.closed {
-		return fmt.Errorf("use: %w", ErrClosed)
+		return fmt.Errorf("use the memory that the operations share: %w", ErrClosed)
 	}
 	if slices.Contains(q.users, s) {
 		return nil

@@ -40,6 +40,7 @@ const (
 	notFinite = 255     // the exponent of a block that has an infinity or a NaN
 	maxBlocks = 1 << 10 // of a grid, for a chunk
 	scaleZero = 127     // the exponent of scale 1
+	tagBytes  = 16
 )
 
 // ShareLen returns the number of elements in a share, if n elements are divided among so many ranks.
@@ -50,6 +51,9 @@ func ShareLen(n, ranks int) int {
 
 // ChunkBytes returns the number of bytes of so many elements in blocks.
 func ChunkBytes(length int) int { return length + length/BlockLen }
+
+// TaggedBytes returns the number of bytes of a chunk with its tag, as the kernels of Load have it.
+func TaggedBytes(length int) int { return ChunkBytes(length) + tagBytes }
 
 // Supports reports whether there are blocks of a format for elements of a type.
 func Supports(t, format memory.DType) bool {
@@ -63,7 +67,10 @@ func Macros(t, format memory.DType) []string {
 }
 
 // Kernels are the kernels for elements of one type and blocks of one format, on one device.
-type Kernels struct{ quantize, reduce, dequantize *kernel.Kernel }
+type Kernels struct {
+	quantize, reduce, dequantize *kernel.Kernel
+	index                        int // of the type and the format
+}
 
 // loaded has the kernels by type and format.
 var loaded [len(elements)][len(codes)]kern.PerDevice[Kernels]
@@ -76,6 +83,7 @@ func Load(dev *device.Device, t, format memory.DType) (*Kernels, error) {
 		return nil, &device.UnsupportedError{Feature: "an all-reduce in 8-bit blocks", Need: "elements of float16, bfloat16 or float32, and blocks of float8_e4m3fn or int8", Have: fmt.Sprintf("%s in %s", t, format)}
 	}
 	return loaded[indexOf(elements[:], t)][indexOf(codes[:], format)].Of(dev, func(k *Kernels, dev *device.Device) error {
+		k.index = indexOf(elements[:], t)*len(codes) + indexOf(codes[:], format)
 		src := sourceOf(t, format)
 		m, err := kernel.Compile(dev, src)
 		for i, to := range []**kernel.Kernel{&k.quantize, &k.reduce, &k.dequantize} {
@@ -94,12 +102,12 @@ func Load(dev *device.Device, t, format memory.DType) (*Kernels, error) {
 func sourceOf(t, format memory.DType) *kernel.Source {
 	p, u, w := kernel.Pointer, kernel.U64, kernel.U32
 	src := &kernel.Source{Name: "quant.cu", CUDA: Blocks + kernels, Options: Macros(t, format), Kernels: []kernel.Def{
-		{Name: "quantize", Params: []kernel.Param{p, p, p, u, u, w, w}, Go: func(c *kernel.Call) { quantize(c, t, format) }},
-		{Name: "reduce", Params: []kernel.Param{p, p, p, p, u, u, w, w, w, w}, Go: func(c *kernel.Call) { reduce(c, t, format) }},
-		{Name: "dequantize", Params: []kernel.Param{p, p, u, u, w, w}, Go: func(c *kernel.Call) { dequantize(c, t, format) }},
+		{Name: "quantize", Params: []kernel.Param{p, p, p, u, u, w, w, u}, Go: func(c *kernel.Call) { quantize(c, t, format) }},
+		{Name: "reduce", Params: []kernel.Param{p, p, p, p, u, u, w, w, w, w, u}, Go: func(c *kernel.Call) { reduce(c, t, format) }},
+		{Name: "dequantize", Params: []kernel.Param{p, p, u, u, w, w, u}, Go: func(c *kernel.Call) { dequantize(c, t, format) }},
 	}}
 	kern.MakeResident(src)
-	kern.Declare(src, map[string]string{"quantize": "rww----", "reduce": "wwrw------", "dequantize": "wr----"})
+	kern.Declare(src, map[string]string{"quantize": "rww-----", "reduce": "wwrw-------", "dequantize": "wr-----"})
 	return src
 }
 
@@ -108,7 +116,8 @@ type Operand[T memory.Element] struct {
 	X      memory.Slice[T]
 	Errors memory.Slice[float32] // as long as X, or the zero Slice
 	Rank   int
-	Ranks  int // 2 or more
+	Ranks  int  // 2 or more
+	Mean   bool // divide the sums by the number of ranks
 }
 
 // share returns the elements of a share.
@@ -136,31 +145,40 @@ func (x *Operand[T]) errors() kernel.Arg {
 	return kernel.Ptr(x.Errors)
 }
 
+// tag returns what all ranks must have in common. A rank takes the elements of a chunk with another tag as NaN.
+func (k *Kernels) tag(n int, mean bool) kernel.Arg {
+	tag := uint64(n)<<8 | uint64(k.index)<<1
+	if mean {
+		tag++
+	}
+	return kernel.Scalar(tag)
+}
+
 // Quantize enqueues the conversion of the shares that other ranks own to chunks, in rank order
-// without the own one. First it adds the errors, if there are any; they become the rounding errors.
+// without the own one. The chunks have tags. First it adds the errors, if there are any; they become the rounding errors.
 func Quantize[T memory.Element](k *Kernels, s *stream.Stream, x *Operand[T], chunks memory.Slice[uint8]) error {
 	share := x.share()
 	return k.quantize.Launch(s, grid(share, x.Ranks-1), kernel.Ptr(x.X), x.errors(), kernel.Ptr(chunks), kernel.Scalar(uint64(x.X.Len())),
-		kernel.Scalar(uint64(share)), kernel.Scalar(uint32(x.Rank)), kernel.Scalar(x.aligned()))
+		kernel.Scalar(uint64(share)), kernel.Scalar(uint32(x.Rank)), kernel.Scalar(x.aligned()), k.tag(x.X.Len(), x.Mean))
 }
 
 // Reduce enqueues the sum of the own share with the chunks of the other ranks, in rank order and in
-// float32; mean divides it by the number of ranks. The sums become the own share, rounded to blocks,
+// float32. The sums become the own share, rounded to blocks,
 // and chunk. The rounding errors become the errors of the own share.
-func Reduce[T memory.Element](k *Kernels, s *stream.Stream, x *Operand[T], chunks, chunk memory.Slice[uint8], mean bool) error {
+func Reduce[T memory.Element](k *Kernels, s *stream.Stream, x *Operand[T], chunks, chunk memory.Slice[uint8]) error {
 	share, divide := x.share(), uint32(0)
-	if mean {
+	if x.Mean {
 		divide = 1
 	}
 	return k.reduce.Launch(s, grid(share, 1), kernel.Ptr(x.X), x.errors(), kernel.Ptr(chunks), kernel.Ptr(chunk), kernel.Scalar(uint64(x.X.Len())),
-		kernel.Scalar(uint64(share)), kernel.Scalar(uint32(x.Rank)), kernel.Scalar(uint32(x.Ranks)), kernel.Scalar(divide), kernel.Scalar(x.aligned()))
+		kernel.Scalar(uint64(share)), kernel.Scalar(uint32(x.Rank)), kernel.Scalar(uint32(x.Ranks)), kernel.Scalar(divide), kernel.Scalar(x.aligned()), k.tag(x.X.Len(), x.Mean))
 }
 
 // Dequantize enqueues the conversion of the chunks of all ranks to elements, except for the own share.
 func Dequantize[T memory.Element](k *Kernels, s *stream.Stream, x *Operand[T], chunks memory.Slice[uint8]) error {
 	share := x.share()
 	return k.dequantize.Launch(s, grid(share, x.Ranks-1), kernel.Ptr(x.X), kernel.Ptr(chunks), kernel.Scalar(uint64(x.X.Len())),
-		kernel.Scalar(uint64(share)), kernel.Scalar(uint32(x.Rank)), kernel.Scalar(x.aligned()))
+		kernel.Scalar(uint64(share)), kernel.Scalar(uint32(x.Rank)), kernel.Scalar(x.aligned()), k.tag(x.X.Len(), x.Mean))
 }
 
 // grid returns the grid for so many chunks.

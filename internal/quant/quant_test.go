@@ -111,10 +111,15 @@ func TestSourceAgreesWithGo(t *testing.T) {
 		for range testhost.Rounds(2, 4) {
 			n, ranks := 1+r.IntN(3000), 2+r.IntN(7)
 			share, mine := ShareLen(n, ranks), r.IntN(ranks)
-			chunks := func(count int) []uint8 {
-				out := make([]uint8, count*ChunkBytes(share))
+			tag := r.Uint64()
+			chunks := func(count int) []uint8 { // one may have another tag
+				out, wrong := make([]uint8, count*TaggedBytes(share)), r.IntN(2*count)
 				for i := range count {
-					f.encode(chunkOf(out, i, share), drawn(r, share), infinite, math.MaxFloat32)
+					its := tag
+					if i == wrong {
+						its ^= 1 << r.IntN(64)
+					}
+					f.encode(sealed(out, i, share, its), drawn(r, share), infinite, math.MaxFloat32)
 				}
 				return out
 			}
@@ -126,11 +131,11 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			one, others := grid(share, 1), grid(share, ranks-1)
 			trials = append(trials,
 				kernel.Trial{Kernel: "quantize", Grid: others, Outputs: []string{"out"},
-					Args: []any{x, errs, make([]uint8, (ranks-1)*ChunkBytes(share)), uint64(n), uint64(share), uint32(mine), aligned}},
+					Args: []any{x, errs, make([]uint8, (ranks-1)*TaggedBytes(share)), uint64(n), uint64(share), uint32(mine), aligned, tag}},
 				kernel.Trial{Kernel: "reduce", Grid: one, Outputs: []string{"out"},
-					Args: []any{x, errs, chunks(ranks - 1), make([]uint8, ChunkBytes(share)), uint64(n), uint64(share), uint32(mine), uint32(ranks), uint32(r.IntN(2)), aligned}},
+					Args: []any{x, errs, chunks(ranks - 1), make([]uint8, TaggedBytes(share)), uint64(n), uint64(share), uint32(mine), uint32(ranks), uint32(r.IntN(2)), aligned, tag}},
 				kernel.Trial{Kernel: "dequantize", Grid: others,
-					Args: []any{x, chunks(ranks), uint64(n), uint64(share), uint32(mine), aligned}})
+					Args: []any{x, chunks(ranks), uint64(n), uint64(share), uint32(mine), aligned, tag}})
 		}
 		err := kernel.Verify(t.Context(), sourceOf(f.element.dtype, f.code.dtype), trials, &kernel.VerifyConfig{Host: true})
 		if errors.Is(err, exec.ErrNotFound) {

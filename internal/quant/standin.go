@@ -3,6 +3,7 @@ package quant
 import (
 	"encoding/binary"
 	"math"
+	"slices"
 
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/kernel"
@@ -262,35 +263,52 @@ func other(i, mine int) int {
 	return i + 1
 }
 
-// chunkOf returns the i-th chunk.
-func chunkOf(chunks []byte, i, share int) []byte {
-	return chunks[i*ChunkBytes(share):][:ChunkBytes(share)]
+// sealed returns the i-th chunk once it has its tag.
+func sealed(chunks []byte, i, share int, tag uint64) []byte {
+	to := chunks[i*TaggedBytes(share):]
+	binary.LittleEndian.PutUint64(to[ChunkBytes(share):], tag)
+	clear(to[ChunkBytes(share)+8:][:tagBytes-8])
+	return to[:ChunkBytes(share)]
+}
+
+// opened returns the i-th chunk, of NaN if it has another tag.
+func opened(chunks []byte, i, share int, tag uint64) []byte {
+	tagged := chunks[i*TaggedBytes(share):][:TaggedBytes(share)]
+	chunk := tagged[:ChunkBytes(share)]
+	if binary.LittleEndian.Uint64(tagged[len(chunk):]) == tag {
+		return chunk
+	}
+	chunk = slices.Clone(chunk)
+	for k := share; k < len(chunk); k++ {
+		chunk[k] = notFinite
+	}
+	return chunk
 }
 
 func quantize(c *kernel.Call, t, f memory.DType) {
 	o := Open(c, t, f, c.Address(0), c.Address(1), int(kernel.Get[uint64](c, 3)))
 	share, mine, others := int(kernel.Get[uint64](c, 4)), int(kernel.Get[uint32](c, 5)), int(c.Grid().Blocks[1])
-	out := kernel.Update[uint8](c, 2, others*ChunkBytes(share))
+	out, tag := kernel.Update[uint8](c, 2, others*TaggedBytes(share)), kernel.Get[uint64](c, 7)
 	for i := range others {
-		o.ToBlocks(chunkOf(out, i, share), other(i, mine)*share, share)
+		o.ToBlocks(sealed(out, i, share, tag), other(i, mine)*share, share)
 	}
 }
 
 func reduce(c *kernel.Call, t, f memory.DType) {
 	o := Open(c, t, f, c.Address(0), c.Address(1), int(kernel.Get[uint64](c, 4)))
 	share, mine, ranks := int(kernel.Get[uint64](c, 5)), int(kernel.Get[uint32](c, 6)), int(kernel.Get[uint32](c, 7))
-	in, chunks := kernel.Read[uint8](c, 2, (ranks-1)*ChunkBytes(share)), make([][]byte, ranks)
+	in, chunks, tag := kernel.Read[uint8](c, 2, (ranks-1)*TaggedBytes(share)), make([][]byte, ranks), kernel.Get[uint64](c, 10)
 	for i := range ranks - 1 {
-		chunks[other(i, mine)] = chunkOf(in, i, share)
+		chunks[other(i, mine)] = opened(in, i, share, tag)
 	}
-	o.SumToBlocks(kernel.Update[uint8](c, 3, ChunkBytes(share)), mine*share, share, chunks, kernel.Get[uint32](c, 8) == 1)
+	o.SumToBlocks(sealed(kernel.Update[uint8](c, 3, TaggedBytes(share)), 0, share, tag), mine*share, share, chunks, kernel.Get[uint32](c, 8) == 1)
 }
 
 func dequantize(c *kernel.Call, t, f memory.DType) {
 	o := Open(c, t, f, c.Address(0), 0, int(kernel.Get[uint64](c, 2)))
 	share, mine, others := int(kernel.Get[uint64](c, 3)), int(kernel.Get[uint32](c, 4)), int(c.Grid().Blocks[1])
-	in := kernel.Read[uint8](c, 1, (others+1)*ChunkBytes(share))
+	in, tag := kernel.Read[uint8](c, 1, (others+1)*TaggedBytes(share)), kernel.Get[uint64](c, 6)
 	for i := range others {
-		o.FromBlocks(other(i, mine)*share, chunkOf(in, other(i, mine), share))
+		o.FromBlocks(other(i, mine)*share, opened(in, other(i, mine), share, tag))
 	}
 }

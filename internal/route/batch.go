@@ -16,17 +16,15 @@ import (
 // a group choose. Enqueue decides once, for all operations of the batch.
 type Batch struct {
 	*nccl.Batch
-	routers Routers
-	in      collective.Batch // the steps of the nccl.Batch
-	ops     []*collective.Op
-	errs    []error            // results of the operations
-	tallies []tally            // of the routers
-	foreign int                // number of operations of other communicators
-	inOrder bool               // ReduceInOrder was called
-	norms   []fabric.Norm      // of EnqueueNorms, by local rank
-	blocks  []fabric.Quantized // of EnqueueQuantized, by local rank
-
-	experts func(*collective.Op) error // of EnqueueExperts
+	routers  Routers
+	in       collective.Batch // the steps of the nccl.Batch
+	ops      []*collective.Op
+	errs     []error                                        // results of the operations
+	tallies  []tally                                        // of the routers
+	foreign  int                                            // number of operations of other communicators
+	inOrder  bool                                           // ReduceInOrder was called
+	launches func(*collective.Op) error                     // of EnqueueKernels
+	steps    func(move func([]collective.Move) error) error // of EnqueueSteps
 
 	// By rank, for copy engines.
 	streams []*stream.Stream
@@ -53,7 +51,7 @@ func (rs Routers) NewBatch() *Batch {
 // a group of NCCL, and the communicators fail if Chorus kernels have started a part of the
 // batch when another part fails.
 func (b *Batch) Enqueue() error {
-	if len(b.routers) > 0 || b.in.Len() == 1 {
+	if len(b.routers) > 0 || b.in.Len() == 1 || b.steps != nil {
 		b.in.SetExecutor(b)
 		defer b.in.SetExecutor(nil)
 	}
@@ -77,14 +75,17 @@ func (b *Batch) Reset() {
 // count: other ranks need not have them.
 func (b *Batch) Decide() {
 	b.describe()
+	if b.steps != nil {
+		return // NCCL moves the data
+	}
 	together := b.together()
 	for _, x := range b.ops {
 		strategy, only := NCCLOnly, false
 		if x.Local >= 0 && b.tallies[x.Local].collectives == 1 {
 			only = true
 			x.Together = together
-			if strategy = b.routers[x.Local].choose(x); b.norms != nil || b.blocks != nil || b.experts != nil { // EnqueueNorms has decided so, or the caller
-				strategy, x.Fused = OwnKernels, true
+			if strategy = b.routers[x.Local].choose(x); b.launches != nil {
+				strategy = OwnKernels
 			}
 		}
 		x.Service, x.Algorithm = services[strategy], int8(algorithms[strategy])
@@ -186,6 +187,10 @@ func (b *Batch) failed(x *collective.Op, err error) error {
 
 // Execute executes the operations and returns their results.
 func (b *Batch) Execute() []error {
+	if b.steps != nil {
+		b.failFrom(0, b.executeSteps())
+		return b.errs
+	}
 	if b.orderedSteps() > 0 {
 		if b.executeOrdered() {
 			b.executeGroup()
@@ -314,12 +319,8 @@ func (b *Batch) launchAll() {
 func (b *Batch) launch(x *collective.Op) error {
 	r := b.router(x)
 	switch {
-	case x.Fused && b.experts != nil:
-		return b.failed(x, b.experts(x))
-	case x.Fused && b.blocks != nil:
-		return b.failed(x, r.kernels.EnqueueQuantized(x.Stream, &b.blocks[x.Local]))
-	case x.Fused:
-		return b.failed(x, r.kernels.EnqueueNorm(x.Stream, &b.norms[x.Local]))
+	case b.launches != nil:
+		return b.failed(x, b.launches(x))
 	case x.Pieces:
 		return b.failed(x, r.launchPieces(x))
 	}

@@ -26,12 +26,7 @@ func (x *expertRanks) all() []*fabric.Rank {
 // if Chorus kernels do not execute the group's collectives, or if the devices do not support them, alike on all ranks. The caller
 // closes them with CloseExperts; otherwise Close does. Collective.
 func (rs Routers) OpenExperts(ctx context.Context, slot int, exchange func(local int) collective.Exchange) ([]*fabric.Rank, error) {
-	if len(rs) == 0 || rs[0].kernels == nil {
-		return nil, nil
-	}
-	switch rs[0].rule.Load().strategy {
-	case OwnKernels, OneShot, TwoShotPackets, TwoShot, TwoShotLines, Pipelined, Tuned:
-	default:
+	if len(rs) == 0 || rs[0].kernels == nil || !rs[0].ownKernels() {
 		return nil, nil
 	}
 	ranks := make([]*fabric.Rank, len(rs))
@@ -74,17 +69,4 @@ func (rs Routers) CloseExperts(ranks []*fabric.Rank) error {
 		x.mu.Unlock()
 	}
 	return errors.Join(errs...)
-}
-
-// EnqueueExperts is Enqueue for a dispatch or a combine of each local rank, whose part launch enqueues by a rank of OpenExperts.
-func (b *Batch) EnqueueExperts(ops []collective.Op, launch func(*collective.Op) error) error {
-	for i, r := range b.routers {
-		if err := b.in.Add(r.in, &ops[i]); err != nil {
-			b.Reset()
-			return err
-		}
-	}
-	b.experts = launch
-	defer func() { b.experts = nil }()
-	return b.Enqueue()
 }

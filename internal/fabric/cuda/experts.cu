@@ -16,7 +16,7 @@
 #define COPIES 4             // cells of a lane in flight
 
 // A Shape describes a layer. Its methods give the places in what a rank sends to another one: for a dispatch the rows,
-// the ids and the weights, and for a combine the rows of a token's choices whose experts are on the sender.
+// the ids, the weights and whether there are weights, and for a combine the rows of a token's choices whose experts are on the sender.
 struct Shape {
 	u32 rank, ranks;
 	u32 experts, topK, hidden;
@@ -30,6 +30,7 @@ struct Shape {
 	__device__ u64 rowBytes() const { return small ? (chunkBytes(hidden) + 15) / 16 * 16 : elementBytes(); }
 	__device__ u64 idsAt() const { return most * rowBytes(); }
 	__device__ u64 weightsAt() const { return idsAt() + ids() * 4ull; }
+	__device__ u64 weightedAt() const { return weightsAt() + ids() * 4ull; }
 	__device__ u64 seatAt(u32 t, u32 seat) const { return ((u64)t * seats() + seat) * elementBytes(); }
 	__device__ bool names(i32 id) const { return (u32)id < experts; }
 };
@@ -86,7 +87,7 @@ template <class Put> static __device__ __forceinline__ void copyCells(const Cell
 	}
 }
 
-// sendTokens stores tokens, ids and weights. Ids that name no expert, and those of tokens that do not exist, become -1.
+// sendTokens stores tokens, ids, and weights unless they are null. Ids that name no expert, and those of tokens that do not exist, become -1.
 template <class To> static __device__ __forceinline__ void sendTokens(const Shape& of, To to, const T* x, const i32* ids, const float* weights, u32 tokens) {
 	to.all();
 	for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < of.ids(); i += gridDim.x * blockDim.x) {
@@ -96,6 +97,7 @@ template <class To> static __device__ __forceinline__ void sendTokens(const Shap
 		to.put([&](char* p) {
 			*(volatile i32*)(p + of.idsAt() + i * 4ull) = id;
 			if (weights) *(volatile float*)(p + of.weightsAt() + i * 4ull) = w;
+			if (i == 0) *(volatile u32*)(p + of.weightedAt()) = weights ? 1 : 0;
 		});
 	}
 	const u32 pieces = (of.hidden + PIECE - 1) / PIECE;
@@ -150,13 +152,16 @@ static __device__ __forceinline__ const char* arrived(const Shape& of, const cha
 	return control && (control->ticks / EPOCH & 1) != 0 ? in + of.ranks * pitch : in;
 }
 
-// receiveTokens stores the rows of the own experts, their numbers, and the ids of all ranks. With weights it multiplies each row by the sum of
-// its token's weights for the expert.
-static __device__ __forceinline__ void receiveTokens(const Shape& of, const char* in, u64 pitch, T* out, i32* counts, i32* routes, u32 weighted) {
+// receiveTokens stores the rows of the own experts, their numbers, and the ids of all ranks. It multiplies each row of a rank that has sent
+// weights by the sum of its token's weights for the expert.
+static __device__ __forceinline__ void receiveTokens(const Shape& of, const char* in, u64 pitch, T* out, i32* counts, i32* routes) {
+	const auto weightedBy = [&](u32 r) { return *(const u32*)(in + r * pitch + of.weightedAt()) != 0; };
+	const u32 weightedByFirst = __ballot_sync(ALL_LANES, lane() < of.ranks && weightedBy(lane())); // of the first ranks, so that rows need not wait for it
 	const auto idsOf = [&](u32 r) { return (const i32*)(in + r * pitch + of.idsAt()); };
 	for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < of.ranks * of.ids(); i += gridDim.x * blockDim.x) routes[i] = idsOf(i / of.ids())[i % of.ids()];
 	eachRow(of, idsOf, [&](u32 e, u32 place, u32 r, u32 t) {
 		const char* row = in + r * pitch + t * of.rowBytes();
+		const bool weighted = r < LANES ? weightedByFirst >> r & 1 : weightedBy(r);
 		T* const to = out + ((u64)e * of.ranks * of.most + place) * of.hidden;
 		if (!of.small && !weighted) {
 			copyCells((const Cell*)row, 0, of.elementBytes() / 16, [&](u64 c, const Cell& v) { ((Cell*)to)[c] = v; });
@@ -270,9 +275,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) combine_pack(const T* y, c
 	sendRows(of, Packed{out, out, pitch}, y, routes);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) dispatch_receive(const char* in, u64 pitch, const Control* control, T* out, i32* counts, i32* routes, u32 weighted, SHAPE) {
+extern "C" __global__ void __launch_bounds__(THREADS) dispatch_receive(const char* in, u64 pitch, const Control* control, T* out, i32* counts, i32* routes, SHAPE) {
 	const Shape of = SHAPED;
-	receiveTokens(of, arrived(of, in, pitch, control), pitch, out, counts, routes, weighted);
+	receiveTokens(of, arrived(of, in, pitch, control), pitch, out, counts, routes);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) combine_receive(const char* in, u64 pitch, const Control* control, const i32* routes, const float* weights, T* out, T* rows, u32 tokens, SHAPE) {

@@ -1,7 +1,7 @@
 
 // ---- the kernels on the host: the operands come on stdin, and the results go to stdout ----
 
-struct Head { u32 ranks, experts, topK, hidden, most, small, weighted, each, blocks, threads, packed; };
+struct Head { u32 ranks, experts, topK, hidden, most, small, each, blocks, threads, packed; };
 
 static void read(void* to, size_t bytes) {
 	if (fread(to, 1, bytes, stdin) != bytes) abort();
@@ -9,7 +9,7 @@ static void read(void* to, size_t bytes) {
 
 // A Host is what a rank has.
 struct Host {
-	u32 tokens;
+	u32 tokens, weighted;
 	std::vector<Cell> memory, sent, x, rows, out, choices;
 	std::vector<i32> ids, counts, routes;
 	std::vector<float> weights;
@@ -43,7 +43,7 @@ template <class Kernel> static void launch(Kernel kernel) {
 #define LINKED(r, h) peer(r, 0), peer(r, 1), peer(r, 2), peer(r, 3), peer(r, 4), peer(r, 5), peer(r, 6), peer(r, 7), r, head.ranks, slot, 0, &h.control, h.host, 0x123456789abcdefull
 #define LAYERED head.experts, head.topK, head.hidden, head.most, head.small
 static char* peer(u32 r, u32 k) { return k < head.ranks ? (char*)hosts[(r + k) % head.ranks].memory.data() : nullptr; }
-static const float* weights(Host& h) { return head.weighted ? h.weights.data() : nullptr; }
+static const float* weights(Host& h) { return h.weighted ? h.weights.data() : nullptr; }
 
 // arrives is the memory, the pitch and the control of a receive kernel.
 #define ARRIVES(h) (char*)h.memory.data() + (head.packed ? 0 : signals), head.packed ? part : slot, head.packed ? nullptr : &h.control
@@ -55,7 +55,7 @@ static void send(u32 r, Host& h) {
 	});
 }
 static void receive(u32 r, Host& h) {
-	launch([&] { dispatch_receive(ARRIVES(h), (T*)h.rows.data(), h.counts.data(), h.routes.data(), head.weighted, r, head.ranks, LAYERED); });
+	launch([&] { dispatch_receive(ARRIVES(h), (T*)h.rows.data(), h.counts.data(), h.routes.data(), r, head.ranks, LAYERED); });
 }
 static void sendBack(u32 r, Host& h) {
 	launch([&] {
@@ -85,7 +85,7 @@ static void run() {
 		for (auto& t : ranks) t.join();
 		return;
 	}
-	part = (of.weightsAt() + 4 * of.ids() + 15) / 16 * 16;
+	part = (of.weightedAt() + 4 + 15) / 16 * 16;
 	for (u32 r = 0; r < head.ranks; r++) send(r, hosts[r]);
 	for (u32 r = 0; r < head.ranks; r++)
 		for (auto& h : hosts) memcpy((char*)h.memory.data() + r * part, hosts[r].sent.data(), part);
@@ -105,7 +105,7 @@ int main() {
 		slot = 1 << 20;
 		hosts = std::vector<Host>(head.ranks);
 		for (auto& h : hosts) {
-			read(&h.tokens, 4);
+			read(&h.tokens, 4), read(&h.weighted, 4);
 			h.memory = cells(signals + 2 * head.ranks * slot), h.sent = cells(head.ranks * slot);
 			memset(h.memory.data(), 0, signals);
 			h.control.ticks = EPOCH * 1000;

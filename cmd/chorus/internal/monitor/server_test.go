@@ -113,7 +113,7 @@ func TestCountersOfAFreshJob(t *testing.T) {
 		return labels
 	}
 	for _, kind := range []string{"all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "gather", "scatter", "send", "receive",
-		"all_gather_v", "reduce_scatter_v", "all_to_all_v", "dispatch", "combine"} {
+		"all_gather_v", "reduce_scatter_v", "all_to_all_v", "dispatch", "combine", "quantized_all_reduce", "all_reduce_and_norm"} {
 		require.Zero(t, value(t, families, "chorus_group_operations_total", of("op", kind)))
 		require.Zero(t, value(t, families, "chorus_group_bytes_total", of("op", kind)))
 	}

@@ -46,7 +46,7 @@ func TestJoinEnlisted(t *testing.T) {
 		require.NoError(t, members[1].Close())
 		_, err = comm.JoinEnlisted(ctx, members[1], devs[1], nil)
 		require.ErrorIs(t, err, cluster.ErrDelisted)
-		require.ErrorContains(t, err, "comm: join as b: ")
+		require.ErrorContains(t, err, "comm: join: ")
 		_, err = comm.JoinEnlisted(ctx, nil, devs[1], nil)
 		require.ErrorContains(t, err, "no enlistment given")
 	})

@@ -77,7 +77,7 @@ func JoinEnlisted(ctx context.Context, m *cluster.Enlistment, dev *device.Device
 	}
 	sess, err := m.World(ctx)
 	if err != nil {
-		return nil, fmt.Errorf("comm: join as %s: %w", m.Name(), err)
+		return nil, fmt.Errorf("comm: join: %w", err)
 	}
 	g, err := Join(ctx, sess, dev, cfg)
 	if err != nil {

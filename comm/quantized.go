@@ -72,7 +72,7 @@ type QuantizedConfig struct {
 // All ranks must give the same op, type, length and format. Ranks of one process that differ get a *nccl.MismatchError at once. Of
 // ranks of several processes, those that wait for each other are found within seconds, as with other collectives: the error is a
 // *CulpritError that names what both have issued. With Chorus kernels, ranks that differ always wait. If NCCL moves the
-// blocks, ranks whose blocks have the same size do not wait. The results then are NaN on all ranks, and no error says so.
+// blocks, ranks whose blocks have the same size do not wait. The results then are NaN on all ranks, and usually no error says so.
 // Lengths that differ by less than 512·Size may have blocks of the same size.
 //
 // The call does not wait for the device. A group of one rank does nothing. The first call for a type and a

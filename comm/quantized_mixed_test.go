@@ -137,7 +137,7 @@ func TestAllReduceQuantizedMixedByProcesses(t *testing.T) {
 }
 
 // Where NCCL moves the blocks, processes whose blocks have the same size do not wait for each other. Then all elements are NaN on all
-// ranks.
+// ranks, or the ranks are named if the operation is slow.
 func TestAllReduceQuantizedMixedByNCCL(t *testing.T) {
 	t.Parallel()
 	for _, backend := range []string{"virtual", "cuda"} {
@@ -152,7 +152,10 @@ func TestAllReduceQuantizedMixedByNCCL(t *testing.T) {
 					testgpu.CUDA(t, ranks)
 				}
 				code, out, _ := job(t, backend, "quantized "+how, ranks, env.CommStrategy.Name+"=nccl")
-				require.Zero(t, code, out)
+				if code != 0 { // the operation took so long that the ranks' recorders were compared
+					require.Contains(t, out, "the ranks do not issue the same operations as collective 11")
+					require.Contains(t, out, otherText(how, 1<<20)+" as collective 11")
+				}
 			})
 		}
 	}

@@ -67,7 +67,7 @@ func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMem
 	if err := l.trim(max(1, len(l.retired)-1), math.MaxInt, s); err != nil {
 		return x, err
 	}
-	x.capture = capture
+	x.made, x.capture = capture, capture
 	if x.whole, err = memory.Make[P](group, n); err != nil {
 		return x, err
 	}
@@ -78,7 +78,7 @@ func (l *localUnits[M, P]) gradMemory(group, s *stream.Stream, n int) (x gradMem
 }
 
 // trim frees retired gradients behind their reduction on the group's stream: the oldest until so many are left,
-// and those of more than most elements. In the capture of s it frees only memory of the same capture.
+// and those of more than most elements. In the capture of s it frees only memory that was allocated in the same capture, and otherwise only memory that no graph uses.
 func (l *localUnits[M, P]) trim(left, most int, s *stream.Stream) error {
 	capture, err := gpu.StreamOf(s).CaptureID()
 	if err != nil {
@@ -86,7 +86,7 @@ func (l *localUnits[M, P]) trim(left, most int, s *stream.Stream) error {
 	}
 	errs, kept, surplus := []error(nil), l.retired[:0], len(l.retired)-left
 	for _, x := range l.retired {
-		if (surplus > 0 || x.whole.Len() > most) && x.capture == capture {
+		if (surplus > 0 || x.whole.Len() > most) && x.made == capture && x.capture == capture {
 			errs = append(errs, x.whole.Close())
 			surplus--
 		} else {

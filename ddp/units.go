@@ -129,6 +129,7 @@ type localUnit[M, P memory.Element] struct {
 // gradMemory is memory for the gradients of any unit.
 type gradMemory[P memory.Element] struct {
 	whole   memory.Slice[P]
+	made    uint64         // the capture in which it was allocated, or 0
 	capture uint64         // in which it was allocated or used last, or 0
 	on      *stream.Stream // of the last Grads
 	reduced *mark          // the reduction of the gradients that were in it

@@ -630,6 +630,36 @@ func TestUnitsInAGraph(t *testing.T) {
 	})
 }
 
+// A graph may use the memory of gradients that an eager pass has allocated, so its capture frees none of that.
+func TestUnitsInAGraphAfterAccumulation(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		g := local(t, devs)
+		x := newSharding(t, g, nil, 5, sameFloat, sameFloat)
+		u, s := x.u, x.streams[0]
+		pass := func() error {
+			for k := len(unitLens) - 1; k >= 0; k-- {
+				if _, err := u.Grads(s, k); err != nil {
+					return err
+				}
+				if err := u.Ready(s, k); err != nil {
+					return err
+				}
+			}
+			return errors.Join(u.Finish(s), u.Refresh(s))
+		}
+		for k := range unitLens { // all units have gradients at the same time
+			_, err := u.Grads(s, k)
+			require.NoError(t, err)
+		}
+		require.NoError(t, pass())
+		exec, err := graph.Capture(x.streams, pass, nil)
+		require.NoError(t, err)
+		defer exec.Close()
+		require.NoError(t, exec.Launch(s))
+		require.NoError(t, s.Sync(testgpu.Context(t)))
+	})
+}
+
 func TestUnitsErrors(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)

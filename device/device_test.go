@@ -105,7 +105,7 @@ func TestEnvironment(t *testing.T) {
 	for name, c := range map[string]struct{ env, value, want string }{
 		"backend":  {"CHORUS_BACKEND", "opencl", "one of auto, cuda, virtual"},
 		"devices":  {"CHORUS_VIRTUAL_DEVICES", "none", "a whole number"},
-		"too many": {"CHORUS_VIRTUAL_DEVICES", "65", "a number from 1 to 64"},
+		"too many": {"CHORUS_VIRTUAL_DEVICES", "65", "a whole number from 1 to 64"},
 		"seed":     {"CHORUS_VIRTUAL_SEED", "x", "64 bits"},
 		"faults":   {"CHORUS_VIRTUAL_FAULTS", "cuInit", "fault"},
 	} {

@@ -175,7 +175,7 @@ func rankAddress(coordinator string, interfaces func() ([]net.Addr, error)) stri
 
 func (c *Config) fillFromEnv() (err error) {
 	if c.Devices == 0 {
-		want := fmt.Sprintf("a number from 1 to %d", MaxVirtualDevices)
+		want := fmt.Sprintf("a whole number from 1 to %d", MaxVirtualDevices)
 		if c.Devices, err = env.VirtualDevices.IntWhere(want, func(n int) bool { return n >= 1 && n <= MaxVirtualDevices }); err != nil {
 			return err
 		}

@@ -197,7 +197,7 @@ func (m *Enlistment) World(ctx context.Context) (*Session, error) {
 	if err != nil && m.ctx.Err() != nil {
 		return nil, m.delisted()
 	}
-	if unknown, ok := errors.AsType[*job.AuthError](err); ok {
+	if unknown, ok := errors.AsType[*AuthError](err); ok {
 		return nil, fmt.Errorf("cluster: world %s has ended before this process came: %w", c.Job, unknown)
 	}
 	return s, err

@@ -13,7 +13,9 @@ var ErrDismissed = errors.New("cluster: this host leaves the job")
 
 // Errors of store calls.
 var (
-	errStoreFull = errors.New("the store is full")
+	// ErrStoreFull matches a store call that would exceed the size of the whole store (see Store).
+	ErrStoreFull = errors.New("the store is full")
+
 	errNotNumber = errors.New("not a number of 64 bits")            // of an Add
 	errBusy      = errors.New("this rank is already waiting there") // in a Barrier
 	errNoKey     = errors.New("a key must not be empty")
@@ -31,7 +33,7 @@ func (e *ChangeError) Error() string {
 	return fmt.Sprintf("cluster: epoch %d ends: %s", e.Epoch, e.Reason)
 }
 
-// A StoreError describes a failed store call. Err is the reason: a limit of Store, the context's error, or the
+// A StoreError describes a failed store call. It matches ErrTooLarge and similar errors, the context's error, or the
 // *MemberLostError that ended the job.
 type StoreError struct {
 	Op   string // "get", "set", …

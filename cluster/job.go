@@ -12,6 +12,8 @@ var (
 	// a failure: rank 0 called Close, and its process ran the coordinator. Use
 	// Shutdown to avoid this.
 	ErrEnded = job.ErrEnded
+	// ErrTooLarge matches a store call whose key or value is larger than Store allows, or that waits for too many keys.
+	ErrTooLarge = job.ErrTooLarge
 )
 
 // Timing holds the time limits of a job. A zero field means the value of the
@@ -77,6 +79,13 @@ type StopError = job.StopError
 //	Err     error    // the last failure to reach the coordinator, if any
 type JoinTimeoutError = job.JoinTimeoutError
 
+// An AuthError reports that the process at the other end of a connection could
+// not prove that it belongs to the job.
+//
+//	Job, Addr string
+//	Reason    string
+type AuthError = job.AuthError
+
 // A DuplicateError reports that two processes claim the same place in the job.
 // The join then fails on all members. In a complete job only the second process
 // is refused.
@@ -85,6 +94,13 @@ type JoinTimeoutError = job.JoinTimeoutError
 //	Place         string // such as "rank 3"
 //	First, Second Member
 type DuplicateError = job.DuplicateError
+
+// A RefusedError reports that the coordinator refused a process for a reason
+// other than a wrong secret or a duplicate.
+//
+//	Job, Addr string
+//	Reason    string
+type RefusedError = job.RefusedError
 
 // A ConfigError is a mistake in the arguments of Join or Run, or in environment
 // variables, so that this process's place is unknown.

@@ -87,7 +87,7 @@ type JoinConfig struct {
 //   - a *JoinTimeoutError that lists the missing processes, after CHORUS_JOIN_TIMEOUT,
 //   - a *DuplicateError if another process has the same rank (before the world is
 //     complete, the join then fails in all processes),
-//   - an error that says so if the coordinator has another secret or job,
+//   - an *AuthError if the coordinator has another secret or job,
 //   - a *MemberLostError if a process of the job ended during the join,
 //   - a *ConfigError if variables contradict each other or some are missing.
 //

@@ -230,7 +230,7 @@ func goodMain() int {
 		if err == nil {
 			_, err = s.Get(ctx, "good")
 		}
-		if err != nil && !errors.Is(err, errStoreFull) {
+		if err != nil && !errors.Is(err, ErrStoreFull) {
 			fmt.Println("call:", err)
 			return 2
 		}

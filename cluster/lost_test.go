@@ -274,7 +274,7 @@ func TestRefusals(t *testing.T) {
 	ss := joinWorld(t, 2, nil)
 	c := &JoinConfig{Job: t.Name(), Size: 3, Rank: new(2), Addr: ss[1].k.Addr, Secret: testSecret, Timing: quick}
 	_, err := Join(t.Context(), c)
-	var e *job.RefusedError
+	var e *RefusedError
 	require.ErrorAs(t, err, &e)
 	require.Contains(t, err.Error(), "the process has world size 3, the coordinator 2")
 	c.Size, c.Rank = 2, new(1)
@@ -300,7 +300,7 @@ func TestWrongSecret(t *testing.T) {
 		}
 		c.Size, c.Rank, c.Addr, c.Timing = 2, new(1), ss[1].k.Addr, quick
 		_, err := Join(t.Context(), c)
-		var e *job.AuthError
+		var e *AuthError
 		require.ErrorAs(t, err, &e)
 		require.Contains(t, err.Error(), says)
 	}
@@ -399,7 +399,7 @@ func TestPortTaken(t *testing.T) {
 	require.Contains(t, err.Error(), "another program or another job has the port")
 	c.Rank, c.Serve = new(1), false
 	_, err = Join(t.Context(), c)
-	var e *job.AuthError
+	var e *AuthError
 	require.ErrorAs(t, err, &e)
 	require.Contains(t, err.Error(), "not a Chorus coordinator")
 }

@@ -286,9 +286,9 @@ func TestRegistryEnds(t *testing.T) {
 // Others are refused before they can say anything.
 func TestRegistryRefuses(t *testing.T) {
 	r := serve(t, nil)
-	var auth *job.AuthError
+	var auth *AuthError
 	var bad *ConfigError
-	var refused *job.RefusedError
+	var refused *RefusedError
 	for want, tc := range map[string]struct {
 		change func(*EnlistConfig)
 		as     any

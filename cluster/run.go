@@ -142,7 +142,7 @@ func (r *runner) firstWorld(ctx context.Context, start time.Time) (*World, error
 	case w != nil || err == nil:
 		return w, nil
 	case errors.Is(err, ErrEnded):
-		return nil, &job.RefusedError{Job: r.cfg.Job, Addr: r.cfg.Addr, Reason: "it left before the world was complete"}
+		return nil, &RefusedError{Job: r.cfg.Job, Addr: r.cfg.Addr, Reason: "it left before the world was complete"}
 	case ctx.Err() == nil || !errors.Is(err, context.Cause(ctx)) || r.k.Ctx.Err() != nil:
 		return nil, err
 	}

@@ -44,18 +44,18 @@ func TestStoreLimits(t *testing.T) {
 	require.NoError(t, s.Set(ctx, strings.Repeat("k", job.MaxKeyBytes), big))
 	var se *StoreError
 	err := s.Set(ctx, strings.Repeat("k", job.MaxKeyBytes+1), nil)
-	require.ErrorIs(t, err, job.ErrTooLarge)
+	require.ErrorIs(t, err, ErrTooLarge)
 	require.ErrorAs(t, err, &se)
-	require.ErrorIs(t, s.Set(ctx, "k", append(big, 0)), job.ErrTooLarge)
+	require.ErrorIs(t, s.Set(ctx, "k", append(big, 0)), ErrTooLarge)
 	_, err = s.CompareAndSwap(ctx, "k", nil, append(big, 0))
-	require.ErrorIs(t, err, job.ErrTooLarge)
+	require.ErrorIs(t, err, ErrTooLarge)
 
 	var full error
 	n := 0
 	for ; full == nil && n < 100; n++ {
 		full = s.Set(ctx, fmt.Sprint(n), big)
 	}
-	require.ErrorIs(t, full, errStoreFull)
+	require.ErrorIs(t, full, ErrStoreFull)
 	require.Equal(t, job.MaxStoreBytes/job.MaxValueBytes-1, n-0, "values that fit beside the first")
 	require.NoError(t, s.Set(ctx, "0", nil)) // smaller
 	require.NoError(t, s.Set(ctx, "again", big[1000:]))
@@ -175,7 +175,7 @@ func TestStorePrefix(t *testing.T) {
 	_, err = deep.Add(ctx, "k", 1)
 	require.ErrorContains(t, err, "model/layer/k")
 	_, err = deep.Append(ctx, strings.Repeat("k", job.MaxKeyBytes-10), nil)
-	require.ErrorIs(t, err, job.ErrTooLarge)
+	require.ErrorIs(t, err, ErrTooLarge)
 }
 
 // TestStoreRefusesEmptyKeys checks all calls, because torch's store loses the value of an empty key.
@@ -210,14 +210,14 @@ func TestLimitOfSeveralKeys(t *testing.T) {
 	ctx := t.Context()
 	big := make([]byte, job.MaxValueBytes)
 	require.NoError(t, s.SetAll(ctx, map[string][]byte{"a": big, "b": big}))
-	require.ErrorIs(t, s.SetAll(ctx, map[string][]byte{"a": big, "b": big, "c": big}), job.ErrTooLarge)
+	require.ErrorIs(t, s.SetAll(ctx, map[string][]byte{"a": big, "b": big, "c": big}), ErrTooLarge)
 	require.NoError(t, s.Set(ctx, "c", big))
 	_, err := s.GetAll(ctx, "a", "b")
 	require.NoError(t, err)
 	_, err = s.GetAll(ctx, "a", "b", "c")
-	require.ErrorIs(t, err, job.ErrTooLarge)
+	require.ErrorIs(t, err, ErrTooLarge)
 	_, err = s.Append(ctx, "a", []byte("x"))
-	require.ErrorIs(t, err, job.ErrTooLarge)
+	require.ErrorIs(t, err, ErrTooLarge)
 	v, err := s.Get(ctx, "a")
 	require.NoError(t, err)
 	require.Len(t, v, job.MaxValueBytes)

@@ -265,11 +265,11 @@ func (s *Store) do(ctx context.Context, op, key string, c job.Call) (job.Call, e
 func statusError(status byte) error {
 	switch status {
 	case job.StatusTooLarge:
-		return fmt.Errorf("%w: keys have at most %d bytes, values %d, all of one call %d", job.ErrTooLarge, job.MaxKeyBytes, job.MaxValueBytes, 2*job.MaxValueBytes)
+		return fmt.Errorf("%w: keys have at most %d bytes, values %d, all of one call %d", ErrTooLarge, job.MaxKeyBytes, job.MaxValueBytes, 2*job.MaxValueBytes)
 	case job.StatusFull:
-		return fmt.Errorf("%w: %d bytes for all keys and values", errStoreFull, job.MaxStoreBytes)
+		return fmt.Errorf("%w: %d bytes for all keys and values", ErrStoreFull, job.MaxStoreBytes)
 	case job.StatusTooMany:
-		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", job.ErrTooLarge, job.MaxWaits, job.MaxWaitKeys)
+		return fmt.Errorf("%w: a process waits in at most %d calls, for at most %d keys together", ErrTooLarge, job.MaxWaits, job.MaxWaitKeys)
 	case job.StatusNotNumber:
 		return errNotNumber
 	case job.StatusBusy:

@@ -18,12 +18,14 @@ import (
 
 // exceptions are exported names that TestPublicNamesAreForUsers accepts, each with a reason.
 var exceptions = map[string]string{
+	"cluster.AuthError":        userAlias,
 	"cluster.ConfigError":      userAlias,
 	"cluster.Departure":        userAlias,
 	"cluster.DuplicateError":   userAlias,
 	"cluster.JoinTimeoutError": userAlias,
 	"cluster.Member":           userAlias,
 	"cluster.MemberLostError":  userAlias,
+	"cluster.RefusedError":     userAlias,
 	"cluster.StopError":        userAlias,
 	"cluster.Timing":           userAlias,
 	"comm.Choice":              userAlias,

@@ -44,6 +44,9 @@ func SetOwnBytes(t *testing.T, all, part int) {
 	t.Cleanup(route.SetKernelBytes(all, part))
 }
 
+// SetPushedBytes lets NCCL execute other sizes than those of Pushed, for a test.
+func SetPushedBytes(t *testing.T, least int) { t.Cleanup(route.SetPushedBytes(least)) }
+
 // SetOrderedBytes changes the memory of deterministic groups that are made from now on, so that
 // small reductions have many rounds.
 func SetOrderedBytes(n int) (restore func()) { return route.SetOrderedBytes(n) }

@@ -318,6 +318,13 @@ const (
 	// are in progress at a time. It has no limit of the size, and also runs all-gathers,
 	// reduce-scatters and all-to-alls. Each rank uses 128 MiB of device memory for it.
 	OwnKernels Strategy = "own"
+	// Pushed takes few multiprocessors from kernels that run beside all-reduces, such as the matrix products of a backward
+	// pass. Copy engines move the elements, and 8 thread blocks add them, or as many as Config.NCCL.MaxCTAs says. It executes
+	// all-reduces of 1 MiB and more, of any number of processes of one host whose GPUs can access each other's
+	// memory, and at most 8 ranks. NCCL executes everything else. Each rank uses 128 MiB of device memory for it. GPUs need NVRTC.
+	// A product that shares the device with other kernels can take twice as long, however few multiprocessors these have, unless it
+	// leaves that many: see tensor.MatMulSettings.SMCarveout. The order of operations, graphs, and the wait of Close are as for OwnKernels.
+	Pushed Strategy = "pushed"
 	// Windows uses NCCL's kernels for symmetric memory (NCCL 2.27.3 and newer). Small
 	// operands are copied to a window that all ranks have registered, and results are
 	// copied back. It supports sums of 16-bit and 32-bit floats, all-gathers and

@@ -105,6 +105,9 @@ type Driver interface {
 	StreamSynchronize(s Stream) Result
 	StreamQuery(s Stream) Result
 	StreamWaitEvent(s Stream, e Event, flags uint32) Result
+	// StreamBatchMemOp makes the stream wait for words of memory and write words, one after the other. The memory is of a
+	// device or page-locked, and the stream's context has access to it.
+	StreamBatchMemOp(s Stream, ops []StreamMemOp) Result
 	StreamGetPriority(s Stream) (int32, Result)
 	StreamGetCtx(s Stream) (Context, Result)
 	// LaunchHostFunc calls the function from a thread of the driver when the
@@ -197,7 +200,7 @@ type Watcher interface {
 // allocated, because it detects accesses to other pieces. Virtual devices are Auditors,
 // CUDA is not.
 //
-// Both calls need no context and take effect in stream order: operations before a
+// The calls need no context and take effect in stream order: operations before a
 // MemReturn may use the piece, and so may operations after a MemLend. Another stream may
 // use a piece only after an event, as for any other use. If the stream is being captured,
 // a piece named by either call stays usable from then on, since the graph uses it at every
@@ -208,6 +211,9 @@ type Auditor interface {
 	MemLend(p DevicePtr, bytes uintptr, s Stream) Result
 	// MemReturn reports that the piece was freed.
 	MemReturn(p DevicePtr, bytes uintptr, s Stream) Result
+	// MemShare reports that operations on the allocated piece are ordered by what they write there or elsewhere, and not by
+	// events: until MemReturn, an access without an order is no mistake.
+	MemShare(p DevicePtr, bytes uintptr, s Stream) Result
 }
 
 // NameOf returns the C name of the function that call calls first, such as cuMemAlloc, for

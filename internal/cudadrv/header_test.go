@@ -137,6 +137,16 @@ func TestHeaderValues(t *testing.T) {
 		"offsetof(CUDA_MEMCPY2D, dstPitch)":                              int64(unsafe.Offsetof(memcpy2D{}.DstPitch)),
 		"offsetof(CUDA_MEMCPY2D, WidthInBytes)":                          int64(unsafe.Offsetof(memcpy2D{}.WidthInBytes)),
 		"offsetof(CUDA_MEMCPY2D, Height)":                                int64(unsafe.Offsetof(memcpy2D{}.Height)),
+		"CU_STREAM_MEM_OP_WAIT_VALUE_32":                                 streamMemOpWaitValue32,
+		"CU_STREAM_MEM_OP_WRITE_VALUE_32":                                streamMemOpWriteValue32,
+		"CU_STREAM_WAIT_VALUE_AND":                                       streamWaitValueAnd,
+		"sizeof(CUstreamBatchMemOpParams)":                               int64(unsafe.Sizeof(streamMemOp{})),
+		"offsetof(CUstreamBatchMemOpParams, waitValue.address)":          int64(unsafe.Offsetof(streamMemOp{}.Address)),
+		"offsetof(CUstreamBatchMemOpParams, waitValue.value)":            int64(unsafe.Offsetof(streamMemOp{}.Value)),
+		"offsetof(CUstreamBatchMemOpParams, waitValue.flags)":            int64(unsafe.Offsetof(streamMemOp{}.Flags)),
+		"offsetof(CUstreamBatchMemOpParams, writeValue.address)":         int64(unsafe.Offsetof(streamMemOp{}.Address)),
+		"offsetof(CUstreamBatchMemOpParams, writeValue.value)":           int64(unsafe.Offsetof(streamMemOp{}.Value)),
+		"offsetof(CUstreamBatchMemOpParams, writeValue.flags)":           int64(unsafe.Offsetof(streamMemOp{}.Flags)),
 		"sizeof(CUmemPoolProps)":                                         int64(unsafe.Sizeof(memPoolProps{})),
 		"offsetof(CUmemPoolProps, allocType)":                            int64(unsafe.Offsetof(memPoolProps{}.AllocType)),
 		"offsetof(CUmemPoolProps, handleTypes)":                          int64(unsafe.Offsetof(memPoolProps{}.HandleTypes)),
@@ -147,7 +157,9 @@ func TestHeaderValues(t *testing.T) {
 
 // The layouts have a test of their own for machines without the header.
 func TestMemoryLayouts(t *testing.T) {
-	a, p, m, c := memAccessDesc{}, memAllocationProp{}, memPoolProps{}, memcpy2D{}
+	a, p, m, c, o := memAccessDesc{}, memAllocationProp{}, memPoolProps{}, memcpy2D{}, streamMemOp{}
+	require.Equal(t, []uintptr{48, 8, 16, 24, 32}, []uintptr{unsafe.Sizeof(o), unsafe.Offsetof(o.Address), unsafe.Offsetof(o.Value),
+		unsafe.Offsetof(o.Flags), unsafe.Offsetof(o.Alias)})
 	require.Equal(t, []uintptr{128, 16, 32, 48, 72, 88, 104, 112, 120}, []uintptr{unsafe.Sizeof(c), unsafe.Offsetof(c.SrcMemoryType),
 		unsafe.Offsetof(c.SrcDevice), unsafe.Offsetof(c.SrcPitch), unsafe.Offsetof(c.DstMemoryType), unsafe.Offsetof(c.DstDevice),
 		unsafe.Offsetof(c.DstPitch), unsafe.Offsetof(c.WidthInBytes), unsafe.Offsetof(c.Height)})

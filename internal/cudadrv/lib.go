@@ -406,6 +406,14 @@ func (l *Lib) StreamSynchronize(s Stream) Result {
 
 func (l *Lib) StreamQuery(s Stream) Result { return l.Call(fnStreamQuery, dl.Get().In(uintptr(s))) }
 
+func (l *Lib) StreamBatchMemOp(s Stream, ops []StreamMemOp) Result {
+	list := make([]streamMemOp, len(ops))
+	for i, o := range ops {
+		list[i] = o.c()
+	}
+	return l.Call(fnStreamBatchMemOp, dl.Get().In(uintptr(s), uintptr(len(list))).Ptr(unsafe.Pointer(unsafe.SliceData(list))).In(0))
+}
+
 func (l *Lib) StreamWaitEvent(s Stream, e Event, flags uint32) Result {
 	return l.Call(fnStreamWaitEvent, dl.Get().In(uintptr(s), uintptr(e), uintptr(flags)))
 }

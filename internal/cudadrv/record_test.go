@@ -77,6 +77,7 @@ var signatures = dltest.Signatures{
 	"cuStreamSynchronize":               "w",
 	"cuStreamQuery":                     "w",
 	"cuStreamWaitEvent":                 "w w i",
+	"cuStreamBatchMemOp_v2":             "w i p96 i",
 	"cuStreamGetPriority":               "w o4",
 	"cuStreamGetCtx":                    "w o8",
 	"cuLaunchHostFunc":                  "w f w",
@@ -236,6 +237,7 @@ func TestRecordedCalls(t *testing.T) {
 	one("StreamSynchronize", d.StreamSynchronize(0x51))
 	one("StreamQuery", d.StreamQuery(0x51))
 	one("StreamWaitEvent", d.StreamWaitEvent(0x51, 0xe1, 1))
+	one("StreamBatchMemOp", d.StreamBatchMemOp(0x51, []StreamMemOp{{At: 0xd1, Value: 0xa1, Waits: true}, {At: 0xd2, Value: 0xa2}}))
 	e, r := d.EventCreate(EventDisableTiming)
 	two("EventCreate", e, r)
 	one("EventDestroy", d.EventDestroy(0xe1))

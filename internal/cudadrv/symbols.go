@@ -67,6 +67,7 @@ const (
 	fnStreamSynchronize
 	fnStreamQuery
 	fnStreamWaitEvent
+	fnStreamBatchMemOp
 	fnStreamGetPriority
 	fnStreamGetCtx
 	fnLaunchHostFunc
@@ -173,6 +174,7 @@ var symbols = [numFns]dl.Func{
 	fnStreamSynchronize:               {Name: "cuStreamSynchronize"},
 	fnStreamQuery:                     {Name: "cuStreamQuery"},
 	fnStreamWaitEvent:                 {Name: "cuStreamWaitEvent"},
+	fnStreamBatchMemOp:                {Name: "cuStreamBatchMemOp_v2"},
 	fnStreamGetPriority:               {Name: "cuStreamGetPriority"},
 	fnStreamGetCtx:                    {Name: "cuStreamGetCtx"}, // _v2 is for green contexts
 	fnLaunchHostFunc:                  {Name: "cuLaunchHostFunc"},

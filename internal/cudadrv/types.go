@@ -327,3 +327,37 @@ func (c Memcpy2D) c() *memcpy2D {
 		DstMemoryType: memoryTypeUnified, DstDevice: c.Dst, DstPitch: c.DstPitch,
 		WidthInBytes: c.WidthInBytes, Height: c.Height}
 }
+
+// A StreamMemOp is an operation of a stream on a word of memory. It stands for CUstreamBatchMemOpParams.
+type StreamMemOp struct {
+	At    DevicePtr // a multiple of 4
+	Value uint32
+	Waits bool // until the word has a bit that Value has, too; otherwise the stream writes Value, after its earlier writes
+}
+
+// streamMemOp is CUstreamWriteValue or CUstreamWaitValue of the union CUstreamBatchMemOpParams.
+type streamMemOp struct {
+	Operation uint32
+	_         uint32
+	Address   DevicePtr
+	Value     uint32
+	_         uint32
+	Flags     uint32
+	_         uint32
+	Alias     DevicePtr
+	_         uint64
+}
+
+const (
+	streamMemOpWaitValue32  = 1
+	streamMemOpWriteValue32 = 2
+	streamWaitValueAnd      = 2
+)
+
+func (o StreamMemOp) c() streamMemOp {
+	c := streamMemOp{Operation: streamMemOpWriteValue32, Address: o.At, Value: o.Value}
+	if o.Waits {
+		c.Operation, c.Flags = streamMemOpWaitValue32, streamWaitValueAnd
+	}
+	return c
+}

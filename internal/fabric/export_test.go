@@ -86,5 +86,8 @@ func (r *Rank) QuantizedChunks(n int) (length, blocks, threads int) {
 	return length, int(g.blocks), int(g.threads)
 }
 
+// Pushes reports whether r executes only Pushed.
+func (r *Rank) Pushes() bool { return r.pusher != nil }
+
 // Sizes returns the bytes of a slot and of the whole in the scratch memory of r.
 func (r *Rank) Sizes() (slot, whole int) { return r.slot, r.whole }

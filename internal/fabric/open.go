@@ -36,6 +36,9 @@ type Config struct {
 	// Slot is not 0 for a rank of experts: each rank sends it up to so many bytes, rounded up to 64 KiB. Such a rank has no
 	// memory for anything but Dispatch and Combine.
 	Slot int
+	// Pushes is set for a rank with a Slot that executes all-reduces by Pushed instead: a share has up to so many bytes at a time.
+	// Blocks does not count then.
+	Pushes bool
 }
 
 const (
@@ -86,6 +89,9 @@ func Open(ctx context.Context, s *stream.Stream, rank, ranks int, exchange colle
 	if cfg != nil && cfg.Slot > 0 {
 		r.slot, r.whole = over(cfg.Slot, unitBytes)*unitBytes, 0
 	}
+	if cfg != nil && cfg.Pushes && ranks > 1 {
+		r.pusher = &pusher{stop: make(chan struct{})}
+	}
 	if err := r.join(ctx, s, exchange); err != nil {
 		return nil, errors.Join(r.errorf("open", "%w", err), r.free())
 	}
@@ -119,6 +125,9 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange collective.E
 	if failed = r.link(s, infos, handles); failed == nil {
 		failed = r.probe(ctx, s)
 	}
+	if failed == nil && r.pusher != nil {
+		failed = r.pusher.open(ctx, r, s, infos[0].Board)
+	}
 	if _, err = collective.Agree(ctx, exchange, r.ranks, true, failed); err != nil {
 		return err
 	}
@@ -128,7 +137,7 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange collective.E
 	noLines := ""
 	switch {
 	case failed == nil && r.whole == 0:
-		noLines = "a rank of experts"
+		noLines = "a rank of experts or of copy engines"
 	case failed == nil:
 		noLines, failed = r.missesLines(infos)
 	}
@@ -156,6 +165,12 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err e
 	c.Shares, c.Blocks = env.ShareGPUs.Value() == "yes", p.Multiprocessors
 	c.Most = r.blocks
 	r.clusters = p.Major >= 9
+	if r.pusher != nil && r.rank == 0 {
+		if r.pusher.board, err = makeBoard(r.dev); err != nil {
+			return c, err
+		}
+		c.Board = r.pusher.board.name
+	}
 	if err := r.load(); err != nil {
 		return c, err
 	}
@@ -168,6 +183,10 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err e
 
 // load loads some of the kernels; if these are unsupported, all others are too.
 func (r *Rank) load() error {
+	if r.pusher != nil {
+		_, err := foldKernel(r.dev, memory.Float32, flight.Sum, WholeStage)
+		return err
+	}
 	t := tools(r.dev, r.ranks)
 	_, err := t.mover(r.dev, allGatherFn)
 	if err == nil {
@@ -319,7 +338,7 @@ func (r *Rank) arm() {
 
 // free releases the rank's resources. Nothing uses them any more.
 func (r *Rank) free() error {
-	var errs []error
+	errs := []error{r.pusher.close(r)}
 	for _, p := range r.peers {
 		errs = append(errs, p.close())
 	}
@@ -337,6 +356,7 @@ type rankInfo struct {
 	Most               int    // number of blocks that its kernels may have
 	Scratch            uint64 // id of its scratch memory in its process
 	Epoch              uint64 // the initial epoch; all ranks use rank 0's
+	Board              string // of rank 0, if the ranks push
 }
 
 // anyEpoch returns a random initial epoch, so that data is unlikely to contain it: TwoShot

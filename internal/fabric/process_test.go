@@ -80,7 +80,11 @@ func TestWorker(t *testing.T) {
 		devs = testgpu.VirtualRanks(t, ranks)
 	}
 	s, seat := newStream(t, devs[rank]), falsifyHandle(t, fields[1], rank, folder{fields[5], ranks}.seat(rank))
-	r, err := fabric.Open(testgpu.Context(t), s, rank, ranks, seat, &fabric.Config{Bytes: 1})
+	cfg := &fabric.Config{Bytes: 1}
+	if fields[1] == "pushed" {
+		cfg = &pushes
+	}
+	r, err := fabric.Open(testgpu.Context(t), s, rank, ranks, seat, cfg)
 	if fields[1] == "secretive" {
 		require.ErrorContains(t, err, "not of a kind that processes share")
 		return
@@ -105,7 +109,7 @@ func TestWorker(t *testing.T) {
 		require.NoError(t, err)
 	}
 	switch fields[1] {
-	case "random":
+	case "random", "pushed":
 		p := newPlan(seed, m, 20)
 		p.run(t, m)
 		meet()
@@ -155,7 +159,7 @@ func sums(t *testing.T, m member) {
 // does not arrive, all of them know. Ranks without NVRTC have kernels for any number of
 // ranks, and the others those for theirs, which go together.
 func TestProcesses(t *testing.T) {
-	for _, task := range []string{"random", "die", "secretive", "spoilt", "uncompiled"} {
+	for _, task := range []string{"random", "pushed", "die", "secretive", "spoilt", "uncompiled"} {
 		for _, n := range []int{2, 3} {
 			if task == "spoilt" && env.ShareGPUs.Value() == "yes" {
 				continue // no data crosses a link

@@ -99,10 +99,14 @@ func randomOf[T memory.Element](rng *rand.Rand, m member, k kit[T]) typedStep[T]
 	l := m.Limits()
 	c := call{name: names[rng.IntN(len(names))], op: allOps[rng.IntN(len(allOps))], skip: rng.IntN(3), root: rng.IntN(m.Ranks())}
 	limit := l.Part
-	if c.name == "all-reduce" {
+	switch {
+	case m.Pushes():
+		slot, _ := m.Sizes()
+		c.name, c.algorithm, limit = "all-reduce", fabric.Pushed, 3*slot*m.Ranks()
+	case c.name == "all-reduce":
 		c.algorithm = fabric.Algorithm(rng.IntN(6))
 		limit = [...]int{l.TwoShot, l.OneShot, l.TwoShotPackets, l.TwoShot, l.TwoShotLines, 2 * l.TwoShot}[c.algorithm]
-	} else if c.name != "broadcast" && rng.IntN(2) == 0 {
+	case c.name != "broadcast" && rng.IntN(2) == 0:
 		c.algorithm = fabric.Pipelined
 	}
 	limit /= sizeOf[T]()

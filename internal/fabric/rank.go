@@ -19,6 +19,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"sync"
 	"sync/atomic"
 
@@ -53,6 +54,8 @@ type Rank struct {
 	aborted atomic.Bool
 	ending  sync.Mutex // held while host may be closed
 
+	pusher *pusher // if the rank executes Pushed, and nothing else
+
 	order gpu.Sequence // serializes the operations: one epoch after the other
 }
 
@@ -73,14 +76,21 @@ func (r *Rank) String() string { return fmt.Sprintf("rank %d of %d (%s)", r.rank
 // ranks are not informed, and wait until they are aborted too. Abort returns at once, may
 // be called by any goroutine at any time, and is idempotent.
 func (r *Rank) Abort() {
-	if r == nil {
-		return
+	if r != nil {
+		r.abort(true)
 	}
+}
+
+// abort is Abort. pending says whether operations may not be complete.
+func (r *Rank) abort(pending bool) {
 	r.aborted.Store(true)
 	r.ending.Lock()
 	defer r.ending.Unlock()
 	if stop := r.stop.Load(); stop != nil {
 		atomic.StoreUint32(stop, 1)
+		if r.pusher != nil && pending {
+			r.pusher.abort(r)
+		}
 	}
 }
 
@@ -116,7 +126,10 @@ func (r *Rank) Close() error {
 		if open = r.owner.Close(); !open {
 			return nil
 		}
-		r.Abort()
+		r.abort(slices.ContainsFunc(users, func(s *gpu.Stream) bool {
+			done, err := s.Query()
+			return !done || err != nil
+		}))
 		var errs []error
 		for _, s := range users {
 			errs = append(errs, r.syncStream(s))
@@ -215,7 +228,9 @@ func (o *operation) fits(r *Rank, a Algorithm) (use Algorithm, most int, ok bool
 	l, bytes := r.Limits(), o.bytes()
 	most = l.Part
 	switch {
-	case a == Pipelined && o.Kind != flight.Broadcast:
+	case (a == Pushed) != (r.pusher != nil), a == Pushed && o.Kind != flight.AllReduce:
+		most = 0
+	case a == Pushed, a == Pipelined && o.Kind != flight.Broadcast:
 		most = math.MaxInt
 	case o.Kind == flight.AllReduce:
 		if a == Auto && bytes <= l.AllReduce() {
@@ -229,6 +244,9 @@ func (o *operation) fits(r *Rank, a Algorithm) (use Algorithm, most int, ok bool
 // enqueue launches the kernel.
 func (r *Rank) enqueue(o *operation) error {
 	a, _, _ := o.fits(r, Algorithm(o.Algorithm))
+	if a == Pushed {
+		return r.enqueuePushed(o)
+	}
 	k, g, err := o.kernel(r, a)
 	if err != nil {
 		return err
@@ -379,11 +397,15 @@ const (
 	TwoShotLines                    // the same in lines of 128 bytes with marks of 8 bytes; requires NVLink between all GPUs
 	Pipelined                       // TwoShot in chunks, several at a time, and the same for other collectives; without a limit of the size
 	algorithms
+
+	// Pushed is TwoShot whose elements copy engines move, without a limit of the size: a kernel only adds. It needs a rank of
+	// its own, with Config.Pushes.
+	Pushed = algorithms
 )
 
 // String returns the name of the algorithm, such as "one-shot".
 func (a Algorithm) String() string {
-	if names := [algorithms]string{"auto", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined"}; a >= 0 && a < algorithms {
+	if names := [...]string{"auto", "one-shot", "two-shot-packets", "two-shot", "two-shot-lines", "pipelined", "pushed"}; a >= 0 && int(a) < len(names) {
 		return names[a]
 	}
 	return fmt.Sprintf("algorithm %d", int(a))

@@ -121,7 +121,7 @@ func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 		return fmt.Errorf("the source has %d elements: want a multiple of %d, the number of ranks", src, r.ranks)
 	case o.Kind == flight.Broadcast && (o.Root < 0 || o.Root >= r.ranks):
 		return fmt.Errorf("rank %d does not exist", o.Root)
-	case Algorithm(o.Algorithm) < Auto || Algorithm(o.Algorithm) >= algorithms:
+	case Algorithm(o.Algorithm) < Auto || Algorithm(o.Algorithm) > Pushed:
 		return fmt.Errorf("%s does not exist", Algorithm(o.Algorithm))
 	}
 	if !o.reduces() {

@@ -77,6 +77,15 @@ func (d *Device) othersUse(s cudadrv.Stream) bool {
 	return yes
 }
 
+// Share tells drivers that detect races that operations on allocated memory are ordered by its contents, or by flags.
+func (s *Stream) Share(p uint64, bytes int) error {
+	a, ok := s.dev.Driver().(cudadrv.Auditor)
+	if !ok {
+		return nil
+	}
+	return s.dev.Do(func(cudadrv.Driver) cudadrv.Result { return a.MemShare(cudadrv.DevicePtr(p), uintptr(bytes), s.h) })
+}
+
 // Device returns the stream's device.
 func (s *Stream) Device() *Device { return s.dev }
 

@@ -127,6 +127,11 @@ func (x timed) StreamDestroy(s cudadrv.Stream) cudadrv.Result {
 	return x.Driver.StreamDestroy(s)
 }
 
+func (x timed) StreamBatchMemOp(s cudadrv.Stream, ops []cudadrv.StreamMemOp) cudadrv.Result {
+	x.unseen(s)
+	return x.Driver.StreamBatchMemOp(s, ops)
+}
+
 func (x timed) GraphUpload(e cudadrv.GraphExec, s cudadrv.Stream) cudadrv.Result {
 	x.unseen(s)
 	return x.Driver.GraphUpload(e, s)

@@ -28,10 +28,20 @@ const (
 	Lent                  // allocated
 	Returned              // freed
 	Captured              // used by a graph; not tracked
+	Shared                // allocated, and accesses need no order
 )
 
 // Usable reports whether operations may use bytes with the state.
-func (s State) Usable() bool { return s == Lent || s == Captured }
+func (s State) Usable() bool { return s == Lent || s == Captured || s == Shared }
+
+// Unordered reports whether accesses of the byte at an offset need no order.
+func (p *Pieces) Unordered(at uint64) bool {
+	if p == nil {
+		return false
+	}
+	_, found := p.Seek(at, at+1, func(s State) bool { return s == Shared })
+	return found
+}
 
 // A Run is the range [Lo, Hi) of a block.
 type Run struct {

@@ -154,7 +154,7 @@ func (b *Batch) router(x *collective.Op) *Router { return b.routers[x.Local] }
 // services has the service of each strategy that can be chosen for an operation.
 var services = [NumStrategies]collective.Service{
 	NCCLOnly: collective.NCCL, OwnKernels: collective.Kernels, OneShot: collective.Kernels, TwoShotPackets: collective.Kernels, TwoShot: collective.Kernels,
-	TwoShotLines: collective.Kernels, Pipelined: collective.Kernels, Windows: collective.Windows, CopyEngines: collective.CopyEngines,
+	TwoShotLines: collective.Kernels, Pipelined: collective.Kernels, Pushed: collective.Kernels, Windows: collective.Windows, CopyEngines: collective.CopyEngines,
 }
 
 // An Error reports that a backend other than NCCL could not enqueue an operation of a rank. The
@@ -321,6 +321,8 @@ func (b *Batch) launch(x *collective.Op) error {
 	switch {
 	case b.launches != nil:
 		return b.failed(x, b.launches(x))
+	case fabric.Algorithm(x.Algorithm) == fabric.Pushed:
+		return b.failed(x, r.pushed.Enqueue(x))
 	case x.Pieces:
 		return b.failed(x, r.launchPieces(x))
 	}

@@ -24,6 +24,7 @@ type Router struct {
 	local    int                 // index of the local rank
 	stream   *stream.Stream      // of the group
 	kernels  *fabric.Rank        // nil if there are no Chorus kernels
+	pushed   *fabric.Rank        // executes all-reduces by Pushed, or is nil
 	layers   expertRanks         // of layers of experts
 	window   *window             // nil if there is none
 	ordered  *ordered            // nil if the order of reductions does not matter
@@ -108,6 +109,9 @@ func (rs Routers) Strategies() []Strategy {
 			}
 		}
 	}
+	if k.pushed != nil {
+		list = append(list, Pushed)
+	}
 	if k.window != nil {
 		list = append(list, Windows)
 	}
@@ -182,6 +186,8 @@ func (k *Router) supports(s Strategy, x *collective.Op, most int) bool {
 		return k.kernels != nil && (x.Kind == flight.AllReduce || x.Bytes() <= most) && k.kernelsSupport(s, x)
 	case Pipelined:
 		return k.kernels != nil && x.Kind != flight.Broadcast && k.kernelsSupport(s, x)
+	case Pushed:
+		return k.pushed != nil && x.Bytes() >= pushedLeast && k.pushed.Takes(x, fabric.Pushed)
 	case Windows:
 		return k.window != nil && k.window.fits(x)
 	case CopyEngines:
@@ -199,6 +205,7 @@ func (k *Router) abort() {
 	if k.kernels != nil {
 		k.kernels.Abort()
 	}
+	k.pushed.Abort()
 	for _, r := range k.layers.all() {
 		r.Abort()
 	}
@@ -223,7 +230,7 @@ func Open(ctx context.Context, s Strategy, order *Order, blocks int, comms []*nc
 		return rs, err
 	}
 	// All ranks have the same result, so either all routers have a backend or none has.
-	if rs[0].kernels == nil && rs[0].window == nil && !rs[0].engines {
+	if rs[0].kernels == nil && rs[0].pushed == nil && rs[0].window == nil && !rs[0].engines {
 		if s = NCCLOnly; order == nil {
 			return nil, nil
 		}
@@ -251,6 +258,8 @@ func (rs Routers) open(ctx context.Context, s Strategy, order *Order) error {
 		return rs.openEngines()
 	case Pipelined:
 		return rs.openKernels(ctx, s, MostBytes)
+	case Pushed:
+		return rs.openPushed(ctx)
 	case Tuned:
 		if err := rs.openKernels(ctx, s, MostBytes); err != nil {
 			return err
@@ -324,7 +333,7 @@ func (k *Router) close() error {
 	for _, r := range k.layers.all() {
 		errs = append(errs, r.Close())
 	}
-	return errors.Join(append(errs, k.kernels.Close(), k.window.close(), k.ordered.close())...)
+	return errors.Join(append(errs, k.kernels.Close(), k.pushed.Close(), k.window.close(), k.ordered.close())...)
 }
 
 // A Strategy is the number of a comm.Strategy. Package comm documents the strategies.
@@ -340,6 +349,7 @@ const (
 	TwoShot
 	TwoShotLines
 	Pipelined
+	Pushed
 	Windows
 	CopyEngines
 	Tuned
@@ -349,7 +359,7 @@ const (
 // Names has the names that CHORUS_COMM_STRATEGY has for the strategies.
 var Names = [NumStrategies]string{
 	ByEnvironment: "by environment", NCCLOnly: "nccl", OwnKernels: "own", OneShot: "one-shot",
-	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", TwoShotLines: "two-shot-lines", Pipelined: "pipelined", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
+	TwoShotPackets: "two-shot-packets", TwoShot: "two-shot", TwoShotLines: "two-shot-lines", Pipelined: "pipelined", Pushed: "pushed", Windows: "windows", CopyEngines: "copy-engines", Tuned: "tuned",
 }
 
 // String returns the name that CHORUS_COMM_STRATEGY has for s.

@@ -235,6 +235,33 @@ func (rs Routers) openKernels(ctx context.Context, s Strategy, bytes int) error 
 	})
 }
 
+// pushedBytes is the size of the largest piece of an all-reduce by Pushed.
+const pushedBytes = 64 << 20
+
+// pushedLeast is the smallest size of an all-reduce by Pushed. Copies of less take longer than NCCL.
+var pushedLeast = 1 << 20
+
+// SetPushedBytes lets NCCL execute other sizes than those of Pushed, in tests.
+func SetPushedBytes(least int) (restore func()) {
+	old := pushedLeast
+	pushedLeast = least
+	return func() { pushedLeast = old }
+}
+
+// openPushed opens the ranks whose copy engines move the elements of all-reduces, if the devices support it.
+func (rs Routers) openPushed(ctx context.Context) error {
+	open := func(ctx context.Context, r *Router) (err error) {
+		c := r.comm
+		r.pushed, err = fabric.Open(ctx, r.stream, c.Rank(), c.Size(), r.exchange, &fabric.Config{Slot: pushedBytes / c.Size(), Pushes: true, Blocks: r.blocks})
+		return err
+	}
+	return rs.openEach(ctx, "all-reduces by copy engines", open, func(r *Router) error {
+		own := r.pushed
+		r.pushed = nil
+		return own.Close()
+	})
+}
+
 // Up to how many bytes Chorus kernels are used: of an all-reduce, and of one rank's part of
 // the others. NCCL is not slower from about there on. With measured times the limit is
 // MostBytes.
@@ -261,4 +288,4 @@ func kernelLimit(x *collective.Op) int {
 	return kernelPartBytes
 }
 
-var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines, Pipelined: fabric.Pipelined}
+var algorithms = [NumStrategies]fabric.Algorithm{OneShot: fabric.OneShot, TwoShotPackets: fabric.TwoShotPackets, TwoShot: fabric.TwoShot, TwoShotLines: fabric.TwoShotLines, Pipelined: fabric.Pipelined, Pushed: fabric.Pushed}

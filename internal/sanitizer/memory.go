@@ -259,6 +259,29 @@ func (d driver) MemReturn(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cuda
 	return cudadrv.Success
 }
 
+func (d driver) MemShare(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	d.t.share(p, n)
+	if a, ok := d.Driver.(cudadrv.Auditor); ok {
+		return a.MemShare(p, n, s)
+	}
+	return cudadrv.Success
+}
+
+// share records that accesses of a piece need no order.
+func (t *tracker) share(p cudadrv.DevicePtr, n uintptr) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	b := t.blocks.find(uint64(p))
+	if b == nil || b.freed != "" {
+		return
+	}
+	if b.pieces == nil {
+		b.pieces = race.NewPieces(b.size)
+	}
+	lo := uint64(p) - b.base
+	b.pieces.Set(lo, min(lo+uint64(n), b.size), race.Run{State: race.Shared}, false)
+}
+
 // audit records that an allocator has allocated or freed a piece: a write of its bytes. If the
 // host has waited for everything on the stream, it has waited for the write too.
 func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream, to race.Run, where *race.Place) {

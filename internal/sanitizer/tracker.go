@@ -141,6 +141,9 @@ func (t *tracker) use(q *queue, n *node, u cudadrv.Use) {
 
 // order adds an access to the history of a block and reports a conflict.
 func (t *tracker) order(b *block, q *queue, c race.Conflict) {
+	if b.pieces.Unordered(c.Lo) {
+		return
+	}
 	other, bad := b.history.Add(&q.now, t.host, c.By, c.Lo, c.Hi, c.Write)
 	if !bad || t.met(c.By.Slot, other.Slot) {
 		return

@@ -16,14 +16,14 @@
 #define CHECK(x) do { auto e_ = (x); if (e_) { printf("%s, line %d: %d\n", #x, __LINE__, (int)e_); exit(1); } } while (0)
 typedef __nv_bfloat16 bf;
 static const int layers = 24, width = 4096, most = 4096, flags = 64;
-static const size_t elements = (size_t)width * width, half = elements; // half is in bytes
+static const size_t elements = (size_t)width * width, share = elements; // share is in bytes
 
 __device__ __forceinline__ uint4 add(uint4 a, uint4 b) {
 	__nv_bfloat162 *x = (__nv_bfloat162*)&a, *y = (__nv_bfloat162*)&b;
 	for (int i = 0; i < 4; i++) x[i] = __hadd2(x[i], y[i]);
 	return a;
 }
-__global__ void __launch_bounds__(512) sum(uint4* x, const uint4* y, size_t n) {
+__global__ void __launch_bounds__(512) sum(uint4* out, const uint4* x, const uint4* y, size_t n) {
 	const size_t step = (size_t)gridDim.x * blockDim.x;
 	for (size_t i = (size_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += 4 * step) {
 		uint4 a[4], b[4];
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(512) sum(uint4* x, const uint4* y, size_t n) {
 			if (i + k * step < n) a[k] = x[i + k * step], b[k] = y[i + k * step];
 #pragma unroll
 		for (int k = 0; k < 4; k++)
-			if (i + k * step < n) x[i + k * step] = add(a[k], b[k]);
+			if (i + k * step < n) out[i + k * step] = add(a[k], b[k]);
 	}
 }
 
@@ -45,8 +45,9 @@ struct Gpu {
 	cudaEvent_t event, begun, ended;
 } gpus[2];
 
-// A Way is how gradients are reduced: not at all, with the results in scratch memory first, or directly into the other GPU's gradient.
-enum Way { none, scratch, direct };
+// A Way is how gradients are reduced: not at all, with the results pushed into scratch memory of the other GPU or directly into its
+// gradient, or with the results in scratch memory of the GPU that has them, from where the other one pulls them.
+enum Way { none, scratch, direct, pull };
 struct Setting { const char* name; Way way; int pieces, blocks; };
 
 static void follow(Gpu& g, cudaStream_t s, cudaStream_t first) {
@@ -59,30 +60,39 @@ static void await(cudaStream_t s, unsigned* flag) {
 	CHECK(cuStreamWriteValue32(s, (CUdeviceptr)flag, 0, 0));
 }
 
-// reduce sums a gradient on both GPUs, each its half. A GPU sends the next data only when it has received all results, so no
+// reduce sums a gradient on both GPUs, each its share. A GPU sends the next data only when it has received all results, so no
 // flag is set twice.
 static void reduce(int d, int layer, const Setting& how) {
 	Gpu &g = gpus[d], &peer = gpus[1 - d];
 	char *grad = (char*)(g.grads + layer * elements), *other = (char*)(peer.grads + layer * elements);
-	const size_t piece = half / how.pieces;
+	const size_t piece = share / how.pieces;
 	follow(g, g.group, g.model);
 	follow(g, g.copies, g.group);
 	for (int c = 0; c < how.pieces; c++) {
-		CHECK(cudaMemcpyAsync(peer.received + c * piece, grad + (1 - d) * half + c * piece, piece, cudaMemcpyDeviceToDevice, g.copies));
+		CHECK(cudaMemcpyAsync(peer.received + c * piece, grad + (1 - d) * share + c * piece, piece, cudaMemcpyDeviceToDevice, g.copies));
 		arrive(g.copies, peer.arrived + c);
 	}
 	for (int c = 0; c < how.pieces; c++) {
-		char* mine = grad + d * half + c * piece;
+		char* mine = grad + d * share + c * piece;
 		await(g.group, g.arrived + c);
-		sum<<<how.blocks, 512, 0, g.group>>>((uint4*)mine, (const uint4*)(g.received + c * piece), piece / 16);
+		char* sums = how.way == pull ? g.results + c * piece : mine;
+		sum<<<how.blocks, 512, 0, g.group>>>((uint4*)sums, (const uint4*)mine, (const uint4*)(g.received + c * piece), piece / 16);
 		CHECK(cudaGetLastError());
 		follow(g, g.copies, g.group);
-		CHECK(cudaMemcpyAsync(how.way == direct ? other + d * half + c * piece : peer.results + c * piece, mine, piece, cudaMemcpyDeviceToDevice, g.copies));
+		if (how.way == pull) {
+			CHECK(cudaMemcpyAsync(mine, sums, piece, cudaMemcpyDeviceToDevice, g.copies));
+			arrive(g.group, peer.arrived + flags + c);
+			continue;
+		}
+		CHECK(cudaMemcpyAsync(how.way == direct ? other + d * share + c * piece : peer.results + c * piece, mine, piece, cudaMemcpyDeviceToDevice, g.copies));
 		arrive(g.copies, peer.arrived + flags + c);
 	}
-	for (int c = 0; c < how.pieces; c++) await(g.group, g.arrived + flags + c);
+	for (int c = 0; c < how.pieces; c++) {
+		await(g.group, g.arrived + flags + c);
+		if (how.way == pull) CHECK(cudaMemcpyAsync(grad + (1 - d) * share + c * piece, peer.results + c * piece, piece, cudaMemcpyDeviceToDevice, g.group));
+	}
 	follow(g, g.group, g.copies);
-	if (how.way == scratch) CHECK(cudaMemcpyAsync(grad + (1 - d) * half, g.results, half, cudaMemcpyDeviceToDevice, g.group));
+	if (how.way == scratch) CHECK(cudaMemcpyAsync(grad + (1 - d) * share, g.results, share, cudaMemcpyDeviceToDevice, g.group));
 }
 
 static void product(Gpu& g, cublasOperation_t ta, cublasOperation_t tb, int n, int k, const bf* a, const bf* b, bf* c) {
@@ -129,8 +139,8 @@ int main() {
 		CHECK(cudaMalloc(&g.inputs, (layers + 1) * rows * sizeof(bf)));
 		CHECK(cudaMalloc(&g.dy, rows * sizeof(bf)));
 		CHECK(cudaMalloc(&g.dx, 2 * rows * sizeof(bf)));
-		CHECK(cudaMalloc(&g.received, half));
-		CHECK(cudaMalloc(&g.results, half));
+		CHECK(cudaMalloc(&g.received, share));
+		CHECK(cudaMalloc(&g.results, share));
 		CHECK(cudaMalloc(&g.arrived, 2 * flags * sizeof(unsigned)));
 		CHECK(cudaMemset(g.arrived, 0, 2 * flags * sizeof(unsigned)));
 		for (int i = 0; i < layers; i++) CHECK(cudaMemcpy(g.weights + i * elements, numbers.data(), elements * sizeof(bf), cudaMemcpyHostToDevice));
@@ -142,6 +152,7 @@ int main() {
 	const Setting settings[] = {
 		{"no reduction", none, 1, 0}, {"scratch memory", scratch, 1, 264}, {"scratch memory", scratch, 2, 264}, {"scratch memory", scratch, 4, 264},
 		{"direct", direct, 1, 264}, {"direct", direct, 2, 264}, {"direct", direct, 2, 64}, {"direct", direct, 2, 16},
+		{"pull", pull, 1, 264}, {"pull", pull, 2, 264}, {"pull", pull, 2, 64}, {"pull", pull, 2, 16},
 	};
 	for (int tokens : {1024, 4096}) {
 		double alone = 0;

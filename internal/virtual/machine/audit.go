@@ -18,6 +18,13 @@ func (d driver) MemReturn(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) 
 	return d.audit("MemReturn", p, bytes, s, (*Op).takeBack)
 }
 
+func (d driver) MemShare(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
+	return d.audit("MemShare", p, bytes, s, func(_ *Op, b *Block, offset, n uint64) *Trouble {
+		b.pieces.Set(offset, offset+n, race.Run{State: race.Shared}, false)
+		return nil
+	})
+}
+
 // audit enqueues a call, or runs it immediately if the stream is idle. These
 // calls are as frequent as calls of an allocator, and a goroutine for each one
 // would cost more than the call.

@@ -261,18 +261,20 @@ const (
 	awaitLongest = time.Millisecond
 )
 
-// blocked records what the kernel waits for.
-func (k *KernelCall) blocked(on string) {
-	m := k.op.s.dev.m
-	m.mu.Lock()
-	defer m.mu.Unlock()
-	k.op.Block(on)
-}
-
 // Await polls ready and returns true once ready does. It returns false if the
 // device is lost.
 func (k *KernelCall) Await(ready func() bool) bool {
-	lost := k.op.s.dev.lost
+	return k.op.await("memory that another kernel writes", ready)
+}
+
+// await is Await for any operation, which waits for what on says.
+func (o *Op) await(on string, ready func() bool) bool {
+	m, lost := o.s.dev.m, o.s.dev.lost
+	block := func(on string) {
+		m.mu.Lock()
+		defer m.mu.Unlock()
+		o.Block(on)
+	}
 	pause := awaitFirst
 	n := 0
 	for ; !ready(); n++ {
@@ -286,13 +288,13 @@ func (k *KernelCall) Await(ready func() bool) bool {
 			continue
 		}
 		if n == awaitYields {
-			k.blocked("memory that another kernel writes")
+			block(on)
 		}
 		time.Sleep(pause)
 		pause = min(2*pause, awaitLongest)
 	}
 	if n > awaitYields {
-		k.blocked("")
+		block("")
 	}
 	return true
 }

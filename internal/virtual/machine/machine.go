@@ -219,6 +219,9 @@ type Device struct {
 	collectives    int
 	collectivesEnd chan struct{} // closed when there are none; nil if nothing waits
 
+	valueWaits    int           // waits of streams for words of memory
+	valueWaitsEnd chan struct{} // closed when one ends; nil if nothing waits
+
 	queues map[int32][]hardwareQueue // by priority; see hardwareQueue
 	// hostThread is empty while a host function runs: CUDA runs all host functions of a context
 	// on one thread.

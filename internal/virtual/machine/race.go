@@ -71,6 +71,9 @@ func (o *Op) keep(b *Block) {
 
 // order records the use of a part of a block and detects races.
 func (o *Op) order(b *Block, offset, n uint64, write bool) *Trouble {
+	if b.pieces.Unordered(offset) {
+		return nil
+	}
 	if b.space == nil {
 		return o.record(&b.history, b, offset, n, write)
 	}

@@ -125,6 +125,7 @@ func (s *Stream) work() {
 			m.room.Broadcast()
 		}
 		s.marked, s.running = false, o
+		o.awaitQueue()
 		o.awaitTurn()
 		s.now.Seen = s.now.Seen.Join(o.host)
 		s.now.Epoch++

@@ -1,0 +1,177 @@
+package fabric
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/memory"
+)
+
+// A board is a page of host memory with flags, which the ranks of a group and their GPUs share. Streams wait for flags, and
+// write those of other ranks. It is in host memory because a rank that is aborted must set its flags although its
+// device may be unable to: if as many streams wait as a device has hardware queues, no other stream of the device proceeds.
+//
+// Each rank has a section of flags. A flag of a phase and a sender is 0 until the sender's stream writes a mark; the
+// receiver's stream then writes 0. The rank's clear flag is 1 unless a rank with pending operations was aborted: what
+// such a rank sends is undefined, and so are the marks behind it.
+type board struct {
+	name string
+	data []byte
+	pin  *memory.Pinned[uint32]
+	file *os.File // of the process that has made it, or nil
+	uses int      // guarded by boards.mu
+}
+
+const (
+	boardBytes   = 4096
+	sectionFlags = 32
+	clearFlag    = 2 * maxRanks // behind the marks of two phases
+	testFlag     = clearFlag + 1
+)
+
+var boards struct {
+	mu   sync.Mutex
+	open map[string]*board
+	idle []*board // that no rank uses, but that may be unpinned only when the devices are idle
+}
+
+// makeBoard makes a board, with one use.
+func makeBoard(dev *device.Device) (*board, error) {
+	fd, err := unix.MemfdCreate("chorus flags", unix.MFD_CLOEXEC)
+	if err != nil {
+		return nil, fmt.Errorf("make a page of flags: %w", err)
+	}
+	f := os.NewFile(uintptr(fd), "flags")
+	if err = f.Truncate(boardBytes); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	id, err := identity(f)
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	b, err := mapBoard(dev, fmt.Sprintf("/proc/%d/fd/%d %s", os.Getpid(), fd, id), f)
+	if err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	b.file = f
+	return b, nil
+}
+
+// identity tells a file from others that have its name at another time.
+func identity(f *os.File) (string, error) {
+	info, err := f.Stat()
+	if err != nil {
+		return "", err
+	}
+	s := info.Sys().(*syscall.Stat_t)
+	return fmt.Sprintf("%d:%d", s.Dev, s.Ino), nil
+}
+
+// openBoard opens a board that another rank has made, by its name.
+func openBoard(dev *device.Device, name string) (*board, error) {
+	boards.mu.Lock()
+	if b := boards.open[name]; b != nil {
+		b.uses++
+		boards.mu.Unlock()
+		return b, nil
+	}
+	boards.mu.Unlock()
+	var path, want string
+	if _, err := fmt.Sscan(name, &path, &want); err != nil {
+		return nil, fmt.Errorf("open a page of flags: %q is no name of one", name)
+	}
+	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	if err != nil {
+		return nil, unsupported("processes that can open each other's files in /proc", err.Error())
+	}
+	defer f.Close()
+	if id, err := identity(f); err != nil || id != want {
+		return nil, unsupported("processes of one PID namespace", fmt.Sprintf("%s is another file", path))
+	}
+	return mapBoard(dev, name, f)
+}
+
+// mapBoard maps and pins the page of a file.
+func mapBoard(dev *device.Device, name string, f *os.File) (*board, error) {
+	data, err := unix.Mmap(int(f.Fd()), 0, boardBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+	if err != nil {
+		return nil, fmt.Errorf("map a page of flags: %w", err)
+	}
+	pin, err := memory.PinSlice(dev, unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(data))), boardBytes/4))
+	if err != nil {
+		return nil, errors.Join(fmt.Errorf("pin a page of flags: %w", err), unix.Munmap(data))
+	}
+	b := &board{name: name, data: data, pin: pin, uses: 1}
+	boards.mu.Lock()
+	defer boards.mu.Unlock()
+	if boards.open == nil {
+		boards.open = map[string]*board{}
+	}
+	if boards.open[name] == nil { // otherwise another rank has mapped it meanwhile; both mappings are of the same page
+		boards.open[name] = b
+	}
+	return b, nil
+}
+
+// close ends a use. Unpinning waits for all devices, so it is left to a later call if these have work.
+func (b *board) close(dev *device.Device) error {
+	if b == nil {
+		return nil
+	}
+	boards.mu.Lock()
+	defer boards.mu.Unlock()
+	if b.uses--; b.uses == 0 {
+		if boards.open[b.name] == b {
+			delete(boards.open, b.name)
+		}
+		boards.idle = append(boards.idle, b)
+	}
+	if !gpu.DeviceOf(dev).System().Quiet() {
+		return nil
+	}
+	var errs []error
+	for _, x := range boards.idle {
+		errs = append(errs, x.pin.Close(), unix.Munmap(x.data))
+		if x.file != nil {
+			errs = append(errs, x.file.Close())
+		}
+	}
+	boards.idle = nil
+	return errors.Join(errs...)
+}
+
+// flag returns a flag of a rank's section.
+func (b *board) flag(rank, i int) *uint32 { return &b.pin.Data()[rank*sectionFlags+i] }
+
+// at returns the address of a flag for devices.
+func (b *board) at(rank, i int) cudadrv.DevicePtr {
+	return cudadrv.DevicePtr(uintptr(unsafe.Pointer(b.flag(rank, i))))
+}
+
+// arrivalFlag is the index of the flag of a phase and a sender.
+func arrivalFlag(phase, sender int) int { return phase*maxRanks + sender }
+
+// taint clears the clear flags of all ranks.
+func (b *board) taint(ranks int) {
+	for r := range ranks {
+		atomic.StoreUint32(b.flag(r, clearFlag), 0)
+	}
+}
+
+// release sets all flags of a rank, so that no stream waits for them. It reports whether a stream had reset one.
+func (b *board) release(rank int) (reset bool) {
+	for i := range clearFlag + 1 {
+		reset = atomic.SwapUint32(b.flag(rank, i), ^uint32(0)) != ^uint32(0) || reset
+	}
+	return reset
+}

@@ -1,0 +1,248 @@
+package fabric
+
+import (
+	"context"
+	"errors"
+	"sync/atomic"
+	"time"
+
+	"github.com/gochorus/chorus/internal/collective"
+	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/stream"
+)
+
+// A pusher is what a rank of Config.Pushes has besides its scratch memory.
+//
+// An all-reduce by Pushed takes no multiprocessor while it waits or moves data. Copy engines push each share to its rank,
+// and then a mark to a flag of the rank. The rank's stream waits for the marks of all others and resets them,
+// a Fold adds the shares, and copy engines push the results in the same way. The results of the others are copied to the output.
+//
+// Flags and slots need no numbers of operations, so graphs can have the same addresses at each launch: no rank pushes
+// the next operation's data before it has the results of all ranks, and these have then read, and reset, everything of this one.
+type pusher struct {
+	board *board
+	// sides are the streams of the copy engines: one for operations outside graphs, and one for those in graphs, because a
+	// capture keeps a stream until it ends.
+	sides [2]*stream.Stream
+
+	stop     chan struct{} // closed to end the releases of an aborted rank
+	released chan struct{} // closed when they have ended; nil if the rank was not aborted
+}
+
+// open opens the board that rank 0 has made, makes the streams, and tests whether the device's streams can use flags.
+func (p *pusher) open(ctx context.Context, r *Rank, s *stream.Stream, board string) (err error) {
+	if r.rank > 0 {
+		if p.board, err = openBoard(r.dev, board); err != nil {
+			return err
+		}
+	}
+	for i := range p.sides {
+		if p.sides[i], err = stream.New(r.dev, nil); err != nil {
+			return err
+		}
+	}
+	own := r.peers[0].words
+	if err := gpu.StreamOf(s).Share(own.Ptr(), own.Bytes()); err != nil {
+		return err
+	}
+	atomic.StoreUint32(p.board.flag(r.rank, clearFlag), 1)
+	at := p.board.at(r.rank, testFlag)
+	err = batch(gpu.StreamOf(s), cudadrv.StreamMemOp{At: at, Value: 3}, cudadrv.StreamMemOp{At: at, Value: 2, Waits: true}, cudadrv.StreamMemOp{At: at, Value: 4})
+	if err == nil {
+		err = s.Sync(ctx)
+	}
+	if err == nil && atomic.LoadUint32(p.board.flag(r.rank, testFlag)) != 4 {
+		err = errors.New("a flag has another value than was written")
+	}
+	if err != nil && r.dev.Err() == nil && ctx.Err() == nil {
+		return unsupported("streams that wait for flags in host memory", err.Error())
+	}
+	return err
+}
+
+// close frees what the pusher has, after the rank's last operation.
+func (p *pusher) close(r *Rank) error {
+	if p == nil {
+		return nil
+	}
+	var errs []error
+	for _, s := range p.sides {
+		if s != nil {
+			errs = append(errs, r.syncStream(gpu.StreamOf(s)), s.Close())
+		}
+	}
+	close(p.stop)
+	if p.released != nil {
+		<-p.released
+	}
+	return errors.Join(append(errs, p.board.close(r.dev))...)
+}
+
+// The shortest and the longest time between two releases of an aborted rank's flags.
+const (
+	releaseFirst   = 20 * time.Microsecond
+	releaseLongest = 10 * time.Millisecond
+)
+
+// abort ends all waits of the rank's streams, from now on until close. The other ranks do not accept the marks that the rank writes
+// from now on.
+func (p *pusher) abort(r *Rank) {
+	if p.released != nil {
+		return
+	}
+	p.released = make(chan struct{})
+	p.board.taint(r.ranks)
+	go func() {
+		defer close(p.released)
+		for pause := releaseFirst; ; pause = min(2*pause, releaseLongest) {
+			if p.board.release(r.rank) {
+				pause = releaseFirst
+			}
+			select {
+			case <-p.stop:
+				return
+			case <-time.After(pause):
+			}
+		}
+	}()
+}
+
+// enqueuePushed enqueues an all-reduce in pieces that the slots have room for.
+func (r *Rank) enqueuePushed(o *operation) error {
+	s := gpu.StreamOf(o.Stream)
+	if _, err := foldKernel(r.dev, o.DType, o.Reduction, WholeStage); err != nil { // loading it waits for the device
+		return err
+	}
+	if err := s.Captured(r); err != nil {
+		return err
+	}
+	captured, err := s.Capturing()
+	if err != nil {
+		return err
+	}
+	if err := r.order.Begin(s); err != nil {
+		return errors.Join(r.Err(), err)
+	}
+	defer r.order.End()
+	if err := r.Err(); err != nil {
+		return err
+	}
+	x := pushing{Rank: r, o: o, s: s, side: gpu.StreamOf(r.pusher.sides[0]), signature: o.signature(Pushed)}
+	if captured {
+		x.side = gpu.StreamOf(r.pusher.sides[1])
+	}
+	x.dst, x.src = o.operands()
+	for most := r.ranks * r.slot; x.at < o.bytes(); x.at += most {
+		x.bytes = min(o.bytes()-x.at, most)
+		if err := x.enqueue(); err != nil {
+			return &collective.PartialError{Err: err}
+		}
+	}
+	s.Uses("copies and kernel of "+o.Kind.String(), true, func() []cudadrv.Use { return o.uses(r) })
+	return nil
+}
+
+// A pushing is a piece of an all-reduce by Pushed.
+type pushing struct {
+	*Rank
+	o         *operation
+	s, side   *gpu.Stream // of the operation, and of the copies to other ranks
+	signature uint64
+	dst, src  uint64
+	at, bytes int // the piece
+}
+
+func (x *pushing) enqueue() error {
+	err := x.side.WaitStream(x.s)
+	if err == nil {
+		err = x.push(0, func(to int) (uint64, int) { at, n := x.share(to); return x.src + at, n })
+	}
+	if err == nil {
+		err = x.s.WaitStream(x.side) // an output in place is not written before it was read
+	}
+	if err == nil {
+		err = x.await(0)
+	}
+	mine, n := x.share(x.rank)
+	if err == nil && n > 0 {
+		f := Fold{
+			DType: x.o.DType, Op: x.o.Reduction, Block: x.ranks, Ranks: x.ranks, All: x.ranks, Count: n / x.o.DType.Size(),
+			Base: x.slotAt(0, 0), Stride: uint64(x.slot), Mine: x.rank, Own: x.src + mine, Dst: x.dst + mine,
+		}
+		err = f.Enqueue(x.o.Stream)
+	}
+	if err == nil {
+		err = x.side.WaitStream(x.s)
+	}
+	if err == nil {
+		err = x.push(1, func(int) (uint64, int) { return x.dst + mine, n })
+	}
+	if err == nil {
+		err = x.await(1)
+	}
+	for k := 1; k < x.ranks && err == nil; k++ {
+		from := (x.rank + k) % x.ranks
+		at, n := x.share(from)
+		err = x.copy(x.s, x.dst+at, x.slotAt(0, x.ranks+from), n)
+	}
+	return errors.Join(err, x.s.WaitStream(x.side)) // a capture ends only if the side stream has joined
+}
+
+// share returns where the share of a rank is in an operand, and its size. A share begins at a cell.
+func (x *pushing) share(rank int) (at uint64, n int) {
+	most := over(over(x.bytes, cellBytes), x.ranks) * cellBytes
+	first := min(rank*most, x.bytes)
+	return uint64(x.at + first), min(most, x.bytes-first)
+}
+
+// slotAt returns the address of a slot in the memory of the k-th rank after this one. The slots for results follow those for shares.
+func (x *pushing) slotAt(k, slot int) uint64 {
+	return x.peers[k].words.Ptr() + signalBytes + uint64(slot*x.slot)
+}
+
+// push enqueues the copies of a phase to all other ranks, with a mark behind each.
+func (x *pushing) push(phase int, what func(to int) (src uint64, n int)) error {
+	for k := 1; k < x.ranks; k++ {
+		to := (x.rank + k) % x.ranks
+		src, n := what(to)
+		if err := x.copy(x.side, x.slotAt(k, phase*x.ranks+x.rank), src, n); err != nil {
+			return err
+		}
+		if err := batch(x.side, cudadrv.StreamMemOp{At: x.pusher.board.at(to, arrivalFlag(phase, x.rank)), Value: x.mark(phase)}); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// await enqueues a wait for the marks of all other ranks in a phase, and resets them.
+func (x *pushing) await(phase int) error {
+	var waits, resets []cudadrv.StreamMemOp
+	for k := 1; k < x.ranks; k++ {
+		at := x.pusher.board.at(x.rank, arrivalFlag(phase, (x.rank+k)%x.ranks))
+		waits = append(waits, cudadrv.StreamMemOp{At: at, Value: x.mark(phase), Waits: true})
+		resets = append(resets, cudadrv.StreamMemOp{At: at})
+	}
+	waits = append(waits, cudadrv.StreamMemOp{At: x.pusher.board.at(x.rank, clearFlag), Value: 1, Waits: true})
+	return batch(x.s, append(waits, resets...)...)
+}
+
+// mark is the value that a flag has when the data of a phase has arrived: one bit, which depends on the operation. A stream
+// can wait for all bits that are in a word only one at a time, and each takes a microsecond. So of two operations that differ, one in
+// 32 has the same marks in a phase, and one in 1024 in both.
+func (x *pushing) mark(phase int) uint32 { return 1 << (x.signature >> (8 * phase) % 32) }
+
+func (x *pushing) copy(s *gpu.Stream, dst, src uint64, bytes int) error {
+	if bytes == 0 {
+		return nil
+	}
+	return gpu.DeviceOf(x.dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
+		return drv.MemcpyDtoDAsync(cudadrv.DevicePtr(dst), cudadrv.DevicePtr(src), uintptr(bytes), s.Raw())
+	})
+}
+
+// batch enqueues operations on words of memory.
+func batch(s *gpu.Stream, ops ...cudadrv.StreamMemOp) error {
+	return s.Device().Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamBatchMemOp(s.Raw(), ops) })
+}

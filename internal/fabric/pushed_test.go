@@ -1,0 +1,156 @@
+package fabric_test
+
+import (
+	"math/rand/v2"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/fabric"
+	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testhost"
+	"github.com/gochorus/chorus/memory"
+)
+
+// pushes has the smallest slots, so that a few hundred kilobytes take several pieces.
+var pushes = fabric.Config{Slot: 1, Pushes: true}
+
+// pushedCalls runs all-reduces of a type with all reductions, of a part of a chunk up to some pieces.
+func pushedCalls[T memory.Element](t *testing.T, group []member, k kit[T]) {
+	t.Run(memory.DTypeOf[T]().String(), func(t *testing.T) {
+		slot, _ := group[0].Sizes()
+		drawn := testgpu.Sample(t, testhost.Rounds(16, 8))
+		turn := 0
+		for _, op := range allOps {
+			for _, n := range lengths[T](5*slot*len(group)/2, true) {
+				c := call{name: "all-reduce", op: op, algorithm: fabric.Pushed, n: n, skip: turn % 2, inPlace: turn/2%2 == 0}
+				if turn++; group[0].s.Device().System().Backend() == "cuda" || drawn() {
+					carryOut(t, group, k, c)
+				}
+			}
+		}
+	})
+}
+
+// All-reduces whose elements copy engines move give every element, and write nothing else.
+func TestPushed(t *testing.T) {
+	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &pushes)
+		pushedCalls(t, group, integers[int8]())
+		pushedCalls(t, group, integers[uint64]())
+		pushedCalls(t, group, floats(memory.Float16Of))
+		pushedCalls(t, group, floats(memory.BFloat16Of))
+		pushedCalls(t, group, floats(func(x float32) float32 { return x }))
+		if len(devs) < 3 {
+			pushedCalls(t, group, integers[uint8]())
+			pushedCalls(t, group, integers[int32]())
+			pushedCalls(t, group, integers[uint32]())
+			pushedCalls(t, group, integers[int64]())
+			pushedCalls(t, group, floats(func(x float64) float64 { return x }))
+		}
+	})
+}
+
+// Random sequences of them are right, also in graphs, with ranks that are out of step.
+func TestPushedRandom(t *testing.T) {
+	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
+		seed := rand.Uint64()
+		t.Log("seed ", seed)
+		group := open(t, devs, &pushes)
+		rounds := testgpu.Rounds(testhost.Rounds(4, 8), 60)
+		if devs[0].System().Backend() == "cuda" {
+			rounds = 200
+		}
+		var wg sync.WaitGroup
+		for _, m := range group {
+			wg.Go(func() { newPlan(seed, m, rounds).run(t, m) })
+		}
+		wg.Wait()
+	})
+}
+
+// A rank that pushes executes nothing else, and other ranks do not push.
+func TestPushedOnly(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		m, other := open(t, devs, &pushes)[0], open(t, devs, &fabric.Config{Bytes: 1})[0]
+		x, y := makeOf[float32](t, m.s, 2), makeOf[float32](t, m.s, 2)
+		require.ErrorContains(t, fabric.AllReduce(m.Rank, m.s, x, x, 0, nil), "at most 0")
+		require.ErrorContains(t, fabric.AllToAll(m.Rank, m.s, x, y), "at most 0")
+		require.ErrorContains(t, fabric.AllReduce(other.Rank, other.s, x, x, 0, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}), "at most 0")
+	})
+}
+
+// What an aborted rank sends, when its stream comes to it, does not pass for data.
+func TestPushedAfterAbort(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &pushes)
+		gate := make(chan struct{})
+		x := []memory.Slice[float32]{makeOf[float32](t, group[0].s, 1000), makeOf[float32](t, group[1].s, 1000)}
+		require.NoError(t, group[0].s.Callback(func() { <-gate }))
+		for i, m := range group {
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x[i], x[i], flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
+		}
+		group[0].Abort()
+		close(gate)
+		require.NoError(t, group[0].s.Sync(testgpu.Context(t)))
+		require.NoError(t, group[1].Err())
+		deadline := time.Now().Add(20 * time.Millisecond)
+		for time.Now().Before(deadline) {
+			done, err := group[1].s.Query()
+			require.NoError(t, err)
+			require.False(t, done)
+		}
+		group[1].Abort()
+		require.NoError(t, group[1].s.Sync(testgpu.Context(t)))
+	})
+}
+
+// A rank may close as soon as its own operations are complete, although another one still has to end them.
+func TestPushedClose(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		for range testhost.Rounds(5, 50) {
+			group := open(t, devs, &pushes)
+			x := []memory.Slice[float32]{makeOf[float32](t, group[0].s, 1000), makeOf[float32](t, group[1].s, 1000)}
+			for i, m := range group {
+				require.NoError(t, fabric.AllReduce(m.Rank, m.s, x[i], x[i], flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
+			}
+			require.NoError(t, group[0].s.Sync(testgpu.Context(t)))
+			require.NoError(t, group[0].Close())
+			require.NoError(t, group[1].s.Sync(testgpu.Context(t)))
+			require.NoError(t, group[1].Close())
+		}
+	})
+}
+
+// Ranks whose operations differ wait for each other.
+func TestPushedDisagree(t *testing.T) {
+	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		pushed := &fabric.AllReduceConfig{Algorithm: fabric.Pushed}
+		for name, enqueue := range map[string]func(m member, i int) error{
+			"lengths": func(m member, i int) error {
+				x := makeOf[float32](t, m.s, 1000+i)
+				return fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, pushed)
+			},
+			"reductions": func(m member, i int) error {
+				x := makeOf[float32](t, m.s, 1000)
+				return fabric.AllReduce(m.Rank, m.s, x, x, flight.Reduction(2*i), pushed)
+			},
+			"types": func(m member, i int) error {
+				x, y := makeOf[float32](t, m.s, 1000), makeOf[int32](t, m.s, 1000)
+				if i == 0 {
+					return fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, pushed)
+				}
+				return fabric.AllReduce(m.Rank, m.s, y, y, flight.Sum, pushed)
+			},
+		} {
+			t.Run(name, func(t *testing.T) {
+				group := open(t, devs, &pushes)
+				disagree(t, group, func(i int) error { return enqueue(group[i], i) })
+			})
+		}
+	})
+}

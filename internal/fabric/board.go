@@ -80,12 +80,24 @@ func identity(f *os.File) (string, error) {
 // openBoard opens a board that another rank has made, by its name.
 func openBoard(dev *device.Device, name string) (*board, error) {
 	boards.mu.Lock()
-	if b := boards.open[name]; b != nil {
+	b := boards.open[name]
+	if b != nil {
 		b.uses++
-		boards.mu.Unlock()
-		return b, nil
 	}
 	boards.mu.Unlock()
+	if b != nil {
+		return b, nil
+	}
+	f, err := openNamed(name)
+	if err != nil {
+		return nil, err
+	}
+	defer f.Close()
+	return mapBoard(dev, name, f)
+}
+
+// openNamed opens the file of a board.
+func openNamed(name string) (*os.File, error) {
 	var path, want string
 	if _, err := fmt.Sscan(name, &path, &want); err != nil {
 		return nil, fmt.Errorf("open a page of flags: %q is no name of one", name)
@@ -94,11 +106,44 @@ func openBoard(dev *device.Device, name string) (*board, error) {
 	if err != nil {
 		return nil, unsupported("processes that can open each other's files in /proc", err.Error())
 	}
-	defer f.Close()
 	if id, err := identity(f); err != nil || id != want {
-		return nil, unsupported("processes of one PID namespace", fmt.Sprintf("%s is another file", path))
+		return nil, errors.Join(unsupported("processes of one PID namespace", path+" is another file"), f.Close())
 	}
-	return mapBoard(dev, name, f)
+	return f, nil
+}
+
+// A presence is a lock on a board's file, a byte for each rank. The system releases it when the process ends.
+type presence struct {
+	file *os.File
+	rank int
+}
+
+func (b *board) enter(rank int) (*presence, error) {
+	f, err := openNamed(b.name)
+	if err != nil {
+		return nil, err
+	}
+	p := &presence{f, rank}
+	if err := p.lock(unix.F_WRLCK); err != nil {
+		return nil, errors.Join(err, f.Close())
+	}
+	return p, nil
+}
+
+func (p *presence) lock(kind int16) error {
+	if err := unix.FcntlFlock(p.file.Fd(), unix.F_OFD_SETLK, &unix.Flock_t{Type: kind, Start: int64(p.rank), Len: 1}); err != nil {
+		return fmt.Errorf("lock a page of flags: %w", err)
+	}
+	return nil
+}
+
+// leave says that the rank's streams do not write to the memory of other ranks any more.
+func (p *presence) leave() error { return p.lock(unix.F_UNLCK) }
+
+// sees reports whether another rank is present.
+func (p *presence) sees(rank int) bool {
+	l := unix.Flock_t{Type: unix.F_WRLCK, Start: int64(rank), Len: 1}
+	return unix.FcntlFlock(p.file.Fd(), unix.F_OFD_GETLK, &l) == nil && l.Type != unix.F_UNLCK
 }
 
 // mapBoard maps and pins the page of a file.

@@ -33,6 +33,9 @@ type foldTrial struct {
 func newFoldTrial(r *rand.Rand, f *format, op flight.Reduction) foldTrial {
 	ranks := 1 + r.IntN(10)
 	x := Fold{DType: f.dtype, Op: op, Ranks: ranks, Block: 1 + r.IntN(ranks), Mine: r.IntN(ranks), Count: 1 + r.IntN(200), Stage: Stage(r.IntN(3)), All: 1 + r.IntN(20)}
+	if r.IntN(4) == 0 {
+		x.Count = 1 + r.IntN(20000) // a thread has several packs
+	}
 	in, out := x.sizes()
 	stride := over(x.Count*in, 16) * 16
 	if r.IntN(2) == 0 {
@@ -171,6 +174,28 @@ func agreeOnFolds(t *testing.T, r *rand.Rand, f *format, op flight.Reduction) {
 		out = out[n:]
 	}
 	require.Empty(t, out)
+}
+
+// BenchmarkFold adds what two ranks have of 16 MiB, as Pushed does of 32 MiB.
+func BenchmarkFold(b *testing.B) {
+	const n = 8 << 20
+	s, err := stream.New(testgpu.Ranks(b, 1)[0], nil)
+	require.NoError(b, err)
+	defer func() { require.NoError(b, s.Close()) }()
+	m, err := memory.Make[memory.BFloat16Bits](s, 2*n)
+	require.NoError(b, err)
+	defer func() { require.NoError(b, m.Close()) }()
+	f := Fold{DType: memory.BFloat16, Op: flight.Avg, Block: 2, Ranks: 2, All: 2, Count: n, Base: m.Ptr(), Own: m.Ptr(), Stride: 2 * n, Dst: m.Ptr()}
+	b.SetBytes(3 * 2 * n)
+	run := func(n int) {
+		for range n {
+			require.NoError(b, f.Enqueue(s))
+		}
+		require.NoError(b, s.Sync(b.Context()))
+	}
+	run(3)
+	b.ResetTimer()
+	run(b.N)
 }
 
 // TestFold compares Fold and Scale on devices with the functions for virtual devices, for all

@@ -126,7 +126,7 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange collective.E
 		failed = r.probe(ctx, s)
 	}
 	if failed == nil && r.pusher != nil {
-		failed = r.pusher.open(ctx, r, s, infos[0].Board)
+		failed = r.pusher.open(ctx, r, s, infos)
 	}
 	if _, err = collective.Agree(ctx, exchange, r.ranks, true, failed); err != nil {
 		return err

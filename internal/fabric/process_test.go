@@ -81,7 +81,7 @@ func TestWorker(t *testing.T) {
 	}
 	s, seat := newStream(t, devs[rank]), falsifyHandle(t, fields[1], rank, folder{fields[5], ranks}.seat(rank))
 	cfg := &fabric.Config{Bytes: 1}
-	if fields[1] == "pushed" {
+	if fields[1] == "pushed" || fields[1] == "late" || fields[1] == "gone" {
 		cfg = &pushes
 	}
 	r, err := fabric.Open(testgpu.Context(t), s, rank, ranks, seat, cfg)
@@ -131,7 +131,24 @@ func TestWorker(t *testing.T) {
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 		require.ErrorContains(t, r.Err(), "given up")
 	}
+	if rank == 0 && (fields[1] == "late" || fields[1] == "gone") {
+		require.NoError(t, r.Close())
+		require.Equal(t, 1, fabric.Scratches(), "others may still write to it")
+		meet()
+		require.Eventually(t, func() bool { return fabric.Scratches() == 0 }, time.Minute, time.Millisecond)
+		return
+	}
+	if fields[1] == "late" {
+		meet()
+	}
+	if fields[1] == "gone" {
+		meet()
+		os.Exit(0)
+	}
 	require.NoError(t, r.Close())
+	if cfg.Pushes {
+		require.Eventually(t, func() bool { return fabric.Scratches() == 0 }, time.Minute, time.Millisecond)
+	}
 	require.Zero(t, fabric.Scratches())
 }
 
@@ -159,7 +176,7 @@ func sums(t *testing.T, m member) {
 // does not arrive, all of them know. Ranks without NVRTC have kernels for any number of
 // ranks, and the others those for theirs, which go together.
 func TestProcesses(t *testing.T) {
-	for _, task := range []string{"random", "pushed", "die", "secretive", "spoilt", "uncompiled"} {
+	for _, task := range []string{"random", "pushed", "late", "gone", "die", "secretive", "spoilt", "uncompiled"} {
 		for _, n := range []int{2, 3} {
 			if task == "spoilt" && env.ShareGPUs.Value() == "yes" {
 				continue // no data crosses a link

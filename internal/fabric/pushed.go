@@ -3,6 +3,8 @@ package fabric
 import (
 	"context"
 	"errors"
+	"log/slog"
+	"slices"
 	"sync/atomic"
 	"time"
 
@@ -20,22 +22,36 @@ import (
 //
 // Flags and slots need no numbers of operations, so graphs can have the same addresses at each launch: no rank pushes
 // the next operation's data before it has the results of all ranks, and these have then read, and reset, everything of this one.
+//
+// Copies cannot be taken back: those that are enqueued when a rank is aborted still write to the memory of the other ranks. These accept none of
+// it, and memory that a closed rank had stays until the ranks of other processes have closed, too, or their processes have ended.
 type pusher struct {
 	board *board
 	// sides are the streams of the copy engines: one for operations outside graphs, and one for those in graphs, because a
 	// capture keeps a stream until it ends.
 	sides [2]*stream.Stream
 
+	here *presence
+	far  []int // ranks of other processes
+
 	stop     chan struct{} // closed to end the releases of an aborted rank
 	released chan struct{} // closed when they have ended; nil if the rank was not aborted
 }
 
 // open opens the board that rank 0 has made, makes the streams, and tests whether the device's streams can use flags.
-func (p *pusher) open(ctx context.Context, r *Rank, s *stream.Stream, board string) (err error) {
+func (p *pusher) open(ctx context.Context, r *Rank, s *stream.Stream, infos []rankInfo) (err error) {
 	if r.rank > 0 {
-		if p.board, err = openBoard(r.dev, board); err != nil {
+		if p.board, err = openBoard(r.dev, infos[0].Board); err != nil {
 			return err
 		}
+	}
+	for i := range infos {
+		if infos[i].Process != infos[r.rank].Process {
+			p.far = append(p.far, i)
+		}
+	}
+	if p.here, err = p.board.enter(r.rank); err != nil {
+		return err
 	}
 	for i := range p.sides {
 		if p.sides[i], err = stream.New(r.dev, nil); err != nil {
@@ -76,8 +92,36 @@ func (p *pusher) close(r *Rank) error {
 	if p.released != nil {
 		<-p.released
 	}
-	return errors.Join(append(errs, p.board.close(r.dev))...)
+	errs = append(errs, p.board.close(r.dev))
+	if p.here != nil {
+		errs = append(errs, p.here.leave())
+		if p.watched() {
+			go p.free(r.peers[0])
+			r.peers = r.peers[1:]
+		} else {
+			errs = append(errs, p.here.file.Close())
+		}
+	}
+	return errors.Join(errs...)
 }
+
+// watched reports whether a rank of another process may still write to the scratch memory of this one: copies that were enqueued before an
+// abort go on.
+func (p *pusher) watched() bool { return slices.ContainsFunc(p.far, p.here.sees) }
+
+// free frees scratch memory as soon as no rank writes to it.
+func (p *pusher) free(own *scratch) {
+	for p.watched() {
+		time.Sleep(freePause)
+	}
+	err := errors.Join(own.close(), p.here.file.Close())
+	if err != nil && own.words.Device().Err() == nil {
+		slog.Warn("chorus: scratch memory of a closed group could not be freed", "error", err)
+	}
+}
+
+// freePause is the time between two looks at the other ranks.
+const freePause = 20 * time.Millisecond
 
 // The shortest and the longest time between two releases of an aborted rank's flags.
 const (

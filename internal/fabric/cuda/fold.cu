@@ -61,9 +61,41 @@ template <class In, class Out, int V> static __device__ __forceinline__ void fol
 // PACK is the number of elements in 16 bytes.
 #define PACK (16 / (int)sizeof(T))
 
+// MANY is the number of packs that a thread reduces together.
+#define MANY (PACK > 8 ? 2 : 4)
+
+// foldMany reduces MANY packs, which are step apart, of pieces that are one block of ranks. The loads of a rank's packs do not wait
+// for each other.
+template <class In, class Out> static __device__ __forceinline__ void foldMany(const Pieces& p, char* out, u64 i, u64 step, u64 packs, u32 ranks) {
+	typedef Pack<typename In::Element_, PACK> Source;
+	Acc sum[MANY][PACK];
+#pragma unroll 2
+	for (u32 r = 0; r < p.count; r++) {
+		const Source* from = (const Source*)p.of(r);
+		Source x[MANY];
+#pragma unroll
+		for (int k = 0; k < MANY; k++)
+			if (i + k * step < packs) x[k] = from[i + k * step];
+#pragma unroll
+		for (int k = 0; k < MANY; k++)
+#pragma unroll
+			for (int v = 0; v < PACK; v++) sum[k][v] = r == 0 ? In::get(x[k].x[v]) : Op::join(sum[k][v], In::get(x[k].x[v]));
+	}
+#pragma unroll
+	for (int k = 0; k < MANY; k++) {
+		Pack<typename Out::Element_, PACK> y;
+#pragma unroll
+		for (int v = 0; v < PACK; v++) y.x[v] = Out::put(sum[k][v], ranks);
+		if (i + k * step < packs) ((Pack<typename Out::Element_, PACK>*)out)[i + k * step] = y;
+	}
+}
+
 template <class In, class Out> static __device__ __forceinline__ void foldAll(const Pieces& p, char* out, u64 n, u32 aligned, u32 ranks) {
 	const u64 packs = aligned ? n / PACK : 0, first = (u64)blockIdx.x * FOLDERS + threadIdx.x, step = (u64)gridDim.x * FOLDERS;
-	for (u64 i = first; i < packs; i += step) foldPack<In, Out, PACK>(p, out, i, ranks);
+	if (p.count <= p.block)
+		for (u64 i = first; i < packs; i += MANY * step) foldMany<In, Out>(p, out, i, step, packs, ranks);
+	else
+		for (u64 i = first; i < packs; i += step) foldPack<In, Out, PACK>(p, out, i, ranks);
 	for (u64 i = packs * PACK + first; i < n; i += step) foldPack<In, Out, 1>(p, out, i, ranks);
 }
 

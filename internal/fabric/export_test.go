@@ -2,6 +2,7 @@ package fabric
 
 import (
 	"slices"
+	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
@@ -88,6 +89,9 @@ func (r *Rank) QuantizedChunks(n int) (length, blocks, threads int) {
 
 // Pushes reports whether r executes only Pushed.
 func (r *Rank) Pushes() bool { return r.pusher != nil }
+
+// Clear reports whether r, which pushes, accepts the marks of other ranks.
+func (r *Rank) Clear() bool { return atomic.LoadUint32(r.pusher.board.flag(r.rank, clearFlag)) != 0 }
 
 // Sizes returns the bytes of a slot and of the whole in the scratch memory of r.
 func (r *Rank) Sizes() (slot, whole int) { return r.slot, r.whole }

@@ -23,6 +23,7 @@ import (
 // without and with the reduction of its gradients, each the median of some rounds. A step is the
 // forward and the backward pass of a chain of layers with square weights in bfloat16, without an
 // optimizer. Every rank prints whether its reduced gradients are the same as those of rank 0.
+// With -beside, steps without reduction are measured while all-reduces of other memory run all the time, instead of with reduction.
 // With -sharded the weights and their gradients are sharded, each layer by itself, and the largest amount of memory
 // in use is printed, too.
 //
@@ -40,6 +41,7 @@ func layersMain() {
 	flag.BoolVar(&m.sharded, "sharded", false, "shard the weights")
 	flag.BoolVar(&m.priority, "high-priority", false, "give the group's streams precedence")
 	flag.IntVar(&m.blocks, "ctas", 0, "`number` of thread blocks that a collective may have; 0 is its choice")
+	flag.IntVar(&m.others, "beside", 0, "`bytes` of all-reduces that run beside steps without reduction")
 	flag.IntVar(&m.carveout, "carveout", 0, "`number` of multiprocessors that products of the backward pass leave to collectives")
 	flag.Parse()
 	if m.carveout > 0 {
@@ -59,7 +61,7 @@ func layersMain() {
 type model struct {
 	tokens, width, depth, rounds, steps int
 	sharded, priority                   bool
-	blocks, carveout                    int
+	blocks, carveout, others            int
 	beside                              *tensor.MatMulConfig // of products that run beside collectives
 
 	g       *comm.Group
@@ -99,6 +101,9 @@ func (m *model) run(ctx context.Context) (err error) {
 	}
 	if err := m.measure(ctx, "without reduction", func() error { return m.step(nil) }); err != nil {
 		return err
+	}
+	if m.others > 0 {
+		return m.measureBeside(ctx)
 	}
 	r, err := ddp.NewReducer(m.g, [][]memory.Slice[memory.BFloat16Bits]{parts}, nil)
 	if err != nil {
@@ -316,6 +321,99 @@ func (m *model) measure(ctx context.Context, name string, step func() error) err
 		fmt.Printf("%d ranks, %d layers of %d, %d tokens, %s: %.3f ms a step\n", m.g.Size(), m.depth, m.width, m.tokens, name, ms[len(ms)/2])
 	}
 	return nil
+}
+
+// measureBeside prints the median milliseconds of a step while all-reduces run on the group's stream.
+func (m *model) measureBeside(ctx context.Context) error {
+	s := m.g.Stream(0)
+	x, err := memory.Make[memory.BFloat16Bits](s, m.others/2)
+	if err != nil {
+		return err
+	}
+	defer x.Close()
+	if err := x.Zero(s); err != nil {
+		return err
+	}
+	var each time.Duration
+	for range 2 { // the first round warms up
+		if err := m.g.Barrier(ctx); err != nil {
+			return err
+		}
+		begun := time.Now()
+		if err := m.reduceMany(ctx, x, 100); err != nil {
+			return err
+		}
+		each = time.Since(begun) / 100
+	}
+	var alone, beside []float64
+	for round := range 2 * m.rounds {
+		if err := errors.Join(m.s.Sync(ctx), m.g.Barrier(ctx)); err != nil {
+			return err
+		}
+		reduced := make(chan error, 1)
+		if round%2 == 0 {
+			reduced <- nil
+		} else { // for twice as long as the steps take alone
+			n := int(2*alone[len(alone)-1]*1e6*float64(m.steps)/float64(each)) + 1
+			if err := comm.BroadcastValue(ctx, m.g, 0, &n, comm.JSON); err != nil {
+				return err
+			}
+			go func() { reduced <- m.reduceMany(ctx, x, n) }()
+		}
+		begun := time.Now()
+		for range m.steps {
+			if err := m.step(nil); err != nil {
+				return err
+			}
+		}
+		if err := m.s.Sync(ctx); err != nil {
+			return err
+		}
+		ms := float64(time.Since(begun)) / 1e6 / float64(m.steps)
+		if err := <-reduced; err != nil {
+			return err
+		}
+		if round%2 == 0 {
+			alone = append(alone, ms)
+		} else {
+			beside = append(beside, ms)
+		}
+	}
+	slices.Sort(alone)
+	slices.Sort(beside)
+	if m.g.Rank() == 0 {
+		fmt.Printf("%d tokens: a step takes %.3f ms alone, and %.3f beside all-reduces of %d bytes, which take %.1f µs alone\n",
+			m.tokens, alone[len(alone)/2], beside[len(beside)/2], m.others, float64(each)/1e3)
+	}
+	return m.g.Shutdown(ctx)
+}
+
+// reduceMany enqueues all-reduces, of which at most 40 are in progress, and waits for them.
+func (m *model) reduceMany(ctx context.Context, x memory.Slice[memory.BFloat16Bits], n int) error {
+	s := m.g.Stream(0)
+	var last *stream.Event
+	for i := range n {
+		if err := comm.AllReduce(m.g, comm.Sum, x); err != nil {
+			return err
+		}
+		if i%20 != 19 {
+			continue
+		}
+		e, err := s.Record(nil)
+		if err != nil {
+			return err
+		}
+		if last != nil {
+			if err := errors.Join(last.Sync(ctx), last.Close()); err != nil {
+				return err
+			}
+		}
+		last = e
+	}
+	if last != nil {
+		defer last.Close()
+	}
+	return s.Sync(ctx)
 }
 
 // check compares the reduced gradients with rank 0's: all ranks must have the same bits.

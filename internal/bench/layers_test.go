@@ -20,6 +20,10 @@ func TestLayers(t *testing.T) {
 	}
 }
 
+func TestLayersBeside(t *testing.T) {
+	require.Contains(t, runLayers(t, "-beside", "64"), "beside all-reduces of 64 bytes, which take ")
+}
+
 func TestShardedLayers(t *testing.T) {
 	out := runLayers(t, "-sharded")
 	require.Contains(t, out, "2 ranks, 3 layers of 16, 8 tokens, sharded: ")

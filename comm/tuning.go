@@ -318,13 +318,6 @@ const (
 	// are in progress at a time. It has no limit of the size, and also runs all-gathers,
 	// reduce-scatters and all-to-alls. Each rank uses 128 MiB of device memory for it.
 	OwnKernels Strategy = "own"
-	// Pushed takes few multiprocessors from kernels that run beside all-reduces, such as the matrix products of a backward
-	// pass. Copy engines move the elements, and 8 thread blocks add them, or as many as Config.NCCL.MaxCTAs says. It executes
-	// all-reduces of 1 MiB and more, of any number of processes of one host whose GPUs can access each other's
-	// memory, and at most 8 ranks. NCCL executes everything else. Each rank uses 128 MiB of device memory for it. GPUs need NVRTC.
-	// A product that shares the device with other kernels can take twice as long, however few multiprocessors these have, unless it
-	// leaves that many: see tensor.MatMulSettings.SMCarveout. The order of operations, graphs, and the wait of Close are as for OwnKernels.
-	Pushed Strategy = "pushed"
 	// Windows uses NCCL's kernels for symmetric memory (NCCL 2.27.3 and newer). Small
 	// operands are copied to a window that all ranks have registered, and results are
 	// copied back. It supports sums of 16-bit and 32-bit floats, all-gathers and
@@ -336,11 +329,19 @@ const (
 	// of them waits for a lost rank, closing the group takes ten seconds and returns an
 	// error, and the device is usable again only after the process ends.
 	Windows Strategy = "windows"
-	// CopyEngines uses the devices' copy engines for all-gathers and all-to-alls. It
-	// requires that all ranks are in this process and can access each other's memory, and
+	// CopyEngines leaves the multiprocessors to other kernels, such as the matrix products of a backward pass: the devices' copy
+	// engines move the data. NCCL runs what CopyEngines does not support; in a Tuned group the next fastest strategy does.
+	//
+	// All-gathers and all-to-alls require that all ranks are in this process and can access each other's memory, and
 	// that one call, or one NCCL group, has the operations of all ranks and nothing else.
-	// Copy engines occupy no multiprocessor. NCCL runs all other operations; in a Tuned
-	// group the next fastest strategy does.
+	//
+	// All-reduces of 1 MiB and more work in any processes of one host, with at most 8 ranks whose GPUs can access each other's
+	// memory, but not in a Tuned group. A kernel only adds what has arrived. Up to 64 MiB they take longer than NCCL's when nothing else
+	// runs: see docs/PERFORMANCE.md. Each rank uses 128 MiB of device memory. The order of operations and graphs, and
+	// the wait of Close, are as for OwnKernels. Close frees that memory when the ranks of other processes have closed, too.
+	// A rank that waits for others holds one of the device's hardware queues. Where as many streams of a device wait as it has
+	// (CUDA_DEVICE_MAX_CONNECTIONS, 8), nothing else of it runs: so a device should be in at most three such groups at a time.
+	// Processes find each other's flags in /proc, so they share a PID namespace and a user; otherwise NCCL runs their all-reduces.
 	CopyEngines Strategy = "copy-engines"
 	// Tuned uses a Tuning to select the strategy for each operation, type and size. The
 	// Tuning is Config.Tuning, or comes from the file CHORUS_TUNING_FILE. If the file has

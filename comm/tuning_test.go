@@ -43,7 +43,7 @@ func siteOf(t *testing.T, devs []*device.Device) comm.Site {
 // anyTuning has each strategy as the fastest of some operations and sizes.
 func anyTuning(at comm.Site, r *rand.Rand) *comm.Tuning {
 	t := &comm.Tuning{For: at}
-	every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Pipelined, comm.Pushed, comm.Windows, comm.CopyEngines}
+	every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Pipelined, comm.Windows, comm.CopyEngines}
 	for _, op := range []string{"all-reduce", "all-gather", "reduce-scatter", "broadcast", "all-to-all"} {
 		for bytes := 4; bytes <= 1<<16; bytes += 1 + bytes/2 {
 			c := comm.Choice{Operation: op, Bytes: bytes}
@@ -218,7 +218,7 @@ func TestStrategiesConform(t *testing.T) {
 	seed := rand.Uint64()
 	t.Logf("seed %d", seed)
 	comm.SetPushedBytes(t, 1)
-	for _, s := range []comm.Strategy{comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Pipelined, comm.Pushed, comm.Windows, comm.CopyEngines, comm.Tuned} {
+	for _, s := range []comm.Strategy{comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Pipelined, comm.Windows, comm.CopyEngines, comm.Tuned} {
 		sizes := []int{1, 3}
 		if s == comm.Tuned { // which has all of them
 			sizes = append(sizes, 8)

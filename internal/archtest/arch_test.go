@@ -66,7 +66,7 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"internal/job"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/machine", "internal/virtual/cufile", "memory", "internal/job", "internal/launch", "gds", "checkpoint"},
+	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/machine", "internal/virtual/cufile", "memory", "internal/job", "internal/launch", "gds", "checkpoint", "internal/fabric"},
 	"github.com/klauspost/compress":   {"internal/ptx", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},

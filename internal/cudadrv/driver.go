@@ -105,7 +105,7 @@ type Driver interface {
 	StreamSynchronize(s Stream) Result
 	StreamQuery(s Stream) Result
 	StreamWaitEvent(s Stream, e Event, flags uint32) Result
-	// StreamBatchMemOp makes the stream wait for words of memory and write words, one after the other. The memory is of a
+	// StreamBatchMemOp enqueues waits for words of memory and writes of words, one after the other. The memory is of a
 	// device or page-locked, and the stream's context has access to it.
 	StreamBatchMemOp(s Stream, ops []StreamMemOp) Result
 	StreamGetPriority(s Stream) (int32, Result)

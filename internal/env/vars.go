@@ -196,7 +196,7 @@ var clusterVars = []*Var{Job, Rank, WorldSize, LocalRank, LocalSize, Node, Nodes
 // Defaults of the configuration of groups.
 var (
 	CommStrategy = &Var{"CHORUS_COMM_STRATEGY", "text", "nccl",
-		"Strategy of collectives, the same on all ranks. `nccl`. `own`: Chorus kernels for small operations if the GPUs are on one host with peer access, otherwise NCCL. `windows`: NCCL's kernels for symmetric memory for small operations. `copy-engines`: copy engines for all-gather and all-to-all within one process. `tuned`: the fastest strategy by measurement. For measurements, one algorithm of the Chorus kernels: `one-shot`, `two-shot-packets`, `two-shot`, `pipelined` or, if NVLink connects all GPUs, `two-shot-lines`."}
+		"Strategy of collectives, the same on all ranks. `nccl`. `own`: Chorus kernels for small operations if the GPUs are on one host with peer access, otherwise NCCL. `windows`: NCCL's kernels for symmetric memory for small operations. `copy-engines`: copy engines for all-reduces of 1 MiB and more, and for all-gather and all-to-all within one process. `tuned`: the fastest strategy by measurement. For measurements, one algorithm of the Chorus kernels: `one-shot`, `two-shot-packets`, `two-shot`, `pipelined`, `pushed` or, if NVLink connects all GPUs, `two-shot-lines`."}
 	TuningFile = &Var{"CHORUS_TUNING_FILE", "path", "",
 		"File with the measurements for `tuned`, written by `chorus tune`, or by the first group without measurements. Measurements of another driver, NCCL or version of Chorus are refused. Default: `chorus/tuning.json` in the user's cache directory ($XDG_CACHE_HOME or ~/.cache), where groups replace such measurements."}
 	ShareGPUs = &Var{"CHORUS_SHARE_GPUS", "yes/no", "no",

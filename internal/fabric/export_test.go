@@ -91,7 +91,7 @@ func (r *Rank) QuantizedChunks(n int) (length, blocks, threads int) {
 func (r *Rank) Pushes() bool { return r.pusher != nil }
 
 // Clear reports whether r, which pushes, accepts the marks of other ranks.
-func (r *Rank) Clear() bool { return atomic.LoadUint32(r.pusher.board.flag(r.rank, clearFlag)) != 0 }
+func (r *Rank) Clear() bool { return atomic.LoadUint32(r.pusher.flags.flag(r.rank, clearFlag)) != 0 }
 
 // Sizes returns the bytes of a slot and of the whole in the scratch memory of r.
 func (r *Rank) Sizes() (slot, whole int) { return r.slot, r.whole }

@@ -166,10 +166,10 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err e
 	c.Most = r.blocks
 	r.clusters = p.Major >= 9
 	if r.pusher != nil && r.rank == 0 {
-		if r.pusher.board, err = makeBoard(r.dev); err != nil {
+		if r.pusher.flags, err = newFlagPage(r.dev); err != nil {
 			return c, err
 		}
-		c.Board = r.pusher.board.name
+		c.Flags = r.pusher.flags.name
 	}
 	if err := r.load(); err != nil {
 		return c, err
@@ -356,7 +356,7 @@ type rankInfo struct {
 	Most               int    // number of blocks that its kernels may have
 	Scratch            uint64 // id of its scratch memory in its process
 	Epoch              uint64 // the initial epoch; all ranks use rank 0's
-	Board              string // of rank 0, if the ranks push
+	Flags              string // of rank 0, if the ranks push
 }
 
 // anyEpoch returns a random initial epoch, so that data is unlikely to contain it: TwoShot

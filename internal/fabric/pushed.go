@@ -20,13 +20,13 @@ import (
 // and then a mark to a flag of the rank. The rank's stream waits for the marks of all others and resets them,
 // a Fold adds the shares, and copy engines push the results in the same way. The results of the others are copied to the output.
 //
-// Flags and slots need no numbers of operations, so graphs can have the same addresses at each launch: no rank pushes
+// Flags and slots need no numbers of operations, so graphs can have the same addresses at each launch. For no rank pushes
 // the next operation's data before it has the results of all ranks, and these have then read, and reset, everything of this one.
 //
 // Copies cannot be taken back: those that are enqueued when a rank is aborted still write to the memory of the other ranks. These accept none of
 // it, and memory that a closed rank had stays until the ranks of other processes have closed, too, or their processes have ended.
 type pusher struct {
-	board *board
+	flags *flagPage
 	// sides are the streams of the copy engines: one for operations outside graphs, and one for those in graphs, because a
 	// capture keeps a stream until it ends.
 	sides [2]*stream.Stream
@@ -38,10 +38,10 @@ type pusher struct {
 	released chan struct{} // closed when they have ended; nil if the rank was not aborted
 }
 
-// open opens the board that rank 0 has made, makes the streams, and tests whether the device's streams can use flags.
+// open opens the page of flags that rank 0 has made, makes the streams, and tests whether the device's streams can use flags.
 func (p *pusher) open(ctx context.Context, r *Rank, s *stream.Stream, infos []rankInfo) (err error) {
 	if r.rank > 0 {
-		if p.board, err = openBoard(r.dev, infos[0].Board); err != nil {
+		if p.flags, err = openFlagPage(r.dev, infos[0].Flags); err != nil {
 			return err
 		}
 	}
@@ -50,7 +50,7 @@ func (p *pusher) open(ctx context.Context, r *Rank, s *stream.Stream, infos []ra
 			p.far = append(p.far, i)
 		}
 	}
-	if p.here, err = p.board.enter(r.rank); err != nil {
+	if p.here, err = p.flags.enter(r.rank); err != nil {
 		return err
 	}
 	for i := range p.sides {
@@ -62,13 +62,13 @@ func (p *pusher) open(ctx context.Context, r *Rank, s *stream.Stream, infos []ra
 	if err := gpu.StreamOf(s).Share(own.Ptr(), own.Bytes()); err != nil {
 		return err
 	}
-	atomic.StoreUint32(p.board.flag(r.rank, clearFlag), 1)
-	at := p.board.at(r.rank, testFlag)
+	atomic.StoreUint32(p.flags.flag(r.rank, clearFlag), 1)
+	at := p.flags.at(r.rank, testFlag)
 	err = batch(gpu.StreamOf(s), cudadrv.StreamMemOp{At: at, Value: 3}, cudadrv.StreamMemOp{At: at, Value: 2, Waits: true}, cudadrv.StreamMemOp{At: at, Value: 4})
 	if err == nil {
 		err = s.Sync(ctx)
 	}
-	if err == nil && atomic.LoadUint32(p.board.flag(r.rank, testFlag)) != 4 {
+	if err == nil && atomic.LoadUint32(p.flags.flag(r.rank, testFlag)) != 4 {
 		err = errors.New("a flag has another value than was written")
 	}
 	if err != nil && r.dev.Err() == nil && ctx.Err() == nil {
@@ -92,7 +92,7 @@ func (p *pusher) close(r *Rank) error {
 	if p.released != nil {
 		<-p.released
 	}
-	errs = append(errs, p.board.close(r.dev))
+	errs = append(errs, p.flags.close(r.dev))
 	if p.here != nil {
 		errs = append(errs, p.here.leave())
 		if p.watched() {
@@ -136,11 +136,11 @@ func (p *pusher) abort(r *Rank) {
 		return
 	}
 	p.released = make(chan struct{})
-	p.board.taint(r.ranks)
+	p.flags.taint(r.ranks)
 	go func() {
 		defer close(p.released)
 		for pause := releaseFirst; ; pause = min(2*pause, releaseLongest) {
-			if p.board.release(r.rank) {
+			if p.flags.release(r.rank) {
 				pause = releaseFirst
 			}
 			select {
@@ -253,7 +253,7 @@ func (x *pushing) push(phase int, what func(to int) (src uint64, n int)) error {
 		if err := x.copy(x.side, x.slotAt(k, phase*x.ranks+x.rank), src, n); err != nil {
 			return err
 		}
-		if err := batch(x.side, cudadrv.StreamMemOp{At: x.pusher.board.at(to, arrivalFlag(phase, x.rank)), Value: x.mark(phase)}); err != nil {
+		if err := batch(x.side, cudadrv.StreamMemOp{At: x.pusher.flags.at(to, arrivalFlag(phase, x.rank)), Value: x.mark(phase)}); err != nil {
 			return err
 		}
 	}
@@ -264,11 +264,11 @@ func (x *pushing) push(phase int, what func(to int) (src uint64, n int)) error {
 func (x *pushing) await(phase int) error {
 	var waits, resets []cudadrv.StreamMemOp
 	for k := 1; k < x.ranks; k++ {
-		at := x.pusher.board.at(x.rank, arrivalFlag(phase, (x.rank+k)%x.ranks))
+		at := x.pusher.flags.at(x.rank, arrivalFlag(phase, (x.rank+k)%x.ranks))
 		waits = append(waits, cudadrv.StreamMemOp{At: at, Value: x.mark(phase), Waits: true})
 		resets = append(resets, cudadrv.StreamMemOp{At: at})
 	}
-	waits = append(waits, cudadrv.StreamMemOp{At: x.pusher.board.at(x.rank, clearFlag), Value: 1, Waits: true})
+	waits = append(waits, cudadrv.StreamMemOp{At: x.pusher.flags.at(x.rank, clearFlag), Value: 1, Waits: true})
 	return batch(x.s, append(waits, resets...)...)
 }
 

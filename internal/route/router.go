@@ -109,13 +109,10 @@ func (rs Routers) Strategies() []Strategy {
 			}
 		}
 	}
-	if k.pushed != nil {
-		list = append(list, Pushed)
-	}
 	if k.window != nil {
 		list = append(list, Windows)
 	}
-	if k.engines {
+	if k.engines || k.pushed != nil {
 		list = append(list, CopyEngines)
 	}
 	if k.opened == Tuned {
@@ -155,6 +152,8 @@ func (k *Router) firstSupported(x *collective.Op) Strategy {
 	switch {
 	case x.Kind == 0: // an operation that is always NCCL's
 		return NCCLOnly
+	case r.strategy == CopyEngines && x.Kind == flight.AllReduce:
+		return k.orNCCL(Pushed, x, 0)
 	case r.strategy != Tuned:
 		return k.orNCCL(r.strategy, x, kernelLimit(x))
 	case r.only != 0:
@@ -255,6 +254,9 @@ func (rs Routers) open(ctx context.Context, s Strategy, order *Order) error {
 	case Windows:
 		return rs.openWindows(ctx)
 	case CopyEngines:
+		if err := rs.openPushed(ctx); err != nil {
+			return err
+		}
 		return rs.openEngines()
 	case Pipelined:
 		return rs.openKernels(ctx, s, MostBytes)

@@ -17,49 +17,49 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// A board is a page of host memory with flags, which the ranks of a group and their GPUs share. Streams wait for flags, and
-// write those of other ranks. It is in host memory because a rank that is aborted must set its flags although its
+// A flagPage is a page of host memory with flags, which the ranks of a group and their GPUs share. Streams wait for flags, and
+// write those of other ranks. It is in host memory, so that the host can set the flags of a rank that is aborted. The
 // device may be unable to: if as many streams wait as a device has hardware queues, no other stream of the device proceeds.
 //
 // Each rank has a section of flags. A flag of a phase and a sender is 0 until the sender's stream writes a mark; the
 // receiver's stream then writes 0. The rank's clear flag is 1 unless a rank with pending operations was aborted: what
 // such a rank sends is undefined, and so are the marks behind it.
-type board struct {
+type flagPage struct {
 	name string
 	data []byte
 	pin  *memory.Pinned[uint32]
 	file *os.File // of the process that has made it, or nil
-	uses int      // guarded by boards.mu
+	uses int      // guarded by flagPages.mu
 }
 
 const (
-	boardBytes   = 4096
+	flagPageBytes   = 4096
 	sectionFlags = 32
 	clearFlag    = 2 * maxRanks // behind the marks of two phases
 	testFlag     = clearFlag + 1
 )
 
-var boards struct {
+var flagPages struct {
 	mu   sync.Mutex
-	open map[string]*board
-	idle []*board // that no rank uses, but that may be unpinned only when the devices are idle
+	open map[string]*flagPage
+	idle []*flagPage // that no rank uses, but that may be unpinned only when the devices are idle
 }
 
-// makeBoard makes a board, with one use.
-func makeBoard(dev *device.Device) (*board, error) {
+// newFlagPage creates and maps a page, with one use.
+func newFlagPage(dev *device.Device) (*flagPage, error) {
 	fd, err := unix.MemfdCreate("chorus flags", unix.MFD_CLOEXEC)
 	if err != nil {
 		return nil, fmt.Errorf("make a page of flags: %w", err)
 	}
 	f := os.NewFile(uintptr(fd), "flags")
-	if err = f.Truncate(boardBytes); err != nil {
+	if err = f.Truncate(flagPageBytes); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	id, err := identity(f)
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	b, err := mapBoard(dev, fmt.Sprintf("/proc/%d/fd/%d %s", os.Getpid(), fd, id), f)
+	b, err := mapFlagPage(dev, fmt.Sprintf("/proc/%d/fd/%d %s", os.Getpid(), fd, id), f)
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -77,14 +77,14 @@ func identity(f *os.File) (string, error) {
 	return fmt.Sprintf("%d:%d", s.Dev, s.Ino), nil
 }
 
-// openBoard opens a board that another rank has made, by its name.
-func openBoard(dev *device.Device, name string) (*board, error) {
-	boards.mu.Lock()
-	b := boards.open[name]
+// openFlagPage opens a page of flags that another rank has made, by its name.
+func openFlagPage(dev *device.Device, name string) (*flagPage, error) {
+	flagPages.mu.Lock()
+	b := flagPages.open[name]
 	if b != nil {
 		b.uses++
 	}
-	boards.mu.Unlock()
+	flagPages.mu.Unlock()
 	if b != nil {
 		return b, nil
 	}
@@ -93,10 +93,10 @@ func openBoard(dev *device.Device, name string) (*board, error) {
 		return nil, err
 	}
 	defer f.Close()
-	return mapBoard(dev, name, f)
+	return mapFlagPage(dev, name, f)
 }
 
-// openNamed opens the file of a board.
+// openNamed opens the file of a page of flags.
 func openNamed(name string) (*os.File, error) {
 	var path, want string
 	if _, err := fmt.Sscan(name, &path, &want); err != nil {
@@ -112,13 +112,13 @@ func openNamed(name string) (*os.File, error) {
 	return f, nil
 }
 
-// A presence is a lock on a board's file, a byte for each rank. The system releases it when the process ends.
+// A presence is a lock on the file of a page of flags, a byte for each rank. The system releases it when the process ends.
 type presence struct {
 	file *os.File
 	rank int
 }
 
-func (b *board) enter(rank int) (*presence, error) {
+func (b *flagPage) enter(rank int) (*presence, error) {
 	f, err := openNamed(b.name)
 	if err != nil {
 		return nil, err
@@ -146,60 +146,60 @@ func (p *presence) sees(rank int) bool {
 	return unix.FcntlFlock(p.file.Fd(), unix.F_OFD_GETLK, &l) == nil && l.Type != unix.F_UNLCK
 }
 
-// mapBoard maps and pins the page of a file.
-func mapBoard(dev *device.Device, name string, f *os.File) (*board, error) {
-	data, err := unix.Mmap(int(f.Fd()), 0, boardBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
+// mapFlagPage maps and pins the page of a file.
+func mapFlagPage(dev *device.Device, name string, f *os.File) (*flagPage, error) {
+	data, err := unix.Mmap(int(f.Fd()), 0, flagPageBytes, unix.PROT_READ|unix.PROT_WRITE, unix.MAP_SHARED)
 	if err != nil {
 		return nil, fmt.Errorf("map a page of flags: %w", err)
 	}
-	pin, err := memory.PinSlice(dev, unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(data))), boardBytes/4))
+	pin, err := memory.PinSlice(dev, unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(data))), flagPageBytes/4))
 	if err != nil {
 		return nil, errors.Join(fmt.Errorf("pin a page of flags: %w", err), unix.Munmap(data))
 	}
-	b := &board{name: name, data: data, pin: pin, uses: 1}
-	boards.mu.Lock()
-	defer boards.mu.Unlock()
-	if boards.open == nil {
-		boards.open = map[string]*board{}
+	b := &flagPage{name: name, data: data, pin: pin, uses: 1}
+	flagPages.mu.Lock()
+	defer flagPages.mu.Unlock()
+	if flagPages.open == nil {
+		flagPages.open = map[string]*flagPage{}
 	}
-	if boards.open[name] == nil { // otherwise another rank has mapped it meanwhile; both mappings are of the same page
-		boards.open[name] = b
+	if flagPages.open[name] == nil { // otherwise another rank has mapped it meanwhile; both mappings are of the same page
+		flagPages.open[name] = b
 	}
 	return b, nil
 }
 
 // close ends a use. Unpinning waits for all devices, so it is left to a later call if these have work.
-func (b *board) close(dev *device.Device) error {
+func (b *flagPage) close(dev *device.Device) error {
 	if b == nil {
 		return nil
 	}
-	boards.mu.Lock()
-	defer boards.mu.Unlock()
+	flagPages.mu.Lock()
+	defer flagPages.mu.Unlock()
 	if b.uses--; b.uses == 0 {
-		if boards.open[b.name] == b {
-			delete(boards.open, b.name)
+		if flagPages.open[b.name] == b {
+			delete(flagPages.open, b.name)
 		}
-		boards.idle = append(boards.idle, b)
+		flagPages.idle = append(flagPages.idle, b)
 	}
 	if !gpu.DeviceOf(dev).System().Quiet() {
 		return nil
 	}
 	var errs []error
-	for _, x := range boards.idle {
+	for _, x := range flagPages.idle {
 		errs = append(errs, x.pin.Close(), unix.Munmap(x.data))
 		if x.file != nil {
 			errs = append(errs, x.file.Close())
 		}
 	}
-	boards.idle = nil
+	flagPages.idle = nil
 	return errors.Join(errs...)
 }
 
 // flag returns a flag of a rank's section.
-func (b *board) flag(rank, i int) *uint32 { return &b.pin.Data()[rank*sectionFlags+i] }
+func (b *flagPage) flag(rank, i int) *uint32 { return &b.pin.Data()[rank*sectionFlags+i] }
 
 // at returns the address of a flag for devices.
-func (b *board) at(rank, i int) cudadrv.DevicePtr {
+func (b *flagPage) at(rank, i int) cudadrv.DevicePtr {
 	return cudadrv.DevicePtr(uintptr(unsafe.Pointer(b.flag(rank, i))))
 }
 
@@ -207,14 +207,14 @@ func (b *board) at(rank, i int) cudadrv.DevicePtr {
 func arrivalFlag(phase, sender int) int { return phase*maxRanks + sender }
 
 // taint clears the clear flags of all ranks.
-func (b *board) taint(ranks int) {
+func (b *flagPage) taint(ranks int) {
 	for r := range ranks {
 		atomic.StoreUint32(b.flag(r, clearFlag), 0)
 	}
 }
 
 // release sets all flags of a rank, so that no stream waits for them. It reports whether a stream had reset one.
-func (b *board) release(rank int) (reset bool) {
+func (b *flagPage) release(rank int) (reset bool) {
 	for i := range clearFlag + 1 {
 		reset = atomic.SwapUint32(b.flag(rank, i), ^uint32(0)) != ^uint32(0) || reset
 	}

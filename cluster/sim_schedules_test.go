@@ -104,6 +104,12 @@ job seed=442825876 hosts=5 late=0 least=2 local=1 seeds=1 restarts=0 pace=870440
 job seed=20758773 hosts=4 late=0 least=2 local=1 seeds=3 restarts=0 pace=232792 latency=242µs lost-after=1s calm=44s
 +847ms split bcd ^bcd 1.009377s 21.939ms
 +686ms worker a - 0s 0s`},
+	// The last host of the epoch has no workers, and may not start any. It succeeded the coordinator, which left, and said that the job had succeeded.
+	{"a host without workers coordinates a program that has not ended", `
+job seed=148655542 hosts=3 late=0 least=1 local=2 seeds=1 restarts=0 pace=879290 latency=217µs lost-after=1s calm=44s
+commit2+2µs split * ^* 1.15757s 180.651ms
++1.61s drain a - 0s 0s
++2.012s split a ^a 1.037696s 96.315ms`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -423,7 +423,8 @@ func (c *coordinator) leased() (d time.Duration) {
 }
 
 // agentDone records that a host's workers have exited. The job ends when all
-// hosts are done.
+// hosts are done, except in the middle of a program: then a host whose workers may not start again is of no use, and the
+// job waits for other hosts or fails. Hosts that are all being drained end the job.
 func (c *coordinator) agentDone(p *peer) {
 	if p.state != peerJoined {
 		return
@@ -433,6 +434,10 @@ func (c *coordinator) agentDone(p *peer) {
 		if q.state == peerJoined {
 			return
 		}
+	}
+	if c.isElastic() && slices.ContainsFunc(c.agents, func(q *peer) bool { return q.draining == nil }) {
+		c.checkHope()
+		return
 	}
 	for _, q := range c.agents {
 		c.send(q, say(kindEnded, nil))

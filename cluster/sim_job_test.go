@@ -291,6 +291,9 @@ func (l *simLauncher) main() {
 	l.err, l.over = err, !l.proc.isDead()
 	if l.over {
 		j.log("%s ends: %v", l.proc.name, err)
+		if err == nil && !l.draining && !l.finished {
+			j.violate("%s ends without an error, but the program has not ended", l.proc.name)
+		}
 	}
 	j.mu.Unlock()
 	l.killAll(false)

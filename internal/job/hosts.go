@@ -423,7 +423,7 @@ func (c *coordinator) leased() (d time.Duration) {
 }
 
 // agentDone records that a host's workers have exited. The job ends when all
-// hosts are done, except in the middle of a program: then a host whose workers may not start again is of no use, and the
+// hosts are done, except in the middle of a program. Then a host whose workers may not start again is of no use, and the
 // job waits for other hosts or fails. Hosts that are all being drained end the job.
 func (c *coordinator) agentDone(p *peer) {
 	if p.state != peerJoined {

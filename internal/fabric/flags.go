@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"syscall"
@@ -33,10 +34,10 @@ type flagPage struct {
 }
 
 const (
-	flagPageBytes   = 4096
-	sectionFlags = 32
-	clearFlag    = 2 * maxRanks // behind the marks of two phases
-	testFlag     = clearFlag + 1
+	flagPageBytes = 4096
+	sectionFlags  = 32
+	clearFlag     = 2 * maxRanks // behind the marks of two phases
+	testFlag      = clearFlag + 1
 )
 
 var flagPages struct {
@@ -185,13 +186,16 @@ func (b *flagPage) close(dev *device.Device) error {
 		return nil
 	}
 	var errs []error
-	for _, x := range flagPages.idle {
-		errs = append(errs, x.pin.Close(), unix.Munmap(x.data))
+	flagPages.idle = slices.DeleteFunc(flagPages.idle, func(x *flagPage) bool {
+		if x.pin.Close() != nil { // a device has got work meanwhile
+			return false
+		}
+		errs = append(errs, unix.Munmap(x.data))
 		if x.file != nil {
 			errs = append(errs, x.file.Close())
 		}
-	}
-	flagPages.idle = nil
+		return true
+	})
 	return errors.Join(errs...)
 }
 

@@ -114,7 +114,11 @@ func (r *Rank) join(ctx context.Context, s *stream.Stream, exchange collective.E
 	if err != nil {
 		return err
 	}
-	if err := compareRanks(infos); err != nil {
+	err = compareRanks(infos)
+	if err == nil && r.pusher != nil {
+		err = compareQueues(infos)
+	}
+	if err != nil {
 		return err
 	}
 	r.blocks = blocksOf(infos)

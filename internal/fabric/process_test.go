@@ -8,6 +8,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -177,7 +178,11 @@ func sums(t *testing.T, m member) {
 // ranks, and the others those for theirs, which go together.
 func TestProcesses(t *testing.T) {
 	for _, task := range []string{"random", "pushed", "late", "gone", "die", "secretive", "spoilt", "uncompiled"} {
+		pushed := slices.Contains([]string{"pushed", "late", "gone"}, task)
 		for _, n := range []int{2, 3} {
+			if pushed && n > 2 && env.ShareGPUs.Value() == "yes" {
+				continue // more than two ranks on a GPU
+			}
 			if task == "spoilt" && env.ShareGPUs.Value() == "yes" {
 				continue // no data crosses a link
 			}
@@ -186,6 +191,9 @@ func TestProcesses(t *testing.T) {
 		for _, n := range []int{2, 4, 8} {
 			if task == "spoilt" {
 				continue // GPUs do not inject faults
+			}
+			if pushed && n > 2 && env.ShareGPUs.Value() == "yes" {
+				continue
 			}
 			t.Run(fmt.Sprint(task, "/cuda/", n), func(t *testing.T) {
 				testgpu.Ranks(t, n)

@@ -3,6 +3,7 @@ package fabric
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"slices"
 	"sync/atomic"
@@ -36,6 +37,20 @@ type pusher struct {
 
 	stop     chan struct{} // closed to end the releases of an aborted rank
 	released chan struct{} // closed when they have ended; nil if the rank was not aborted
+}
+
+// mostPerGPU is the number of ranks of a group that may share a GPU: each holds two hardware queues while it waits, of eight.
+const mostPerGPU = 2
+
+// compareQueues returns an error, the same on all ranks, if too many ranks share a GPU.
+func compareQueues(infos []rankInfo) error {
+	ranks := map[string]int{}
+	for i := range infos {
+		if ranks[infos[i].GPU]++; ranks[infos[i].GPU] > mostPerGPU {
+			return unsupported(fmt.Sprintf("at most %d ranks on a GPU", mostPerGPU), "more, whose waits would occupy the hardware queues")
+		}
+	}
+	return nil
 }
 
 // open opens the page of flags that rank 0 has made, makes the streams, and tests whether the device's streams can use flags.

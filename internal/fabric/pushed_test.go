@@ -1,6 +1,7 @@
 package fabric_test
 
 import (
+	"errors"
 	"math/rand/v2"
 	"sync"
 	"testing"
@@ -9,6 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -18,6 +20,39 @@ import (
 
 // pushes has the smallest slots, so that a few hundred kilobytes take several pieces.
 var pushes = fabric.Config{Slot: 1, Pushes: true}
+
+// eachPushed is each without the tests in which more than two ranks share a GPU.
+func eachPushed(t *testing.T, counts []int, fn func(t *testing.T, devs []*device.Device)) {
+	each(t, counts, func(t *testing.T, devs []*device.Device) {
+		if tooMany(devs) {
+			t.Skip("more than two ranks share a GPU")
+		}
+		fn(t, devs)
+	})
+}
+
+func tooMany(devs []*device.Device) bool {
+	ranks := map[*device.Device]int{}
+	for _, d := range devs {
+		if ranks[d]++; ranks[d] > 2 {
+			return true
+		}
+	}
+	return false
+}
+
+// The waits of more than two ranks on a GPU could hold all its hardware queues.
+func TestPushedOnSharedGPU(t *testing.T) {
+	t.Setenv(env.ShareGPUs.Name, "yes")
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		group, err := openAll(t, []*device.Device{devs[0], devs[0]}, &pushes)
+		require.NoError(t, err)
+		closeAll(t, group)
+		_, err = openAll(t, []*device.Device{devs[0], devs[0], devs[0]}, &pushes)
+		require.ErrorIs(t, err, errors.ErrUnsupported)
+		require.ErrorContains(t, err, "at most 2 ranks on a GPU")
+	})
+}
 
 // pushedCalls runs all-reduces of a type with all reductions, of a part of a chunk up to some pieces.
 func pushedCalls[T memory.Element](t *testing.T, group []member, k kit[T]) {
@@ -38,7 +73,7 @@ func pushedCalls[T memory.Element](t *testing.T, group []member, k kit[T]) {
 
 // All-reduces whose elements copy engines move give every element, and write nothing else.
 func TestPushed(t *testing.T) {
-	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
+	eachPushed(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &pushes)
 		pushedCalls(t, group, integers[int8]())
 		pushedCalls(t, group, integers[uint64]())
@@ -57,7 +92,7 @@ func TestPushed(t *testing.T) {
 
 // Random sequences of them are right, also in graphs, with ranks that are out of step.
 func TestPushedRandom(t *testing.T) {
-	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
+	eachPushed(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
 		seed := rand.Uint64()
 		t.Log("seed ", seed)
 		group := open(t, devs, &pushes)
@@ -75,7 +110,7 @@ func TestPushedRandom(t *testing.T) {
 
 // A rank that pushes executes nothing else, and other ranks do not push.
 func TestPushedOnly(t *testing.T) {
-	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+	eachPushed(t, []int{2}, func(t *testing.T, devs []*device.Device) {
 		m, other := open(t, devs, &pushes)[0], open(t, devs, &fabric.Config{Bytes: 1})[0]
 		x, y := makeOf[float32](t, m.s, 2), makeOf[float32](t, m.s, 2)
 		require.ErrorContains(t, fabric.AllReduce(m.Rank, m.s, x, x, 0, nil), "at most 0")
@@ -86,7 +121,7 @@ func TestPushedOnly(t *testing.T) {
 
 // What an aborted rank sends, when its stream comes to it, does not pass for data.
 func TestPushedAfterAbort(t *testing.T) {
-	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+	eachPushed(t, []int{2}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &pushes)
 		gate := make(chan struct{})
 		x := []memory.Slice[float32]{makeOf[float32](t, group[0].s, 1000), makeOf[float32](t, group[1].s, 1000)}
@@ -111,7 +146,7 @@ func TestPushedAfterAbort(t *testing.T) {
 
 // A rank may close as soon as its own operations are complete, although another one still has to end them.
 func TestPushedClose(t *testing.T) {
-	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+	eachPushed(t, []int{2}, func(t *testing.T, devs []*device.Device) {
 		for range testhost.Rounds(5, 50) {
 			group := open(t, devs, &pushes)
 			x := []memory.Slice[float32]{makeOf[float32](t, group[0].s, 1000), makeOf[float32](t, group[1].s, 1000)}
@@ -129,7 +164,7 @@ func TestPushedClose(t *testing.T) {
 
 // Ranks whose operations differ wait for each other.
 func TestPushedDisagree(t *testing.T) {
-	each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+	eachPushed(t, []int{2}, func(t *testing.T, devs []*device.Device) {
 		pushed := &fabric.AllReduceConfig{Algorithm: fabric.Pushed}
 		for name, enqueue := range map[string]func(m member, i int) error{
 			"lengths": func(m member, i int) error {

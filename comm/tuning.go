@@ -339,9 +339,11 @@ const (
 	// memory, but not in a Tuned group. A kernel only adds what has arrived. Up to 64 MiB they take longer than NCCL's when nothing else
 	// runs: see docs/PERFORMANCE.md. Each rank uses 128 MiB of device memory. The order of operations and graphs, and
 	// the wait of Close, are as for OwnKernels. Close frees that memory when the ranks of other processes have closed, too.
-	// A rank that waits for others holds one of the device's hardware queues. Where as many streams of a device wait as it has
-	// (CUDA_DEVICE_MAX_CONNECTIONS, 8), nothing else of it runs: so a device should be in at most three such groups at a time.
-	// Processes find each other's flags in /proc, so they share a PID namespace and a user; otherwise NCCL runs their all-reduces.
+	// A rank that waits for others holds a hardware queue of its device. Where as many streams of a device wait as it has queues
+	// (CUDA_DEVICE_MAX_CONNECTIONS, 8), nothing else of it runs. So with 8 queues a device should be in at most three such groups at a time, and with one
+	// queue in one. All-reduces of a group in one capture need an order by events. Of 65536 pairs of all-reduces that differ between
+	// ranks in type, length or reduction, one is not noticed on the devices, and has an undefined result. The ranks' processes share a
+	// PID namespace and a user, because they find each other's flags in /proc.
 	CopyEngines Strategy = "copy-engines"
 	// Tuned uses a Tuning to select the strategy for each operation, type and size. The
 	// Tuning is Config.Tuning, or comes from the file CHORUS_TUNING_FILE. If the file has

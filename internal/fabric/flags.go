@@ -50,7 +50,7 @@ var flagPages struct {
 func newFlagPage(dev *device.Device) (*flagPage, error) {
 	fd, err := unix.MemfdCreate("chorus flags", unix.MFD_CLOEXEC)
 	if err != nil {
-		return nil, fmt.Errorf("make a page of flags: %w", err)
+		return nil, unsupported("memory that processes share (memfd_create)", err.Error())
 	}
 	f := os.NewFile(uintptr(fd), "flags")
 	if err = f.Truncate(flagPageBytes); err != nil {
@@ -155,7 +155,7 @@ func mapFlagPage(dev *device.Device, name string, f *os.File) (*flagPage, error)
 	}
 	pin, err := memory.PinSlice(dev, unsafe.Slice((*uint32)(unsafe.Pointer(unsafe.SliceData(data))), flagPageBytes/4))
 	if err != nil {
-		return nil, errors.Join(fmt.Errorf("pin a page of flags: %w", err), unix.Munmap(data))
+		return nil, errors.Join(unsupported("page-locked memory of several processes", err.Error()), unix.Munmap(data))
 	}
 	b := &flagPage{name: name, data: data, pin: pin, uses: 1}
 	flagPages.mu.Lock()

@@ -28,9 +28,9 @@ import (
 // it, and memory that a closed rank had stays until the ranks of other processes have closed, too, or their processes have ended.
 type pusher struct {
 	flags *flagPage
-	// sides are the streams of the copy engines: one for operations outside graphs, and one for those in graphs, because a
-	// capture keeps a stream until it ends.
-	sides [2]*stream.Stream
+	// sides are the streams of the copy engines: the first one for operations outside graphs, and one for each capture at a time,
+	// which keeps it until it ends. The rank's Sequence serializes their uses.
+	sides []*stream.Stream
 
 	here *presence
 	far  []int // ranks of other processes
@@ -68,11 +68,11 @@ func (p *pusher) open(ctx context.Context, r *Rank, s *stream.Stream, infos []ra
 	if p.here, err = p.flags.enter(r.rank); err != nil {
 		return err
 	}
-	for i := range p.sides {
-		if p.sides[i], err = stream.New(r.dev, nil); err != nil {
-			return err
-		}
+	side, err := stream.New(r.dev, nil)
+	if err != nil {
+		return err
 	}
+	p.sides = append(p.sides, side)
 	own := r.peers[0].words
 	if err := gpu.StreamOf(s).Share(own.Ptr(), own.Bytes()); err != nil {
 		return err
@@ -99,9 +99,7 @@ func (p *pusher) close(r *Rank) error {
 	}
 	var errs []error
 	for _, s := range p.sides {
-		if s != nil {
-			errs = append(errs, r.syncStream(gpu.StreamOf(s)), s.Close())
-		}
+		errs = append(errs, r.syncStream(gpu.StreamOf(s)), s.Close())
 	}
 	close(p.stop)
 	if p.released != nil {
@@ -176,7 +174,7 @@ func (r *Rank) enqueuePushed(o *operation) error {
 	if err := s.Captured(r); err != nil {
 		return err
 	}
-	captured, err := s.Capturing()
+	capture, err := s.CaptureID()
 	if err != nil {
 		return err
 	}
@@ -187,10 +185,11 @@ func (r *Rank) enqueuePushed(o *operation) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
-	x := pushing{Rank: r, o: o, s: s, side: gpu.StreamOf(r.pusher.sides[0]), signature: o.signature(Pushed)}
-	if captured {
-		x.side = gpu.StreamOf(r.pusher.sides[1])
+	side, err := r.pusher.side(r, capture)
+	if err != nil {
+		return err
 	}
+	x := pushing{Rank: r, o: o, s: s, side: side, signature: o.signature(Pushed)}
 	x.dst, x.src = o.operands()
 	for most := r.ranks * r.slot; x.at < o.bytes(); x.at += most {
 		x.bytes = min(o.bytes()-x.at, most)
@@ -200,6 +199,24 @@ func (r *Rank) enqueuePushed(o *operation) error {
 	}
 	s.Uses("copies and kernel of "+o.Kind.String(), true, func() []cudadrv.Use { return o.uses(r) })
 	return nil
+}
+
+// side returns the side stream for a capture, or for operations outside of captures, which have the number 0.
+func (p *pusher) side(r *Rank, capture uint64) (*gpu.Stream, error) {
+	if capture == 0 {
+		return gpu.StreamOf(p.sides[0]), nil
+	}
+	for _, s := range p.sides[1:] {
+		if id, err := gpu.StreamOf(s).CaptureID(); err == nil && (id == 0 || id == capture) {
+			return gpu.StreamOf(s), nil
+		}
+	}
+	s, err := stream.New(r.dev, nil)
+	if err != nil {
+		return nil, err
+	}
+	p.sides = append(p.sides, s)
+	return gpu.StreamOf(s), nil
 }
 
 // A pushing is a piece of an all-reduce by Pushed.
@@ -212,14 +229,10 @@ type pushing struct {
 	at, bytes int // the piece
 }
 
+// enqueue has its stream wait for the copies of each phase, too, before it waits for other ranks: they may share a hardware queue, which a wait
+// for flags holds. So an output in place is also not written before it was read.
 func (x *pushing) enqueue() error {
-	err := x.side.WaitStream(x.s)
-	if err == nil {
-		err = x.push(0, func(to int) (uint64, int) { at, n := x.share(to); return x.src + at, n })
-	}
-	if err == nil {
-		err = x.s.WaitStream(x.side) // an output in place is not written before it was read
-	}
+	err := x.send(0, func(to int) (uint64, int) { at, n := x.share(to); return x.src + at, n })
 	if err == nil {
 		err = x.await(0)
 	}
@@ -232,10 +245,7 @@ func (x *pushing) enqueue() error {
 		err = f.Enqueue(x.o.Stream)
 	}
 	if err == nil {
-		err = x.side.WaitStream(x.s)
-	}
-	if err == nil {
-		err = x.push(1, func(int) (uint64, int) { return x.dst + mine, n })
+		err = x.send(1, func(int) (uint64, int) { return x.dst + mine, n })
 	}
 	if err == nil {
 		err = x.await(1)
@@ -245,7 +255,16 @@ func (x *pushing) enqueue() error {
 		at, n := x.share(from)
 		err = x.copy(x.s, x.dst+at, x.slotAt(0, x.ranks+from), n)
 	}
-	return errors.Join(err, x.s.WaitStream(x.side)) // a capture ends only if the side stream has joined
+	return err
+}
+
+// send pushes on the side stream, after what is on the operation's stream and before what follows there.
+func (x *pushing) send(phase int, what func(to int) (src uint64, n int)) error {
+	if err := x.side.WaitStream(x.s); err != nil {
+		return err
+	}
+	err := x.push(phase, what)
+	return errors.Join(err, x.s.WaitStream(x.side)) // also after an error: a capture ends only if the side stream has joined
 }
 
 // share returns where the share of a rank is in an operand, and its size. A share begins at a cell.
@@ -268,7 +287,8 @@ func (x *pushing) push(phase int, what func(to int) (src uint64, n int)) error {
 		if err := x.copy(x.side, x.slotAt(k, phase*x.ranks+x.rank), src, n); err != nil {
 			return err
 		}
-		if err := batch(x.side, cudadrv.StreamMemOp{At: x.pusher.flags.at(to, arrivalFlag(phase, x.rank)), Value: x.mark(phase)}); err != nil {
+		low, high := x.mark(phase)
+		if err := batch(x.side, cudadrv.StreamMemOp{At: x.pusher.flags.at(to, arrivalFlag(phase, x.rank)), Value: low | high}); err != nil {
 			return err
 		}
 	}
@@ -278,19 +298,23 @@ func (x *pushing) push(phase int, what func(to int) (src uint64, n int)) error {
 // await enqueues a wait for the marks of all other ranks in a phase, and resets them.
 func (x *pushing) await(phase int) error {
 	var waits, resets []cudadrv.StreamMemOp
+	low, high := x.mark(phase)
 	for k := 1; k < x.ranks; k++ {
 		at := x.pusher.flags.at(x.rank, arrivalFlag(phase, (x.rank+k)%x.ranks))
-		waits = append(waits, cudadrv.StreamMemOp{At: at, Value: x.mark(phase), Waits: true})
+		waits = append(waits, cudadrv.StreamMemOp{At: at, Value: low, Waits: true}, cudadrv.StreamMemOp{At: at, Value: high, Waits: true})
 		resets = append(resets, cudadrv.StreamMemOp{At: at})
 	}
 	waits = append(waits, cudadrv.StreamMemOp{At: x.pusher.flags.at(x.rank, clearFlag), Value: 1, Waits: true})
 	return batch(x.s, append(waits, resets...)...)
 }
 
-// mark is the value that a flag has when the data of a phase has arrived: one bit, which depends on the operation. A stream
-// can wait for all bits that are in a word only one at a time, and each takes a microsecond. So of two operations that differ, one in
-// 32 has the same marks in a phase, and one in 1024 in both.
-func (x *pushing) mark(phase int) uint32 { return 1 << (x.signature >> (8 * phase) % 32) }
+// mark returns the bits that a flag has when the data of a phase has arrived: one of the lower half and one of the upper half, which depend on the
+// operation. A stream can wait for several bits only one after the other, and each wait takes a microsecond. So of 256 pairs
+// of operations that differ one has the same marks in a phase, and of 65536 one in both.
+func (x *pushing) mark(phase int) (low, high uint32) {
+	bits := x.signature >> (8 * phase)
+	return 1 << (bits % 16), 1 << (16 + bits/16%16)
+}
 
 func (x *pushing) copy(s *gpu.Stream, dst, src uint64, bytes int) error {
 	if bytes == 0 {

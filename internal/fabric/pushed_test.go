@@ -10,12 +10,14 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/stream"
 )
 
 // pushes has the smallest slots, so that a few hundred kilobytes take several pieces.
@@ -187,6 +189,68 @@ func TestPushedDisagree(t *testing.T) {
 				group := open(t, devs, &pushes)
 				disagree(t, group, func(i int) error { return enqueue(group[i], i) })
 			})
+		}
+	})
+}
+
+// With one hardware queue, a rank's copies do not wait behind its own waits.
+func TestPushedOneQueue(t *testing.T) {
+	t.Setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+	group := open(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), &pushes)
+	for _, m := range group {
+		x := makeOf[float32](t, m.s, 100_000)
+		for range 10 {
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
+		}
+	}
+	for _, m := range group {
+		require.NoError(t, m.s.Sync(testgpu.Context(t)))
+	}
+}
+
+// A capture may begin and end while another one is in progress.
+func TestPushedInTwoCaptures(t *testing.T) {
+	eachPushed(t, []int{2}, func(t *testing.T, devs []*device.Device) {
+		group := open(t, devs, &pushes)
+		graphs, xs := make([][2]*graph.Exec, len(group)), make([][2]memory.Slice[float32], len(group))
+		for i, m := range group {
+			other := newStream(t, devs[i])
+			streams := [2]*stream.Stream{m.s, other}
+			for k := range streams {
+				xs[i][k] = makeOf[float32](t, m.s, 3)
+				require.NoError(t, xs[i][k].CopyFrom(m.s, []float32{float32(i), 1, float32(k)}))
+			}
+			reduce := func(k int) error {
+				x := xs[i][k]
+				return fabric.AllReduce(m.Rank, streams[k], x, x, flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed})
+			}
+			var err error
+			graphs[i][0], err = graph.Capture(streams[:1], func() error {
+				if err := reduce(0); err != nil {
+					return err
+				}
+				inner := make(chan error)
+				go func() { // a goroutine's captures do not nest
+					var err error
+					graphs[i][1], err = graph.Capture(streams[1:], func() error { return reduce(1) }, nil)
+					inner <- err
+				}()
+				return errors.Join(<-inner, reduce(0))
+			}, nil)
+			require.NoError(t, err)
+		}
+		for k := range 2 {
+			for i, m := range group {
+				require.NoError(t, graphs[i][k].Launch(m.s))
+			}
+		}
+		for i, m := range group {
+			for k, want := range [][]float32{{2, 4, 0}, {1, 2, 2}} {
+				got := make([]float32, 3)
+				require.NoError(t, xs[i][k].CopyTo(m.s, got))
+				require.Equal(t, want, got)
+				require.NoError(t, graphs[i][k].Close())
+			}
 		}
 	})
 }

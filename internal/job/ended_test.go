@@ -2,6 +2,7 @@ package job
 
 import (
 	"os"
+	"slices"
 	"testing"
 	"testing/synctest"
 
@@ -130,4 +131,22 @@ func TestLateHostSavesTheJob(t *testing.T) {
 		require.Equal(t, phaseWait, j.elastic.phase)
 		require.Nil(t, j.faults.stop)
 	})
+}
+
+// All launchers are done in the middle of a program. It has ended if its workers have exited with code 0, and otherwise the job
+// waits for the host that may still come.
+func TestAllLaunchersAreDone(t *testing.T) {
+	for _, code := range []int{0, 137} {
+		synctest.Test(t, func(t *testing.T) {
+			j := newPaperJob("a", "b")
+			for i, u := range []string{"a", "b"} {
+				j.do(func() { j.elasticExit(j.hosts[u], Exit{PID: 100 + i, Code: code, Reason: "exited"}) })
+				require.NoError(t, j.handle(j.hosts[u], Message{Kind: kindDone, Epoch: FirstEpoch}))
+			}
+			require.Nil(t, j.faults.stop)
+			for _, u := range []string{"a", "b"} {
+				require.Equal(t, code == 0, slices.Contains(kindsOf(j.take(j.hosts[u])), kindEnded), code)
+			}
+		})
+	}
 }

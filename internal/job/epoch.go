@@ -30,6 +30,9 @@ type elastic struct {
 	members map[place]int
 	start   func() // sends the first world; nil afterwards
 
+	// clean are the processes that have exited with code 0.
+	clean map[process]bool
+
 	// The proposal.
 	try      uint64
 	proposed []voterSet // of all proposals since the last epoch began
@@ -54,6 +57,12 @@ type elastic struct {
 	absent    map[place]Member
 	inherited *history
 	takenOver instant
+}
+
+// A process is a worker, which its launcher may start again with another PID.
+type process struct {
+	host       string
+	local, pid int
 }
 
 // A place identifies a worker of a launcher.
@@ -90,7 +99,7 @@ const (
 func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
 
 func newElastic() *elastic {
-	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, exempt: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}}
+	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, exempt: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}, clean: map[process]bool{}}
 }
 
 // beginElastic is called when the first world of processes that call Run is complete. start
@@ -291,6 +300,9 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 		} else {
 			c.loseWorker(p, openSession(x))
 		}
+	}
+	if x.Code == 0 {
+		c.elastic.clean[process{a.host.Host, x.Local, x.PID}] = true
 	}
 	if x.Code != 0 && !x.Asked && c.faults.stop == nil {
 		c.countFailure(a, at, x)

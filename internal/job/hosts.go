@@ -423,8 +423,8 @@ func (c *coordinator) leased() (d time.Duration) {
 }
 
 // agentDone records that a host's workers have exited. The job ends when all
-// hosts are done, except in the middle of a program. Then a host whose workers may not start again is of no use, and the
-// job waits for other hosts or fails. Hosts that are all being drained end the job.
+// hosts are done, except in the middle of a program, unless all members of the epoch have exited with code 0 or all hosts are being
+// drained. Then a host whose workers may not start again is of no use, and the job waits for other hosts or fails.
 func (c *coordinator) agentDone(p *peer) {
 	if p.state != peerJoined {
 		return
@@ -435,7 +435,8 @@ func (c *coordinator) agentDone(p *peer) {
 			return
 		}
 	}
-	if c.isElastic() && slices.ContainsFunc(c.agents, func(q *peer) bool { return q.draining == nil }) {
+	exited := func(m Member) bool { return c.elastic.clean[process{m.Host, m.LocalRank, m.PID}] }
+	if c.isElastic() && slices.ContainsFunc(c.world.Members, func(m Member) bool { return !exited(m) }) && slices.ContainsFunc(c.agents, func(q *peer) bool { return q.draining == nil }) {
 		c.checkHope()
 		return
 	}

@@ -291,7 +291,7 @@ func (l *simLauncher) main() {
 	l.err, l.over = err, !l.proc.isDead()
 	if l.over {
 		j.log("%s ends: %v", l.proc.name, err)
-		if err == nil && !l.draining && !l.finished {
+		if err == nil && !l.draining && !l.stopping && !l.finished {
 			j.violate("%s ends without an error, but the program has not ended", l.proc.name)
 		}
 	}

@@ -3,6 +3,7 @@ package comm_test
 import (
 	"errors"
 	"slices"
+	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -186,10 +187,10 @@ func TestCopyEnginesInGraphs(t *testing.T) {
 	}))
 }
 
-// TestCopyEnginesFail has a copy between two ranks fail in the middle.
+// TestCopyEnginesFail has a copy between two ranks fail in the middle. Each rank has tested a copy to each other one before.
 func TestCopyEnginesFail(t *testing.T) {
 	t.Setenv(env.P2P.Name, "force") // whose test copies too
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: "cuMemcpyDtoDAsync#5=CUDA_ERROR_INVALID_VALUE"})
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: "cuMemcpyDtoDAsync#11=CUDA_ERROR_INVALID_VALUE"})
 	g := groupBy(t, devs, comm.Config{Strategy: comm.CopyEngines})
 	xs, _ := shards(t, g, 30)
 	ys, _ := shards(t, g, 90)
@@ -204,13 +205,28 @@ func TestCopyEnginesFail(t *testing.T) {
 	require.NoError(t, g.Close())
 }
 
-// TestCopyEnginesWhereTheyCannot leaves it to NCCL where ranks are in several processes,
-// or devices do not reach each other.
+// TestCopyEnginesWhereTheyCannot leaves all-gathers to NCCL where ranks are in several groups, as those of several processes, and everything where
+// devices do not reach each other.
 func TestCopyEnginesWhereTheyCannot(t *testing.T) {
 	t.Setenv(env.CommStrategy.Name, "copy-engines")
-	gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	gs, errs := join(t, t.Context(), devs)
 	require.NoError(t, errors.Join(errs...))
-	require.Equal(t, comm.NCCLOnly, gs[1].Strategy())
+	require.Equal(t, comm.CopyEngines, gs[1].Strategy())
+	stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
+	var wg sync.WaitGroup
+	for i, g := range gs {
+		wg.Go(func() {
+			x, err := memory.Make[float32](g.Stream(0), 1000)
+			if err == nil {
+				err = comm.AllGather(g, []memory.Slice[float32]{x}, []memory.Slice[float32]{x.Slice(g.Rank()*500, g.Rank()*500+500)})
+			}
+			errs[i] = errors.Join(err, g.Wait(testgpu.Context(t)), x.Close())
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	require.Zero(t, stop()["cuMemcpyDtoDAsync"])
 	t.Setenv(env.P2P.Name, "off")
 	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	require.Equal(t, comm.NCCLOnly, g.Strategy())

@@ -207,7 +207,7 @@ func TestArguments(t *testing.T) {
 			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), flight.Sum, 0),
 			"op 5 does not exist":                        sum(x, y, 5, 0),
 			"op -1 does not exist":                       sum(x, y, -1, 0),
-			"algorithm 6 does not exist":                 sum(x, y, flight.Sum, 6),
+			"algorithm 7 does not exist":                 sum(x, y, flight.Sum, 7),
 			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), flight.Sum, 0),
 			"the operation runs on":                      sum(z, z, flight.Sum, 0),
 			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, flight.Sum, nil),

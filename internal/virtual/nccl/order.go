@@ -237,7 +237,8 @@ func (c *comm) hearOrder(n *notice) bool {
 	defer o.mu.Unlock()
 	device, news := c.members[n.Rank].device(), false
 	for i := range n.Order {
-		p := &n.Order[i]
+		x := n.Order[i] // the notice goes on to other ranks, while the position may change
+		p := &x
 		if p.ID.Token != c.token || !p.Op.valid(c.n) || len(p.Overtaken) > keptOrders {
 			return false
 		}

@@ -56,11 +56,11 @@ func newFlagPage(dev *device.Device) (*flagPage, error) {
 	if err = f.Truncate(flagPageBytes); err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	id, err := identity(f)
+	info, err := f.Stat()
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
-	b, err := mapFlagPage(dev, fmt.Sprintf("/proc/%d/fd/%d %s", os.Getpid(), fd, id), f)
+	b, err := mapFlagPage(dev, fmt.Sprintf("/proc/%d/fd/%d %s", os.Getpid(), fd, identity(info)), f)
 	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
@@ -69,13 +69,9 @@ func newFlagPage(dev *device.Device) (*flagPage, error) {
 }
 
 // identity tells a file from others that have its name at another time.
-func identity(f *os.File) (string, error) {
-	info, err := f.Stat()
-	if err != nil {
-		return "", err
-	}
+func identity(info os.FileInfo) string {
 	s := info.Sys().(*syscall.Stat_t)
-	return fmt.Sprintf("%d:%d", s.Dev, s.Ino), nil
+	return fmt.Sprintf("%d:%d", s.Dev, s.Ino)
 }
 
 // openFlagPage opens a page of flags that another rank has made, by its name.
@@ -103,12 +99,16 @@ func openNamed(name string) (*os.File, error) {
 	if _, err := fmt.Sscan(name, &path, &want); err != nil {
 		return nil, fmt.Errorf("open a page of flags: %q is no name of one", name)
 	}
+	info, err := os.Stat(path) // another file must not even be opened
+	if err == nil && identity(info) != want {
+		return nil, unsupported("processes of one PID namespace", path+" is another file")
+	}
 	f, err := os.OpenFile(path, os.O_RDWR, 0)
 	if err != nil {
 		return nil, unsupported("processes that can open each other's files in /proc", err.Error())
 	}
-	if id, err := identity(f); err != nil || id != want {
-		return nil, errors.Join(unsupported("processes of one PID namespace", path+" is another file"), f.Close())
+	if info, err = f.Stat(); err != nil || identity(info) != want {
+		return nil, errors.Join(unsupported("processes of one PID namespace", path+" has become another file"), f.Close())
 	}
 	return f, nil
 }

@@ -271,15 +271,22 @@ func (d driver) MemShare(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudad
 func (t *tracker) share(p cudadrv.DevicePtr, n uintptr) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	b := t.blocks.find(uint64(p))
+	if b, lo, hi := t.piece(p, n); b != nil {
+		b.pieces.Set(lo, hi, race.Run{State: race.Shared}, false)
+	}
+}
+
+// piece returns the block of a piece and its range there, or nil. t.mu is held.
+func (t *tracker) piece(p cudadrv.DevicePtr, n uintptr) (b *block, lo, hi uint64) {
+	b = t.blocks.find(uint64(p))
 	if b == nil || b.freed != "" {
-		return
+		return nil, 0, 0
 	}
 	if b.pieces == nil {
 		b.pieces = race.NewPieces(b.size)
 	}
-	lo := uint64(p) - b.base
-	b.pieces.Set(lo, min(lo+uint64(n), b.size), race.Run{State: race.Shared}, false)
+	lo = uint64(p) - b.base
+	return b, lo, min(lo+uint64(n), b.size)
 }
 
 // audit records that an allocator has allocated or freed a piece: a write of its bytes. If the
@@ -287,15 +294,10 @@ func (t *tracker) share(p cudadrv.DevicePtr, n uintptr) {
 func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream, to race.Run, where *race.Place) {
 	t.mu.Lock()
 	defer t.unlock()
-	b := t.blocks.find(uint64(p))
-	if b == nil || b.freed != "" {
+	b, lo, hi := t.piece(p, n)
+	if b == nil {
 		return
 	}
-	if b.pieces == nil {
-		b.pieces = race.NewPieces(b.size)
-	}
-	lo := uint64(p) - b.base
-	hi := min(lo+uint64(n), b.size)
 	q := t.queue(b.ctx, s)
 	if q.capture != nil {
 		b.pieces.Set(lo, hi, race.Run{State: race.Captured}, true)

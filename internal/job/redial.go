@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"sync"
 	"sync/atomic"
 	"time"
 )
@@ -16,13 +17,15 @@ const maxRedials = 16
 type redials struct {
 	slots       chan struct{}
 	unresumable chan error    // an attempt has shown that the stream cannot continue
-	resuming    chan struct{} // full while the coordinator is asked to continue the stream
-	requests    uint64        // how often it was asked; guarded by resuming
+	requests    atomic.Uint64 // how often the coordinator was asked to continue the stream
 	asking      atomic.Bool   // mayReturn asks the launcher
+
+	adopting sync.Mutex // guards newest
+	newest   uint64     // the greatest request that was answered
 }
 
 func newRedials() redials {
-	return redials{slots: make(chan struct{}, maxRedials), unresumable: make(chan error, 1), resuming: make(chan struct{}, 1)}
+	return redials{slots: make(chan struct{}, maxRedials), unresumable: make(chan error, 1)}
 }
 
 // BeStrict limits silence to LostAfter in d from now.
@@ -150,7 +153,8 @@ func (k *Client) redialOrGiveUp(broken error) {
 	}
 }
 
-// redial tries once to continue the stream over a new link.
+// redial tries once to continue the stream over a new link. Several attempts may ask the coordinator at the same time: one that
+// waits until TCP repeats a lost segment does not delay the others.
 func (k *Client) redial() error {
 	select {
 	case k.slots <- struct{}{}:
@@ -173,18 +177,23 @@ func (k *Client) redial() error {
 		l.Close()
 		return errReplaced{addrIP(l.Conn.RemoteAddr())}
 	}
-	k.resuming <- struct{}{}
-	defer func() { <-k.resuming }()
 	if k.Stream.Generation() != links || k.isDown() {
 		return l.Close()
 	}
 	stop := context.AfterFunc(k.open, func() { l.Close() })
 	defer stop()
-	r, err := k.resume(l, limit)
+	request := k.requests.Add(1)
+	r, err := k.resume(l, request, limit)
 	if err != nil {
 		k.keepOpen(l)
 		return err
 	}
+	k.adopting.Lock()
+	defer k.adopting.Unlock()
+	if request < k.newest { // the coordinator continues the stream on the link of the newest request
+		return l.Close()
+	}
+	k.newest = request
 	k.Stream.replaceBy(r)
 	return nil
 }
@@ -199,9 +208,8 @@ func (k *Client) keepOpen(l *Link) {
 }
 
 // resume asks the coordinator to continue the stream on l.
-func (k *Client) resume(l *Link, limit time.Duration) (renewal, error) {
-	k.requests++
-	ask := Message{Kind: kindResume, Epoch: k.requests, ID: k.Stream.receivedSoFar(), Body: []byte(k.Hello.Stream)}
+func (k *Client) resume(l *Link, request uint64, limit time.Duration) (renewal, error) {
+	ask := Message{Kind: kindResume, Epoch: request, ID: k.Stream.receivedSoFar(), Body: []byte(k.Hello.Stream)}
 	if err := l.Write(Frame{Body: ask.Encode()}, limit); err != nil {
 		return renewal{}, err
 	}

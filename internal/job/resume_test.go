@@ -83,7 +83,7 @@ func TestResumeNeedsTheStream(t *testing.T) {
 		l, _ := Target{Job: as[0].Job(), Addr: as[0].Addr, Key: tc.key}.persist(t)
 		defer l.Close()
 		k := &Client{Stream: NewStream(nil, NewRunClock(time.Second), 0), Hello: Welcome{Stream: tc.id}, To: Target{Job: "j"}}
-		_, err := k.resume(l, time.Minute)
+		_, err := k.resume(l, 1, time.Minute)
 		var r *RefusedError
 		require.ErrorAs(t, err, &r, name)
 		require.Contains(t, r.Reason, "not a member of the job any more")

@@ -340,80 +340,117 @@ func (m *model) measureBeside(ctx context.Context) error {
 			return err
 		}
 		begun := time.Now()
-		if err := m.reduceMany(ctx, x, 100); err != nil {
+		ends, err := m.reduceMany(ctx, x, 100)
+		each = time.Since(begun) / 100
+		for _, e := range ends {
+			err = errors.Join(err, e.Close())
+		}
+		if err != nil {
 			return err
 		}
-		each = time.Since(begun) / 100
 	}
-	var alone, beside []float64
+	var alone, beside, reduced []float64
 	for round := range 2 * m.rounds {
 		if err := errors.Join(m.s.Sync(ctx), m.g.Barrier(ctx)); err != nil {
 			return err
 		}
-		reduced := make(chan error, 1)
+		type result struct {
+			ends []*stream.Event
+			err  error
+		}
+		reductions := make(chan result, 1)
 		if round%2 == 0 {
-			reduced <- nil
+			reductions <- result{}
 		} else { // for twice as long as the steps take alone
 			n := int(2*alone[len(alone)-1]*1e6*float64(m.steps)/float64(each)) + 1
 			if err := comm.BroadcastValue(ctx, m.g, 0, &n, comm.JSON); err != nil {
 				return err
 			}
-			go func() { reduced <- m.reduceMany(ctx, x, n) }()
+			go func() {
+				ends, err := m.reduceMany(ctx, x, n)
+				reductions <- result{ends, err}
+			}()
 		}
-		begun := time.Now()
-		for range m.steps {
-			if err := m.step(nil); err != nil {
-				return err
-			}
-		}
-		if err := m.s.Sync(ctx); err != nil {
-			return err
-		}
-		ms := float64(time.Since(begun)) / 1e6 / float64(m.steps)
-		if err := <-reduced; err != nil {
+		ms, n, err := m.stepsBeside(ctx, func() ([]*stream.Event, error) { r := <-reductions; return r.ends, r.err })
+		if err != nil {
 			return err
 		}
 		if round%2 == 0 {
 			alone = append(alone, ms)
 		} else {
 			beside = append(beside, ms)
+			reduced = append(reduced, float64(n)*float64(each)/1e6/(ms*float64(m.steps)))
 		}
 	}
 	slices.Sort(alone)
 	slices.Sort(beside)
+	slices.Sort(reduced)
 	if m.g.Rank() == 0 {
-		fmt.Printf("%d tokens: a step takes %.3f ms alone, and %.3f beside all-reduces of %d bytes, which take %.1f µs alone\n",
-			m.tokens, alone[len(alone)/2], beside[len(beside)/2], m.others, float64(each)/1e3)
+		fmt.Printf("%d tokens: a step takes %.3f ms alone, and %.3f beside all-reduces of %d bytes, which take %.1f µs alone and ended at %.2f of that rate\n",
+			m.tokens, alone[len(alone)/2], beside[len(beside)/2], m.others, float64(each)/1e3, reduced[len(reduced)/2])
 	}
 	return m.g.Shutdown(ctx)
 }
 
-// reduceMany enqueues all-reduces, of which at most 40 are in progress, and waits for them.
-func (m *model) reduceMany(ctx context.Context, x memory.Slice[memory.BFloat16Bits], n int) error {
+// stepsBeside returns the milliseconds of a step, and how many of the all-reduces, whose ends reductions returns, ended during the steps.
+func (m *model) stepsBeside(ctx context.Context, reductions func() ([]*stream.Event, error)) (ms float64, n int, err error) {
+	begin, err := m.s.Record(&stream.EventConfig{Timing: true})
+	if err != nil {
+		return 0, 0, err
+	}
+	defer begin.Close()
+	begun := time.Now()
+	for range m.steps {
+		if err := m.step(nil); err != nil {
+			return 0, 0, err
+		}
+	}
+	end, err := m.s.Record(&stream.EventConfig{Timing: true})
+	if err != nil {
+		return 0, 0, err
+	}
+	defer end.Close()
+	if err := m.s.Sync(ctx); err != nil {
+		return 0, 0, err
+	}
+	ms = float64(time.Since(begun)) / 1e6 / float64(m.steps)
+	ends, err := reductions()
+	ended, err2 := endedBetween(ends, begin, end)
+	return ms, ended, errors.Join(err, err2)
+}
+
+// reduceMany enqueues n all-reduces, of which at most 40 are in progress, and waits for them. It returns the events of their ends,
+// which the caller closes, also after an error.
+func (m *model) reduceMany(ctx context.Context, x memory.Slice[memory.BFloat16Bits], n int) (ends []*stream.Event, err error) {
 	s := m.g.Stream(0)
-	var last *stream.Event
 	for i := range n {
-		if err := comm.AllReduce(m.g, comm.Sum, x); err != nil {
-			return err
-		}
-		if i%20 != 19 {
-			continue
-		}
-		e, err := s.Record(nil)
-		if err != nil {
-			return err
-		}
-		if last != nil {
-			if err := errors.Join(last.Sync(ctx), last.Close()); err != nil {
-				return err
+		if i >= 40 {
+			if err := ends[i-40].Sync(ctx); err != nil {
+				return ends, err
 			}
 		}
-		last = e
+		if err := comm.AllReduce(m.g, comm.Sum, x); err != nil {
+			return ends, err
+		}
+		e, err := s.Record(&stream.EventConfig{Timing: true})
+		if err != nil {
+			return ends, err
+		}
+		ends = append(ends, e)
 	}
-	if last != nil {
-		defer last.Close()
+	return ends, s.Sync(ctx)
+}
+
+// endedBetween returns how many of the events ended between two others, and closes them.
+func endedBetween(ends []*stream.Event, begin, end *stream.Event) (n int, err error) {
+	for _, e := range ends {
+		after, err2 := e.Elapsed(begin)
+		before, err3 := end.Elapsed(e)
+		if err = errors.Join(err, err2, err3, e.Close()); after >= 0 && before >= 0 {
+			n++
+		}
 	}
-	return s.Sync(ctx)
+	return n, err
 }
 
 // check compares the reduced gradients with rank 0's: all ranks must have the same bits.

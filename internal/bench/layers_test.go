@@ -21,7 +21,9 @@ func TestLayers(t *testing.T) {
 }
 
 func TestLayersBeside(t *testing.T) {
-	require.Contains(t, runLayers(t, "-beside", "64"), "beside all-reduces of 64 bytes, which take ")
+	out := runLayers(t, "-beside", "64", "-steps", "200")
+	require.Contains(t, out, "beside all-reduces of 64 bytes, which take ")
+	require.Regexp(t, `ended at [0-9.]*[1-9][0-9]* of that rate`, out)
 }
 
 func TestShardedLayers(t *testing.T) {

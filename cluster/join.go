@@ -290,7 +290,7 @@ func (cfg *JoinConfig) register(l *job.Link, hello job.Welcome, key job.Credenti
 }
 
 // connect dials until the coordinator answers, the time limit passes, or a retry
-// cannot succeed.
+// cannot succeed. The error is job.ErrFinished if the launcher of this process knows that the program has ended.
 func (cfg *JoinConfig) connect(ctx context.Context, key job.Credential, start time.Time) (*job.Link, job.Welcome, error) {
 	delay, lastLine := job.FirstRetry, start
 	var why error // the last error other than a timeout, if there was one
@@ -304,7 +304,11 @@ func (cfg *JoinConfig) connect(ctx context.Context, key job.Credential, start ti
 			return l, hello, nil
 		}
 		if cfg.agentAt != "" {
-			if at, _, _ := cfg.whereabouts(ctx, key); at != "" {
+			at, _, over := cfg.whereabouts(ctx, key)
+			if over == job.ErrFinished.Error() {
+				return nil, hello, job.ErrFinished
+			}
+			if at != "" {
 				cfg.at, cfg.Addr = at, at
 			}
 		}

@@ -121,6 +121,9 @@ func newRunner(parent context.Context, cfg *JoinConfig, key job.Credential) *run
 // begins at start, and ctx ends when it is over.
 func (r *runner) join(ctx context.Context, start time.Time, coord *job.Server) (*World, error) {
 	l, hello, err := r.cfg.connect(ctx, r.key, start)
+	if errors.Is(err, job.ErrFinished) { // this process was started again meanwhile
+		return nil, nil
+	}
 	if err != nil {
 		return nil, err
 	}

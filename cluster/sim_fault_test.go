@@ -36,10 +36,10 @@ func (c simConfig) String() string {
 		c.seed, c.hosts, c.late, c.least, c.local, c.seeds, c.restarts, c.pace, c.latency, c.lostAfter, c.calm)
 }
 
-// A simFault is a fault that begins some time after the first epoch, or after an event: the n-th proposal or commit. In the
-// sets of hosts, * is the host with the coordinator of the event.
+// A simFault is a fault that begins some time after the first epoch, or after an event: the n-th proposal or commit, or the end of
+// the program. In the sets of hosts, * is the host with the coordinator of the event.
 type simFault struct {
-	event string // "", "propose" or "commit"
+	event string // "", "propose", "commit" or "end"
 	count int
 	after time.Duration
 	kind  string
@@ -269,6 +269,10 @@ func (j *simJob) apply(f simFault, self *simHost) {
 		})
 	case "heal":
 		j.heal()
+	case "complete": // no fault: the functions return
+		j.mu.Lock()
+		j.complete = true
+		j.mu.Unlock()
 	case "stop":
 		var stopped []*simProc
 		j.during(f.d, procs(func(p *simProc) { p.stopped++; stopped = append(stopped, p) }), func() {
@@ -294,6 +298,9 @@ func (j *simJob) apply(f simFault, self *simHost) {
 		j.mu.Unlock()
 		for _, w := range ws {
 			if slices.Contains(as, w.proc.host) && int(f.x)%j.cfg.local == w.local {
+				j.mu.Lock()
+				j.crashed = j.crashed || w.finished && !w.proc.isDead()
+				j.mu.Unlock()
 				w.proc.kill(false)
 			}
 		}
@@ -347,7 +354,7 @@ func (j *simJob) touch(f simFault, as, bs []*simHost) {
 	defer j.mu.Unlock()
 	sets := [][]*simHost{as}
 	switch {
-	case f.kind == "heal" || f.kind == "join":
+	case f.kind == "heal" || f.kind == "join" || f.kind == "complete":
 		return
 	case len(bs) == 0:
 	case len(as)+len(bs) < j.cfg.hosts+j.cfg.late, slices.ContainsFunc(as, func(h *simHost) bool { return slices.Contains(bs, h) }):
@@ -590,8 +597,27 @@ func randomSchedule(seed uint64) simSchedule {
 			s.faults = append(s.faults, h, g)
 		}
 	}
+	complete := r.IntN(3) == 0
+	if complete {
+		near := s.faults[r.IntN(len(s.faults))]
+		f := simFault{event: near.event, count: near.count, after: near.after, kind: "complete"}
+		switch r.IntN(4) {
+		case 0:
+			f.after = time.Duration(r.Int64N(int64(f.after) + 1)) // before it
+		case 1:
+			f.after += log(unit/100, 3*unit)
+		default:
+			f.after += log(time.Microsecond, unit/2)
+		}
+		for range r.IntN(3) { // another fault when all have returned
+			g := s.faults[r.IntN(len(s.faults))]
+			g.event, g.count, g.after = "end", 1, log(time.Microsecond, unit/2)
+			s.faults = append(s.faults, g)
+		}
+		s.faults = append(s.faults, f)
+	}
 	early := func(f simFault) bool { return f.event == "" && f.after < unit/5 }
-	if r.IntN(4) == 0 && !slices.ContainsFunc(s.faults, early) { // agents that do not know of the first epoch end
+	if (r.IntN(4) == 0 || complete && r.IntN(2) == 0) && !slices.ContainsFunc(s.faults, early) { // agents that do not know of the first epoch end
 		s.calm = 4*job.SuccessionTime(unit) + 20*unit
 	}
 	return s

@@ -32,6 +32,7 @@ type simJob struct {
 	triggers  []simFault
 	undo      map[int]func() // ends faults that are active
 	calm      bool           // no other faults begin
+	complete  bool           // functions return nil at their next step
 	lastUndo  int
 	began     chan struct{} // closed when the first epoch begins
 	violated  chan struct{}
@@ -42,6 +43,7 @@ type simJob struct {
 	over      bool
 	excluded  bool            // a coordinator has excluded a host
 	touched   map[string]bool // hosts that a fault has touched
+	crashed   bool            // a worker was killed after its function had returned nil
 }
 
 // A simLineage is the hosts that belong to one job, from its first epoch on. Hosts that start without knowing of a job may begin
@@ -49,6 +51,8 @@ type simJob struct {
 type simLineage struct {
 	commits  []*simCommit
 	restarts int
+	ended    bool   // all functions of an epoch have returned nil
+	told     uint64 // an epoch in which Run has returned nil
 }
 
 // add adds an epoch in the order of numbers, and returns one that it contradicts. A coordinator that others have replaced may get the
@@ -85,8 +89,9 @@ type simCommit struct {
 	members     []string
 	voterSet    []string
 	at          time.Time
-	acked       map[string]int // the last values of the store that were set
-	steps       int            // the greatest number of steps of a member
+	acked       map[string]int  // the last values of the store that were set
+	steps       int             // the greatest number of steps of a member
+	finished    map[string]bool // members whose functions have returned nil
 }
 
 func (c *simCommit) String() string {
@@ -152,7 +157,7 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 		}
 		return
 	}
-	x := &simCommit{epoch: c.Epoch, term: c.Term, members: ms, voterSet: j.hostsOf(c.Voters), coordinator: p, at: time.Now(), lineage: j.lineages[c.Agent], acked: map[string]int{}}
+	x := &simCommit{epoch: c.Epoch, term: c.Term, members: ms, voterSet: j.hostsOf(c.Voters), coordinator: p, at: time.Now(), lineage: j.lineages[c.Agent], acked: map[string]int{}, finished: map[string]bool{}}
 	if x.lineage == nil {
 		x.lineage = &simLineage{}
 		if j.first == nil {
@@ -166,6 +171,9 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 	}
 	if o := x.lineage.add(x); o != nil {
 		j.violate("%v, after %v", x, o)
+	}
+	if told := x.lineage.told; told > 0 && x.epoch > told {
+		j.violate("%v, after Run has returned nil in epoch %d", x, told)
 	}
 	if x.lineage == j.first {
 		j.trigger("commit", p.host)
@@ -291,7 +299,7 @@ func (l *simLauncher) main() {
 	l.err, l.over = err, !l.proc.isDead()
 	if l.over {
 		j.log("%s ends: %v", l.proc.name, err)
-		if err == nil && !l.draining && !l.stopping && !l.finished {
+		if err == nil && !l.draining && !l.stopping && !j.hasEnded(l) {
 			j.violate("%s ends without an error, but the program has not ended", l.proc.name)
 		}
 	}
@@ -355,7 +363,9 @@ func (l *simLauncher) supervise(ctx context.Context, a *job.Agent) error {
 			l.job.say("%s: order %+v", l.proc.name, o)
 			switch {
 			case o.Finish:
-				l.finished = true
+				if l.finished = true; l.draining {
+					late = time.After(simGrace)
+				}
 			case o.Stop:
 				l.dismissed = true
 				late = time.After(simGrace)
@@ -385,10 +395,12 @@ func (l *simLauncher) supervise(ctx context.Context, a *job.Agent) error {
 			if a.CanDrain() {
 				l.draining = true
 				_ = a.Drain("received SIGTERM", 143)
-			} else {
-				_ = a.Stop("received SIGTERM", 143)
-				ask()
+				break
 			}
+			if !l.finished {
+				_ = a.Stop("received SIGTERM", 143)
+			}
+			ask()
 		case <-dead:
 			l.proc.run()
 			dead = nil
@@ -415,7 +427,13 @@ func (l *simLauncher) supervise(ctx context.Context, a *job.Agent) error {
 			return errSimDead
 		}
 	}
-	if l.isOver(a) || l.draining {
+	if l.isOver(a) {
+		return context.Cause(a.Context())
+	}
+	if l.draining { // the other hosts go on
+		ctx, cancel := context.WithCancel(ctx)
+		cancel()
+		_ = a.Shutdown(ctx)
 		return context.Cause(a.Context())
 	}
 	return a.Shutdown(ctx)
@@ -440,6 +458,8 @@ type simWorker struct {
 	ctx   context.Context
 	last  uint64
 	stale time.Duration // for how long it has run in an old epoch
+
+	finished bool // its function has returned nil
 }
 
 func (l *simLauncher) spawn(a *job.Agent, local int) {
@@ -471,6 +491,9 @@ func (l *simLauncher) spawn(a *job.Agent, local int) {
 			return
 		}
 		err := w.run(ctx, env)
+		if err == nil && w.ends() {
+			w.proc.sleep(w.slow / 2)
+		}
 		if err == nil || errors.Is(err, ErrDismissed) {
 			code <- 0
 		} else {
@@ -510,6 +533,11 @@ func (w *simWorker) work(ctx context.Context, world *World) error {
 	defer w.returns()
 	for n := 1; ; n++ {
 		w.proc.run()
+		if w.isComplete() {
+			w.proc.sleep(w.slow / 2)
+			w.finishes()
+			return nil
+		}
 		if err := world.Step(); err != nil {
 			w.proc.sleep(w.slow)
 			return err
@@ -524,6 +552,63 @@ func (w *simWorker) work(ctx context.Context, world *World) error {
 		case <-time.After(w.pause(n)):
 		}
 	}
+}
+
+func (w *simWorker) isComplete() bool {
+	j := w.launcher.job
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	return j.complete
+}
+
+// finishes records that the function returns nil.
+func (w *simWorker) finishes() {
+	j := w.launcher.job
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	c := w.now
+	if c == nil || w.proc.isDead() {
+		return
+	}
+	j.log("%s#%d has finished in epoch %d", w.proc.name, w.proc.pid, c.epoch)
+	c.finished[w.name()], w.finished = true, true
+	if t := c.lineage; len(c.finished) == len(c.members) && !t.ended {
+		t.ended = true
+		j.log("the program has ended")
+		if t == j.first {
+			j.trigger("end", c.coordinator.host)
+		}
+	}
+}
+
+// ends records that Run has returned nil, and reports whether the process lives.
+func (w *simWorker) ends() bool {
+	j := w.launcher.job
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if w.proc.isDead() {
+		return false
+	}
+	if !j.hasEnded(w.launcher) {
+		j.violate("Run returns nil in %s#%d, but the program has not ended", w.proc.name, w.proc.pid)
+	} else if t := j.lineages[w.launcher.uuid]; t != nil {
+		t.told = max(t.told, w.last)
+	}
+	return true
+}
+
+// hasEnded reports whether the program has ended in the job of a launcher, or in any job if the launcher came later. The caller holds
+// the lock.
+func (j *simJob) hasEnded(l *simLauncher) bool {
+	if t := j.lineages[l.uuid]; t != nil {
+		return t.ended
+	}
+	for _, t := range j.lineages {
+		if t.ended {
+			return true
+		}
+	}
+	return false
 }
 
 // pause returns the duration of a step. All members are as fast as the first one, as with collectives, and those that were
@@ -737,7 +822,7 @@ func (j *simJob) settles() string {
 	for name, l := range j.launchers {
 		switch {
 		case l.agent == nil || j.lineages[l.uuid] != j.first:
-		case majority && slices.Contains(left, name) && (l.over || l.proc.isDead()):
+		case majority && slices.Contains(left, name) && (l.over && (l.err != nil && !j.crashed || !j.first.ended) || !l.over && l.proc.isDead()):
 			return fmt.Sprintf("no fault has touched the majority %v of the hosts, and %s has ended: %v", left, l.proc.name, l.err)
 		case l.over || l.proc.isDead():
 		case known == nil:

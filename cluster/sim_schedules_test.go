@@ -110,6 +110,31 @@ job seed=148655542 hosts=3 late=0 least=1 local=2 seeds=1 restarts=0 pace=879290
 commit2+2µs split * ^* 1.15757s 180.651ms
 +1.61s drain a - 0s 0s
 +2.012s split a ^a 1.037696s 96.315ms`},
+	// All functions return nil while two hosts wait for the next epoch.
+	{"an epoch began after the program had ended", `
+job seed=962383931 hosts=5 late=0 least=1 local=1 seeds=1 restarts=1 pace=126874 latency=6.722ms lost-after=3s calm=0s
++197.54ms split a ^a 3.503916s 457.629ms
+end1+3µs split a ^a 3.503916s 457.629ms
++150.01592ms complete - - 0s 0s`},
+	{"a host that was lost at the end of the program failed the job", `
+job seed=822509379 hosts=5 late=0 least=1 local=1 seeds=3 restarts=1 pace=904755 latency=2.306ms lost-after=3s calm=1m40s
+end1+782µs replace b - 60.338ms 0s
++3.75031s complete - - 0s 0s`},
+	{"the coordinator was drained after the end of the program", `
+job seed=720451557 hosts=3 late=0 least=2 local=2 seeds=1 restarts=0 pace=1010966 latency=88µs lost-after=3s calm=1m40s
+end1+16.159ms drain a - 0s 0s
++2.60788491s complete - - 0s 0s`},
+	// a and b begin the job again while c looks for its coordinator.
+	{"the end of another run was taken for the end of this one", `
+job seed=893149401 hosts=3 late=1 least=1 local=1 seeds=3 restarts=2 pace=578952 latency=201µs lost-after=1s calm=44s
++2.675s power b - 655.714ms 0s
++2.770592s power a - 144.696ms 0s
++2.773004s complete - - 0s 0s`},
+	{"a worker that was started again looked for the coordinator after the end of the program", `
+job seed=893150419 hosts=3 late=0 least=1 local=1 seeds=3 restarts=1 pace=322739 latency=219µs lost-after=1s calm=44s
++1.15s worker c - 0s 1ns
++1.18098s split * ^* 1.056909s 37.427ms
++1.254102s complete - - 0s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -296,7 +296,7 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 	a.done = true
 	k, moved := a.k, a.moved
 	a.mu.Unlock()
-	if err := k.Send(Message{Kind: kindDone, Epoch: FirstEpoch}); err != nil && k.Loss.Load() == int32(NotLost) {
+	if err := k.Send(Message{Kind: kindDone, Epoch: FirstEpoch}); err != nil && k.Loss.Load() == int32(NotLost) && !k.ended.Load() {
 		return fmt.Errorf("cluster: shut down job %q: %w", a.cfg.Job, err)
 	}
 	for {

@@ -379,7 +379,7 @@ func (c *choice) judge(f *found, e answered) {
 	r, promised, isStart := e.refers, c.voter.promised, c.history == nil
 	refers := r != nil && r.At != "" && r.At != f.addr && f.referral == nil
 	switch {
-	case r != nil && r.Finished && !isStart:
+	case r != nil && r.Finished && !isStart && e.hello.Run == promised.Run: // another run says nothing about this one
 		e.err = ErrFinished
 	case refers && (isStart || r.At != c.lostAt):
 		f.dial, f.addr, f.referral = c.dial(r.At), r.At, e.err

@@ -227,7 +227,7 @@ func (c *coordinator) pass(d deadline) {
 		}
 	case dueMajority:
 		switch {
-		case d.of != c.elastic || !c.isElastic():
+		case d.of != c.elastic || !c.isDeciding():
 		case !c.hasMajority():
 			c.endMinority()
 		case c.elastic.phase == phaseWait:

@@ -25,6 +25,7 @@ type elastic struct {
 	why       string  // why a planned change happens
 	left      []Departure
 	finished  bool // all functions of the epoch have returned nil
+	told      bool // and the launchers have recorded it
 	over      bool // all functions have returned nil, or the job has failed
 	// members are the processes whose functions have all returned nil, by place.
 	members map[place]int
@@ -97,6 +98,15 @@ const (
 
 // isElastic reports whether the coordinator forms epochs.
 func (c *coordinator) isElastic() bool { return c.elastic != nil && !c.elastic.over }
+
+// isDeciding reports whether the coordinator forms epochs, or lets the launchers record the end of the program.
+func (c *coordinator) isDeciding() bool {
+	return c.isElastic() || c.hasFinished() && !c.elastic.told && !c.handedOver
+}
+
+// hasFinished reports whether all functions of an epoch have returned nil. Then no loss of a process or host is a failure: only an exit
+// with another code than 0 is.
+func (c *coordinator) hasFinished() bool { return c.elastic != nil && c.elastic.finished }
 
 func newElastic() *elastic {
 	return &elastic{expected: map[place]bool{}, retries: map[place]*retries{}, exempt: map[place]bool{}, dying: map[place]int{}, absent: map[place]Member{}, clean: map[process]bool{}}
@@ -549,10 +559,10 @@ func (c *coordinator) killSilent(ps []*peer, reason string) {
 	}
 }
 
-// checkReturned forms the next epoch if no function of the last one is running.
+// checkReturned forms the next epoch if no function of the last one is running, unless the program has ended meanwhile.
 func (c *coordinator) checkReturned() {
 	e := c.elastic
-	if e.phase != phaseHold && (e.phase != phaseRevoke || c.now < e.settlesAt) {
+	if e.over || e.phase != phaseHold && (e.phase != phaseRevoke || c.now < e.settlesAt) {
 		return
 	}
 	if len(e.absent) > 0 || len(e.dying) > 0 {
@@ -587,6 +597,7 @@ func (c *coordinator) checkFinished() {
 
 // finish tells all that the program has ended, after all launchers have recorded it.
 func (c *coordinator) finish() {
+	c.elastic.told = true
 	for _, p := range c.workers {
 		c.send(p, msg{kind: KindFinish, epoch: c.epoch})
 	}
@@ -981,6 +992,10 @@ func (c *coordinator) checkChanges() {
 
 // drainHost handles a launcher that was asked to leave the job.
 func (c *coordinator) drainHost(a *peer, f Fault) {
+	if c.hasFinished() {
+		a.draining = &f
+		return
+	}
 	stay := without(c.agents, func(p *peer) bool { return p == a || p.draining != nil || p.state == peerGone })
 	if !c.isElastic() || len(stay) < c.cfg.leastHosts() {
 		c.stopped(a, f)

@@ -27,7 +27,7 @@ func (a *Agent) referral() Welcome {
 	a.mu.Lock()
 	defer a.mu.Unlock()
 	w := a.greeting()
-	w.Refers, w.Finished = true, a.finished
+	w.Refers, w.Finished, w.Run = true, a.finished, a.promised.Run
 	if a.k != nil && !a.choosing && a.k.Ctx.Err() == nil {
 		w.At, w.Follows = a.Addr, time.Since(a.k.Since)
 	}

@@ -74,8 +74,12 @@ func (c *coordinator) lastFaults() {
 		c.resolve(c.faults.pending.fault, tellAll)
 	}
 	unfinished := func(p *peer) bool { return p.state == peerJoined }
-	if c.plan != nil && slices.ContainsFunc(c.agents, unfinished) {
+	switch {
+	case c.plan == nil || c.handedOver || c.hasFinished() && c.elastic.told:
+	case slices.ContainsFunc(c.agents, unfinished):
 		c.fail(c.ownFault("its launcher, which coordinated the job, left before all workers had ended"), tellAll)
+	case c.isUnfinished(): // the others have no workers
+		c.fail(c.ownFault("its launcher, which coordinated the job, left before the program had ended"), tellAll)
 	}
 }
 
@@ -104,7 +108,7 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 		c.delist(p, why.reason)
 		return
 	}
-	if (c.plan != nil || c.world != nil) && c.restart == nil && !c.isElastic() && !why.closed && c.isCutOff(p) {
+	if (c.plan != nil || c.world != nil) && c.restart == nil && !c.isElastic() && !c.hasFinished() && !why.closed && c.isCutOff(p) {
 		p.state = peerGone
 		c.late = remove(c.late, p)
 		c.later(func() {
@@ -143,9 +147,9 @@ func (c *coordinator) delist(p *peer, reason string) {
 }
 
 // counts reports whether the end of p's connection is a loss. The launcher of a host without workers still votes if
-// processes call Run.
+// processes call Run, until the end of the program is recorded.
 func (c *coordinator) counts(p *peer) bool {
-	return p.state == peerJoined || p.state == peerDone && c.isElastic() && slices.Contains(c.agents, p)
+	return p.state == peerJoined || p.state == peerDone && c.isDeciding() && slices.Contains(c.agents, p)
 }
 
 // isCutOff reports whether p and all other processes on other hosts have been silent for a similar
@@ -226,6 +230,9 @@ func (c *coordinator) workerDisconnected(p *peer, f Fault, closed bool) {
 	p.state = peerGone
 	if w := c.faults.pending; w != nil {
 		c.resolve(w.fault, tellAll)
+		return
+	}
+	if c.hasFinished() {
 		return
 	}
 	if f.Rank < 0 { // no rank was assigned yet
@@ -328,7 +335,11 @@ func (c *coordinator) memberTimedOut(p *peer) {
 		c.delist(p, fmt.Sprintf("it has heard nothing from the registry for %v and disconnected", c.cfg.Self.LostAfter))
 		return
 	}
-	if c.isElastic() || p.role == roleAgent && (c.plan == nil || !slices.Contains(c.agents, p)) { // no process of the job runs on its host
+	if c.hasFinished() && p.role == roleWorker {
+		p.state = peerGone
+		return
+	}
+	if c.isElastic() || c.hasFinished() || p.role == roleAgent && (c.plan == nil || !slices.Contains(c.agents, p)) { // no process of the job runs on its host
 		c.lostTouch(p)
 		return
 	}

@@ -51,7 +51,9 @@ func (c *coordinator) registerWorker(p *peer) error {
 	if c.elastic != nil && p.reg.Elastic && c.faults.lost == nil { // it comes after the end
 		c.admit(p)
 		c.workers = append(c.workers, p)
-		c.send(p, msg{kind: KindFinish, epoch: c.epoch})
+		if c.elastic.told {
+			c.send(p, msg{kind: KindFinish, epoch: c.epoch})
+		}
 		return nil
 	}
 	if c.faults.lost != nil {
@@ -430,19 +432,31 @@ func (c *coordinator) agentDone(p *peer) {
 		return
 	}
 	p.state = peerDone
+	c.checkDone()
+}
+
+// checkDone ends the job if the workers of all hosts have exited.
+func (c *coordinator) checkDone() {
 	for _, q := range c.agents {
 		if q.state == peerJoined {
 			return
 		}
 	}
-	exited := func(m Member) bool { return c.elastic.clean[process{m.Host, m.LocalRank, m.PID}] }
-	if c.isElastic() && slices.ContainsFunc(c.world.Members, func(m Member) bool { return !exited(m) }) && slices.ContainsFunc(c.agents, func(q *peer) bool { return q.draining == nil }) {
+	if c.isUnfinished() {
 		c.checkHope()
 		return
 	}
 	for _, q := range c.agents {
 		c.send(q, say(kindEnded, nil))
 	}
+}
+
+// isUnfinished reports whether the job is in the middle of a program: not all members of the epoch have exited with code 0, and a host
+// is not being drained.
+func (c *coordinator) isUnfinished() bool {
+	exited := func(m Member) bool { return c.elastic.clean[process{m.Host, m.LocalRank, m.PID}] }
+	return c.isElastic() && slices.ContainsFunc(c.world.Members, func(m Member) bool { return !exited(m) }) &&
+		slices.ContainsFunc(c.agents, func(q *peer) bool { return q.draining == nil && q.state != peerGone })
 }
 
 // An agentEnd says how a launcher has left or was lost.
@@ -493,8 +507,14 @@ func (c *coordinator) loseAgent(p *peer, end agentEnd) {
 		if c.elastic.phase == phasePropose && c.faults.stop == nil {
 			c.form()
 		}
-	case state == peerJoined || !end.left:
+	case state != peerJoined && end.left:
+	case !c.hasFinished() || c.faults.stop != nil:
 		c.failHost(p, f)
+	case !c.elastic.told && !c.hasMajority(): // the others may go on
+		c.endMinority()
+	default:
+		c.say(fmt.Sprintf("host %s is lost after the end of the program: %s", p.host.Host, f.Reason))
+		c.checkDone()
 	}
 }
 
@@ -613,7 +633,7 @@ func (c *coordinator) jobElsewhere(p *peer, other elsewhere) {
 
 // checkTerm ends this coordinator if another one of the same run and of a greater term has replaced it.
 func (c *coordinator) checkTerm(by Leader) {
-	if by.Run != c.run || by.Term <= c.term || !c.isElastic() {
+	if by.Run != c.run || by.Term <= c.term || !c.isDeciding() {
 		return
 	}
 	c.stepDown(fmt.Sprintf("%v coordinates the job now, and this host did not take part in its choice in term %d", by, c.term))

@@ -4,6 +4,8 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
+	"os"
+	"path/filepath"
 	"regexp"
 	"slices"
 	"strings"
@@ -93,6 +95,35 @@ func TestElasticCoordinatorDrains(t *testing.T) {
 		require.Regexp(t, fmt.Sprintf(`epoch %d: .* on . hosts?; rank 0 \(host h%d pid \d+\) left: its launcher received SIGTERM; `, i+2, i), ls[1].text()+text)
 	}
 	require.Equal(t, pidsIn(t, text, "of 3 pid"), pidsIn(t, text, "of 1 pid"), "the process of the worker")
+}
+
+// When all functions have returned, a host that leaves or is lost does not disturb what the others do until their processes exit.
+func TestHostsLeaveAfterTheEndOfTheProgram(t *testing.T) {
+	t.Parallel()
+	for host, how := range map[string]int{"coordinator": 0, "other": 1} {
+		for _, sig := range []syscall.Signal{syscall.SIGTERM, syscall.SIGINT, syscall.SIGKILL} {
+			t.Run(fmt.Sprint(host, "/", sig), func(t *testing.T) {
+				t.Parallel()
+				done := filepath.Join(t.TempDir(), "done")
+				_, ls := severalHosts(t, 3, 1, lostAfter, "elastic", "1", "3", done)
+				for _, l := range ls {
+					l.until("Run has returned", 1)
+				}
+				require.NoError(t, ls[how].cmd.Process.Signal(sig))
+				code, text := ls[how].wait()
+				if sig != syscall.SIGKILL {
+					require.Equal(t, 128+int(sig), code, text)
+				}
+				require.NoError(t, os.WriteFile(done, nil, 0o600))
+				for i, l := range ls {
+					if i != how {
+						code, text := l.wait()
+						require.Zero(t, code, text)
+					}
+				}
+			})
+		}
+	}
 }
 
 // The last worker of a host that leaves is killed. The launcher stays until another host coordinates: the job goes on there.

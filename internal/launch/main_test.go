@@ -89,7 +89,17 @@ func launcherMain() int {
 // it. The others wait for the end of their session and say why it ended.
 func worker(args []string) int {
 	if args[0] == "elastic" {
-		return elasticWorker(args[1], args[2])
+		code := elasticWorker(args[1], args[2])
+		if len(args) > 3 && code == 0 { // the program goes on until a file exists
+			fmt.Println("Run has returned")
+			for {
+				if _, err := os.Stat(args[3]); err == nil {
+					break
+				}
+				time.Sleep(10 * time.Millisecond)
+			}
+		}
+		return code
 	}
 	s, err := cluster.Attach(context.Background())
 	if err != nil {

@@ -35,7 +35,9 @@ func (j *launcher) mustStay() bool { return j.draining && !j.dismissed && !j.fin
 func (j *launcher) obey(o job.Order) {
 	switch {
 	case o.Finish:
-		j.finished = true
+		if j.finished = true; j.draining {
+			j.late.Reset(j.cfg.Grace)
+		}
 	case o.Stop: // the workers know
 		j.dismissed = true
 		j.late.Reset(j.cfg.Grace)

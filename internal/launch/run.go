@@ -460,7 +460,9 @@ func (j *launcher) signalled(s os.Signal) {
 		j.drain()
 		return
 	}
-	_ = j.agent.Stop("received "+signalName(sig), exitSignalOffset+int(sig)) // as in childEnded
+	if !j.finished { // otherwise the workers of other hosts may do what they do after the program has ended
+		_ = j.agent.Stop("received "+signalName(sig), exitSignalOffset+int(sig)) // as in childEnded
+	}
 	j.stop(sig)
 }
 

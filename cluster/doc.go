@@ -114,6 +114,11 @@
 //	fault                               assumption                       result
 //	worker exits, is killed or stops    restarts or MinSize permit it    the next epoch, without it or with its successor
 //	launcher is killed                  its kernel runs                  the others go on, also if it was one of two, or coordinated
+//	coordinator's launcher and others   more than half of the other      the others go on; if fewer are left, the job ends, because a
+//	are killed within a moment          hosts are left, or half of them  launcher may have coordinated after the first one's end and
+//	                                    with the next coordinator        before its own
+//	host is lost, drained or stopped    all functions have returned nil  the job has succeeded; what processes of the others do
+//	at the end of the program                                            after Run is not disturbed
 //	host vanishes, no coordinator       half of the hosts are left       the others go on after LOST_AFTER
 //	host of the coordinator vanishes    more than half are left          the others go on after LOST_AFTER and about 0.2 s
 //	coordinator and others vanish       more than half are left          as above, whichever they are

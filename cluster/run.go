@@ -33,8 +33,8 @@ type RunConfig struct {
 //
 // Run returns nil when fn has returned nil in all processes of an epoch. If the epoch ends
 // before that, Run calls fn again, also in the processes where it has returned nil. Run
-// returns the error of fn if the epoch does not end soon after it; the process then should
-// exit. It returns ErrDismissed if the host leaves the job, the cause if the job has failed,
+// returns the error of fn if the epoch does not end within CHORUS_LOST_AFTER and about two seconds after it, because a collective
+// may fail before the loss of another process is noticed. The process then should exit. It returns ErrDismissed if the host leaves the job, the cause if the job has failed,
 // and otherwise the errors of Attach. It leaves the job in all cases.
 //
 // All processes of a job must call Run, and none of them Attach. Without `chorus run`, lost
@@ -205,12 +205,20 @@ func (r *runner) said(otherwise error) error {
 
 // epochs calls fn for each world.
 func (r *runner) epochs(w *World, fn func(context.Context, *World) error) error {
-	defer func() { r.k.Close() }()
+	returned := false
+	defer func() {
+		if !returned { // fn panics: this process is lost, and has not left the job
+			r.k.CloseConnection()
+		}
+		r.k.Close()
+	}()
 	for {
-		if err := r.answer(w, fn(w.ctx, w)); err != nil {
+		returned = false
+		err := fn(w.ctx, w)
+		returned = true
+		if err := r.answer(w, err); err != nil {
 			return err
 		}
-		var err error
 		if w, err = r.next(r.parent); w == nil {
 			return err
 		}
@@ -223,8 +231,9 @@ func (r *runner) answer(w *World, err error) error {
 	if err == nil && w.ctx.Err() == nil && !w.isLeaving() {
 		return r.send(w, job.Message{Kind: job.KindFinished})
 	}
+	begun := time.Now()
 	if !w.isLeaving() && !r.awaitEnd(w) {
-		m := job.Note(job.KindFailed, job.Fault{Reason: fmt.Sprintf("its function failed: %v", err)})
+		m := job.Note(job.KindFailed, job.Fault{Reason: fmt.Sprintf("its function failed: %v", err), Ago: time.Since(begun)})
 		return cmp.Or(err, r.send(w, m))
 	}
 	switch {

@@ -304,6 +304,12 @@ func (j *simJob) apply(f simFault, self *simHost) {
 				w.proc.kill(false)
 			}
 		}
+	case "fail":
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		for _, w := range j.workers {
+			w.failing = w.failing || slices.Contains(as, w.proc.host) && int(f.x)%j.cfg.local == w.local
+		}
 	case "kill", "power":
 		for _, h := range as {
 			if l := j.launcher(h); l != nil {
@@ -571,7 +577,7 @@ func randomSchedule(seed uint64) simSchedule {
 			f.b, f.d, f.x = "", length(), time.Duration(r.IntN(3))
 		case "freeze", "starve":
 			f.b, f.d = "", log(unit/4, 3*unit)
-		case "worker":
+		case "worker", "fail":
 			f.a, f.b, f.x = anyHost(), "", time.Duration(r.IntN(2))
 		case "kill", "power":
 			f.b = ""
@@ -625,6 +631,6 @@ func randomSchedule(seed uint64) simSchedule {
 
 // simKinds are the kinds of faults. The kind "forge" is not among them: a firewall that refuses connections in the name of
 // a host that lives proves its end, as far as others can see.
-var simKinds = []string{"split", "cut", "firewall", "reject", "reset", "delay", "stall", "heal", "stop", "freeze", "starve", "worker", "worker", "kill", "power", "replace", "drain", "drain", "join"}
+var simKinds = []string{"split", "cut", "firewall", "reject", "reset", "delay", "stall", "heal", "stop", "freeze", "starve", "worker", "worker", "fail", "kill", "power", "replace", "drain", "drain", "join"}
 
 func pickString(r *rand.Rand, list ...string) string { return list[r.IntN(len(list))] }

@@ -460,6 +460,7 @@ type simWorker struct {
 	stale time.Duration // for how long it has run in an old epoch
 
 	finished bool // its function has returned nil
+	failing  bool // its function returns an error at its next step
 }
 
 func (l *simLauncher) spawn(a *job.Agent, local int) {
@@ -533,7 +534,10 @@ func (w *simWorker) work(ctx context.Context, world *World) error {
 	defer w.returns()
 	for n := 1; ; n++ {
 		w.proc.run()
-		if w.isComplete() {
+		switch complete, failing := w.fate(); {
+		case failing:
+			return errSimFunction
+		case complete:
 			w.proc.sleep(w.slow / 2)
 			w.finishes()
 			return nil
@@ -554,11 +558,14 @@ func (w *simWorker) work(ctx context.Context, world *World) error {
 	}
 }
 
-func (w *simWorker) isComplete() bool {
+var errSimFunction = errors.New("an error of the function")
+
+// fate reports whether the function returns now, without an error or with one.
+func (w *simWorker) fate() (complete, failing bool) {
 	j := w.launcher.job
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	return j.complete
+	return j.complete, w.failing
 }
 
 // finishes records that the function returns nil.

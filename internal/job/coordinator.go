@@ -624,6 +624,10 @@ func (c *coordinator) waitingLine() string {
 	if !waiting || c.faults.lost != nil && c.restart == nil {
 		return ""
 	}
+	if s := c.succession; s != nil {
+		return fmt.Sprintf("waiting since %v for hosts of epoch %d, which have lost their coordinator, to agree to another one: %d of %d are here",
+			(c.now - s.begun).Round(time.Second), s.history.Epoch, len(s.hosts), len(s.history.Voters))
+	}
 	since := c.started
 	if c.restart != nil {
 		since = c.restart.begun

@@ -22,6 +22,7 @@ type elastic struct {
 	begun     instant // when the epoch ended
 	settlesAt instant // until then, further losses are expected
 	last      Fault   // the last loss
+	codeBy    instant // until then, the exit code of a process whose function has failed is waited for
 	why       string  // why a planned change happens
 	left      []Departure
 	finished  bool // all functions of the epoch have returned nil
@@ -314,6 +315,9 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 	if x.Code == 0 {
 		c.elastic.clean[process{a.host.Host, x.Local, x.PID}] = true
 	}
+	if f := &c.elastic.last; f.Code < 0 && x.Code > 0 && f.Host == a.host.Host && f.PID == x.PID { // its function has failed
+		f.Code = x.Code
+	}
 	if x.Code != 0 && !x.Asked && c.faults.stop == nil {
 		c.countFailure(a, at, x)
 		c.orderRestart(a, at, x)
@@ -385,7 +389,10 @@ func (c *coordinator) loseWorker(p *peer, f Fault) {
 	member := p.seat == c.epoch
 	if member {
 		e.left = append(e.left, Departure{Member: p.reg.Member, Reason: f.Reason})
-		e.last = f
+		e.last, e.codeBy = f, 0
+		if p.elastic.failed && c.agentOf(p) != nil {
+			e.codeBy = c.now + ExitGrace
+		}
 	}
 	switch {
 	case c.faults.stop != nil: // the job ends
@@ -530,7 +537,7 @@ func (c *coordinator) lostTouch(p *peer) {
 // revoke ends the epoch because of a loss.
 func (c *coordinator) revoke(f Fault) {
 	e := c.elastic
-	if e.phase == phaseRun || e.begun == 0 {
+	if e.begun == 0 {
 		e.begun = c.now
 	}
 	c.setPhase(phaseRevoke)
@@ -626,9 +633,13 @@ func (c *coordinator) handleAnswer(p *peer, m msg) error {
 	case KindFailed:
 		f := *m.rec.value.(*Fault)
 		p.elastic.failed = true
-		if !e.over {
-			c.loseWorker(p, p.fault(f.Reason))
+		if e.over {
+			break
 		}
+		if e.phase <= phaseHold && e.begun == 0 { // the others have waited for it since then
+			e.begun = c.now - min(max(f.Ago, 0), JoinFactor*c.cfg.Self.LostAfter)
+		}
+		c.loseWorker(p, p.fault(f.Reason))
 	case KindHeld:
 		c.stepsBegun(p, m.id)
 	case KindPrepared:
@@ -912,6 +923,10 @@ func (c *coordinator) checkHope() {
 	}
 	if c.plan != nil && !allow(c.voterSets, c.heard(), c.ended) { // this host is perhaps cut off, and the others can go on
 		c.inPhase(c.cfg.Self.LostAfter/8, dueHope)
+		return
+	}
+	if e.codeBy > c.now && e.last.Code < 0 { // the job ends with the exit code of its last failure
+		c.inPhase(e.codeBy-c.now, dueHope)
 		return
 	}
 	c.endElastic("")

@@ -212,6 +212,7 @@ type Fault struct {
 	Again   bool          `json:"again,omitempty"`   // all processes are started again
 	Planned bool          `json:"planned,omitempty"` // nothing is lost: the world changes
 	Closed  bool          `json:"closed,omitempty"`  // the connection of the process was closed
+	Ago     time.Duration `json:"ago,omitempty"`     // since its function has failed
 }
 
 // Refusal is the reason why a registration was rejected.

@@ -55,6 +55,38 @@ func elasticWorker(epoch, size string) int {
 	return 0
 }
 
+// functionWorker runs a function that ends in a certain way on all ranks.
+func functionWorker(how string) int {
+	err := cluster.Run(context.Background(), nil, func(ctx context.Context, w *cluster.World) error {
+		if how == "panic" {
+			panic("in the function")
+		}
+		return errors.New("of the function")
+	})
+	fmt.Fprintln(os.Stderr, "run:", err)
+	return 7
+}
+
+// The exit code of a job is that of a process whose function has failed, also if the coordinator knew of the failure before the process
+// exited. A panic is no farewell.
+func TestElasticFunctionFails(t *testing.T) {
+	t.Parallel()
+	for how, want := range map[string]struct {
+		code int
+		text string
+	}{"panic": {2, "exited with code 2"}, "error": {7, "its function failed: of the function"}} {
+		t.Run(how, func(t *testing.T) {
+			t.Parallel()
+			cfg := workers(2, "function", how).noticingSilence()
+			cfg.MinNodes, cfg.Restarts = 1, 1
+			code, text := start(t, cfg).wait()
+			require.Equal(t, want.code, code, text)
+			require.Regexp(t, `(?m)^chorus: rank . .*`+want.text, text)
+			require.NotContains(t, text, "left the job")
+		})
+	}
+}
+
 // A worker that is killed is started again. The others keep their processes.
 func TestElasticRestart(t *testing.T) {
 	t.Parallel()

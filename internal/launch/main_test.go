@@ -88,6 +88,9 @@ func launcherMain() int {
 // worker attaches and then does what the arguments say: a rank and a deed for
 // it. The others wait for the end of their session and say why it ended.
 func worker(args []string) int {
+	if args[0] == "function" {
+		return functionWorker(args[1])
+	}
 	if args[0] == "elastic" {
 		code := elasticWorker(args[1], args[2])
 		if len(args) > 3 && code == 0 { // the program goes on until a file exists

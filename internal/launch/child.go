@@ -30,6 +30,7 @@ type child struct {
 	running     bool
 	stopped     bool // it was running when the launcher began to stop the job
 	killed      bool // by the launcher
+	killedWhy   string
 	counted     bool // by Config.Exited
 }
 
@@ -131,14 +132,19 @@ func (c *child) reason(ooms *oomWatch) string {
 	}
 	text := "killed by " + signalName(ws.Signal())
 	switch {
-	case c.killed && c.stopped:
-		text += " (by the launcher, after the grace period)"
-	case c.killed:
-		text += " (by the launcher)"
+	case c.killed && ws.Signal() == syscall.SIGKILL:
+		text += " (by the launcher, " + c.killedWhy + ")"
 	case ws.Signal() == syscall.SIGKILL:
 		text += " (" + ooms.explain() + ")"
 	}
 	return text
+}
+
+// killedBecause records why the launcher kills the child. The first reason counts.
+func (c *child) killedBecause(why string) {
+	if !c.killed {
+		c.killed, c.killedWhy = true, why
+	}
 }
 
 // signal sends sig to the child's process group.

@@ -166,6 +166,7 @@ func TestElasticDrainIsCutShort(t *testing.T) {
 	code, text = la.wait()
 	require.Zero(t, code, text)
 	require.Contains(t, text, "epoch 2 is rank 0 of 1 pid")
+	require.Contains(t, text, "left: killed by SIGKILL (by the launcher, after a second signal, SIGTERM);", "the grace period has not passed")
 }
 
 // A launcher that is killed takes its host along. One that starts later joins.

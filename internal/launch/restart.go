@@ -41,7 +41,7 @@ func (j *launcher) obey(o job.Order) {
 		j.late.Reset(j.cfg.Grace)
 	case o.Kill:
 		if c := j.children[o.Local]; c.pid == o.PID && c.running {
-			c.killed = true
+			c.killedBecause("because the coordinator ordered it")
 			c.signal(syscall.SIGKILL)
 		}
 	case o.Start:

@@ -193,7 +193,7 @@ func (j *launcher) attempt() (code int, err error) {
 	j.children, j.running, j.stopping, j.elastic = nil, 0, false, elastic{due: make(chan job.Order, j.cfg.Procs)}
 	j.ooms.begin()
 	if code, err = j.spawn(); err != nil {
-		j.kill()
+		j.kill("because another rank could not be started")
 	} else {
 		code = j.supervise()
 	}
@@ -360,10 +360,10 @@ func (j *launcher) supervise() int {
 		case <-j.late.C:
 			j.ask()
 		case <-j.grace.C:
-			j.kill()
+			j.kill(fmt.Sprintf("after the grace period of %v", j.cfg.Grace))
 		case <-killed:
 			killed = nil
-			j.kill()
+			j.kill("because a launcher of the job received a second signal")
 		case <-ooms.C:
 			j.ooms.update()
 		}
@@ -452,7 +452,7 @@ func (j *launcher) signalled(s os.Signal) {
 		if goesOn := j.draining && j.agent.Context().Err() == nil; !goesOn {
 			_ = j.agent.Kill() // as in childEnded
 		}
-		j.kill()
+		j.kill("after a second signal, " + signalName(sig))
 		return
 	}
 	j.signal = sig
@@ -486,9 +486,12 @@ func (j *launcher) stop(sig syscall.Signal) {
 	j.each(syscall.SIGCONT)
 }
 
-func (j *launcher) kill() {
+// kill kills all workers. why says when or for what reason, for the reason of their exits.
+func (j *launcher) kill(why string) {
 	for _, c := range j.children {
-		c.killed = c.killed || c.running
+		if c.running {
+			c.killedBecause(why)
+		}
 	}
 	j.each(syscall.SIGKILL)
 }

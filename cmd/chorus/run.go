@@ -31,6 +31,12 @@ If a process fails, the others have the time of --grace to report the failure an
 exit. Then chorus asks the processes on all hosts to stop, and kills them after the same
 time again. The last lines of the output name the first failure and its cause.
 
+--log-dir also writes the output of each rank to files, in a folder with the name of the job, in
+which a slash is written as %2F. Files of an earlier job are overwritten, and those of a job that
+is running are refused. In a program that calls cluster.Run, a process that comes later has no
+rank when it starts: its files are new-<host>-<local rank>.out and .err, or
+new-<host>-<local rank>.restart-<k>.out and .err.
+
 With --max-restarts, chorus then starts the processes on all hosts again, with a growing
 delay between failures in a row, and prints the cause of each restart. A host that was lost
 can come back: start chorus there again. The loss of the host that coordinates the job
@@ -144,7 +150,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.job, "job", "", "job name, the same on all hosts ("+env.Job.Name+")")
 	fs.StringVar(&f.secretFile, "secret-file", "", "file with the job's secret, mode 0600 ("+env.SecretFile.Name+")")
 	fs.BoolVar(&f.insecure, "insecure", false, "permission for a job on several hosts to run without a secret ("+env.Insecure.Name+"=yes)")
-	fs.StringVar(&f.logDir, "log-dir", "", "directory for a copy of the output in <dir>/<job>/rank-<n>.out and .err ("+env.LogDir.Name+")")
+	fs.StringVar(&f.logDir, "log-dir", "", "directory for a copy of the output in <dir>/<job>/rank-<n>.out and .err, after restart k in rank-<n>.restart-<k>.out and .err ("+env.LogDir.Name+")")
 	fs.StringVar(&f.metrics, "metrics", "", "host:port of the job's metrics and web page, such as 127.0.0.1:9400 ("+env.Metrics.Name+"); empty: off")
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "time to wait for all hosts and processes, such as 30s ("+env.JoinTimeout.Name+", default "+env.JoinTimeout.Default+")")
 	fs.DurationVar(&f.grace, "grace", 0, "time from a failure until the others are asked to stop, and again until they are killed, such as 5s ("+env.Grace.Name+", default "+env.Grace.Default+")")

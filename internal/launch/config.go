@@ -51,8 +51,10 @@ type Config struct {
 	// text, and the job, the host and the rank.
 	JSON bool
 	// LogDir receives a copy of each rank's output in <LogDir>/<job>/rank-<n>.out
-	// and .err, and in rank-<n>.restart-<k>.out and .err after restart k; if it is
-	// empty, no copy is written.
+	// and .err, and in rank-<n>.restart-<k>.out and .err after restart k. In a job whose
+	// program calls cluster.Run, a worker that comes later has new-<host>-<local rank>
+	// instead of rank-<n>. A slash in the name of the job or host is written as %2F. A file
+	// that another running launcher writes is an error. If LogDir is empty, no copy is written.
 	LogDir string
 	// Stdout and Stderr receive the workers' output. Stderr also receives messages. They may be the
 	// same writer, which then gets one call at a time.

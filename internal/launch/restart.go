@@ -55,9 +55,6 @@ func (j *launcher) obey(o job.Order) {
 	}
 }
 
-// exitNotStarted is the exit code of a worker that cannot be started, as in a shell.
-const exitNotStarted = 126
-
 // startAgain starts a worker in place of one that has exited.
 func (j *launcher) startAgain(o job.Order) {
 	j.scheduled--
@@ -65,14 +62,18 @@ func (j *launcher) startAgain(o job.Order) {
 		return
 	}
 	c := j.newChild(o.Local)
-	c.again, c.rank = o.Count, max(c.rank, 0)
+	c.again, c.rank, c.late = o.Count, max(c.rank, 0), true
 	c.shown.Store(-1)
 	c.env = []string{fmt.Sprintf("%s=%d", env.RestartCount.Name, o.Count), fmt.Sprintf("TORCHELASTIC_RESTART_COUNT=%d", o.Count)}
-	if err := j.start(c); err != nil {
+	err := j.out.openLogs(c, j.agent.Host())
+	if err == nil {
+		err = j.start(c)
+	}
+	if err != nil {
 		why := fmt.Sprintf("cannot be started again: %v", j.limits.explain(err))
 		j.say(fmt.Sprintf("worker %d of this host %s", o.Local, why))
 		j.undecided++ // the coordinator decides whether to try once more
-		_ = j.agent.Report(o.Local, job.Exit{Code: exitNotStarted, Reason: why})
+		_ = j.agent.Report(o.Local, job.Exit{Code: startCode(err), Reason: why})
 		return
 	}
 	j.children[o.Local] = c

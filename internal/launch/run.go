@@ -168,7 +168,7 @@ func (j *launcher) run(path string) int {
 	j.sayMu.Lock()
 	j.out, j.cfg.Cluster.Job, j.cfg.Cluster.Host = out, j.agent.Job(), j.agent.Host()
 	j.sayMu.Unlock()
-	defer j.out.dir.Close()
+	defer j.out.close()
 	for {
 		code, err := j.attempt()
 		if err != nil {
@@ -278,18 +278,37 @@ func meetCode(err error) int {
 // spawn starts all workers.
 func (j *launcher) spawn() (int, error) {
 	j.ended = make(chan *child, j.cfg.Procs)
+	var all []*child
 	for local := range j.cfg.Procs {
 		c := j.newChild(local)
+		if err := j.out.openLogs(c, j.agent.Host()); err != nil {
+			return ExitFailed, err
+		}
+		all = append(all, c)
+	}
+	for _, c := range all {
 		if err := j.start(c); err != nil {
-			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, j.limits.explain(whyNot(j.path, err)))
+			return startCode(err), fmt.Errorf("start %s: %w", c.name(), j.limits.explain(whyNot(j.path, err)))
 		}
 		j.children = append(j.children, c)
 	}
 	return 0, nil
 }
 
+// startCode returns the exit code for a worker that could not be started. Only a program that the kernel refuses is a mistake that
+// another attempt repeats.
+func startCode(err error) int {
+	exec, ok := errors.AsType[*os.PathError](err)
+	exhausted := slices.ContainsFunc([]error{syscall.EAGAIN, syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE}, func(e error) bool { return errors.Is(err, e) })
+	if ok && exec.Op == "fork/exec" && !exhausted {
+		return ExitNotRunnable
+	}
+	return ExitFailed
+}
+
 func (j *launcher) newChild(local int) *child {
 	c := &child{local: local, rank: j.agent.Rank(local), again: j.restarts}
+	c.late = c.rank < 0
 	c.rankNow = func() int { return j.agent.Rank(local) }
 	c.shown.Store(int64(c.rank))
 	return c

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -64,9 +65,10 @@ Exit codes:
   0        all processes exited with 0
   n        exit code of the first process that failed
   128+n    signal n killed the first process that failed, or chorus received signal n
-  1        a process or host was lost without an exit code
+  1        a process or host was lost without an exit code, or chorus could not go on, for example
+           because a port is in use or a log file cannot be written
   64       mistake in the command line, or command lines of the hosts differ
-  69       some hosts of the job did not join in time
+  69       some hosts of the job did not join in time, or a limit of processes (pids.max) is too low
   77       the seeds have another secret or another job
   126, 127 the program cannot be executed, or does not exist`
 
@@ -264,8 +266,11 @@ func monitored(ctx context.Context, addr string, source *monitor.Source, exits *
 	var metrics net.Listener
 	if addr != "" {
 		ln, public, err := monitor.Listen(ctx, addr)
-		if err != nil {
+		if errors.Is(err, monitor.ErrAddress) {
 			return nil, usage(err)
+		}
+		if err != nil { // another attempt may succeed
+			return nil, err
 		}
 		metrics = ln
 		say("INFO", fmt.Sprintf("metrics and a page of the job: http://%s/", ln.Addr()))

@@ -20,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/sockets"
 )
@@ -124,19 +125,28 @@ func (s *Server) guarded(next http.Handler, trusted func(string) bool) http.Hand
 	})
 }
 
+// ErrAddress matches errors of Listen that are mistakes in the address, whatever runs on the host.
+var ErrAddress = errors.New("not an address for metrics")
+
 // Listen opens an address of CHORUS_METRICS. It refuses an address without a host, which would
-// mean all interfaces. public reports that other hosts can reach the address.
+// mean all interfaces: such a mistake matches ErrAddress. public reports that other hosts can reach the address.
 func Listen(ctx context.Context, addr string) (ln net.Listener, public bool, err error) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil || port == "" {
-		return nil, false, fmt.Errorf("metrics at %q: want host:port, such as 127.0.0.1:9400", addr)
+		return nil, false, fmt.Errorf("metrics at %q: %w: want host:port, such as 127.0.0.1:9400", addr, ErrAddress)
 	}
 	if host == "" {
-		return nil, false, fmt.Errorf("metrics at %q: the host is missing: write 127.0.0.1:%s, or 0.0.0.0:%[2]s if other hosts may read them", addr, port)
+		return nil, false, fmt.Errorf("metrics at %q: %w: the host is missing: write 127.0.0.1:%s, or 0.0.0.0:%[3]s if other hosts may read them", addr, ErrAddress, port)
+	}
+	if _, err := net.LookupPort("tcp", port); err != nil {
+		return nil, false, fmt.Errorf("metrics at %q: %w: %w: want a port from 1 to 65535, or 0 for any free one", addr, ErrAddress, err)
 	}
 	var lc net.ListenConfig
-	if ln, err = lc.Listen(ctx, "tcp", addr); err != nil {
-		return nil, false, fmt.Errorf("metrics at %s: %w", addr, err)
+	switch ln, err = lc.Listen(ctx, "tcp", addr); {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, false, fmt.Errorf("metrics at %s: %w: another job or program has the port: choose another one with --metrics or %s, or port 0 for any free one", addr, err, env.Metrics.Name)
+	case err != nil:
+		return nil, false, fmt.Errorf("metrics at %s: %w: choose an address of this host with --metrics or %s", addr, err, env.Metrics.Name)
 	}
 	at, ok := ln.Addr().(*net.TCPAddr)
 	return ln, !ok || !at.IP.IsLoopback(), nil

@@ -211,8 +211,14 @@ func (f *runFlags) nodes() (least, most int, err error) {
 	}
 	least, err1 := strconv.Atoi(first)
 	most, err2 := strconv.Atoi(last)
-	if err1 != nil || err2 != nil || least < 1 || most < least {
+	if err1 == nil && err2 == nil && least > most && most > 0 {
+		return 0, 0, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s: the range is reversed: want %d:%d", f.nnodes, most, least)}
+	}
+	if err1 != nil || err2 != nil || least < 1 || most < 1 {
 		return 0, 0, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s: want a number of at least 1, or a range such as 2:4", f.nnodes)}
+	}
+	if most > job.MaxSize {
+		return 0, 0, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s: want at most %d", f.nnodes, job.MaxSize)}
 	}
 	return least, most, nil
 }
@@ -329,14 +335,27 @@ func (f *runFlags) setPET(cmd *cobra.Command) error {
 
 // check validates the numbers of hosts, processes and restarts.
 func (f *runFlags) check() error {
-	if _, _, err := f.nodes(); err != nil {
+	_, most, err := f.nodes()
+	if err != nil {
 		return err
 	}
-	if _, err := f.procs(); err != nil {
+	procs, err := f.procs()
+	if err != nil {
 		return err
+	}
+	if procs > job.MaxSize/most {
+		return &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s with --nproc-per-node %s: a job has at most %d processes", f.nnodes, f.nproc, job.MaxSize)}
 	}
 	if f.logFormat != "text" && f.logFormat != "json" {
 		return &launch.UsageError{Reason: fmt.Sprintf("--log-format %s: want text or json", f.logFormat)}
+	}
+	for _, d := range []struct {
+		name  string
+		value time.Duration
+	}{{"grace", f.grace}, {"join-timeout", f.joinTimeout}} {
+		if d.value < 0 {
+			return &launch.UsageError{Reason: fmt.Sprintf("--%s %v: want more than 0", d.name, d.value)}
+		}
 	}
 	if f.maxRestarts < 0 {
 		return &launch.UsageError{Reason: fmt.Sprintf("--max-restarts %d: want 0 or more", f.maxRestarts)}

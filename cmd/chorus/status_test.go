@@ -216,7 +216,7 @@ func TestStatusOfAForeignJob(t *testing.T) {
 	require.Contains(t, errs, `--ras "nowhere": address nowhere: missing port in address: want HOST:PORT`)
 	_, errs, code = chorusCommand(t, nil, "status", "--ras", addr, "--job", "x")
 	require.Equal(t, 64, code)
-	require.Contains(t, errs, "--ras excludes --watch and --job")
+	require.Contains(t, errs, "--ras excludes --watch, --job and --pid")
 }
 
 func TestStatusWithoutAJob(t *testing.T) {

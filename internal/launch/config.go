@@ -100,8 +100,11 @@ func (cfg *Config) complete() (Config, error) {
 	if c.Grace == 0 {
 		c.Grace = defaultGrace
 	}
-	if c.Grace < 0 || c.Procs < 0 {
-		return c, &UsageError{fmt.Sprintf("%d processes, grace period %v: want 0 or more", c.Procs, c.Grace)}
+	if c.Grace < 0 {
+		return c, &UsageError{fmt.Sprintf("the grace period is %v: want more than 0 (--grace or %s)", c.Grace, env.Grace.Name)}
+	}
+	if c.Procs < 0 {
+		return c, &UsageError{fmt.Sprintf("%d processes: want 0 or more", c.Procs)}
 	}
 	if c.Procs == 0 {
 		c.Procs = c.Devices.Count

@@ -16,6 +16,7 @@ import (
 type elastic struct {
 	undecided int            // failed workers for which no order has come
 	scheduled int            // orders to start a worker that are not due
+	ordered   int            // orders to start a worker, in all
 	due       chan job.Order // orders to start a worker now
 	draining  bool           // this host leaves the job
 	dismissed bool           // the others have agreed to go on without it
@@ -48,6 +49,7 @@ func (j *launcher) obey(o job.Order) {
 		j.count(j.children[o.Local], true)
 		j.undecided--
 		j.scheduled++
+		j.ordered++
 		time.AfterFunc(o.After, func() { j.due <- o })
 	default:
 		j.count(j.children[o.Local], true)

@@ -702,6 +702,8 @@ func TestRunMistakes(t *testing.T) {
 	require.NoError(t, os.WriteFile(orphan, []byte("#! /nowhere/python -u\nx"), 0o755))
 	unbound := shell(1, "true")
 	unbound.Bind = "192.0.2.1"
+	negative := shell(1, "true")
+	negative.Grace = -5 * time.Second
 	many := shell(5, "true")
 	many.Devices.Count = 2
 	for _, tc := range []struct {
@@ -715,6 +717,7 @@ func TestRunMistakes(t *testing.T) {
 		{base(1, filepath.Dir(script)), ExitNotRunnable, "cannot run " + filepath.Dir(script) + ": it is a directory"},
 		{base(1, orphan), ExitNotRunnable, "start rank 0: " + orphan + ": the interpreter /nowhere/python of the script does not exist"},
 		{unbound, ExitUsage, `bind to "192.0.2.1": `},
+		{negative, ExitUsage, "the grace period is -5s: want more than 0 (--grace or CHORUS_GRACE)"},
 		{many, ExitUsage, "5 processes on the 2 virtual devices"},
 		{base(0, "true"), ExitUsage, "this host has no device"},
 	} {

@@ -18,6 +18,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/job"
 )
 
@@ -168,6 +169,10 @@ func (j *launcher) run(path string) int {
 	j.sayMu.Lock()
 	j.out, j.cfg.Cluster.Job, j.cfg.Cluster.Host = out, j.agent.Job(), j.agent.Host()
 	j.sayMu.Unlock()
+	if self, others := j.agent.Namesakes(); others != "" {
+		j.warn(fmt.Sprintf("warning: several launchers of the job count as hosts, and all are named %s: this one (%s) and %s; on one machine, their ranks would use the same GPUs. "+
+			"Start one launcher on each machine, or give each its name by %s", j.agent.Host(), self, others, env.HostName.Name))
+	}
 	defer j.out.close()
 	for {
 		code, err := j.attempt()

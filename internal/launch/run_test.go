@@ -755,6 +755,22 @@ func TestRunTwoHosts(t *testing.T) {
 	require.Contains(t, lb.text(), "[rank 2] attached 2 of 3")
 }
 
+// Two launchers with one host name are two hosts. Each says once who the other one is.
+func TestRunTwoHostsOfOneName(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "shutdown"), workers(1, "shutdown")
+	twoHosts(t, a, b)
+	b.Host = a.Host
+	la, lb := start(t, a), start(t, b)
+	for _, ls := range [][]*launched{{la, lb}, {lb, la}} {
+		code, text := ls[0].wait()
+		require.Zero(t, code, text)
+		require.Equal(t, 1, strings.Count(text, "chorus: warning: several launchers of the job count as hosts, and all are named h0: "), text)
+		require.Regexp(t, fmt.Sprintf(`: this one \(pid %d at 127\.0\.0\.[12]:\d+\) and pid %d at 127\.0\.0\.[12]:\d+; on one machine, their ranks would use the same GPUs\. `,
+			ls[0].cmd.Process.Pid, ls[1].cmd.Process.Pid), text)
+	}
+}
+
 func TestRunTwoHostsWorkerFails(t *testing.T) {
 	t.Parallel()
 	a, b := workers(1, "2", "exit3"), workers(2, "2", "exit3")

@@ -44,7 +44,9 @@ can come back: start chorus there again. The loss of the host that coordinates t
 ends the job, unless its program calls cluster.Run.
 
 Programs that call cluster.Run keep the processes that did not fail: only the failed one
-is started again, and without --max-restarts the others go on without it. With --nnodes
+is started again, and without --max-restarts the others go on without it. A process that exits
+with 0 has succeeded, as with torchrun: even in the middle of an epoch it is not started again,
+and the job may still end with 0. With --nnodes
 MIN:MAX, a job starts with MIN hosts, and others can join and leave while it runs. SIGTERM
 to one chorus then makes its host leave at the end of a step, and SIGTERM to all of them
 ends the job; SIGINT to one stops the whole job.

@@ -101,6 +101,8 @@ func (c *Checkpoint) open(cfg *gds.FileConfig, path string) error {
 		return fmt.Errorf("checkpoint: open safetensors: %w", err)
 	case info.IsDir():
 		return c.openFolder(cfg, path)
+	case !info.Mode().IsRegular():
+		return fmt.Errorf("checkpoint: open %s: %w: it is neither a regular file nor a folder but %v", path, torchfile.ErrForeign, info.Mode())
 	case strings.HasSuffix(path, ".json"):
 		return c.openIndex(cfg, path)
 	}
@@ -130,7 +132,7 @@ func (c *Checkpoint) openFolder(cfg *gds.FileConfig, folder string) error {
 	if steps, err := List(folder); err == nil && len(steps) > 0 {
 		return fmt.Errorf("checkpoint: open: folder %s has %d steps of a training: name one of them, such as %s", folder, len(steps), steps[len(steps)-1])
 	}
-	return fmt.Errorf("checkpoint: open safetensors: folder %s has no checkpoint: want a safetensors file, an index, pytorch_model.bin, or a folder of a Saver or of torch.distributed.checkpoint", folder)
+	return fmt.Errorf("checkpoint: open folder %s: %w: want a safetensors file, an index, pytorch_model.bin, or a folder of a Saver or of torch.distributed.checkpoint", folder, torchfile.ErrForeign)
 }
 
 func exists(path string) bool {
@@ -186,6 +188,9 @@ func (c *Checkpoint) readHeader(f *gds.File, size int64, only func(name string) 
 		return c.addTorch(f, size, only)
 	}
 	h, err := safetensors.ReadHeader(hostReader{f}, size)
+	if err != nil && torchfile.IsPickle(start) {
+		return nil, fmt.Errorf("%w: it begins like a pickle that torch.save did not write, and is no safetensors file: %w", torchfile.ErrForeign, err)
+	}
 	if err != nil {
 		return nil, err
 	}

@@ -229,7 +229,7 @@ func TestOpenFaults(t *testing.T) {
 	}{
 		{nil, []string{"no file given"}},
 		{[]string{"/no/such/file"}, []string{"/no/such/file", "no such file"}},
-		{[]string{t.TempDir()}, []string{"has no checkpoint: want a safetensors file"}},
+		{[]string{t.TempDir()}, []string{"not a checkpoint: want a safetensors file"}},
 		{[]string{put("cut.safetensors", string(whole[:len(whole)-1]))}, []string{"cut.safetensors", "truncated"}},
 		{[]string{put("long.safetensors", string(whole)+"x")}, []string{"long.safetensors"}},
 		{[]string{put("x.safetensors", "no header")}, []string{"x.safetensors"}},

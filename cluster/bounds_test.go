@@ -111,3 +111,27 @@ func TestNewcomersDoNotExtendTheWait(t *testing.T) {
 	cancel()
 	require.Positive(t, <-flapped)
 }
+
+// A size that is too large for any job is a mistake. In the largest world, a process that waits alone obeys its time limit, and its error
+// is the one of a small world.
+func TestSizesOfWorlds(t *testing.T) {
+	t.Parallel()
+	for want, cfg := range map[string]*JoinConfig{
+		"Size is 1048577: want 1 to 1048576, or 0 for 1":                 {Size: job.MaxSize + 1, Rank: new(0), Addr: "127.0.0.1:0", Serve: true},
+		"Size is -2: want 1 to 1048576":                                  {Size: -2},
+		"LocalSize is 1048577: want at most the size of the world, or 0": {Size: 2, LocalSize: job.MaxSize + 1, Rank: new(0), Addr: "127.0.0.1:0", Serve: true},
+		"LocalSize is -1": {Size: 2, LocalSize: -1, Rank: new(0), Addr: "127.0.0.1:0", Serve: true},
+	} {
+		_, err := Join(t.Context(), cfg)
+		require.ErrorAs(t, err, new(*ConfigError))
+		require.ErrorContains(t, err, want)
+	}
+	_, err := Join(t.Context(), &JoinConfig{Job: t.Name(), Size: job.MaxSize, Rank: new(0), Addr: "127.0.0.1:0", Serve: true, Secret: []byte(noiseText(32)),
+		Timing: Timing{Join: time.Second}})
+	timeout, ok := errors.AsType[*JoinTimeoutError](err)
+	require.True(t, ok, "%v", err)
+	require.Equal(t, job.MaxSize, timeout.Want)
+	require.Len(t, timeout.Missing, 1<<16)
+	require.Contains(t, timeout.Error(), "1 of 1048576 processes have joined: rank 0 (")
+	require.Contains(t, timeout.Error(), "; missing ranks 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16 and at least 65520 more")
+}

@@ -113,6 +113,7 @@
 //
 //	fault                               assumption                       result
 //	worker exits, is killed or stops    restarts or MinSize permit it    the next epoch, without it or with its successor
+//	worker exits with 0 in an epoch     others are left                  the next epoch, without it; it is not started again
 //	launcher is killed                  its kernel runs                  the others go on, also if it was one of two, or coordinated
 //	coordinator's launcher and others   more than half of the other      the others go on; if fewer are left, the job ends, because a
 //	are killed within a moment          hosts are left, or half of them  launcher may have coordinated after the first one's end and
@@ -142,6 +143,13 @@
 //	coordinator is lost at the end      all launchers have heard of it   the job has succeeded
 //	restart is ordered, then the        one launcher that heard of it    the restart counts once
 //	coordinator is lost                 votes
+//
+// A worker that exits with 0 has succeeded, as with torchrun, even in the middle of an epoch and without returning from Run.
+// The job may still end with 0: exit with another code if the work is not done.
+//
+// When a launcher is killed by SIGKILL, the kernel kills its workers, and the launcher's guardian kills the rest of their process
+// groups. Processes that have left the group of their worker, for example by setsid, go on. End them before the host is used again,
+// or start the launcher as the first process of a container or as a service of systemd, which end all processes.
 //
 // A firewall that refuses connections in both directions, in the name of hosts that live, breaks the
 // assumption: each side would count the other as ended. Let firewalls drop packets between the hosts of a job.

@@ -148,6 +148,8 @@ func (r *reader) place(rank, size, localRank, localSize string) *JoinConfig {
 		LocalRank: r.Optional(localRank, 0), LocalSize: job.Deref(r.Optional(localSize, 1), 0)}
 	switch {
 	case r.Err != nil:
+	case cfg.Size > job.MaxSize:
+		r.Fail(r.Problem(fmt.Sprintf("a world has at most %d processes", job.MaxSize), size))
 	case *cfg.Rank >= cfg.Size:
 		r.Fail(r.Problem("the rank must be less than the size", rank, size))
 	case cfg.LocalSize > cfg.Size:

@@ -76,6 +76,13 @@ func TestDetect(t *testing.T) {
 
 func TestDetectContradictions(t *testing.T) {
 	for env, want := range map[string]string{
+		"RANK=0 WORLD_SIZE=1048577 LOCAL_RANK=0":                                                                  `WORLD_SIZE="1048577": a world has at most 1048576 processes`,
+		"RANK=0 WORLD_SIZE=2000000000 LOCAL_WORLD_SIZE=2000000000":                                                `WORLD_SIZE="2000000000": a world has at most 1048576 processes`,
+		"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1048577":                                                     `OMPI_COMM_WORLD_SIZE="1048577": a world has at most`,
+		"PMI_RANK=0 PMI_SIZE=1048577 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1048577":                                   `PMI_SIZE="1048577": a world has at most`,
+		"SLURM_JOB_ID=1 SLURM_PROCID=0 SLURM_NTASKS=1048577 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NODELIST=a": `SLURM_NTASKS="1048577": a world has at most`,
+		"JOB_COMPLETION_INDEX=2 CHORUS_WORLD_SIZE=1048577 CHORUS_SEEDS=j-0.svc:9":                                 `CHORUS_WORLD_SIZE="1048577": a world has at most`,
+		"CHORUS_RANK=3 CHORUS_WORLD_SIZE=1048577 CHORUS_ADDR=10.0.0.1:5 CHORUS_TOKEN=" + testToken:                `CHORUS_WORLD_SIZE="1048577": a world has at most`,
 		"RANK=4 WORLD_SIZE=4":                                 `RANK="4" and WORLD_SIZE="4": the rank must be less than the size`,
 		"RANK=x WORLD_SIZE=4":                                 `RANK="x": want a whole number of at least 0`,
 		"RANK=0 WORLD_SIZE=0":                                 `WORLD_SIZE="0": want a whole number of at least 1`,

@@ -74,7 +74,7 @@ type StopError = job.StopError
 //	Unit    string   // "process" or "host"
 //	Want    int      // members of the job; 0 if the coordinator never answered
 //	Have    []Member // members that joined
-//	Missing []int    // missing ranks, or host indices; nil if members have no numbers
+//	Missing []int    // missing ranks, or host indices, the first 65536 of them; nil if members have no numbers
 //	Gone    []Member // members of Have that timed out earlier
 //	Err     error    // the last failure to reach the coordinator, if any
 type JoinTimeoutError = job.JoinTimeoutError

@@ -18,7 +18,7 @@ import (
 // JoinConfig holds the arguments of Join, which Attach reads from the environment.
 type JoinConfig struct {
 	Job  string // name of the job; empty means "chorus"
-	Size int    // world size; 0 means 1
+	Size int    // world size, at most 1048576; 0 means 1
 
 	// Rank is the rank of this process. If it is nil in all processes, the
 	// coordinator orders them by host, local rank and name. Set it in all
@@ -141,6 +141,12 @@ func (cfg *JoinConfig) complete() (*JoinConfig, error) {
 			return nil, err
 		}
 	}
+	if c.Size < 0 || c.Size > job.MaxSize {
+		return nil, job.BadConfig("join job %q: Size is %d: want 1 to %d, or 0 for 1", c.Job, c.Size, job.MaxSize)
+	}
+	if c.LocalSize < 0 || c.LocalSize > job.MaxSize {
+		return nil, job.BadConfig("join job %q: LocalSize is %d: want at most the size of the world, or 0 if it is not known", c.Job, c.LocalSize)
+	}
 	c.Size = max(c.Size, 1)
 	if c.Host == "" {
 		c.Host = job.HostName()
@@ -176,6 +182,8 @@ func (cfg *JoinConfig) fromPeers() error {
 	switch {
 	case len(cfg.Peers) == 0:
 		return bad("the list of peers is empty: want the addresses of all processes, this one's too")
+	case len(cfg.Peers) > job.MaxSize:
+		return bad("%d peers: want at most %d", len(cfg.Peers), job.MaxSize)
 	case cfg.Addr != "" || cfg.Serve || cfg.Size != 0 && cfg.Size != len(cfg.Peers):
 		return bad("Peers and Size %d, Addr %q or Serve %t contradict each other: leave the latter out", cfg.Size, cfg.Addr, cfg.Serve)
 	case cfg.Rank == nil:

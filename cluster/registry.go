@@ -37,7 +37,8 @@ type RegistryConfig struct {
 
 // A Registry is a list of processes that come, leave and return, and begins worlds of some of them. The process
 // that serves it needs no GPU. It is no member unless it calls Enlist, too. A registry has at most 4096 members and 256 worlds at a
-// time. Methods are safe for concurrent use.
+// time. A world counts until its members have closed or shut down their sessions, or until all of them have left the list before it was complete. If it has failed
+// before that, it counts for LostAfter more, so that members that come late learn why. Methods are safe for concurrent use.
 type Registry struct {
 	owner  handle.Owner
 	cfg    *JoinConfig // of its members and worlds
@@ -55,8 +56,10 @@ type Registry struct {
 
 // A begun world is one with a coordinator.
 type begun struct {
-	names []string
-	coord *job.Server
+	names     []string
+	coord     *job.Server
+	gone      map[string]bool // members that are not on the list any more
+	abandoned chan struct{}   // closed when all are gone
 }
 
 // A Listed process is a member of a registry.
@@ -195,9 +198,10 @@ func (r *Registry) Begin(names ...string) error {
 		r.mu.Unlock()
 		return fails(ErrClosed)
 	}
-	if len(r.worlds) == maxWorlds {
+	if len(r.worlds) >= maxWorlds && r.countWorlds() >= maxWorlds {
 		r.mu.Unlock()
-		return fails(fmt.Errorf("%d worlds have not ended: their members must close or shut down their sessions", maxWorlds))
+		return fails(fmt.Errorf("%d worlds have not ended: a world ends when its members have closed or shut down their sessions or left the registry, and one that has failed before all had come ends after %v more",
+			maxWorlds, r.cfg.Timing.LostAfter))
 	}
 	r.number++
 	number, name := r.number, worldJob(r.cfg.Job, r.run, r.number)
@@ -207,7 +211,7 @@ func (r *Registry) Begin(names ...string) error {
 		return fails(err)
 	}
 	over := make(chan struct{})
-	w := &begun{slices.Clone(names), job.NewServer(r.hub.Listen(name), job.ServerConfig{Job: name, Key: keys.Control, Sys: r.cfg.sys, Notify: r.cfg.Notify, Over: over,
+	w := &begun{names: slices.Clone(names), gone: map[string]bool{}, abandoned: make(chan struct{}), coord: job.NewServer(r.hub.Listen(name), job.ServerConfig{Job: name, Key: keys.Control, Sys: r.cfg.sys, Notify: r.cfg.Notify, Over: over,
 		CoordConfig: job.CoordConfig{Size: len(names), JoinBy: r.cfg.Timing.Join, Self: r.self()}})}
 	r.worlds[number] = w // before its members are looked up, so that it learns of their end from then on
 	uninvited := make(chan struct{})
@@ -218,6 +222,22 @@ func (r *Registry) Begin(names ...string) error {
 		return fails(err)
 	}
 	return nil
+}
+
+// countWorlds returns the number of worlds whose members have come or may come. delisted may not have run yet for members that the list has
+// no more. The caller holds mu.
+func (r *Registry) countWorlds() (n int) {
+	list, _ := r.list.List()
+	listed := map[string]bool{}
+	for _, m := range list {
+		listed[m.Name] = true
+	}
+	for _, w := range r.worlds {
+		if w.coord.IsComplete() || slices.ContainsFunc(w.names, func(name string) bool { return listed[name] && !w.gone[name] }) {
+			n++
+		}
+	}
+	return n
 }
 
 // end ends the coordinator of a world when nobody needs it any more.
@@ -236,7 +256,11 @@ func (r *Registry) end(number int, w *begun, over, uninvited <-chan struct{}) {
 		}
 	}
 	if !w.coord.IsComplete() { // members that come late learn why the world has failed
-		job.Sleep(r.ctx, r.cfg.Timing.LostAfter)
+		select {
+		case <-w.abandoned: // its members only learn that they are not on the list any more
+		case <-time.After(r.cfg.Timing.LostAfter):
+		case <-r.ctx.Done():
+		}
 	}
 	w.coord.Close()
 	r.mu.Lock()
@@ -248,9 +272,16 @@ func (r *Registry) end(number int, w *begun, over, uninvited <-chan struct{}) {
 func (r *Registry) delisted(d Departure) {
 	r.mu.Lock()
 	worlds := make(map[*job.Server]int)
-	for _, w := range r.worlds {
-		if rank := slices.Index(w.names, d.Name); rank >= 0 {
-			worlds[w.coord] = rank
+	for number, w := range r.worlds {
+		rank := slices.Index(w.names, d.Name)
+		if rank < 0 {
+			continue
+		}
+		worlds[w.coord] = rank
+		w.gone[d.Name] = true
+		if len(w.gone) == len(w.names) && !w.coord.IsComplete() { // nobody can come any more, so its place is free now
+			close(w.abandoned)
+			delete(r.worlds, number)
 		}
 	}
 	r.mu.Unlock()

@@ -410,3 +410,33 @@ func TestRegistryAwaits(t *testing.T) {
 	cancel(errors.New("no more time"))
 	require.EqualError(t, r.Await(ctx, "a", "b"), `cluster: registry "gang": 1 of 2 awaited members have not come, such as b: no more time`)
 }
+
+// The places of worlds whose members have all left the registry are free at once, because nobody can come to them any more. A world
+// that has failed with members that may still come counts for LostAfter.
+func TestWorldsOfMembersThatHaveLeft(t *testing.T) {
+	t.Parallel()
+	r := serve(t, func(c *RegistryConfig) { c.Timing.LostAfter = time.Hour })
+	a, b, c := enlistAs(t, r, "a"), enlistAs(t, r, "b"), enlistAs(t, r, "c")
+	for range maxWorlds - 1 {
+		require.NoError(t, r.Begin("a"))
+	}
+	require.NoError(t, r.Begin("a", "b"))
+	full := fmt.Sprintf("%d worlds have not ended: a world ends when its members have closed or shut down their sessions or left the registry, "+
+		"and one that has failed before all had come ends after 1h0m0s more", maxWorlds)
+	require.ErrorContains(t, r.Begin("c"), full)
+	require.NoError(t, a.Close())
+	awaitNames(t, r, "b", "c")
+	for range maxWorlds - 1 {
+		require.NoError(t, r.Begin("c"))
+	}
+	require.ErrorContains(t, r.Begin("c"), full, "b may still come to its world with a")
+	_, err := b.World(t.Context())
+	require.ErrorContains(t, err, "left the registry before the world was complete")
+	require.NoError(t, c.Close())
+	awaitNames(t, r, "b")
+	require.NoError(t, r.Begin("b"))
+	ss, errs := meet(t, b)
+	require.NoError(t, errors.Join(errs...))
+	require.NoError(t, b.Close())
+	require.NoError(t, ss[0].Set(t.Context(), "key", nil), "the session of a member that has left goes on")
+}

@@ -3,6 +3,7 @@ package health
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -87,6 +88,9 @@ func (s *Selection) Select(checks []*Check) ([]*Check, error) {
 		if wanted && (s.Measure || !c.Measures) && (s.Job || c.Scope != ScopeJob) {
 			list = append(list, c)
 		}
+	}
+	if len(list) == 0 {
+		return nil, errors.New("no check is left to run: skip fewer checks, or name others")
 	}
 	return list, nil
 }

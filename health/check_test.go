@@ -158,6 +158,10 @@ func TestSelect(t *testing.T) {
 	require.EqualError(t, err, "the check slow needs --measure")
 	_, err = (&Selection{Only: []string{"all"}}).Select(list)
 	require.ErrorContains(t, err, "the check all compares the hosts of a job")
+	for _, x := range []Selection{{Only: []string{"a"}, Skip: []string{"a"}}, {Skip: []string{"a", "b"}}} {
+		_, err = x.Select(list)
+		require.EqualError(t, err, "no check is left to run: skip fewer checks, or name others")
+	}
 }
 
 func TestCounts(t *testing.T) {

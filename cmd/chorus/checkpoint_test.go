@@ -7,6 +7,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"strings"
+	"syscall"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -202,4 +203,38 @@ func TestCheckpointMistakes(t *testing.T) {
 		require.Equal(t, 1, strings.Count(errs, "\n"), "one sentence: %s", errs)
 		require.Empty(t, out)
 	}
+}
+
+// TestVerifyOtherFiles: what is no checkpoint is not called damaged, and what may be one is not called anything else.
+func TestVerifyOtherFiles(t *testing.T) {
+	dir := t.TempDir()
+	write := func(name, text string) string {
+		path := filepath.Join(dir, name)
+		require.NoError(t, os.WriteFile(path, []byte(text), 0o600))
+		return path
+	}
+	pipe := filepath.Join(dir, "pipe")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
+	empty := filepath.Join(dir, "empty")
+	require.NoError(t, os.Mkdir(empty, 0o700))
+	foreign, after := "not a checkpoint", "\x80\x04\x95\x0a\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s."
+	for path, want := range map[string]string{
+		pipe: foreign, "/dev/zero": foreign, empty: foreign,
+		write("pickle.pt", after):                                        foreign,
+		write("archive.pt", "PK\x05\x06"+strings.Repeat("\x00", 18)):     "damaged, or not a checkpoint",
+		write("text", "a text that is long enough"):                      "damaged, or not a checkpoint",
+		write("text.safetensors", "a text that is long enough"):          "damaged",
+		write("length.safetensors", "\x80\x04\x00\x00\x00\x00\x00\x00{"): "damaged",
+	} {
+		out, _, code := chorusCommand(t, nil, "checkpoint", "verify", path)
+		require.Equal(t, 1, code, out)
+		require.True(t, strings.HasPrefix(out, path+": "+want+": "), "%s: %s", path, out)
+		require.Equal(t, 1, strings.Count(out, "\n"), out)
+		out, _, code = chorusCommand(t, nil, "checkpoint", "verify", "--json", path)
+		require.Equal(t, 1, code, out)
+		var reports []verifyReport
+		require.NoError(t, json.Unmarshal([]byte(out), &reports))
+		require.Equal(t, want, reports[0].Verdict)
+	}
+	require.Equal(t, "not verified", verdict("x.pt", &os.PathError{Op: "open", Path: "x.pt", Err: syscall.EACCES}))
 }

@@ -5,13 +5,17 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/checkpoint"
+	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/torchfile"
@@ -156,7 +160,7 @@ For files that are not steps of a training the command checks that their headers
 the files have the bytes of all tensors. Files of torch.save and of torch.distributed.checkpoint
 have a CRC-32 of each entry, which the command compares with the bytes; the error names the file
 and the entry. Safetensors files have no digests. The command does not check their elements, and
-says so.`
+says so. A path that is no checkpoint at all is not called damaged.`
 
 func newVerifyCommand() *cobra.Command {
 	var asJSON bool
@@ -181,6 +185,10 @@ type verifyReport struct {
 	Digest bool     `json:"digests"`         // of a step of a training
 	CRC32  int      `json:"crc32,omitempty"` // number of entries of files of torch whose CRC-32 was compared
 	Errors []string `json:"errors,omitempty"`
+
+	// Verdict says what the errors mean: "damaged", "not a checkpoint", "not verified" because the files cannot be opened, or
+	// "damaged, or not a checkpoint". It is empty if there are none.
+	Verdict string `json:"verdict,omitempty"`
 
 	unchecked int // files or entries whose elements were not checked
 }
@@ -246,9 +254,27 @@ func verifyOne(ctx context.Context, path string) verifyReport {
 		}
 	}
 	if err != nil {
-		r.Errors = strings.Split(err.Error(), "\n")
+		r.Errors, r.Verdict = strings.Split(err.Error(), "\n"), verdict(path, err)
 	}
 	return r
+}
+
+// verdict says what an error of verify proves. A file whose header is not valid may be one of another program, unless its name says that it
+// is a checkpoint.
+func verdict(path string, err error) string {
+	opens := []error{fs.ErrPermission, syscall.EMFILE, syscall.ENFILE, syscall.ENOMEM}
+	_, format := errors.AsType[*safetensors.FormatError](err)
+	named := slices.Contains([]string{".safetensors", ".json", ".pt", ".pth", ".bin"}, filepath.Ext(path))
+	info, statErr := os.Stat(path)
+	switch {
+	case errors.Is(err, torchfile.ErrForeign):
+		return torchfile.ErrForeign.Error()
+	case slices.ContainsFunc(opens, func(e error) bool { return errors.Is(err, e) }):
+		return "not verified"
+	case format && !named && statErr == nil && info.Mode().IsRegular():
+		return "damaged, or not a checkpoint"
+	}
+	return "damaged"
 }
 
 func (r *verifyReport) write(out io.Writer) error {
@@ -257,7 +283,7 @@ func (r *verifyReport) write(out io.Writer) error {
 	case len(r.Errors) > 0:
 		text = ""
 		for _, e := range r.Errors {
-			text += fmt.Sprintf("%s: damaged: %s\n", plain.Text(r.Path), plain.Text(e))
+			text += fmt.Sprintf("%s: %s: %s\n", plain.Text(r.Path), r.Verdict, plain.Text(e))
 		}
 	case r.CRC32 > 0:
 		text = fmt.Sprintf("%s: %s, checked: the headers, that the files have the bytes of all tensors, and the CRC-32 of %d entries\n", plain.Text(r.Path), gigabytes(r.Bytes), r.CRC32)

@@ -18,7 +18,7 @@ import (
 )
 
 func TestDoctorFlags(t *testing.T) {
-	for _, args := range [][]string{{"--only", "nothing"}, {"--skip", "nothing"}, {"--only"}, {"argument"}, {"--nope"}, {"--only", "pairs"}, {"--only", "gpu-count"}} {
+	for _, args := range [][]string{{"--only", "nothing"}, {"--skip", "nothing"}, {"--only"}, {"argument"}, {"--nope"}, {"--only", "pairs"}, {"--only", "gpu-count"}, {"--only", "xid", "--skip", "xid"}} {
 		_, errs, code := chorusCommand(t, nil, append([]string{"doctor"}, args...)...)
 		require.Equal(t, launch.ExitUsage, code, "%q: %s", args, errs)
 	}

@@ -392,7 +392,7 @@ func findDevices(procs int) (launch.Devices, error) {
 	// environment sets their number.
 	if procs > d.Count && !env.VirtualDevices.IsSet() {
 		if procs > backend.MaxVirtualDevices {
-			return d, &launch.UsageError{Reason: fmt.Sprintf("%d virtual devices: want 1 to %d", procs, backend.MaxVirtualDevices)}
+			return d, &launch.UsageError{Reason: fmt.Sprintf("--nproc-per-node %d: each process has a virtual device, and there are at most %d of them", procs, backend.MaxVirtualDevices)}
 		}
 		d.Count = procs
 		d.Env = append(d.Env, fmt.Sprintf("%s=%d", env.VirtualDevices.Name, procs))

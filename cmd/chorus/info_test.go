@@ -111,6 +111,9 @@ func TestFindDevices(t *testing.T) {
 	var u *launch.UsageError
 	require.ErrorAs(t, err, &u)
 	t.Setenv("CHORUS_BACKEND", "virtual")
+	_, err = findDevices(100)
+	require.ErrorAs(t, err, &u)
+	require.EqualError(t, err, "--nproc-per-node 100: each process has a virtual device, and there are at most 64 of them")
 	t.Setenv("CHORUS_VIRTUAL_DEVICES", "65")
 	_, err = findDevices(0)
 	require.ErrorAs(t, err, &u)

@@ -37,7 +37,7 @@ is in the rest.
 The command finds the job as chorus status does.`
 
 func newLedgerCommand() *cobra.Command {
-	var job string
+	var which monitor.Choice
 	var asJSON bool
 	cmd := &cobra.Command{
 		Use:   "ledger [flags]",
@@ -47,16 +47,16 @@ func newLedgerCommand() *cobra.Command {
   chorus mem ledger --job mnist --json`,
 		Args: noArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			return interruptible(cmd, func(ctx context.Context, out io.Writer) error { return printLedger(ctx, out, job, asJSON) })
+			return interruptible(cmd, func(ctx context.Context, out io.Writer) error { return printLedger(ctx, out, which, asJSON) })
 		},
 	}
-	cmd.Flags().StringVar(&job, "job", "", "name of the job, if several jobs run on this host")
+	addChoice(cmd, &which)
 	cmd.Flags().BoolVar(&asJSON, "json", false, "output in JSON: the devices of each rank")
 	return cmd
 }
 
-func printLedger(ctx context.Context, out io.Writer, job string, asJSON bool) error {
-	_, j, err := monitor.Find(ctx, job)
+func printLedger(ctx context.Context, out io.Writer, which monitor.Choice, asJSON bool) error {
+	_, j, err := monitor.Find(ctx, which)
 	if err != nil {
 		return err
 	}

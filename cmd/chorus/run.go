@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"os"
@@ -31,13 +32,21 @@ If a process fails, the others have the time of --grace to report the failure an
 exit. Then chorus asks the processes on all hosts to stop, and kills them after the same
 time again. The last lines of the output name the first failure and its cause.
 
+--log-dir also writes the output of each rank to files, in a folder with the name of the job, in
+which a slash is written as %2F. Files of an earlier job are overwritten, and those of a job that
+is running are refused. In a program that calls cluster.Run, a process that comes later has no
+rank when it starts: its files are new-<host>-<local rank>.out and .err, or
+new-<host>-<local rank>.restart-<k>.out and .err.
+
 With --max-restarts, chorus then starts the processes on all hosts again, with a growing
 delay between failures in a row, and prints the cause of each restart. A host that was lost
 can come back: start chorus there again. The loss of the host that coordinates the job
 ends the job, unless its program calls cluster.Run.
 
 Programs that call cluster.Run keep the processes that did not fail: only the failed one
-is started again, and without --max-restarts the others go on without it. With --nnodes
+is started again, and without --max-restarts the others go on without it. A process that exits
+with 0 has succeeded, as with torchrun: even in the middle of an epoch it is not started again,
+and the job may still end with 0. With --nnodes
 MIN:MAX, a job starts with MIN hosts, and others can join and leave while it runs. SIGTERM
 to one chorus then makes its host leave at the end of a step, and SIGTERM to all of them
 ends the job; SIGINT to one stops the whole job.
@@ -58,9 +67,10 @@ Exit codes:
   0        all processes exited with 0
   n        exit code of the first process that failed
   128+n    signal n killed the first process that failed, or chorus received signal n
-  1        a process or host was lost without an exit code
+  1        a process or host was lost without an exit code, or chorus could not go on, for example
+           because a port is in use or a log file cannot be written
   64       mistake in the command line, or command lines of the hosts differ
-  69       some hosts of the job did not join in time
+  69       some hosts of the job did not join in time, or a limit of processes (pids.max) is too low
   77       the seeds have another secret or another job
   126, 127 the program cannot be executed, or does not exist`
 
@@ -144,7 +154,7 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.StringVar(&f.job, "job", "", "job name, the same on all hosts ("+env.Job.Name+")")
 	fs.StringVar(&f.secretFile, "secret-file", "", "file with the job's secret, mode 0600 ("+env.SecretFile.Name+")")
 	fs.BoolVar(&f.insecure, "insecure", false, "permission for a job on several hosts to run without a secret ("+env.Insecure.Name+"=yes)")
-	fs.StringVar(&f.logDir, "log-dir", "", "directory for a copy of the output in <dir>/<job>/rank-<n>.out and .err ("+env.LogDir.Name+")")
+	fs.StringVar(&f.logDir, "log-dir", "", "directory for a copy of the output in <dir>/<job>/rank-<n>.out and .err, after restart k in rank-<n>.restart-<k>.out and .err ("+env.LogDir.Name+")")
 	fs.StringVar(&f.metrics, "metrics", "", "host:port of the job's metrics and web page, such as 127.0.0.1:9400 ("+env.Metrics.Name+"); empty: off")
 	fs.DurationVar(&f.joinTimeout, "join-timeout", 0, "time to wait for all hosts and processes, such as 30s ("+env.JoinTimeout.Name+", default "+env.JoinTimeout.Default+")")
 	fs.DurationVar(&f.grace, "grace", 0, "time from a failure until the others are asked to stop, and again until they are killed, such as 5s ("+env.Grace.Name+", default "+env.Grace.Default+")")
@@ -203,8 +213,14 @@ func (f *runFlags) nodes() (least, most int, err error) {
 	}
 	least, err1 := strconv.Atoi(first)
 	most, err2 := strconv.Atoi(last)
-	if err1 != nil || err2 != nil || least < 1 || most < least {
+	if err1 == nil && err2 == nil && least > most && most > 0 {
+		return 0, 0, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s: the range is reversed: want %d:%d", f.nnodes, most, least)}
+	}
+	if err1 != nil || err2 != nil || least < 1 || most < 1 {
 		return 0, 0, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s: want a number of at least 1, or a range such as 2:4", f.nnodes)}
+	}
+	if most > job.MaxSize {
+		return 0, 0, &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s: want at most %d", f.nnodes, job.MaxSize)}
 	}
 	return least, most, nil
 }
@@ -258,8 +274,11 @@ func monitored(ctx context.Context, addr string, source *monitor.Source, exits *
 	var metrics net.Listener
 	if addr != "" {
 		ln, public, err := monitor.Listen(ctx, addr)
-		if err != nil {
+		if errors.Is(err, monitor.ErrAddress) {
 			return nil, usage(err)
+		}
+		if err != nil { // another attempt may succeed
+			return nil, err
 		}
 		metrics = ln
 		say("INFO", fmt.Sprintf("metrics and a page of the job: http://%s/", ln.Addr()))
@@ -318,14 +337,27 @@ func (f *runFlags) setPET(cmd *cobra.Command) error {
 
 // check validates the numbers of hosts, processes and restarts.
 func (f *runFlags) check() error {
-	if _, _, err := f.nodes(); err != nil {
+	_, most, err := f.nodes()
+	if err != nil {
 		return err
 	}
-	if _, err := f.procs(); err != nil {
+	procs, err := f.procs()
+	if err != nil {
 		return err
+	}
+	if procs > job.MaxSize/most {
+		return &launch.UsageError{Reason: fmt.Sprintf("--nnodes %s with --nproc-per-node %s: a job has at most %d processes", f.nnodes, f.nproc, job.MaxSize)}
 	}
 	if f.logFormat != "text" && f.logFormat != "json" {
 		return &launch.UsageError{Reason: fmt.Sprintf("--log-format %s: want text or json", f.logFormat)}
+	}
+	for _, d := range []struct {
+		name  string
+		value time.Duration
+	}{{"grace", f.grace}, {"join-timeout", f.joinTimeout}} {
+		if d.value < 0 {
+			return &launch.UsageError{Reason: fmt.Sprintf("--%s %v: want more than 0", d.name, d.value)}
+		}
 	}
 	if f.maxRestarts < 0 {
 		return &launch.UsageError{Reason: fmt.Sprintf("--max-restarts %d: want 0 or more", f.maxRestarts)}

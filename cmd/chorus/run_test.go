@@ -136,3 +136,22 @@ func TestMistakesAsJSON(t *testing.T) {
 		require.Equal(t, launch.ExitUsage, cmd.ProcessState.ExitCode())
 	}
 }
+
+// TestNumbersOfRun has numbers and durations that cannot be meant. No process is started.
+func TestNumbersOfRun(t *testing.T) {
+	for want, args := range map[string][]string{
+		"--nnodes 3:2: the range is reversed: want 2:3":                                 {"--nnodes", "3:2"},
+		"--nnodes 0:2: want a number of at least 1, or a range such as 2:4":             {"--nnodes", "0:2"},
+		"--nnodes 2:0: want a number of at least 1, or a range such as 2:4":             {"--nnodes", "2:0"},
+		"--grace -5s: want more than 0":                                                 {"--grace", "-5s"},
+		"--join-timeout -1ms: want more than 0":                                         {"--join-timeout", "-1ms"},
+		"--nnodes 1048577: want at most 1048576":                                        {"--nnodes", "1048577"},
+		"--nnodes 1 with --nproc-per-node 9000000000000000000: a job has at most":       {"--nproc-per-node", "9000000000000000000"},
+		"--nnodes 1048576 with --nproc-per-node 2: a job has at most 1048576 processes": {"--nnodes", "1048576", "--nproc-per-node", "2"},
+		"--nnodes 2:300000 with --nproc-per-node 4: a job has at most":                  {"--nnodes", "2:300000", "--nproc-per-node", "4"},
+	} {
+		_, errs, code := chorusCommand(t, nil, append(append([]string{"run"}, args...), "--", "false")...)
+		require.Equal(t, launch.ExitUsage, code, errs)
+		require.Contains(t, errs, want)
+	}
+}

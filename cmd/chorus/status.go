@@ -30,7 +30,8 @@ sensors. Ranks that are behind come first, with the time since they are behind.
 
 The command runs on any host of the job, as the user of the job or as root, and in the same
 container. It talks to chorus run through a Unix socket, so it needs no secret. It also works
-if the job hangs: a process that does not answer within a second is listed as silent.
+if the job hangs: a process that does not answer within a second is listed as silent. If
+several jobs run on this host, choose one by --job, and if they have the same name by --pid.
 
 With --ras it shows a running job of PyTorch, vLLM or another program that uses NCCL 2.28.7 or newer,
 which need not use Chorus. NCCL's RAS service listens at localhost:28028 on each host of the job
@@ -42,7 +43,7 @@ A rate is the average between two readings. A completed collective may be shown 
 in flight for up to a second if the driver does not answer.`
 
 type statusFlags struct {
-	job           string
+	monitor.Choice
 	ras           string
 	pause         time.Duration
 	watch, asJSON bool
@@ -63,9 +64,9 @@ func newStatusCommand() *cobra.Command {
 			switch {
 			case f.ras == "" && cmd.Flags().Changed("ras"):
 				return usageError(cmd, errors.New("--ras is empty: want HOST:PORT"))
-			case f.ras != "" && (f.watch || f.job != ""):
-				return usageError(cmd, errors.New("--ras excludes --watch and --job"))
-			case f.ras != "" && f.pause <= 0:
+			case f.ras != "" && (f.watch || f.Choice != monitor.Choice{}):
+				return usageError(cmd, errors.New("--ras excludes --watch, --job and --pid"))
+			case f.pause <= 0:
 				return usageError(cmd, fmt.Errorf("--pause is %v: want more than 0", f.pause))
 			case f.watch && f.asJSON:
 				return usageError(cmd, errors.New("--watch and --json exclude each other"))
@@ -75,7 +76,7 @@ func newStatusCommand() *cobra.Command {
 			return interruptible(cmd, f.run)
 		},
 	}
-	cmd.Flags().StringVar(&f.job, "job", "", "name of the job, if several jobs run on this host")
+	addChoice(cmd, &f.Choice)
 	cmd.Flags().StringVar(&f.ras, "ras", "", "address of NCCL's RAS service, to show a job that need not use Chorus, such as localhost:28028")
 	cmd.Flags().DurationVar(&f.pause, "pause", 3*time.Second, "time between the two questions of --ras")
 	cmd.Flags().BoolVar(&f.watch, "watch", false, "output that is renewed each second, until Ctrl-C")
@@ -83,11 +84,17 @@ func newStatusCommand() *cobra.Command {
 	return cmd
 }
 
+// addChoice adds the flags that choose a job.
+func addChoice(cmd *cobra.Command, which *monitor.Choice) {
+	cmd.Flags().StringVar(&which.Job, "job", "", "name of the job, if several jobs run on this host")
+	cmd.Flags().IntVar(&which.PID, "pid", 0, "process ID of a chorus run of the job on this host, if several jobs have the name")
+}
+
 func (f *statusFlags) run(ctx context.Context, out io.Writer) error {
 	if f.ras != "" {
 		return f.foreign(ctx, out)
 	}
-	client, j, err := monitor.Find(ctx, f.job)
+	client, j, err := monitor.Find(ctx, f.Choice)
 	if err != nil {
 		return err
 	}
@@ -152,7 +159,7 @@ func watch(ctx context.Context, client *monitor.Client, j *monitor.Job) (err err
 		case ctx.Err() != nil:
 			return ctx.Err()
 		case err != nil:
-			if _, _, gone := monitor.Find(ctx, j.Job); gone != nil {
+			if client.HasEnded() {
 				return ctx.Err()
 			}
 			continue

@@ -216,7 +216,7 @@ func TestStatusOfAForeignJob(t *testing.T) {
 	require.Contains(t, errs, `--ras "nowhere": address nowhere: missing port in address: want HOST:PORT`)
 	_, errs, code = chorusCommand(t, nil, "status", "--ras", addr, "--job", "x")
 	require.Equal(t, 64, code)
-	require.Contains(t, errs, "--ras excludes --watch and --job")
+	require.Contains(t, errs, "--ras excludes --watch, --job and --pid")
 }
 
 func TestStatusWithoutAJob(t *testing.T) {
@@ -243,7 +243,13 @@ func TestStatusFlags(t *testing.T) {
 		require.Equal(t, launch.ExitUsage, code, errs)
 		require.Contains(t, errs, want)
 	}
-	_, errs, code := chorusCommand(t, []string{"CHORUS_METRICS=:1"}, "run", "--nproc-per-node", "1", "--", "true")
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	defer taken.Close()
+	_, errs, code := chorusCommand(t, nil, "run", "--nproc-per-node", "1", "--metrics", taken.Addr().String(), "--", "true")
+	require.Equal(t, launch.ExitFailed, code, "another attempt may succeed: %s", errs)
+	require.Contains(t, errs, "choose another one with --metrics or CHORUS_METRICS")
+	_, errs, code = chorusCommand(t, []string{"CHORUS_METRICS=:1"}, "run", "--nproc-per-node", "1", "--", "true")
 	require.Equal(t, launch.ExitUsage, code, errs)
 	_, errs, code = chorusCommand(t, nil, "run", "--nproc-per-node", "1", "--metrics", "0.0.0.0:0", "--", "true")
 	require.Zero(t, code, errs)

@@ -183,7 +183,9 @@ var (
 	Grace = &Var{"CHORUS_GRACE", "duration", "10s",
 		"Time from the failure of a worker until `chorus run` asks the other workers to stop, and again until it kills them."}
 	LogDir = &Var{"CHORUS_LOG_DIR", "text", "",
-		"Directory for a copy of each rank's output, in <dir>/<job>/rank-<n>.out and .err."}
+		"Directory for a copy of each rank's output, in <dir>/<job>/rank-<n>.out and .err, and after restart k in rank-<n>.restart-<k>.out and .err. " +
+			"If the program calls cluster.Run, a process that comes later has new-<host>-<local rank> instead of rank-<n>. " +
+			"A slash in the name of the job or host is written as %2F. Files that a running job writes are refused."}
 	Metrics = &Var{"CHORUS_METRICS", "text", "",
 		"host:port at which `chorus run` serves Prometheus metrics of its host's ranks at `/metrics`, and a live web page of the job at `/`, such as `127.0.0.1:9400`. Default: off. Everyone who reaches the address can read them: choose an address other than the loopback only in a trusted network. An address without a host is refused."}
 )

@@ -8,6 +8,7 @@ import (
 	"net"
 	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -163,6 +164,24 @@ func (a *Agent) Host() string { return a.cfg.Host }
 
 // Nodes returns the number of hosts in the job.
 func (a *Agent) Nodes() int { return len(a.Now.Load().Place.Load().plan.Hosts) }
+
+// Namesakes describes this launcher and the others of the job whose hosts have the same name. It returns "" for others if there are none.
+func (a *Agent) Namesakes() (self, others string) {
+	var list []string
+	for _, h := range a.Now.Load().Place.Load().plan.Hosts {
+		text := fmt.Sprintf("pid %d", h.PID)
+		if h.Control != "" {
+			text += " at " + h.Control
+		}
+		switch {
+		case h.UUID == a.UUID:
+			self = text
+		case h.Host == a.cfg.Host:
+			list = append(list, text)
+		}
+	}
+	return self, strings.Join(list[:min(len(list), maxNamed)], ", ") + andMore(len(list))
+}
 
 // Size returns the world size: the number of processes on all hosts.
 func (a *Agent) Size() int { return a.Now.Load().Place.Load().plan.size() }

@@ -84,3 +84,16 @@ func TestLeastSizeOfOneWorker(t *testing.T) {
 	require.Equal(t, 3, of(3, -1, 3))
 	require.Equal(t, 1, of(0))
 }
+
+// Numbers of hosts and processes that no job has are mistakes.
+func TestSizesOfJobs(t *testing.T) {
+	for want, cfg := range map[string]*Config{
+		"a job on 1048577 hosts: want at most 1048576":                             {Nodes: MaxSize + 1},
+		"4097 processes on this host: want at most 4096":                           {LocalSize: maxLocalSize + 1},
+		"4096 processes on each of 257 hosts: a job has at most 1048576 processes": {Nodes: 257, LocalSize: maxLocalSize},
+	} {
+		_, _, err := cfg.Complete()
+		require.ErrorAs(t, err, new(*ConfigError))
+		require.ErrorContains(t, err, want)
+	}
+}

@@ -150,6 +150,14 @@ func (cfg *Config) Complete() (Config, keys, error) {
 	if c.Timing, err = CompleteTiming(c.Timing); err != nil {
 		return c, keys{}, err
 	}
+	switch {
+	case c.Nodes > MaxSize:
+		return c, keys{}, BadConfig("a job on %d hosts: want at most %d", c.Nodes, MaxSize)
+	case c.LocalSize > maxLocalSize:
+		return c, keys{}, BadConfig("%d processes on this host: want at most %d", c.LocalSize, maxLocalSize)
+	case c.Nodes*c.LocalSize > MaxSize:
+		return c, keys{}, BadConfig("%d processes on each of %d hosts: a job has at most %d processes", c.LocalSize, c.Nodes, MaxSize)
+	}
 	if c.Nodes > 1 {
 		if err := c.checkSeveral(); err != nil {
 			return c, keys{}, err

@@ -599,8 +599,8 @@ func members(ps []*peer) []Member {
 	return ms
 }
 
-// missing returns the numbers of the missing members, or nil if the joined
-// members have no numbers.
+// missing returns the numbers of the missing members, at most maxMissing of them, or nil if
+// the joined members have no numbers.
 func missing(r attendance, number func(Member) int) []int {
 	come := map[int]bool{}
 	for _, m := range r.Have {
@@ -611,6 +611,9 @@ func missing(r attendance, number func(Member) int) []int {
 	}
 	var ns []int
 	for n := range r.Want {
+		if len(ns) == maxMissing {
+			break
+		}
 		if !come[n] {
 			ns = append(ns, n)
 		}

@@ -77,7 +77,7 @@ type JoinTimeoutError struct {
 	Unit    string   // "process" or "host"; "member" if a registry does not answer
 	Want    int      // members of the job; 0 if the coordinator never answered
 	Have    []Member // members that joined
-	Missing []int    // missing ranks, or host indices; nil if members have no numbers
+	Missing []int    // missing ranks, or host indices, the first 65536 of them; nil if members have no numbers
 	Gone    []Member // members of Have that timed out earlier
 	Refused []string // who came with other settings and was refused, each with the reason
 	Peers   []string // addresses by rank, if JoinConfig.Peers has them

@@ -250,6 +250,13 @@ type attendance struct {
 // small enough to iterate over.
 const maxLocalSize = 1 << 12
 
+// MaxSize limits the processes of a job. It is more than any job has, and keeps a mistake in a number, such as one of another
+// variable, from costing memory and time before anybody has joined.
+const MaxSize = 1 << 20
+
+// maxMissing limits the list of missing members, which would otherwise be as long as the size that the user has given.
+const maxMissing = 1 << 16
+
 // maxNamed limits the number of list elements in a message.
 const maxNamed = 16
 
@@ -321,6 +328,9 @@ func numberList(ns []int) string {
 func andMore(n int) string {
 	if n <= maxNamed {
 		return ""
+	}
+	if n >= maxMissing { // the list may have been cut
+		return fmt.Sprintf(" and at least %d more", n-maxNamed)
 	}
 	return fmt.Sprintf(" and %d more", n-maxNamed)
 }

@@ -18,7 +18,9 @@ type child struct {
 	local, rank int
 	rankNow     func() int    // by the coordinator; -1: not a member of the epoch
 	shown       atomic.Int64  // the last rank that rankNow has returned, or -1
+	late        bool          // it comes to a job that is running, so its rank is decided later
 	again       int           // how often workers with this local rank were started before
+	logs        [2]*os.File   // of stdout and stderr, or nil
 	env         []string      // in addition to the environment of all workers
 	known       chan struct{} // closed when the guardian knows it; no output appears earlier
 	cmd         *exec.Cmd
@@ -30,6 +32,7 @@ type child struct {
 	running     bool
 	stopped     bool // it was running when the launcher began to stop the job
 	killed      bool // by the launcher
+	killedWhy   string
 	counted     bool // by Config.Exited
 }
 
@@ -44,12 +47,17 @@ func (c *child) name() string {
 	return fmt.Sprintf("new %d", c.local)
 }
 
-// logName returns the name of the worker's log files, without their extension.
-func (c *child) logName() string {
-	if c.again == 0 {
-		return fmt.Sprintf("rank-%d", c.rank)
+// logName returns the name of the worker's log files, without their extension. The rank of a worker that comes to a running job is
+// not known yet, or the one of its predecessor, so the name has the host, because hosts may share the folder.
+func (c *child) logName(host string) string {
+	name := fmt.Sprintf("rank-%d", c.rank)
+	if c.late {
+		name = fmt.Sprintf("new-%s-%d", fileName(host), c.local)
 	}
-	return fmt.Sprintf("rank-%d.restart-%d", c.rank, c.again)
+	if c.again > 0 {
+		name += fmt.Sprintf(".restart-%d", c.again)
+	}
+	return name
 }
 
 // startChild starts a worker and sends it on ended when it exits. The kernel
@@ -131,14 +139,19 @@ func (c *child) reason(ooms *oomWatch) string {
 	}
 	text := "killed by " + signalName(ws.Signal())
 	switch {
-	case c.killed && c.stopped:
-		text += " (by the launcher, after the grace period)"
-	case c.killed:
-		text += " (by the launcher)"
+	case c.killed && ws.Signal() == syscall.SIGKILL:
+		text += " (by the launcher, " + c.killedWhy + ")"
 	case ws.Signal() == syscall.SIGKILL:
 		text += " (" + ooms.explain() + ")"
 	}
 	return text
+}
+
+// killedBecause records why the launcher kills the child. The first reason counts.
+func (c *child) killedBecause(why string) {
+	if !c.killed {
+		c.killed, c.killedWhy = true, why
+	}
 }
 
 // signal sends sig to the child's process group.

@@ -31,6 +31,24 @@ func TestReasonsOfExits(t *testing.T) {
 	}
 }
 
+// TestReasonsOfKills: the reason of an exit says why the launcher has killed the worker, and the first reason counts. A worker that
+// was to be killed and has ended by another signal was not killed by the launcher.
+func TestReasonsOfKills(t *testing.T) {
+	for script, want := range map[string]string{
+		"kill -9 $$":  "killed by SIGKILL (by the launcher, after a second signal, SIGTERM)",
+		"kill -15 $$": "killed by SIGTERM",
+	} {
+		for _, stopped := range []bool{false, true} {
+			c := &child{cmd: exec.Command("sh", "-c", script), rankNow: func() int { return -1 }, running: true, stopped: stopped}
+			c.killedBecause("after a second signal, SIGTERM")
+			c.killedBecause("after the grace period of 10s")
+			_ = c.cmd.Run() // its state has the result
+			c.finish()
+			require.Equal(t, want, c.reason(&oomWatch{}))
+		}
+	}
+}
+
 // A worker that the coordinator lost before the launcher noticed its exit gives the job its exit code,
 // and its reason is told.
 func TestCodeOfLost(t *testing.T) {

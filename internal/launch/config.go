@@ -51,8 +51,10 @@ type Config struct {
 	// text, and the job, the host and the rank.
 	JSON bool
 	// LogDir receives a copy of each rank's output in <LogDir>/<job>/rank-<n>.out
-	// and .err, and in rank-<n>.restart-<k>.out and .err after restart k; if it is
-	// empty, no copy is written.
+	// and .err, and in rank-<n>.restart-<k>.out and .err after restart k. In a job whose
+	// program calls cluster.Run, a worker that comes later has new-<host>-<local rank>
+	// instead of rank-<n>. A slash in the name of the job or host is written as %2F. A file
+	// that another running launcher writes is an error. If LogDir is empty, no copy is written.
 	LogDir string
 	// Stdout and Stderr receive the workers' output. Stderr also receives messages. They may be the
 	// same writer, which then gets one call at a time.
@@ -98,8 +100,11 @@ func (cfg *Config) complete() (Config, error) {
 	if c.Grace == 0 {
 		c.Grace = defaultGrace
 	}
-	if c.Grace < 0 || c.Procs < 0 {
-		return c, &UsageError{fmt.Sprintf("%d processes, grace period %v: want 0 or more", c.Procs, c.Grace)}
+	if c.Grace < 0 {
+		return c, &UsageError{fmt.Sprintf("the grace period is %v: want more than 0 (--grace or %s)", c.Grace, env.Grace.Name)}
+	}
+	if c.Procs < 0 {
+		return c, &UsageError{fmt.Sprintf("%d processes: want 0 or more", c.Procs)}
 	}
 	if c.Procs == 0 {
 		c.Procs = c.Devices.Count

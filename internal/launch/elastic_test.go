@@ -146,6 +146,22 @@ func TestElasticBudget(t *testing.T) {
 	require.Contains(t, text, "epoch 2 is rank 0 of 1 pid")
 }
 
+// The last line of a job that fails says that no restart is left.
+func TestElasticBudgetIsNamed(t *testing.T) {
+	t.Parallel()
+	cfg := shell(1, "exit 5")
+	self, err := os.Executable()
+	require.NoError(t, err)
+	cfg.Program = []string{"sh", "-c", fmt.Sprintf("[ $CHORUS_RESTART_COUNT = 0 ] && exec %s worker elastic 9 1; exit 5", self)}
+	cfg.Restarts = 2
+	l := start(t, cfg)
+	l.until("epoch 1 is rank", 1)
+	require.NoError(t, syscall.Kill(pidsIn(t, l.text(), "of 1 pid")[0], syscall.SIGKILL))
+	code, text := l.wait()
+	require.NotZero(t, code, text)
+	require.True(t, strings.HasSuffix(text, "\nchorus: the job is not started again: its restarts are used up (--max-restarts 2)\n"), text)
+}
+
 // A worker that was started again and fails after the others have finished is not a failure of the job.
 func TestElasticSpare(t *testing.T) {
 	t.Parallel()
@@ -198,6 +214,7 @@ func TestElasticDrainIsCutShort(t *testing.T) {
 	code, text = la.wait()
 	require.Zero(t, code, text)
 	require.Contains(t, text, "epoch 2 is rank 0 of 1 pid")
+	require.Contains(t, text, "left: killed by SIGKILL (by the launcher, after a second signal, SIGTERM);", "the grace period has not passed")
 }
 
 // A launcher that is killed takes its host along. One that starts later joins.

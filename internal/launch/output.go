@@ -39,6 +39,8 @@ type output struct {
 	prefix bool
 	raw    bool             // lines are written byte for byte
 	dir    *safefile.Folder // for log files, or nil
+	logs   []*os.File       // all that were opened; locked until close
+	named  map[string]bool  // names of logs of this launcher
 	warn   func(string)
 	wg     sync.WaitGroup
 
@@ -132,7 +134,7 @@ type tail struct {
 }
 
 func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
-	o := &output{prefix: !cfg.NoPrefix, raw: cfg.Raw, warn: warn, tails: map[*child]*tail{}}
+	o := &output{prefix: !cfg.NoPrefix, raw: cfg.Raw, warn: warn, tails: map[*child]*tail{}, named: map[string]bool{}}
 	fail := func(err error) {
 		o.lost.Store(true)
 		warn(fmt.Sprintf("stopped writing the output of the ranks: %v", err))
@@ -144,12 +146,59 @@ func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
 	if cfg.LogDir == "" {
 		return o, nil
 	}
-	dir, err := safefile.OutputFolder(filepath.Join(cfg.LogDir, filepath.Base(filepath.Clean("/"+job))))
+	dir, err := safefile.OutputFolder(filepath.Join(cfg.LogDir, fileName(job)))
 	if err != nil {
 		return nil, fmt.Errorf("make the log directory: %w", err)
 	}
 	o.dir = dir
 	return o, nil
+}
+
+// fileName returns a name of a file for the name of a job or a host. Different names have different files, and none is a path.
+func fileName(name string) string {
+	switch name {
+	case ".":
+		return "%2E"
+	case "..":
+		return "%2E%2E"
+	}
+	return strings.NewReplacer("%", "%25", "/", "%2F").Replace(name)
+}
+
+// openLogs opens the log files of a worker, which must not be in use. It truncates none, so that a conflict about one worker
+// leaves the files of all others as they are. Only the supervising goroutine calls it.
+func (o *output) openLogs(c *child, host string) error {
+	if o.dir == nil {
+		return nil
+	}
+	name := c.logName(host)
+	for k := 2; o.named[name]; k++ {
+		name = fmt.Sprintf("%s.%d", c.logName(host), k)
+	}
+	o.named[name] = true
+	for i, ext := range []string{".out", ".err"} {
+		f, err := o.dir.CreateLocked(name + ext)
+		if errors.Is(err, safefile.ErrInUse) {
+			err = fmt.Errorf("%w: another launcher of a job with this name and folder is running: choose another --job or --log-dir, or wait for its end", err)
+		}
+		if err != nil {
+			return fmt.Errorf("open a log file: %w", err)
+		}
+		c.logs[i], o.logs = f, append(o.logs, f)
+	}
+	return nil
+}
+
+// close closes the log files when nothing writes to them any more. Until then, also the files of workers that have exited
+// are in use.
+func (o *output) close() {
+	go func() {
+		o.wg.Wait()
+		for _, f := range o.logs {
+			f.Close()
+		}
+	}()
+	o.dir.Close()
 }
 
 // sameFile reports whether two writers write to the same file, so that their lines must not mix.
@@ -178,22 +227,18 @@ type stream struct {
 // pipe returns the write end of a pipe for the worker, and the read end, which is
 // copied until all processes that have the write end exit.
 func (o *output) pipe(c *child, stderr bool) (worker, mine *os.File, err error) {
-	s := &stream{from: c, to: o.out, stderr: stderr}
-	ext := ".out"
+	s := &stream{from: c, to: o.out, stderr: stderr, log: c.logs[0]}
 	if stderr {
-		s.to, ext = o.err, ".err"
+		s.to, s.log = o.err, c.logs[1]
 	}
-	if o.dir != nil {
-		if s.log, err = o.dir.Create(c.logName() + ext); err != nil {
-			return nil, nil, fmt.Errorf("open a log file: %w", err)
+	if s.log != nil {
+		if err := s.log.Truncate(0); err != nil {
+			return nil, nil, fmt.Errorf("empty a log file: %w", err)
 		}
 	}
 	mine, worker, err = os.Pipe()
 	if err != nil {
-		if s.log != nil {
-			s.log.Close()
-		}
-		return nil, nil, fmt.Errorf("open a pipe for rank %d: %w", c.rank, err)
+		return nil, nil, fmt.Errorf("open a pipe for %s: %w", c.name(), err)
 	}
 	o.wg.Go(func() {
 		defer mine.Close()
@@ -205,9 +250,6 @@ func (o *output) pipe(c *child, stderr bool) (worker, mine *os.File, err error) 
 // copy writes what it reads until the pipe closes, and ends an incomplete last line.
 func (o *output) copy(s *stream, r io.Reader) {
 	<-s.from.known
-	if s.log != nil {
-		defer s.log.Close()
-	}
 	timed, _ := r.(interface{ SetReadDeadline(time.Time) error })
 	buf, n := make([]byte, maxLine), 0 // buf[:n] is the beginning of a line
 	held := false                      // it is the beginning of a sequence, too
@@ -364,7 +406,6 @@ func (o *output) keep(s *stream, line []byte) {
 	}
 	if _, err := s.log.Write(line); err != nil {
 		o.warn(fmt.Sprintf("stopped writing the log of %s: %v", s.from.name(), err))
-		s.log.Close()
 		s.log = nil
 	}
 }

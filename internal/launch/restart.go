@@ -16,6 +16,7 @@ import (
 type elastic struct {
 	undecided int            // failed workers for which no order has come
 	scheduled int            // orders to start a worker that are not due
+	ordered   int            // orders to start a worker, in all
 	due       chan job.Order // orders to start a worker now
 	draining  bool           // this host leaves the job
 	dismissed bool           // the others have agreed to go on without it
@@ -43,22 +44,20 @@ func (j *launcher) obey(o job.Order) {
 		j.late.Reset(j.cfg.Grace)
 	case o.Kill:
 		if c := j.children[o.Local]; c.pid == o.PID && c.running {
-			c.killed = true
+			c.killedBecause("because the coordinator ordered it")
 			c.signal(syscall.SIGKILL)
 		}
 	case o.Start:
 		j.count(j.children[o.Local], true)
 		j.undecided--
 		j.scheduled++
+		j.ordered++
 		time.AfterFunc(o.After, func() { j.due <- o })
 	default:
 		j.count(j.children[o.Local], true)
 		j.undecided--
 	}
 }
-
-// exitNotStarted is the exit code of a worker that cannot be started, as in a shell.
-const exitNotStarted = 126
 
 // startAgain starts a worker in place of one that has exited.
 func (j *launcher) startAgain(o job.Order) {
@@ -67,14 +66,18 @@ func (j *launcher) startAgain(o job.Order) {
 		return
 	}
 	c := j.newChild(o.Local)
-	c.again, c.rank = o.Count, max(c.rank, 0)
+	c.again, c.rank, c.late = o.Count, max(c.rank, 0), true
 	c.shown.Store(-1)
 	c.env = []string{fmt.Sprintf("%s=%d", env.RestartCount.Name, o.Count), fmt.Sprintf("TORCHELASTIC_RESTART_COUNT=%d", o.Count)}
-	if err := j.start(c); err != nil {
+	err := j.out.openLogs(c, j.agent.Host())
+	if err == nil {
+		err = j.start(c)
+	}
+	if err != nil {
 		why := fmt.Sprintf("cannot be started again: %v", j.limits.explain(err))
 		j.say(fmt.Sprintf("worker %d of this host %s", o.Local, why))
 		j.undecided++ // the coordinator decides whether to try once more
-		_ = j.agent.Report(o.Local, job.Exit{Code: exitNotStarted, Reason: why})
+		_ = j.agent.Report(o.Local, job.Exit{Code: startCode(err), Reason: why})
 		return
 	}
 	j.children[o.Local] = c

@@ -45,6 +45,10 @@ func TestRestartsAreLimited(t *testing.T) {
 	require.Equal(t, 5, code, text)
 	require.Contains(t, text, "restart 1 of 1: ")
 	require.Regexp(t, `(?m)^chorus: rank 1 \(host h0, pid \d+\) exited with code 5 after .*; the other rank ended with it$`, text)
+	require.True(t, strings.HasSuffix(text, "\nchorus: the job is not started again: its restarts are used up (--max-restarts 1)\n"), text)
+	cfg.Restarts = 0
+	_, text = launchAll(t, cfg)
+	require.NotContains(t, text, "used up")
 }
 
 // Workers that have attached are started again in an epoch of their own.

@@ -18,6 +18,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/job"
 )
 
@@ -168,7 +169,11 @@ func (j *launcher) run(path string) int {
 	j.sayMu.Lock()
 	j.out, j.cfg.Cluster.Job, j.cfg.Cluster.Host = out, j.agent.Job(), j.agent.Host()
 	j.sayMu.Unlock()
-	defer j.out.dir.Close()
+	if self, others := j.agent.Namesakes(); others != "" {
+		j.warn(fmt.Sprintf("warning: several launchers of the job count as hosts, and all are named %s: this one (%s) and %s; on one machine, their ranks would use the same GPUs. "+
+			"Start one launcher on each machine, or give each its name by %s", j.agent.Host(), self, others, env.HostName.Name))
+	}
+	defer j.out.close()
 	for {
 		code, err := j.attempt()
 		if err != nil {
@@ -193,7 +198,7 @@ func (j *launcher) attempt() (code int, err error) {
 	j.children, j.running, j.stopping, j.elastic = nil, 0, false, elastic{due: make(chan job.Order, j.cfg.Procs)}
 	j.ooms.begin()
 	if code, err = j.spawn(); err != nil {
-		j.kill()
+		j.kill("because another rank could not be started")
 	} else {
 		code = j.supervise()
 	}
@@ -278,18 +283,37 @@ func meetCode(err error) int {
 // spawn starts all workers.
 func (j *launcher) spawn() (int, error) {
 	j.ended = make(chan *child, j.cfg.Procs)
+	var all []*child
 	for local := range j.cfg.Procs {
 		c := j.newChild(local)
+		if err := j.out.openLogs(c, j.agent.Host()); err != nil {
+			return ExitFailed, err
+		}
+		all = append(all, c)
+	}
+	for _, c := range all {
 		if err := j.start(c); err != nil {
-			return ExitNotRunnable, fmt.Errorf("start rank %d: %w", c.rank, j.limits.explain(whyNot(j.path, err)))
+			return startCode(err), fmt.Errorf("start %s: %w", c.name(), j.limits.explain(whyNot(j.path, err)))
 		}
 		j.children = append(j.children, c)
 	}
 	return 0, nil
 }
 
+// startCode returns the exit code for a worker that could not be started. Only a program that the kernel refuses is a mistake that
+// another attempt repeats.
+func startCode(err error) int {
+	exec, ok := errors.AsType[*os.PathError](err)
+	exhausted := slices.ContainsFunc([]error{syscall.EAGAIN, syscall.ENOMEM, syscall.EMFILE, syscall.ENFILE}, func(e error) bool { return errors.Is(err, e) })
+	if ok && exec.Op == "fork/exec" && !exhausted {
+		return ExitNotRunnable
+	}
+	return ExitFailed
+}
+
 func (j *launcher) newChild(local int) *child {
 	c := &child{local: local, rank: j.agent.Rank(local), again: j.restarts}
+	c.late = c.rank < 0
 	c.rankNow = func() int { return j.agent.Rank(local) }
 	c.shown.Store(int64(c.rank))
 	return c
@@ -360,10 +384,10 @@ func (j *launcher) supervise() int {
 		case <-j.late.C:
 			j.ask()
 		case <-j.grace.C:
-			j.kill()
+			j.kill(fmt.Sprintf("after the grace period of %v", j.cfg.Grace))
 		case <-killed:
 			killed = nil
-			j.kill()
+			j.kill("because a launcher of the job received a second signal")
 		case <-ooms.C:
 			j.ooms.update()
 		}
@@ -452,7 +476,7 @@ func (j *launcher) signalled(s os.Signal) {
 		if goesOn := j.draining && j.agent.Context().Err() == nil; !goesOn {
 			_ = j.agent.Kill() // as in childEnded
 		}
-		j.kill()
+		j.kill("after a second signal, " + signalName(sig))
 		return
 	}
 	j.signal = sig
@@ -488,9 +512,12 @@ func (j *launcher) stop(sig syscall.Signal) {
 	j.each(syscall.SIGCONT)
 }
 
-func (j *launcher) kill() {
+// kill kills all workers. why says when or for what reason, for the reason of their exits.
+func (j *launcher) kill(why string) {
 	for _, c := range j.children {
-		c.killed = c.killed || c.running
+		if c.running {
+			c.killedBecause(why)
+		}
 	}
 	j.each(syscall.SIGKILL)
 }

@@ -565,12 +565,88 @@ func TestLogsFollowNoPlantedLinks(t *testing.T) {
 		cfg := shell(1, "echo overwritten")
 		cfg.LogDir = logs
 		code, text := launchAll(t, cfg)
-		require.NotZero(t, code, name)
+		require.Equal(t, ExitFailed, code, name)
 		require.Contains(t, text, c.want, name)
 		b, err := os.ReadFile(target)
 		require.NoError(t, err)
 		require.Equal(t, "precious", string(b), name)
 	}
+}
+
+// TestLogsInUse starts a second job with the name and the folder of a running one, whose rank 0 has already exited. It is refused before
+// it has emptied any file.
+func TestLogsInUse(t *testing.T) {
+	t.Parallel()
+	logs := t.TempDir()
+	cfg := shell(2, "echo first of $RANK; [ $RANK = 0 ] || read line < "+filepath.Join(logs, "end"))
+	cfg.LogDir = logs
+	require.NoError(t, syscall.Mkfifo(filepath.Join(logs, "end"), 0o600))
+	holds := func(rank int, want string) {
+		t.Helper()
+		b, err := os.ReadFile(filepath.Join(logs, "test", fmt.Sprintf("rank-%d.out", rank)))
+		require.NoError(t, err)
+		require.Equal(t, want, string(b))
+	}
+	first := start(t, cfg)
+	first.until("first of", 2)
+	second := shell(2, "echo second")
+	second.LogDir = logs
+	for range 2 {
+		code, text := launchAll(t, second)
+		require.Equal(t, ExitFailed, code, text)
+		require.Contains(t, text, "open a log file: lock "+filepath.Join(logs, "test", "rank-0.out")+
+			": another process writes to it: another launcher of a job with this name and folder is running: choose another --job or --log-dir, or wait for its end")
+		holds(0, "first of 0\n")
+	}
+	require.NoError(t, os.WriteFile(filepath.Join(logs, "end"), []byte("\n"), 0o600))
+	code, text := first.wait()
+	require.Zero(t, code, text)
+	holds(0, "first of 0\n")
+	holds(1, "first of 1\n")
+	code, text = launchAll(t, second)
+	require.Zero(t, code, text)
+	holds(1, "second\n")
+}
+
+// TestFileNames: different jobs have different folders, in the folder of all logs.
+func TestFileNames(t *testing.T) {
+	for name, want := range map[string]string{
+		"x": "x", "../x": "..%2Fx", "a/x": "a%2Fx", "a%2Fx": "a%252Fx", "/x": "%2Fx", "x/": "x%2F", ".": "%2E", "..": "%2E%2E", "a b": "a b", "...": "...", "%2E": "%252E",
+	} {
+		require.Equal(t, want, fileName(name))
+		require.Equal(t, want, filepath.Base(filepath.Join("/logs", fileName(name))))
+	}
+}
+
+// TestNamesOfLogs: no two workers of a launcher have one file, also if both come later, before their ranks are decided.
+func TestNamesOfLogs(t *testing.T) {
+	cfg := &Config{LogDir: t.TempDir()}
+	o, err := newOutput(cfg, "a/b", func(string) {})
+	require.NoError(t, err)
+	defer o.close()
+	for _, c := range []*child{{rank: 1}, {rank: 1, again: 1}, {rank: -1, late: true}, {local: 1, rank: -1, late: true}, {rank: 0, late: true, again: 1},
+		{local: 1, rank: 0, late: true, again: 1}, {local: 1, rank: 0, late: true, again: 1}} {
+		require.NoError(t, o.openLogs(c, "h/0"))
+		require.NotNil(t, c.logs[0])
+		require.NotNil(t, c.logs[1])
+	}
+	found, err := filepath.Glob(filepath.Join(cfg.LogDir, "a%2Fb", "*.err"))
+	require.NoError(t, err)
+	for i := range found {
+		found[i] = filepath.Base(found[i])
+	}
+	require.Equal(t, []string{"new-h%2F0-0.err", "new-h%2F0-0.restart-1.err", "new-h%2F0-1.err", "new-h%2F0-1.restart-1.2.err", "new-h%2F0-1.restart-1.err",
+		"rank-1.err", "rank-1.restart-1.err"}, found)
+}
+
+// TestStartCode: only a program that the kernel refuses is a mistake of the command line.
+func TestStartCode(t *testing.T) {
+	for errno, want := range map[syscall.Errno]int{syscall.ENOEXEC: ExitNotRunnable, syscall.EACCES: ExitNotRunnable, syscall.ENOENT: ExitNotRunnable,
+		syscall.EAGAIN: ExitFailed, syscall.ENOMEM: ExitFailed, syscall.EMFILE: ExitFailed} {
+		require.Equal(t, want, startCode(&os.PathError{Op: "fork/exec", Path: "program", Err: errno}), errno)
+		require.Equal(t, ExitFailed, startCode(fmt.Errorf("open a log file: %w", &os.PathError{Op: "open", Path: "rank-0.out", Err: errno})), errno)
+	}
+	require.Equal(t, ExitFailed, startCode(os.NewSyscallError("pipe2", syscall.EMFILE)))
 }
 
 func TestRunOutput(t *testing.T) {
@@ -626,6 +702,8 @@ func TestRunMistakes(t *testing.T) {
 	require.NoError(t, os.WriteFile(orphan, []byte("#! /nowhere/python -u\nx"), 0o755))
 	unbound := shell(1, "true")
 	unbound.Bind = "192.0.2.1"
+	negative := shell(1, "true")
+	negative.Grace = -5 * time.Second
 	many := shell(5, "true")
 	many.Devices.Count = 2
 	for _, tc := range []struct {
@@ -639,6 +717,7 @@ func TestRunMistakes(t *testing.T) {
 		{base(1, filepath.Dir(script)), ExitNotRunnable, "cannot run " + filepath.Dir(script) + ": it is a directory"},
 		{base(1, orphan), ExitNotRunnable, "start rank 0: " + orphan + ": the interpreter /nowhere/python of the script does not exist"},
 		{unbound, ExitUsage, `bind to "192.0.2.1": `},
+		{negative, ExitUsage, "the grace period is -5s: want more than 0 (--grace or CHORUS_GRACE)"},
 		{many, ExitUsage, "5 processes on the 2 virtual devices"},
 		{base(0, "true"), ExitUsage, "this host has no device"},
 	} {
@@ -674,6 +753,22 @@ func TestRunTwoHosts(t *testing.T) {
 	}
 	require.Contains(t, la.text(), "[rank 0] attached 0 of 3")
 	require.Contains(t, lb.text(), "[rank 2] attached 2 of 3")
+}
+
+// Two launchers with one host name are two hosts. Each says once who the other one is.
+func TestRunTwoHostsOfOneName(t *testing.T) {
+	t.Parallel()
+	a, b := workers(1, "shutdown"), workers(1, "shutdown")
+	twoHosts(t, a, b)
+	b.Host = a.Host
+	la, lb := start(t, a), start(t, b)
+	for _, ls := range [][]*launched{{la, lb}, {lb, la}} {
+		code, text := ls[0].wait()
+		require.Zero(t, code, text)
+		require.Equal(t, 1, strings.Count(text, "chorus: warning: several launchers of the job count as hosts, and all are named h0: "), text)
+		require.Regexp(t, fmt.Sprintf(`: this one \(pid %d at 127\.0\.0\.[12]:\d+\) and pid %d at 127\.0\.0\.[12]:\d+; on one machine, their ranks would use the same GPUs\. `,
+			ls[0].cmd.Process.Pid, ls[1].cmd.Process.Pid), text)
+	}
 }
 
 func TestRunTwoHostsWorkerFails(t *testing.T) {

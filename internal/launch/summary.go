@@ -46,7 +46,19 @@ func (j *launcher) reportCause(code int) int {
 	default:
 		j.fail(then + fmt.Sprintf("%s was lost: %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	}
+	if most := j.cfg.Cluster.MaxRestarts; most > 0 && j.usedRestarts() >= most {
+		j.fail(fmt.Sprintf("the job is not started again: its restarts are used up (--max-restarts %d)", most))
+	}
 	return code
+}
+
+// usedRestarts returns how many restarts are known to have been used. If single workers are started again on several hosts,
+// only the coordinator knows all of them.
+func (j *launcher) usedRestarts() int {
+	if j.agent.Nodes() > 1 {
+		return j.restarts
+	}
+	return j.restarts + j.ordered
 }
 
 // how describes the loss of c. The coordinator's first observation counts, such

@@ -126,6 +126,30 @@ func (d *Folder) Create(name string) (*os.File, error) {
 	return empty(path, f)
 }
 
+// ErrInUse matches the error of CreateLocked for a file that another process, or another caller in this one, has locked.
+var ErrInUse = errors.New("another process writes to it")
+
+// CreateLocked is like Create, but it does not truncate the file, and locks it until it is closed: whoever opens it by CreateLocked
+// until then gets an error that matches ErrInUse. Where the file system has no locks, the file is not locked.
+func (d *Folder) CreateLocked(name string) (*os.File, error) {
+	path := filepath.Join(d.path, name)
+	f, err := create(path, func(flag int) (*os.File, error) { return d.at(name, flag, 0o666) })
+	if err != nil {
+		return nil, err
+	}
+	for {
+		err = syscall.Flock(int(f.Fd()), syscall.LOCK_EX|syscall.LOCK_NB)
+		switch {
+		case errors.Is(err, syscall.EINTR):
+			continue
+		case errors.Is(err, syscall.EWOULDBLOCK):
+			_ = f.Close()
+			return nil, &os.PathError{Op: "lock", Path: path, Err: ErrInUse}
+		}
+		return f, nil // other errors, such as ENOLCK, ENOSYS and ENOTSUP, are those of file systems without locks
+	}
+}
+
 // Replace replaces the contents of a file atomically.
 func (d *Folder) Replace(name string, perm os.FileMode, parts ...[]byte) error {
 	f, temp, err := d.temp()

@@ -232,3 +232,25 @@ func TestFilesOfAFolder(t *testing.T) {
 		require.ErrorContains(t, err, "the file belongs to the user with id 65534")
 	}
 }
+
+// TestCreateLocked: a file that is open for writing is refused, and keeps its contents.
+func TestCreateLocked(t *testing.T) {
+	dir, err := OutputFolder(filepath.Join(t.TempDir(), "logs"))
+	require.NoError(t, err)
+	defer dir.Close()
+	first, err := dir.CreateLocked("log")
+	require.NoError(t, err)
+	_, err = first.WriteString("text")
+	require.NoError(t, err)
+	_, err = dir.CreateLocked("log")
+	require.ErrorIs(t, err, ErrInUse)
+	require.NoError(t, first.Close())
+	second, err := dir.CreateLocked("log")
+	require.NoError(t, err)
+	defer second.Close()
+	text, err := os.ReadFile(second.Name())
+	require.NoError(t, err)
+	require.Equal(t, "text", string(text))
+	_, err = dir.CreateLocked("../log")
+	require.ErrorContains(t, err, "not the name of a file in a directory")
+}

@@ -127,9 +127,15 @@ const unmapped = 65534
 // CheckUser returns a *UserError unless the process at the other end of c belongs to the
 // same user or to root. That process is the one that connected or called listen.
 func CheckUser(c *net.UnixConn) error {
+	_, err := PeerOf(c)
+	return err
+}
+
+// PeerOf is CheckUser that also returns the number of that process, or 0 if it has none in this namespace of processes.
+func PeerOf(c *net.UnixConn) (pid int, err error) {
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return err
+		return 0, err
 	}
 	var cred *syscall.Ucred
 	var credErr error
@@ -140,13 +146,13 @@ func CheckUser(c *net.UnixConn) error {
 		err = credErr
 	}
 	if err != nil {
-		return fmt.Errorf("ask for the user at the other end of a socket: %w", err)
+		return 0, fmt.Errorf("ask for the user at the other end of a socket: %w", err)
 	}
 	same := cred.Uid == 0 || int(cred.Uid) == os.Geteuid() && (cred.Uid != unmapped || mapsAll())
 	if !same {
-		return &UserError{PID: int(cred.Pid), UID: int(cred.Uid)}
+		return 0, &UserError{PID: int(cred.Pid), UID: int(cred.Uid)}
 	}
-	return nil
+	return int(cred.Pid), nil
 }
 
 // mapsAll reports whether user ids in this process are the same as on the host.

@@ -53,6 +53,15 @@ func isLegacy(start []byte) bool {
 	return bytes.HasPrefix(start, []byte("\x8a\x0a\x6c\xfc\x9c\x46\xf9\x20\x6a\xa8\x50\x19"))
 }
 
+// ErrForeign matches the error of a file or folder that is none of the formats of checkpoints, not even a damaged one.
+var ErrForeign = errors.New("not a checkpoint")
+
+// IsPickle reports whether a file begins like a pickle of protocol 2 or newer, as files of torch.save before the zip format do, too.
+// It excludes a safetensors file whose header has such a length.
+func IsPickle(start []byte) bool {
+	return len(start) >= 2 && start[0] == 0x80 && start[1] >= 2 && start[1] <= 5 && (len(start) < 9 || start[8] != '{')
+}
+
 // Start reads the bytes that Is needs.
 func Start(r io.ReaderAt, size int64) ([]byte, error) {
 	b := make([]byte, min(size, startBytes))
@@ -121,7 +130,7 @@ func (a *archive) root() (string, error) {
 	}
 	switch {
 	case !found:
-		return "", errors.New("the archive has no entry data.pkl: torch.save did not write it")
+		return "", fmt.Errorf("%w: the archive has no entry data.pkl: torch.save did not write it", ErrForeign)
 	case a.entries[root+"constants.pkl"] != nil:
 		return "", errors.New("it is a TorchScript program: save the state_dict() of the model instead")
 	}

@@ -14,12 +14,14 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/sockets"
 )
@@ -124,19 +126,28 @@ func (s *Server) guarded(next http.Handler, trusted func(string) bool) http.Hand
 	})
 }
 
+// ErrAddress matches errors of Listen that are mistakes in the address, whatever runs on the host.
+var ErrAddress = errors.New("not an address for metrics")
+
 // Listen opens an address of CHORUS_METRICS. It refuses an address without a host, which would
-// mean all interfaces. public reports that other hosts can reach the address.
+// mean all interfaces: such a mistake matches ErrAddress. public reports that other hosts can reach the address.
 func Listen(ctx context.Context, addr string) (ln net.Listener, public bool, err error) {
 	host, port, err := net.SplitHostPort(addr)
 	if err != nil || port == "" {
-		return nil, false, fmt.Errorf("metrics at %q: want host:port, such as 127.0.0.1:9400", addr)
+		return nil, false, fmt.Errorf("metrics at %q: %w: want host:port, such as 127.0.0.1:9400", addr, ErrAddress)
 	}
 	if host == "" {
-		return nil, false, fmt.Errorf("metrics at %q: the host is missing: write 127.0.0.1:%s, or 0.0.0.0:%[2]s if other hosts may read them", addr, port)
+		return nil, false, fmt.Errorf("metrics at %q: %w: the host is missing: write 127.0.0.1:%s, or 0.0.0.0:%[3]s if other hosts may read them", addr, ErrAddress, port)
+	}
+	if _, err := net.LookupPort("tcp", port); err != nil {
+		return nil, false, fmt.Errorf("metrics at %q: %w: %w: want a port from 1 to 65535, or 0 for any free one", addr, ErrAddress, err)
 	}
 	var lc net.ListenConfig
-	if ln, err = lc.Listen(ctx, "tcp", addr); err != nil {
-		return nil, false, fmt.Errorf("metrics at %s: %w", addr, err)
+	switch ln, err = lc.Listen(ctx, "tcp", addr); {
+	case errors.Is(err, syscall.EADDRINUSE):
+		return nil, false, fmt.Errorf("metrics at %s: %w: another job or program has the port: choose another one with --metrics or %s, or port 0 for any free one", addr, err, env.Metrics.Name)
+	case err != nil:
+		return nil, false, fmt.Errorf("metrics at %s: %w: choose an address of this host with --metrics or %s", addr, err, env.Metrics.Name)
 	}
 	at, ok := ln.Addr().(*net.TCPAddr)
 	return ln, !ok || !at.IP.IsLoopback(), nil
@@ -197,7 +208,11 @@ func (l sameUserListener) Accept() (net.Conn, error) {
 const maxJob = 64 << 20
 
 // A Client reads the state of one job.
-type Client struct{ http http.Client }
+type Client struct {
+	http   http.Client
+	socket string
+	pid    atomic.Int64 // of the launcher; 0 before the first connection
+}
 
 // socketPaths returns the names of the sockets on this host.
 func socketPaths() ([]string, error) {
@@ -236,19 +251,23 @@ func isRandomText(s string) bool {
 
 // newClient returns a client for a socket. It refuses a socket of another user.
 func newClient(socket string) *Client {
+	client := &Client{socket: socket}
 	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {
 		var d net.Dialer
 		c, err := d.DialContext(ctx, "unix", socket)
 		if err != nil {
 			return nil, err
 		}
-		if err := sockets.CheckUser(c.(*net.UnixConn)); err != nil {
+		pid, err := sockets.PeerOf(c.(*net.UnixConn))
+		if err != nil {
 			c.Close()
 			return nil, err
 		}
+		client.pid.Store(int64(pid))
 		return c, nil
 	}
-	return &Client{http.Client{Timeout: askTime + answerTime, Transport: &http.Transport{DialContext: dial}}}
+	client.http = http.Client{Timeout: askTime + answerTime, Transport: &http.Transport{DialContext: dial}}
+	return client
 }
 
 // Job reads the state of the job.
@@ -277,24 +296,34 @@ func (c *Client) Job(ctx context.Context) (*Job, error) {
 	return j, nil
 }
 
-// A NotFoundError reports that no job runs on this host.
-type NotFoundError struct{ Job string }
-
-func (e *NotFoundError) Error() string {
-	if e.Job != "" {
-		return fmt.Sprintf("this user runs no job %q of chorus run on this host", e.Job)
-	}
-	return "this user runs no job of chorus run on this host"
+// A Choice says which job a command asks for. The zero Choice is the only job of this user on this host.
+type Choice struct {
+	Job string // its name, or ""
+	PID int    // of one of its launchers on this host, or 0
 }
 
-// Find returns a client and the state of the job with a name. An empty name means the only job
-// of this user on this host.
-func Find(ctx context.Context, name string) (*Client, *Job, error) {
+// A NotFoundError reports that no such job runs on this host.
+type NotFoundError struct{ Choice }
+
+func (e *NotFoundError) Error() string {
+	text := "this user runs no job"
+	if e.Job != "" {
+		text += fmt.Sprintf(" %q", e.Job)
+	}
+	text += " of chorus run on this host"
+	if e.PID != 0 {
+		text += fmt.Sprintf(" whose launcher is process %d", e.PID)
+	}
+	return text
+}
+
+// Find returns a client and the state of a job.
+func Find(ctx context.Context, which Choice) (*Client, *Job, error) {
 	names, err := socketPaths()
 	if err != nil {
 		return nil, nil, err
 	}
-	return find(ctx, names, name)
+	return find(ctx, names, which)
 }
 
 // hasEnded reports whether a socket has ended.
@@ -303,8 +332,11 @@ func hasEnded(socket string) bool {
 	return err == nil && !slices.Contains(names, socket)
 }
 
+// HasEnded reports whether the launcher that answered has ended.
+func (c *Client) HasEnded() bool { return hasEnded(c.socket) }
+
 // find is Find for a list of sockets.
-func find(ctx context.Context, names []string, name string) (*Client, *Job, error) {
+func find(ctx context.Context, names []string, which Choice) (*Client, *Job, error) {
 	var client *Client
 	var found *Job
 	var last error
@@ -318,11 +350,14 @@ func find(ctx context.Context, names []string, name string) (*Client, *Job, erro
 			if !hasEnded(socket) { // a job that ends during the question closes the connection
 				last = err
 			}
-		case name != "" && j.Job != name:
-		case found != nil && found.Job != j.Job:
-			return nil, nil, fmt.Errorf("several jobs run on this host: choose one of them with --job, such as %s or %s", found.Job, j.Job)
+		case which.Job != "" && j.Job != which.Job, which.PID != 0 && int64(which.PID) != c.pid.Load():
 		case found == nil:
 			client, found = c, j
+		case found.Job != j.Job:
+			return nil, nil, fmt.Errorf("several jobs run on this host: choose one of them with --job, such as %s or %s", found.Job, j.Job)
+		case found.isOther(j):
+			return nil, nil, fmt.Errorf("several jobs with the name %s run on this host: choose one of them by a process ID of its chorus run with --pid, such as %d or %d",
+				j.Job, client.pid.Load(), c.pid.Load())
 		}
 	}
 	switch {
@@ -333,7 +368,30 @@ func find(ctx context.Context, names []string, name string) (*Client, *Job, erro
 	case last != nil:
 		return nil, nil, fmt.Errorf("a job runs on this host and does not answer: %w", last)
 	}
-	return nil, nil, &NotFoundError{name}
+	return nil, nil, &NotFoundError{which}
+}
+
+// isOther reports whether two states of jobs with one name are those of two jobs. Several launchers of one job may run on one host,
+// and their states have common processes. A job whose processes have not started is not known to be another one.
+func (j *Job) isOther(k *Job) bool {
+	type process struct {
+		host string
+		pid  int
+	}
+	all := map[process]bool{}
+	for _, r := range j.Ranks {
+		if r.PID != 0 {
+			all[process{r.Host, r.PID}] = true
+		}
+	}
+	started := false
+	for _, r := range k.Ranks {
+		if all[process{r.Host, r.PID}] {
+			return false
+		}
+		started = started || r.PID != 0
+	}
+	return started && len(all) > 0
 }
 
 func isOthers(err error) bool {

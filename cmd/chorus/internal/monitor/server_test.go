@@ -333,19 +333,28 @@ func TestManyRequests(t *testing.T) {
 
 func TestListen(t *testing.T) {
 	for addr, want := range map[string]string{
-		":9400":       "write 127.0.0.1:9400, or 0.0.0.0:9400 if other hosts may read them",
-		"9400":        "want host:port",
-		"127.0.0.1":   "want host:port",
-		"127.0.0.1:":  "want host:port",
-		"192.0.2.1:1": "metrics at 192.0.2.1:1: ",
+		":9400":           "write 127.0.0.1:9400, or 0.0.0.0:9400 if other hosts may read them",
+		"9400":            "want host:port",
+		"127.0.0.1":       "want host:port",
+		"127.0.0.1:":      "want host:port",
+		"127.0.0.1:99999": "want a port from 1 to 65535",
+		"127.0.0.1:x":     "want a port from 1 to 65535",
 	} {
 		_, _, err := Listen(t.Context(), addr)
 		require.ErrorContains(t, err, want, addr)
+		require.ErrorIs(t, err, ErrAddress, addr)
 	}
+	_, _, err := Listen(t.Context(), "192.0.2.1:1")
+	require.ErrorContains(t, err, "metrics at 192.0.2.1:1: ")
+	require.ErrorContains(t, err, "choose an address of this host with --metrics or CHORUS_METRICS")
+	require.NotErrorIs(t, err, ErrAddress, "an interface may come up later")
 	ln, public, err := Listen(t.Context(), "0.0.0.0:0")
 	require.NoError(t, err)
 	defer ln.Close()
 	require.True(t, public)
+	_, _, err = Listen(t.Context(), ln.Addr().String())
+	require.ErrorContains(t, err, "another job or program has the port: choose another one with --metrics or CHORUS_METRICS, or port 0 for any free one")
+	require.NotErrorIs(t, err, ErrAddress, "the port may be free later")
 	require.True(t, TrustedHosts("metrics.example:9400")("METRICS.example:9400"))
 	require.False(t, TrustedHosts("0.0.0.0:9400")("metrics.example:9400"))
 	require.False(t, TrustedHosts("0.0.0.0:9400")(""))
@@ -355,7 +364,7 @@ func TestListen(t *testing.T) {
 func TestFind(t *testing.T) {
 	a, b := "monitor-test-"+t.Name()+"-a", "monitor-test-"+t.Name()+"-b"
 	require.Eventually(t, func() bool { // jobs of other tests may not answer for a moment
-		_, _, err := Find(t.Context(), a)
+		_, _, err := Find(t.Context(), Choice{Job: a})
 		_, none := errors.AsType[*NotFoundError](err)
 		return none && err.Error() == fmt.Sprintf("this user runs no job %q of chorus run on this host", a)
 	}, time.Minute, 10*time.Millisecond)
@@ -369,15 +378,44 @@ func TestFind(t *testing.T) {
 		t.Cleanup(func() { require.NoError(t, server.Close()) })
 	}
 	for _, name := range []string{a, b} {
-		c, j, err := Find(t.Context(), name)
+		c, j, err := Find(t.Context(), Choice{Job: name})
 		require.NoError(t, err)
 		require.Equal(t, name, j.Job)
 		j, err = c.Next(t.Context(), 0)
 		require.NoError(t, err)
 		require.Positive(t, j.Interval)
 	}
-	_, _, err := Find(t.Context(), "")
+	_, _, err := Find(t.Context(), Choice{})
 	require.ErrorContains(t, err, "several jobs run on this host: choose one of them with --job")
+}
+
+// TestFindJobsOfOneName: two jobs with one name are not taken for two hosts of one job.
+func TestFindJobsOfOneName(t *testing.T) {
+	var names []string
+	for k := range 2 {
+		s := exampleStatus(t)
+		for i := range s.Members {
+			s.Members[i].PID += 1000 * k
+		}
+		ln, err := ListenLocal()
+		require.NoError(t, err)
+		server := NewServer(&Source{ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{})
+		server.Serve(ln, nil)
+		t.Cleanup(func() { require.NoError(t, server.Close()) })
+		names = append(names, ln.Addr().String())
+	}
+	for _, which := range []Choice{{}, {Job: "mnist"}} {
+		_, _, err := find(t.Context(), names, which)
+		require.EqualError(t, err, fmt.Sprintf("several jobs with the name mnist run on this host: choose one of them by a process ID of its chorus run with --pid, such as %d or %[1]d", os.Getpid()))
+	}
+	c, j, err := find(t.Context(), names[1:], Choice{PID: os.Getpid()})
+	require.NoError(t, err)
+	require.Equal(t, 1100, j.Ranks[0].PID)
+	require.False(t, c.HasEnded())
+	_, _, err = find(t.Context(), names, Choice{Job: "mnist", PID: 1})
+	require.EqualError(t, err, "this user runs no job \"mnist\" of chorus run on this host whose launcher is process 1")
+	joining := &Job{Job: "mnist"}
+	require.False(t, j.isOther(joining) || joining.isOther(j), "a launcher of the same job may not have joined")
 }
 
 // TestFindWhileAJobEnds asks jobs that close the connection instead of an answer. One of them has ended then.
@@ -394,7 +432,7 @@ func TestFindWhileAJobEnds(t *testing.T) {
 				c.Close()
 			}
 		}()
-		_, _, err = find(t.Context(), []string{ln.Addr().String()}, "")
+		_, _, err = find(t.Context(), []string{ln.Addr().String()}, Choice{})
 		_, none := errors.AsType[*NotFoundError](err)
 		require.Equal(t, ends, none, "%v", err)
 	}
@@ -496,7 +534,7 @@ func TestDecoys(t *testing.T) {
 	defer cmd.Process.Kill()
 	_, err = io.ReadFull(out, make([]byte, len("listening")))
 	require.NoError(t, err)
-	_, _, err = find(t.Context(), []string{socket}, "")
+	_, _, err = find(t.Context(), []string{socket}, Choice{})
 	_, none := errors.AsType[*NotFoundError](err)
 	require.True(t, none, "%v", err)
 }

@@ -28,8 +28,8 @@ type NormConfig struct {
 // The elements T are 16-bit or 32-bit floats, and out has the same type, or 8-bit floats
 // (memory.Float8E4M3Bits, which saturate) if cfg has a scale. The computation is in float32; the
 // new residual and out are rounded. residual and weight must be the same on all ranks, and so are
-// the results. Out may be x; other operands must not overlap. A row has a multiple of 8 bytes, and
-// slices begin at multiples of 8 bytes. Collective.
+// the results. Out may be x. Otherwise x, residual and out must not overlap any operand, including the scale: the call is
+// refused then, with any strategy. A row has a multiple of 8 bytes, and slices begin at multiples of 8 bytes. Collective.
 //
 // With the strategies OwnKernels and Tuned one Chorus kernel does everything, if x has less than
 // 1 MiB (256 KiB if there are more than two ranks). The bits of a row then do not depend on the
@@ -73,7 +73,7 @@ func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, we
 	err = g.enqueueAll(func(i int, m *member) error { return nccl.AllReduce(m.on, m.stream, x[i], x[i], nccl.Sum) })
 	for i := 0; i < len(norms) && err == nil; i++ {
 		if err = fabric.AddNorm(g.members[i].stream, &norms[i]); err != nil {
-			err = fmt.Errorf("comm: all-reduce and norm: the norm on rank %d, after the all-reduce: %w", g.members[i].comm.Rank(), err)
+			err = g.causeOf(fmt.Errorf("comm: all-reduce and norm: the norm on rank %d, after the all-reduce: %w", g.members[i].comm.Rank(), err))
 		}
 	}
 	return err

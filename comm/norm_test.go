@@ -228,6 +228,41 @@ func TestAllReduceNormRefuses(t *testing.T) {
 	require.NoError(t, runAllReduceNorm(t, g, 2, 8))
 }
 
+// TestAllReduceNormRefusesOverlap checks each pair of operands with each strategy: an all-reduce of x in place would change a
+// weight or a scale that lies in x. Only out may be x.
+func TestAllReduceNormRefusesOverlap(t *testing.T) {
+	for _, strategy := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+		t.Run(string(strategy), func(t *testing.T) {
+			g := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.Config{Strategy: strategy})
+			r, err := newNormRun(g, 4, 8)
+			require.NoError(t, err)
+			defer r.close()
+			require.NoError(t, r.begin())
+			part := func(xs comm.Shards[float32], from, to int) comm.Shards[float32] {
+				return comm.Shards[float32]{xs[0].Slice(from, to), xs[1].Slice(from, to)}
+			}
+			scaled := func(residual, x, weight, scale comm.Shards[float32]) error {
+				return comm.AllReduceNorm(g, r.small, residual, x, weight, &comm.NormConfig{Scale: scale})
+			}
+			for want, err := range map[string]error{
+				"the input and the weight":    comm.AllReduceNorm(g, r.out, r.residual, r.x, part(r.x, 24, 32), nil),
+				"the input and the residual":  comm.AllReduceNorm(g, r.out, r.x, r.x, r.weight, nil),
+				"the input and the output":    comm.AllReduceNorm(g, part(r.x, 8, 24), part(r.residual, 0, 16), part(r.x, 0, 16), r.weight, nil),
+				"the input and the scale":     scaled(r.residual, r.x, r.weight, part(r.x, 3, 4)),
+				"the weight and the residual": comm.AllReduceNorm(g, r.out, r.residual, r.x, part(r.residual, 8, 16), nil),
+				"the weight and the output":   comm.AllReduceNorm(g, r.out, r.residual, r.x, part(r.out, 8, 16), nil),
+				"the residual and the output": comm.AllReduceNorm(g, r.residual, r.residual, r.x, r.weight, nil),
+				"the residual and the scale":  scaled(r.residual, r.x, r.weight, part(r.residual, 31, 32)),
+			} {
+				require.ErrorContains(t, err, want+" overlap")
+				require.ErrorIs(t, err, comm.ErrMismatch)
+			}
+			require.NoError(t, comm.AllReduceNorm(g, r.x, r.residual, r.x, r.weight, nil), "in place")
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+		})
+	}
+}
+
 // Ranks that mix the one kernel with an all-reduce, or give other options, get an error that has both operations.
 func TestAllReduceNormMixed(t *testing.T) {
 	const rows, cols = 4, 64

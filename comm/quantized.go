@@ -22,8 +22,8 @@ type QuantizedConfig struct {
 	Format memory.DType
 	// Errors has a float32 for each element of each local rank, or is nil. If it is set, the
 	// errors are added to the elements before the sum, and then replaced by what the rank's
-	// rounding has taken away (error feedback). They begin as zeros. Other processes may have none: what their
-	// rounding takes away is then lost.
+	// rounding has taken away (error feedback). They begin as zeros, and must not overlap the elements: the call is refused
+	// then. Other processes may have none: what their rounding takes away is then lost.
 	Errors Shards[float32]
 }
 
@@ -110,10 +110,13 @@ func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *Qu
 	for i := range ranks {
 		err = errors.Join(err, ranks[i].blocks.Close(), ranks[i].received.Close())
 	}
-	if err != nil && g.err() == nil {
-		return fmt.Errorf("comm: %s: %w", name, err)
+	if err == nil {
+		return nil
 	}
-	return err
+	if end := g.err(); end != nil {
+		return end
+	}
+	return fmt.Errorf("comm: %s: %w", name, err)
 }
 
 // checkQuantized validates the arguments, and puts in the defaults.
@@ -138,7 +141,18 @@ func checkQuantized[T memory.Element](g *Group, name string, op Op, xs Shards[T]
 	if have, want := c.Errors[0].Len(), xs[0].Len(); have != want {
 		return badArgument(name, "there are %d errors for %d elements: want one for each", have, want)
 	}
+	for i := range xs {
+		if overlap(xs[i], c.Errors[i]) {
+			return badArgument(name, "the elements and the errors of rank %d overlap: want no memory in common", g.members[i].comm.Rank())
+		}
+	}
 	return nil
+}
+
+// overlap reports whether two slices of a device share memory.
+func overlap[T, U memory.Element](a memory.Slice[T], b memory.Slice[U]) bool {
+	end := func(ptr uint64, n int, t memory.DType) uint64 { return ptr + uint64(n*t.Size()) }
+	return a.Len() > 0 && b.Len() > 0 && a.Ptr() < end(b.Ptr(), b.Len(), b.DType()) && b.Ptr() < end(a.Ptr(), a.Len(), a.DType())
 }
 
 // quantizedOperands returns the operands of the local ranks for Chorus kernels that move the blocks themselves.

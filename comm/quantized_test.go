@@ -522,3 +522,37 @@ func TestAllReduceQuantizedRefuses(t *testing.T) {
 	require.NoError(t, comm.AllReduceQuantized(g, comm.Sum, empty, nil))
 	require.NoError(t, runAllQuantized(t, g, seededPCG(t)(1)))
 }
+
+// TestAllReduceQuantizedRefusesOverlap checks that errors in the memory of the elements are refused by each strategy, also if they
+// share one element on one rank: the ranks' results would differ.
+func TestAllReduceQuantizedRefusesOverlap(t *testing.T) {
+	for _, strategy := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+		t.Run(string(strategy), func(t *testing.T) {
+			g := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.Config{Strategy: strategy})
+			const n = 64
+			x, err := comm.Make[float32](g, 3*n)
+			require.NoError(t, err)
+			defer x.Close()
+			at := func(first, second int) comm.Shards[float32] {
+				return comm.Shards[float32]{x[0].Slice(first, first+n), x[1].Slice(second, second+n)}
+			}
+			for _, errs := range []comm.Shards[float32]{at(n, n), at(n+n/2, n+n/2), at(1, 1), at(2*n-1, 2*n-1), at(2*n, n), at(0, 1)} {
+				err := comm.AllReduceQuantized(g, comm.Sum, at(n, n), &comm.QuantizedConfig{Errors: errs})
+				require.ErrorIs(t, err, comm.ErrMismatch)
+				require.ErrorContains(t, err, "the elements and the errors of rank")
+			}
+			for i := range x {
+				require.NoError(t, x[i].Zero(g.Stream(i)))
+			}
+			require.NoError(t, comm.AllReduceQuantized(g, comm.Sum, at(n, n), &comm.QuantizedConfig{Errors: at(0, 2*n)}), "beside each other")
+			half, err := memory.View[memory.Float16Bits](x[0].Buffer(), 0, n)
+			require.NoError(t, err)
+			other, err := memory.View[memory.Float16Bits](x[1].Buffer(), 0, n)
+			require.NoError(t, err)
+			halfs := comm.Shards[memory.Float16Bits]{half, other}
+			require.NoError(t, comm.AllReduceQuantized(g, comm.Sum, halfs, &comm.QuantizedConfig{Errors: at(n/2, n/2)}), "elements of 2 bytes")
+			require.ErrorContains(t, comm.AllReduceQuantized(g, comm.Sum, halfs, &comm.QuantizedConfig{Errors: at(n/2, n/2-1)}), "the errors of rank 1 overlap")
+			require.NoError(t, g.Wait(testgpu.Context(t)))
+		})
+	}
+}

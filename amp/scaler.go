@@ -7,6 +7,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -33,6 +34,7 @@ const maxOptimizers = 64
 // It serves at most 64 open optimisers. A call with a closed optimiser is an error.
 type Scaler struct {
 	owner   handle.Owner
+	graphs  gpu.Graphs // that have captured operations
 	cfg     ScalerConfig
 	s       *stream.Stream // of the last operation, for Agree
 	scale   memory.Slice[float32]
@@ -127,6 +129,9 @@ func (sc *Scaler) enter(op string, s *stream.Stream) (*kernels, error) {
 	case s.Device() != sc.scale.Device():
 		return nil, refuse(op, "a stream on %s: the scaler is on %s", s.Device(), sc.scale.Device())
 	}
+	if err := sc.graphs.Add(gpu.StreamOf(s)); err != nil {
+		return nil, refuse(op, "%w", err)
+	}
 	sc.s = s
 	return kernelsOf(s.Device())
 }
@@ -177,15 +182,14 @@ func (sc *Scaler) serve(op string, s *stream.Stream, opt *optim.Optimizer) (*ser
 }
 
 // free returns the first free place. It releases the places of closed optimisers, unless Update
-// still needs the result of a check.
+// still needs the result of a check or a graph uses the place.
 func (sc *Scaler) free(op string) (int, error) {
 	for i := range sc.served {
 		v := &sc.served[i]
 		if v.opt != nil && v.stage == ready && closed(v.opt) {
-			if err := v.grads.Close(); err != nil {
-				return 0, refuse(op, "a closed optimiser: %w", err)
+			if v.grads.Close() == nil { // otherwise a graph uses the place
+				v.opt, v.grads = nil, nil
 			}
-			v.opt, v.grads = nil, nil
 		}
 	}
 	if i := slices.IndexFunc(sc.served, func(v service) bool { return v.opt == nil }); i >= 0 {
@@ -388,9 +392,16 @@ func (sc *Scaler) put(op string, s *stream.Stream, scale float64, tracker int32)
 }
 
 // Close frees the scaler's device state once pending work on its stream has finished; it does
-// not block. Close does nothing if the scaler is nil or closed.
+// not block. While a graph that has captured operations of the scaler is open, Close fails and the scaler stays open. Close does nothing if
+// the scaler is nil or closed.
 func (sc *Scaler) Close() error {
-	if sc == nil || !sc.owner.Close() {
+	if sc == nil || sc.owner.Closed() {
+		return nil
+	}
+	if err := sc.graphs.Refuse("amp: close the scaler on " + sc.s.Device().String()); err != nil {
+		return err
+	}
+	if !sc.owner.Close() {
 		return nil
 	}
 	errs := []error{sc.scale.Close(), sc.inverse.Close(), sc.tracker.Close(), sc.found.Close()}

@@ -31,6 +31,7 @@ type Transfer struct {
 	peers  *peers
 	locals []*transferLocal
 	rounds [][]transferWork // by round and local rank
+	graphs gpu.Graphs       // that have captured Run
 	closed bool
 }
 
@@ -347,6 +348,9 @@ func (t *Transfer) Run() error {
 
 func (t *Transfer) run() error {
 	for _, l := range t.locals {
+		if err := t.graphs.Add(gpu.StreamOf(l.stream)); err != nil {
+			return err
+		}
 		for _, parts := range []map[string]*Part{l.src, l.dst} {
 			for _, p := range parts {
 				if err := p.Data.RecordStream(l.stream); err != nil {
@@ -394,10 +398,14 @@ func (t *Transfer) send(works []transferWork) error {
 	})
 }
 
-// Close frees the scratch memory once pending work has finished on the group's streams. It is idempotent and safe on nil.
+// Close frees the scratch memory once pending work has finished on the group's streams. While a graph that has captured Run is
+// open, Close fails and the Transfer stays open. It is idempotent and safe on nil.
 func (t *Transfer) Close() error {
 	if t == nil || t.closed {
 		return nil
+	}
+	if err := t.graphs.Refuse("checkpoint: close a transfer"); err != nil {
+		return err
 	}
 	t.closed = true
 	var errs []error

@@ -111,7 +111,8 @@ func pick(xs, indexes []int) []int {
 // also keeps them if the order is the same. Collective.
 //
 // Gradients of memory.MakeFlat are reduced in place as long as the gradients of a bucket are
-// neighbours. New buffers are allocated before the old ones are freed.
+// neighbours. New buffers are allocated before the old ones are freed. If a graph has captured a step, the old buffers stay until Close,
+// so that the graph can still be launched.
 func (r *Reducer) Rebuild(ctx context.Context) error {
 	const op = "ddp: rebuild buckets"
 	if r == nil || r.owner.Closed() {

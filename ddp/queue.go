@@ -37,6 +37,7 @@ type queue struct {
 	failed error // why this step cannot be reduced; the step ends with it
 
 	streams []*stream.Stream // the program's, by local rank, while a step ends
+	graphs  gpu.Graphs       // that have captured calls with a stream of the program
 }
 
 // A place is a bucket and the place in it.
@@ -382,13 +383,16 @@ func (q *queue) sorted(op string, streams []*stream.Stream) ([]*stream.Stream, e
 	return by, nil
 }
 
-// local returns the local rank whose device s is on.
+// local returns the local rank whose device s is on. If s is being captured, the graph holds the queue and the memory of its worker.
 func (q *queue) local(op string, s *stream.Stream) (int, error) {
 	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return 0, err
 	}
 	for i := range q.g.Locals() {
 		if q.g.Device(i) == s.Device() {
+			if err := q.graphs.Add(gpu.StreamOf(s)); err != nil {
+				return 0, fmt.Errorf("%s: %w", op, err)
+			}
 			return i, nil
 		}
 	}

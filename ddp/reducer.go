@@ -34,6 +34,7 @@ type Reducer struct {
 	used     *usedMap   // nil if all gradients are used
 	uneven   *uneven    // nil if all ranks have the same number of steps
 	verifier *verifier  // nil without ReducerConfig.Verify
+	replaced []replaced // until Close, for graphs that have captured them
 }
 
 // NewReducer returns a reducer for the gradients of each local rank. grads has one list for
@@ -115,9 +116,24 @@ func (r *Reducer) arrange(order []int) error {
 	if err != nil {
 		return errors.Join(err, verifier.close(), closeParts(parts))
 	}
-	err = errors.Join(closeBuckets(r.buckets), r.verifier.close(), closeParts(r.parts))
+	old := replaced{r.buckets, r.verifier, r.parts}
 	r.parts, r.buckets, r.verifier = parts, hooked, verifier
-	return err
+	if r.queue.graphs.Any() { // its launches use them
+		r.replaced = append(r.replaced, old)
+		return nil
+	}
+	return old.close()
+}
+
+// replaced are buckets that Rebuild has replaced.
+type replaced struct {
+	buckets  []Bucket
+	verifier *verifier
+	parts    []contents
+}
+
+func (x *replaced) close() error {
+	return errors.Join(closeBuckets(x.buckets), x.verifier.close(), closeParts(x.parts))
 }
 
 func (r *Reducer) split(order []int) []bucket {
@@ -237,10 +253,21 @@ func (r *Reducer) agreeUsed() error {
 	return r.reduceUsed()
 }
 
-// Close frees the buckets once pending work on the group's streams has finished.
+// Close frees the buckets once pending work on the group's streams has finished. While a graph that has captured a step is open, Close
+// fails and the Reducer stays open. It is idempotent and safe on nil.
 func (r *Reducer) Close() error {
-	if r == nil || !r.owner.Close() {
+	if r == nil || r.owner.Closed() {
 		return nil
 	}
-	return errors.Join(closeBuckets(r.buckets), closeParts(r.parts), r.queue.close(), r.used.close(), r.uneven.close(), r.verifier.close())
+	if err := r.queue.graphs.Refuse("ddp: close the reducer on " + r.g.Device(0).String()); err != nil {
+		return err
+	}
+	if !r.owner.Close() {
+		return nil
+	}
+	errs := []error{closeBuckets(r.buckets), closeParts(r.parts), r.queue.close(), r.used.close(), r.uneven.close(), r.verifier.close()}
+	for i := range r.replaced {
+		errs = append(errs, r.replaced[i].close())
+	}
+	return errors.Join(errs...)
 }

@@ -328,9 +328,16 @@ func (sh *Sharder[T]) check(op string) error {
 	return nil
 }
 
-// Close frees parameters and gradients once pending work on the streams that use them has finished.
+// Close frees parameters and gradients once pending work on the streams that use them has finished. While a graph that has captured
+// calls of the Sharder is open, Close fails and the Sharder stays open. It is idempotent and safe on nil.
 func (sh *Sharder[T]) Close() error {
-	if sh == nil || !sh.owner.Close() {
+	if sh == nil || sh.owner.Closed() {
+		return nil
+	}
+	if err := sh.queue.graphs.Refuse("ddp: close the sharder on " + sh.g.Device(0).String()); err != nil {
+		return err
+	}
+	if !sh.owner.Close() {
 		return nil
 	}
 	errs := []error{sh.queue.close()}

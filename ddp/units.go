@@ -591,9 +591,16 @@ func (u *Units[M, P]) check(op string) error {
 }
 
 // Close frees the shards and the memory of all units once pending work on the streams that use
-// them has finished.
+// them has finished. While a graph that has captured calls of the Units is open, Close fails and they stay open. It is idempotent
+// and safe on nil.
 func (u *Units[M, P]) Close() error {
-	if u == nil || !u.owner.Close() {
+	if u == nil || u.owner.Closed() {
+		return nil
+	}
+	if err := u.queue.graphs.Refuse("ddp: close the units on " + u.g.Device(0).String()); err != nil {
+		return err
+	}
+	if !u.owner.Close() {
 		return nil
 	}
 	errs := []error{u.queue.close()}

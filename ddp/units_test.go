@@ -602,8 +602,9 @@ func TestUnitsInAGraph(t *testing.T) {
 				}
 			}
 		}
-		_, err = graph.Capture(streams, func() error { return u.Refresh(streams...) }, nil)
+		refresh, err := graph.Capture(streams, func() error { return u.Refresh(streams...) }, nil)
 		require.NoError(t, err)
+		require.NoError(t, refresh.Close())
 		pass := func() error {
 			for k := len(unitLens) - 1; k >= 0; k-- {
 				for _, s := range streams {

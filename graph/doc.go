@@ -38,7 +38,9 @@
 //
 // Memory and kernel modules that a graph uses must outlive it. The workspaces of captured
 // matrix products belong to the graph. A communicator that a graph uses cannot be closed
-// before the graph. Buffers are used on the stream of
+// before the graph. The same holds for comm.Experts, checkpoint.Transfer, optim.Optimizer,
+// optim.Grads, amp.Scaler, and Reducer, Sharder and Units of package ddp: Close fails while a
+// graph that has captured their calls is open. Buffers are used on the stream of
 // the launch: if that is not the buffer's own stream, call RecordStream with it.
 //
 // Concurrency: an Exec may be used by several goroutines. Launches of one Exec

@@ -20,6 +20,7 @@ import (
 // one kernel, or two, for all gradients.
 type Grads struct {
 	owner  handle.Owner
+	graphs gpu.Graphs // that have captured operations
 	dev    *device.Device
 	list   []tensor.Tensor
 	norms  table[list]  // for Powers
@@ -138,6 +139,9 @@ func (g *Grads) enter(op string, s *stream.Stream) (*kernels, error) {
 	}
 	if err := g.check(op); err != nil {
 		return nil, err
+	}
+	if err := g.graphs.Add(gpu.StreamOf(s)); err != nil {
+		return nil, refuse(op, "%w", err)
 	}
 	return kernelsOf(g.dev)
 }
@@ -266,10 +270,16 @@ func (g *Grads) Unscale(s *stream.Stream, inverse, found memory.Slice[float32]) 
 	return watched(s, "kernel unscale", err, g.writes)
 }
 
-// Close frees the table once pending work on its stream has finished. The gradients stay. Close does nothing if
-// g is nil or closed.
+// Close frees the table once pending work on its stream has finished. The gradients stay. While a graph that has captured operations of
+// g is open, Close fails and g stays open. Close does nothing if g is nil or closed.
 func (g *Grads) Close() error {
-	if g == nil || !g.owner.Close() {
+	if g == nil || g.owner.Closed() {
+		return nil
+	}
+	if err := g.graphs.Refuse("optim: close the gradients on " + g.dev.String()); err != nil {
+		return err
+	}
+	if !g.owner.Close() {
 		return nil
 	}
 	return errors.Join(g.norms.close(), g.table.close(), g.parts.Close(), g.values.Close(), g.done.Close())

@@ -9,6 +9,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/kernel"
@@ -20,6 +21,7 @@ import (
 // An Optimizer updates parameters by their gradients.
 type Optimizer struct {
 	owner  handle.Owner
+	graphs gpu.Graphs // that have captured operations
 	dev    *device.Device
 	kernel func(*kernels) kernelOf
 	flags  uint32
@@ -320,6 +322,9 @@ func (o *Optimizer) enter(op string, s *stream.Stream) (*kernels, error) {
 	case s.Device() != o.dev:
 		return nil, refuse(op, "a stream on %s: the optimiser is on %s", s.Device(), o.dev)
 	}
+	if err := o.graphs.Add(gpu.StreamOf(s)); err != nil {
+		return nil, refuse(op, "%w", err)
+	}
 	return kernelsOf(o.dev)
 }
 
@@ -346,10 +351,16 @@ func (o *Optimizer) SetLR(s *stream.Stream, group int, lr float64) error {
 	return k.put64.Launch(s, one, kernel.Ptr(o.LR(group)), kernel.Scalar[float64](lr))
 }
 
-// Close frees the state once pending work on its stream has finished. The parameters stay. Close does nothing
-// if the optimiser is nil or closed.
+// Close frees the state once pending work on its stream has finished. The parameters stay. While a graph that has captured operations of
+// the optimiser is open, Close fails and the optimiser stays open. Close does nothing if the optimiser is nil or closed.
 func (o *Optimizer) Close() error {
-	if o == nil || !o.owner.Close() {
+	if o == nil || o.owner.Closed() {
+		return nil
+	}
+	if err := o.graphs.Refuse("optim: close the optimiser on " + o.dev.String()); err != nil {
+		return err
+	}
+	if !o.owner.Close() {
 		return nil
 	}
 	errs := []error{o.table.close(), o.rates.Close(), o.steps.Close(), o.done.Close()}

@@ -6,6 +6,7 @@ import (
 	"slices"
 	"unsafe"
 
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -55,6 +56,7 @@ func (o *Optimizer) SetGradients(s *stream.Stream, gradients ...tensor.Tensor) e
 		o.params[i].Grad = gradients[i]
 	}
 	for _, g := range o.followers {
+		err = errors.Join(err, g.graphs.Add(gpu.StreamOf(s)))
 		copy(g.list, gradients)
 		err = errors.Join(err, k.address(s, g.norms.memory, wordsOf[list](), 0, gradients), k.address(s, g.table.memory, wordsOf[list](), 0, gradients))
 	}

@@ -266,6 +266,9 @@ func (r *Rank) reach(s *stream.Stream, c *rankInfo, h memory.IPCHandle) error {
 		return err
 	}
 	r.peers = append(r.peers, x)
+	if err := x.words.RecordStream(s); err != nil { // probe copies there on s
+		return err
+	}
 	if err := r.sameScratch(x.words); err != nil {
 		return err
 	}
@@ -434,8 +437,16 @@ func Host() string {
 	return host
 }
 
-// A scratch is the scratch memory of a rank. If the rank is in this process, its memory
-// stays until all ranks that use it are closed, because they write to it.
+// A scratch is the scratch memory of a rank. Other ranks write to it, so it is freed only when each rank that has mapped it has
+// ended its use, and behind everything that these ranks have enqueued for it. A rank ends its uses in free, after which it enqueues
+// nothing. Two kinds of work may still be pending on the device then:
+//
+//   - Kernels and copies of operations: Close waits for their streams before free.
+//   - Copies of probe, on the stream of Open. Open does not wait for them when its context ends. That stream is a recorded user
+//     of the memory of a rank of this process, which is freed in the order of that stream. Memory of another process belongs to the
+//     stream of Open here: its Close waits for the stream before that process may free the memory.
+//
+// So no rank waits for another one, and an end of the context, a failure or a lost rank may come at any time.
 type scratch struct {
 	id    uint64 // 0 for memory of another process
 	words memory.Slice[uint64]

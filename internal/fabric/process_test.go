@@ -85,6 +85,17 @@ func TestWorker(t *testing.T) {
 	if fields[1] == "pushed" || fields[1] == "late" || fields[1] == "gone" {
 		cfg = &pushes
 	}
+	if fields[1] == "cancelled" || fields[1] == "cancelled-pushes" {
+		if fields[1] == "cancelled-pushes" {
+			cfg = &pushes
+		}
+		attempts(t, s, rank, ranks, 20, seed, cfg, func(k int) collective.Exchange {
+			path := filepath.Join(fields[5], fmt.Sprint(k))
+			require.NoError(t, os.MkdirAll(path, 0o700))
+			return folder{path, ranks}.seat(rank)
+		})
+		return
+	}
 	r, err := fabric.Open(testgpu.Context(t), s, rank, ranks, seat, cfg)
 	if fields[1] == "secretive" {
 		require.ErrorContains(t, err, "not of a kind that processes share")
@@ -175,10 +186,10 @@ func sums(t *testing.T, m member) {
 // Ranks of several processes do what those of one do; and where one dies, the others
 // can be aborted. If one cannot share its memory, or what it stores in that of others
 // does not arrive, all of them know. Ranks without NVRTC have kernels for any number of
-// ranks, and the others those for theirs, which go together.
+// ranks, and the others those for theirs, which go together. Ranks whose context ends while they open leave nothing behind.
 func TestProcesses(t *testing.T) {
-	for _, task := range []string{"random", "pushed", "late", "gone", "die", "secretive", "spoilt", "uncompiled"} {
-		pushed := slices.Contains([]string{"pushed", "late", "gone"}, task)
+	for _, task := range []string{"random", "pushed", "late", "gone", "die", "secretive", "spoilt", "uncompiled", "cancelled", "cancelled-pushes"} {
+		pushed := slices.Contains([]string{"pushed", "late", "gone", "cancelled-pushes"}, task)
 		for _, n := range []int{2, 3} {
 			if pushed && n > 2 && env.ShareGPUs.Value() == "yes" {
 				continue // more than two ranks on a GPU

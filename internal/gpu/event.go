@@ -103,7 +103,7 @@ type Sequence struct {
 	users  []*Stream     // that have had operations; each is retained
 	last   *Stream       // the stream of the latest operation, in a graph or not
 	behind cudadrv.Event // recorded after the latest operation, if that was in a graph, or 0
-	graphs []Holder      // that captured operations
+	graphs Graphs        // that captured operations
 	closed bool
 }
 
@@ -134,20 +134,10 @@ func (q *Sequence) order(s *Stream) error {
 }
 
 // Hold records that a graph has operations of the sequence.
-func (q *Sequence) Hold(g Holder) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	q.graphs = append(q.graphs, g)
-}
+func (q *Sequence) Hold(g Holder) { q.graphs.Hold(g) }
 
 // LetGo undoes Hold.
-func (q *Sequence) LetGo(g Holder) {
-	q.mu.Lock()
-	defer q.mu.Unlock()
-	if i := slices.Index(q.graphs, g); i >= 0 {
-		q.graphs = slices.Delete(q.graphs, i, i+1)
-	}
-}
+func (q *Sequence) LetGo(g Holder) { q.graphs.LetGo(g) }
 
 // Prepare records that a graph with operations of the sequence is launched on s.
 func (q *Sequence) Prepare(x HasStream) error {
@@ -192,8 +182,8 @@ func (q *Sequence) forget() {
 func (q *Sequence) Close(name string, end func(users []*Stream) error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	if len(q.graphs) > 0 {
-		return fmt.Errorf("%s: %s uses it: close the graph first", name, q.graphs[0])
+	if err := q.graphs.Refuse(name); err != nil {
+		return err
 	}
 	for _, s := range q.users {
 		if err := s.RefuseCapture(name, "its operations cannot be waited for"); err != nil {

@@ -19,6 +19,12 @@ import (
 // and go, such as inference engines. Ranks and subscribers may cut the tensors differently and have them in different types; see
 // NewTransfer. The group has no subscribers in it: if they leave or are lost, the group and its work go on.
 //
+//	p, err := checkpoint.NewPublisher(ctx, g, &cluster.RegistryConfig{Addr: addr}, parts) // in each process of the training
+//	names, err := p.Publish(ctx, step)
+//
+//	s, err := checkpoint.Subscribe(ctx, stream, &cluster.EnlistConfig{Addr: addr, Name: name}, wanted) // in each engine
+//	step, err := s.Next(ctx)
+//
 // The methods are collective, except Close, and for one goroutine.
 type Publisher struct {
 	peers    *peers // the ranks that publish
@@ -35,7 +41,7 @@ type Publisher struct {
 
 // NewPublisher prepares to publish the parts src of each local rank of g. The process of rank 0 serves a registry as
 // cluster.Serve does, to which subscribers connect. cfg is the same in all processes of g, which must reach its Addr, too; port 0
-// lets the system choose the port. The memory of the parts stays the same until Close. Collective.
+// lets the system choose the port. The memory of the parts stays the same until Close, and the caller frees it. Collective.
 func NewPublisher(ctx context.Context, g *comm.Group, cfg *cluster.RegistryConfig, src [][]Part) (*Publisher, error) {
 	const op = "new publisher"
 	w, err := peersOf(g)
@@ -77,9 +83,12 @@ func NewPublisher(ctx context.Context, g *comm.Group, cfg *cluster.RegistryConfi
 // that come meanwhile wait for the next call. Collective.
 //
 // If a subscriber leaves or is lost meanwhile, Publish begins again with the others. It returns an error on all ranks if
-// the push fails and the list does not change within a second, for example because ctx has ended on a rank, or because a subscriber
+// the push fails and the list does not change within a second. Causes are a ctx that has ended on a rank, and a subscriber that
 // wants a tensor that no rank has. Subscribers may then have an incomplete version. The parts have not changed, and unless the group
 // is broken (comm.Group.Err), the next call begins again.
+//
+// A subscriber on the list that does not call Next also makes the push fail: after cfg.Timing.Join if the list has changed, and otherwise at
+// the deadline of operations (nccl.Config.Timeout), unless ctx ends first.
 func (p *Publisher) Publish(ctx context.Context, version int64) (subscribers []string, err error) {
 	for {
 		if err = p.publish(ctx, version); err == nil {
@@ -385,32 +394,19 @@ func (l *link) run(ctx context.Context) error {
 	return l.group.Barrier(ctx)
 }
 
-// close ends the link at once.
+// close ends the link at once. The streams already wait for work that is aborted, because run ordered them with it.
 func (l *link) close() error {
 	if l == nil {
 		return nil
 	}
-	return l.leave(l.group.Close)
+	return errors.Join(l.transfer.Close(), l.group.Close(), l.session.Close())
 }
 
 // shutdown ends the link together with the other ranks.
 func (l *link) shutdown(ctx context.Context) error {
-	return l.leave(func() error {
-		if err := l.group.Shutdown(ctx); err != nil {
-			return err
-		}
-		return l.session.Shutdown(ctx)
-	})
-}
-
-// leave ends the link with a function that leaves the group. Work that was aborted may still use the parts, so the streams wait
-// for it.
-func (l *link) leave(how func() error) error {
-	var errs []error
-	if l.group != nil {
-		for i, s := range l.streams {
-			errs = append(errs, s.WaitStream(l.group.Stream(i)))
-		}
+	err := errors.Join(l.transfer.Close(), l.group.Shutdown(ctx))
+	if err == nil {
+		err = l.session.Shutdown(ctx)
 	}
-	return errors.Join(append(errs, l.transfer.Close(), how(), l.session.Close())...)
+	return errors.Join(err, l.session.Close())
 }

@@ -22,8 +22,8 @@ import (
 //	p, err := checkpoint.NewPublisher(ctx, g, &cluster.RegistryConfig{Addr: addr}, parts) // in each process of the training
 //	names, err := p.Publish(ctx, step)
 //
-//	s, err := checkpoint.Subscribe(ctx, stream, &cluster.EnlistConfig{Addr: addr, Name: name}, wanted) // in each engine
-//	step, err := s.Next(ctx)
+//	sub, err := checkpoint.Subscribe(ctx, s, &cluster.EnlistConfig{Addr: addr, Name: name}, wanted) // in each engine
+//	step, err := sub.Next(ctx)
 //
 // The methods are collective, except Close, and for one goroutine.
 type Publisher struct {

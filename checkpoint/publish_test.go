@@ -221,12 +221,20 @@ func TestPublish(t *testing.T) {
 		require.NoError(t, b.Close())
 		b = p.subscribe("b", devs[1], memory.BFloat16, publishedLen) // under the same name before the next push
 		during(t, 5, push(5, "a", "b"), a, b)
-		leaves := func() { time.AfterFunc(100*time.Millisecond, func() { _ = b.Close() }) }
-		leaves()
-		during(t, 6, push(6, "a"), a) // begins in the group with b
+		leavesDuring := func(f func()) func() {
+			return func() {
+				var wg sync.WaitGroup
+				wg.Go(func() {
+					time.Sleep(100 * time.Millisecond)
+					_ = b.Close()
+				})
+				f()
+				wg.Wait()
+			}
+		}
+		during(t, 6, leavesDuring(push(6, "a")), a) // begins in the group with b
 		b = p.subscribe("b", devs[1], memory.BFloat16, publishedLen)
-		leaves()
-		during(t, 7, push(7, "a"), a) // begins with a new group
+		during(t, 7, leavesDuring(push(7, "a")), a) // begins with a new group
 		ends := func(end func(*Publisher) error) {
 			ended := make(chan error, 1)
 			go func() {

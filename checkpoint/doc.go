@@ -26,7 +26,8 @@
 // checkpoints. Links in a checkpoint's folder that lead out of it are refused, except in folders of
 // models, because the caches of models consist of such links.
 //
-// A [Transfer] moves such parts between ranks without files, for example the weights of a training to inference engines.
+// A [Transfer] moves such parts between the ranks of a group without files. A [Publisher] sends the weights of a training to inference
+// engines that come and go, each of which has a [Subscriber].
 //
 // [Open] also reads files of torch.save and folders of torch.distributed.checkpoint, without
 // running code. [Checkpoint.Export], [Reshard] and [Compare] work on the host, without a device.

@@ -61,8 +61,8 @@ func reference(steps int) (losses []float64) {
 		}
 		return out
 	}
-	x32, want32, router32, up32, down32 := data()
-	x, want, router, up, down := wide(x32), wide(want32), wide(router32), wide(up32), wide(down32)
+	x32, minusWant32, router32, up32, down32 := data()
+	x, minusWant, router, up, down := wide(x32), wide(minusWant32), wide(router32), wide(up32), wide(down32)
 	for range steps {
 		loss := 0.0
 		drouter, dup, ddown := make([]float64, len(router)), make([]float64, len(up)), make([]float64, len(down))
@@ -99,7 +99,7 @@ func reference(steps int) (losses []float64) {
 			dx := make([]float64, width)
 			dy, dgates := make([]float64, width), make([]float64, choices)
 			for i := range dy {
-				d := y[i] - want[t*width+i]
+				d := y[i] + minusWant[t*width+i]
 				loss += d * d / (2 * tokens * width)
 				dy[i] = d / (tokens * width)
 			}

@@ -78,31 +78,41 @@ func (p *process) awaitAfter(t *testing.T, ctx context.Context, seen int, patter
 func TestPush(t *testing.T) {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	defer cancel()
-	addr := fmt.Sprintf("127.0.0.1:%d", testhost.Reserve(t))
-	device := 0
-	start := func(faults string, args ...string) *process {
-		p := &process{Cmd: exec.CommandContext(ctx, os.Args[0], append(args, "-addr", addr, "-device", fmt.Sprint(device), "-pause", "20ms")...), more: make(chan struct{}, 1)}
-		device++
+	addr, master := fmt.Sprintf("127.0.0.1:%d", testhost.Reserve(t)), testhost.Reserve(t)
+	program := func(faults string, args ...string) *process {
+		p := &process{Cmd: exec.CommandContext(ctx, os.Args[0], append(args, "-addr", addr, "-pause", "20ms")...), more: make(chan struct{}, 1)}
 		p.Env = append(os.Environ(), asProgram+"=1", env.Backend.Name+"=virtual", env.VirtualDevices.Name+"=6", env.VirtualFaults.Name+"="+faults)
 		p.Stdout, p.Stderr = p, p
+		return p
+	}
+	var trainers []*process
+	for rank := range 2 {
+		p := program("")
+		p.Env = append(p.Env, fmt.Sprint("RANK=", rank), "WORLD_SIZE=2", fmt.Sprint("LOCAL_RANK=", rank), "LOCAL_WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", fmt.Sprint("MASTER_PORT=", master))
+		require.NoError(t, p.Start())
+		trainers = append(trainers, p)
+	}
+	device := len(trainers)
+	receive := func(faults, name string, args ...string) *process {
+		p := program(faults, append(args, "-receiver", name, "-device", fmt.Sprint(device))...)
+		device++
 		require.NoError(t, p.Start())
 		return p
 	}
-	trainers := []*process{start("", "-trainer", "0"), start("", "-trainer", "1")}
-	a := start("", "-receiver", "a")
+	a := receive("", "a")
 	a.await(t, ctx, "a has the weights of step")
-	b := start("lose@ncclRecv#12", "-receiver", "b")
+	b := receive("lose@ncclRecv#12", "b")
 	require.Error(t, b.Wait())
 	lost, seen := time.Now(), len(a.output())
 	require.Contains(t, b.output(), "b has the weights of step")
-	trainers[0].await(t, ctx, `(?s)generation: \[a b\].*generation: \[a\]`)
+	trainers[0].await(t, ctx, `(?s)pushes to \[a b\].*pushes to \[a\]`)
 	a.awaitAfter(t, ctx, seen, "a has the weights of step")
 	t.Logf("a has the next weights %v after the end of b", time.Since(lost).Round(time.Millisecond))
 	lost = time.Now()
-	b = start("", "-receiver", "b")
+	b = receive("", "b")
 	b.await(t, ctx, "b has the weights of step")
 	t.Logf("b has weights %v after its start under the same name", time.Since(lost).Round(time.Millisecond))
-	c := start("", "-receiver", "c", "-pushes", "3")
+	c := receive("", "c", "-pushes", "3")
 	c.await(t, ctx, "(?s)(c has the weights of step .*){3}c leaves after 3 pushes")
 	require.NoError(t, c.Wait(), c.output())
 	a.awaitAfter(t, ctx, len(a.output()), "a has the weights of step") // without c, or before c had left

@@ -50,6 +50,15 @@ var instead = map[string]string{
 	s                                       *stream.Stream
 	weights, weightGrads, bias, biasGrads memory.Slice[float32]
 )`,
+	"checkpoint/publish.go": `var (
+	ctx        context.Context
+	s          *stream.Stream
+	g          *comm.Group
+	addr, name string
+	parts      [][]checkpoint.Part
+	wanted     []checkpoint.Part
+	step       int64
+)`,
 	"ddp/gradient.go": `var (
 	err   error
 	s     *stream.Stream

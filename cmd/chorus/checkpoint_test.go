@@ -1,8 +1,10 @@
 package main
 
 import (
+	"archive/zip"
 	"bytes"
 	"encoding/json"
+	"errors"
 	"os"
 	"path/filepath"
 	"regexp"
@@ -217,11 +219,17 @@ func TestVerifyOtherFiles(t *testing.T) {
 	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
 	empty := filepath.Join(dir, "empty")
 	require.NoError(t, os.Mkdir(empty, 0o700))
+	var archive strings.Builder
+	z := zip.NewWriter(&archive)
+	entry, err := z.CreateHeader(&zip.FileHeader{Name: "folder/other.txt", Method: zip.Store})
+	require.NoError(t, err)
+	_, err = entry.Write([]byte("text"))
+	require.NoError(t, errors.Join(err, z.Close()))
 	foreign, after := "not a checkpoint", "\x80\x04\x95\x0a\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s."
 	for path, want := range map[string]string{
 		pipe: foreign, "/dev/zero": foreign, empty: foreign,
 		write("pickle.pt", after):                                        foreign,
-		write("archive.pt", "PK\x05\x06"+strings.Repeat("\x00", 18)):     "damaged, or not a checkpoint",
+		write("archive.pt", archive.String()):                            foreign,
 		write("text", "a text that is long enough"):                      "damaged, or not a checkpoint",
 		write("text.safetensors", "a text that is long enough"):          "damaged",
 		write("length.safetensors", "\x80\x04\x00\x00\x00\x00\x00\x00{"): "damaged",

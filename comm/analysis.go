@@ -217,7 +217,7 @@ func serviceAddress(c *nccl.Communicator) string {
 
 // A closing records how this process ended a group.
 type closing struct {
-	how string // "closed the group" or "shut the group down"
+	how string // closedGroup or shutGroup
 	at  time.Time
 }
 
@@ -253,7 +253,7 @@ func (e *closedError) Unwrap() []error {
 func (g *Group) errClosed(op string) *closedError {
 	e := &closedError{op: op, by: g.closing.Load(), cause: g.broken.Load()}
 	if e.by == nil { // newGroup has failed
-		e.by = &closing{"closed the group", time.Now()}
+		e.by = &closing{closedGroup, time.Now()}
 	}
 	return e
 }

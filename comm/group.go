@@ -112,7 +112,7 @@ func (g *Group) Streams() []*stream.Stream {
 // Err returns why the group accepts no more operations, or nil. If the group is broken,
 // the error matches ErrBroken; if this process has closed it, it matches device.ErrClosed.
 // While the group still asks the other ranks for the cause of a failure, Err returns the failure as this rank has noticed it
-// within 0.1 s, and later errors have the cause. If NCCL does not answer, Err gives up after 10 s.
+// within 0.25 s, and later errors have the cause. If NCCL does not answer, Err gives up after 10 s.
 func (g *Group) Err() error {
 	err, answered := firstAnswer(g.err, func() error {
 		for i := range g.members {
@@ -147,8 +147,9 @@ func firstAnswer(ask, noticed func() error) (err error, answered bool) {
 	return nil, false
 }
 
-// Err waits for noticeTime before it returns a failure without its cause, and for answerTime in all.
-const noticeTime, answerTime = 100 * time.Millisecond, 10 * time.Second
+// Err waits for noticeTime before it returns a failure without its cause, and for answerTime in all. noticeTime is longer than
+// endedReportTime, so that the first error already names a rank that has closed the group.
+const noticeTime, answerTime = 250 * time.Millisecond, 10 * time.Second
 
 // err is Err with the cause of a failure, which may take some seconds.
 func (g *Group) err() error {
@@ -295,18 +296,38 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	if g.reporter != nil {
 		if err := g.reporter.awaitOthers(ctx, g.Rank()); err != nil {
 			defer g.Close()
+			g.failing.Lock() // the failure of a rank here may be the reason
+			b := g.broken.Load()
+			g.failing.Unlock()
+			if b != nil {
+				return b
+			}
 			if g.lost.Err() != nil {
 				return g.fail(context.Cause(g.lost))
 			}
 			return fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, err)
 		}
 	}
-	g.closing.CompareAndSwap(nil, &closing{"shut the group down", time.Now()})
+	g.closing.CompareAndSwap(nil, &closing{shutGroup, time.Now()})
 	// From here on, a peer whose process ends has left and was not lost.
-	g.stopWatching("shut the group down")
-	err = concurrently(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(ctx) })
-	if err != nil && ctx.Err() != nil { // the errors of the ranks are then only consequences
+	g.stopWatching(shutGroup)
+	// The other ranks must know that this one gives up before they notice that its communicators were aborted.
+	leaving, giveUp := context.WithCancelCause(context.WithoutCancel(ctx))
+	stop := context.AfterFunc(ctx, func() {
+		if g.reporter != nil {
+			g.reporter.finish(closedGroup)
+		}
+		giveUp(context.Cause(ctx))
+	})
+	err = concurrently(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(leaving) })
+	stop()
+	giveUp(nil)
+	switch { // the errors of the ranks are only consequences
+	case err == nil:
+	case ctx.Err() != nil:
 		err = fmt.Errorf("comm: shut down on rank %d of %d: %w", g.Rank(), g.size, context.Cause(ctx))
+	case g.reporter != nil:
+		err = &brokenError{g.cause(err)}
 	}
 	if err == nil {
 		err = g.session.Shutdown(ctx)

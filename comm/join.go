@@ -448,12 +448,19 @@ func (w *reporter) leave(ctx context.Context, rank int, how string) (err error) 
 }
 
 // awaitOthers waits until all processes have shut the group down; rank is the first rank here. It returns an error if a
-// process leaves in another way, or if the Rendezvous loses a rank.
+// process leaves in another way, even if its own Shutdown had begun before, or if the Rendezvous loses a rank.
 func (w *reporter) awaitOthers(ctx context.Context, rank int) error {
 	ctx, cancel := context.WithCancelCause(ctx)
 	defer cancel(nil)
 	lost := w.r.Context()
 	defer context.AfterFunc(lost, func() { cancel(context.Cause(lost)) })()
+	go func() {
+		ended, _ := w.await(ctx, w.endedKey())
+		if rank, how, ok := strings.Cut(string(ended), " "); ok && how != shutGroup {
+			w.ended.Store(true)
+			cancel(errLeft("rank " + rank + " " + how))
+		}
+	}()
 	if err := w.leave(ctx, rank, shutDown); err != nil {
 		return err
 	}

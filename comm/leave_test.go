@@ -3,6 +3,8 @@ package comm_test
 import (
 	"context"
 	"errors"
+	"fmt"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"testing"
@@ -147,5 +149,111 @@ func TestRankLeavesWithASlowStore(t *testing.T) {
 		require.ErrorIs(t, err, comm.ErrLeft)
 		require.ErrorContains(t, err, "rank 1 ")
 		require.NoError(t, gs[0].Close())
+	})
+}
+
+// A stuckBoard is the board of a rank that hears of the others' agreement to shut down only after a delay.
+type stuckBoard struct {
+	slowBoard
+	stuck time.Duration
+}
+
+func (b stuckBoard) Get(ctx context.Context, key string) ([]byte, error) {
+	v, err := b.slowBoard.Get(ctx, key)
+	if strings.HasSuffix(key, "leave/answer") {
+		time.Sleep(b.stuck)
+	}
+	return v, err
+}
+
+// joinThree returns a group of three ranks that have connected to each other. stuck is the delay of rank 1.
+func joinThree(t *testing.T, devs []*device.Device, stuck time.Duration) []*comm.Group {
+	t.Helper()
+	gs, errs := make([]*comm.Group, 3), make([]error, 3)
+	var wg sync.WaitGroup
+	for i, b := range testgpu.Exchanges(testgpu.Context(t), 3) {
+		var r comm.Rendezvous = &slowBoard{b, new(atomic.Int64)}
+		if i == 1 {
+			r = &stuckBoard{slowBoard{b, new(atomic.Int64)}, stuck}
+		}
+		wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), r, devs[i], nil) })
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	for i, g := range gs {
+		wg.Go(func() {
+			x, err := comm.Make[float32](g, 8)
+			if err == nil {
+				err = errors.Join(comm.AllReduce(g, comm.Sum, x...), g.Wait(testgpu.Context(t)), x.Close())
+			}
+			errs[i] = err
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs...))
+	return gs
+}
+
+// If the ctx of a Shutdown ends, the rank leaves as by Close: all errors of the other ranks name it, also the first one, and also
+// those of a Shutdown that waits already.
+func TestShutdownThatGivesUp(t *testing.T) {
+	t.Setenv(env.CommStrategy.Name, "nccl")
+	for _, quits := range []int{0, 1} {
+		t.Run(fmt.Sprint("rank ", quits), func(t *testing.T) {
+			streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
+				gs := joinThree(t, devs, 0)
+				waits := 1 - quits
+				var quit, waited error
+				var after time.Duration
+				var wg sync.WaitGroup
+				wg.Go(func() {
+					ctx, cancel := context.WithTimeout(testgpu.Context(t), time.Second)
+					defer cancel()
+					quit = gs[quits].Shutdown(ctx)
+				})
+				wg.Go(func() {
+					begun := time.Now()
+					waited = gs[waits].Shutdown(testgpu.Context(t))
+					after = time.Since(begun)
+				})
+				time.Sleep(3 * time.Second)
+				first := gs[2].Err()
+				wg.Wait()
+				require.ErrorIs(t, quit, context.DeadlineExceeded)
+				require.Less(t, after, 3*time.Second)
+				for _, err := range []error{first, waited, gs[2].Shutdown(testgpu.Context(t))} {
+					require.ErrorIs(t, err, comm.ErrBroken)
+					require.ErrorIs(t, err, comm.ErrLeft)
+					require.ErrorContains(t, err, fmt.Sprintf("rank %d ", quits))
+				}
+			})
+		})
+	}
+}
+
+// That is so too if the ctx ends when all ranks have agreed to shut down and a rank does not go on.
+func TestShutdownThatGivesUpAfterTheAgreement(t *testing.T) {
+	t.Setenv(env.CommStrategy.Name, "nccl")
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
+		gs := joinThree(t, devs, 5*time.Second)
+		errs := make([]error, 3)
+		var wg sync.WaitGroup
+		for i, g := range gs {
+			wg.Go(func() {
+				ctx := testgpu.Context(t)
+				if i == 0 {
+					var cancel context.CancelFunc
+					ctx, cancel = context.WithTimeout(ctx, time.Second)
+					defer cancel()
+				}
+				errs[i] = g.Shutdown(ctx)
+			})
+		}
+		wg.Wait()
+		require.ErrorIs(t, errs[0], context.DeadlineExceeded)
+		require.ErrorIs(t, errs[1], comm.ErrBroken)
+		require.ErrorIs(t, errs[1], comm.ErrLeft)
+		require.ErrorContains(t, errs[1], "rank 0 ")
+		require.NoError(t, errs[2], "it had left before")
 	})
 }

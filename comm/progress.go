@@ -7,9 +7,9 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/internal/collective"
@@ -76,8 +76,11 @@ func (e *CulpritError) Is(target error) bool {
 	return target == ErrLeft && slices.ContainsFunc(e.Culprits, func(p RankProgress) bool { return p.End == closedGroup })
 }
 
-// closedGroup is how a rank has ended whose process has closed an intact group.
-const closedGroup = "closed the group"
+// How a rank has ended: its process has closed an intact group, or shut it down together with the others.
+const (
+	closedGroup = "closed the group"
+	shutGroup   = "shut the group down"
+)
 
 // A report is the progress report of a rank.
 type report struct {
@@ -153,9 +156,10 @@ type reporter struct {
 	stop    context.CancelFunc
 	nan     chan error // the NaN that another process reports; nil without checks
 
-	leaving    sync.Once  // writes how the rank leaves
-	diagnosing sync.Mutex // held while diagnose runs
-	diagnosis  error      // the result of diagnose, or nil
+	leaving    sync.Once   // writes how the rank leaves
+	ended      atomic.Bool // another rank has ended the group, other than by a shutdown
+	diagnosing sync.Mutex  // held while diagnose runs
+	diagnosis  error       // the result of diagnose, or nil
 	dumps      dumps
 }
 
@@ -311,13 +315,13 @@ func (w *reporter) finish(end string) {
 	}
 	first := w.comms[0].Rank()
 	_ = w.leave(ctx, first, cmp.Or(end, "has failed"))
-	if end != "" {
-		_ = w.r.Set(ctx, w.endedKey(), []byte(strconv.Itoa(first)))
+	if end != "" && !w.ended.Load() { // otherwise the rank that has ended the group before must stay named
+		_ = w.r.Set(ctx, w.endedKey(), fmt.Appendf(nil, "%d %s", first, end))
 	}
 }
 
 // endedKey is the key that a rank sets that ends the group and reports how, so that the other ranks need not wait for the
-// Rendezvous to report its fate.
+// Rendezvous to report its fate. Its value is the rank and how it has ended.
 func (w *reporter) endedKey() string { return w.prefix + "ended" }
 
 // endOf returns the reported end for a failure of this rank. A failure that another rank
@@ -528,11 +532,13 @@ func awaited(op, last uint64, all map[int]report) uint64 {
 }
 
 // firstEnded returns the rank that was the first to report its end, if any. It may be the
-// reason why the other ranks ended.
+// reason why the other ranks ended. A rank that has shut the group down is the reason only if no rank ended otherwise.
 func firstEnded(all map[int]report) (list []RankProgress) {
 	first := -1
 	for rank, x := range all {
-		if x.End != "" && (first < 0 || x.Written.Before(all[first].Written)) {
+		switch shut := x.End == shutGroup; {
+		case x.End == "":
+		case first < 0, all[first].End == shutGroup && !shut, (all[first].End == shutGroup) == shut && x.Written.Before(all[first].Written):
 			first = rank
 		}
 	}

@@ -336,8 +336,12 @@ func (g *Group) Shutdown(ctx context.Context) error {
 }
 
 // fail breaks the group with its first cause and aborts pending operations, so that no
-// rank waits for a rank that failed.
+// rank waits for a rank that failed. It does not break a group that this process has closed: the end of the ranks here then is
+// the cause, and fail returns the error of a closed group.
 func (g *Group) fail(cause error) error {
+	if g.closing.Load() != nil && g.broken.Load() == nil {
+		return g.errClosed("enqueue")
+	}
 	g.recordEnd(cause.Error(), endOf(cause) == "")
 	g.writeTraces() // first, because the process may end soon
 	if g.setBroken(cause) {

@@ -257,3 +257,60 @@ func TestShutdownThatGivesUpAfterTheAgreement(t *testing.T) {
 		require.NoError(t, errs[2], "it had left before")
 	})
 }
+
+// A Close while another goroutine issues operations is the reason of their errors: the group has not broken.
+func TestCloseDuringOperations(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
+	for _, strategy := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+		for name, issue := range map[string]func(g *comm.Group, dst, src comm.Shards[float32]) error{
+			"all-reduce": func(g *comm.Group, _, src comm.Shards[float32]) error { return comm.AllReduce(g, comm.Sum, src...) },
+			"all-to-all": func(g *comm.Group, dst, src comm.Shards[float32]) error { return comm.AllToAll(g, dst, src) },
+			"quantized": func(g *comm.Group, _, src comm.Shards[float32]) error {
+				return comm.AllReduceQuantized(g, comm.Sum, src, nil)
+			},
+			"norm": func(g *comm.Group, dst, src comm.Shards[float32]) error {
+				part := func(x comm.Shards[float32], from, to int) (list comm.Shards[float32]) {
+					for i := range x {
+						list = append(list, x[i].Slice(from, to))
+					}
+					return list
+				}
+				return comm.AllReduceNorm(g, part(dst, 0, 1000), part(dst, 1000, 2000), part(src, 0, 1000), part(src, 1000, 1100), nil)
+			},
+			"batch": func(g *comm.Group, dst, src comm.Shards[float32]) error {
+				return g.Batch(func(b *comm.Batch) error {
+					return errors.Join(comm.AllReduce(b, comm.Sum, dst...), comm.AllReduce(b, comm.Sum, src...))
+				})
+			},
+		} {
+			t.Run(fmt.Sprint(strategy, " ", name), func(t *testing.T) {
+				for round := range 12 {
+					g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: strategy})
+					require.NoError(t, err)
+					dst, err := comm.Make[float32](g, 3000)
+					require.NoError(t, err)
+					src, err := comm.Make[float32](g, 3000)
+					require.NoError(t, err)
+					begun := make(chan struct{})
+					ended := make(chan error)
+					go func() {
+						err := issue(g, dst, src)
+						close(begun)
+						for err == nil {
+							err = issue(g, dst, src)
+						}
+						ended <- err
+					}()
+					<-begun
+					time.Sleep(time.Duration(round) * 150 * time.Microsecond)
+					require.NoError(t, g.Close())
+					for _, err := range []error{<-ended, g.Err()} {
+						require.ErrorIs(t, err, device.ErrClosed)
+						require.NotErrorIs(t, err, comm.ErrBroken)
+					}
+					require.NoError(t, errors.Join(dst.Close(), src.Close()))
+				}
+			})
+		}
+	}
+}

@@ -73,7 +73,7 @@ func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, we
 	err = g.enqueueAll(func(i int, m *member) error { return nccl.AllReduce(m.on, m.stream, x[i], x[i], nccl.Sum) })
 	for i := 0; i < len(norms) && err == nil; i++ {
 		if err = fabric.AddNorm(g.members[i].stream, &norms[i]); err != nil {
-			err = fmt.Errorf("comm: all-reduce and norm: the norm on rank %d, after the all-reduce: %w", g.members[i].comm.Rank(), err)
+			err = g.causeOf(fmt.Errorf("comm: all-reduce and norm: the norm on rank %d, after the all-reduce: %w", g.members[i].comm.Rank(), err))
 		}
 	}
 	return err

@@ -110,10 +110,13 @@ func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *Qu
 	for i := range ranks {
 		err = errors.Join(err, ranks[i].blocks.Close(), ranks[i].received.Close())
 	}
-	if err != nil && g.err() == nil {
-		return fmt.Errorf("comm: %s: %w", name, err)
+	if err == nil {
+		return nil
 	}
-	return err
+	if end := g.err(); end != nil {
+		return end
+	}
+	return fmt.Errorf("comm: %s: %w", name, err)
 }
 
 // checkQuantized validates the arguments, and puts in the defaults.

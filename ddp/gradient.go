@@ -349,7 +349,8 @@ type Piece struct {
 // Pieces returns the elements of parameters that the shard of a local rank has, by At. The padding
 // has no piece. An optimiser with a parameter for each piece has a state that a checkpoint
 // stores by the names of the whole parameters, so that any number of ranks can load it. A
-// parameter without elements has no piece.
+// parameter without elements has no piece. If there are fewer elements than ranks, some ranks have no
+// piece: their optimiser has a group without parameters.
 func (sh *Sharder[T]) Pieces(local int) []Piece {
 	var all []Piece
 	rank := sh.queue.rank(local)

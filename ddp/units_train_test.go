@@ -245,3 +245,61 @@ func TestUnitsTrain(t *testing.T) {
 		})
 	})
 }
+
+// The program of the doc of Units works on ranks that have no piece.
+func TestUnitsWithoutPieces(t *testing.T) {
+	g, err := comm.Local(testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4}), nil)
+	require.NoError(t, err)
+	defer g.Close()
+	u, err := ddp.NewUnits[float32, float32](g, [][]int{{1}, {2}}, nil)
+	require.NoError(t, err)
+	defer u.Close()
+	opts, grads := make([]*optim.Optimizer, g.Locals()), make([]*optim.Grads, g.Locals())
+	empty := 0
+	for i, s := range g.Streams() {
+		var params []optim.Param
+		for _, p := range u.Pieces(i) {
+			params = append(params, optim.Of(u.Shard(i).Slice(p.At, p.At+p.Len), memory.Slice[float32]{}))
+		}
+		if params == nil {
+			empty++
+		}
+		opts[i], err = optim.NewAdamW(s, []optim.Group{{Params: params}}, &optim.AdamConfig{LR: 0.5})
+		require.NoError(t, err)
+		defer opts[i].Close()
+		grads[i], err = opts[i].Grads(s)
+		require.NoError(t, err)
+		defer grads[i].Close()
+	}
+	require.Equal(t, 3, empty, "ranks without a piece")
+	for range 2 {
+		for k := 1; k >= 0; k-- {
+			for _, s := range g.Streams() {
+				_, err := u.Use(s, k)
+				require.NoError(t, err)
+				gs, err := u.Grads(s, k)
+				require.NoError(t, err)
+				require.NoError(t, gs[0].CopyFrom(s, []float32{1, 2}[:gs[0].Len()]))
+				require.NoError(t, u.Ready(s, k))
+				require.NoError(t, u.Done(s, k))
+			}
+		}
+		require.NoError(t, u.Finish(g.Streams()...))
+		for i, s := range g.Streams() {
+			require.NoError(t, opts[i].SetGradients(s, u.ShardGrads(i)...))
+		}
+		require.NoError(t, ddp.Powers(g, 2, grads, g.Streams()))
+		for i, s := range g.Streams() {
+			_, factor, err := grads[i].Coef(s, 1)
+			require.NoError(t, err)
+			require.NoError(t, opts[i].Step(s, &optim.StepConfig{Clip: factor}))
+		}
+		require.NoError(t, u.Refresh(g.Streams()...))
+	}
+	ps, err := u.Use(g.Stream(3), 1)
+	require.NoError(t, err)
+	got := make([]float32, 2)
+	require.NoError(t, ps[0].CopyTo(g.Stream(3), got))
+	require.InDeltaSlice(t, []float32{-1, -1}, got, 0.01, "two steps of Adam by the rate")
+	require.NoError(t, g.Wait(testgpu.Context(t)))
+}

@@ -341,6 +341,44 @@ func TestNorms(t *testing.T) {
 	})
 }
 
+// All calls work on an optimiser whose groups have no parameters.
+func TestNoParameters(t *testing.T) {
+	s := newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])
+	for name, open := range map[string]func() (*optim.Optimizer, error){
+		"Adam":  func() (*optim.Optimizer, error) { return optim.NewAdam(s, []optim.Group{{}}, nil) },
+		"AdamW": func() (*optim.Optimizer, error) { return optim.NewAdamW(s, []optim.Group{{}, {LR: 1}}, nil) },
+		"SGD": func() (*optim.Optimizer, error) {
+			return optim.NewSGD(s, []optim.Group{{}}, &optim.SGDConfig{Momentum: 0.9})
+		},
+	} {
+		t.Run(name, func(t *testing.T) {
+			o, err := open()
+			require.NoError(t, err)
+			defer o.Close()
+			grads, err := o.Grads(s)
+			require.NoError(t, err)
+			defer grads.Close()
+			for range 2 {
+				require.NoError(t, o.SetGradients(s))
+				_, err = grads.Powers(s, 2)
+				require.NoError(t, err)
+				norm, factor, err := grads.Coef(s, 1)
+				require.NoError(t, err)
+				got := make([]float32, 2)
+				require.NoError(t, norm.CopyTo(s, got[:1]))
+				require.NoError(t, factor.CopyTo(s, got[1:]))
+				require.Equal(t, []float32{0, 1}, got)
+				require.NoError(t, o.Step(s, &optim.StepConfig{Clip: factor}))
+			}
+			require.NoError(t, o.RefreshCopies(s))
+			require.Empty(t, o.State())
+			require.Empty(t, o.Gradients())
+			require.NoError(t, o.LoadState(s, nil))
+			require.NoError(t, o.SetLR(s, 0, 0.5))
+		})
+	}
+}
+
 func TestErrors(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	s, other := newStream(t, devs[0]), newStream(t, devs[1])
@@ -387,7 +425,7 @@ func TestErrors(t *testing.T) {
 	_, err = optim.NewSGD(s, ok, &optim.SGDConfig{Nesterov: true})
 	require.ErrorContains(t, err, "want momentum above 0")
 	_, err = optim.NewSGD(s, nil, nil)
-	require.ErrorContains(t, err, "no parameters")
+	require.ErrorContains(t, err, "no groups given")
 	_, err = optim.NewSGD(nil, ok, nil)
 	require.ErrorContains(t, err, "no stream")
 

@@ -130,8 +130,8 @@ func (o *Optimizer) check(op string, groups []Group, with options) (all []option
 			o.params = append(o.params, held{Param: *p, group: g})
 		}
 	}
-	if len(o.params) == 0 {
-		return nil, refuse(op, "no parameters given")
+	if len(groups) == 0 {
+		return nil, refuse(op, "no groups given: want at least one, which may have no parameters")
 	}
 	o.groups = slices.Clone(groups)
 	return all, o.apart(op)
@@ -187,6 +187,9 @@ func (o *Optimizer) allocate(s *stream.Stream, groups []options) (err error) {
 			return err
 		}
 		o.table.add(p.entry(), p.Value.Len(), chunk)
+	}
+	if len(o.params) == 0 { // a launch needs a block
+		o.table.add(entry{types: uint32(memory.Float32) | uint32(memory.Float32)<<8}, 0, chunk)
 	}
 	words := make([]float64, 0, optionWords*len(groups))
 	for _, g := range groups {
@@ -387,7 +390,8 @@ func Of[T memory.Element](value, grad memory.Slice[T]) Param {
 	return Param{Value: v, Grad: g, err: errors.Join(errV, errG)}
 }
 
-// A Group is parameters with the same options (torch's param_groups).
+// A Group is parameters with the same options (torch's param_groups). It may have no parameters, such as on a rank whose shard of
+// ddp.Units has no piece. An optimiser needs at least one group; without any parameters its steps change nothing.
 type Group struct {
 	Params      []Param
 	LR          float64  // 0 means the configuration's

@@ -251,6 +251,9 @@ func (c *Checkpoint) Infos() []Info { return append([]Info(nil), c.infos...) }
 
 // Info returns the description of a tensor.
 func (c *Checkpoint) Info(name string) (Info, bool) {
+	if c == nil {
+		return Info{}, false
+	}
 	at, ok := c.where[name]
 	if !ok {
 		return Info{}, false
@@ -294,6 +297,14 @@ func (c *Checkpoint) Close() error {
 		return nil
 	}
 	return closeAll(c.files)
+}
+
+// check returns an error if c is no checkpoint of Open.
+func (c *Checkpoint) check(op string) error {
+	if c == nil || len(c.files) == 0 {
+		return fmt.Errorf("checkpoint: %s: no checkpoint given", op)
+	}
+	return nil
 }
 
 // formats and dtypes convert between memory.DType and the types of the format, which has more.

@@ -54,6 +54,9 @@ func (d *Difference) String() string {
 // shapes and the bytes of elements. It returns the differences by name. It reads tensors at the
 // same time with 8 MiB of memory for each, at most 16.
 func Compare(ctx context.Context, a, b *Checkpoint) ([]Difference, error) {
+	if err := cmp.Or(a.check("compare"), b.check("compare")); err != nil {
+		return nil, err
+	}
 	var list []Difference
 	var both []string
 	for _, x := range a.infos {
@@ -83,7 +86,7 @@ func Compare(ctx context.Context, a, b *Checkpoint) ([]Difference, error) {
 		return err
 	})
 	slices.SortFunc(list, func(x, y Difference) int { return cmp.Compare(x.Name, y.Name) })
-	return list, err
+	return list, ended(ctx, "compare", err)
 }
 
 // compareOne compares the elements of a tensor.
@@ -185,6 +188,9 @@ func (c *Checkpoint) Verify(ctx context.Context, w *Weights) error {
 	if w == nil {
 		return errors.New("checkpoint: verify: no weights given")
 	}
+	if err := c.check("verify"); err != nil {
+		return err
+	}
 	if err := strided.Check("checkpoint: verify", w.slab, nil); err != nil {
 		return err
 	}
@@ -197,7 +203,7 @@ func (c *Checkpoint) Verify(ctx context.Context, w *Weights) error {
 		err = s.WaitStream(on)
 	}
 	if err == nil {
-		err = each(ctx, w.Names(), func(ctx context.Context, name string) error { return c.verify(ctx, w, s, name) })
+		err = ended(ctx, "verify", each(ctx, w.Names(), func(ctx context.Context, name string) error { return c.verify(ctx, w, s, name) }))
 	}
 	return errors.Join(err, s.Close())
 }
@@ -368,6 +374,14 @@ func placeOf(e *gds.Error) string {
 
 // Unwrap returns the cause.
 func (e *TensorError) Unwrap() error { return e.Err }
+
+// ended adds the operation to an error that is only the cause of the end of ctx.
+func ended(ctx context.Context, op string, err error) error {
+	if ctx.Err() == nil || err != context.Cause(ctx) {
+		return err
+	}
+	return fmt.Errorf("checkpoint: %s: %w", op, err)
+}
 
 // A RankError names the rank that could not move its part. All ranks get one, also in other
 // processes. The error of the rank itself wraps the cause.

@@ -70,6 +70,9 @@ func (c *Checkpoint) LoadOn(ctx context.Context, s *stream.Stream, cfg *LoadConf
 }
 
 func (c *Checkpoint) load(ctx context.Context, w *peers, cfg *LoadConfig) ([]*Weights, error) {
+	if err := c.check("load"); err != nil {
+		return nil, err
+	}
 	lc := *cmp.Or(cfg, new(LoadConfig))
 	return c.loadPlaced(ctx, w, &lc, func() ([]*placed, error) { return c.place(&lc, w) })
 }

@@ -151,7 +151,10 @@ func firstFailed[T any](w *peers, op string, all []collective.Said[T], errs []er
 }
 
 func (w *peers) rankError(op string, rank int, reason string, errs []error) error {
-	e := &RankError{Op: op, Rank: rank, Reason: strings.TrimPrefix(strings.TrimPrefix(reason, "checkpoint: "), "gds: ")}
+	for _, known := range []string{"checkpoint: ", "gds: ", op + ": "} { // the text has them already
+		reason = strings.TrimPrefix(reason, known)
+	}
+	e := &RankError{Op: op, Rank: rank, Reason: reason}
 	for i, l := range w.locals {
 		if l.rank == rank {
 			e.Err = errs[i]

@@ -222,6 +222,9 @@ func (r *resharding) describe(sums []map[string]hash.Hash) {
 // which Hugging Face's readers want. Export needs 8 MiB of memory for each file that it writes
 // at the same time, at most 16, and returns when the files are on the disk.
 func (c *Checkpoint) Export(ctx context.Context, path string, cfg *SaveConfig) error {
+	if err := c.check("export"); err != nil {
+		return err
+	}
 	sc := *cmp.Or(cfg, new(SaveConfig))
 	if !strings.HasSuffix(path, extension) || sc.MaxFileBytes < 0 {
 		return fmt.Errorf("checkpoint: export to %s in files of %d bytes: want a name that ends in %s, and 0 bytes or more", path, sc.MaxFileBytes, extension)
@@ -244,10 +247,10 @@ func (c *Checkpoint) Export(ctx context.Context, path string, cfg *SaveConfig) e
 			return c.writeFile(ctx, w, out.starts[i], out.headers[i], nil, moved)
 		})
 	})
-	if err != nil {
-		return err
+	if err == nil {
+		err = out.commit(ctx)
 	}
-	return out.commit(ctx)
+	return ended(ctx, "export to "+path, err)
 }
 
 // headerTexts returns the metadata of the checkpoint, and the format.
@@ -354,6 +357,9 @@ func (w *Weights) Part(name string) (dim int, r Range, err error) {
 }
 
 func (w *Weights) part(name string) (*placed, error) {
+	if w == nil {
+		return nil, fmt.Errorf("checkpoint: tensor %q: no weights given", name)
+	}
 	t := w.parts[name]
 	if t != nil {
 		return t, nil

@@ -40,6 +40,9 @@ func (s *Saved) Restore(ctx context.Context, g *comm.Group, parts [][]Part, cfg 
 	if err != nil {
 		return nil, fmt.Errorf("checkpoint: restore: %w", err)
 	}
+	if err := s.given("restore"); err != nil {
+		return nil, err
+	}
 	r := &restoring{saved: s, peers: w, parts: parts}
 	r.cfg = *cmp.Or(cfg, new(RestoreConfig))
 	if r.cfg.RoundBytes <= 0 {

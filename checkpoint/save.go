@@ -263,7 +263,7 @@ func SaveTensors(ctx context.Context, s *stream.Stream, path string, tensors map
 			return err
 		}
 	}
-	return out.commit(ctx)
+	return ended(ctx, "save "+path, out.commit(ctx))
 }
 
 // describe checks the tensors and describes them for the files, by name.

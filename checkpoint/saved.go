@@ -110,11 +110,22 @@ func (s *Saved) Tensors() []Info {
 // Value decodes the JSON value that a rank saved. If the checkpoint has fewer ranks, it is an
 // error; Ranks says how many there are.
 func (s *Saved) Value(rank int, v any) error {
+	if err := s.given("value"); err != nil {
+		return err
+	}
 	if rank < 0 || rank >= len(s.m.Values) || len(s.m.Values[rank]) == 0 || string(s.m.Values[rank]) == "null" {
 		return fmt.Errorf("checkpoint: value of rank %d in %s: the rank saved none", rank, s.folder)
 	}
 	if err := json.Unmarshal(s.m.Values[rank], v); err != nil {
 		return fmt.Errorf("checkpoint: value of rank %d in %s: %w", rank, s.folder, err)
+	}
+	return nil
+}
+
+// given returns an error if s is no checkpoint of OpenSaved.
+func (s *Saved) given(op string) error {
+	if s == nil || s.m == nil {
+		return fmt.Errorf("checkpoint: %s: no saved checkpoint given", op)
 	}
 	return nil
 }
@@ -131,7 +142,12 @@ func (s *Saved) Close() error {
 // 128 MiB of memory. The error joins a *TensorError for each damaged block, up to 20. Each names
 // the file, the tensor, and the offset in the file where the block begins. A block has at most
 // 16 MiB.
-func (s *Saved) Verify(ctx context.Context) error { return s.verifyShare(ctx, 0, 1) }
+func (s *Saved) Verify(ctx context.Context) error {
+	if err := s.given("verify"); err != nil {
+		return err
+	}
+	return s.verifyShare(ctx, 0, 1)
+}
 
 // verifyShare verifies each block whose number has the remainder rank.
 func (s *Saved) verifyShare(ctx context.Context, rank, ranks int) error {
@@ -157,7 +173,7 @@ func (s *Saved) verifyShare(ctx context.Context, rank, ranks int) error {
 		}
 		return err
 	})
-	return errors.Join(err, joinDamages(damaged))
+	return errors.Join(ended(ctx, "verify "+s.folder, err), joinDamages(damaged))
 }
 
 // mostDamages is how many damaged blocks an error names.
@@ -240,31 +256,46 @@ func Latest(ctx context.Context, g *comm.Group, folder string) (saved *Saved, sk
 			return s, skipped, nil
 		}
 		skipped = append(skipped, Skipped{path, reason})
-		if err := errors.Join(s.Close(), ctx.Err()); err != nil {
-			return nil, skipped, err
+		if err := s.Close(); err != nil {
+			return nil, skipped, fmt.Errorf("checkpoint: latest in %s: %w", folder, err)
 		}
 	}
 	return nil, skipped, nil
 }
 
+// An inspection is what a rank says about a checkpoint.
+type inspection struct {
+	ID    string
+	Ended bool // the rank's ctx: all ranks return then, because this one makes no further attempt
+}
+
 // tryOpen opens a checkpoint and verifies the share of this process. It returns the first reason
-// of a rank not to use the checkpoint. err means that the ranks cannot agree.
+// of a rank not to use the checkpoint. err means that the ranks cannot agree, or that the ctx of a rank has ended.
 func tryOpen(ctx context.Context, w *peers, path string) (s *Saved, reason string, err error) {
-	errs, id := make([]error, len(w.locals)), ""
+	errs, mine := make([]error, len(w.locals)), inspection{}
 	if s, errs[0] = OpenSaved(path); s != nil {
-		id = s.m.ID
+		mine.ID = s.m.ID
 		for i, l := range w.locals {
 			errs[i] = s.verifyShare(ctx, l.rank, w.ranks)
 		}
 	}
-	err = agree(ctx, w, "compare the checkpoint", slices.Repeat([]string{id}, len(errs)), errs, func(all []collective.Said[string]) error {
+	if ctx.Err() != nil {
+		mine.Ended = true
+		fillWith(errs, context.Cause(ctx))
+	}
+	err = agree(ctx, w, "compare the checkpoint", slices.Repeat([]inspection{mine}, len(errs)), errs, func(all []collective.Said[inspection]) error {
+		for rank, x := range all {
+			if x.Value.Ended {
+				return errorOf(w, rank, x.Failed, errs)
+			}
+		}
 		for rank, x := range all {
 			switch {
 			case x.Failed != "" && w.remote():
 				reason = fmt.Sprintf("rank %d: %s", rank, x.Failed)
 			case x.Failed != "":
 				reason = x.Failed
-			case x.Value != all[0].Value:
+			case x.Value.ID != all[0].Value.ID:
 				reason = fmt.Sprintf("rank %d sees another checkpoint of this step than rank 0", rank)
 			}
 			if reason != "" {
@@ -279,6 +310,23 @@ func tryOpen(ctx context.Context, w *peers, path string) (s *Saved, reason strin
 	return s, "", err
 }
 
+// fillWith sets all errors to err.
+func fillWith(errs []error, err error) {
+	for i := range errs {
+		errs[i] = err
+	}
+}
+
+// errorOf returns the error of a rank that gives the text why: the error itself, if the rank is in this process.
+func errorOf(w *peers, rank int, why string, errs []error) error {
+	for i, l := range w.locals {
+		if l.rank == rank {
+			return errs[i]
+		}
+	}
+	return fmt.Errorf("rank %d: %s", rank, why)
+}
+
 // agreedSteps returns the steps that the first process sees.
 func agreedSteps(ctx context.Context, w *peers, folder string) (steps []int64, err error) {
 	mine, errs := make([][]int64, len(w.locals)), make([]error, len(w.locals))
@@ -287,10 +335,16 @@ func agreedSteps(ctx context.Context, w *peers, folder string) (steps []int64, e
 			errs[0] = nil
 		}
 	}
+	if ctx.Err() != nil {
+		fillWith(errs, context.Cause(ctx))
+	}
 	err = agree(ctx, w, "list the checkpoints", mine, errs, func(all []collective.Said[[]int64]) error {
-		if steps = all[0].Value; all[0].Failed != "" {
-			return errors.New(all[0].Failed)
+		for rank, x := range all {
+			if x.Failed != "" {
+				return errorOf(w, rank, x.Failed, errs)
+			}
 		}
+		steps = all[0].Value
 		return nil
 	})
 	return steps, err

@@ -131,6 +131,9 @@ func exchange(ctx context.Context, w *peers, op, folder string, parts [][]Part) 
 			continue
 		}
 		mine[i], errs[i] = describeParts(op, l.stream, parts[i])
+		if ctx.Err() != nil {
+			errs[i] = fmt.Errorf("checkpoint: %s: %w", op, context.Cause(ctx))
+		}
 	}
 	by := make([][]partInfo, w.ranks)
 	return by, agree(ctx, w, fmt.Sprintf("checkpoint: %s %s", op, folder), mine, errs, func(all []collective.Said[[]partInfo]) error {
@@ -145,7 +148,7 @@ func exchange(ctx context.Context, w *peers, op, folder string, parts [][]Part) 
 func (v *Saver) begin(ctx context.Context, w *peers, by [][]partInfo, parts [][]Part) error {
 	err := v.prepare(w, by, parts)
 	if err != nil {
-		err = fmt.Errorf("checkpoint: new saver %s: %w", v.folder, err)
+		err = fmt.Errorf("checkpoint: new saver: %s: %w", v.folder, err)
 	}
 	errs := make([]error, len(w.locals))
 	errs[0] = err
@@ -210,6 +213,9 @@ func (v *Saver) prepare(w *peers, by [][]partInfo, parts [][]Part) (err error) {
 // error, and begins this save all the same. If Save refuses to save on one rank, because of its
 // arguments or with ErrBusy, the save ends on the other ranks with the reason. Collective.
 func (v *Saver) Save(ctx context.Context, step int64, streams []*stream.Stream, values ...any) error {
+	if err := v.check("save"); err != nil {
+		return err
+	}
 	job, previous, err := v.start(ctx, step, streams, values)
 	if previous != nil {
 		previous = fmt.Errorf("checkpoint: save step %d to %s: the previous save: %w", step, v.folder, previous)
@@ -297,8 +303,22 @@ func (v *Saver) idle() bool {
 
 // Wait waits for the last save, and returns its error once.
 func (v *Saver) Wait(ctx context.Context) error {
+	if err := v.check("wait for the save"); err != nil {
+		return err
+	}
 	failed, err := v.wait(ctx)
-	return cmp.Or(failed, err)
+	if failed == nil && err != nil {
+		return fmt.Errorf("checkpoint: wait for the save to %s: %w", v.folder, err)
+	}
+	return failed
+}
+
+// check returns an error if v is no saver of NewSaver.
+func (v *Saver) check(op string) error {
+	if v == nil || v.plan == nil {
+		return fmt.Errorf("checkpoint: %s: no saver given", op)
+	}
+	return nil
 }
 
 // wait waits for the last save, and returns its error once. err is the end of ctx.
@@ -321,6 +341,9 @@ func (v *Saver) wait(ctx context.Context) (failed, err error) {
 
 // Progress returns how far the last save of this process is.
 func (v *Saver) Progress() Progress {
+	if v == nil {
+		return Progress{}
+	}
 	v.mu.Lock()
 	job := v.last
 	v.mu.Unlock()
@@ -339,7 +362,7 @@ func (v *Saver) Progress() Progress {
 // Close waits for the last save, returns its error, and frees the memory of snapshots. It is
 // idempotent and safe on nil.
 func (v *Saver) Close() error {
-	if v == nil {
+	if v == nil || v.plan == nil {
 		return nil
 	}
 	err := v.Wait(context.Background())

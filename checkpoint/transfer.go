@@ -85,6 +85,9 @@ func NewTransfer(ctx context.Context, g *comm.Group, dst, src [][]Part, cfg *Tra
 	}
 	for i := range mine {
 		mine[i].Budget = budget
+		if ctx.Err() != nil {
+			errs[i] = fmt.Errorf("checkpoint: %s: %w", op, context.Cause(ctx))
+		}
 	}
 	var rounds []*transferRound
 	var scratch []int
@@ -327,6 +330,9 @@ func (l *transferLocal) bytes(s *transferSend, packed bool, at int, p *Part, inf
 // The group's errors tell if a rank fails meanwhile: Run, or the group's Wait, returns an error that matches comm.ErrBroken.
 // The wanted parts are undefined then; the parts that ranks have do not change. Collective.
 func (t *Transfer) Run() error {
+	if t == nil || t.peers == nil {
+		return errors.New("checkpoint: transfer: no transfer given")
+	}
 	if t.closed {
 		return errors.New("checkpoint: transfer: it was closed")
 	}

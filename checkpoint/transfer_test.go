@@ -324,7 +324,7 @@ func TestTransferRefuses(t *testing.T) {
 	}
 	wg.Wait()
 	for _, err := range errs {
-		require.ErrorContains(t, err, "rank 2: new transfer: RoundBytes is -1")
+		require.ErrorContains(t, err, "checkpoint: new transfer: rank 2: RoundBytes is -1")
 	}
 	for rank, cfg := range []*TransferConfig{nil, {RoundBytes: 1 << 20}, nil} {
 		wg.Go(func() { _, errs[rank] = NewTransfer(t.Context(), gs[rank], nil, nil, cfg) })

@@ -114,9 +114,9 @@ func NewExperts(ctx context.Context, g *Group, cfg *ExpertsConfig) (*Experts, er
 		failed[i] = e.prepare(ctx, i)
 	}
 	err = route.Agree(ctx, g, "comm: "+op, make([]bool, len(failed)), failed, func(all []collective.Said[bool]) error {
-		for rank, said := range all {
+		for _, said := range all {
 			if said.Failed != "" {
-				return fmt.Errorf("comm: %s: rank %d: %s", op, rank, said.Failed)
+				return fmt.Errorf("comm: %s: %s", op, said.Failed) // which names the rank
 			}
 		}
 		return nil

@@ -230,7 +230,7 @@ func (h *Host) wait(ctx context.Context) error {
 	case <-time.After(h.interval):
 		return nil
 	case <-ctx.Done():
-		return ctx.Err()
+		return context.Cause(ctx)
 	}
 }
 

@@ -303,8 +303,8 @@ func (g *Group) Batch(fn func(b *Batch) error) error {
 
 // Enqueue enqueues all operations, or none if one was refused, and empties the batch.
 func (b *Batch) Enqueue() error {
-	if b == nil {
-		return badArgument("enqueue", "no batch given")
+	if b == nil || b.batch == nil {
+		return badArgument("enqueue", "no batch given: make one by Group.NewBatch")
 	}
 	defer b.Reset()
 	if b.refused != nil {
@@ -328,7 +328,7 @@ func (b *Batch) Enqueue() error {
 // argument of torch.distributed). 0 means the group's timeout; a negative value means none.
 // Operations with different timeouts belong in different batches.
 func (b *Batch) SetTimeout(d time.Duration) {
-	if b != nil {
+	if b != nil && b.batch != nil {
 		b.batch.SetTimeout(d)
 	}
 }
@@ -353,6 +353,9 @@ func (b *Batch) SetDeterministic() error {
 
 // Reset removes the operations, the timeout and the effect of SetDeterministic.
 func (b *Batch) Reset() {
+	if b == nil || b.batch == nil {
+		return
+	}
 	b.batch.Reset()
 	b.freeStagings()
 	b.refused = nil

@@ -74,6 +74,9 @@ type ExpertRows struct {
 
 // Close frees the three tensors once the work that was enqueued with them has completed. It does not block.
 func (r *ExpertRows) Close() error {
+	if r == nil {
+		return nil
+	}
 	return errors.Join(r.Rows.Close(), r.Counts.Close(), r.Routes.Close())
 }
 
@@ -262,7 +265,7 @@ func (e *Experts) Make() (rows []ExpertRows, err error) {
 }
 
 func (e *Experts) check(op string) error {
-	if e == nil {
+	if e == nil || e.g == nil {
 		return fmt.Errorf("comm: %s: no experts given", op)
 	}
 	if e.owner.Closed() {

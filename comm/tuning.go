@@ -132,7 +132,7 @@ func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 
 // Site returns the conditions under which a Tuning of the group is valid.
 func (g *Group) Site() (Site, error) {
-	if g == nil {
+	if g == nil || len(g.members) == 0 {
 		return Site{}, g.check("site")
 	}
 	dev := g.members[0].comm.Device()
@@ -395,6 +395,9 @@ func (g *Group) Strategies() []Strategy {
 // Wait. The strategies of the ranks may then differ, and the group must be closed.
 // Collective.
 func (g *Group) Use(ctx context.Context, s Strategy) error {
+	if g == nil {
+		return g.check("use")
+	}
 	return g.changeStrategy(ctx, s, g.routers.Use)
 }
 

@@ -152,6 +152,9 @@ func (w *Work) name() string { return fmt.Sprintf("work of rank %d of %d", w.g.R
 // ctx ends Wait returns the cause, and the Work stays open. Otherwise the result is kept: later
 // calls of Wait, Done and WaitOn return it again.
 func (w *Work) Wait(ctx context.Context) error {
+	if w == nil || w.g == nil {
+		return w.check("wait")
+	}
 	for i := range w.g.members {
 		if err := gpu.StreamOf(w.g.members[i].stream).RefuseWait("comm: wait for work"); err != nil {
 			if ended, _, err := w.query("wait"); ended {

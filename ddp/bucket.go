@@ -114,7 +114,7 @@ func pick(xs, indexes []int) []int {
 // neighbours. New buffers are allocated before the old ones are freed.
 func (r *Reducer) Rebuild(ctx context.Context) error {
 	const op = "ddp: rebuild buckets"
-	if r.owner.Closed() {
+	if r == nil || r.owner.Closed() {
 		return fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	r.queue.mu.Lock()

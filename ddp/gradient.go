@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"reflect"
 	"slices"
 
 	"github.com/gochorus/chorus/comm"
@@ -68,7 +69,10 @@ func gradientsOf[G Gradient](op string, g *comm.Group, grads [][]G) ([][]gradien
 	}
 	all := make([][]gradient, len(grads))
 	for i, list := range grads {
-		for _, x := range list {
+		for j, x := range list {
+			if isNil(x) {
+				return nil, refuse(op, "gradient %d of local rank %d is nil: want a slice or a tensor", j, i)
+			}
 			all[i] = append(all[i], gradientOf(x))
 		}
 		if err := checkGradients(op, g, i, all); err != nil {
@@ -76,6 +80,12 @@ func gradientsOf[G Gradient](op string, g *comm.Group, grads [][]G) ([][]gradien
 		}
 	}
 	return all, nil
+}
+
+// isNil reports whether a Gradient is no value, or a nil pointer.
+func isNil[G Gradient](x G) bool {
+	v := reflect.ValueOf(x)
+	return !v.IsValid() || v.Kind() == reflect.Pointer && v.IsNil()
 }
 
 // checkGradients checks the gradients of a local rank.

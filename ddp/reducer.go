@@ -139,7 +139,7 @@ func closeParts(parts []contents) error {
 // gradient i.
 func (r *Reducer) Ready(s *stream.Stream, i int) error {
 	const op = "ddp: gradient ready"
-	if r.owner.Closed() {
+	if r == nil || r.owner.Closed() {
 		return fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	return r.queue.ready(op, s, i)
@@ -215,7 +215,7 @@ func (r *Reducer) exchange(k int) error {
 // gradients count as zeros and get the result, and the next Ready begins another step.
 func (r *Reducer) Finish(streams ...*stream.Stream) error {
 	const op = "ddp: finish gradients"
-	if r.owner.Closed() {
+	if r == nil || r.owner.Closed() {
 		return fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	by, err := r.queue.sorted(op, streams)

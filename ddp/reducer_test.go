@@ -170,6 +170,11 @@ func TestReducerErrors(t *testing.T) {
 		require.ErrorIs(t, err, comm.ErrMismatch)
 		_, err = ddp.NewReducer(g, [][]memory.Slice[float32]{b.grads}, &ddp.ReducerConfig{BucketBytes: -1})
 		require.ErrorContains(t, err, "want a positive size")
+		for _, missing := range []ddp.Gradient{nil, (*memory.Slice[float32])(nil)} {
+			_, err = ddp.NewReducer(g, [][]ddp.Gradient{{b.grads[0], missing}}, nil)
+			require.ErrorIs(t, err, comm.ErrMismatch)
+			require.ErrorContains(t, err, "gradient 1 of local rank 0 is nil")
+		}
 		red, err := ddp.NewReducer(g, [][]memory.Slice[float32]{b.grads}, nil)
 		require.NoError(t, err)
 		require.NoError(t, red.Ready(b.s, 1))

@@ -35,7 +35,7 @@ import (
 // Collective.
 func (r *Reducer) Join(ctx context.Context, streams ...*stream.Stream) (last int, err error) {
 	const op = "ddp: join"
-	if r.owner.Closed() {
+	if r == nil || r.owner.Closed() {
 		return 0, fmt.Errorf("%s: the reducer: %w", op, device.ErrClosed)
 	}
 	if r.uneven == nil {

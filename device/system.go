@@ -122,6 +122,9 @@ func (s *System) Devices() []*Device { return append([]*Device(nil), s.devs...) 
 // CUDA_VISIBLE_DEVICES selects. It is cheap: the device's context is created when it is
 // first used.
 func (s *System) Open(ordinal int) (*Device, error) {
+	if s == nil {
+		return nil, fmt.Errorf("device: open device %d: no system given", ordinal)
+	}
 	if ordinal < 0 || ordinal >= len(s.devs) {
 		return nil, fmt.Errorf("device: open device %d: there are %d (0 to %d): %w",
 			ordinal, len(s.devs), len(s.devs)-1, ErrorInvalidDevice)

@@ -233,7 +233,7 @@ func paramOf(r role, t memory.DType) Param {
 // and then to the type of the output, which must not be of a lower category. The launch
 // allocates nothing.
 func (e *Elementwise) Launch(s *stream.Stream, operands ...Operand) error {
-	if e == nil {
+	if e == nil || e.sig == nil {
 		return errors.New("kernel: launch: no element-wise function given")
 	}
 	if err := e.launch(s, operands); err != nil {

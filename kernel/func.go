@@ -311,7 +311,7 @@ func (k *Kernel) Launch(s *stream.Stream, g Grid, args ...Arg) error {
 // large for that, nothing is enqueued, and the error says how many blocks fit and matches
 // device.ErrorCooperativeLaunchTooLarge.
 func (k *Kernel) LaunchCooperative(s *stream.Stream, g Grid, args ...Arg) error {
-	if k != nil && !k.module.limits.cooperative {
+	if k != nil && k.module != nil && !k.module.limits.cooperative {
 		return &device.UnsupportedError{Feature: "kernel: cooperative launch", Need: "a device that has it", Have: k.module.dev.String()}
 	}
 	return k.launch(s, g, args, true)
@@ -360,7 +360,7 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 }
 
 func (k *Kernel) check(s *stream.Stream, args []Arg) error {
-	if k == nil {
+	if k == nil || k.module == nil {
 		return errors.New("kernel: launch: no kernel given")
 	}
 	if k.module.owner.Closed() {

@@ -404,6 +404,8 @@ func (k *Kernel) BestBlock(sharedBytes, limit int) (threads, blocks int, err err
 // memory in question, because CUDA answers for the currently allowed size.
 func (k *Kernel) askable(what string, sharedBytes int) error {
 	switch {
+	case k == nil || k.module == nil:
+		return fmt.Errorf("kernel: %s: no kernel given", what)
 	case k.module.owner.Closed():
 		return fmt.Errorf("kernel: %s of %s: module: %w", what, k.name, device.ErrClosed)
 	case sharedBytes < 0 || sharedBytes > k.attrs.MaxDynamicSharedBytes:

@@ -255,8 +255,11 @@ func (t Timing) nested() map[string]any {
 }
 
 // ReadHostStats returns the statistics of the pinned memory of dev's System
-// (torch.cuda.host_memory_stats). They do not include memory of PinSlice.
+// (torch.cuda.host_memory_stats). They do not include memory of PinSlice. Without a device they are zero.
 func ReadHostStats(dev *device.Device) HostStats {
+	if dev == nil {
+		return HostStats{}
+	}
 	h := hostOf(dev)
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -268,6 +271,9 @@ func ReadHostStats(dev *device.Device) HostStats {
 // ResetPeakHostStats resets the peaks of ReadHostStats and the minimum and maximum
 // durations (torch.cuda.reset_peak_host_memory_stats).
 func ResetPeakHostStats(dev *device.Device) {
+	if dev == nil {
+		return
+	}
 	h := hostOf(dev)
 	h.mu.Lock()
 	defer h.mu.Unlock()
@@ -282,6 +288,9 @@ func ResetPeakHostStats(dev *device.Device) {
 // ResetAccumulatedHostStats sets the totals of ReadHostStats to zero
 // (torch.cuda.reset_accumulated_host_memory_stats).
 func ResetAccumulatedHostStats(dev *device.Device) {
+	if dev == nil {
+		return
+	}
 	h := hostOf(dev)
 	h.mu.Lock()
 	defer h.mu.Unlock()

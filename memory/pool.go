@@ -100,6 +100,9 @@ func (p *Pool) Use(s *stream.Stream, fn func() error) error {
 	if err := p.check(op); err != nil {
 		return err
 	}
+	if fn == nil {
+		return fmt.Errorf("%s: no function given", op)
+	}
 	part, err := p.part(l.heap, false)
 	if err != nil {
 		return err

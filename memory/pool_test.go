@@ -141,6 +141,7 @@ func TestPoolClose(t *testing.T) {
 				x, y := makeIn(t, p, s, 1000), makeIn(t, p, s, 30*mib)
 				require.NoError(t, x.CopyFrom(s, slices.Repeat([]byte{7}, 1000)))
 				require.NoError(t, y.Close())
+				require.ErrorContains(t, p.Use(s, nil), "no function given")
 				require.NoError(t, p.Use(s, func() error {
 					require.NoError(t, p.Close())
 					require.NoError(t, p.Close())

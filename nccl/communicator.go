@@ -240,7 +240,7 @@ func (c *Communicator) Device() *device.Device { return c.dev }
 // not known to have completed: then the error matches device.ErrClosed. If ctx ends first, Wait returns the cause, and
 // the operations continue until Close.
 func (c *Communicator) Wait(ctx context.Context, s *stream.Stream) error {
-	if c == nil {
+	if c == nil || c.dev == nil {
 		return c.errClosed("wait")
 	}
 	if err := gpu.CheckStream("nccl: wait", s, gpu.DeviceOf(c.dev)); err != nil {

@@ -47,6 +47,9 @@ func (f *failure) cause() error {
 // notice every failure of a peer; the deadline eventually does, and a group of comm.Join
 // notices it earlier.
 func (c *Communicator) Err() error {
+	if c == nil {
+		return c.errClosed("error")
+	}
 	if f := c.failed.Load(); f != nil {
 		<-f.done
 		return f.err
@@ -581,6 +584,9 @@ func DumpTrace(w io.Writer) error { return flight.Dump(w, liveRecorders()) }
 // DumpTrace writes the flight recorder of c in the format of the function DumpTrace. It
 // may be called at any time by any goroutine, also after the end of c.
 func (c *Communicator) DumpTrace(w io.Writer) error {
+	if c == nil || c.rec == nil {
+		return fmt.Errorf("nccl: dump trace: no communicator given")
+	}
 	return flight.Dump(w, []*flight.Recorder{c.rec})
 }
 

@@ -1,6 +1,7 @@
 package nccl
 
 import (
+	"errors"
 	"fmt"
 	"sync"
 	"sync/atomic"
@@ -222,6 +223,9 @@ func LogParameters(dev *device.Device) error {
 }
 
 func param(dev *device.Device, f ncclapi.Func, fn func(ncclapi.API) ncclapi.Result) error {
+	if dev == nil {
+		return fmt.Errorf("nccl: %s: no device given", f.Name())
+	}
 	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
 		return err
@@ -236,6 +240,9 @@ func param(dev *device.Device, f ncclapi.Func, fn func(ncclapi.API) ncclapi.Resu
 // Version returns the version of the NCCL that dev's System has loaded, such as "2.28.3"
 // (ncclGetVersion).
 func Version(dev *device.Device) (string, error) {
+	if dev == nil {
+		return "", errors.New("nccl: version: no device given")
+	}
 	api, err := gpu.DeviceOf(dev).System().NCCL()
 	if err != nil {
 		return "", err

@@ -406,6 +406,9 @@ func SetMatMulTuning(tune *TuneConfig) error {
 // TuneResults returns the results of a device, of this process and of files
 // (torch.cuda.tunable.get_results).
 func TuneResults(dev *device.Device) ([]TuneResult, error) {
+	if dev == nil {
+		return nil, errors.New("tensor: tune results: no device given")
+	}
 	list, err := gemm.Results(dev)
 	out := make([]TuneResult, len(list))
 	for i, r := range list {
@@ -418,6 +421,9 @@ func TuneResults(dev *device.Device) ([]TuneResult, error) {
 // (torch.cuda.tunable.write_file): lines "Validator,KEY,VALUE" with the version of cuBLASLt,
 // the device and the workspace, and a line "Op,Params,Solution,milliseconds" for each product.
 func WriteTuneResults(dev *device.Device, w io.Writer) error {
+	if dev == nil {
+		return errors.New("tensor: write tune results: no device given")
+	}
 	if err := gemm.WriteResults(dev, w); err != nil {
 		return fmt.Errorf("tensor: write tune results: %w", err)
 	}
@@ -429,6 +435,9 @@ func WriteTuneResults(dev *device.Device, w io.Writer) error {
 // error and changes nothing. An algorithm that cuBLASLt does not accept for its product is
 // ignored. Results that the device already has stay.
 func ReadTuneResults(dev *device.Device, r io.Reader) error {
+	if dev == nil {
+		return errors.New("tensor: read tune results: no device given")
+	}
 	if err := gemm.ReadResults(dev, r); err != nil {
 		return fmt.Errorf("tensor: read tune results: %w", err)
 	}
@@ -439,6 +448,9 @@ func ReadTuneResults(dev *device.Device, r io.Reader) error {
 // (torch.cuda.tunable.record_untuned_enable). stop writes a line for each kind of product, for
 // TuneRecorded. A second call of stop is an error and writes nothing.
 func RecordMatMuls(dev *device.Device) (stop func(w io.Writer) error, err error) {
+	if dev == nil {
+		return nil, errors.New("tensor: record matmuls: no device given")
+	}
 	if stop, err = gemm.Record(dev); err != nil {
 		return nil, fmt.Errorf("tensor: record matmuls of %s: %w", dev, err)
 	}

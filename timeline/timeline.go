@@ -20,7 +20,7 @@ func Start(dir string) (*Recording, error) {
 // or the disk hangs, it returns an error after fifteen seconds. It is idempotent and does nothing
 // on nil.
 func (r *Recording) Close() error {
-	if r == nil {
+	if r == nil || r.r == nil {
 		return nil
 	}
 	return r.r.Close()

@@ -112,7 +112,7 @@ func (g *Group) Streams() []*stream.Stream {
 // Err returns why the group accepts no more operations, or nil. If the group is broken,
 // the error matches ErrBroken; if this process has closed it, it matches device.ErrClosed.
 // While the group still asks the other ranks for the cause of a failure, Err returns the failure as this rank has noticed it
-// within 0.3 s, and later errors have the cause. If NCCL does not answer, Err gives up after 10 s.
+// within 0.25 s, and later errors have the cause. If NCCL does not answer, Err gives up after 10 s.
 func (g *Group) Err() error {
 	err, answered := firstAnswer(g.err, func() error {
 		for i := range g.members {
@@ -149,7 +149,7 @@ func firstAnswer(ask, noticed func() error) (err error, answered bool) {
 
 // Err waits for noticeTime before it returns a failure without its cause, and for answerTime in all. noticeTime is longer than
 // endedReportTime, so that the first error already names a rank that has closed the group.
-const noticeTime, answerTime = 300 * time.Millisecond, 10 * time.Second
+const noticeTime, answerTime = 250 * time.Millisecond, 10 * time.Second
 
 // err is Err with the cause of a failure, which may take some seconds.
 func (g *Group) err() error {

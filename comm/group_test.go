@@ -390,7 +390,7 @@ func TestErrWaitsForNCCL(t *testing.T) {
 			answered              bool
 		}{
 			{answer: 9 * time.Second, noticed: time.Hour, ends: 9 * time.Second, answered: true},
-			{answer: 9 * time.Second, noticed: 50 * time.Millisecond, ends: 300 * time.Millisecond, err: failure, answered: true},
+			{answer: 9 * time.Second, noticed: 50 * time.Millisecond, ends: 250 * time.Millisecond, err: failure, answered: true},
 			{answer: time.Minute, noticed: time.Hour, ends: 10 * time.Second},
 		} {
 			begun = time.Now()

@@ -102,7 +102,7 @@ func (c *Checkpoint) open(cfg *gds.FileConfig, path string) error {
 	case info.IsDir():
 		return c.openFolder(cfg, path)
 	case !info.Mode().IsRegular():
-		return fmt.Errorf("checkpoint: open %s: %w: it is neither a regular file nor a folder but %v", path, torchfile.ErrForeign, info.Mode())
+		return fmt.Errorf("checkpoint: open %s: %w: not a regular file or a folder but %v", path, torchfile.ErrForeign, info.Mode())
 	case strings.HasSuffix(path, ".json"):
 		return c.openIndex(cfg, path)
 	}

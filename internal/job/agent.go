@@ -183,6 +183,14 @@ func (a *Agent) Namesakes() (self, others string) {
 	return self, strings.Join(list[:min(len(list), maxNamed)], ", ") + andMore(len(list))
 }
 
+// Launchers returns an identifier of each launcher in the job. Two launchers of one job have common ones, and those of two jobs none.
+func (a *Agent) Launchers() (ids []string) {
+	for _, h := range a.Now.Load().Place.Load().plan.Hosts {
+		ids = append(ids, PeersID([]string{h.UUID}))
+	}
+	return ids
+}
+
 // Size returns the world size: the number of processes on all hosts.
 func (a *Agent) Size() int { return a.Now.Load().Place.Load().plan.size() }
 

@@ -24,9 +24,11 @@ type Job struct {
 	Epoch    int       `json:"epoch"`
 	Restarts int       `json:"restarts"`
 	Hosts    []string  `json:"hosts"`
-	Ranks    []Rank    `json:"ranks"`
-	Groups   []Group   `json:"groups"`
-	Findings []string  `json:"findings"` // such as a rank that is behind, and since when
+	// Launchers identifies the launchers of the job; it is empty while the hosts join.
+	Launchers []string `json:"launchers,omitempty"`
+	Ranks     []Rank   `json:"ranks"`
+	Groups    []Group  `json:"groups"`
+	Findings  []string `json:"findings"` // such as a rank that is behind, and since when
 	// Interval is the time to which the rates refer; 0 if they are not known.
 	Interval time.Duration `json:"interval_ns"`
 }
@@ -295,6 +297,7 @@ type Source struct {
 	mu   sync.Mutex
 	ask  func(context.Context) (*job.Status, error) // nil until the hosts have joined
 	host string
+	own  func() []string // identifiers of the launchers, or nil
 	last *Job
 	late tallies
 }
@@ -308,7 +311,7 @@ func NewSource(job string, hosts int) *Source {
 func (s *Source) Join(a *job.Agent) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.ask, s.host = a.Status, a.Host()
+	s.ask, s.host, s.own = a.Status, a.Host(), a.Launchers
 }
 
 // Host returns the name of this host in the job.
@@ -345,6 +348,9 @@ func (s *Source) Job(ctx context.Context) (*Job, error) {
 		return nil, err
 	}
 	j := newJob(answer, time.Now())
+	if s.own != nil {
+		j.Launchers = s.own()
+	}
 	if s.last != nil && j.Time.Sub(s.last.Time) <= maxInterval {
 		j.setRates(s.last)
 	}

@@ -371,27 +371,11 @@ func find(ctx context.Context, names []string, which Choice) (*Client, *Job, err
 	return nil, nil, &NotFoundError{which}
 }
 
-// isOther reports whether two states of jobs with one name are those of two jobs. Several launchers of one job may run on one host,
-// and their states have common processes. A job whose processes have not started is not known to be another one.
+// isOther reports whether two states of jobs with one name are those of two jobs. Several launchers of one job may run on one host.
+// A job whose hosts have not joined is not known to be another one.
 func (j *Job) isOther(k *Job) bool {
-	type process struct {
-		host string
-		pid  int
-	}
-	all := map[process]bool{}
-	for _, r := range j.Ranks {
-		if r.PID != 0 {
-			all[process{r.Host, r.PID}] = true
-		}
-	}
-	started := false
-	for _, r := range k.Ranks {
-		if all[process{r.Host, r.PID}] {
-			return false
-		}
-		started = started || r.PID != 0
-	}
-	return started && len(all) > 0
+	common := slices.ContainsFunc(j.Launchers, func(id string) bool { return slices.Contains(k.Launchers, id) })
+	return !common && len(j.Launchers) > 0 && len(k.Launchers) > 0
 }
 
 func isOthers(err error) bool {

@@ -394,12 +394,12 @@ func TestFindJobsOfOneName(t *testing.T) {
 	var names []string
 	for k := range 2 {
 		s := exampleStatus(t)
-		for i := range s.Members {
-			s.Members[i].PID += 1000 * k
+		for i := range s.Members { // none has attached
+			s.Members[i].PID, s.Members[i].Report = 0, nil
 		}
 		ln, err := ListenLocal()
 		require.NoError(t, err)
-		server := NewServer(&Source{ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{})
+		server := NewServer(&Source{own: func() []string { return []string{"all", "launcher"}[k : k+1] }, ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{})
 		server.Serve(ln, nil)
 		t.Cleanup(func() { require.NoError(t, server.Close()) })
 		names = append(names, ln.Addr().String())
@@ -410,10 +410,11 @@ func TestFindJobsOfOneName(t *testing.T) {
 	}
 	c, j, err := find(t.Context(), names[1:], Choice{PID: os.Getpid()})
 	require.NoError(t, err)
-	require.Equal(t, 1100, j.Ranks[0].PID)
+	require.Equal(t, []string{"launcher"}, j.Launchers)
 	require.False(t, c.HasEnded())
 	_, _, err = find(t.Context(), names, Choice{Job: "mnist", PID: 1})
 	require.EqualError(t, err, "this user runs no job \"mnist\" of chorus run on this host whose launcher is process 1")
+	require.False(t, j.isOther(&Job{Job: "mnist", Launchers: []string{"another", "launcher"}}), "two launchers of one job")
 	joining := &Job{Job: "mnist"}
 	require.False(t, j.isOther(joining) || joining.isOther(j), "a launcher of the same job may not have joined")
 }

@@ -313,14 +313,20 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	g.stopWatching(shutGroup)
 	// The other ranks must know that this one gives up before they notice that its communicators were aborted.
 	leaving, giveUp := context.WithCancelCause(context.WithoutCancel(ctx))
-	stop := context.AfterFunc(ctx, func() {
+	end := sync.OnceFunc(func() {
 		if g.reporter != nil {
 			g.reporter.finish(closedGroup)
 		}
 		giveUp(context.Cause(ctx))
 	})
+	if ctx.Err() != nil {
+		end()
+	}
+	stop := context.AfterFunc(ctx, end)
 	err = concurrently(g.comms(), func(c *nccl.Communicator) error { return c.Shutdown(leaving) })
-	stop()
+	if !stop() && err == nil {
+		err = context.Cause(ctx) // the other ranks may know already that this one gives up
+	}
 	giveUp(nil)
 	switch { // the errors of the ranks are only consequences
 	case err == nil:

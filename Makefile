@@ -85,7 +85,7 @@ soak: ## run the long variants of the tests; takes hours (FUZZTIME=30s for each 
 	$(SOAK) ./checkpoint -run 'TestLoadsOfGroupsThatEnd|TestSavedStatesReshard' -waitloads 1000 -saver.models 1000
 	$(SOAK) ./cluster -run 'TestWaitsNeverLie|TestOutageBetweenHosts|TestRandomEpochs' -waits 5000 -outages 50 -epochs 2000
 	$(SOAK) ./cluster -run TestCoordinatorDies -count 20 -deaths 0
-	$(GO) test -count=1 -timeout 2h ./cluster -run 'TestSimulation$$' -simulate 1h
+	$(GO) test -count=1 -cpu 1 -timeout 2h ./cluster -run 'TestSimulation$$' -simulate 1h
 	$(GO) test -count=1 -timeout 1h ./internal/job -run 'TestCoreS' -coresim 10m -corefaults 2
 	$(GO) test -count=1 -timeout 2h ./internal/job -run TestManyAgents -agents 1000
 	$(GO) test -count=1 -timeout 2h ./cluster -run TestStarts -starts 20 -started 64

@@ -306,6 +306,9 @@ func (w *reporter) finish(end string) {
 	if w.r.Context().Err() != nil {
 		return // the others already know of an end
 	}
+	if end == closedGroup && w.ended.Load() {
+		end = "" // the rank that has ended the group before must stay named, also if both did so at the same time
+	}
 	ctx, cancel := context.WithTimeout(context.Background(), lastReportTime)
 	defer cancel()
 	for _, c := range w.comms {
@@ -315,7 +318,7 @@ func (w *reporter) finish(end string) {
 	}
 	first := w.comms[0].Rank()
 	_ = w.leave(ctx, first, cmp.Or(end, "has failed"))
-	if end != "" && !w.ended.Load() { // otherwise the rank that has ended the group before must stay named
+	if end != "" && !w.ended.Load() {
 		_ = w.r.Set(ctx, w.endedKey(), fmt.Appendf(nil, "%d %s", first, end))
 	}
 }

@@ -12,6 +12,8 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var (
@@ -165,6 +167,9 @@ func TestVanishedHostsCostLittleTime(t *testing.T) {
 			vanish string
 		}{{5, "a"}, {5, "ab"}, {5, "ad"}, {5, "de"}, {31, "aABCDEbcdefghij"}, {31, "abcdefghijklmno"}} {
 			t.Run(fmt.Sprintf("%v/%s of %d", limit.lostAfter, c.vanish, c.hosts), func(t *testing.T) {
+				if testhost.On && c.hosts > 5 {
+					t.Skip("a bubble with many timers crashes the race detector (golang/go#78156)")
+				}
 				s := simSchedule{simConfig: simConfig{seed: 1, hosts: c.hosts, least: 1, local: 1, seeds: 1, pace: -1, latency: 200 * time.Microsecond, lostAfter: limit.lostAfter},
 					faults: []simFault{{event: "commit", count: 1, after: 2100 * time.Millisecond, kind: "power", a: c.vanish}}}
 				r := simulate(t, s)

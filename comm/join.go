@@ -491,6 +491,9 @@ func (w *reporter) awaitOthers(ctx context.Context, rank int) error {
 			break
 		}
 		if _, ok := w.await(ctx, w.readKey(peer)); !ok {
+			if left, ok := errors.AsType[*leftError](context.Cause(ctx)); ok { // the peer has given up since
+				return left
+			}
 			break
 		}
 	}

@@ -124,6 +124,12 @@ end1+782µs replace b - 60.338ms 0s
 job seed=720451557 hosts=3 late=0 least=2 local=2 seeds=1 restarts=0 pace=1010966 latency=88µs lost-after=3s calm=1m40s
 end1+16.159ms drain a - 0s 0s
 +2.60788491s complete - - 0s 0s`},
+	// The only member of the epoch was dismissed, and c has no workers and may start none.
+	{"the exit of a process that was dismissed counted as the end of the program", `
+job seed=972094242 hosts=3 late=1 least=1 local=1 seeds=3 restarts=0 pace=412118 latency=2.711ms lost-after=3s calm=1m40s
++4.091s worker a - 0s 0s
++4.457842s worker c - 0s 0s
+commit2+28.514ms drain ab - 0s 0s`},
 	// a and b begin the job again while c looks for its coordinator.
 	{"the end of another run was taken for the end of this one", `
 job seed=893149401 hosts=3 late=1 least=1 local=1 seeds=3 restarts=2 pace=578952 latency=201µs lost-after=1s calm=44s

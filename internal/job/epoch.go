@@ -312,7 +312,7 @@ func (c *coordinator) elasticExit(a *peer, x Exit) {
 			c.loseWorker(p, openSession(x))
 		}
 	}
-	if x.Code == 0 {
+	if x.Code == 0 && !x.Asked { // a host that is drained dismisses its workers in the middle of the program
 		c.elastic.clean[process{a.host.Host, x.Local, x.PID}] = true
 	}
 	if f := &c.elastic.last; f.Code < 0 && x.Code > 0 && f.Host == a.host.Host && f.PID == x.PID { // its function has failed

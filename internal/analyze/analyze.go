@@ -272,6 +272,11 @@ func (j *Job) addSink(r *Report, w *wait) {
 		r.addFailed(w.group, w.op, w.op.seq, first) // the rank had no time to issue it
 		return
 	}
+	if gone := j.goneFirst(w); len(gone) > 0 {
+		r.add(KindMissing, fmt.Sprintf("No file has the operations of %s, and all ranks that have one ended %s because of another rank, before %s had issued %s%s. Its process has probably ended or hangs: look at its output and its host.",
+			joined(gone), w.group.name, w.to.name, w.op.position(), place(w.op)), w.group, w.op.seq, gone)
+		return
+	}
 	text := fmt.Sprintf("%s has not issued %s of %s, and other ranks, such as %s, wait for it%s. ", upper(w.to.name), w.op.position(), w.group.name, w.from.name, place(w.op))
 	if e, g := j.lastOf(w.to); e == nil {
 		text += "It has issued no operation at all: look at what its program does before its first operation."
@@ -280,6 +285,18 @@ func (j *Job) addSink(r *Report, w *wait) {
 			e.position(), g.name, moment(e.created), place(e), e.state())
 	}
 	r.add(KindBehind, text, w.group, w.op.seq, []Rank{w.to.rank()})
+}
+
+// goneFirst returns the ranks without a file if all ranks of the group that have one ended it because of another rank: the rank that
+// is waited for then had no time to issue the operation.
+func (j *Job) goneFirst(w *wait) (list []Rank) {
+	if slices.ContainsFunc(w.group.present(), func(m *member) bool { return m.end == "" || !m.follows }) {
+		return nil
+	}
+	for _, n := range j.absent(w.group) {
+		list = append(list, n.rank())
+	}
+	return list
 }
 
 // lastOf returns the latest operation of a rank in all groups.

@@ -411,6 +411,38 @@ func TestAnalyzeFailedFirst(t *testing.T) {
 	}
 }
 
+// A rank without a file is the culprit, and not one that had no time to issue what others wait for, if all that have files say that
+// they ended because of another rank. A rank that does not say so may be the cause.
+func TestAnalyzeGoneFirst(t *testing.T) {
+	for _, running := range []bool{false, true} {
+		dir := t.TempDir()
+		for _, rank := range []int{0, 2} {
+			ops := []op{sum(true), sum(false)}
+			if rank == 2 {
+				ops = ops[:1]
+			}
+			writeRank(t, dir, rank, 0, []string{"world"}, ops)
+			file := filepath.Join(dir, fmt.Sprint("trace-", rank))
+			text, err := os.ReadFile(file)
+			require.NoError(t, err)
+			if rank != 2 || !running {
+				text = []byte(strings.ReplaceAll(string(text), `"issued":`, `"end":"rank 1 was lost","end_follows":true,"issued":`))
+			}
+			require.NoError(t, os.WriteFile(file, text, 0o600))
+		}
+		r := analyze(t, dir)
+		if running {
+			require.Equal(t, KindBehind, r.Kind, r.Verdict)
+			require.Equal(t, []int{2}, culprits(r))
+			continue
+		}
+		require.Equal(t, KindMissing, r.Kind, r.Verdict)
+		require.Equal(t, []int{1}, culprits(r))
+		require.Contains(t, r.Verdict, "No file has the operations of rank 1, and all ranks that have one ended world because of another rank, before rank 2 (PID 102 on n2) had issued collective 2 (all_reduce(8 x Float, sum))")
+		require.Contains(t, r.Verdict, "says: rank 1 was lost.")
+	}
+}
+
 // A rank whose recorder is off is a finding, and not a rank that is behind.
 func TestAnalyzeRecorderOff(t *testing.T) {
 	dir := t.TempDir()

@@ -352,6 +352,16 @@ func TestOpenRefuses(t *testing.T) {
 			require.Equal(t, before, fabric.Scratches())
 		}
 	})
+	t.Run("one ends its context", func(t *testing.T) { // another rank says so first
+		ctx, cancel := context.WithCancelCause(testgpu.Context(t))
+		said := func(context.Context, []byte) ([][]byte, error) {
+			cancel(errors.New("no time"))
+			return [][]byte{[]byte(`{}`), []byte(`{"Failed": "no time"}`)}, nil
+		}
+		_, err := fabric.Open(ctx, newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]), 0, 2, said, nil)
+		require.ErrorContains(t, err, "rank 1 cannot: no time")
+		require.ErrorIs(t, err, context.Cause(ctx))
+	})
 	t.Run("one fails to link", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 		seats := fabric.NewTable(2)

@@ -141,6 +141,27 @@ job seed=893150419 hosts=3 late=0 least=1 local=1 seeds=3 restarts=1 pace=322739
 +1.15s worker c - 0s 1ns
 +1.18098s split * ^* 1.056909s 37.427ms
 +1.254102s complete - - 0s 0s`},
+	{"a host that came back to a coordinator that had finished was refused", `
+job seed=972082139 hosts=5 late=0 least=2 local=1 seeds=2 restarts=1 pace=305408 latency=948µs lost-after=1s calm=44s
+end1+15µs freeze a - 889.511ms 0s
++1.711886s complete - - 0s 0s`},
+	// b loses the coordinator 0.16 s before it continues, which ends a second later.
+	{"a host that had lost its coordinator did not learn that the program had ended", `
+job seed=994474385 hosts=3 late=0 least=1 local=1 seeds=2 restarts=2 pace=799290 latency=4.666ms lost-after=3s calm=1m40s
++2.674307279s freeze a - 2.88423998s 0s
+commit2+3.247ms complete - - 0s 0s`},
+	{"a reset proved the end of two launchers after the end of the program, and they began another epoch", `
+job seed=954274723 hosts=4 late=0 least=1 local=1 seeds=3 restarts=1 pace=935526 latency=3.072ms lost-after=1s calm=44s
+end1+4.019ms firewall bc ^bc 958.359407ms 0s
++2.879181718s complete - - 0s 0s`},
+	{"a host did not learn from the next coordinator that the program had ended", `
+job seed=543420332 hosts=5 late=0 least=1 local=1 seeds=3 restarts=1 pace=750616 latency=11.698ms lost-after=3s calm=1m40s
+end1+16.56ms split a ^a 3.070335413s 0s
++582.63708ms complete - - 0s 0s`},
+	{"launchers that had heard of the end of the program left before the others had asked them", `
+job seed=982412618 hosts=5 late=0 least=1 local=1 seeds=2 restarts=2 pace=950824 latency=10.669ms lost-after=3s calm=1m40s
+end1+1.574ms split a ^a 2.795911853s 0s
++688.811146ms complete - - 0s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -61,7 +61,7 @@ func (e *ToldError) Unwrap() error { return e.Err }
 type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
 
 // Agree exchanges values. If a rank has failed, all ranks return an error: that rank its own, and the
-// others one that names the first rank that failed, and the cause of their own context if it has ended, too. All ranks agree on whether it matches errors.ErrUnsupported.
+// others one that names the first rank that failed. If their own context has ended, the error has its cause, too. All ranks agree on whether it matches errors.ErrUnsupported.
 func Agree[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
 	text, err := json.Marshal(SaidOf(mine, failed))
 	if err != nil {

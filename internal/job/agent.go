@@ -333,6 +333,8 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 		case <-a.Context().Done():
 			return context.Cause(a.Context())
 		case <-a.concluded:
+			// Other hosts that have lost the coordinator learn from this one that the program has ended.
+			Sleep(ctx, returnTime(k.Hello.LostAfter))
 			return context.Cause(a.Context())
 		case <-moved:
 			a.mu.Lock()

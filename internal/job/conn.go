@@ -221,7 +221,7 @@ func (s *Server) mustProve(k *conn, err error) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	p := k.peer
-	return s.cfg.probes && p.role == roleAgent && s.isElastic() && s.counts(p) && !s.closed && !s.handedOver && isClosedByPeer(err) && p.host.Control != ""
+	return s.cfg.probes && p.role == roleAgent && s.isDeciding() && s.counts(p) && !s.closed && !s.handedOver && isClosedByPeer(err) && p.host.Control != ""
 }
 
 // isCutOffWith reports whether nothing was heard from the launcher of a worker since its connection has ended. The network is then the

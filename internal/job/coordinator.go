@@ -179,6 +179,7 @@ const (
 	dueVoters   // voters should have come
 	dueLook     // look for voters
 	dueLedger   // the same, for an entry of the ledger
+	dueDone     // hosts that are lost have had time to learn of the end of the program
 	dueReport   // the second half of a loss should have come
 	dueExit     // a launcher should have reported an exit
 	dueOwnExit  // a process that has failed should have exited
@@ -253,6 +254,8 @@ func (c *coordinator) pass(d deadline) {
 		}
 	case dueLedger:
 		c.checkRecorded()
+	case dueDone:
+		c.checkDone()
 	case dueReport:
 		if w := c.faults.pending; w != nil && d.of == w {
 			c.resolve(w.fault, tellAll)
@@ -374,11 +377,11 @@ type coordinator struct {
 	elastic *elastic // if the processes call Run and the first world is complete
 	// succession is set while this coordinator wants to replace one that was lost.
 	succession  *succession
-	elsewhere   instant            // when another coordinator was last known to run the job
-	voterSets   []voterSet         // they agree on the next epoch
-	handedOver  bool               // another coordinator continues
-	ended       map[string]bool    // hosts whose agents are known to have ended, by UUID
-	leases      map[string]instant // when launchers that are lost here follow this coordinator no more, by UUID
+	elsewhere   instant              // when another coordinator was last known to run the job
+	voterSets   []voterSet           // they agree on the next epoch
+	handedOver  bool                 // another coordinator continues
+	ended       map[string]bool      // hosts whose agents are known to have ended, by UUID
+	away        map[string]straggler // launchers that are lost here and are not known to have ended, by UUID
 	faults      faults
 	flappers    map[string]*flapper // by host name
 	gone        []Member            // timed out before the job was complete

@@ -376,7 +376,7 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 		if l == a.link {
 			a.lostLink(l, lostByIt, r.Reason)
 		} else {
-			a.choose(a.choice, turnedAway{number, errors.New(r.Reason)})
+			a.choose(a.choice, turnedAway{number, r.Err("sim", "")})
 		}
 	case kindEnded:
 		a.choose(a.choice, linkLost{number})

@@ -193,6 +193,9 @@ func (f Fault) Err() error {
 
 // Err converts the refusal to an error for the user of this process.
 func (r Refusal) Err(job, addr string) error {
+	if r.Finished {
+		return ErrFinished
+	}
 	if r.Attendance != nil {
 		e := &JoinTimeoutError{Job: job, Waited: r.Waited, Addr: addr}
 		r.Attendance.Fill(e)

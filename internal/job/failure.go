@@ -177,7 +177,7 @@ func (c *coordinator) agentEnd(why ending) agentEnd {
 		end.reason, end.ended, end.knows = "its launcher ended", why.certain, true // otherwise it may have agreed with others before
 	case why.found == foundAlive:
 		end.reason = "its connection closed, and its launcher did not connect again"
-	case why.closed && c.isElastic():
+	case why.closed && c.isDeciding():
 		end.reason = "its connection closed, and it does not answer"
 	case why.closed:
 		end.reason = "its launcher ended"

@@ -241,6 +241,10 @@ func (c *coordinator) registerAgent(p *peer) error {
 	if ch := p.host.History; ch != nil && c.plan != nil {
 		c.checkTerm(Leader{Term: ch.Term, Run: ch.Run, Name: "another host"})
 	}
+	if p.host.History != nil && c.hasFinished() {
+		c.returnAfterEnd(p)
+		return nil
+	}
 	if r := c.hostObjection(p.host); r != nil {
 		c.refuse(p, *r)
 		if r.First != nil || r.All {
@@ -253,10 +257,26 @@ func (c *coordinator) registerAgent(p *peer) error {
 		return nil
 	}
 	c.admit(p)
-	delete(c.leases, p.host.UUID) // it has lost this coordinator, and follows it again
+	delete(c.away, p.host.UUID) // it has lost this coordinator, and follows it again
 	p.ready, p.host.History = true, nil
 	c.place(p)
 	return nil
+}
+
+// returnAfterEnd answers a host of the job that comes back when the program has ended.
+func (c *coordinator) returnAfterEnd(p *peer) {
+	if !c.elastic.told {
+		if x, ok := c.away[p.host.UUID]; ok {
+			x.follows = 0
+			c.away[p.host.UUID] = x
+			c.checkRecorded()
+		}
+		c.hangUp(p) // it tries again
+		return
+	}
+	c.refusePeer(p, Refusal{Finished: true, Reason: "the program has ended"})
+	delete(c.away, p.host.UUID)
+	c.checkDone()
 }
 
 // place gives a host a place in the job, or lets it wait for one.
@@ -403,23 +423,45 @@ func (c *coordinator) planNote() msg {
 	return m
 }
 
-// lease records that a launcher, which was lost here for another reason than silence, may still follow this coordinator. It would
-// count the end of this coordinator, and not know of epochs that have begun without it. None begins before
-// the launcher has registered again, or must have lost this coordinator for silence.
-func (c *coordinator) lease(p *peer) {
-	limit := c.cfg.Self.LostAfter
-	if c.isElastic() && c.silent(p) <= limit {
-		if c.leases == nil {
-			c.leases = map[string]instant{}
-		}
-		c.leases[p.host.UUID] = c.now + limit + limit/32
+// A straggler is the state of a launcher that is lost here and is not known to have ended.
+type straggler struct {
+	// It may still follow this coordinator until then: it would count the end of this coordinator, and not know of epochs that have begun
+	// without it. None begins before the launcher has registered again, or must have lost this coordinator for silence.
+	follows instant
+	back    instant // it may come back until then, to learn that the program has ended
+}
+
+// miss records that a launcher is lost here and may come back.
+func (c *coordinator) miss(uuid string, follows bool) {
+	if c.away == nil {
+		c.away = map[string]straggler{}
 	}
+	maps.DeleteFunc(c.away, func(_ string, x straggler) bool { return x.back < c.now })
+	limit := c.cfg.Self.LostAfter
+	x := straggler{back: c.now + returnTime(limit)}
+	if follows {
+		x.follows = c.now + limit + limit/32
+	}
+	c.away[uuid] = x
+}
+
+// returnTime is the time in which a launcher that is lost notices that, and finds out whether the program has ended.
+func returnTime(lostAfter time.Duration) time.Duration {
+	return lostAfter + lostAfter/32 + 2*searchInterval
 }
 
 // leased returns the time until no launcher that was lost follows this coordinator.
 func (c *coordinator) leased() (d time.Duration) {
-	for _, until := range c.leases {
-		d = max(d, until-c.now)
+	for _, x := range c.away {
+		d = max(d, x.follows-c.now)
+	}
+	return d
+}
+
+// missed returns the time until no launcher that was lost comes back.
+func (c *coordinator) missed() (d time.Duration) {
+	for _, x := range c.away {
+		d = max(d, x.back-c.now)
 	}
 	return d
 }
@@ -446,8 +488,21 @@ func (c *coordinator) checkDone() {
 		c.checkHope()
 		return
 	}
+	d := time.Duration(0)
+	if c.hasFinished() && c.faults.stop == nil {
+		d = c.missed()
+	}
 	for _, q := range c.agents {
-		c.send(q, say(kindEnded, nil))
+		if d == 0 || !c.coordinates(q) {
+			c.send(q, say(kindEnded, nil))
+		}
+	}
+	if d > 0 && !c.elastic.lingers {
+		c.elastic.lingers = true
+		c.say(fmt.Sprintf("waiting up to %v for a host that was lost to come back and learn that the program has ended", d.Round(100*time.Millisecond)))
+	}
+	if d > 0 {
+		c.after(d, deadline{what: dueDone})
 	}
 }
 
@@ -494,8 +549,8 @@ func (c *coordinator) loseAgent(p *peer, end agentEnd) {
 	if end.ended {
 		c.markEnded(p)
 	}
-	if !end.ended && !end.knows {
-		c.lease(p)
+	if !end.ended && !end.left && c.isDeciding() {
+		c.miss(p.host.UUID, !end.knows && c.silent(p) <= c.cfg.Self.LostAfter)
 	}
 	f := c.lossOf(p, end.reason)
 	switch elastic := c.isElastic(); {
@@ -722,6 +777,11 @@ func (c *coordinator) takeOver() {
 	e.last = c.ownFault("it " + took)
 	e.why = fmt.Sprintf("host %s %s", c.cfg.Self.Host, took)
 	c.elastic = e
+	for _, u := range ch.Voters {
+		if s.hosts[u] == nil && u != ch.Lost && !c.ended[u] {
+			c.miss(u, false)
+		}
+	}
 	c.inherit(ch.Ledger)
 	c.tellAgents(c.planNote())
 	c.tellAgents(msg{kind: kindComplete, epoch: c.epoch})

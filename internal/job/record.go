@@ -222,6 +222,8 @@ type Refusal struct {
 	Place  string  `json:"place,omitempty"` // set for a duplicate
 	First  *Member `json:"first,omitempty"`
 	Second *Member `json:"second,omitempty"`
+	// Finished is true if the program has ended, so that a host that comes back to its coordinator has nothing left to do.
+	Finished bool `json:"finished,omitempty"`
 	// Set if the join timed out at the coordinator.
 	Attendance *attendance   `json:"roll,omitempty"`
 	Waited     time.Duration `json:"waited,omitempty"`

@@ -518,6 +518,8 @@ func randomSchedule(seed uint64) simSchedule {
 			return log(unit/100, unit)
 		case 1:
 			return 0
+		case 2: // about the limit of silence
+			return time.Duration(float64(unit) * (0.9 + 0.15*r.Float64())).Round(time.Microsecond)
 		}
 		return log(unit, 4*unit)
 	}

@@ -42,6 +42,7 @@ type Agent struct {
 	killing sync.Once
 	// concluded is closed when the program has ended and the coordinator is lost.
 	concluded  chan struct{}
+	lingers    atomic.Bool // the job has succeeded, and this host only waits for others to learn that
 	concluding sync.Once
 	// byOwnName is true if this host is a seed whose name is the loopback here.
 	byOwnName bool
@@ -329,12 +330,18 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 	for {
 		select {
 		case <-k.EndedC:
+			a.mu.Lock()
+			coord := a.Coord
+			a.mu.Unlock()
+			if coord != nil {
+				a.awaitStragglers(ctx, coord.missed)
+			}
 			return cmp.Or(context.Cause(a.Context()), context.Cause(k.Ctx)) // a failure is reported before the end
 		case <-a.Context().Done():
 			return context.Cause(a.Context())
 		case <-a.concluded:
-			// Other hosts that have lost the coordinator learn from this one that the program has ended.
-			Sleep(ctx, returnTime(k.Hello.LostAfter))
+			end := time.Now().Add(returnTime(k.Hello.LostAfter))
+			a.awaitStragglers(ctx, func() time.Duration { return time.Until(end) })
 			return context.Cause(a.Context())
 		case <-moved:
 			a.mu.Lock()
@@ -345,6 +352,24 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 		}
 	}
 }
+
+// awaitStragglers lets hosts that were lost a moment ago come back to this one, to learn that the program has ended. missed is the time
+// that they still have.
+func (a *Agent) awaitStragglers(ctx context.Context, missed func() time.Duration) {
+	d := missed()
+	if d > 0 {
+		a.lingers.Store(true)
+		a.cfg.Notify(fmt.Sprintf("job %s: waiting up to %v for a host that was lost to come back and learn that the program has ended", a.cfg.Job, d.Round(100*time.Millisecond)))
+	}
+	for ; d > 0 && Sleep(ctx, min(d, returnCheck)); d = missed() {
+	}
+}
+
+// Lingers reports whether the job has succeeded, and Shutdown only waits for hosts that were lost to learn that.
+func (a *Agent) Lingers() bool { return a.lingers.Load() }
+
+// returnCheck is the time between two looks whether the hosts that were lost have come back.
+const returnCheck = 100 * time.Millisecond
 
 // Close leaves the job immediately. If Shutdown has not reported the exit of this
 // host's workers, the job fails on the other hosts. If this host coordinates, the

@@ -179,7 +179,6 @@ const (
 	dueVoters   // voters should have come
 	dueLook     // look for voters
 	dueLedger   // the same, for an entry of the ledger
-	dueDone     // hosts that are lost have had time to learn of the end of the program
 	dueReport   // the second half of a loss should have come
 	dueExit     // a launcher should have reported an exit
 	dueOwnExit  // a process that has failed should have exited
@@ -254,8 +253,6 @@ func (c *coordinator) pass(d deadline) {
 		}
 	case dueLedger:
 		c.checkRecorded()
-	case dueDone:
-		c.checkDone()
 	case dueReport:
 		if w := c.faults.pending; w != nil && d.of == w {
 			c.resolve(w.fault, tellAll)

@@ -27,7 +27,6 @@ type elastic struct {
 	left      []Departure
 	finished  bool // all functions of the epoch have returned nil
 	told      bool // and the launchers have recorded it
-	lingers   bool // it waits for hosts that are lost to learn of that
 	over      bool // all functions have returned nil, or the job has failed
 	// members are the processes whose functions have all returned nil, by place.
 	members map[place]int

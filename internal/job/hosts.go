@@ -276,7 +276,6 @@ func (c *coordinator) returnAfterEnd(p *peer) {
 	}
 	c.refusePeer(p, Refusal{Finished: true, Reason: "the program has ended"})
 	delete(c.away, p.host.UUID)
-	c.checkDone()
 }
 
 // place gives a host a place in the job, or lets it wait for one.
@@ -458,10 +457,13 @@ func (c *coordinator) leased() (d time.Duration) {
 	return d
 }
 
-// missed returns the time until no launcher that was lost comes back.
-func (c *coordinator) missed() (d time.Duration) {
+// missed returns the time until no launcher that was lost comes back to learn that the program has ended.
+func (c *coordinator) missed(now instant) (d time.Duration) {
+	if !c.hasFinished() || c.faults.stop != nil || c.handedOver {
+		return 0
+	}
 	for _, x := range c.away {
-		d = max(d, x.back-c.now)
+		d = max(d, x.back-now)
 	}
 	return d
 }
@@ -488,21 +490,8 @@ func (c *coordinator) checkDone() {
 		c.checkHope()
 		return
 	}
-	d := time.Duration(0)
-	if c.hasFinished() && c.faults.stop == nil {
-		d = c.missed()
-	}
 	for _, q := range c.agents {
-		if d == 0 || !c.coordinates(q) {
-			c.send(q, say(kindEnded, nil))
-		}
-	}
-	if d > 0 && !c.elastic.lingers {
-		c.elastic.lingers = true
-		c.say(fmt.Sprintf("waiting up to %v for a host that was lost to come back and learn that the program has ended", d.Round(100*time.Millisecond)))
-	}
-	if d > 0 {
-		c.after(d, deadline{what: dueDone})
+		c.send(q, say(kindEnded, nil))
 	}
 }
 

@@ -588,6 +588,13 @@ func (s *Server) Close() {
 	}
 }
 
+// missed returns the time until no launcher that was lost comes back to learn that the program has ended.
+func (s *Server) missed() time.Duration {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.coordinator.missed(s.now())
+}
+
 // reasonOf describes why a connection ended.
 func reasonOf(err error, lostAfter time.Duration) string {
 	switch {

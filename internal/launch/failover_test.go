@@ -126,6 +126,22 @@ func TestHostsLeaveAfterTheEndOfTheProgram(t *testing.T) {
 	}
 }
 
+// A launcher whose job has succeeded waits for a host that was lost a moment ago. A signal ends that, and the job has still succeeded.
+func TestSignalAfterTheSuccess(t *testing.T) {
+	t.Parallel()
+	done := filepath.Join(t.TempDir(), "done")
+	require.NoError(t, os.WriteFile(done, nil, 0o600))
+	_, ls := severalHosts(t, 3, 1, lostAfter/4, "elastic", "2", "2", done)
+	require.NoError(t, ls[2].cmd.Process.Signal(syscall.SIGSTOP))
+	requireStopped(t, ls[2].cmd.Process.Pid)
+	ls[0].until("to come back and learn that the program has ended", 1)
+	require.NoError(t, ls[0].cmd.Process.Signal(syscall.SIGTERM))
+	for _, l := range ls[:2] {
+		code, text := l.wait()
+		require.Zero(t, code, text)
+	}
+}
+
 // The last worker of a host that leaves is killed. The launcher stays until another host coordinates: the job goes on there.
 func TestWorkerDiesWhileTheCoordinatorDrains(t *testing.T) {
 	t.Parallel()

@@ -551,6 +551,10 @@ func (j *launcher) awaitOthers() {
 			}
 			return
 		case s := <-j.cfg.Signals:
+			if j.agent.Lingers() {
+				cancel()
+				continue
+			}
 			j.signalled(s)
 			if j.signal != 0 {
 				return

@@ -43,6 +43,7 @@ type simJob struct {
 	over      bool
 	excluded  bool            // a coordinator has excluded a host
 	touched   map[string]bool // hosts that a fault has touched
+	deciding  [][]string      // the hosts of the last epoch of the first lineage, and those of its proposals since then
 	crashed   bool            // a worker was killed after its function had returned nil
 }
 
@@ -153,6 +154,7 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 	if !c.Begun {
 		j.log("%s proposes epoch %d of [%s] to the hosts [%s]", p.name, c.Epoch, strings.Join(ms, " "), strings.Join(j.hostsOf(c.Voters), " "))
 		if j.lineages[c.Agent] == j.first {
+			j.deciding = append(j.deciding, j.hostsOf(c.Voters))
 			j.trigger("propose", p.host)
 		}
 		return
@@ -176,6 +178,7 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 		j.violate("%v, after Run has returned nil in epoch %d", x, told)
 	}
 	if x.lineage == j.first {
+		j.deciding = [][]string{x.voterSet}
 		j.trigger("commit", p.host)
 	}
 }
@@ -222,9 +225,11 @@ type simLauncher struct {
 	agent *job.Agent // nil while it starts; guarded by simJob.mu
 	err   error      // of Start, or why its job has ended
 	over  bool       // it has ended by itself; guarded by simJob.mu
-	term  chan struct{}
-	ended chan simExit
-	due   chan job.Order
+
+	excused bool // it has failed, and its host might
+	term    chan struct{}
+	ended   chan simExit
+	due     chan job.Order
 
 	workers   map[int]*simWorker
 	running   int
@@ -297,6 +302,7 @@ func (l *simLauncher) main() {
 	l.proc.run()
 	j.mu.Lock()
 	l.err, l.over = err, !l.proc.isDead()
+	l.excused = err != nil && j.mayFail(l.host.name)
 	if l.over {
 		j.log("%s ends: %v", l.proc.name, err)
 		if err == nil && !l.draining && !l.stopping && !j.hasEnded(l) {
@@ -796,7 +802,8 @@ func (l *simLauncher) restarted() {
 
 // settles checks, after the last fault, that each launcher belongs to the job that is alive, or has ended, and returns what
 // is not so yet. If faults have touched only a minority of the hosts, the launchers of the others must be in the job, or the job
-// has gone on with another majority: a host that pauses for almost the limit may be lost for some and not for others.
+// has gone on with another majority: a host that pauses for almost the limit may be lost for some and not for others. Then the last
+// epoch, or one that was proposed since then and may have begun, has few of the others. Those may end, and count as touched.
 func (j *simJob) settles() string {
 	all := j.coordinators()
 	waits := false
@@ -816,12 +823,10 @@ func (j *simJob) settles() string {
 			}
 		}
 	}
-	var left []string
-	for i := range j.cfg.hosts {
-		if name := simName(i); !j.touched[name] {
-			left = append(left, name)
-		}
-	}
+	left := slices.DeleteFunc(j.untouched(), func(host string) bool {
+		l := j.launchers[host]
+		return l != nil && l.over && l.excused
+	})
 	majority := len(left) > (j.cfg.hosts+j.cfg.late)/2 && len(left) >= j.cfg.least
 	if len(live) == 1 && 2*len(live[0].voterSet) >= j.cfg.hosts {
 		majority = false
@@ -843,6 +848,29 @@ func (j *simJob) settles() string {
 		}
 	}
 	return ""
+}
+
+// untouched returns the hosts that no fault has touched.
+func (j *simJob) untouched() (out []string) {
+	for i := range j.cfg.hosts {
+		if name := simName(i); !j.touched[name] {
+			out = append(out, name)
+		}
+	}
+	return out
+}
+
+// mayFail reports whether a host is in a set that decides, in which the hosts that no fault has touched have no majority.
+func (j *simJob) mayFail(host string) bool {
+	rest := j.untouched()
+	return slices.ContainsFunc(j.deciding, func(set []string) bool {
+		return slices.Contains(set, host) && 2*len(without(set, rest)) >= len(set)
+	})
+}
+
+// without returns the elements of a that are not in b.
+func without(a, b []string) []string {
+	return slices.DeleteFunc(slices.Clone(a), func(x string) bool { return slices.Contains(b, x) })
 }
 
 // A coordinated is what the coordinator in the process of a launcher knows.

@@ -155,23 +155,24 @@ func TestTimeoutNamesTheOperationThatHangs(t *testing.T) {
 // The marks that a stream has not come to are kept, so that what hangs lies between two of
 // them, however much is issued behind it.
 func TestTimeoutOfManyOperations(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	ranks, xs := afterOnce(t, devs, 16, time.Minute)
-	r := ranks[0]
-	issue := func() {
-		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
-		until(t, func() bool { return time.Since(r.c.Progress().Issued.Created) > 2*time.Millisecond })
-	}
-	issue() // the only one that completes, after all others were issued
-	require.NoError(t, r.c.SetTimeout(limit(devs)))
-	for range 79 {
-		issue()
-	}
-	require.NoError(t, nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum))
-	var late *nccl.TimeoutError
-	require.ErrorAs(t, r.c.Wait(testgpu.Context(t), r.s), &late)
-	require.Equal(t, []uint64{3, 3}, []uint64{late.Operation.Collective, late.Last.Collective}, "each was issued some time after the one before, and has a mark")
-	require.Equal(t, limit(devs), late.Limit, "the first operation, which had more time, is known to have completed")
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		ranks, xs := afterOnce(t, devs, 16, time.Minute)
+		r := ranks[0]
+		issue := func() {
+			require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
+			time.Sleep(5 * time.Millisecond) // in virtual time: more than marks are apart
+		}
+		issue() // the only one that completes, after all others were issued
+		require.NoError(t, r.c.SetTimeout(limit(devs)))
+		for range 79 {
+			issue()
+		}
+		require.NoError(t, nccl.AllReduce(ranks[1].c, ranks[1].s, xs[1], xs[1], nccl.Sum))
+		var late *nccl.TimeoutError
+		require.ErrorAs(t, r.c.Wait(testgpu.Context(t), r.s), &late)
+		require.Equal(t, []uint64{3, 3}, []uint64{late.Operation.Collective, late.Last.Collective}, "each was issued some time after the one before, and has a mark")
+		require.Equal(t, limit(devs), late.Limit, "the first operation, which had more time, is known to have completed")
+	})
 }
 
 // The operations of a single rank are copies, which nothing orders between streams.

@@ -208,6 +208,11 @@ func (j *Job) hangs(r *Report) {
 	for _, g := range j.groups {
 		r.addPendingTransfer(g)
 	}
+	if len(r.Findings) == 0 && !j.live { // an error of a job that runs names the rank already
+		for _, g := range j.groups {
+			r.addEnded(g)
+		}
+	}
 }
 
 func (r *Report) addCycle(c []*wait) {
@@ -381,6 +386,20 @@ func (r *Report) addFailed(g *group, op *entry, seq uint64, first []*member) {
 	}
 	r.add(KindFailed, fmt.Sprintf("%s ended %s during %s, and the other ranks ended it because of that. Its file says: %s.",
 		upper(names(first)), g.name, op.position(), strings.TrimSuffix(first[0].end, ".")), g, seq, ranks(first))
+}
+
+// addEnded reports that ranks ended the group, and the other ranks because of them, before an operation of the group waited for one.
+func (r *Report) addEnded(g *group) {
+	first := g.failedFirst()
+	if len(first) == 0 {
+		return
+	}
+	after := "before its first collective"
+	if seq := first[0].last; seq > 0 {
+		after = fmt.Sprintf("after collective %d", seq)
+	}
+	r.add(KindFailed, fmt.Sprintf("%s ended %s %s, and the other ranks ended it because of that; no operation waited for another rank. Its file says: %s.",
+		upper(names(first)), g.name, after, strings.TrimSuffix(first[0].end, ".")), g, first[0].last, ranks(first))
 }
 
 // failedFirst returns the ranks that ended the group by themselves, if all other ranks say that another rank may be the cause.

@@ -411,6 +411,38 @@ func TestAnalyzeFailedFirst(t *testing.T) {
 	}
 }
 
+// So it is if the other ranks had no time to issue an operation that waits for it. Ranks that all end by themselves are no finding.
+func TestAnalyzeEndedBetweenOperations(t *testing.T) {
+	for _, others := range []string{`"end":"rank 1 closed the group","end_follows":true,`, `"end":"this process closed the group",`} {
+		for _, ops := range [][]op{{sum(true), sum(true)}, {}} {
+			dir := t.TempDir()
+			for rank := range 3 {
+				writeRank(t, dir, rank, 0, []string{"world"}, ops)
+				file := filepath.Join(dir, fmt.Sprint("trace-", rank))
+				text, err := os.ReadFile(file)
+				require.NoError(t, err)
+				end := others
+				if rank == 1 {
+					end = `"end":"this process closed the group",`
+				}
+				require.NoError(t, os.WriteFile(file, []byte(strings.ReplaceAll(string(text), `"issued":`, end+`"issued":`)), 0o600))
+			}
+			r := analyze(t, dir)
+			if !strings.Contains(others, "follows") {
+				require.Equal(t, KindNone, r.Kind, r.Verdict)
+				continue
+			}
+			require.Equal(t, KindFailed, r.Kind, r.Verdict)
+			require.Equal(t, []int{1}, culprits(r))
+			after := "after collective 2"
+			if len(ops) == 0 {
+				after = "before its first collective"
+			}
+			require.Equal(t, "Rank 1 (PID 101 on n1) ended world "+after+", and the other ranks ended it because of that; no operation waited for another rank. Its file says: this process closed the group.", r.Verdict)
+		}
+	}
+}
+
 // A rank without a file is the culprit, and not one that had no time to issue what others wait for, if all that have files say that
 // they ended because of another rank. A rank that does not say so may be the cause.
 func TestAnalyzeGoneFirst(t *testing.T) {

@@ -58,6 +58,7 @@ type Registry struct {
 type begun struct {
 	names     []string
 	coord     *job.Server
+	before    int             // departures from the list before Begin, which concern earlier members of the same names
 	gone      map[string]bool // members that are not on the list any more
 	abandoned chan struct{}   // closed when all are gone
 }
@@ -213,6 +214,7 @@ func (r *Registry) Begin(names ...string) error {
 	over := make(chan struct{})
 	w := &begun{names: slices.Clone(names), gone: map[string]bool{}, abandoned: make(chan struct{}), coord: job.NewServer(r.hub.Listen(name), job.ServerConfig{Job: name, Key: keys.Control, Sys: r.cfg.sys, Notify: r.cfg.Notify, Over: over,
 		CoordConfig: job.CoordConfig{Size: len(names), JoinBy: r.cfg.Timing.Join, Self: r.self()}})}
+	w.before = r.list.Departures()
 	r.worlds[number] = w // before its members are looked up, so that it learns of their end from then on
 	uninvited := make(chan struct{})
 	r.wg.Go(func() { r.end(number, w, over, uninvited) })
@@ -268,13 +270,13 @@ func (r *Registry) end(number int, w *begun, over, uninvited <-chan struct{}) {
 	delete(r.worlds, number)
 }
 
-// delisted tells the worlds of a member about its end.
-func (r *Registry) delisted(d Departure) {
+// delisted tells the worlds of a member about its end, which has a number. It may run late, when another member has the name.
+func (r *Registry) delisted(d Departure, departure int) {
 	r.mu.Lock()
 	worlds := make(map[*job.Server]int)
 	for number, w := range r.worlds {
 		rank := slices.Index(w.names, d.Name)
-		if rank < 0 {
+		if rank < 0 || departure <= w.before {
 			continue
 		}
 		worlds[w.coord] = rank

@@ -440,3 +440,21 @@ func TestWorldsOfMembersThatHaveLeft(t *testing.T) {
 	require.NoError(t, b.Close())
 	require.NoError(t, ss[0].Set(t.Context(), "key", nil), "the session of a member that has left goes on")
 }
+
+// The registry may hear late that a member has left. A world that began since then has another member of that name.
+func TestRegistryHearsLateOfADeparture(t *testing.T) {
+	t.Parallel()
+	r := serve(t, nil)
+	require.NoError(t, enlistAs(t, r, "a").Close())
+	awaitNames(t, r)
+	a, b := enlistAs(t, r, "a"), enlistAs(t, r, "b")
+	require.NoError(t, r.Begin("a", "b"))
+	left := r.Left()
+	require.Len(t, left, 1)
+	r.delisted(left[0], 1)
+	ss, errs := meet(t, a, b)
+	require.NoError(t, errors.Join(errs...))
+	for _, s := range ss {
+		require.NoError(t, s.Close())
+	}
+}

@@ -386,6 +386,7 @@ type coordinator struct {
 	joinFailure *Refusal            // why the job never became complete
 	notified    map[int]bool        // ranks, or node numbers, that received joinFailure
 	departed    []Departure         // the last members that a registry has lost
+	departures  int                 // all members that a registry has lost
 
 	entries   []entry // that wait for launchers
 	lastEntry uint64

@@ -143,7 +143,8 @@ func (c *coordinator) delist(p *peer, reason string) {
 	}
 	c.departed = append(slices.Clip(c.departed), d)
 	c.act(listed{})
-	c.act(delisted{d})
+	c.departures++
+	c.act(delisted{d, c.departures})
 }
 
 // counts reports whether the end of p's connection is a loss. The launcher of a host without workers still votes if

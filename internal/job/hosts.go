@@ -88,8 +88,8 @@ func (c *coordinator) enlist(p *peer) {
 	}
 	c.admit(p)
 	c.workers = append(c.workers, p)
+	c.act(listed{}) // first: a process that knows it is on the list finds the list changed
 	c.send(p, msg{kind: KindEnlisted, epoch: c.epoch})
-	c.act(listed{})
 }
 
 // noteRefused keeps who was refused before the world was complete, for those who wait.

@@ -33,7 +33,10 @@ type (
 		left  bool
 	}
 	// delisted is an action: a member is not on the list of the registry any more.
-	delisted struct{ Departure }
+	delisted struct {
+		Departure
+		number int // of all that have left the list or were lost, from 1 on
+	}
 	// listed is an action: the list of the registry has changed.
 	listed struct{}
 )

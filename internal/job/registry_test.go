@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"io"
 	"net"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -90,6 +91,20 @@ func TestMembersOfARegistryGo(t *testing.T) {
 	status, err := j.mayCall(d, FirstEpoch)
 	require.NoError(t, err)
 	require.Equal(t, byte(statusBad), status, "it has no store")
+}
+
+// A process that knows it is on the list finds the list changed.
+func TestListChangesBeforeItsMemberKnows(t *testing.T) {
+	j := registryOnPaper()
+	m := Note(kindRegister, member("a"))
+	in, err := m.decode()
+	require.NoError(t, err)
+	actions, err := j.step(j.now, received{&peer{addr: "10.0.0.1:1", heard: j.now}, in})
+	require.NoError(t, err)
+	changes := slices.IndexFunc(actions, func(a action) bool { _, ok := a.(listed); return ok })
+	knows := slices.IndexFunc(actions, func(a action) bool { s, ok := a.(send); return ok && s.m.kind == KindEnlisted })
+	require.GreaterOrEqual(t, changes, 0)
+	require.Greater(t, knows, changes)
 }
 
 // Hostile and mistaken processes with the secret are refused in words.

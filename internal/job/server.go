@@ -30,7 +30,7 @@ type ServerConfig struct {
 	Sys      *System
 	KeepOpen time.Duration // for keepPortOpen; 0 means lastMessageTimeout
 	Notify   func(string)
-	Delisted func(Departure)        // called when a member is not on the list of a registry any more; may be nil
+	Delisted func(Departure, int)   // called with the number of Departures when a member is not on the list of a registry any more; may be nil
 	Over     chan struct{}          // closed when the world was complete or has failed, and its processes have left; may be nil
 	path     func(host host) string // text from gossip about a lost host; may be nil
 	// probe looks for the launcher of a host that was last heard at an address; nil without launchers.
@@ -60,7 +60,7 @@ type Server struct {
 	allNotified chan struct{} // closed when all members know why none can join
 	drained     chan struct{} // closed when the last worker left; nil unless awaited
 	changed     chan struct{} // closed when the list of a registry changes
-	gone        []Departure   // from the list of a registry, to report after unlocking
+	gone        []delisted    // from the list of a registry, to report after unlocking
 	lines       []string      // notifications to send after unlocking
 	said        lineFilter
 
@@ -191,7 +191,7 @@ func (s *Server) do(a action) {
 		s.changed = make(chan struct{})
 	case delisted:
 		if s.cfg.Delisted != nil {
-			s.gone = append(s.gone, a.Departure)
+			s.gone = append(s.gone, a)
 		}
 	case observe:
 		s.cfg.Sys.observe(s.coordinator, a.begun)
@@ -228,7 +228,7 @@ func (s *Server) unlock() {
 		s.notify(l)
 	}
 	for _, d := range gone {
-		s.cfg.Delisted(d)
+		s.cfg.Delisted(d.Departure, d.number)
 	}
 }
 
@@ -501,6 +501,13 @@ func (s *Server) Departed() []Departure {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.departed
+}
+
+// Departures returns the number of members that have left the registry or were lost so far.
+func (s *Server) Departures() int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.departures
 }
 
 // Invite sends members of the registry to the coordinator of a world, or returns why it invites none of them.

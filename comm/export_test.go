@@ -74,6 +74,12 @@ func (g *Group) Choice(i int, x collective.Op) Strategy {
 // ReadNaN is readNaN.
 var ReadNaN = readNaN
 
+// RootCause is rootCause for a test.
+func (g *Group) RootCause(err error) error { return g.rootCause(err) }
+
+// NaNKey returns the key of a reported NaN, and that of the end of a rank.
+func (g *Group) NaNKey() (nan, ended string) { return g.reporter.nanKey(), g.reporter.endedKey() }
+
 // The strategies of one algorithm.
 const (
 	OneShot        Strategy = "one-shot"

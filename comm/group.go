@@ -477,10 +477,12 @@ func (g *Group) rootCause(err error) error {
 	case e := <-g.reporter.nan:
 		return e
 	case <-ended:
-		// The process may end, too: its exit says more.
+		// The process may end, too: its exit says more, and so does a NaN that it has reported before, which another goroutine reads.
 		select {
 		case <-g.lost.Done():
 			return context.Cause(g.lost)
+		case e := <-g.reporter.nan:
+			return e
 		case <-time.After(endedReportTime):
 			return err
 		}

@@ -20,6 +20,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -148,6 +149,42 @@ func TestNaNOfASingleOperation(t *testing.T) {
 		for _, g := range gs { // rank 0 may have called after the NaN was found
 			require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return g.Err() != nil, nil }))
 			requireNaN(t, g.Wait(testgpu.Context(t)), 3, 1, "ncclAllReduce(64 x float32, sum) as collective 1")
+		}
+	})
+}
+
+// A nanBoard returns the report of a NaN a moment after the end of the rank that has reported it.
+type nanBoard struct{ *testgpu.Exchange }
+
+func (b nanBoard) Get(ctx context.Context, key string) ([]byte, error) {
+	v, err := b.Exchange.Get(ctx, key)
+	if prefix, ok := strings.CutSuffix(key, "nan"); ok && err == nil {
+		_, err = b.Exchange.Get(ctx, prefix+"ended")
+		time.Sleep(50 * time.Millisecond) // in virtual time
+	}
+	return v, err
+}
+
+// A rank that hears first that another one has ended still names the NaN that the other one had reported before.
+func TestNaNAfterTheEnd(t *testing.T) {
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		gs, errs, boards := make([]*comm.Group, 2), make([]error, 2), testgpu.Exchanges(testgpu.Context(t), 2)
+		cfg := &comm.Config{Strategy: comm.NCCLOnly, NCCL: &nccl.Config{NaNCheck: true}}
+		var wg sync.WaitGroup
+		for i, b := range boards {
+			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), nanBoard{b}, devs[i], cfg) })
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+		nan, ended := gs[0].NaNKey()
+		report := `{"Rank":1,"Size":2,"Device":"virtual:1","Record":7,"Operation":"ncclAllReduce","Index":3}`
+		require.NoError(t, boards[1].Set(t.Context(), nan, []byte(report)))
+		require.NoError(t, boards[1].Set(t.Context(), ended, []byte("1 failed: the input is not a number")))
+		var e *nccl.NaNError
+		require.ErrorAs(t, gs[0].RootCause(nccl.ErrorRemote), &e)
+		require.Equal(t, []any{1, uint64(7), 3}, []any{e.Rank, e.Record, e.Index})
+		for _, g := range gs {
+			require.NoError(t, g.Close())
 		}
 	})
 }

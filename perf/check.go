@@ -108,8 +108,9 @@ func CheckDevices(ctx context.Context, devs []*device.Device, cfg *CheckConfig) 
 //     host exchange data with each other, and then with the GPU of the same local rank of each other host.
 //   - all-reduce: from 8 bytes to MaxBytes, over all ranks, with the results compared.
 //
-// The report is the same on all ranks. A step that hangs ends the check, after which the group is broken and must
-// be closed. The error does not depend on the findings: it reports that the check itself could not run, for
+// The report is the same on all ranks. Other ranks may still be in the last step when Check returns: leave the group
+// with Shutdown, because Close would break it for them. A step that hangs ends the check, after which the group is
+// broken and must be closed. The error does not depend on the findings: it reports that the check itself could not run, for
 // example because ctx has ended.
 func Check(ctx context.Context, g *comm.Group, cfg *CheckConfig) (*CheckReport, error) {
 	if g == nil {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -429,7 +430,17 @@ func (p *preflight) collectives(ctx context.Context, m *member) (*perf.CheckRepo
 	}
 	defer g.Close()
 	p.cfg.Store = m.Prefix("preflight")
-	return perf.Check(ctx, g, &p.cfg)
+	r, err := perf.Check(ctx, g, &p.cfg)
+	if err != nil || slices.ContainsFunc(r.Findings, func(f perf.Finding) bool { return f.Kind == perf.Hang || f.Kind == perf.Broken }) {
+		return r, err
+	}
+	// Other ranks may still be in the last step, and a rank that closed the group now would break it for them.
+	limited, cancel := context.WithTimeoutCause(ctx, cmp.Or(p.cfg.StepTimeout, exchangeTime)+exchangeTime, errors.New("another rank did not end its last step"))
+	defer cancel()
+	if err := g.Shutdown(limited); err != nil {
+		return r, fmt.Errorf("the ranks do not leave the group together: %w", err)
+	}
+	return r, nil
 }
 
 // health runs the checks of chorus doctor that only read.

@@ -3,6 +3,8 @@ package main
 import (
 	"bytes"
 	"encoding/json"
+	"errors"
+	"fmt"
 	"net"
 	"os"
 	"os/exec"
@@ -15,6 +17,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/cluster"
+	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/perf"
 )
@@ -182,8 +188,8 @@ func TestPreflightGang(t *testing.T) {
 			t.Parallel()
 			r, errs, code := inGang(t, x.env, x.script)
 			if x.kind == "" {
+				require.Empty(t, r.Findings, errs)
 				require.Zero(t, code, errs)
-				require.Empty(t, r.Findings)
 				require.Len(t, r.Check.Pairs, 3)
 				return
 			}
@@ -198,6 +204,45 @@ func TestPreflightGang(t *testing.T) {
 			}
 		})
 	}
+}
+
+// A process whose last step has ended does not break the group of one that is still in it.
+func TestPreflightLeavesTogether(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
+	addr := net.JoinHostPort("127.0.0.1", strconv.Itoa(testhost.Reserve(t)))
+	ctx := testgpu.Context(t)
+	var members [2]*member
+	var errs [2]error
+	var wg sync.WaitGroup
+	for rank := range members {
+		wg.Go(func() {
+			members[rank] = &member{devs: devs[rank : rank+1]}
+			members[rank].Session, errs[rank] = cluster.Join(ctx, &cluster.JoinConfig{Job: t.Name(), Size: 2, Rank: &rank, Addr: addr, Serve: rank == 0,
+				Insecure: true, Notify: func(string) {}})
+		})
+	}
+	wg.Wait()
+	require.NoError(t, errors.Join(errs[:]...))
+	defer members[0].Close()
+	defer members[1].Close()
+	cfg := perf.CheckConfig{MaxBytes: 4 << 10, Iterations: 1}
+	other := make(chan error, 1)
+	go func() {
+		r, err := (&preflight{cfg: cfg}).collectives(ctx, members[1])
+		if err == nil && !r.OK() {
+			err = fmt.Errorf("findings %+v", r.Findings)
+		}
+		other <- err
+	}()
+	g, err := comm.Join(ctx, members[0].Session, devs[0], nil)
+	require.NoError(t, err)
+	defer g.Close()
+	cfg.Store = members[0].Prefix("preflight")
+	r, err := perf.Check(ctx, g, &cfg)
+	require.NoError(t, err)
+	require.Empty(t, r.Findings)
+	require.NoError(t, g.Shutdown(ctx))
+	require.NoError(t, <-other)
 }
 
 // Three agents on one machine are the hosts. What is wrong with all pairs of one host is its fault.

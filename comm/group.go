@@ -348,7 +348,7 @@ func (g *Group) fail(cause error) error {
 	if g.closing.Load() != nil && g.broken.Load() == nil {
 		return g.errClosed("enqueue")
 	}
-	g.recordEnd(cause.Error(), endOf(cause) == "")
+	g.recordEnd(cause.Error(), g.endOf(cause) == "")
 	g.writeTraces() // first, because the process may end soon
 	if g.setBroken(cause) {
 		_ = concurrently(g.comms(), (*nccl.Communicator).Abort)
@@ -381,7 +381,7 @@ func (g *Group) setBroken(first error) bool {
 	}
 	cause := g.cause(first)
 	if g.reporter != nil {
-		g.reportEnd.Do(func() { g.reporter.finish(endOf(cause)) })
+		g.reportEnd.Do(func() { g.reporter.finish(g.endOf(cause)) })
 	}
 	g.broken.Store(&brokenError{cause})
 	return true

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"os"
+	"path/filepath"
 	"strings"
 	"sync"
 	"testing"
@@ -167,6 +169,8 @@ func (b nanBoard) Get(ctx context.Context, key string) ([]byte, error) {
 
 // A rank that hears first that another one has ended still names the NaN that the other one had reported before.
 func TestNaNAfterTheEnd(t *testing.T) {
+	dir := t.TempDir()
+	t.Setenv(env.NCCLTraceFile.Name, filepath.Join(dir, "trace-"))
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
 		gs, errs, boards := make([]*comm.Group, 2), make([]error, 2), testgpu.Exchanges(testgpu.Context(t), 2)
 		cfg := &comm.Config{Strategy: comm.NCCLOnly, NCCL: &nccl.Config{NaNCheck: true}}
@@ -183,6 +187,10 @@ func TestNaNAfterTheEnd(t *testing.T) {
 		var e *nccl.NaNError
 		require.ErrorAs(t, gs[0].RootCause(nccl.ErrorRemote), &e)
 		require.Equal(t, []any{1, uint64(7), 3}, []any{e.Rank, e.Record, e.Index})
+		require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return gs[0].Err() != nil, nil }))
+		trace, err := os.ReadFile(filepath.Join(dir, "trace-0"))
+		require.NoError(t, err)
+		require.Contains(t, string(trace), `"end_follows":true`, "the other rank is the cause")
 		for _, g := range gs {
 			require.NoError(t, g.Close())
 		}

@@ -338,6 +338,15 @@ func endOf(cause error) string {
 	return "failed: " + strings.ReplaceAll(cause.Error(), "\n", "; ") // other ranks show one line
 }
 
+// endOf is the function of that name, except that the input of another process that was not a number is not this one's failure.
+func (g *Group) endOf(cause error) string {
+	nan, ok := errors.AsType[*nccl.NaNError](cause)
+	if ok && !slices.ContainsFunc(g.comms(), func(c *nccl.Communicator) bool { return c.Rank() == nan.Rank }) {
+		return ""
+	}
+	return endOf(cause)
+}
+
 func (w *reporter) write(ctx context.Context, rank int, x report) error {
 	x.Written = time.Now()
 	return put(ctx, w.r, w.key(rank), x)

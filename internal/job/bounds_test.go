@@ -4,6 +4,7 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"fmt"
+	"io"
 	"net"
 	"strings"
 	"testing"
@@ -95,5 +96,31 @@ func TestSizesOfJobs(t *testing.T) {
 		_, _, err := cfg.Complete()
 		require.ErrorAs(t, err, new(*ConfigError))
 		require.ErrorContains(t, err, want)
+	}
+}
+
+// A link that comes after the last message is closed, because nobody would end it: the reader would wait for ever.
+func TestNoLinkAfterTheLastMessage(t *testing.T) {
+	for _, late := range []bool{false, true} { // the reader has already taken it
+		first, _ := net.Pipe()
+		second, peer := net.Pipe()
+		s := NewStream(&Link{Conn: first}, NewRunClock(time.Second), time.Minute)
+		next := renewal{link: &Link{Conn: second}}
+		s.closeAfterQueue()
+		if !late {
+			s.mu.Lock()
+			s.renewals <- next
+			s.mu.Unlock()
+		}
+		s.writeLoop()
+		if late {
+			require.ErrorIs(t, s.adopt(next), errStreamClosed)
+		}
+		_, err := peer.Read(make([]byte, 1))
+		require.ErrorIs(t, err, io.EOF)
+		third, peer := net.Pipe()
+		s.replaceBy(renewal{link: &Link{Conn: third}})
+		_, err = peer.Read(make([]byte, 1))
+		require.ErrorIs(t, err, io.EOF)
 	}
 }

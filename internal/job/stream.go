@@ -62,7 +62,7 @@ type stream struct {
 	resumed  bool   // send kindResumed
 	closed   bool   // no new messages; queued messages are still sent
 	hungUp   bool   // received messages are ignored, too
-	over     bool   // the reader has ended
+	over     bool   // the reader has ended, or the writer after the last message: no link follows
 	detached bool   // the link belongs to another stream
 	cause    error  // why this end has closed the stream; nil if it was asked to
 }
@@ -207,12 +207,16 @@ func (s *stream) fail(cause error) {
 
 // adopt continues on the link of r.
 func (s *stream) adopt(r renewal) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.over {
+		r.link.Close()
+		return errStreamClosed
+	}
 	s.reading.Close()
 	s.reading = r.link
 	r.link.progress = s.touch
 	s.touch()
-	s.mu.Lock()
-	defer s.mu.Unlock()
 	s.trim(r.acked)
 	s.link, s.next, s.resumed = r.link, 0, r.greet
 	s.links++
@@ -499,6 +503,8 @@ func (s *stream) nextFrame() (l *Link, f Frame, last bool) {
 		f.number, f.head, f.Body, f.parts = s.acked+uint64(s.next)+1, m.head(), m.Body, m.parts
 		s.next++
 	case s.closed:
+		s.over = true // nobody would end another link
+		s.dropRenewal()
 		return s.link, f, true
 	case s.beat:
 		s.beat = false

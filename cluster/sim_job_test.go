@@ -43,7 +43,7 @@ type simJob struct {
 	over      bool
 	excluded  bool            // a coordinator has excluded a host
 	touched   map[string]bool // hosts that a fault has touched
-	deciding  [][]string      // the hosts of the last epoch of the first lineage, and those of its proposals since then
+	deciding  [][]string      // the hosts of the last epoch and proposals that each host of the first lineage was in
 	crashed   bool            // a worker was killed after its function had returned nil
 }
 
@@ -178,7 +178,8 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 		j.violate("%v, after Run has returned nil in epoch %d", x, told)
 	}
 	if x.lineage == j.first {
-		j.deciding = [][]string{x.voterSet}
+		stale := func(set []string) bool { return len(without(set, x.voterSet)) == 0 }
+		j.deciding = append(slices.DeleteFunc(j.deciding, stale), x.voterSet)
 		j.trigger("commit", p.host)
 	}
 }

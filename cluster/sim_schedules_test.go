@@ -162,12 +162,6 @@ end1+16.56ms split a ^a 3.070335413s 0s
 job seed=982412618 hosts=5 late=0 least=1 local=1 seeds=2 restarts=2 pace=950824 latency=10.669ms lost-after=3s calm=1m40s
 end1+1.574ms split a ^a 2.795911853s 0s
 +688.811146ms complete - - 0s 0s`},
-	// c succeeds a, which had lost b.
-	{"a host that an earlier coordinator had lost did not learn that the program had ended", `
-job seed=705863696 hosts=4 late=0 least=1 local=1 seeds=1 restarts=1 pace=1018383 latency=53µs lost-after=1s calm=44s
-+446ms cut a ^a 985.973ms 0s
-end1+2µs cut a ^a 0s 0s
-+446.004ms complete - - 0s 0s`},
 	// The launcher of a waited for a connection that a peer had continued after a had written its last message.
 	{"a launcher did not end", `
 job seed=925322349 hosts=4 late=0 least=1 local=1 seeds=2 restarts=1 pace=584512 latency=386µs lost-after=3s calm=1m40s

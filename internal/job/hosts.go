@@ -462,9 +462,6 @@ func (c *coordinator) missed(now instant) (d time.Duration) {
 	if !c.hasFinished() || c.faults.stop != nil || c.handedOver {
 		return 0
 	}
-	if at := c.elastic.takenOver; at != 0 { // the last coordinator may have lost others
-		d = max(d, at+returnTime(c.cfg.Self.LostAfter)-now)
-	}
 	for _, x := range c.away {
 		d = max(d, x.back-now)
 	}
@@ -769,6 +766,11 @@ func (c *coordinator) takeOver() {
 	e.last = c.ownFault("it " + took)
 	e.why = fmt.Sprintf("host %s %s", c.cfg.Self.Host, took)
 	c.elastic = e
+	for _, u := range ch.Voters {
+		if s.hosts[u] == nil && u != ch.Lost && !c.ended[u] {
+			c.miss(u, false)
+		}
+	}
 	c.inherit(ch.Ledger)
 	c.tellAgents(c.planNote())
 	c.tellAgents(msg{kind: kindComplete, epoch: c.epoch})

@@ -121,7 +121,8 @@
 //	host is lost, drained or stopped    all functions have returned nil  the job has succeeded; what processes of the others do
 //	at the end of the program                                            after Run is not disturbed
 //	host is cut off at that time        it is back within LOST_AFTER     it learns that the job has succeeded: launchers that know it
-//	                                    and 2 s                          wait so long for hosts that are lost and have not ended
+//	                                    and 2 s; the coordinator that    wait so long for hosts that are lost and have not ended
+//	                                    has lost it ends the program
 //	host vanishes, no coordinator       half of the hosts are left       the others go on after LOST_AFTER
 //	host of the coordinator vanishes    more than half are left          the others go on after LOST_AFTER and about 0.2 s
 //	coordinator and others vanish       more than half are left          as above, whichever they are

@@ -167,6 +167,16 @@ end1+1.574ms split a ^a 2.795911853s 0s
 job seed=925322349 hosts=4 late=0 least=1 local=1 seeds=2 restarts=1 pace=584512 latency=386µs lost-after=3s calm=1m40s
 propose1+697µs firewall * ^* 3.434018s 2ns
 +4.709s firewall cd ^cd 3.321796s 0s`},
+	{"a worker worked on in an old epoch, because its launcher, stopped twice, still followed the coordinator", `
+job seed=279724648 hosts=3 late=0 least=1 local=1 seeds=2 restarts=0 pace=949256 latency=719µs lost-after=3s calm=1m40s
+commit2+2.177ms stop bc - 3.133523s 1ns
++6.966s stall ab ^ab 10.070409s 0s
++5.749s stop c - 3.739343s 0s`},
+	{"a host that an earlier coordinator had lost did not learn that the program had ended", `
+job seed=705863696 hosts=4 late=0 least=1 local=1 seeds=1 restarts=1 pace=1018383 latency=53µs lost-after=1s calm=44s
++446ms cut a ^a 985.973ms 0s
+end1+2µs cut a ^a 0s 0s
++446.004ms complete - - 0s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

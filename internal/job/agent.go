@@ -47,6 +47,7 @@ type Agent struct {
 	// byOwnName is true if this host is a seed whose name is the loopback here.
 	byOwnName bool
 	seed      bool
+	begun     time.Time
 
 	Now    atomic.Pointer[attempt]
 	plans  chan *attempt // that follow the first
@@ -71,7 +72,7 @@ func Start(ctx context.Context, cfg *Config) (*Agent, error) {
 	if err != nil {
 		return nil, err
 	}
-	a := &Agent{cfg: c, keys: ks, UUID: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), voter: newVoter(c.LocalSize), moved: make(chan struct{})}
+	a := &Agent{cfg: c, begun: time.Now(), keys: ks, UUID: newUUID(), killed: make(chan struct{}), concluded: make(chan struct{}), plans: make(chan *attempt, 1), orders: make(chan Order, maxLocalSize), voter: newVoter(c.LocalSize), moved: make(chan struct{})}
 	a.life, a.die = context.WithCancel(context.Background())
 	a.port = newPort(a)
 	if a.reserve, err = reservePort(); err != nil {
@@ -520,7 +521,7 @@ func (a *Agent) newAttempt(k *Client, epoch uint64, p plan) (*attempt, error) {
 func (a *Agent) news(epoch uint64, n news) error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	at, err := a.begins(a.UUID, epoch, n)
+	at, err := a.begins(a.UUID, epoch, n, time.Since(a.begun))
 	if at == nil || err != nil {
 		return err
 	}

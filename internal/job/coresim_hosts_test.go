@@ -353,7 +353,7 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 			a.reply(l, kindRecorded, m)
 		}
 	case kindNews:
-		_, err := a.begins(a.uuid, m.epoch, m.rec.value.(news))
+		_, err := a.begins(a.uuid, m.epoch, m.rec.value.(news), a.proc.clock())
 		refused(err)
 	case kindOrder:
 		a.obey(m.rec.value.(Order))
@@ -507,7 +507,7 @@ func (a *coreAgent) lostLink(l *coreLink, how Loss, reason string) {
 		a.end("the coordinator was lost: " + reason)
 		return
 	}
-	ch := a.candidacy(how, l.hello, reason)
+	ch := a.candidacy(how, l.hello, reason, a.proc.clock())
 	a.s.checkEnded(a.proc.name, setOf(ch.Ended))
 	a.s.say("%s has lost %s: %s", a.proc.name, ch.Lost, reason)
 	a.startChoice(newSuccession(&a.voter, ch, a.addr, l.server.agent.addr, how, a.proc.clock()))

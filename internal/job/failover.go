@@ -137,7 +137,7 @@ func (a *Agent) loseCoordinator(k *Client, t *attempt, cause error) *history {
 	}
 	a.wg.Add(1)
 	a.choosing = true
-	return a.candidacy(how, k.Hello, lost.Reason)
+	return a.candidacy(how, k.Hello, lost.Reason, time.Since(a.begun))
 }
 
 // choose finds or becomes the next coordinator.

@@ -766,7 +766,7 @@ func (c *coordinator) takeOver() {
 	e.last = c.ownFault("it " + took)
 	e.why = fmt.Sprintf("host %s %s", c.cfg.Self.Host, took)
 	c.elastic = e
-	for _, u := range ch.Voters {
+	for _, u := range slices.Concat(ch.Voters, ch.dropped) {
 		if s.hosts[u] == nil && u != ch.Lost && !c.ended[u] {
 			c.miss(u, false)
 		}

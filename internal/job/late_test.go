@@ -68,9 +68,9 @@ func TestEndsOfWhichAHostMayNotKnowEnough(t *testing.T) {
 	v := newVoter(1)
 	hosts := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}, {UUID: "c"}, {UUID: "x"}}}
 	one, two := Leader{Term: 1, Agent: "a", Run: "r"}, Leader{Term: 2, Agent: "b", Run: "r"}
-	_, err := v.begins("c", 1, news{By: one, Plan: hosts, Voters: voterSet{"a", "b", "c"}})
+	_, err := v.begins("c", 1, news{By: one, Plan: hosts, Voters: voterSet{"a", "b", "c"}}, 0)
 	require.NoError(t, err)
-	require.Empty(t, v.candidacy(lostSilent, Welcome{Agent: "a", Epoch: 1}, "silent").Ended)
+	require.Empty(t, v.candidacy(lostSilent, Welcome{Agent: "a", Epoch: 1}, "silent", 0).Ended)
 
 	// b has agreed to epoch 2 of a and b, takes over, and tells that later.
 	require.NoError(t, v.Follow(two))
@@ -78,20 +78,20 @@ func TestEndsOfWhichAHostMayNotKnowEnough(t *testing.T) {
 	require.Empty(t, v.ended, "a may have begun an epoch without this host")
 	v.haveEnded("b", "b")
 	require.Empty(t, v.ended, "and b may have agreed to it")
-	_, err = v.begins("c", 2, news{By: two, Plan: hosts, Voters: voterSet{"a", "b", "c"}, Begun: 1, Proposed: []proposal{{2, voterSet{"a", "b"}}}})
+	_, err = v.begins("c", 2, news{By: two, Plan: hosts, Voters: voterSet{"a", "b", "c"}, Begun: 1, Proposed: []proposal{{2, voterSet{"a", "b"}}}}, 0)
 	require.NoError(t, err)
 	require.NoError(t, v.proposal("c", 3, news{By: two, Voters: voterSet{"b", "c"}, Ended: []string{"a"}}))
 	require.Equal(t, []string{"a"}, v.ended)
 	v.haveEnded("x", "c")
 	require.Equal(t, []string{"a"}, v.ended, "this host does not follow x")
-	ch := v.candidacy(lostEnded, Welcome{Agent: "b", Epoch: 2}, "ended")
+	ch := v.candidacy(lostEnded, Welcome{Agent: "b", Epoch: 2}, "ended", 0)
 	require.Equal(t, []string{"a", "b"}, ch.Ended)
 	require.Equal(t, []voterSet{{"a", "b", "c"}, {"b", "c"}, {"a", "b"}}, ch.voterSets())
 
 	// It registers with b again, which may have begun an epoch meanwhile.
 	v.ended = nil
 	require.NoError(t, v.Follow(two))
-	require.Empty(t, v.candidacy(lostEnded, Welcome{Agent: "b", Epoch: 2}, "ended").Ended)
+	require.Empty(t, v.candidacy(lostEnded, Welcome{Agent: "b", Epoch: 2}, "ended", 0).Ended)
 }
 
 // After a takeover, the coordinator tells the hosts which epochs have begun, perhaps or certainly.

@@ -30,6 +30,11 @@ import (
 type voterSet []string
 
 // count returns the number of hosts that have not ended, and how many of them are present.
+// without returns the hosts that are not in o.
+func (e voterSet) without(o voterSet) []string {
+	return without(e, func(uuid string) bool { return slices.Contains(o, uuid) })
+}
+
 func (e voterSet) count(present, ended map[string]bool) (left, here int) {
 	for _, uuid := range e {
 		if ended[uuid] {
@@ -85,6 +90,7 @@ type history struct {
 	NewMembers map[int]int `json:"newMembers,omitempty"` // PIDs by local rank
 
 	lostAfter time.Duration // Timing.LostAfter of the coordinator that was lost
+	dropped   []string      // hosts that were lost a moment ago, before the last epoch began; they may come back
 }
 
 // A proposal is an epoch that may have begun, with its hosts.
@@ -151,6 +157,7 @@ func (c *history) excerpt(to Welcome) *history {
 // merge adds the knowledge of another agent.
 func (c *history) merge(o *history) {
 	if o.Epoch > c.Epoch {
+		c.dropped = append(c.dropped, c.Voters.without(o.Voters)...)
 		c.Epoch, c.Voters, c.Plan, c.Members = o.Epoch, o.Voters, o.Plan, o.Members
 		c.Proposed = c.open(c.Epoch)
 	}

@@ -70,10 +70,11 @@ func (k *Client) watch() {
 
 // mayReturn reports whether a coordinator that is silent for too long may still be heard again. While the launcher of this process follows
 // it, the job goes on with it, and this process must not be the only one that has lost it. The limits of both do not end
-// at the same time, and the network may return between them.
+// at the same time, and the network may return between them. But a launcher that was stopped may follow a coordinator that it has lost
+// long ago, and its workers must not run for long beside an epoch that has begun without them.
 func (k *Client) mayReturn() bool {
 	limit := k.silenceLimit()
-	if k.To.Follows == nil || k.Stream.isTooSilent(2*limit) {
+	if k.To.Follows == nil || k.Stream.silent() > limit+min(limit/2, 3*time.Second/2) {
 		return false
 	}
 	if k.asking.CompareAndSwap(false, true) {

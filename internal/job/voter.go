@@ -33,14 +33,15 @@ type voter struct {
 	kills      bool           // all workers were asked to be killed here
 	done       bool           // the workers of this host have exited
 	book       ledger
-	finished   bool     // the program has ended
-	over       bool     // the job goes on without this host, or its program has ended
-	ended      []string // hosts whose launchers are known to have ended
-	informed   Leader   // the coordinator that has told which hosts decide, since this host follows it
+	finished   bool               // the program has ended
+	over       bool               // the job goes on without this host, or its program has ended
+	ended      []string           // hosts whose launchers are known to have ended
+	informed   Leader             // the coordinator that has told which hosts decide, since this host follows it
+	dropped    map[string]instant // when an epoch has begun without hosts of the epoch before
 }
 
 func newVoter(workers int) voter {
-	v := voter{running: map[int]bool{}, exits: map[int][]Exit{}, unanswered: map[int]Exit{}, newMembers: map[int]int{}}
+	v := voter{running: map[int]bool{}, exits: map[int][]Exit{}, unanswered: map[int]Exit{}, newMembers: map[int]int{}, dropped: map[string]instant{}}
 	for local := range workers {
 		v.running[local] = true
 	}
@@ -121,7 +122,7 @@ func (v *voter) keep(n news) error {
 
 // begins records an epoch that has begun, or what a coordinator knows that has taken over and has not begun one yet. It returns the
 // place of this host in the epoch, or nil if the host leaves the job or knows of a later epoch.
-func (v *voter) begins(uuid string, epoch uint64, n news) (*placement, error) {
+func (v *voter) begins(uuid string, epoch uint64, n news, now instant) (*placement, error) {
 	if v.history != nil && epoch < v.history.Epoch {
 		return nil, &badNews{EpochsMustGrow(v.history.Epoch, v.Followed, epoch, n.By)}
 	}
@@ -144,6 +145,12 @@ func (v *voter) begins(uuid string, epoch uint64, n news) (*placement, error) {
 			return nil, nil
 		}
 		next.Proposed = v.history.open(next.Epoch) // news may also come while an epoch is proposed
+		for _, u := range v.history.Voters.without(next.Voters) {
+			v.dropped[u] = now
+		}
+		for _, u := range next.Voters {
+			delete(v.dropped, u)
+		}
 	}
 	next.proposeAll(n.Proposed)
 	v.history = next
@@ -167,7 +174,7 @@ func (v *voter) accepts(hello Welcome) bool {
 func (v *voter) mayChoose(how Loss) bool { return how != NotLost && v.history != nil && !v.over }
 
 // candidacy returns what this host knows after the loss of the coordinator that has said hello.
-func (v *voter) candidacy(how Loss, hello Welcome, reason string) *history {
+func (v *voter) candidacy(how Loss, hello Welcome, reason string, now instant) *history {
 	if how == lostEnded || how == lostLeaving || how == lostResigned {
 		v.haveEnded(hello.Agent, hello.Agent)
 	}
@@ -182,6 +189,8 @@ func (v *voter) candidacy(how Loss, hello Welcome, reason string) *history {
 		ch.Exits[local] = slices.Clone(exits)
 	}
 	ch.NewMembers = maps.Clone(v.newMembers)
+	maps.DeleteFunc(v.dropped, func(_ string, at instant) bool { return now-at > returnTime(hello.LostAfter) })
+	ch.dropped = slices.Sorted(maps.Keys(v.dropped))
 	return &ch
 }
 

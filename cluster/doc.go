@@ -121,8 +121,7 @@
 //	host is lost, drained or stopped    all functions have returned nil  the job has succeeded; what processes of the others do
 //	at the end of the program                                            after Run is not disturbed
 //	host is cut off at that time        it is back within LOST_AFTER     it learns that the job has succeeded: launchers that know it
-//	                                    and 2 s; the coordinator that    wait so long for hosts that are lost and have not ended
-//	                                    has lost it ends the program
+//	                                    and 2 s                          wait so long for hosts that are lost and have not ended
 //	host vanishes, no coordinator       half of the hosts are left       the others go on after LOST_AFTER
 //	host of the coordinator vanishes    more than half are left          the others go on after LOST_AFTER and about 0.2 s
 //	coordinator and others vanish       more than half are left          as above, whichever they are
@@ -133,8 +132,9 @@
 //	the coordinator proposes an epoch   half of that epoch's hosts are   the job ends, because the epoch may have begun
 //	to few hosts, and then vanishes     left without it
 //	packets are lost in one direction   as for a split                   the hosts that hear each other go on
-//	some hosts hear nothing from a      it answers within 2 LOST_AFTER   they register with it again and join the
-//	coordinator that the others hear    and 4 s                          next epoch; their processes go on
+//	some hosts and the coordinator      they meet again within           they register with it again and join the
+//	lose each other for silence, and    LOST_AFTER and 4 s               next epoch; their processes go on
+//	the others go on with it
 //	nobody hears the coordinator        more than half are left          the others go on after LOST_AFTER and about 0.3 s
 //	the coordinator hears nobody        more than half are left          the others go on after twice LOST_AFTER and about 0.3 s
 //	virtual machine freezes             its clock goes on                as for a host that vanishes; it ends when it continues

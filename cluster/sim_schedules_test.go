@@ -177,6 +177,11 @@ job seed=705863696 hosts=4 late=0 least=1 local=1 seeds=1 restarts=1 pace=101838
 +446ms cut a ^a 985.973ms 0s
 end1+2µs cut a ^a 0s 0s
 +446.004ms complete - - 0s 0s`},
+	// a loses c, and b loses a and returns to it.
+	{"a host that the coordinator had lost for silence waited for other hosts, which had returned to it", `
+job seed=847365781 hosts=5 late=0 least=1 local=2 seeds=3 restarts=0 pace=212222 latency=257µs lost-after=3s calm=1m40s
++5.993s reject ^ad ad 2.871668s 0s
++8.455154s complete - - 0s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -138,8 +138,7 @@ func TestReplacedLeader(t *testing.T) {
 	require.Equal(t, []action{notChosen{v.Follow(Leader{Term: 2})}}, c.step(5, planSent{dial: 2, plan: plan{By: Leader{Term: 2}}}))
 }
 
-// A host that has found no other coordinator looks for the one that was silent, which may lead the others, and registers with it. One that the
-// coordinator has given up does not.
+// A host that has found no other coordinator looks for the one that it has lost, or that has lost it, and registers with it: it may lead the others.
 func TestReturnToASilentCoordinator(t *testing.T) {
 	for _, how := range []Loss{lostSilent, lostByIt, lostEnded} {
 		v := newVoter(1)
@@ -150,7 +149,7 @@ func TestReturnToASilentCoordinator(t *testing.T) {
 		c.step(2, answered{dial: 1, hello: Welcome{Elects: true}})
 		require.EqualValues(t, 1, c.link)
 		as := c.step(2+slowAfter(time.Second), nil)
-		if how != lostSilent {
+		if how == lostEnded {
 			require.Empty(t, as)
 			continue
 		}

@@ -50,7 +50,7 @@ type choice struct {
 	history    *history // nil at the start of the job
 	// After the loss of a coordinator:
 	lostAt   string  // its address
-	mayLead  bool    // it was silent, and perhaps leads the other hosts
+	mayLead  bool    // it was silent or has lost this host, and perhaps leads the other hosts
 	noticed  instant // until then, a host that has not noticed the loss is waited for
 	deadline instant // the time for the choice is over
 
@@ -83,7 +83,7 @@ func newChoice(v *voter, seeds []string, self string, now instant) *choice {
 func newSuccession(v *voter, h *history, self, lostAt string, how Loss, now instant) *choice {
 	c := newChoice(v, h.addresses(), self, now)
 	c.history, c.lostAt, c.noticed, c.deadline = h, lostAt, now+h.lostAfter, now+SuccessionTime(h.lostAfter)
-	c.mayLead = how == lostSilent
+	c.mayLead = how == lostSilent || how == lostByIt
 	if how == lostByIt { // if the coordinator goes on, no other hosts will come
 		c.deadline -= h.lostAfter
 	}

@@ -20,7 +20,7 @@ import (
 //     answered its proposal (hasNotAnswered), also those that came after it (admitHost). It begins none while a host that it has lost may
 //     still follow it without knowing (lease).
 //
-// A host that has lost its coordinator for silence may register with it again (choice.mayLead). Its registration has its greatest term, so that
+// A host and a coordinator that have lost each other for silence may meet again (choice.mayLead). Its registration has its greatest term, so that
 // the coordinator ends if the host has voted for another one.
 //
 // Who is merely connected decides only that this coordinator gives up.

@@ -109,7 +109,7 @@ func NewExperts(ctx context.Context, g *Group, cfg *ExpertsConfig) (*Experts, er
 	g.issuing.Unlock()
 	var err error
 	x := &e.layers[0]
-	if e.own, err = g.routers.OpenExperts(ctx, max(x.DispatchBytes(), x.CombineBytes()), g.exchanges()); err != nil {
+	if e.own, err = g.routers.OpenExperts(ctx, x.SlotBytes(), g.exchanges()); err != nil {
 		return nil, fmt.Errorf("comm: %s: %w", op, err)
 	}
 	failed := make([]error, len(g.members))

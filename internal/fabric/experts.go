@@ -6,7 +6,6 @@ import (
 	"math"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
@@ -72,6 +71,11 @@ func (x *ExpertLayer) DispatchBytes() int {
 }
 func (x *ExpertLayer) CombineBytes() int { return x.MaxTokens * x.seats() * x.elementBytes() }
 
+// SlotBytes returns how many bytes the slots of a rank need. Slots also have the places of rows, and the numbers of rows of the own experts.
+func (x *ExpertLayer) SlotBytes() int {
+	return max(x.weightedAt()+4+4*x.MaxTokens*x.TopK+4*x.Own(), x.CombineBytes())
+}
+
 // The methods of Shape in experts.cu.
 
 func (x *ExpertLayer) seats() int        { return min(x.Own(), x.TopK) }
@@ -105,8 +109,8 @@ type Combine struct {
 type expertsFn int
 
 const (
-	dispatchSendFn expertsFn = iota
-	combineSendFn
+	dispatchFn expertsFn = iota
+	combineFn
 	dispatchPackFn
 	combinePackFn
 	dispatchReceiveFn
@@ -120,31 +124,34 @@ func (x *ExpertLayer) expertsKernel(dev *device.Device, fn expertsFn) (*kernel.K
 		ranks = addNormRanks
 	}
 	t, f := tools(dev, ranks), normFormatOf(x.DType)
-	return t.kernel(&t.experts[f.index], int(fn), func() ([]*kernel.Kernel, error) {
-		p, w, u := kernel.Pointer, kernel.U32, kernel.U64
-		layer := []kernel.Param{w, w, w, w, w}
-		list := func(head []kernel.Param, rest ...kernel.Param) []kernel.Param {
-			return append(head[:len(head):len(head)], rest...)
-		}
-		links, shape := params()[:inParam:inParam], list([]kernel.Param{w, w}, layer...)
-		ks, err := compile(dev, &kernel.Source{Name: "experts.cu", CUDA: expertsSource, Options: t.exactly(quant.Macros(x.DType, memory.Float8E4M3)), Kernels: []kernel.Def{
-			{Name: "dispatch_send", Params: list(list(links, p, p, p, w), layer...), Go: f.dispatchSend},
-			{Name: "combine_send", Params: list(list(links, p, p), layer...), Go: f.combineSend},
-			{Name: "dispatch_pack", Params: list([]kernel.Param{p, p, p, p, w}, shape...), Go: f.dispatchPack},
-			{Name: "combine_pack", Params: list([]kernel.Param{p, p, p, u}, shape...), Go: f.combinePack},
-			{Name: "dispatch_receive", Params: list([]kernel.Param{p, u, p, p, p, p}, shape...), Go: f.dispatchReceive},
-			{Name: "combine_receive", Params: list([]kernel.Param{p, u, p, p, p, p, p, w}, shape...), Go: f.combineReceive},
-		}})
-		if err != nil {
-			return nil, fmt.Errorf("fabric: dispatch and combine of %s: %w", x.DType, err)
-		}
-		return ks, nil
-	})
+	return t.kernel(&t.experts[f.index], int(fn), func() ([]*kernel.Kernel, error) { return x.compileExperts(dev, t, expertsSource) })
+}
+
+// compileExperts returns the kernels of a source for the number of ranks of t.
+func (x *ExpertLayer) compileExperts(dev *device.Device, t *toolbox, source string) ([]*kernel.Kernel, error) {
+	p, w, u, f := kernel.Pointer, kernel.U32, kernel.U64, normFormatOf(x.DType)
+	layer := []kernel.Param{w, w, w, w, w}
+	list := func(head []kernel.Param, rest ...kernel.Param) []kernel.Param {
+		return append(head[:len(head):len(head)], rest...)
+	}
+	links, shape := params()[:inParam:inParam], list([]kernel.Param{w, w}, layer...)
+	ks, err := compile(dev, &kernel.Source{Name: "experts.cu", CUDA: source, Options: t.exactly(quant.Macros(x.DType, memory.Float8E4M3)), Kernels: []kernel.Def{
+		{Name: "dispatch", Params: list(list(links, p, p, p, w, p, p, p), layer...), Go: f.dispatch},
+		{Name: "combine", Params: list(list(links, p, p, p, p, p, w), layer...), Go: f.combine},
+		{Name: "dispatch_pack", Params: list([]kernel.Param{p, p, p, p, w}, shape...), Go: f.dispatchPack},
+		{Name: "combine_pack", Params: list([]kernel.Param{p, p, p, u}, shape...), Go: f.combinePack},
+		{Name: "dispatch_receive", Params: list([]kernel.Param{p, u, p, p, p}, shape...), Go: f.dispatchReceive},
+		{Name: "combine_receive", Params: list([]kernel.Param{p, u, p, p, p, p, w}, shape...), Go: f.combineReceive},
+	}})
+	if err != nil {
+		return nil, fmt.Errorf("fabric: dispatch and combine of %s: %w", x.DType, err)
+	}
+	return ks, nil
 }
 
 // LoadExperts loads the kernels for x, so that a failure comes before an operation is enqueued.
 func LoadExperts(dev *device.Device, x *ExpertLayer) error {
-	_, err := x.expertsKernel(dev, dispatchSendFn)
+	_, err := x.expertsKernel(dev, dispatchFn)
 	return err
 }
 
@@ -162,58 +169,59 @@ func (x *ExpertLayer) shape() []kernel.Arg {
 }
 
 // expertsThreads is the number of threads of a block, and expertsBlocks the maximum of blocks of a kernel that does not wait for
-// other ranks.
+// other ranks. A kernel that does has at most a block for each multiprocessor.
 const (
 	expertsThreads = maxThreads
 	expertsBlocks  = 256
 )
 
-// launch launches a kernel with a warp for each of so many items, up to a number of blocks.
-func (x *ExpertLayer) launch(s *stream.Stream, fn expertsFn, items, blocks int, args ...kernel.Arg) error {
+// launch launches a kernel, whose blocks have tokens.
+func (x *ExpertLayer) launch(s *stream.Stream, fn expertsFn, g grid, args ...kernel.Arg) error {
 	k, err := x.expertsKernel(s.Device(), fn)
 	if err != nil {
 		return err
 	}
-	blocks = max(1, min(over(items, expertsThreads/warp), blocks))
-	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{uint32(blocks), 1, 1}, Threads: [3]uint32{expertsThreads, 1, 1}}, args...)
+	return k.Launch(s, kernel.Grid{Blocks: [3]uint32{g.blocks, 1, 1}, Threads: [3]uint32{g.threads, 1, 1}}, args...)
 }
 
-// pieces returns the number of parts of tokens that warps handle.
-func (x *ExpertLayer) pieces(tokens int) int { return tokens * over(x.Hidden, quant.WarpLen) }
-
-// An arrival is where the slots of all ranks are.
-type arrival struct {
-	in, pitch uint64
-	control   kernel.Arg
+// grid returns a block for each of the tokens of a rank, up to a number of blocks.
+func (x *ExpertLayer) grid(blocks int) grid {
+	return grid{uint32(min(x.MaxTokens, blocks)), expertsThreads}
 }
 
-// Dispatch enqueues a dispatch on s, a stream of the rank's device. The rank's slots have room for both parts of x.
+// expertsGrid is the same on all ranks, because a block receives what the blocks of its index send.
+func (r *Rank) expertsGrid(x *ExpertLayer) grid {
+	if r.forced.threads != 0 {
+		return r.forced
+	}
+	return x.grid(r.blocks)
+}
+
+// Dispatch enqueues a dispatch on s, a stream of the rank's device. The rank's slots have x.SlotBytes or more.
 func (r *Rank) Dispatch(s *stream.Stream, x *ExpertLayer, d *Dispatch) error {
-	return r.exchange(s, x, "dispatch", dispatchSendFn, x.pieces(x.MaxTokens), d.uses(x), func() []kernel.Arg {
-		return []kernel.Arg{kernel.Address(d.X), kernel.Address(d.IDs), kernel.Address(d.Weights), kernel.Scalar(uint32(d.Tokens))}
-	}, func(a *arrival) error { return x.receiveDispatch(s, d, a) })
+	return r.exchange(s, x, "dispatch", dispatchFn, d.uses(x), kernel.Address(d.X), kernel.Address(d.IDs), kernel.Address(d.Weights), kernel.Scalar(uint32(d.Tokens)),
+		kernel.Address(d.Rows), kernel.Address(d.Counts), kernel.Address(d.Routes))
 }
 
 // Combine is Dispatch for a combine.
 func (r *Rank) Combine(s *stream.Stream, x *ExpertLayer, c *Combine) error {
-	return r.exchange(s, x, "combine", combineSendFn, x.Capacity()*x.TopK, c.uses(x), func() []kernel.Arg {
-		return []kernel.Arg{kernel.Address(c.Y), kernel.Address(c.Routes)}
-	}, func(a *arrival) error { return x.receiveCombine(s, c, a) })
+	return r.exchange(s, x, "combine", combineFn, c.uses(x), kernel.Address(c.Y), kernel.Address(c.Routes), kernel.Address(c.Weights),
+		kernel.Address(c.Out), kernel.Address(c.Rows), kernel.Scalar(uint32(c.Tokens)))
 }
 
-// exchange launches the send kernel, and then the receive kernel, before any other operation of the rank.
-func (r *Rank) exchange(s *stream.Stream, x *ExpertLayer, op string, fn expertsFn, items int, uses []cudadrv.Use, operands func() []kernel.Arg, receive func(*arrival) error) error {
+// exchange launches a kernel with these operands.
+func (r *Rank) exchange(s *stream.Stream, x *ExpertLayer, op string, fn expertsFn, uses []cudadrv.Use, operands ...kernel.Arg) error {
 	if err := r.Err(); err != nil {
 		return err
 	}
-	if x.Rank != r.rank || x.Ranks != r.ranks || r.ranks < 2 || max(x.DispatchBytes(), x.CombineBytes()) > r.slot {
+	if x.Rank != r.rank || x.Ranks != r.ranks || r.ranks < 2 || x.SlotBytes() > r.slot {
 		return r.errorf(op, "%d tokens of %d elements for rank %d of %d: the rank was not opened for that", x.MaxTokens, x.Hidden, x.Rank, x.Ranks)
 	}
 	if err := gpu.StreamOf(s).Captured(r); err != nil {
 		return r.errorf(op, "%w", err)
 	}
 	args := append(append([]kernel.Arg{}, r.args[:]...), kernel.Scalar(x.signature(fn)))
-	args = append(append(args, operands()...), x.layer()...)
+	args = append(append(args, operands...), x.layer()...)
 	if err := r.order.Begin(gpu.StreamOf(s)); err != nil {
 		return errors.Join(r.Err(), err)
 	}
@@ -221,14 +229,10 @@ func (r *Rank) exchange(s *stream.Stream, x *ExpertLayer, op string, fn expertsF
 	if err := r.Err(); err != nil {
 		return err
 	}
-	if err := x.launch(s, fn, items, r.blocks, args...); err != nil {
+	if err := x.launch(s, fn, r.expertsGrid(x), args...); err != nil {
 		return r.errorf(op, "%w", err)
 	}
-	own := r.peers[0].words
-	if err := receive(&arrival{own.Ptr() + signalBytes, uint64(r.slot), kernel.Ptr(r.control)}); err != nil {
-		return &collective.PartialError{Err: r.errorf(op, "%w", err)}
-	}
-	gpu.StreamOf(s).Uses("kernels of a "+op, true, func() []cudadrv.Use { return uses })
+	gpu.StreamOf(s).Uses("kernel of a "+op, true, func() []cudadrv.Use { return uses })
 	return nil
 }
 
@@ -245,44 +249,36 @@ func (x *ExpertLayer) signature(fn expertsFn) uint64 {
 // PackDispatch enqueues what the rank sends to all others, in DispatchBytes at to. ReceiveDispatch enqueues the rest of the dispatch, when
 // the bytes of all ranks are at in, by rank. They do without other ranks.
 func (x *ExpertLayer) PackDispatch(s *stream.Stream, d *Dispatch, to uint64) error {
-	return x.launch(s, dispatchPackFn, x.pieces(x.MaxTokens), expertsBlocks, append([]kernel.Arg{
+	return x.launch(s, dispatchPackFn, x.grid(expertsBlocks), append([]kernel.Arg{
 		kernel.Address(d.X), kernel.Address(d.IDs), kernel.Address(d.Weights), kernel.Address(to), kernel.Scalar(uint32(d.Tokens))}, x.shape()...)...)
 }
 
 // ReceiveDispatch is documented at PackDispatch.
 func (x *ExpertLayer) ReceiveDispatch(s *stream.Stream, d *Dispatch, in uint64) error {
-	err := x.receiveDispatch(s, d, &arrival{in, uint64(x.DispatchBytes()), kernel.Address(0)})
+	err := x.launch(s, dispatchReceiveFn, x.grid(expertsBlocks), append([]kernel.Arg{
+		kernel.Address(in), kernel.Scalar(uint64(x.DispatchBytes())), kernel.Address(d.Rows), kernel.Address(d.Counts), kernel.Address(d.Routes)}, x.shape()...)...)
 	if err == nil {
 		gpu.StreamOf(s).Uses("kernels of a dispatch", false, func() []cudadrv.Use { return d.uses(x) })
 	}
 	return err
 }
 
-func (x *ExpertLayer) receiveDispatch(s *stream.Stream, d *Dispatch, a *arrival) error {
-	return x.launch(s, dispatchReceiveFn, max(x.Own(), x.Capacity()*x.TopK), expertsBlocks, append([]kernel.Arg{
-		kernel.Address(a.in), kernel.Scalar(a.pitch), a.control, kernel.Address(d.Rows), kernel.Address(d.Counts), kernel.Address(d.Routes)}, x.shape()...)...)
-}
-
 // PackCombine enqueues what the rank sends to each rank, in CombineBytes from to on. ReceiveCombine enqueues the rest of the combine,
 // when the bytes from each rank are at in, by rank.
 func (x *ExpertLayer) PackCombine(s *stream.Stream, c *Combine, to uint64) error {
-	return x.launch(s, combinePackFn, max(x.Own(), x.Capacity()*x.TopK), expertsBlocks, append([]kernel.Arg{
+	return x.launch(s, combinePackFn, x.grid(expertsBlocks), append([]kernel.Arg{
 		kernel.Address(c.Y), kernel.Address(c.Routes), kernel.Address(to), kernel.Scalar(uint64(x.CombineBytes()))}, x.shape()...)...)
 }
 
 // ReceiveCombine is documented at PackCombine.
 func (x *ExpertLayer) ReceiveCombine(s *stream.Stream, c *Combine, in uint64) error {
-	err := x.receiveCombine(s, c, &arrival{in, uint64(x.CombineBytes()), kernel.Address(0)})
+	err := x.launch(s, combineReceiveFn, x.grid(expertsBlocks), append([]kernel.Arg{
+		kernel.Address(in), kernel.Scalar(uint64(x.CombineBytes())), kernel.Address(c.Routes), kernel.Address(c.Weights), kernel.Address(c.Out), kernel.Address(c.Rows),
+		kernel.Scalar(uint32(c.Tokens))}, x.shape()...)...)
 	if err == nil {
 		gpu.StreamOf(s).Uses("kernels of a combine", false, func() []cudadrv.Use { return c.uses(x) })
 	}
 	return err
-}
-
-func (x *ExpertLayer) receiveCombine(s *stream.Stream, c *Combine, a *arrival) error {
-	return x.launch(s, combineReceiveFn, x.pieces(c.Tokens), expertsBlocks, append([]kernel.Arg{
-		kernel.Address(a.in), kernel.Scalar(a.pitch), a.control, kernel.Address(c.Routes), kernel.Address(c.Weights), kernel.Address(c.Out), kernel.Address(c.Rows),
-		kernel.Scalar(uint32(c.Tokens))}, x.shape()...)...)
 }
 
 // uses lists the operands, for the sanitizer.

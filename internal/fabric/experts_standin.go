@@ -11,7 +11,8 @@ import (
 	"github.com/gochorus/chorus/memory"
 )
 
-// The functions in this file implement the kernels of experts.cu on virtual devices, with the same bits in the same places.
+// The functions in this file implement the kernels of experts.cu on virtual devices, with the same results. A receiver computes
+// the places of rows from the ids of all ranks, also if it has got them in its slots.
 
 // An expertsCall is a launch.
 type expertsCall struct {
@@ -126,12 +127,9 @@ func (e *expertsCall) eachRow(idsOf func(r int) []int32, row func(own, place, r,
 	}
 }
 
-// slots returns where the data of the latest operation is, by rank, with n bytes of each.
-func (e *expertsCall) slots(n int) [][]byte {
+// moved returns what another library has moved, by rank, with n bytes of each, and slots what the ranks have sent themselves.
+func (e *expertsCall) moved(n int) [][]byte {
 	in, pitch := e.c.Address(0), kernel.Get[uint64](e.c, 1)
-	if e.c.Address(2) != 0 && kernel.Read[uint64](e.c, 2, 1)[0]/ticks&1 != 0 {
-		in += uint64(e.Ranks) * pitch
-	}
 	list := make([][]byte, e.Ranks)
 	for r := range list {
 		list[r] = kernel.ReadAddress[uint8](e.c, in+uint64(r)*pitch, n)
@@ -139,10 +137,17 @@ func (e *expertsCall) slots(n int) [][]byte {
 	return list
 }
 
-func (f *normFormat) dispatchReceive(c *kernel.Call) {
-	const out, counts, routes = 3, 4, 5
-	e := f.expertsOf(c, 6, 8)
-	slots, n := e.slots(e.DispatchBytes()), e.MaxTokens*e.TopK
+func (e *expertsCall) slots(p *party) [][]byte {
+	list := make([][]byte, e.Ranks)
+	for r := range list {
+		list[r] = bytesOf(p.from(0, r)[:p.slot])
+	}
+	return list
+}
+
+// receiveTokens stores the rows, the counts and the routes at three parameters from out on.
+func (e *expertsCall) receiveTokens(slots [][]byte, out int) {
+	c, counts, routes, n := e.c, out+1, out+2, e.MaxTokens*e.TopK
 	idsOf := func(r int) []int32 { return elementsOf[int32](slots[r][e.idsAt():][:4*n]) }
 	numbers, all := kernel.Update[int32](c, counts, e.Own()), kernel.Update[int32](c, routes, e.Ranks*n)
 	for r := range e.Ranks {
@@ -232,11 +237,11 @@ func (e *expertsCall) sendRows(in int, slot func(r int) []byte) {
 	}, func(int, int) {})
 }
 
-func (f *normFormat) combineReceive(c *kernel.Call) {
-	const routesParam, weightsParam, out, rows, tokensParam = 3, 4, 5, 6, 7
-	e := f.expertsOf(c, 8, 10)
-	slots, n, tokens := e.slots(e.CombineBytes()), e.MaxTokens*e.TopK, call32(c, tokensParam)
-	routes, weights := e.ids(routesParam, e.Ranks*n)[e.Rank*n:], e.floats(weightsParam, tokens*e.TopK)
+// receiveRows adds the rows of each token. The routes, the weights, the result, the rows of the choices and the number of tokens are parameters
+// from in on.
+func (e *expertsCall) receiveRows(slots [][]byte, in int) {
+	c, out, rows, n, tokens := e.c, in+2, in+3, e.MaxTokens*e.TopK, call32(e.c, in+4)
+	routes, weights := e.ids(in, e.Ranks*n)[e.Rank*n:], e.floats(in+1, tokens*e.TopK)
 	for t := range tokens {
 		sum := make([]float32, e.Hidden)
 		for k, x := range e.choicesOf(routes[t*e.TopK:][:e.TopK]) {
@@ -262,23 +267,27 @@ func (f *normFormat) combineReceive(c *kernel.Call) {
 	}
 }
 
-func (f *normFormat) dispatchSend(c *kernel.Call) {
-	p, e := meet(c), f.expertsOf(c, rankParam, inParam+4)
+func (f *normFormat) dispatch(c *kernel.Call) {
+	p, e := meet(c), f.expertsOf(c, rankParam, inParam+7)
 	slots := map[int][]byte{}
 	for k := 0; k < p.ranks && !p.over; k++ {
 		slots[p.after(k)] = bytesOf(p.from(k, p.rank)[:p.slot])
 	}
 	e.sendTokens(inParam, inParam+3, slots, false)
-	p.barrier(0)
+	if p.barrier(0); !p.over {
+		e.receiveTokens(e.slots(p), inParam+4)
+	}
 	p.leave()
 }
 
-func (f *normFormat) combineSend(c *kernel.Call) {
-	p, e := meet(c), f.expertsOf(c, rankParam, inParam+2)
+func (f *normFormat) combine(c *kernel.Call) {
+	p, e := meet(c), f.expertsOf(c, rankParam, inParam+6)
 	if !p.over {
 		e.sendRows(inParam, func(r int) []byte { return bytesOf(p.from((r-p.rank+p.ranks)%p.ranks, p.rank)[:p.slot]) })
 	}
-	p.barrier(0)
+	if p.barrier(0); !p.over {
+		e.receiveRows(e.slots(p), inParam+1)
+	}
 	p.leave()
 }
 
@@ -287,8 +296,18 @@ func (f *normFormat) dispatchPack(c *kernel.Call) {
 	e.sendTokens(0, 4, map[int][]byte{0: kernel.UpdateAddress[uint8](c, c.Address(3), e.DispatchBytes())}, true)
 }
 
+func (f *normFormat) dispatchReceive(c *kernel.Call) {
+	e := f.expertsOf(c, 5, 7)
+	e.receiveTokens(e.moved(e.DispatchBytes()), 2)
+}
+
 func (f *normFormat) combinePack(c *kernel.Call) {
 	e := f.expertsOf(c, 4, 6)
 	to, n := c.Address(2), int(kernel.Get[uint64](c, 3))
 	e.sendRows(0, func(r int) []byte { return kernel.UpdateAddress[uint8](c, to+uint64(r*n), n) })
+}
+
+func (f *normFormat) combineReceive(c *kernel.Call) {
+	e := f.expertsOf(c, 7, 9)
+	e.receiveRows(e.moved(e.CombineBytes()), 2)
 }

@@ -122,13 +122,13 @@ func TestExpertsSourceOnTheHost(t *testing.T) {
 
 func expertsOnHost[T memory.Element](h *hostSource, f float[T]) {
 	t, rng := h.t, h.rng
-	h.compile(fabric.ExpertsSourceOnHost(), &fabric.Config{Slot: 1 << 20}, "-DCHORUS_CODE=E4M3")
+	h.compile(fabric.ExpertsSourceOnHost(t), &fabric.Config{Slot: 1 << 20}, "-DCHORUS_CODE=E4M3")
 	number := map[bool]uint32{true: 1}
 	for i := range 6 {
 		c := drawExperts(rng, h.ranks, f)
 		l := c.layer
 		put(t, &h.in, []uint32{uint32(h.ranks), uint32(l.Experts), uint32(l.TopK), uint32(l.Hidden), uint32(l.MaxTokens), number[l.Small], number[c.each],
-			uint32(1 + rng.IntN(2)), uint32(32 * (1 + rng.IntN(2))), uint32(i % 2)})
+			uint32(1 + rng.IntN(2)), uint32(32 * (1 + rng.IntN(2))), uint32(i % 2), uint32((l.SlotBytes() + 15) / 16 * 16)})
 		for r, got := range runExperts(t, h.group, c) {
 			put(t, &h.in, uint32(len(c.ids[r])/l.TopK), number[c.weighted[r]], c.x[r], c.ids[r], c.weights[r])
 			put(t, &h.want, got.rows, got.counts, got.routes, got.out, got.choices)

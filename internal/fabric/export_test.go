@@ -1,7 +1,9 @@
 package fabric
 
 import (
+	"fmt"
 	"slices"
+	"strings"
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
@@ -68,6 +70,25 @@ func SpoilLines(dev *device.Device, ranks int) (restore func(), err error) {
 	wrong := slices.Clone(*right)
 	wrong[lines] = greatest
 	at.Store(&wrong)
+	return func() { at.Store(right) }, nil
+}
+
+// ExpertsVariant replaces the kernels of experts on a device by those of a source in which new stands for old, until restore is called.
+func ExpertsVariant(dev *device.Device, x *ExpertLayer, old, new string) (restore func(), err error) {
+	if strings.Count(expertsSource, old) != 1 {
+		return nil, fmt.Errorf("%q is not once in the source", old)
+	}
+	if err := LoadExperts(dev, x); err != nil {
+		return nil, err
+	}
+	t := tools(dev, x.Ranks)
+	at := &t.experts[normFormatOf(x.DType).index]
+	ks, err := x.compileExperts(dev, t, strings.Replace(expertsSource, old, new, 1))
+	if err != nil {
+		return nil, err
+	}
+	right := at.Load()
+	at.Store(&ks)
 	return func() { at.Store(right) }, nil
 }
 

@@ -91,8 +91,19 @@ func QuantizedSourceOnHost() string { return blocksOnHost(quantizedSource) + qua
 //go:embed testdata/experts.cc
 var expertsMain string
 
-// ExpertsSourceOnHost is QuantizedSourceOnHost for dispatch and combine.
-func ExpertsSourceOnHost() string { return blocksOnHost(expertsSource) + expertsMain }
+// ExpertsSourceOnHost is QuantizedSourceOnHost for dispatch and combine. Blocks count the rows of few experts together, so
+// that they do so several times.
+func ExpertsSourceOnHost(t *testing.T) string {
+	code := expertsSource
+	for _, x := range []struct {
+		cuda, host string
+		times      int
+	}{{"__shared__ u32 rows[COUNTED];", "u32* const rows = block->rows;", 4}, {"#define COUNTED 1024", "#define COUNTED 3", 1}} {
+		require.Equal(t, x.times, strings.Count(code, x.cuda), "%s in the source", x.cuda)
+		code = strings.ReplaceAll(code, x.cuda, x.host)
+	}
+	return blocksOnHost(code) + expertsMain
+}
 
 func blocksOnHost(code string) string {
 	for _, x := range onHost {

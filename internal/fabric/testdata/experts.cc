@@ -1,7 +1,7 @@
 
 // ---- the kernels on the host: the operands come on stdin, and the results go to stdout ----
 
-struct Head { u32 ranks, experts, topK, hidden, most, small, each, blocks, threads, packed; };
+struct Head { u32 ranks, experts, topK, hidden, most, small, each, blocks, threads, packed, slot; };
 
 static void read(void* to, size_t bytes) {
 	if (fread(to, 1, bytes, stdin) != bytes) abort();
@@ -45,28 +45,27 @@ template <class Kernel> static void launch(Kernel kernel) {
 static char* peer(u32 r, u32 k) { return k < head.ranks ? (char*)hosts[(r + k) % head.ranks].memory.data() : nullptr; }
 static const float* weights(Host& h) { return h.weighted ? h.weights.data() : nullptr; }
 
-// arrives is the memory, the pitch and the control of a receive kernel.
-#define ARRIVES(h) (char*)h.memory.data() + (head.packed ? 0 : signals), head.packed ? part : slot, head.packed ? nullptr : &h.control
+#define MOVED(h) (char*)h.memory.data(), part
+#define RECEIVED(h) (T*)h.rows.data(), h.counts.data(), h.routes.data()
+#define ADDED(h) h.routes.data(), weights(h), (T*)h.out.data(), head.each ? (T*)h.choices.data() : nullptr, h.tokens
 
 static void send(u32 r, Host& h) {
 	launch([&] {
 		if (head.packed) dispatch_pack((T*)h.x.data(), h.ids.data(), weights(h), (char*)h.sent.data(), h.tokens, r, head.ranks, LAYERED);
-		else dispatch_send(LINKED(r, h), (T*)h.x.data(), h.ids.data(), weights(h), h.tokens, LAYERED);
+		else dispatch(LINKED(r, h), (T*)h.x.data(), h.ids.data(), weights(h), h.tokens, RECEIVED(h), LAYERED);
 	});
 }
 static void receive(u32 r, Host& h) {
-	launch([&] { dispatch_receive(ARRIVES(h), (T*)h.rows.data(), h.counts.data(), h.routes.data(), r, head.ranks, LAYERED); });
+	launch([&] { dispatch_receive(MOVED(h), RECEIVED(h), r, head.ranks, LAYERED); });
 }
 static void sendBack(u32 r, Host& h) {
 	launch([&] {
 		if (head.packed) combine_pack((T*)h.rows.data(), h.routes.data(), (char*)h.sent.data(), part, r, head.ranks, LAYERED);
-		else combine_send(LINKED(r, h), (T*)h.rows.data(), h.routes.data(), LAYERED);
+		else combine(LINKED(r, h), (T*)h.rows.data(), ADDED(h), LAYERED);
 	});
 }
 static void receiveBack(u32 r, Host& h) {
-	launch([&] {
-		combine_receive(ARRIVES(h), h.routes.data(), weights(h), (T*)h.out.data(), head.each ? (T*)h.choices.data() : nullptr, h.tokens, r, head.ranks, LAYERED);
-	});
+	launch([&] { combine_receive(MOVED(h), ADDED(h), r, head.ranks, LAYERED); });
 }
 
 // run lets each rank do its part, out of step. If kernels pack, it moves what they have packed.
@@ -78,9 +77,9 @@ static void run() {
 			ranks.emplace_back([r] {
 				usleep(2000 * r); // the first ranks must wait
 				Host& h = hosts[r];
-				send(r, h), receive(r, h);
+				send(r, h);
 				usleep(2000 * r);
-				sendBack(r, h), receiveBack(r, h);
+				sendBack(r, h);
 			});
 		for (auto& t : ranks) t.join();
 		return;
@@ -102,7 +101,7 @@ int main() {
 	while (fread(&head, sizeof head, 1, stdin) == 1) {
 		const Shape of = {0, head.ranks, head.experts, head.topK, head.hidden, head.most, head.small};
 		const u64 row = of.elementBytes(), all = (u64)of.own() * head.ranks * head.most * row;
-		slot = 1 << 20;
+		slot = head.slot; // what lies behind it is of another rank
 		hosts = std::vector<Host>(head.ranks);
 		for (auto& h : hosts) {
 			read(&h.tokens, 4), read(&h.weighted, 4);

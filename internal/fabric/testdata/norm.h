@@ -25,6 +25,7 @@ struct Block {
 	std::vector<unsigned> lanes;
 	std::atomic<int> any{0};
 	unsigned long long sums[128];
+	unsigned rows[8]; // of the experts that a block counts together
 	Barrier* cluster;      // of the threads of all its blocks
 	Block* const* cousins; // the blocks of the cluster
 	Block(unsigned threads, Barrier* cluster, Block* const* cousins) : all(threads), lanes(threads), cluster(cluster), cousins(cousins) {
@@ -50,6 +51,7 @@ static inline int __syncthreads_or(int is) {
 static inline void put_line(void*, unsigned long long, unsigned long long) { abort(); }
 static inline void get_line(const void*, unsigned long long*) { abort(); }
 static inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) { return ((std::atomic<unsigned long long>*)p)->fetch_add(v); }
+static inline unsigned atomicAdd(unsigned* p, unsigned v) { return ((std::atomic<unsigned>*)p)->fetch_add(v); }
 static inline std::atomic<unsigned long long>* atom(const void* p) { return (std::atomic<unsigned long long>*)p; }
 
 // All threads of a warp call __shfl_xor_sync together.

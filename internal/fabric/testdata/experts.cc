@@ -101,7 +101,8 @@ int main() {
 	while (fread(&head, sizeof head, 1, stdin) == 1) {
 		const Shape of = {0, head.ranks, head.experts, head.topK, head.hidden, head.most, head.small};
 		const u64 row = of.elementBytes(), all = (u64)of.own() * head.ranks * head.most * row;
-		slot = head.slot; // what lies behind it is of another rank
+		slot = head.slot;
+		if (slot < of.totalsAt() + of.own() * 4 || slot < of.seatAt(head.most, 0) || slot < of.ids() * 4) abort(); // the next slot is of another rank
 		hosts = std::vector<Host>(head.ranks);
 		for (auto& h : hosts) {
 			read(&h.tokens, 4), read(&h.weighted, 4);

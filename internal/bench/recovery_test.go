@@ -19,13 +19,14 @@ import (
 // All survivors report the error, and the ranks work together again, also if calls wait for room.
 func TestRecovery(t *testing.T) {
 	for name, c := range map[string]struct {
-		queued string
-		vars   []string
+		flags []string
+		vars  []string
 	}{
-		"20 operations": {"20", nil},
-		"200 operations of processes that share GPUs": {"200", []string{"CHORUS_SHARE_GPUS=yes"}},
+		"20 operations": {[]string{"-queued", "20"}, nil},
+		"200 operations of processes that share GPUs": {[]string{"-queued", "200"}, []string{"CHORUS_SHARE_GPUS=yes"}},
+		"operations that run":                         {[]string{"-queued", "1000", "-running"}, nil},
 	} {
-		t.Run(name, func(t *testing.T) { recovers(t, c.queued, c.vars) })
+		t.Run(name, func(t *testing.T) { recovers(t, c.flags, c.vars) })
 	}
 }
 
@@ -60,12 +61,12 @@ func (w writer) Write(b []byte) (int, error) {
 	return len(b), nil
 }
 
-func recovers(t *testing.T, queued string, vars []string) {
+func recovers(t *testing.T, flags, vars []string) {
 	self, err := os.Executable()
 	require.NoError(t, err)
 	var out bytes.Buffer
 	code := launch.Run(testgpu.Context(t), &launch.Config{
-		Program: []string{self, "recovery", "-queued", queued, "-elements", "1000", "-mark", t.TempDir() + "/mark"},
+		Program: append([]string{self, "recovery", "-elements", "1000", "-mark", t.TempDir() + "/mark"}, flags...),
 		Procs:   3,
 		Devices: launch.Devices{Count: 3, Backend: "virtual", Env: append(vars, asRank+"=1", "CHORUS_BACKEND=virtual")},
 		Cluster: job.Config{Job: "recovers", MaxRestarts: 1},

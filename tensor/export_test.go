@@ -1,6 +1,11 @@
 package tensor
 
-import "unsafe"
+import (
+	"unsafe"
+
+	"github.com/gochorus/chorus/kernel"
+	"github.com/gochorus/chorus/stream"
+)
 
 // Shares reports whether two operands of a product share memory.
 func Shares(x, y Tensor) bool { return shares(&x, &y) }
@@ -45,3 +50,13 @@ var (
 	GridOfRows = gridOfRows
 	GridOfTop  = gridOfTop
 )
+
+// GroupedLaunch returns the kernel, the grid for a number of resident blocks, and the arguments behind the pointers of a
+// grouped product.
+func GroupedLaunch(s *stream.Stream, c, a, b, ends Tensor, cfg *MatMulConfig, inner bool, resident int) (*kernel.Source, kernel.Grid, []any, error) {
+	var g groupedLaunch
+	if err := g.set(s, c, a, b, ends, cfg, inner); err != nil {
+		return nil, kernel.Grid{}, nil, err
+	}
+	return g.kind.source(), g.grid(resident), g.numbers(), nil
+}

@@ -7,7 +7,6 @@ import (
 	"math"
 	"math/rand/v2"
 	"os/exec"
-	"slices"
 	"strings"
 	"testing"
 
@@ -258,68 +257,6 @@ func TestTopKOfSpecialNumbers(t *testing.T) {
 		big, places := fromSlice(t, s, []int64{math.MaxInt64 - 1, math.MinInt64, math.MaxInt64, -1}, 4), fromSlice(t, s, make([]int64, 4), 4)
 		require.NoError(t, tensor.TopK(s, fromSlice(t, s, make([]int64, 4), 4), places, big))
 		require.Equal(t, []dtype.Value{dtype.IntValue(2), dtype.IntValue(0), dtype.IntValue(3), dtype.IntValue(1)}, elementsOf(t, s, places))
-	})
-}
-
-func TestGroupedMatMul(t *testing.T) {
-	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, r := newStream(t, devs[0]), seeded(t)
-		rows := []int{3, 0, 5, 1}
-		a, av := drawn(t, s, r, memory.Float32, 9, 6)
-		b, bv := drawn(t, s, r, memory.Float32, 4, 6, 5)
-		c, _ := drawn(t, s, r, memory.Float32, 9, 5)
-		require.NoError(t, tensor.GroupedMatMul(s, c, a, b, rows, nil))
-		got, at := elementsOf(t, s, c), 0
-		for g, n := range rows {
-			for i := at; i < at+n; i++ {
-				for j := range 5 {
-					sum := 0.0
-					for k := range 6 {
-						sum += av[i*6+k].Float64() * bv[(g*6+k)*5+j].Float64()
-					}
-					require.Equal(t, sum, got[i*5+j].Float64(), "row %d of group %d", i-at, g) // multiples of 1/64
-				}
-			}
-			at += n
-		}
-		for want, rows := range map[string][]int{
-			"group 3 does not fit": {3, 0, 5, 2}, "sum up to 8": {3, 0, 5, 0}, "group 1 does not fit": {3, -1, 5, 2}, "for 3 groups": {3, 0, 6},
-			"group 2 does not fit": {3, 0, math.MaxInt, 1},
-		} {
-			require.ErrorContains(t, tensor.GroupedMatMul(s, c, a, b, rows, nil), want)
-		}
-		require.ErrorContains(t, tensor.GroupedMatMul(s, c, a, b, rows, &tensor.MatMulConfig{Bias: c}), "the configuration has the tensor")
-
-		// The product of one group must not change the input of another one.
-		both := fromSlice(t, s, make([]float32, 8*4), 8, 4)
-		rows = []int{2, 2}
-		low, err := both.Narrow(0, 0, 4)
-		require.NoError(t, err)
-		high, err := both.Narrow(0, 2, 4)
-		require.NoError(t, err)
-		squares := fromSlice(t, s, make([]float32, 2*4*4), 2, 4, 4)
-		require.ErrorContains(t, tensor.GroupedMatMul(s, low, high, squares, rows, nil), "c shares memory with a")
-		flat, err := squares.View(8, 4)
-		require.NoError(t, err)
-		last, err := flat.Narrow(0, 4, 4)
-		require.NoError(t, err)
-		require.ErrorContains(t, tensor.GroupedMatMul(s, last, low, squares, rows, nil), "c shares memory with b")
-		row, err := low.Narrow(0, 0, 1)
-		require.NoError(t, err)
-		one, err := row.Expand(2, 4)
-		require.NoError(t, err)
-		two, err := flat.Narrow(0, 0, 2)
-		require.NoError(t, err)
-		require.ErrorContains(t, tensor.GroupedMatMul(s, one, two, squares, []int{1, 1}, nil), "its elements share memory")
-
-		// A group that is refused lets none of the others begin.
-		input, err := row.Expand(4, 4)
-		require.NoError(t, err)
-		result := fromSlice(t, s, slices.Repeat([]float32{7}, 16), 4, 4)
-		require.ErrorContains(t, tensor.GroupedMatMul(s, result, input, squares, []int{1, 3}, nil), "group 1 of 3 rows: ")
-		for _, v := range elementsOf(t, s, result) {
-			require.Equal(t, 7.0, v.Float64())
-		}
 	})
 }
 

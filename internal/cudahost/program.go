@@ -1,7 +1,7 @@
 // Package cudahost compiles CUDA kernels as C++ for the host and runs them, with a fiber for
 // each GPU thread. It needs g++. Kernels may use barriers, shuffles, atomic operations and
 // shared memory; blocks run one after the other, so they cannot wait for each other. CUDA's
-// headers and PTX are not available.
+// headers and PTX are not available, but src/cores.h has functions for tensor cores.
 package cudahost
 
 import (
@@ -29,6 +29,9 @@ var shim string
 
 //go:embed src/block.h
 var block string
+
+//go:embed src/cores.h
+var cores string
 
 //go:embed src/main.cc
 var main string
@@ -83,7 +86,7 @@ func Key() (*safefile.Key, error) {
 	if err != nil {
 		return nil, err
 	}
-	return safefile.NewKey("host 2", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, main), nil
+	return safefile.NewKey("host 2", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, cores, main), nil
 }
 
 // Stored returns the program that the user's store has under a key, or builds it and stores it.
@@ -133,7 +136,7 @@ func Compile(ctx context.Context, cuda string, options, kernels []string) (*Prog
 	}
 	// A misaligned access stops the program, as on a GPU.
 	flags := append(hostFlags(options), "-w", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", list)
-	return Build(ctx, shim+block+"#line 1 \"source\"\n"+cuda+main, flags...)
+	return Build(ctx, shim+block+cores+"#line 1 \"source\"\n"+cuda+main, flags...)
 }
 
 // hostFlags returns the options of NVRTC that a C++ compiler of the host has, too.

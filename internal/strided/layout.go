@@ -268,6 +268,20 @@ func (u *usesList) runs(p, width, run uint64, outer []dim, write bool) {
 	}
 }
 
+// Uses appends the uses of all elements of an array, for the sanitizer.
+func Uses(list []cudadrv.Use, t *Array, write bool) []cudadrv.Use {
+	if t.Len() == 0 {
+		return list
+	}
+	dims := make([]dim, len(t.Shape))
+	for i, n := range t.Shape {
+		dims[i] = dim{n, t.Strides[i]}
+	}
+	u := usesList(list)
+	u.layout(t.Ptr(), t.DType.Size(), dims, write)
+	return u
+}
+
 // A dim is a dimension of a layout: its size and the distance of its elements.
 type dim struct{ n, step int }
 

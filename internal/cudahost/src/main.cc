@@ -53,6 +53,7 @@ static void start() {
 	memset(__start_shared, 0xff, __stop_shared - __start_shared); // NaN
 	memset(dynamicShared.data(), 0xff, dynamicShared.size());
 	memset(arrived, 0, sizeof arrived);
+	forget_copies();
 	waiting = finished = 0;
 	for (unsigned t = 0; t < fibers.size(); t++) {
 		Fiber& f = fibers[t];

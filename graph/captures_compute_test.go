@@ -119,6 +119,14 @@ func (r *rig) matrix() tensor.Tensor {
 }
 
 // index returns one of 32 rows, on the idle stream.
+// ends are those of one group of 32 elements.
+func (r *rig) ends() tensor.Tensor {
+	t, err := tensor.MakeFrom(r.home, []int32{32}, 1)
+	r.must(err)
+	r.later(t.Close)
+	return t
+}
+
 func (r *rig) index() tensor.Tensor {
 	x, err := memory.MakeFrom(r.home, make([]int32, 32))
 	r.must(err)
@@ -248,6 +256,18 @@ var tensorCalls = []call{
 		b, err := b.View(1, 32, 32)
 		r.must(err)
 		return func() error { return tensor.GroupedMatMul(r.on, c, a, b, []int{32}, nil) }
+	}},
+	{name: "tensor.GroupedMatMulAt", prepare: func(r *rig) func() error {
+		a, b, c, ends := r.matrix(), r.matrix(), r.matrix(), r.ends()
+		b, err := b.View(1, 32, 32)
+		r.must(err)
+		return func() error { return tensor.GroupedMatMulAt(r.on, c, a, b, ends, nil) }
+	}},
+	{name: "tensor.GroupedMatMulInner", prepare: func(r *rig) func() error {
+		a, b, c, ends := r.matrix(), r.matrix(), r.matrix(), r.ends()
+		c, err := c.View(1, 32, 32)
+		r.must(err)
+		return func() error { return tensor.GroupedMatMulInner(r.on, c, a, b, ends, nil) }
 	}},
 	{name: "tensor.Make, tensor.Tensor.Close", prepare: func(r *rig) func() error {
 		return func() error {

@@ -80,6 +80,28 @@ func ExampleMatMul_epilogue() {
 	// Output: [2 2] [0 2 3 4]
 }
 
+// The first row is multiplied by one matrix and the second by another one, as tokens are by the weights of their experts. The
+// device reads where each group ends.
+func ExampleGroupedMatMulAt() {
+	withMatrices(func(s *stream.Stream, a, _, c tensor.Tensor) (err error) {
+		weights, err := tensor.MakeFrom(s, []float32{1, 0, 0, 1, 10, 0, 0, 10}, 2, 2, 2)
+		if err != nil {
+			return err
+		}
+		defer weights.Close()
+		ends, err := tensor.MakeFrom(s, []int32{1, 2}, 2)
+		if err != nil {
+			return err
+		}
+		defer ends.Close()
+		if err := tensor.GroupedMatMulAt(s, c, a, weights, ends, nil); err != nil {
+			return err
+		}
+		return print(s, c)
+	})
+	// Output: [2 2] [1 2 30 40]
+}
+
 func ExampleAdd() {
 	withMatrices(func(s *stream.Stream, a, b, c tensor.Tensor) error {
 		if err := tensor.Add(s, c, a, b); err != nil {

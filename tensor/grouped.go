@@ -326,7 +326,10 @@ func (g *groupedLaunch) grid(resident int) kernel.Grid {
 
 func (g *groupedLaunch) args() []kernel.Arg {
 	at := func(x Tensor) kernel.Arg { // of no bytes, because the matrices may have gaps
-		v, _ := memory.View[uint8](x.Buffer(), x.Offset(), 0)
+		if x.Len() == 0 { // an offset may be behind the memory
+			return kernel.Address(0)
+		}
+		v, _ := memory.View[uint8](x.Buffer(), x.Offset(), 0) // the tensor's own memory
 		return kernel.Ptr(v)
 	}
 	args := []kernel.Arg{at(g.c), at(g.a), at(g.b), words(g.ends)}

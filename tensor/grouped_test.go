@@ -359,7 +359,8 @@ func groupedAgree(t *testing.T, most int, cfg kernel.VerifyConfig) {
 
 // elements returns the storage of an operand from its first element on.
 func (l *lab) elements(x *operand) any {
-	raw := l.bytes(x.storage)[x.Offset()-x.storage.Offset():]
+	raw := l.bytes(x.storage)
+	raw = raw[min(x.Offset()-x.storage.Offset(), len(raw)):]
 	switch n := len(raw) / x.DType().Size(); x.DType() {
 	case bf16:
 		return append([]memory.BFloat16Bits{}, unsafe.Slice((*memory.BFloat16Bits)(unsafe.Pointer(unsafe.SliceData(raw))), n)...)

@@ -148,23 +148,22 @@ func train(ctx context.Context, g *comm.Group, steps int) (losses []float32, err
 			tensor.TopK(s, best, chosen, scores),
 			tensor.Softmax(s, gates, best),
 
-			// The tokens travel to their experts and back. Places without a row are zeros, which change nothing.
-			in.Rows.Zero(s),
+			// The tokens travel to their experts and back. Rows behind those of an expert hold anything: grouped products
+			// leave them out.
 			e.Dispatch(rows[0], one(x), one(chosen), nil),
 			tensor.MatMul(s, hiddens, in.Rows, up, &tensor.MatMulConfig{Epilogue: tensor.ReLU, Aux: positive}),
-			tensor.MatMul(s, made, hiddens, down, nil),
+			tensor.GroupedMatMulAt(s, made, hiddens, down, in.Counts, nil),
 			e.Combine(one(y), one(made), one(in.Routes), &comm.CombineConfig{Weights: one(gates), Rows: one(answers)}),
 			tensor.Add(s, dy, y, minusWant),
 			tensor.MatMul(s, loss, dyRow, dyColumn, &tensor.MatMulConfig{Alpha: new(0.5 / (tokens * width))}),
 			comm.OfTensors(g).AllReduce(comm.Sum, loss),
 
 			// Backward, the gradient travels to the experts with the weights of the gates, and back without.
-			dout.Rows.Zero(s),
 			e.Dispatch(rows[1], one(dy), one(chosen), &comm.DispatchConfig{Weights: one(gates)}),
-			tensor.MatMul(s, ddown, hiddens.T(), dout.Rows, nil),
+			tensor.GroupedMatMulInner(s, ddown, hiddens.T(), dout.Rows, in.Counts, nil),
 			tensor.MatMul(s, dhiddens, dout.Rows, down.T(), &tensor.MatMulConfig{Epilogue: tensor.ReLUGrad, Aux: positive}),
-			tensor.MatMul(s, dup, in.Rows.T(), dhiddens, nil),
-			tensor.MatMul(s, dinputs, dhiddens, up.T(), nil),
+			tensor.GroupedMatMulInner(s, dup, in.Rows.T(), dhiddens, in.Counts, nil),
+			tensor.GroupedMatMulAt(s, dinputs, dhiddens, up.T(), in.Counts, nil),
 			e.Combine(one(dx), one(dinputs), one(in.Routes), nil),
 
 			// The gradient of a gate is the product of its row with that of the result.

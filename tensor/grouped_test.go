@@ -336,8 +336,22 @@ func groupedAgree(t *testing.T, most int, cfg kernel.VerifyConfig) {
 	t.Log("seed", seed)
 	l := newLab(t, newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]), seed)
 	defer l.close()
-	for range max(*grouped/8, 1) {
-		x := drawGrouped(l, most)
+	for i := range 2 + max(*grouped/8, 1) {
+		var x *groupedCase
+		switch i {
+		case 0: // pieces that two groups share
+			x = &groupedCase{lab: l, inner: true, groups: 4, m: 16, n: 16, k: 64}
+			x.c, x.a, x.b = l.make(bf16, 4, 16, 16, layout{}), l.make(bf16, 0, 16, 64, layout{}), l.make(bf16, 0, 64, 16, layout{transposed: true})
+			x.setEnds([]int32{3, 21, 42, 61})
+		case 1: // ends behind those of the lanes of the first warp
+			x = &groupedCase{lab: l, groups: 40, m: 40, n: 16, k: 16}
+			x.c, x.a, x.b = l.make(bf16, 0, 40, 16, layout{}), l.make(bf16, 0, 40, 16, layout{}), l.make(bf16, 40, 16, 16, layout{})
+			ends := slices.Repeat([]int32{-1}, 40)
+			ends[5], ends[32], ends[36], ends[39] = 17, 9, 30, math.MaxInt32
+			x.setEnds(ends)
+		default:
+			x = drawGrouped(l, most)
+		}
 		src, grid, numbers, err := tensor.GroupedLaunch(l.s, x.c.Tensor, x.a.Tensor, x.b.Tensor, x.ends, &x.cfg, x.inner, 1+l.r.IntN(4))
 		require.NoError(t, err, x)
 		if x.m == 0 || x.n == 0 {

@@ -182,6 +182,21 @@ end1+2µs cut a ^a 0s 0s
 job seed=847365781 hosts=5 late=0 least=1 local=2 seeds=3 restarts=0 pace=212222 latency=257µs lost-after=3s calm=1m40s
 +5.993s reject ^ad ad 2.871668s 0s
 +8.455154s complete - - 0s 0s`},
+	// d has lost its power after it had registered with b.
+	{"a candidate waited for the vote of a host that had vanished for five times the limit of silence", `
+job seed=427769505 hosts=5 late=0 least=1 local=2 seeds=1 restarts=0 pace=1044503 latency=553µs lost-after=3s calm=1m40s
++3.745s split a ^a 5.32052s 297.142ms
++7.33s power d - 0s 0s`},
+	{"a host took the coordinator that had replaced it, at its address, for its own", `
+job seed=441777629 hosts=4 late=0 least=1 local=1 seeds=2 restarts=0 pace=62558 latency=79µs lost-after=1s calm=44s
++762ms split b ^b 998.011ms 0s
++780ms drain * - 0s 0s
++1.324s replace b - 64.658ms 1ns`},
+	// c knows that epoch 3 has begun.
+	{"a host gave up, because the epoch that was proposed to it had perhaps not begun", `
+job seed=445775941 hosts=3 late=0 least=1 local=1 seeds=1 restarts=0 pace=718601 latency=10.03ms lost-after=3s calm=1m40s
++2.109s split * ^* 2.926763s 74.997ms
+commit3+5.979ms split a ^a 6.181977s 155.066ms`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -151,11 +151,10 @@ type (
 	beCandidate struct{ candidacy candidacy }
 	// reportMissing tells the user of this host which hosts are missing.
 	reportMissing struct{}
-	// chosen ends the choice: this host follows a coordinator, its own if self is true.
+	// chosen ends the choice: this host follows a coordinator.
 	chosen struct {
 		dial, epoch uint64
 		plan        plan
-		self        bool
 	}
 	// notChosen ends the choice without a coordinator.
 	notChosen struct{ err error }
@@ -574,7 +573,7 @@ func (e planSent) choose(c *choice) {
 	}
 	c.over = true
 	c.endSearch(nil)
-	c.act(chosen{e.dial, e.epoch, e.plan, c.addr == c.self})
+	c.act(chosen{e.dial, e.epoch, e.plan})
 }
 
 func (e turnedAway) choose(c *choice) {

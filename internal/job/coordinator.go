@@ -651,7 +651,7 @@ const (
 // silenceLimit returns the silence after which a peer is lost.
 func (c *coordinator) silenceLimit() time.Duration {
 	limit := c.cfg.Self.LostAfter
-	if c.world == nil && !c.cfg.Registry && c.faults.lost == nil && (c.plan == nil || c.now-c.planned < startTime*limit) {
+	if c.world == nil && !c.cfg.Registry && c.succession == nil && c.faults.lost == nil && (c.plan == nil || c.now-c.planned < startTime*limit) {
 		return JoinFactor * limit
 	}
 	return limit

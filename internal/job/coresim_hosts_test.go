@@ -257,7 +257,7 @@ func (a *coreAgent) act(c *choice, x action) {
 	case notify:
 		a.s.say("%s: %s", a.proc.name, x.line)
 	case chosen:
-		a.adopt(a.dials[x.dial], x.self)
+		a.adopt(a.dials[x.dial], a.dials[x.dial].server.agent == a)
 	case notChosen:
 		a.end(x.err.Error())
 	}

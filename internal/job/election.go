@@ -168,7 +168,8 @@ func (e *election) do(a action) {
 		k := e.k
 		e.agent.wg.Go(func() { e.notifyMissing(k) })
 	case chosen:
-		e.result <- outcome{k: e.k, epoch: a.epoch, plan: a.plan, addr: e.choice.addr, self: a.self}
+		own := e.k.Hello.Agent == e.agent.UUID // a host that has replaced this one has its address
+		e.result <- outcome{k: e.k, epoch: a.epoch, plan: a.plan, addr: e.choice.addr, self: own}
 	case notChosen:
 		e.result <- outcome{err: a.err}
 	}

@@ -265,9 +265,15 @@ func (c *history) addresses() []string {
 	return out
 }
 
-// isPossible reports whether all hosts without the lost one would be enough.
+// isPossible reports whether all hosts without the lost one would be enough, if one of them knows which proposals have begun.
 func (c *history) isPossible() bool {
-	all := setOf(c.hosts())
+	all, ended := setOf(c.hosts()), setOf(c.Ended)
 	delete(all, c.Lost)
-	return allow(c.voterSets(), all, setOf(c.Ended))
+	if allow(c.voterSets(), all, ended) {
+		return true
+	}
+	return slices.ContainsFunc(c.open(c.Epoch), func(p proposal) bool {
+		begun := history{Epoch: p.Epoch, Voters: p.Voters, Proposed: c.Proposed}
+		return allow(begun.voterSets(), all, ended)
+	})
 }

@@ -101,7 +101,8 @@
 // refuses connections to the launcher's port, or another launcher of the job has it. This must be found within CHORUS_LOST_AFTER
 // of a time at which the launcher has heard from the finder. Therefore a job with --nnodes 1:2 goes on
 // when the launcher of either host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
-// power, the other host ends, because it cannot know whether the coordinator goes on.
+// power, the other host waits for it to come back, twice CHORUS_LOST_AFTER and 4 s, and ends then: it cannot know whether the
+// coordinator goes on.
 //
 // Each choice of a coordinator raises the term. Launchers follow only terms that are at least the greatest
 // that they know, and a coordinator that meets a greater one ends, so that at most one goes on.
@@ -125,7 +126,7 @@
 //	host vanishes, no coordinator       half of the hosts are left       the others go on after LOST_AFTER
 //	host of the coordinator vanishes    more than half are left          the others go on after LOST_AFTER and about 0.2 s
 //	coordinator and others vanish       more than half are left          as above, whichever they are
-//	host of the coordinator vanishes    two hosts                        the job ends
+//	host of the coordinator vanishes    two hosts                        the job ends after 3 LOST_AFTER and 4 s
 //	network splits                      one part has more than half, or  that part goes on, the other ends and says why
 //	                                    half with the coordinator
 //	network splits into small parts     none has half                    the job ends

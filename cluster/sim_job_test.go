@@ -160,6 +160,11 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 		return
 	}
 	x := &simCommit{epoch: c.Epoch, term: c.Term, members: ms, voterSet: j.hostsOf(c.Voters), coordinator: p, at: time.Now(), lineage: j.lineages[c.Agent], acked: map[string]int{}, finished: map[string]bool{}}
+	for _, u := range c.Voters { // a coordinator that has taken over as a late host was in no epoch before
+		if x.lineage == nil {
+			x.lineage = j.lineages[u]
+		}
+	}
 	if x.lineage == nil {
 		x.lineage = &simLineage{}
 		if j.first == nil {

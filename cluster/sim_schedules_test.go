@@ -197,6 +197,27 @@ job seed=441777629 hosts=4 late=0 least=1 local=1 seeds=2 restarts=0 pace=62558 
 job seed=445775941 hosts=3 late=0 least=1 local=1 seeds=1 restarts=0 pace=718601 latency=10.03ms lost-after=3s calm=1m40s
 +2.109s split * ^* 2.926763s 74.997ms
 commit3+5.979ms split a ^a 6.181977s 155.066ms`},
+	{"a host that could not choose a coordinator did not return to the one that it had lost", `
+job seed=433756915 hosts=3 late=0 least=2 local=1 seeds=1 restarts=1 pace=621350 latency=55µs lost-after=1s calm=44s
++1.035s split a ^a 971.229ms 0s
+end1+76.649ms split a ^a 971.229ms 0s
++1.573654s complete - - 0s 0s`},
+	{"a lost launcher was told that the job had ended, and waited for an order", `
+job seed=440764947 hosts=4 late=1 least=1 local=1 seeds=3 restarts=0 pace=843749 latency=6.393ms lost-after=3s calm=1m40s
++6.641s stop cd - 5.958773s 2ns
++7.64104s stop a - 4.024909s 2ns
++7.654316s stop b - 3.018311s 0s
+end1+11µs stop b - 3.018311s 0s
+end1+1.010343s stop b - 3.018311s 0s
++9.566127s complete - - 0s 0s`},
+	{"a coordinator that was asked to leave stopped the job, because hosts that it had just lost did not count", `
+job seed=444760765 hosts=4 late=0 least=2 local=1 seeds=1 restarts=0 pace=740077 latency=1.379ms lost-after=3s calm=1m40s
++886.239ms stop a - 2.844192s 0s
++922.481ms drain a - 0s 0s`},
+	{"a coordinator that had taken over and was asked to leave stopped the job before the others had come", `
+job seed=444766565 hosts=5 late=0 least=2 local=1 seeds=1 restarts=1 pace=622037 latency=797µs lost-after=1s calm=44s
++1.295s drain ab - 0s 0s
++1.311085s split a ^a 1.047315s 43.6ms`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -395,6 +395,7 @@ func (a *Agent) awaitSuccessor() {
 	if pending {
 		select {
 		case <-moved:
+		case <-a.concluded:
 		case <-a.Context().Done(): // no other follows
 		}
 	}

@@ -36,7 +36,7 @@ func refusingHost(t *testing.T) string {
 // what a candidate answers after a millisecond, or false if it is silent.
 func choosing(candidates []string, lostAfter, limit time.Duration, answer func(addr string) (answered, bool)) (c *choice, took time.Duration) {
 	v := newVoter(1)
-	c = newSuccession(&v, &history{Epoch: 1, lostAfter: lostAfter}, "", "lost", lostSilent, 1)
+	c = newSuccession(&v, &history{Epoch: 1, Voters: candidates, lostAfter: lostAfter}, "", "lost", lostSilent, 1)
 	c.candidates = candidates
 	type arrival struct {
 		at instant
@@ -161,6 +161,40 @@ func TestReturnToASilentCoordinator(t *testing.T) {
 		require.Equal(t, []action{leave{1}, enroll{dial: 3, addr: "lost", hello: leads, history: &history{Term: 3, Epoch: 1, Lost: "x"}}},
 			c.step(c.now+1, answered{dial: 3, hello: leads}))
 	}
+}
+
+// If too few hosts are left to choose another coordinator, a host looks for the one that it has lost at once, unless that has ended.
+func TestReturnIfNoChoiceIsPossible(t *testing.T) {
+	for _, how := range []Loss{lostSilent, lostByIt, lostEnded} {
+		v := newVoter(1)
+		c := newSuccession(&v, &history{Epoch: 1, Voters: voterSet{"x", "b"}, Lost: "x", lostAfter: time.Second}, "", "lost", how, 1)
+		as := c.step(1, begin{})
+		if how == lostEnded {
+			require.Equal(t, []action{notChosen{errNoMajority}}, as)
+			continue
+		}
+		require.Equal(t, []action{dial{1, "lost", time.Second / 4}}, as)
+		require.Equal(t, []action{notChosen{errChoiceTime}}, c.step(c.deadline, answered{dial: 1, err: errors.New("silent")}))
+	}
+}
+
+// A launcher that was stopped while another coordinator is chosen does not wait any more once it is known that the program has ended.
+func TestStopBeforeTheEndIsKnown(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		a := &Agent{voter: newVoter(1), moved: make(chan struct{}), concluded: make(chan struct{}), orders: make(chan Order, 1)}
+		at := &attempt{}
+		at.ctx, at.cancel = context.WithCancelCause(t.Context())
+		a.Now.Store(at)
+		a.choosing, a.stops = true, &Fault{}
+		waits := make(chan struct{})
+		go func() {
+			defer close(waits)
+			a.awaitSuccessor()
+		}()
+		synctest.Wait()
+		a.conclude()
+		<-waits
+	})
 }
 
 // A host that has promised its vote to one candidate gives it to no other one of that term or of a smaller one, and leaves it.

@@ -250,7 +250,7 @@ func (c *choice) fail(err error) {
 func (begin) choose(c *choice) {
 	switch h := c.history; {
 	case h == nil:
-	case !h.isPossible():
+	case !h.isPossible() && !c.mayLead:
 		c.fail(errNoMajority)
 	case slices.Contains(c.candidates, c.self):
 		own := *h // the coordinator adds to it what others know
@@ -290,12 +290,13 @@ func (c *choice) look() {
 	if c.named != "" && !slices.Contains(all, c.named) {
 		all = append(all, c.named)
 	}
+	returns := c.mayLead && (c.link != 0 || !c.history.isPossible())
+	if returns && !slices.Contains(all, c.lostAt) { // this host returns to it if nobody has replaced it
+		all = append(all, c.lostAt)
+	}
 	if c.link == 0 {
 		c.begin(&search{addrs: all})
 		return
-	}
-	if c.mayLead && !slices.Contains(all, c.lostAt) { // this host returns to it if nobody has replaced it
-		all = append(all, c.lostAt)
 	}
 	c.wake = c.now + c.interval()
 	if c.bound || len(all) < 2 {

@@ -1011,8 +1011,13 @@ func (c *coordinator) drainHost(a *peer, f Fault) {
 		a.draining = &f
 		return
 	}
-	stay := without(c.agents, func(p *peer) bool { return p == a || p.draining != nil || p.state == peerGone })
-	if !c.isElastic() || len(stay) < c.cfg.leastHosts() {
+	stay := len(without(c.agents, func(p *peer) bool { return p == a || p.draining != nil || p.state == peerGone }))
+	for _, x := range c.away { // it may come back, also to the next coordinator
+		if x.back > c.now {
+			stay++
+		}
+	}
+	if !c.isElastic() || stay < c.cfg.leastHosts() {
 		c.stopped(a, f)
 		return
 	}

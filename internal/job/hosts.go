@@ -490,9 +490,7 @@ func (c *coordinator) checkDone() {
 		c.checkHope()
 		return
 	}
-	for _, q := range c.agents {
-		c.send(q, say(kindEnded, nil))
-	}
+	c.tellAgents(say(kindEnded, nil))
 }
 
 // isUnfinished reports whether the job is in the middle of a program: not all members of the epoch have exited with code 0, and a host

@@ -101,7 +101,7 @@
 // refuses connections to the launcher's port, or another launcher of the job has it. This must be found within CHORUS_LOST_AFTER
 // of a time at which the launcher has heard from the finder. Therefore a job with --nnodes 1:2 goes on
 // when the launcher of either host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
-// power, the other host waits for it to come back, twice CHORUS_LOST_AFTER and 4 s, and ends then: it cannot know whether the
+// power, the other host waits for it for twice CHORUS_LOST_AFTER and 4 s, and ends then. It cannot know whether the
 // coordinator goes on.
 //
 // Each choice of a coordinator raises the term. Launchers follow only terms that are at least the greatest

@@ -43,7 +43,7 @@ type simJob struct {
 	over      bool
 	excluded  bool            // a coordinator has excluded a host
 	touched   map[string]bool // hosts that a fault has touched
-	deciding  [][]string      // the hosts of the last epoch and proposals that each host of the first lineage was in
+	deciding  []simSet        // of the epochs and proposals of the first lineage
 	crashed   bool            // a worker was killed after its function had returned nil
 }
 
@@ -154,7 +154,7 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 	if !c.Begun {
 		j.log("%s proposes epoch %d of [%s] to the hosts [%s]", p.name, c.Epoch, strings.Join(ms, " "), strings.Join(j.hostsOf(c.Voters), " "))
 		if j.lineages[c.Agent] == j.first {
-			j.deciding = append(j.deciding, j.hostsOf(c.Voters))
+			j.deciding = append(j.deciding, simSet{c.Epoch, j.hostsOf(c.Voters)})
 			j.trigger("propose", p.host)
 		}
 		return
@@ -183,8 +183,7 @@ func (j *simJob) watched(p *simProc, c job.Change) {
 		j.violate("%v, after Run has returned nil in epoch %d", x, told)
 	}
 	if x.lineage == j.first {
-		stale := func(set []string) bool { return len(without(set, x.voterSet)) == 0 }
-		j.deciding = append(slices.DeleteFunc(j.deciding, stale), x.voterSet)
+		j.deciding = append(j.deciding, simSet{x.epoch, x.voterSet})
 		j.trigger("commit", p.host)
 	}
 }
@@ -308,7 +307,7 @@ func (l *simLauncher) main() {
 	l.proc.run()
 	j.mu.Lock()
 	l.err, l.over = err, !l.proc.isDead()
-	l.excused = err != nil && j.mayFail(l.host.name)
+	l.excused = err != nil && j.mayFail(l)
 	if l.over {
 		j.log("%s ends: %v", l.proc.name, err)
 		if err == nil && !l.draining && !l.stopping && !j.hasEnded(l) {
@@ -866,11 +865,22 @@ func (j *simJob) untouched() (out []string) {
 	return out
 }
 
-// mayFail reports whether a host is in a set that decides, in which the hosts that no fault has touched have no majority.
-func (j *simJob) mayFail(host string) bool {
-	rest := j.untouched()
-	return slices.ContainsFunc(j.deciding, func(set []string) bool {
-		return slices.Contains(set, host) && 2*len(without(set, rest)) >= len(set)
+// A simSet is the hosts that decide on the epoch after one that has begun or was proposed.
+type simSet struct {
+	epoch uint64
+	hosts []string
+}
+
+// mayFail reports whether the hosts that no fault has touched have no majority in a set that decides for a host: that of the last epoch
+// of which the host knows, or a later one that it is in.
+func (j *simJob) mayFail(l *simLauncher) bool {
+	rest, known := j.untouched(), uint64(0)
+	if l.agent != nil {
+		known = l.agent.Now.Load().Place.Load().Epoch
+	}
+	return slices.ContainsFunc(j.deciding, func(set simSet) bool {
+		decides := set.epoch == known || set.epoch > known && slices.Contains(set.hosts, l.host.name)
+		return decides && 2*len(without(set.hosts, rest)) >= len(set.hosts)
 	})
 }
 

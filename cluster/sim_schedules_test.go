@@ -218,6 +218,22 @@ job seed=444760765 hosts=4 late=0 least=2 local=1 seeds=1 restarts=0 pace=740077
 job seed=444766565 hosts=5 late=0 least=2 local=1 seeds=1 restarts=1 pace=622037 latency=797µs lost-after=1s calm=44s
 +1.295s drain ab - 0s 0s
 +1.311085s split a ^a 1.047315s 43.6ms`},
+	{"the coordinator was replaced before a lost host had learned from it that the program had ended", `
+job seed=435743353 hosts=3 late=0 least=1 local=1 seeds=1 restarts=0 pace=59288 latency=1.457ms lost-after=3s calm=1m40s
++6.333s split a ^a 2.824784s 0s
+commit2+166µs replace a - 764.787ms 1ns
++7.288563s complete - - 0s 0s`},
+	{"a host looked for the coordinator that it had lost only once a second", `
+job seed=437746117 hosts=5 late=0 least=1 local=1 seeds=1 restarts=0 pace=780221 latency=1.067ms lost-after=1s calm=44s
++1.103s split ad ^ad 1.0145s 0s
+end1+51.823ms split ad ^ad 1.0145s 0s
+end1+325.287ms split ad ^ad 1.0145s 0s
++2.850595s complete - - 0s 0s`},
+	// d knows that epoch 2 has begun, without b. c and e know only that it was proposed.
+	{"some hosts preferred a candidate that was not in the epoch that the others knew", `
+job seed=440745503 hosts=5 late=0 least=2 local=1 seeds=1 restarts=2 pace=775997 latency=231µs lost-after=1s calm=44s
+commit2+456µs split a ^a 1.12617s 0s
++1.041s split acde ^acde 3.400407s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

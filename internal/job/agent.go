@@ -225,7 +225,7 @@ func (a *Agent) WorkerEnv(local int) []string {
 		{env.Node.Name, now.Node},
 		{env.Nodes.Name, a.Nodes()},
 		{env.HostName.Name, a.cfg.Host},
-		{env.Epoch.Name, now.epoch},
+		{env.Epoch.Name, now.Epoch},
 		{env.RestartCount.Name, now.plan.Restarts},
 		{env.Agent.Name, a.UUID},
 		{env.Addr.Name, addr},
@@ -332,11 +332,16 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 		select {
 		case <-k.EndedC:
 			a.mu.Lock()
-			coord := a.Coord
-			a.mu.Unlock()
-			if coord != nil {
-				a.awaitStragglers(ctx, coord.missed)
+			coord, away := a.Coord, instant(0)
+			if a.finished {
+				away = a.away(k.Hello.LostAfter, time.Since(a.begun))
 			}
+			a.mu.Unlock()
+			missed := func() time.Duration { return away - time.Since(a.begun) } // the coordinator may vanish before they come back
+			if coord != nil {
+				missed = coord.missed
+			}
+			a.awaitStragglers(ctx, missed)
 			return cmp.Or(context.Cause(a.Context()), context.Cause(k.Ctx)) // a failure is reported before the end
 		case <-a.Context().Done():
 			return context.Cause(a.Context())
@@ -508,7 +513,7 @@ type attempt struct {
 
 func (a *Agent) newAttempt(k *Client, epoch uint64, p plan) (*attempt, error) {
 	t := &attempt{}
-	at := &placement{epoch: epoch, plan: p, Node: p.nodeOf(a.UUID)}
+	at := &placement{Epoch: epoch, plan: p, Node: p.nodeOf(a.UUID)}
 	if at.Node < 0 {
 		return nil, fmt.Errorf("cluster: join job %q: the coordinator's plan does not include this host, %s", a.cfg.Job, a.cfg.Host)
 	}
@@ -628,7 +633,7 @@ func (a *Agent) Next(ctx context.Context) error {
 	begun, k := time.Now(), a.Client()
 	ctx, cancel := context.WithTimeout(ctx, a.cfg.Timing.Join)
 	defer cancel()
-	if err := k.Send(Message{Kind: kindReady, Epoch: a.Now.Load().Place.Load().epoch}); err != nil {
+	if err := k.Send(Message{Kind: kindReady, Epoch: a.Now.Load().Place.Load().Epoch}); err != nil {
 		return fmt.Errorf("cluster: restart job %q: %w", a.cfg.Job, err)
 	}
 	select {

@@ -156,7 +156,7 @@ func TestReturnToASilentCoordinator(t *testing.T) {
 		require.Equal(t, []action{dial{2, "lost", time.Second / 4}}, as)
 		require.Empty(t, c.step(c.now+1, answered{dial: 2, err: errors.New("silent")}))
 		require.EqualValues(t, 1, c.link)
-		require.Equal(t, []action{dial{3, "lost", time.Second / 4}}, c.step(c.now+searchInterval, nil))
+		require.Equal(t, []action{dial{3, "lost", time.Second / 4}}, c.step(c.now+time.Second/4, nil))
 		leads := Welcome{Running: true, Term: 3}
 		require.Equal(t, []action{leave{1}, enroll{dial: 3, addr: "lost", hello: leads, history: &history{Term: 3, Epoch: 1, Lost: "x"}}},
 			c.step(c.now+1, answered{dial: 3, hello: leads}))

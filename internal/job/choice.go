@@ -309,7 +309,7 @@ func (c *choice) look() {
 	if c.now < c.leadersAt {
 		after = nil
 	} else {
-		c.leadersAt = c.now + searchInterval
+		c.leadersAt = c.now + c.leaderInterval()
 	}
 	switch {
 	case len(before) > 0:
@@ -325,6 +325,14 @@ func (c *choice) interval() time.Duration {
 		return searchInterval
 	}
 	return slowAfter(c.history.lostAfter)
+}
+
+// leaderInterval returns the time between two searches for leaders. One that this host has lost may be heard only for a moment.
+func (c *choice) leaderInterval() time.Duration {
+	if c.history == nil {
+		return searchInterval
+	}
+	return min(searchInterval, c.history.lostAfter/4)
 }
 
 func (c *choice) begin(s *search) {

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"maps"
 	"slices"
+	"time"
 )
 
 // A Loss tells how a member has lost the coordinator.
@@ -132,7 +133,7 @@ func (v *voter) begins(uuid string, epoch uint64, n news, now instant) (*placeme
 	if err := v.Follow(n.By); err != nil {
 		return nil, err
 	}
-	at := &placement{epoch: epoch, plan: n.Plan, Node: n.Plan.nodeOf(uuid), ranks: map[int]int{}}
+	at := &placement{Epoch: epoch, plan: n.Plan, Node: n.Plan.nodeOf(uuid), ranks: map[int]int{}}
 	if at.Node < 0 {
 		return nil, nil
 	}
@@ -189,9 +190,20 @@ func (v *voter) candidacy(how Loss, hello Welcome, reason string, now instant) *
 		ch.Exits[local] = slices.Clone(exits)
 	}
 	ch.NewMembers = maps.Clone(v.newMembers)
-	maps.DeleteFunc(v.dropped, func(_ string, at instant) bool { return now-at > returnTime(hello.LostAfter) })
+	v.away(hello.LostAfter, now)
 	ch.dropped = slices.Sorted(maps.Keys(v.dropped))
 	return &ch
+}
+
+// away returns until when hosts that were lost a moment ago, and are not known to have ended, may come back.
+func (v *voter) away(lostAfter time.Duration, now instant) (until instant) {
+	maps.DeleteFunc(v.dropped, func(u string, at instant) bool {
+		return now-at > returnTime(lostAfter) || slices.Contains(v.ended, u)
+	})
+	for _, at := range v.dropped {
+		until = max(until, at+returnTime(lostAfter))
+	}
+	return until
 }
 
 // haveEnded records hosts that take part in decisions no more, as a coordinator has found or shown. Without the knowledge of that
@@ -233,7 +245,7 @@ func (v *voter) repeats() (list []msg) {
 
 // A placement is the place of a host in an epoch.
 type placement struct {
-	epoch uint64
+	Epoch uint64
 	plan  plan
 	Node  int
 	ranks map[int]int // by local rank, if the workers call Run; otherwise nil
@@ -249,17 +261,20 @@ func (p *placement) rank(local int) int {
 	return -1
 }
 
-// addresses returns the addresses of the candidates, by succession.
+// addresses returns the addresses of the candidates, by succession: those of the latest proposal first, because some hosts may know only
+// that it has begun, and all should prefer the same one.
 func (c *history) addresses() []string {
 	var out []string
 	ended := setOf(c.Ended)
-	for _, uuid := range c.hosts() {
-		i := c.Plan.nodeOf(uuid)
-		if i < 0 || uuid == c.Lost || ended[uuid] {
-			continue
-		}
-		if addr := c.Plan.Hosts[i].Control; addr != "" && !slices.Contains(out, addr) {
-			out = append(out, addr)
+	for _, set := range slices.Backward(c.voterSets()) {
+		for _, uuid := range set {
+			i := c.Plan.nodeOf(uuid)
+			if i < 0 || uuid == c.Lost || ended[uuid] {
+				continue
+			}
+			if addr := c.Plan.Hosts[i].Control; addr != "" && !slices.Contains(out, addr) {
+				out = append(out, addr)
+			}
 		}
 	}
 	return out

@@ -280,6 +280,8 @@ func TestMemoryOfUnits(t *testing.T) {
 					return st
 				}
 				active := func() memory.Stat { return stats().ActiveBytes.All } // with freed blocks that other streams use
+				require.NoError(t, devs[1].Sync(testgpu.Context(t)))
+				require.NoError(t, memory.EmptyCache(devs[1])) // blocks that an earlier test has freed are in use no more
 				before := active().Current
 				lens := make([][]int, units)
 				for k := range lens {

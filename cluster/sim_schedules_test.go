@@ -229,11 +229,6 @@ job seed=437746117 hosts=5 late=0 least=1 local=1 seeds=1 restarts=0 pace=780221
 end1+51.823ms split ad ^ad 1.0145s 0s
 end1+325.287ms split ad ^ad 1.0145s 0s
 +2.850595s complete - - 0s 0s`},
-	// d knows that epoch 2 has begun, without b. c and e know only that it was proposed.
-	{"some hosts preferred a candidate that was not in the epoch that the others knew", `
-job seed=440745503 hosts=5 late=0 least=2 local=1 seeds=1 restarts=2 pace=775997 latency=231µs lost-after=1s calm=44s
-commit2+456µs split a ^a 1.12617s 0s
-+1.041s split acde ^acde 3.400407s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

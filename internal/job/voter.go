@@ -261,20 +261,17 @@ func (p *placement) rank(local int) int {
 	return -1
 }
 
-// addresses returns the addresses of the candidates, by succession: those of the latest proposal first, because some hosts may know only
-// that it has begun, and all should prefer the same one.
+// addresses returns the addresses of the candidates, by succession.
 func (c *history) addresses() []string {
 	var out []string
 	ended := setOf(c.Ended)
-	for _, set := range slices.Backward(c.voterSets()) {
-		for _, uuid := range set {
-			i := c.Plan.nodeOf(uuid)
-			if i < 0 || uuid == c.Lost || ended[uuid] {
-				continue
-			}
-			if addr := c.Plan.Hosts[i].Control; addr != "" && !slices.Contains(out, addr) {
-				out = append(out, addr)
-			}
+	for _, uuid := range c.hosts() {
+		i := c.Plan.nodeOf(uuid)
+		if i < 0 || uuid == c.Lost || ended[uuid] {
+			continue
+		}
+		if addr := c.Plan.Hosts[i].Control; addr != "" && !slices.Contains(out, addr) {
+			out = append(out, addr)
 		}
 	}
 	return out

@@ -582,7 +582,7 @@ func (e planSent) choose(c *choice) {
 	}
 	c.over = true
 	c.endSearch(nil)
-	c.act(chosen{e.dial, e.epoch, e.plan})
+	c.act(chosen(e))
 }
 
 func (e turnedAway) choose(c *choice) {

@@ -20,7 +20,7 @@ import (
 //     answered its proposal (hasNotAnswered), also those that came after it (admitHost). It begins none while a host that it has lost may
 //     still follow it without knowing (lease).
 //
-// A host and a coordinator that have lost each other for silence may meet again (choice.mayLead). Its registration has its greatest term, so that
+// A host and a coordinator that have lost each other for silence may meet again (choice.mayLead). The host's registration has its greatest term, so that
 // the coordinator ends if the host has voted for another one.
 //
 // Who is merely connected decides only that this coordinator gives up.
@@ -29,12 +29,12 @@ import (
 // agents by succession, the coordinator first.
 type voterSet []string
 
-// count returns the number of hosts that have not ended, and how many of them are present.
 // without returns the hosts that are not in o.
 func (e voterSet) without(o voterSet) []string {
 	return without(e, func(uuid string) bool { return slices.Contains(o, uuid) })
 }
 
+// count returns the number of hosts that have not ended, and how many of them are present.
 func (e voterSet) count(present, ended map[string]bool) (left, here int) {
 	for _, uuid := range e {
 		if ended[uuid] {

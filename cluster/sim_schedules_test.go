@@ -229,6 +229,10 @@ job seed=437746117 hosts=5 late=0 least=1 local=1 seeds=1 restarts=0 pace=780221
 end1+51.823ms split ad ^ad 1.0145s 0s
 end1+325.287ms split ad ^ad 1.0145s 0s
 +2.850595s complete - - 0s 0s`},
+	{"hosts that knew of different proposals preferred different candidates, and none had enough votes", `
+job seed=440745503 hosts=5 late=0 least=2 local=1 seeds=1 restarts=2 pace=775997 latency=231µs lost-after=1s calm=44s
+commit2+456µs split a ^a 1.12617s 0s
++1.041s split acde ^acde 3.400407s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -163,6 +163,98 @@ func TestReturnToASilentCoordinator(t *testing.T) {
 	}
 }
 
+// A candidate tells its hosts that its own host has registered with another candidate. They go there, even if they did not know of it.
+func TestCandidateOfTheCandidate(t *testing.T) {
+	v := newVoter(1)
+	c := newSuccession(&v, &history{Epoch: 2, Voters: voterSet{"x", "c", "d"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostEnded, 1)
+	c.candidates = []string{"c", "d"}
+	now := instant(1)
+	step := func(e choiceEvent) []action {
+		now++
+		return c.step(now, e)
+	}
+	elects := Welcome{Elects: true}
+	step(begin{})
+	step(answered{dial: 1, hello: elects})
+	require.Equal(t, "c", c.addr)
+	for _, tc := range []struct {
+		what string
+		e    ledElsewhere
+		want []string
+	}{
+		{"of a candidate that it has left", ledElsewhere{9, "b"}, []string{"c", "d"}},
+		{"itself", ledElsewhere{1, "c"}, []string{"c", "d"}},
+		{"unknown", ledElsewhere{1, "b"}, []string{"b", "c", "d"}},
+		{"preferred anyway", ledElsewhere{1, "b"}, []string{"b", "c", "d"}},
+		{"known", ledElsewhere{1, "d"}, []string{"b", "d", "c"}},
+	} {
+		step(tc.e)
+		require.Equal(t, tc.want, c.candidates, tc.what)
+	}
+	now += slowAfter(time.Second)
+	as := step(nil)
+	require.Equal(t, []action{dial{3, "b", time.Second / 4}, dial{4, "d", time.Second / 4}}, as)
+	as = step(answered{dial: 3, hello: elects})
+	require.Equal(t, []action{hangUpDial{4}, leave{1}}, as[:2])
+	require.Equal(t, prefer{"b"}, as[3])
+	step(ledElsewhere{3, "c"})
+	require.Equal(t, []string{"c", "b", "d"}, c.candidates)
+	now += slowAfter(time.Second)
+	require.Equal(t, []action{dial{5, "c", time.Second / 4}}, step(nil))
+	step(answered{dial: 5, hello: elects})
+	require.Equal(t, "c", c.addr)
+	step(ledElsewhere{5, "b"})
+	require.Equal(t, []string{"c", "b", "d"}, c.candidates, "two candidates whose hosts prefer each other")
+}
+
+// A candidate tells the hosts that have registered with it, and those that come later, which candidate its own host prefers.
+func TestCandidateTellsItsPreference(t *testing.T) {
+	v := newVoter(1)
+	own := &history{Epoch: 1, Voters: voterSet{"x", "b", "c"}, Lost: "x", lostAfter: time.Second}
+	c := newSuccession(&v, own, "c", "lost", lostEnded, 1)
+	c.candidates = []string{"b", "c"}
+	c.step(1, begin{})
+	as := c.step(2, answered{dial: 2, hello: Welcome{Elects: true}})
+	require.Empty(t, as, "the first candidate has some time")
+	as = c.step(3+slowAfter(time.Second), nil)
+	require.Equal(t, prefer{}, as[len(as)-1], "its own host prefers it")
+	as = c.step(c.now+slowAfter(time.Second), nil)
+	require.Equal(t, []action{dial{3, "b", time.Second / 4}}, as)
+	as = c.step(c.now+1, answered{dial: 3, hello: Welcome{Elects: true}})
+	require.Equal(t, prefer{"b"}, as[len(as)-1])
+
+	j := newPaperJob("a", "b", "c", "d")
+	ch := *j.agentOn(t, "c").history
+	ch.Lost, ch.Term = "a", 1
+	k := newPaperJob("c", "d", "b")
+	k.plan, k.elastic, k.agents, k.workers = nil, nil, nil, nil
+	k.happen(candidacy{history: ch})
+	hears := func(u string) (at []string) {
+		for _, m := range k.take(k.hosts[u]) {
+			if m.Kind == kindElsewhere {
+				var other elsewhere
+				require.NoError(t, m.Record(&other))
+				at = append(at, other.At)
+			}
+		}
+		return at
+	}
+	registers := func(u string) {
+		p := k.hosts[u]
+		p.state, p.host.History = peerNew, &ch
+		k.do(func() { require.NoError(t, k.registerAgent(p)) })
+	}
+	registers("d")
+	require.Empty(t, hears("d"))
+	k.happen(registered{"b:1"})
+	require.Equal(t, []string{"b:1"}, hears("d"))
+	registers("b")
+	require.Equal(t, []string{"b:1"}, hears("b"))
+	k.happen(registered{})
+	registers("c")
+	require.Empty(t, hears("c"))
+}
+
 // If too few hosts are left to choose another coordinator, a host looks for the one that it has lost at once, unless that has ended.
 func TestReturnIfNoChoiceIsPossible(t *testing.T) {
 	for _, how := range []Loss{lostSilent, lostByIt, lostEnded} {

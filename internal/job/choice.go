@@ -56,10 +56,11 @@ type choice struct {
 
 	now, begun instant
 	actions    []action
-	named      string // address of the coordinator of the running job, if another one has told it
-	refused    error  // the first refusal that nobody proved, while another candidate answered
-	failure    error  // of the last search
-	rejections int    // searches in a row in which all candidates have refused this host
+	named      string   // address of the coordinator of the running job, if another one has told it
+	preferred  []string // addresses of candidates that another one has told, because its own host has registered with them
+	refused    error    // the first refusal that nobody proved, while another candidate answered
+	failure    error    // of the last search
+	rejections int      // searches in a row in which all candidates have refused this host
 	search     *search
 	lastDial   uint64
 	delay      time.Duration // until the next search, if this host is not registered
@@ -119,8 +120,11 @@ type (
 		dial uint64
 		err  error
 	}
-	// ledElsewhere: a coordinator knows of one that runs the job.
-	ledElsewhere struct{ at string }
+	// ledElsewhere: a coordinator knows of one that runs the job, or a candidate's own host has registered with another candidate.
+	ledElsewhere struct {
+		dial uint64
+		at   string
+	}
 	// linkLost: the connection of a dial has ended.
 	linkLost struct{ dial uint64 }
 )
@@ -143,6 +147,8 @@ type (
 		hello   Welcome
 		history *history
 	}
+	// prefer tells this host's coordinator with which other candidate the host has registered after a loss, or "".
+	prefer struct{ addr string }
 	// leave ends a registration.
 	leave struct{ dial uint64 }
 	// vote answers the event voteAsked.
@@ -542,6 +548,13 @@ func (c *choice) take(f *found) {
 		x.history = c.history.excerpt(f.hello)
 	}
 	c.act(x)
+	switch {
+	case c.history == nil:
+	case f.addr == c.self:
+		c.act(prefer{})
+	default:
+		c.act(prefer{f.addr})
+	}
 }
 
 // unregister leaves the coordinator, and looks for another one after a while.
@@ -591,7 +604,23 @@ func (e turnedAway) choose(c *choice) {
 	}
 }
 
-func (e ledElsewhere) choose(c *choice) { c.named = e.at }
+func (e ledElsewhere) choose(c *choice) {
+	if c.history == nil {
+		c.named = e.at
+		return
+	}
+	// Hosts that know of different proposals have different candidates. They meet, because each goes where the host of its candidate is.
+	// An address is followed once, so that two candidates whose hosts prefer each other do not send this one to and fro.
+	i, j := slices.Index(c.candidates, c.addr), slices.Index(c.candidates, e.at)
+	if e.dial != c.link || i < 0 || j >= 0 && j <= i || slices.Contains(c.preferred, e.at) {
+		return
+	}
+	c.preferred = append(c.preferred, e.at)
+	if j >= 0 {
+		c.candidates = slices.Delete(c.candidates, j, j+1)
+	}
+	c.candidates = slices.Insert(c.candidates, i, e.at)
+}
 
 func (e linkLost) choose(c *choice) {
 	if e.dial == c.link && !c.over {

@@ -38,6 +38,8 @@ type (
 		history history
 		ago     time.Duration
 	}
+	// registered: the host of this candidate has registered with another candidate at an address, or with this one ("").
+	registered struct{ addr string }
 	// gaveUp: the join of this process has timed out.
 	gaveUp struct {
 		attendance attendance

@@ -252,6 +252,10 @@ func (a *coreAgent) act(c *choice, x action) {
 		a.dials[x.dial].leave()
 	case vote:
 		a.dials[x.dial].send(coreServed, &msg{kind: kindVote, epoch: FirstEpoch, id: x.attempt})
+	case prefer:
+		if a.srv != nil && !a.srv.closed {
+			a.srv.step(registered(x))
+		}
 	case beCandidate:
 		a.serve(x.candidacy)
 	case notify:
@@ -336,7 +340,7 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 		}
 		a.choose(a.choice, e)
 	case kindElsewhere:
-		a.choose(a.choice, ledElsewhere{m.rec.value.(elsewhere).At})
+		a.choose(a.choice, ledElsewhere{number, m.rec.value.(elsewhere).At})
 	case kindPlan:
 		p := m.rec.value.(plan)
 		if l == a.link {

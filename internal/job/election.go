@@ -160,6 +160,13 @@ func (e *election) do(a action) {
 		e.agent.wg.Go(func() { k.closeWith(leaveForAnother) }) // a coordinator that does not answer is not waited for
 	case vote:
 		_ = e.k.Send(Message{Kind: kindVote, Epoch: FirstEpoch, ID: a.attempt}) // the reader handles a failure
+	case prefer:
+		e.agent.mu.Lock()
+		own := e.agent.Coord
+		e.agent.mu.Unlock()
+		if own != nil {
+			_ = own.happen(registered(a)) // it has no peer
+		}
 	case beCandidate:
 		e.agent.serve(e.agent.port.let(), a.candidacy)
 	case notify:
@@ -467,7 +474,7 @@ func (e *election) event(number uint64, k *Client, m Message) {
 	case kindElsewhere:
 		var other elsewhere
 		if m.Record(&other) == nil { // it is a hint
-			e.step(ledElsewhere{other.At})
+			e.step(ledElsewhere{number, other.At})
 		}
 	case KindRefuse:
 		if a.Client() == k {

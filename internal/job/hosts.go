@@ -571,6 +571,7 @@ type succession struct {
 	due     bool                // the others have had it
 	looked  bool                // this host has tried to reach all others
 	alive   map[string]bool     // hosts that have answered: they will notice the loss, too
+	other   string              // address of another candidate, with which this host has registered, or ""
 }
 
 // The agents must agree before the coordinator continues the job.
@@ -611,6 +612,18 @@ func (c *coordinator) lookForVoters() {
 	c.act(probe{missing, limit})
 }
 
+// The other hosts here learn which candidate this host prefers. They may not know of it.
+func (e registered) happen(c *coordinator) error {
+	s := c.succession
+	if s == nil {
+		return nil
+	}
+	if s.other = e.addr; s.other != "" {
+		c.tellAgents(say(kindElsewhere, elsewhere{At: s.other}))
+	}
+	return nil
+}
+
 func (e probed) happen(c *coordinator) error {
 	s := c.succession
 	if s == nil {
@@ -631,6 +644,9 @@ func (c *coordinator) registerVoter(p *peer) {
 	c.agents = append(c.agents, p)
 	s.hosts[p.host.UUID] = ch
 	s.history.merge(ch)
+	if s.other != "" {
+		c.send(p, say(kindElsewhere, elsewhere{At: s.other}))
+	}
 	switch here := c.present(); {
 	case c.attempt == 0:
 		c.trySucceed()

@@ -100,10 +100,11 @@ type World struct {
 	Left    []Departure `json:"left,omitempty"` // of the epoch before
 }
 
-// An elsewhere tells a coordinator that another one leads the job, and agents where it is.
+// An elsewhere tells a coordinator that another one leads the job, and agents where it is. A candidate tells agents
+// with which other candidate its own host has registered.
 type elsewhere struct {
 	At string `json:"at,omitempty"` // its address, or "" if it is not known
-	By Leader `json:"by"`
+	By Leader `json:"by"`           // not of candidates
 }
 
 // A handover tells all members that the coordinator's host leaves the job, and that another one must coordinate.

@@ -133,7 +133,7 @@ func TestReplacedLeader(t *testing.T) {
 	require.Equal(t, []action{dial{1, "a", time.Second / 4}, dial{2, "b", time.Second / 4}}, as)
 	require.Equal(t, []action{announce{1}}, c.step(2, answered{dial: 1, hello: Welcome{Running: true, Term: 2}}))
 	as = c.step(3, answered{dial: 2, hello: Welcome{Running: true, Term: 3}})
-	require.Equal(t, []action{enroll{dial: 2, addr: "b", hello: Welcome{Running: true, Term: 3}, history: &history{Term: 3, Epoch: 1, Lost: "x"}}}, as)
+	require.Equal(t, []action{enroll{dial: 2, addr: "b", hello: Welcome{Running: true, Term: 3}, history: &history{Term: 3, Epoch: 1, Lost: "x"}}, prefer{"b"}}, as)
 	require.Empty(t, c.step(4, planSent{dial: 1}), "only the registration counts")
 	require.Equal(t, []action{notChosen{v.Follow(Leader{Term: 2})}}, c.step(5, planSent{dial: 2, plan: plan{By: Leader{Term: 2}}}))
 }
@@ -158,7 +158,7 @@ func TestReturnToASilentCoordinator(t *testing.T) {
 		require.EqualValues(t, 1, c.link)
 		require.Equal(t, []action{dial{3, "lost", time.Second / 4}}, c.step(c.now+time.Second/4, nil))
 		leads := Welcome{Running: true, Term: 3}
-		require.Equal(t, []action{leave{1}, enroll{dial: 3, addr: "lost", hello: leads, history: &history{Term: 3, Epoch: 1, Lost: "x"}}},
+		require.Equal(t, []action{leave{1}, enroll{dial: 3, addr: "lost", hello: leads, history: &history{Term: 3, Epoch: 1, Lost: "x"}}, prefer{"lost"}},
 			c.step(c.now+1, answered{dial: 3, hello: leads}))
 	}
 }

@@ -126,6 +126,7 @@ func receive(ctx context.Context) error {
 		return err
 	}
 	defer closeParts(parts)
+	begun := time.Now()
 	sub, err := checkpoint.Subscribe(ctx, s, &cluster.EnlistConfig{Job: "push", Addr: *addr, Name: *name, Timing: timing}, parts)
 	if err != nil {
 		return err
@@ -142,11 +143,16 @@ func receive(ctx context.Context) error {
 			log.Print(err)
 			continue
 		}
+		took := time.Since(begun)
 		n++
 		if err := verify(s, parts, step); err != nil {
 			return err
 		}
-		log.Printf("has the weights of step %d", step)
+		if n == 1 {
+			log.Printf("has the weights of step %d, its first ones, after %v", step, took.Round(time.Millisecond))
+		} else {
+			log.Printf("has the weights of step %d", step)
+		}
 	}
 	log.Printf("leaves after %d pushes", *pushes)
 	return sub.Close()

@@ -249,7 +249,10 @@ func (j *simJob) apply(f simFault, self *simHost) {
 	case "forge":
 		j.during(f.d, paths(false, func(p *simPath, _, _ *simHost) { p.forge++ }), paths(false, func(p *simPath, _, _ *simHost) { p.forge-- }))
 	case "delay":
-		j.during(f.d, paths(true, func(p *simPath, _, _ *simHost) { p.delay += f.x }), paths(true, func(p *simPath, _, _ *simHost) { p.delay -= f.x }))
+		j.during(f.d, paths(true, func(p *simPath, _, _ *simHost) {
+			p.delay += f.x
+			j.slowest = max(j.slowest, p.delay)
+		}), paths(true, func(p *simPath, _, _ *simHost) { p.delay -= f.x }))
 	case "reset":
 		j.change(resets(f.x))
 	case "firewall": // forgets its connections, and drops packets from then on

@@ -762,7 +762,7 @@ func (j *simJob) watch(ctx context.Context) {
 			}
 			commits := w.now.lineage.commits
 			if last := commits[len(commits)-1]; last.epoch > w.now.epoch {
-				if w.stale += watchEvery; w.stale > j.cfg.lostAfter+2*time.Second {
+				if w.stale += watchEvery; w.stale > j.slowest+j.cfg.lostAfter+2*time.Second {
 					j.violate("%s still works in epoch %d, %v after %v", w.proc.name, w.now.epoch, time.Since(last.at).Round(time.Millisecond), last)
 				}
 			}

@@ -31,6 +31,7 @@ type simNet struct {
 	lastPID int
 	dials   map[string]uint64 // connections so far, by both processes
 	conns   []*simConn        // of different hosts
+	slowest time.Duration     // the greatest delay of a path so far
 }
 
 // A simHost is a machine.

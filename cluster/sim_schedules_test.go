@@ -233,6 +233,10 @@ end1+325.287ms split ad ^ad 1.0145s 0s
 job seed=440745503 hosts=5 late=0 least=2 local=1 seeds=1 restarts=2 pace=775997 latency=231µs lost-after=1s calm=44s
 commit2+456µs split a ^a 1.12617s 0s
 +1.041s split acde ^acde 3.400407s 0s`},
+	{"hosts that knew of different ends preferred different candidates, and none had enough votes", `
+job seed=441694811 hosts=5 late=0 least=2 local=1 seeds=3 restarts=0 pace=648129 latency=752µs lost-after=1s calm=44s
++220.899ms power a - 687.836ms 0s
++2.388s power b - 1.241782s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

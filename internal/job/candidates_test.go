@@ -153,106 +153,84 @@ func TestReturnToASilentCoordinator(t *testing.T) {
 			require.Empty(t, as)
 			continue
 		}
-		require.Equal(t, []action{dial{2, "lost", time.Second / 4}}, as)
-		require.Empty(t, c.step(c.now+1, answered{dial: 2, err: errors.New("silent")}))
+		require.Equal(t, []action{dial{2, "a", time.Second / 4}, dial{3, "lost", time.Second / 4}}, as)
+		require.Empty(t, c.step(c.now+1, answered{dial: 2, hello: Welcome{Elects: true}}))
+		require.Equal(t, []action{hangUpDial{2}}, c.step(c.now+1, answered{dial: 3, err: errors.New("silent")}))
 		require.EqualValues(t, 1, c.link)
-		require.Equal(t, []action{dial{3, "lost", time.Second / 4}}, c.step(c.now+time.Second/4, nil))
+		require.Equal(t, []action{dial{4, "a", time.Second / 4}, dial{5, "lost", time.Second / 4}}, c.step(c.now+time.Second/4, nil))
 		leads := Welcome{Running: true, Term: 3}
-		require.Equal(t, []action{leave{1}, enroll{dial: 3, addr: "lost", hello: leads, history: &history{Term: 3, Epoch: 1, Lost: "x"}}, prefer{"lost"}},
-			c.step(c.now+1, answered{dial: 3, hello: leads}))
+		require.Equal(t, []action{hangUpDial{4}, leave{1}, enroll{dial: 5, addr: "lost", hello: leads, history: &history{Term: 3, Epoch: 1, Lost: "x"}}, prefer{"lost"}},
+			c.step(c.now+1, answered{dial: 5, hello: leads}))
 	}
 }
 
-// A candidate tells its hosts that its own host has registered with another candidate. They go there, even if they did not know of it.
-func TestCandidateOfTheCandidate(t *testing.T) {
+// A host that has registered with a candidate goes to another one that has more hosts, also if only the candidates' hosts know of that one.
+func TestHostsGoWhereMoreAre(t *testing.T) {
 	v := newVoter(1)
-	c := newSuccession(&v, &history{Epoch: 2, Voters: voterSet{"x", "c", "d"}, Lost: "x", lostAfter: time.Second}, "", "lost", lostEnded, 1)
-	c.candidates = []string{"c", "d"}
-	now := instant(1)
-	step := func(e choiceEvent) []action {
-		now++
-		return c.step(now, e)
-	}
-	elects := Welcome{Elects: true}
-	step(begin{})
-	step(answered{dial: 1, hello: elects})
-	require.Equal(t, "c", c.addr)
 	for _, tc := range []struct {
-		what string
-		e    ledElsewhere
-		want []string
+		name string
+		at   map[string]Welcome // what the candidates say
+		want string
 	}{
-		{"of a candidate that it has left", ledElsewhere{9, "b"}, []string{"c", "d"}},
-		{"itself", ledElsewhere{1, "c"}, []string{"c", "d"}},
-		{"unknown", ledElsewhere{1, "b"}, []string{"b", "c", "d"}},
-		{"preferred anyway", ledElsewhere{1, "b"}, []string{"b", "c", "d"}},
-		{"known", ledElsewhere{1, "d"}, []string{"b", "d", "c"}},
+		{"more", map[string]Welcome{"b": {Hosts: 2, Agent: "b"}, "c": {Hosts: 3, Agent: "c"}}, "c"},
+		{"fewer", map[string]Welcome{"b": {Hosts: 2, Agent: "b"}, "c": {Hosts: 1, Agent: "c"}}, "b"},
+		{"as many", map[string]Welcome{"b": {Hosts: 2, Agent: "b"}, "c": {Hosts: 2, Agent: "c"}}, "b"},
+		{"as many, smaller", map[string]Welcome{"b": {Hosts: 2, Agent: "z"}, "c": {Hosts: 2, Agent: "c"}}, "c"},
+		{"unknown candidate", map[string]Welcome{"b": {Hosts: 1, Agent: "b", At: "e"}, "e": {Hosts: 3, Agent: "e"}}, "e"},
+		{"unknown candidate of another one", map[string]Welcome{"b": {Hosts: 1, Agent: "b"}, "d": {Agent: "d", At: "e"}, "e": {Hosts: 2, Agent: "e"}}, "e"},
+		{"unknown candidate that has fewer", map[string]Welcome{"b": {Hosts: 2, Agent: "b"}, "d": {Agent: "d", At: "e"}, "e": {Hosts: 1, Agent: "e"}}, "b"},
+		{"its candidate does not answer", map[string]Welcome{"c": {Hosts: 3, Agent: "c"}}, "b"},
 	} {
-		step(tc.e)
-		require.Equal(t, tc.want, c.candidates, tc.what)
+		t.Run(tc.name, func(t *testing.T) {
+			own := &history{Epoch: 1, Voters: voterSet{"x", "b", "c", "d"}, Lost: "x", lostAfter: time.Second}
+			c := newSuccession(&v, own, "d", "lost", lostEnded, 1)
+			c.candidates = []string{"b", "c", "d"}
+			c.step(1, begin{})
+			as := c.step(2, answered{dial: 1, hello: Welcome{Elects: true}})
+			require.Equal(t, prefer{"b"}, as[len(as)-1])
+			if tc.name == "its candidate does not answer" {
+				tc.at["b"] = Welcome{}
+			}
+			for now := instant(3); now < instant(time.Second); now += instant(time.Millisecond) {
+				for as = c.step(now, nil); len(as) > 0; {
+					d, ok := as[0].(dial)
+					as = as[1:]
+					if !ok {
+						continue
+					}
+					hello, ok := tc.at[d.addr]
+					hello.Elects = hello.Agent != ""
+					e := answered{dial: d.dial, hello: hello}
+					if !ok || !hello.Elects {
+						e.err = errors.New("no answer")
+					}
+					as = append(as, c.step(now, e)...)
+				}
+			}
+			require.Equal(t, tc.want, c.addr)
+		})
 	}
-	now += slowAfter(time.Second)
-	as := step(nil)
-	require.Equal(t, []action{dial{3, "b", time.Second / 4}, dial{4, "d", time.Second / 4}}, as)
-	as = step(answered{dial: 3, hello: elects})
-	require.Equal(t, []action{hangUpDial{4}, leave{1}}, as[:2])
-	require.Equal(t, prefer{"b"}, as[3])
-	step(ledElsewhere{3, "c"})
-	require.Equal(t, []string{"c", "b", "d"}, c.candidates)
-	now += slowAfter(time.Second)
-	require.Equal(t, []action{dial{5, "c", time.Second / 4}}, step(nil))
-	step(answered{dial: 5, hello: elects})
-	require.Equal(t, "c", c.addr)
-	step(ledElsewhere{5, "b"})
-	require.Equal(t, []string{"c", "b", "d"}, c.candidates, "two candidates whose hosts prefer each other")
 }
 
-// A candidate tells the hosts that have registered with it, and those that come later, which candidate its own host prefers.
-func TestCandidateTellsItsPreference(t *testing.T) {
-	v := newVoter(1)
-	own := &history{Epoch: 1, Voters: voterSet{"x", "b", "c"}, Lost: "x", lostAfter: time.Second}
-	c := newSuccession(&v, own, "c", "lost", lostEnded, 1)
-	c.candidates = []string{"b", "c"}
-	c.step(1, begin{})
-	as := c.step(2, answered{dial: 2, hello: Welcome{Elects: true}})
-	require.Empty(t, as, "the first candidate has some time")
-	as = c.step(3+slowAfter(time.Second), nil)
-	require.Equal(t, prefer{}, as[len(as)-1], "its own host prefers it")
-	as = c.step(c.now+slowAfter(time.Second), nil)
-	require.Equal(t, []action{dial{3, "b", time.Second / 4}}, as)
-	as = c.step(c.now+1, answered{dial: 3, hello: Welcome{Elects: true}})
-	require.Equal(t, prefer{"b"}, as[len(as)-1])
-
+// A candidate tells how many hosts it has, and with which other candidate its own host has registered.
+func TestCandidateTellsOfItsHosts(t *testing.T) {
 	j := newPaperJob("a", "b", "c", "d")
 	ch := *j.agentOn(t, "c").history
 	ch.Lost, ch.Term = "a", 1
 	k := newPaperJob("c", "d", "b")
 	k.plan, k.elastic, k.agents, k.workers = nil, nil, nil, nil
 	k.happen(candidacy{history: ch})
-	hears := func(u string) (at []string) {
-		for _, m := range k.take(k.hosts[u]) {
-			if m.Kind == kindElsewhere {
-				var other elsewhere
-				require.NoError(t, m.Record(&other))
-				at = append(at, other.At)
-			}
-		}
-		return at
-	}
-	registers := func(u string) {
+	for i, u := range []string{"d", "b"} {
+		require.Equal(t, i, k.welcome().Hosts)
 		p := k.hosts[u]
 		p.state, p.host.History = peerNew, &ch
 		k.do(func() { require.NoError(t, k.registerAgent(p)) })
 	}
-	registers("d")
-	require.Empty(t, hears("d"))
+	require.Empty(t, k.welcome().At)
 	k.happen(registered{"b:1"})
-	require.Equal(t, []string{"b:1"}, hears("d"))
-	registers("b")
-	require.Equal(t, []string{"b:1"}, hears("b"))
+	require.Equal(t, "b:1", k.welcome().At)
 	k.happen(registered{})
-	registers("c")
-	require.Empty(t, hears("c"))
+	require.Empty(t, k.welcome().At)
 }
 
 // If too few hosts are left to choose another coordinator, a host looks for the one that it has lost at once, unless that has ended.

@@ -1,6 +1,7 @@
 package job
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"slices"
@@ -56,17 +57,18 @@ type choice struct {
 
 	now, begun instant
 	actions    []action
-	named      string   // address of the coordinator of the running job, if another one has told it
-	preferred  []string // addresses of candidates that another one has told, because its own host has registered with them
-	refused    error    // the first refusal that nobody proved, while another candidate answered
-	failure    error    // of the last search
-	rejections int      // searches in a row in which all candidates have refused this host
+	named      string // address of the coordinator of the running job, if another one has told it
+	refused    error  // the first refusal that nobody proved, while another candidate answered
+	failure    error  // of the last search
+	rejections int    // searches in a row in which all candidates have refused this host
 	search     *search
 	lastDial   uint64
 	delay      time.Duration // until the next search, if this host is not registered
 	wake       instant       // when the next search begins
 	leadersAt  instant       // when this host may look for leaders again
 	lineAt     instant       // when the user is told what this host waits for
+
+	gathered bool // this host has registered with the candidate that has the most hosts
 
 	link  uint64 // number of the dial to the coordinator with which this host has registered; 0: none
 	addr  string
@@ -120,11 +122,8 @@ type (
 		dial uint64
 		err  error
 	}
-	// ledElsewhere: a coordinator knows of one that runs the job, or a candidate's own host has registered with another candidate.
-	ledElsewhere struct {
-		dial uint64
-		at   string
-	}
+	// ledElsewhere: a coordinator knows of one that runs the job.
+	ledElsewhere struct{ at string }
 	// linkLost: the connection of a dial has ended.
 	linkLost struct{ dial uint64 }
 )
@@ -269,7 +268,7 @@ func (begin) choose(c *choice) {
 // A search dials candidates until one answers that this host registers with.
 type search struct {
 	addrs   []string
-	leaders bool     // only leaders of a running job are wanted
+	leaders bool     // only leaders of a running job are wanted, and candidates that have more hosts
 	others  []string // where leaders are looked for afterwards
 	found   []found  // by index in addrs
 	started int      // how many were dialled
@@ -308,20 +307,23 @@ func (c *choice) look() {
 	if c.bound || len(all) < 2 {
 		return
 	}
-	before, after := all, []string(nil)
+	before, others := all, []string(nil)
 	if i := slices.Index(all, c.addr); i >= 0 {
-		before, after = all[:i], all[i+1:]
+		before, others = all[:i], all[i+1:]
+	}
+	if c.history != nil && !c.hello.Running {
+		others = all
 	}
 	if c.now < c.leadersAt {
-		after = nil
+		others = nil
 	} else {
 		c.leadersAt = c.now + c.leaderInterval()
 	}
 	switch {
-	case len(before) > 0:
-		c.begin(&search{addrs: before, others: after, leaders: c.hello.Running})
-	case len(after) > 0:
-		c.begin(&search{addrs: after, leaders: true})
+	case len(before) > 0 && !c.gathered:
+		c.begin(&search{addrs: before, others: others, leaders: c.hello.Running})
+	case len(others) > 0:
+		c.begin(&search{addrs: others, leaders: true})
 	}
 }
 
@@ -417,11 +419,15 @@ func (c *choice) judge(f *found, e answered) {
 		e.err = fmt.Errorf("the coordinator at %s was replaced", f.addr)
 		c.act(announce{e.dial}) // it learns that
 	}
-	if e.err == nil && c.search.leaders && !e.hello.Running {
+	s := c.search
+	if e.err == nil && s.leaders && !e.hello.Running && (isStart || !e.hello.Elects) {
 		e.err = errNotRunning
 		c.act(hangUpDial{e.dial})
 	}
 	f.answered, f.hello, f.err, f.refused = true, e.hello, e.err, e.refused
+	if at := e.hello.At; s.leaders && e.err == nil && !e.hello.Running && at != "" && !slices.Contains(s.addrs, at) {
+		s.addrs, s.found = append(slices.Clone(s.addrs), at), append(s.found, found{})
+	}
 }
 
 // proceed takes the first candidate that has answered, without waiting long for those before it, or a leader. It dials others
@@ -445,7 +451,7 @@ func (c *choice) proceed() {
 			if !f.answered && i >= s.late {
 				break // it may still answer
 			}
-			if f.answered && f.err == nil {
+			if f.answered && f.err == nil && !s.leaders {
 				c.take(f)
 				return
 			}
@@ -463,7 +469,13 @@ func (c *choice) proceed() {
 		}
 		c.dialNext()
 	}
-	if !slices.ContainsFunc(s.found, func(f found) bool { return !f.answered }) {
+	if slices.ContainsFunc(s.found, func(f found) bool { return !f.answered }) {
+		return
+	}
+	if f := s.largest(); f != nil && f.addr != c.addr && s.has(c.addr) {
+		c.take(f)
+		c.gathered = true
+	} else {
 		err, refused := s.firstError()
 		c.endSearch(nil)
 		c.failed(s, err, refused)
@@ -479,6 +491,23 @@ func (s *search) firstError() (err error, refused bool) {
 		}
 	}
 	return err, refused
+}
+
+// largest returns the candidate that has the most hosts, of a search for leaders. Hosts that know of different proposals prefer different
+// candidates, of which none may have enough hosts. If each host goes where more are, they meet.
+func (s *search) largest() (l *found) {
+	for i := range s.found {
+		f := &s.found[i]
+		if s.leaders && f.err == nil && f.hello.Elects && (l == nil || cmp.Or(cmp.Compare(f.hello.Hosts, l.hello.Hosts), cmp.Compare(l.hello.Agent, f.hello.Agent)) > 0) {
+			l = f
+		}
+	}
+	return l
+}
+
+// has reports whether the candidate at an address has answered.
+func (s *search) has(addr string) bool {
+	return slices.ContainsFunc(s.found, func(f found) bool { return f.addr == addr && f.err == nil })
 }
 
 // endSearch ends the search, and all its connections but one.
@@ -548,12 +577,12 @@ func (c *choice) take(f *found) {
 		x.history = c.history.excerpt(f.hello)
 	}
 	c.act(x)
-	switch {
-	case c.history == nil:
-	case f.addr == c.self:
-		c.act(prefer{})
-	default:
-		c.act(prefer{f.addr})
+	if c.history != nil {
+		other := f.addr
+		if other == c.self {
+			other = ""
+		}
+		c.act(prefer{other})
 	}
 }
 
@@ -561,7 +590,7 @@ func (c *choice) take(f *found) {
 func (c *choice) unregister() {
 	c.endSearch(nil)
 	c.act(leave{c.link})
-	c.link, c.bound = 0, false
+	c.link, c.bound, c.gathered = 0, false, false
 	c.wake, c.delay = c.now+FirstRetry, FirstRetry
 }
 
@@ -604,23 +633,7 @@ func (e turnedAway) choose(c *choice) {
 	}
 }
 
-func (e ledElsewhere) choose(c *choice) {
-	if c.history == nil {
-		c.named = e.at
-		return
-	}
-	// Hosts that know of different proposals have different candidates. They meet, because each goes where the host of its candidate is.
-	// An address is followed once, so that two candidates whose hosts prefer each other do not send this one to and fro.
-	i, j := slices.Index(c.candidates, c.addr), slices.Index(c.candidates, e.at)
-	if e.dial != c.link || i < 0 || j >= 0 && j <= i || slices.Contains(c.preferred, e.at) {
-		return
-	}
-	c.preferred = append(c.preferred, e.at)
-	if j >= 0 {
-		c.candidates = slices.Delete(c.candidates, j, j+1)
-	}
-	c.candidates = slices.Insert(c.candidates, i, e.at)
-}
+func (e ledElsewhere) choose(c *choice) { c.named = e.at }
 
 func (e linkLost) choose(c *choice) {
 	if e.dial == c.link && !c.over {

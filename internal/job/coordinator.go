@@ -410,7 +410,7 @@ func (c *coordinator) welcome() Welcome {
 		w.Term, w.Epoch = c.term, c.epoch
 	}
 	if s := c.succession; s != nil {
-		w.Elects, w.Epoch = true, s.history.Epoch
+		w.Elects, w.Epoch, w.Hosts, w.At = true, s.history.Epoch, len(c.present()), s.other
 	}
 	return w
 }

@@ -340,7 +340,7 @@ func (a *coreAgent) receive(l *coreLink, number uint64, m msg) {
 		}
 		a.choose(a.choice, e)
 	case kindElsewhere:
-		a.choose(a.choice, ledElsewhere{number, m.rec.value.(elsewhere).At})
+		a.choose(a.choice, ledElsewhere{m.rec.value.(elsewhere).At})
 	case kindPlan:
 		p := m.rec.value.(plan)
 		if l == a.link {

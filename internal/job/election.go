@@ -474,7 +474,7 @@ func (e *election) event(number uint64, k *Client, m Message) {
 	case kindElsewhere:
 		var other elsewhere
 		if m.Record(&other) == nil { // it is a hint
-			e.step(ledElsewhere{number, other.At})
+			e.step(ledElsewhere{other.At})
 		}
 	case KindRefuse:
 		if a.Client() == k {

@@ -612,14 +612,9 @@ func (c *coordinator) lookForVoters() {
 	c.act(probe{missing, limit})
 }
 
-// The other hosts here learn which candidate this host prefers. They may not know of it.
 func (e registered) happen(c *coordinator) error {
-	s := c.succession
-	if s == nil {
-		return nil
-	}
-	if s.other = e.addr; s.other != "" {
-		c.tellAgents(say(kindElsewhere, elsewhere{At: s.other}))
+	if c.succession != nil {
+		c.succession.other = e.addr
 	}
 	return nil
 }
@@ -644,9 +639,6 @@ func (c *coordinator) registerVoter(p *peer) {
 	c.agents = append(c.agents, p)
 	s.hosts[p.host.UUID] = ch
 	s.history.merge(ch)
-	if s.other != "" {
-		c.send(p, say(kindElsewhere, elsewhere{At: s.other}))
-	}
 	switch here := c.present(); {
 	case c.attempt == 0:
 		c.trySucceed()

@@ -78,8 +78,10 @@ type Welcome struct {
 	Running   bool          `json:"running,omitempty"`  // the hosts of its job have been complete
 	Stream    string        `json:"stream"`             // the receiver needs it to resume its stream
 	Agent     string        `json:"agent,omitempty"`    // UUID of the coordinator's agent
-	// Elects is true if only agents may register, because the hosts choose a coordinator.
+	// Elects is true if only agents may register, because the hosts choose a coordinator. Hosts is the number of those that have, and
+	// At the address of another candidate, with which this host has registered.
 	Elects bool   `json:"elects,omitempty"`
+	Hosts  int    `json:"hosts,omitempty"`
 	Epoch  uint64 `json:"epoch,omitempty"` // the last that the coordinator knows
 	Term   uint64 `json:"term,omitempty"`  // of a coordinator whose job is running
 	Run    string `json:"run,omitempty"`   // of the coordinator's job; a term says nothing about another run
@@ -100,11 +102,10 @@ type World struct {
 	Left    []Departure `json:"left,omitempty"` // of the epoch before
 }
 
-// An elsewhere tells a coordinator that another one leads the job, and agents where it is. A candidate tells agents
-// with which other candidate its own host has registered.
+// An elsewhere tells a coordinator that another one leads the job, and agents where it is.
 type elsewhere struct {
 	At string `json:"at,omitempty"` // its address, or "" if it is not known
-	By Leader `json:"by"`           // not of candidates
+	By Leader `json:"by"`
 }
 
 // A handover tells all members that the coordinator's host leaves the job, and that another one must coordinate.

@@ -46,9 +46,7 @@ kept = []
 def give(x, gpu, unversioned):
     """The address of a managed tensor that Chorus is to take over; its stream waits for x."""
     stream = lib.chorus_stream(gpu)
-    if isinstance(x, torch.Tensor):
-        capsule = x.__dlpack__(stream=stream, **({} if unversioned else {"max_version": (1, 0)}))
-    else:
+    with torch.cuda.device(gpu):  # PyTorch exports only tensors of the current device
         capsule = x.__dlpack__(stream=stream, **({} if unversioned else {"max_version": (1, 0)}))
     name = NAMES[unversioned]
     p = get(capsule, name)

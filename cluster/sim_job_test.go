@@ -465,10 +465,11 @@ type simWorker struct {
 	cancel   context.CancelFunc
 
 	// Guarded by simJob.mu:
-	now   *simCommit // of the function that runs; nil if none
-	ctx   context.Context
-	last  uint64
-	stale time.Duration // for how long it has run in an old epoch
+	now    *simCommit // of the function that runs; nil if none
+	ctx    context.Context
+	last   uint64
+	stale  time.Duration // for how long it has run in an old epoch
+	paused bool          // the coordinator of its epoch was, when that was last checked
 
 	finished bool // its function has returned nil
 	failing  bool // its function returns an error at its next step
@@ -762,6 +763,11 @@ func (j *simJob) watch(ctx context.Context) {
 			}
 			commits := w.now.lineage.commits
 			if last := commits[len(commits)-1]; last.epoch > w.now.epoch {
+				paused := w.now.coordinator.isPaused()
+				if w.paused && !paused { // it needs the limit again to find out that it is alone
+					w.stale = 0
+				}
+				w.paused = paused
 				if w.stale += watchEvery; w.stale > j.slowest+j.cfg.lostAfter+2*time.Second {
 					j.violate("%s still works in epoch %d, %v after %v", w.proc.name, w.now.epoch, time.Since(last.at).Round(time.Millisecond), last)
 				}

@@ -237,6 +237,10 @@ commit2+456µs split a ^a 1.12617s 0s
 job seed=441694811 hosts=5 late=0 least=2 local=1 seeds=3 restarts=0 pace=648129 latency=752µs lost-after=1s calm=44s
 +220.899ms power a - 687.836ms 0s
 +2.388s power b - 1.241782s 0s`},
+	{"hosts connected again only where the name of the coordinator led", `
+job seed=440695182 hosts=5 late=0 least=2 local=1 seeds=1 restarts=0 pace=941310 latency=59µs lost-after=3s calm=1m40s
++2.21s reset * ^* 0s 1ns
++2.278252s replace a - 368.465ms 1ns`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net"
 	"os"
 	"sync"
 	"sync/atomic"
@@ -167,16 +168,16 @@ func (k *Client) redial() error {
 	limit := max(k.Hello.LostAfter/4, time.Millisecond)
 	ctx, cancel := context.WithTimeout(k.open, limit)
 	defer cancel()
-	l, hello, err := k.To.Dial(ctx)
-	if r, refers := errors.AsType[*Referral](err); refers && hello.Agent != k.Hello.Agent {
-		return errReplaced{r.ip}
+	l, err := k.dialAgain(ctx, k.To)
+	if host, port, _ := net.SplitHostPort(k.To.Addr); err != nil && k.ip != "" && ParseIP(host) == nil {
+		to := k.To // the name may lead to another host by now, for example because a pod was replaced, and the process may live on
+		to.Addr = net.JoinHostPort(k.ip, port)
+		if again, failed := k.dialAgain(ctx, to); failed == nil {
+			l, err = again, nil
+		}
 	}
 	if err != nil {
 		return err
-	}
-	if hello.Agent != k.Hello.Agent {
-		l.Close()
-		return errReplaced{addrIP(l.Conn.RemoteAddr())}
 	}
 	if k.Stream.Generation() != links || k.isDown() {
 		return l.Close()
@@ -197,6 +198,19 @@ func (k *Client) redial() error {
 	k.newest = request
 	k.Stream.replaceBy(r)
 	return nil
+}
+
+// dialAgain connects to the coordinator's process at an address.
+func (k *Client) dialAgain(ctx context.Context, to Target) (*Link, error) {
+	l, hello, err := to.Dial(ctx)
+	if r, refers := errors.AsType[*Referral](err); refers && hello.Agent != k.Hello.Agent {
+		return nil, errReplaced{r.ip}
+	}
+	if err == nil && hello.Agent != k.Hello.Agent {
+		l.Close()
+		return nil, errReplaced{addrIP(l.Conn.RemoteAddr())}
+	}
+	return l, err
 }
 
 // keepOpen keeps a link that has not answered in time. The coordinator may have continued the stream on it, and

@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/files"
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/internal/torchfile"
 	"github.com/gochorus/chorus/memory"
@@ -87,7 +87,7 @@ func openIn(folder string, names []string, cfg *gds.FileConfig) (*Checkpoint, er
 // within returns a configuration for names in a folder.
 func within(cfg *gds.FileConfig, root *os.Root) *gds.FileConfig {
 	c := *cmp.Or(cfg, new(gds.FileConfig))
-	*inside.Of(&c) = root
+	*handle.Of(&c) = root
 	return &c
 }
 

@@ -15,7 +15,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/route"
@@ -60,7 +59,7 @@ type member struct {
 // newGroup returns a group of initialized communicators.
 func newGroup(comms []*nccl.Communicator, cfg *Config) (*Group, error) {
 	g := &Group{size: comms[0].Size(), cfg: cfg, batch: route.Routers(nil).NewBatch()}
-	g.ref = inside.New[route.Group](internals{g})
+	g.ref = handle.NewRef[route.Group](internals{g})
 	for _, c := range comms {
 		s, err := cfg.newStream(c.Device())
 		if err != nil {
@@ -635,7 +634,7 @@ func readNaN(b []byte, rank, size int) *nccl.NaNError {
 }
 
 // ref is how packages above comm reach the inside of a group.
-type ref = inside.Ref[route.Group]
+type ref = handle.Ref[route.Group]
 
 // An internals is a group as packages above comm see it.
 type internals struct{ g *Group }

@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/poll"
@@ -26,7 +25,7 @@ type System struct {
 	devs []*Device
 }
 
-type systemRef = inside.Ref[*gpu.System]
+type systemRef = handle.Ref[*gpu.System]
 
 // SystemConfig configures NewSystem. Zero values mean the values of the environment.
 type SystemConfig struct {
@@ -94,7 +93,7 @@ func newSystem(cfg *SystemConfig, callTimeout time.Duration) (*System, error) {
 	}
 	s := &System{}
 	sys := gpu.NewSystem(b, errorsOf{s}, callTimeout)
-	s.systemRef = inside.New(sys)
+	s.systemRef = handle.NewRef(sys)
 	n, r := b.Driver.DeviceGetCount()
 	if r != cudadrv.Success {
 		return nil, s.fail("cuDeviceGetCount", -1, r)

@@ -16,7 +16,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -82,7 +81,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	c := *cmp.Or(cfg, new(FileConfig))
 	f := &File{path: path, write: flag&(os.O_WRONLY|os.O_RDWR) != 0, blind: flag&os.O_WRONLY != 0, depth: defaultDepth,
 		sys: files.System{Pread: unix.Pread, Pwrite: unix.Pwrite, Fsync: unix.Fsync, Fallocate: unix.Fallocate}}
-	f.ref = inside.New[files.File](fileInside{f})
+	f.ref = handle.NewRef[files.File](fileInside{f})
 	if flag&os.O_APPEND != 0 {
 		return nil, f.fail(op, errors.New("O_APPEND writes at no offset: leave it out"))
 	}
@@ -93,7 +92,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	if f.threads, err = threadsOf(c); err != nil {
 		return nil, f.fail(op, err)
 	}
-	if err := f.start(*inside.Of(&c), flag); err != nil {
+	if err := f.start(*handle.Of(&c), flag); err != nil {
 		return nil, f.fail(op, err)
 	}
 	handle.Init(f, &f.owner, handle.About{Kind: "file", On: handle.Name(f.path)})
@@ -288,13 +287,13 @@ func (f *File) release() error {
 }
 
 type (
-	ref   = inside.Ref[files.File] // gives package checkpoint access to a File
+	ref   = handle.Ref[files.File] // gives package checkpoint access to a File
 	piece = files.Piece
 	hooks = files.Hooks
 	mover = files.Mover
 
 	//lint:ignore U1000 see FileConfig
-	within = inside.Ref[files.Within] // lets package checkpoint open files in a folder
+	within = handle.Ref[files.Within] // lets package checkpoint open files in a folder
 )
 
 // fileInside implements files.File for package checkpoint.

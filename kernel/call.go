@@ -7,7 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
@@ -21,7 +21,7 @@ type Call struct {
 	spans []span // the memory that arguments refer to
 }
 
-type call = inside.Ref[kern.Call]
+type call = handle.Ref[kern.Call]
 
 // Grid returns the grid of the launch.
 func (c *Call) Grid() Grid {

@@ -9,7 +9,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/kern"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
@@ -25,7 +24,7 @@ type Source struct {
 }
 
 //lint:ignore U1000 the field above is of this type
-type sourceOption = inside.Ref[kern.SourceOption]
+type sourceOption = handle.Ref[kern.SourceOption]
 
 // A Def describes one kernel of a Source.
 type Def struct {
@@ -255,7 +254,7 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 					Text: fmt.Sprintf("kernel %s declares dynamic shared memory (extern __shared__), and the launch has none: set Grid.SharedBytes", d.Name)})
 			}
 			run := func() {
-				c := &Call{call: inside.New(k)}
+				c := &Call{call: handle.NewRef(k)}
 				if lengths && d.typed == nil && !kern.IsResident(src) {
 					c.spans = spansOf(&d, k, said[d.Name])
 				}

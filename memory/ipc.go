@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/sockets"
 	"github.com/gochorus/chorus/stream"
@@ -37,7 +36,7 @@ type IPCHandle struct {
 }
 
 //lint:ignore U1000 the field above is of this type
-type ipcOption = inside.Ref[mem.IPCOption]
+type ipcOption = handle.Ref[mem.IPCOption]
 
 // IPCHandle returns a handle that OpenIPC of another process opens
 // (torch.multiprocessing's reductions, cuIpcGetMemHandle). The operations that are

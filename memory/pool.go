@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
@@ -47,7 +46,7 @@ type Pool struct {
 	watch []*watcher
 }
 
-type poolRef = inside.Ref[mem.CapturePool]
+type poolRef = handle.Ref[mem.CapturePool]
 
 // A partKey identifies the part of a pool for one device. Captured memory has its own
 // part, because it belongs to no stream.
@@ -66,14 +65,14 @@ type PoolConfig struct {
 }
 
 //lint:ignore U1000 the field above is of this type
-type poolOption = inside.Ref[mem.PoolOption]
+type poolOption = handle.Ref[mem.PoolOption]
 
 var lastPool atomic.Uint64
 
 // NewPool returns an empty pool. It allocates nothing.
 func NewPool(cfg *PoolConfig) *Pool {
 	p := &Pool{}
-	p.poolRef = inside.New[mem.CapturePool]((*capturePool)(p))
+	p.poolRef = handle.NewRef[mem.CapturePool]((*capturePool)(p))
 	p.cfg = *cmp.Or(cfg, new(PoolConfig))
 	if p.private = mem.IsPrivate(&p.cfg); p.private {
 		p.id = alloc.PoolID{lastPool.Add(1), 0}

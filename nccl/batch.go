@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/race"
@@ -89,7 +89,7 @@ type batched struct {
 // NewBatch returns an empty Batch.
 func NewBatch() *Batch {
 	b := &Batch{}
-	b.batchRef = inside.New[collective.Batch](batchInternals{b})
+	b.batchRef = handle.NewRef[collective.Batch](batchInternals{b})
 	return b
 }
 

@@ -10,7 +10,6 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
@@ -125,7 +124,7 @@ func checkLaunchEvent(e *stream.Event, c *Communicator) error {
 	switch {
 	case e.Device() != c.dev:
 		return fmt.Errorf("LaunchEvent is of %s: want an event of %s", e.Device(), c.dev)
-	case inside.Of(e).Flags&unusable != cudadrv.EventDisableTiming:
+	case handle.Of(e).Flags&unusable != cudadrv.EventDisableTiming:
 		return fmt.Errorf("LaunchEvent has Timing or Interprocess: want an event without")
 	}
 	return nil

@@ -15,7 +15,6 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/stream"
@@ -176,7 +175,7 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 		ending: make(chan struct{}), ended: make(chan struct{}), flag: new(abortFlag),
 		places: dev.System().Backend() == "virtual",
 	}
-	c.ref = inside.New[collective.Inside](internals{c})
+	c.ref = handle.NewRef[collective.Inside](internals{c})
 	flight.SetClock()
 	if err := cfg.apply(c); err != nil {
 		return c, raw, err

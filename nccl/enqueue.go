@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/stream"
@@ -310,7 +310,7 @@ func (b *Batch) nameInGroup(o *operation) string {
 }
 
 // batchRef is how internal/route reaches the inside of a batch.
-type batchRef = inside.Ref[collective.Batch]
+type batchRef = handle.Ref[collective.Batch]
 
 // batchInternals are a batch as internal/route sees it. Package collective documents the methods.
 type batchInternals struct{ b *Batch }
@@ -346,7 +346,7 @@ func (x batchInternals) Move(list []collective.Move) error { return x.b.move(lis
 func (x batchInternals) ReadPeers() { x.b.readPeers() }
 
 // ref is how packages above nccl reach the inside of a communicator.
-type ref = inside.Ref[collective.Inside]
+type ref = handle.Ref[collective.Inside]
 
 // An internals is a communicator as packages above nccl see it.
 type internals struct{ c *Communicator }

@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 )
 
 // A CallbackError reports a panic of a callback.
@@ -97,7 +97,7 @@ func (e *Event) note(s *Stream) (captured bool, err error) {
 		return false, nil
 	}
 	captured, err = gpu.StreamOf(s).Capturing()
-	if captured && inside.Of(e).Flags&cudadrv.EventInterprocess != 0 {
+	if captured && handle.Of(e).Flags&cudadrv.EventInterprocess != 0 {
 		return false, &device.CaptureError{Op: "stream: record event", Object: s.String(),
 			Advice: "an event of several processes cannot be recorded in a capture: record one without Interprocess, or record it behind the launch"}
 	}

@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 )
 
 // EventConfig are the options of NewEvent; nil means their zero values.
@@ -75,7 +74,7 @@ type Event struct {
 	closed bool // the last graph destroys the event
 }
 
-type eventRef = inside.Ref[gpu.Event]
+type eventRef = handle.Ref[gpu.Event]
 
 // NewEvent creates an event on dev. Only streams of dev can record it; streams
 // of any device can wait for it.
@@ -89,7 +88,7 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	}
 	e := &Event{dev: dev, external: cfg != nil && cfg.External}
 	h, err := gpu.DeviceOf(dev).NewEvent(flags)
-	e.eventRef = inside.New(gpu.Event{Raw: h, Flags: flags})
+	e.eventRef = handle.NewRef(gpu.Event{Raw: h, Flags: flags})
 	if err != nil {
 		return nil, fmt.Errorf("stream: new event: %w", err)
 	}
@@ -112,7 +111,7 @@ func ExternalEvent(dev *device.Device, cuEvent uintptr) (*Event, error) {
 	if cuEvent == 0 {
 		return nil, fmt.Errorf("%s: 0 is no event: %w", op, device.ErrorInvalidHandle)
 	}
-	e := &Event{dev: dev, borrowed: true, eventRef: inside.New(gpu.Event{Raw: cudadrv.Event(cuEvent), Flags: cudadrv.EventDisableTiming})}
+	e := &Event{dev: dev, borrowed: true, eventRef: handle.NewRef(gpu.Event{Raw: cudadrv.Event(cuEvent), Flags: cudadrv.EventDisableTiming})}
 	gpu.DeviceOf(dev).RecordedElsewhere(gpu.EventOf(e))
 	if _, err := gpu.DeviceOf(dev).QueryEvent(gpu.EventOf(e)); err != nil {
 		return nil, fmt.Errorf("%s: %#x on %s: %w", op, cuEvent, dev, err)
@@ -210,7 +209,7 @@ func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 		}
 	}
 	switch {
-	case (inside.Of(start).Flags|inside.Of(e).Flags)&cudadrv.EventDisableTiming != 0:
+	case (handle.Of(start).Flags|handle.Of(e).Flags)&cudadrv.EventDisableTiming != 0:
 		return 0, fmt.Errorf("%s: both events must be made with EventConfig.Timing: %w", op, device.ErrorInvalidHandle)
 	case !start.recorded.Load() || !e.recorded.Load():
 		return 0, fmt.Errorf("%s: both events must be recorded before, outside of a capture or by the launch of a graph: %w", op, device.ErrorInvalidHandle)
@@ -270,7 +269,7 @@ func (e *Event) IPCHandle() (EventHandle, error) {
 	if err := e.check(op); err != nil {
 		return EventHandle{}, err
 	}
-	if inside.Of(e).Flags&cudadrv.EventInterprocess == 0 || e.opened {
+	if handle.Of(e).Flags&cudadrv.EventInterprocess == 0 || e.opened {
 		return EventHandle{}, fmt.Errorf("%s on %s: the event must be made here, with EventConfig.Interprocess: %w",
 			op, e.dev, device.ErrorInvalidHandle)
 	}
@@ -300,7 +299,7 @@ func OpenEvent(dev *device.Device, h EventHandle) (*Event, error) {
 	e := &Event{dev: dev, opened: true}
 	err := gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result {
 		raw, r := drv.IpcOpenEventHandle(cudadrv.IpcEventHandle(h))
-		e.eventRef = inside.New(gpu.Event{Raw: raw, Flags: flags})
+		e.eventRef = handle.NewRef(gpu.Event{Raw: raw, Flags: flags})
 		return r
 	})
 	if err != nil && gpu.DeviceOf(dev).System().Machine != nil && errors.Is(err, device.ErrorNotSupported) {

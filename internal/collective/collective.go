@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/mem"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -88,7 +88,7 @@ type Point struct {
 }
 
 // Of returns the inside of a communicator, which must not be nil.
-func Of(c inside.Has[Inside]) Inside { return *inside.Of(c) }
+func Of(c handle.Has[Inside]) Inside { return *handle.Of(c) }
 
 // A PartialError is the error of an operation that failed after a part of it was enqueued. The other
 // ranks may wait for the rest, so the communicator cannot be used any more.
@@ -203,7 +203,7 @@ type Move struct {
 }
 
 // BatchOf returns the inside of a batch of nccl.NewBatch.
-func BatchOf(b inside.Has[Batch]) Batch { return *inside.Of(b) }
+func BatchOf(b handle.Has[Batch]) Batch { return *handle.Of(b) }
 
 // A Service says which backend executes a collective.
 type Service = flight.Service

@@ -8,7 +8,7 @@ import (
 	"io"
 	"os"
 
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -65,7 +65,7 @@ type File interface {
 }
 
 // Of returns the internals of a file, which must not be nil.
-func Of(x inside.Has[File]) File { return *inside.Of(x) }
+func Of(x handle.Has[File]) File { return *handle.Of(x) }
 
 // A Within is the folder of a gds.FileConfig, which opens files by their names in the folder without following
 // links out of it. It is nil without such a folder.

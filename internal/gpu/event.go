@@ -8,7 +8,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 )
 
 // An Event is an event of the driver, and the flags that it was created with.
@@ -18,7 +17,7 @@ type Event struct {
 }
 
 // EventOf returns the driver's event behind a public one.
-func EventOf(x inside.Has[Event]) cudadrv.Event { return inside.Of(x).Raw }
+func EventOf(x handle.Has[Event]) cudadrv.Event { return handle.Of(x).Raw }
 
 // Events is a pool of unused events of a System, without timing. The zero value is empty.
 type Events struct {

@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/osthread"
 )
 
@@ -50,7 +49,7 @@ type System struct {
 }
 
 // SystemOf returns the System behind a public one.
-func SystemOf(x inside.Has[*System]) *System { return *inside.Of(x) }
+func SystemOf(x handle.Has[*System]) *System { return *handle.Of(x) }
 
 // NewSystem returns the System of a backend.
 func NewSystem(b *backend.System, errs Errors, callTimeout time.Duration) *System {

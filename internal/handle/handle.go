@@ -1,7 +1,8 @@
 // Package handle gives every object that can be closed one lifetime rule: Close is
 // explicit and idempotent. If an object becomes unreachable while it is open, the package
 // reports it and frees nothing. A Key stores values of one package with objects of another
-// one; a lookup takes no lock and a few nanoseconds.
+// one; a lookup takes no lock and a few nanoseconds. A Ref connects an object that users have
+// with its internals, which other packages use.
 package handle
 
 import (
@@ -237,3 +238,26 @@ func (m *Map) Clear() (values []any) {
 	}
 	return values
 }
+
+// A Ref holds the internals of a public type, which other packages of Chorus use and users do not see. The zero
+// Ref holds the zero T.
+//
+// The public type embeds a Ref, by an alias that is not exported, so neither the field nor its
+// method is visible. Code that has a public value calls [Of], which infers the type of the internals
+// from the method that the Ref promotes.
+//
+// Of costs a call through the method table of an interface, because the compiler does not inline such a call in
+// generic code. The three bridges that each operation and each allocation crosses several times
+// (gpu.StreamOf, gpu.DeviceOf and the buffers of package mem) therefore are not generic.
+type Ref[T any] struct{ value T }
+
+// NewRef returns a Ref with the given internals.
+func NewRef[T any](value T) Ref[T] { return Ref[T]{value} }
+
+func (r *Ref[T]) inside() *T { return &r.value }
+
+// A Has is a pointer to a public value whose internals are a T.
+type Has[T any] interface{ inside() *T }
+
+// Of returns the internals of a public value, in place.
+func Of[T any](x Has[T]) *T { return x.inside() }

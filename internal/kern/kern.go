@@ -10,7 +10,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
@@ -25,34 +24,34 @@ type SourceOption struct {
 }
 
 // Embed lets devices load the source from the PTX in a.
-func Embed(x inside.Has[SourceOption], a *ptx.Archive) { inside.Of(x).archive = a }
+func Embed(x handle.Has[SourceOption], a *ptx.Archive) { handle.Of(x).archive = a }
 
 // Archive returns the archive of Embed, or nil.
-func Archive(x inside.Has[SourceOption]) *ptx.Archive { return inside.Of(x).archive }
+func Archive(x handle.Has[SourceOption]) *ptx.Archive { return handle.Of(x).archive }
 
 // MakeResident lets modules of the source live as long as their device. The caller does
 // not close them.
-func MakeResident(x inside.Has[SourceOption]) { inside.Of(x).resident = true }
+func MakeResident(x handle.Has[SourceOption]) { handle.Of(x).resident = true }
 
 // IsResident reports whether MakeResident was called.
-func IsResident(x inside.Has[SourceOption]) bool { return inside.Of(x).resident }
+func IsResident(x handle.Has[SourceOption]) bool { return handle.Of(x).resident }
 
 // GoOnly lets virtual devices run only the Go functions of the source in tests, too: it is generated,
 // and compared with its Go functions elsewhere.
-func GoOnly(x inside.Has[SourceOption]) { inside.Of(x).goOnly = true }
+func GoOnly(x handle.Has[SourceOption]) { handle.Of(x).goOnly = true }
 
 // IsGoOnly reports whether GoOnly was called.
-func IsGoOnly(x inside.Has[SourceOption]) bool { return inside.Of(x).goOnly }
+func IsGoOnly(x handle.Has[SourceOption]) bool { return handle.Of(x).goOnly }
 
 // Declare tells the sanitizer how the kernels of a source that its parser does not understand
 // use the memory at each pointer: for each parameter r for reading, w for writing, or - for
 // neither.
-func Declare(x inside.Has[SourceOption], accesses map[string]string) {
-	inside.Of(x).accesses = accesses
+func Declare(x handle.Has[SourceOption], accesses map[string]string) {
+	handle.Of(x).accesses = accesses
 }
 
 // Accesses returns the accesses of Declare for a kernel, or "".
-func Accesses(x inside.Has[SourceOption], kernel string) string { return inside.Of(x).accesses[kernel] }
+func Accesses(x handle.Has[SourceOption], kernel string) string { return handle.Of(x).accesses[kernel] }
 
 // An ArgDevice has the device and the bytes of the memory at an argument. The device is nil if
 // every device may use the memory. The public type embeds it.
@@ -83,7 +82,7 @@ func AllowPeers(x HasArgDevice) { *x.arg() = ArgDevice{} }
 type Call = *machine.KernelCall
 
 // CallOf returns the launch behind a public one.
-func CallOf(x inside.Has[Call]) *machine.KernelCall { return *inside.Of(x) }
+func CallOf(x handle.Has[Call]) *machine.KernelCall { return *handle.Of(x) }
 
 // Steps is one dimension of a strided layout: N elements, Step elements apart. Step is 0
 // or more.
@@ -94,25 +93,25 @@ type Steps = machine.Steps
 // not access the memory between them, because other streams may write it at the same time.
 // Each element of the layout is width Ts, and a Step counts Ts. Without dimensions the
 // layout has one element.
-func ReadStrided[T memory.Element](x inside.Has[Call], i, width int, dims []Steps) []T {
+func ReadStrided[T memory.Element](x handle.Has[Call], i, width int, dims []Steps) []T {
 	return machine.StridedOf[T](CallOf(x), CallOf(x).Ptr(i), width, dims, false)
 }
 
 // UpdateStrided is ReadStrided for elements that the function may read and write.
-func UpdateStrided[T memory.Element](x inside.Has[Call], i, width int, dims []Steps) []T {
+func UpdateStrided[T memory.Element](x handle.Has[Call], i, width int, dims []Steps) []T {
 	return machine.StridedOf[T](CallOf(x), CallOf(x).Ptr(i), width, dims, true)
 }
 
 // Shared returns n words that begin the given number of bytes after the pointer that is
 // argument i. Kernels of several devices use that memory at the same time, so accesses must
 // be atomic operations, or be ordered by the values that atomic operations read there.
-func Shared[T uint32 | uint64](x inside.Has[Call], i, bytes, n int) []T {
+func Shared[T uint32 | uint64](x handle.Has[Call], i, bytes, n int) []T {
 	return machine.SharedOf[T](CallOf(x), CallOf(x).Ptr(i)+cudadrv.DevicePtr(bytes), n)
 }
 
 // Await polls ready, as a kernel polls memory, and returns true once ready returns true.
 // It returns false if the device was lost; the function must then return.
-func Await(x inside.Has[Call], ready func() bool) bool { return CallOf(x).Await(ready) }
+func Await(x handle.Has[Call], ready func() bool) bool { return CallOf(x).Await(ready) }
 
 // A PerDevice has one value for each device, such as a struct of kernels. The zero PerDevice
 // is ready to use.

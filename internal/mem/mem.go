@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -119,10 +118,10 @@ type IPCOption struct{ peer bool }
 // OpenOnPeer lets the handle be opened on a stream of any GPU that reaches the memory.
 // Opening it makes no context on the GPU that has the memory, and the stream waits for
 // nothing: the other process has waited for the work that wrote the memory.
-func OpenOnPeer(x inside.Has[IPCOption]) { inside.Of(x).peer = true }
+func OpenOnPeer(x handle.Has[IPCOption]) { handle.Of(x).peer = true }
 
 // OnPeer reports whether OpenOnPeer was called for the handle.
-func OnPeer(x inside.Has[IPCOption]) bool { return inside.Of(x).peer }
+func OnPeer(x handle.Has[IPCOption]) bool { return handle.Of(x).peer }
 
 // A CapturePool lets captures of graphs allocate from a memory pool, and NCCL register its
 // memory.
@@ -144,17 +143,17 @@ type CapturePool interface {
 }
 
 // PoolOf returns the CapturePool of a public pool, or nil for the zero pool.
-func PoolOf(x inside.Has[CapturePool]) CapturePool { return *inside.Of(x) }
+func PoolOf(x handle.Has[CapturePool]) CapturePool { return *handle.Of(x) }
 
 // A PoolOption is an option of pools that users do not set.
 type PoolOption struct{ private bool }
 
 // MakePrivate lets the configuration make a pool without a handle that must be closed.
 // Such a pool belongs to one graph or to a package of Chorus.
-func MakePrivate(x inside.Has[PoolOption]) { inside.Of(x).private = true }
+func MakePrivate(x handle.Has[PoolOption]) { handle.Of(x).private = true }
 
 // IsPrivate reports whether MakePrivate was called.
-func IsPrivate(x inside.Has[PoolOption]) bool { return inside.Of(x).private }
+func IsPrivate(x handle.Has[PoolOption]) bool { return handle.Of(x).private }
 
 // A Way is how a copy goes from one device to another.
 type Way int

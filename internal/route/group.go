@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/inside"
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/plain"
 )
@@ -47,13 +47,13 @@ type Group interface {
 }
 
 // GroupOf returns the inside of a comm.Group, which must not be nil.
-func GroupOf(g inside.Has[Group]) Group { return *inside.Of(g) }
+func GroupOf(g handle.Has[Group]) Group { return *handle.Of(g) }
 
 // Agree exchanges a value of each rank, or why the rank cannot go on, and returns on every rank what judge returns. mine and
 // failed are those of the local ranks; a nil failed means that none has failed. judge gets what all ranks have said, by
 // rank, and must find an error on all ranks or on none. An error of the exchange itself includes the failures of
 // this process. Collective.
-func Agree[T any](ctx context.Context, g inside.Has[Group], op string, mine []T, failed []error, judge func(all []collective.Said[T]) error) error {
+func Agree[T any](ctx context.Context, g handle.Has[Group], op string, mine []T, failed []error, judge func(all []collective.Said[T]) error) error {
 	texts := make([][]byte, len(mine))
 	var err error
 	for i := range mine {

@@ -7,8 +7,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/kern"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -78,7 +77,7 @@ func scalingOf[T memory.Element](sc *Scaler, s *stream.Stream, e *kernel.Element
 	if err != nil {
 		return nil, err
 	}
-	if err := mem.Check("scale", m.Buffer(), m.Len(), s.Device()); err != nil {
+	if err := inside.CheckBuffer("scale", m.Buffer(), m.Len(), s.Device()); err != nil {
 		return nil, err
 	}
 	return func() error {
@@ -145,7 +144,7 @@ var source string
 // kernels are the kernels of a device.
 type kernels struct{ update, put *kernel.Kernel }
 
-var loaded kern.PerDevice[kernels]
+var loaded inside.PerDevice[kernels]
 
 // kernelsOf returns the kernels of a device. The first call compiles and loads them.
 func kernelsOf(dev *device.Device) (*kernels, error) { return loaded.Of(dev, (*kernels).load) }
@@ -156,7 +155,7 @@ func (k *kernels) load(dev *device.Device) error {
 		{Name: "update", Params: []kernel.Param{p, p, p, p, i, f, f, i}, Go: standInUpdate},
 		{Name: "put", Params: []kernel.Param{p, p, p, f, i}, Go: standInPut},
 	}}
-	kern.MakeResident(src)
+	inside.MakeResident(src)
 	m, err := kernel.Compile(dev, src)
 	if err == nil {
 		k.update, err = m.Kernel("update")

@@ -21,7 +21,7 @@ import (
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -199,7 +199,7 @@ func (c *Checkpoint) Verify(ctx context.Context, w *Weights) error {
 		return fmt.Errorf("checkpoint: verify: %w", err)
 	}
 	// The weights may have outlived the stream that they were loaded on.
-	if on := mem.BufferOf(w.slab.Buffer()).Stream; gpu.CheckStream("checkpoint: verify", on, nil) == nil {
+	if on := inside.BufferOf(w.slab.Buffer()).Stream; gpu.CheckStream("checkpoint: verify", on, nil) == nil {
 		err = s.WaitStream(on)
 	}
 	if err == nil {

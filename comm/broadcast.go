@@ -8,7 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/tensor"
 )
@@ -192,7 +192,7 @@ func (g *Group) checkCoalesced(op string, ts []tensor.Tensor, c *BroadcastCoales
 	}
 	for i := range ts {
 		t := &ts[i]
-		if b := t.Buffer(); b != nil && mem.BufferOf(b).OpenOn(devs[0]) {
+		if b := t.Buffer(); b != nil && inside.BufferOf(b).OpenOn(devs[0]) {
 			continue
 		}
 		if err := g.checkSource(op, "tensor", i, *t); err != nil {
@@ -273,7 +273,7 @@ func (g *Group) copyFlat(ts []tensor.Tensor, devs []*device.Device) (copies []te
 	if ts[0].DType().Size()*n*len(devs) > directBytes || slices.Contains(devs, s.Device()) {
 		return nil, nil
 	}
-	if near, err := mem.Reach(s.Device(), devs...); err != nil || !near {
+	if near, err := inside.Reach(s.Device(), devs...); err != nil || !near {
 		return nil, err
 	}
 	if slices.ContainsFunc(ts, func(t tensor.Tensor) bool { return !t.Contiguous() }) {
@@ -363,7 +363,7 @@ func checkLists(g *Group, op string, tss [][]tensor.Tensor, c *ReduceAddConfig) 
 		tss[i] = tss[i][:shortest]
 		for k := range tss[i] {
 			t, model := &tss[i][k], &tss[0][k]
-			if b := t.Buffer(); k > 0 && b != nil && mem.BufferOf(b).OpenOn(tss[i][0].Device()) && t.DType() == model.DType() && strided.SameShape(*t, *model) {
+			if b := t.Buffer(); k > 0 && b != nil && inside.BufferOf(b).OpenOn(tss[i][0].Device()) && t.DType() == model.DType() && strided.SameShape(*t, *model) {
 				continue
 			}
 			if err := checkListed(g, op, tss, i, k); err != nil {

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -152,7 +152,7 @@ func checkShards[T memory.Element](g *Group, op string, xs []memory.Slice[T], sa
 			return fmt.Errorf("comm: %s: rank %d has %d elements, rank %d has %d: %w",
 				op, m.comm.Rank(), xs[i].Len(), g.Rank(), xs[0].Len(), ErrMismatch)
 		}
-		if err := mem.Check(op, xs[i].Buffer(), xs[i].Len(), m.comm.Device()); err != nil {
+		if err := inside.CheckBuffer(op, xs[i].Buffer(), xs[i].Len(), m.comm.Device()); err != nil {
 			return asBadArgument(fmt.Errorf("comm: %w (rank %d)", err, m.comm.Rank()))
 		}
 		if err := xs[i].RecordStream(m.stream); err != nil {

@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -417,7 +417,7 @@ func canCopyByKernel(s *stream.Stream, dst, src []tensor.Tensor) (bool, error) {
 			far += dst[i].Bytes()
 			links++
 		}
-		if near, err := mem.Reach(s.Device(), to, from); err != nil || !near {
+		if near, err := inside.Reach(s.Device(), to, from); err != nil || !near {
 			return false, err
 		}
 	}

@@ -10,7 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
 	"github.com/gochorus/chorus/stream"
@@ -95,7 +95,7 @@ func checkGradients(op string, g *comm.Group, local int, all [][]gradient) error
 		return fmt.Errorf("ddp: %s: the gradients of local ranks 0 and %d have different lengths: %w", op, local, comm.ErrMismatch)
 	}
 	for j, x := range list {
-		if err := mem.Check("ddp: "+op, x.buffer, x.len, g.Device(local)); err != nil {
+		if err := inside.CheckBuffer("ddp: "+op, x.buffer, x.len, g.Device(local)); err != nil {
 			return unfit(fmt.Errorf("%w (gradient %d of local rank %d)", err, j, local))
 		}
 		switch first := &all[0][j]; {

@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
 )
@@ -363,7 +363,7 @@ func DeregisterBuffer(x memory.Slice[byte]) error {
 
 // bufferLib returns the library for memory, or nil for none.
 func bufferLib(op string, x memory.Slice[byte]) (*cuFile, error) {
-	if err := mem.Check(op, x.Buffer(), x.Len(), nil); err != nil || x.Len() == 0 {
+	if err := inside.CheckBuffer(op, x.Buffer(), x.Len(), nil); err != nil || x.Len() == 0 {
 		return nil, err
 	}
 	return cuFileOf(x.Device()), nil

@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -269,7 +269,7 @@ func (t *transfer) spare() {
 func checkPieces(op string, dev *device.Device, pieces []piece) error {
 	last := int64(0)
 	for i, p := range pieces {
-		if err := mem.Check(op, p.Mem.Buffer(), p.Mem.Len(), dev); err != nil {
+		if err := inside.CheckBuffer(op, p.Mem.Buffer(), p.Mem.Len(), dev); err != nil {
 			return err
 		}
 		if p.Off < 0 || p.End() < p.Off {

@@ -7,7 +7,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -54,7 +54,7 @@ func NewCallable[T memory.Element](s *stream.Stream, inputs []memory.Slice[T], f
 		return nil, err
 	}
 	for i, x := range inputs {
-		if err := mem.Check(op, x.Buffer(), x.Len(), s.Device()); err != nil {
+		if err := inside.CheckBuffer(op, x.Buffer(), x.Len(), s.Device()); err != nil {
 			return nil, fmt.Errorf("%w (input %d)", err, i)
 		}
 	}
@@ -115,7 +115,7 @@ func (c *Callable[T]) Call(s *stream.Stream, inputs ...memory.Slice[T]) error {
 		if x.Len() != c.inputs[i].Len() {
 			return fmt.Errorf("%s %s: input %d has %d elements: want %d", op, c.exec, i, x.Len(), c.inputs[i].Len())
 		}
-		if err := mem.Check(op, x.Buffer(), x.Len(), nil); err != nil {
+		if err := inside.CheckBuffer(op, x.Buffer(), x.Len(), nil); err != nil {
 			return fmt.Errorf("%w (input %d)", err, i)
 		}
 	}

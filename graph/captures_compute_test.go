@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/gds"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/rng"
@@ -61,7 +61,7 @@ var kernelCalls = []call{
 	}},
 	{name: "kernel.Compile: a resident module", nowhere: true, prepare: func(r *rig) func() error {
 		src := fresh()
-		kern.MakeResident(src)
+		inside.MakeResident(src)
 		return func() error { _, err := kernel.Compile(r.dev, src); return err }
 	}},
 	{name: "kernel.Module.Kernel, kernel.Kernel.Attributes", nowhere: true, prepare: func(r *rig) func() error {

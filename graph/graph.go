@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -173,10 +173,10 @@ func Begin(s *stream.Stream, cfg *Config) (*Recording, error) {
 func (r *Recording) begin(mode cudadrv.CaptureMode, pool *memory.Pool) error {
 	if pool == nil {
 		var private memory.PoolConfig
-		mem.MakePrivate(&private)
+		inside.MakePrivate(&private)
 		pool = memory.NewPool(&private)
 	}
-	captures := mem.PoolOf(pool)
+	captures := inside.PoolOf(pool)
 	if captures == nil {
 		return fmt.Errorf("memory: allocate from a pool: %w", device.ErrClosed)
 	}
@@ -287,7 +287,7 @@ func (r *Recording) stop() error {
 	x, err := gpu.StreamOf(r.s).EndCapture(r.exec)
 	r.owner.Close()
 	r.exec.graph, r.exec.held, r.strays = x.Graph, x.Held, x.Strays
-	mem.PoolOf(r.exec.pool).End()
+	inside.PoolOf(r.exec.pool).End()
 	r.exec.own = preparers(x.Held)
 	r.exec.prepare = r.exec.own
 	r.unlock()

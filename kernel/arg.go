@@ -12,8 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/kern"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
@@ -132,13 +131,13 @@ type Arg struct {
 	err       error
 }
 
-type argDevice = kern.ArgDevice
+type argDevice = inside.ArgDevice
 
 // Ptr passes the address of x. If the source declares a pointer to another element type,
 // the launch returns an error. A pointer to void, or to a type that Chorus does not know,
 // accepts every element type; signed and unsigned integers of one size count as one type.
 func Ptr[T memory.Element](x memory.Slice[T]) Arg {
-	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: x.Ptr(), argDevice: kern.On(x.Device(), x.Len()*int(unsafe.Sizeof(*new(T)))), err: mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)}
+	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: x.Ptr(), argDevice: inside.ArgOn(x.Device(), x.Len()*int(unsafe.Sizeof(*new(T)))), err: inside.CheckBuffer("kernel: launch", x.Buffer(), x.Len(), nil)}
 }
 
 // Address passes the address of memory that the caller manages, such as memory.AllocRaw
@@ -152,7 +151,7 @@ func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
 	if len(data) == 0 {
 		return Arg{kind: Pointer, err: errors.New("pinned memory without elements, or closed")}
 	}
-	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data)))), argDevice: kern.On(nil, len(data)*int(unsafe.Sizeof(data[0])))}
+	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data)))), argDevice: inside.ArgOn(nil, len(data)*int(unsafe.Sizeof(data[0])))}
 }
 
 // Bytes passes a struct by value, or a C array in a struct: b is its memory, with as many
@@ -258,8 +257,8 @@ func encode(fs []field, p unsafe.Pointer, args []Arg) {
 		a.kind, a.elem = f.param, f.elem
 		if f.param == Pointer { // as Ptr does; slices of all types have one layout
 			x := (*memory.Slice[uint8])(at)
-			a.bits, a.argDevice = x.Ptr(), kern.On(x.Device(), x.Len()*f.elem.Size())
-			a.err = mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)
+			a.bits, a.argDevice = x.Ptr(), inside.ArgOn(x.Device(), x.Len()*f.elem.Size())
+			a.err = inside.CheckBuffer("kernel: launch", x.Buffer(), x.Len(), nil)
 			continue
 		}
 		a.argDevice, a.err = argDevice{}, nil
@@ -279,14 +278,14 @@ func encode(fs []field, p unsafe.Pointer, args []Arg) {
 // decode writes the arguments of a launch on a virtual device to the struct at p. inputs
 // has the parameters that the kernel does not write through.
 func decode(fs []field, c *Call, p unsafe.Pointer, inputs []bool) {
-	call := kern.CallOf(c)
+	call := inside.CallOf(c)
 	for i := range fs {
 		f := &fs[i]
 		at := unsafe.Add(p, f.offset)
 		bits := call.Bits(i, f.param.virtual())
 		if f.param == Pointer {
 			bytes := call.Bits(len(fs)+i, machine.Int64Param)
-			h := (*mem.SliceHeader)(at)
+			h := (*inside.SliceHeader)(at)
 			h.Offset, h.Len = uintptr(bits), int(bytes)/f.elem.Size()
 			c.spans = append(c.spans, span{bits, bits + bytes, inputs[i]})
 			continue
@@ -460,7 +459,7 @@ func In[T memory.Element](x memory.Slice[T]) Operand { return slice(x, input) }
 func Out[T memory.Element](x memory.Slice[T]) Operand { return slice(x, output) }
 
 func slice[T memory.Element](x memory.Slice[T], r role) Operand {
-	return Operand{role: r, dtype: x.DType(), raw: x.Ptr(), n: x.Len(), dev: x.Device(), err: mem.Check("kernel: launch", x.Buffer(), x.Len(), nil)}
+	return Operand{role: r, dtype: x.DType(), raw: x.Ptr(), n: x.Len(), dev: x.Device(), err: inside.CheckBuffer("kernel: launch", x.Buffer(), x.Len(), nil)}
 }
 
 // A Value is a number on the host.

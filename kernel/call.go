@@ -8,7 +8,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
@@ -21,24 +21,24 @@ type Call struct {
 	spans []span // the memory that arguments refer to
 }
 
-type call = handle.Ref[kern.Call]
+type call = handle.Ref[inside.Call]
 
 // Grid returns the grid of the launch.
 func (c *Call) Grid() Grid {
-	blocks, threads, shared := kern.CallOf(c).Shape()
+	blocks, threads, shared := inside.CallOf(c).Shape()
 	return Grid{Blocks: blocks, Threads: threads, SharedBytes: shared}
 }
 
 // Address returns argument i, a Pointer, as a number. It is 0 for a null pointer.
-func (c *Call) Address(i int) uint64 { return uint64(kern.CallOf(c).Ptr(i)) }
+func (c *Call) Address(i int) uint64 { return uint64(inside.CallOf(c).Ptr(i)) }
 
 // Bytes returns argument i, a Struct. It must not be written.
-func (c *Call) Bytes(i int) []byte { return kern.CallOf(c).Struct(i) }
+func (c *Call) Bytes(i int) []byte { return inside.CallOf(c).Struct(i) }
 
 // Get returns argument i, a number. T is the Go type of the parameter, such as int32 for
 // I32.
 func Get[T memory.Element](c *Call, i int) (v T) {
-	bits := kern.CallOf(c).Bits(i, scalarParam[T]().virtual())
+	bits := inside.CallOf(c).Bits(i, scalarParam[T]().virtual())
 	return *(*T)(unsafe.Pointer(&bits)) // little-endian: a narrower value is the first bytes
 }
 
@@ -54,20 +54,20 @@ func Update[T memory.Element](c *Call, i, n int) []T { return UpdateAddress[T](c
 
 // ReadAddress is Read at an address: of a struct, or behind an Address.
 func ReadAddress[T memory.Element](c *Call, p uint64, n int) []T {
-	return machine.ReadOf[T](kern.CallOf(c), cudadrv.DevicePtr(p), n)
+	return machine.ReadOf[T](inside.CallOf(c), cudadrv.DevicePtr(p), n)
 }
 
 // UpdateAddress is Update at an address.
 func UpdateAddress[T memory.Element](c *Call, p uint64, n int) []T {
 	c.checkWrite(p, n*int(unsafe.Sizeof(*new(T))))
-	return machine.WriteOf[T](kern.CallOf(c), cudadrv.DevicePtr(p), n)
+	return machine.WriteOf[T](inside.CallOf(c), cudadrv.DevicePtr(p), n)
 }
 
 // accessesOf returns how a kernel uses the memory at each parameter, for the sanitizer: r for
 // reading, w for writing, - for neither. A pointer that the parser does not understand counts as
 // a read, the weaker use, so that the sanitizer reports only conflicts that exist.
 func accessesOf(src *Source, d *Def, said []declared) string {
-	if given := kern.Accesses(src, d.Name); given != "" {
+	if given := inside.Accesses(src, d.Name); given != "" {
 		return given
 	}
 	accesses := []byte(strings.Repeat("-", len(d.Params)))
@@ -122,7 +122,7 @@ func GencodeFlags() string {
 // embedded returns the source's PTX. While the archive is empty it returns none and no
 // error; NVRTC then compiles the source.
 func embedded(dev *device.Device, src *Source) ([]byte, error) {
-	archive := kern.Archive(src)
+	archive := inside.Archive(src)
 	if n, err := archive.Len(); err != nil || n == 0 {
 		return nil, err
 	}

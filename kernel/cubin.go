@@ -15,7 +15,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
@@ -28,7 +28,7 @@ func limitsOfVirtual(dev *device.Device, src *Source, defs map[string]definition
 	for name, d := range defs {
 		declared[name] = d.limits
 	}
-	if kern.IsResident(src) || kern.IsGoOnly(src) || kern.Archive(src) != nil {
+	if inside.IsResident(src) || inside.IsGoOnly(src) || inside.Archive(src) != nil {
 		return declared, nil // of Chorus
 	}
 	c, err := newCompiler(dev, src)
@@ -449,7 +449,7 @@ func (src *Source) checkNames(all map[string]definition) error {
 
 // mayHave reports whether a source has a name, or may get it from a header, a macro or stored PTX.
 func mayHave(src *Source, name string) bool {
-	return kern.Archive(src) != nil || len(src.Options) > 0 || strings.Contains(src.CUDA, "##") || includeLine.MatchString(src.CUDA) || slices.Contains(words.FindAllString(src.CUDA, -1), name)
+	return inside.Archive(src) != nil || len(src.Options) > 0 || strings.Contains(src.CUDA, "##") || includeLine.MatchString(src.CUDA) || slices.Contains(words.FindAllString(src.CUDA, -1), name)
 }
 
 // checkText finds mistakes that NVRTC would find in the options and the names of headers. It is for

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -189,7 +189,7 @@ func (e *Elementwise) build(v variant, common memory.DType) (*Kernel, error) {
 	}
 	src := &Source{Name: e.sig.name + ".cu", CUDA: e.source(&v, common),
 		Options: []string{"--device-as-default-execution-space"}, Kernels: []Def{def}}
-	kern.GoOnly(src)
+	inside.GoOnly(src)
 	m, err := Compile(v.dev, src)
 	if err != nil {
 		return nil, err
@@ -299,7 +299,7 @@ func (e *Elementwise) prepare(l *job, operands []Operand) error {
 			l.args[i+2] = o.arg()
 			continue
 		}
-		l.args[i+2] = Arg{kind: Pointer, bits: o.raw, argDevice: kern.On(o.dev, o.n*o.dtype.Size())}
+		l.args[i+2] = Arg{kind: Pointer, bits: o.raw, argDevice: inside.ArgOn(o.dev, o.n*o.dtype.Size())}
 		l.widest = max(l.widest, o.dtype.Size())
 		if o.role == input && o.n == 1 {
 			ones |= 1 << i

@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -133,10 +133,10 @@ func (c *Call) checkWrite(from uint64, bytes int) {
 	case bytes == 0:
 	case input:
 		panic(&machine.Trouble{Status: cudadrv.ErrorLaunchFailed, Text: fmt.Sprintf("the Go function of %s asks for %d bytes at %#x to write, and the source declares a pointer to const there: use Read",
-			kern.CallOf(c).Name(), bytes, from)})
+			inside.CallOf(c).Name(), bytes, from)})
 	case past > 0:
 		panic(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress, Text: fmt.Sprintf("the Go function of %s asks for %d bytes at %#x to write, %d past the end of the argument",
-			kern.CallOf(c).Name(), bytes, from, past)})
+			inside.CallOf(c).Name(), bytes, from, past)})
 	}
 }
 
@@ -330,7 +330,7 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 	f := frames.Get().(*frame)
 	for i := range args {
 		f.vals[i] = args[i].bits // little-endian: a narrower value is the first bytes
-		f.bytes[i] = kern.BytesOf(&args[i])
+		f.bytes[i] = inside.ArgBytesOf(&args[i])
 		if b := args[i].bytes; b != nil {
 			f.ptrs[i] = unsafe.Pointer(b)
 		}
@@ -384,8 +384,8 @@ func (k *Kernel) check(s *stream.Stream, args []Arg) error {
 		case k.source != nil && k.source[i].align > 0 && a.bits%uint64(k.source[i].align) != 0:
 			return fmt.Errorf("kernel: launch %s: argument %d is at %#x, but the source declares %q: want a multiple of %d bytes",
 				k.name, i, a.bits, k.source[i].text, k.source[i].align)
-		case kern.DeviceOf(a) != nil && kern.DeviceOf(a) != k.module.dev:
-			return fmt.Errorf("kernel: launch %s on %s: argument %d is memory of %s", k.name, k.module.dev, i, kern.DeviceOf(a))
+		case inside.ArgDeviceOf(a) != nil && inside.ArgDeviceOf(a) != k.module.dev:
+			return fmt.Errorf("kernel: launch %s on %s: argument %d is memory of %s", k.name, k.module.dev, i, inside.ArgDeviceOf(a))
 		}
 	}
 	return nil

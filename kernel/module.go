@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -19,12 +19,12 @@ type Source struct {
 	CUDA    string   // the kernels are extern "C" __global__ void
 	Options []string // for NVRTC, such as --use_fast_math
 	Kernels []Def
-	//lint:ignore U1000 internal/kern finds the field by the method that it promotes
+	//lint:ignore U1000 internal/inside finds the field by the method that it promotes
 	sourceOption
 }
 
 //lint:ignore U1000 the field above is of this type
-type sourceOption = handle.Ref[kern.SourceOption]
+type sourceOption = handle.Ref[inside.SourceOption]
 
 // A Def describes one kernel of a Source.
 type Def struct {
@@ -65,7 +65,7 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 	}
 	switch {
 	case err != nil:
-	case kern.IsResident(src):
+	case inside.IsResident(src):
 		handle.InitForever(&m.owner)
 	default:
 		handle.Init(m, &m.owner, handle.About{Kind: "kernel module", On: dev})
@@ -255,7 +255,7 @@ func (m *Module) standIns(src *Source, said map[string][]declared, defs map[stri
 			}
 			run := func() {
 				c := &Call{call: handle.NewRef(k)}
-				if lengths && d.typed == nil && !kern.IsResident(src) {
+				if lengths && d.typed == nil && !inside.IsResident(src) {
 					c.spans = spansOf(&d, k, said[d.Name])
 				}
 				fn(c)

@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudahost"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/internal/virtual/machine"
@@ -66,7 +66,7 @@ func openShadow(src *Source, said map[string][]declared) (*shadow, error) {
 	if err != nil {
 		return nil, err
 	}
-	if mode == "go" || mode == "auto" && flag.Lookup("test.v") == nil || kern.IsResident(src) || kern.IsGoOnly(src) || kern.Archive(src) != nil {
+	if mode == "go" || mode == "auto" && flag.Lookup("test.v") == nil || inside.IsResident(src) || inside.IsGoOnly(src) || inside.Archive(src) != nil {
 		return nil, nil
 	}
 	if hasState(withoutComments(src.CUDA)) {

@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -25,8 +25,8 @@ var watch = kernel.Source{
 		Name:   "watch",
 		Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.Pointer},
 		Go: func(c *kernel.Call) {
-			word := &kern.Shared[uint32](c, 0, 4, 1)[0]
-			if !kern.Await(c, func() bool { return atomic.LoadUint32(word) != 0 }) {
+			word := &inside.Shared[uint32](c, 0, 4, 1)[0]
+			if !inside.Await(c, func() bool { return atomic.LoadUint32(word) != 0 }) {
 				return
 			}
 			out := atomic.LoadUint32(word)

@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudahost"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -486,7 +486,7 @@ func (v *verification) openDevice(dev *device.Device, src *Source, name string) 
 	}
 	v.closers = append(v.closers, s.Close)
 	alone := *src
-	kern.GoOnly(&alone) // Verify compares it itself
+	inside.GoOnly(&alone) // Verify compares it itself
 	m, err := Compile(dev, &alone)
 	if err != nil {
 		return nil, err
@@ -537,7 +537,7 @@ func (a *testArg) arg(x memory.Slice[byte]) Arg {
 		return Bytes(a.value)
 	}
 	if a.memory != nil {
-		return Arg{kind: Pointer, elem: a.elem, bits: x.Ptr() + guard, argDevice: kern.On(x.Device(), len(a.value))}
+		return Arg{kind: Pointer, elem: a.elem, bits: x.Ptr() + guard, argDevice: inside.ArgOn(x.Device(), len(a.value))}
 	}
 	bits := uint64(0)
 	for i, b := range a.value {

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -188,7 +188,7 @@ func (a *adoptions) add(ptr, bytes uint64, d *device.Device) (forget func()) {
 	defer a.mu.Unlock()
 	if a.open == nil {
 		a.open = map[*span]bool{}
-		mem.Account(d, a.use)
+		inside.Account(d, a.use)
 	}
 	x := &span{ptr, ptr + bytes}
 	a.open[x] = true
@@ -200,7 +200,7 @@ func (a *adoptions) add(ptr, bytes uint64, d *device.Device) (forget func()) {
 }
 
 // use returns the bytes of all ranges; what several of them have counts once.
-func (a *adoptions) use() (mem.Use, bool) {
+func (a *adoptions) use() (inside.Use, bool) {
 	a.mu.Lock()
 	list := slices.Collect(maps.Keys(a.open))
 	a.mu.Unlock()
@@ -212,7 +212,7 @@ func (a *adoptions) use() (mem.Use, bool) {
 			end = x.hi
 		}
 	}
-	return mem.Use{Owner: "adopted memory", Bytes: bytes}, true
+	return inside.Use{Owner: "adopted memory", Bytes: bytes}, true
 }
 
 // A CUDAIPCHandle is a CUipcMemHandle: a whole allocation of cuMemAlloc or cudaMalloc, for other

@@ -13,14 +13,14 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
 
 // A Buffer is one allocation of device memory, without a type.
 type Buffer struct {
-	//lint:ignore U1000 internal/mem finds the field by the method that it promotes
+	//lint:ignore U1000 internal/inside finds the field by the method that it promotes
 	bufferRef
 	ptr   cudadrv.DevicePtr
 	bytes uintptr
@@ -39,7 +39,7 @@ type Buffer struct {
 }
 
 //lint:ignore U1000 the field above is of this type
-type bufferRef = mem.BufferRef
+type bufferRef = inside.BufferRef
 
 // newBuffer returns a buffer that is freed behind the work of s. Its owner is not armed yet.
 func newBuffer(s *stream.Stream, bytes int) *Buffer {
@@ -48,7 +48,7 @@ func newBuffer(s *stream.Stream, bytes int) *Buffer {
 	return b
 }
 
-func (b *Buffer) in() *mem.Buffer { return mem.BufferOf(b) }
+func (b *Buffer) in() *inside.Buffer { return inside.BufferOf(b) }
 
 // Alloc returns stream-ordered device memory, like cudaMallocAsync: any work enqueued
 // on s after Alloc returns may use it. If memory of that size was freed on s before,
@@ -214,9 +214,9 @@ type Slice[T Element] struct {
 
 // A Slice has the layout of its header: each constant overflows otherwise.
 const (
-	_ = -uint(unsafe.Sizeof(Slice[byte]{}) ^ unsafe.Sizeof(mem.SliceHeader{}))
-	_ = -uint(unsafe.Offsetof(Slice[byte]{}.off) ^ unsafe.Offsetof(mem.SliceHeader{}.Offset))
-	_ = -uint(unsafe.Offsetof(Slice[byte]{}.n) ^ unsafe.Offsetof(mem.SliceHeader{}.Len))
+	_ = -uint(unsafe.Sizeof(Slice[byte]{}) ^ unsafe.Sizeof(inside.SliceHeader{}))
+	_ = -uint(unsafe.Offsetof(Slice[byte]{}.off) ^ unsafe.Offsetof(inside.SliceHeader{}.Offset))
+	_ = -uint(unsafe.Offsetof(Slice[byte]{}.n) ^ unsafe.Offsetof(inside.SliceHeader{}.Len))
 )
 
 // Make allocates n stream-ordered elements on s; see Alloc. The contents are
@@ -360,7 +360,7 @@ func (x Slice[T]) Close() error {
 }
 
 // check returns an error if x is closed.
-func (x Slice[T]) check(op string) error { return mem.Check(op, x.buf, x.n, nil) }
+func (x Slice[T]) check(op string) error { return inside.CheckBuffer(op, x.buf, x.n, nil) }
 
 func sizeOf[T Element]() int {
 	var z T

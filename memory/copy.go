@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -155,17 +155,17 @@ func Copy[T Element](s *stream.Stream, dst, src Slice[T]) error {
 	if s.Device() != src.Device() && s.Device() != dst.Device() {
 		return fmt.Errorf("%s from %s to %s: %s is of neither device", op, src.Device(), dst.Device(), s)
 	}
-	by, err := mem.WayBetween(dst.Device(), src.Device())
+	by, err := inside.WayBetween(dst.Device(), src.Device())
 	if err != nil {
 		return err
 	}
 	switch by {
-	case mem.Direct:
+	case inside.Direct:
 		// With unified addressing the driver finds the devices of both addresses.
 		return gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result {
 			return drv.MemcpyDtoDAsync(dst.raw(), src.raw(), uintptr(src.Bytes()), gpu.StreamOf(s).Raw())
 		})
-	case mem.Staged:
+	case inside.Staged:
 		return copyStaged(s, dst, src)
 	}
 	return copyPeer(s, dst, src)

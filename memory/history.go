@@ -9,7 +9,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 )
 
@@ -203,7 +203,7 @@ func Ledger(d *device.Device) (*Usage, error) {
 // uses returns what the process knows of the device's memory.
 func (h *heap) uses() []Use {
 	list := h.allocated()
-	for _, x := range mem.Uses(h.dev) {
+	for _, x := range inside.Uses(h.dev) {
 		if x.Inside {
 			list[0].Bytes -= min(list[0].Bytes, x.Bytes)
 		}

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -208,10 +208,10 @@ func TestLedger(t *testing.T) {
 		const cached = "free memory that the caching allocator keeps"
 		require.Equal(t, int(reserved)-54*mib, by[cached])
 
-		stopInside := mem.Account(d, func() (mem.Use, bool) { return mem.Use{Owner: "scratch", Bytes: 8 * mib, Inside: true}, true })
-		stop := mem.Account(d, func() (mem.Use, bool) { return mem.Use{Owner: "a library", Bytes: 3 * mib}, true })
-		stopAgain := mem.Account(d, func() (mem.Use, bool) { return mem.Use{Owner: "a library", Bytes: 2 * mib}, true })
-		stopUnknown := mem.Account(d, func() (mem.Use, bool) { return mem.Use{Owner: "busy", Bytes: 1}, false })
+		stopInside := inside.Account(d, func() (inside.Use, bool) { return inside.Use{Owner: "scratch", Bytes: 8 * mib, Inside: true}, true })
+		stop := inside.Account(d, func() (inside.Use, bool) { return inside.Use{Owner: "a library", Bytes: 3 * mib}, true })
+		stopAgain := inside.Account(d, func() (inside.Use, bool) { return inside.Use{Owner: "a library", Bytes: 2 * mib}, true })
+		stopUnknown := inside.Account(d, func() (inside.Use, bool) { return inside.Use{Owner: "busy", Bytes: 1}, false })
 		by = usesOf(t, d)
 		require.Equal(t, []int{22 * mib, 8 * mib, 5 * mib}, []int{by["buffers"], by["scratch"], by["a library"]})
 		require.NotContains(t, by, "busy")
@@ -240,7 +240,7 @@ func TestOutOfMemoryNamesOtherUses(t *testing.T) {
 	eachFresh(t, "", func(t *testing.T, d *device.Device) {
 		_, total, err := d.MemoryInfo()
 		require.NoError(t, err)
-		defer mem.Account(d, func() (mem.Use, bool) { return mem.Use{Owner: "a library", Bytes: total / 2}, true })()
+		defer inside.Account(d, func() (inside.Use, bool) { return inside.Use{Owner: "a library", Bytes: total / 2}, true })()
 		limit(t, d, 100*mib)
 		_, err = memory.Make[byte](newStream(t, d), 200*mib)
 		oom, ok := errors.AsType[*memory.OutOfMemoryError](err)

@@ -12,7 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory/internal/alloc"
@@ -203,7 +203,7 @@ func TestHostLeavesCapturesAlone(t *testing.T) {
 		require.NoError(t, l.beginUse("test", s))
 		l.done()
 		l.close()
-		pool := mem.PoolOf(newPrivatePool())
+		pool := inside.PoolOf(newPrivatePool())
 		g := &fakeGraph{}
 		runtime.LockOSThread()
 		defer runtime.UnlockOSThread()

@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/sockets"
 	"github.com/gochorus/chorus/stream"
 )
@@ -31,12 +31,12 @@ type IPCHandle struct {
 	Socket  string // address of that process's server
 	Export  uint64 // number of the memory at that server
 	Token   []byte // secret that authorizes the opener
-	//lint:ignore U1000 internal/mem finds the field by the method that it promotes
+	//lint:ignore U1000 internal/inside finds the field by the method that it promotes
 	ipcOption
 }
 
 //lint:ignore U1000 the field above is of this type
-type ipcOption = handle.Ref[mem.IPCOption]
+type ipcOption = handle.Ref[inside.IPCOption]
 
 // IPCHandle returns a handle that OpenIPC of another process opens
 // (torch.multiprocessing's reductions, cuIpcGetMemHandle). The operations that are
@@ -116,7 +116,7 @@ func OpenIPC[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
 	if err := gpu.StreamOf(s).RefuseCapture(op, "open it before the capture"); err != nil {
 		return Slice[T]{}, err
 	}
-	if mem.OnPeer(&h) {
+	if inside.OnPeer(&h) {
 		h.Event = nil // events are of one GPU
 		return openIPC[T](s, h, op)
 	}

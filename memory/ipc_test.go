@@ -20,7 +20,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -79,14 +79,14 @@ func plainSlice(t testing.TB, s *stream.Stream, n int, freed *atomic.Int32) Slic
 }
 
 func openOnPeer[T Element](s *stream.Stream, h IPCHandle) (Slice[T], error) {
-	mem.OpenOnPeer(&h)
+	inside.OpenOnPeer(&h)
 	return OpenIPC[T](s, h)
 }
 
 // newPrivatePool returns the pool of a graph.
 func newPrivatePool() *Pool {
 	var c PoolConfig
-	mem.MakePrivate(&c)
+	inside.MakePrivate(&c)
 	return NewPool(&c)
 }
 
@@ -508,7 +508,7 @@ func TestIPCCollectAfterCapture(t *testing.T) {
 	y, err := OpenIPC[int32](b, h)
 	require.NoError(t, err)
 	require.NoError(t, x.Close())
-	pool, g := mem.PoolOf(newPrivatePool()), &fakeGraph{}
+	pool, g := inside.PoolOf(newPrivatePool()), &fakeGraph{}
 	require.NoError(t, gpu.StreamOf(a).BeginCapture(cudadrv.CaptureRelaxed, g, pool))
 	require.NoError(t, y.Close())
 	require.Zero(t, freed.Load())

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory/internal/alloc"
 	"github.com/gochorus/chorus/stream"
 )
@@ -46,7 +46,7 @@ type Pool struct {
 	watch []*watcher
 }
 
-type poolRef = handle.Ref[mem.CapturePool]
+type poolRef = handle.Ref[inside.CapturePool]
 
 // A partKey identifies the part of a pool for one device. Captured memory has its own
 // part, because it belongs to no stream.
@@ -60,21 +60,21 @@ type PoolConfig struct {
 	Allocator Allocator // allocates the pool's segments; nil means the device's allocator
 	NoSplit   bool      // each block is a segment
 	UseOnOOM  bool      // allocations outside of pools may use its free memory before they fail
-	//lint:ignore U1000 internal/mem finds the field by the method that it promotes
+	//lint:ignore U1000 internal/inside finds the field by the method that it promotes
 	poolOption
 }
 
 //lint:ignore U1000 the field above is of this type
-type poolOption = handle.Ref[mem.PoolOption]
+type poolOption = handle.Ref[inside.PoolOption]
 
 var lastPool atomic.Uint64
 
 // NewPool returns an empty pool. It allocates nothing.
 func NewPool(cfg *PoolConfig) *Pool {
 	p := &Pool{}
-	p.poolRef = handle.NewRef[mem.CapturePool]((*capturePool)(p))
+	p.poolRef = handle.NewRef[inside.CapturePool]((*capturePool)(p))
 	p.cfg = *cmp.Or(cfg, new(PoolConfig))
-	if p.private = mem.IsPrivate(&p.cfg); p.private {
+	if p.private = inside.IsPrivate(&p.cfg); p.private {
 		p.id = alloc.PoolID{lastPool.Add(1), 0}
 		return p
 	}
@@ -235,7 +235,7 @@ func (p *Pool) release() error {
 	return nil
 }
 
-// A capturePool is a Pool with the methods that captures use (mem.CapturePool).
+// A capturePool is a Pool with the methods that captures use (inside.CapturePool).
 type capturePool Pool
 
 // Begin lets the capture of a graph allocate from the pool until End.
@@ -287,7 +287,7 @@ type watcher struct {
 	parts map[partKey]*alloc.Watcher // guarded by the pool's lock
 }
 
-// Watch calls fn for the segments of the pool (mem.CapturePool).
+// Watch calls fn for the segments of the pool (inside.CapturePool).
 func (c *capturePool) Watch(fn func(d *device.Device, ptr, bytes uint64, taken bool) error) (stop func() error, err error) {
 	const op = "memory: watch a pool"
 	p := (*Pool)(c)

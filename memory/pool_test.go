@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
@@ -325,7 +325,7 @@ func TestRegisteredPoolStaysMapped(t *testing.T) {
 		limit(t, d, 82*mib)
 		p := memory.NewPool(nil)
 		unmapped := 0
-		stop, err := mem.PoolOf(p).Watch(func(_ *device.Device, _, _ uint64, taken bool) error {
+		stop, err := inside.PoolOf(p).Watch(func(_ *device.Device, _, _ uint64, taken bool) error {
 			if !taken {
 				unmapped++
 			}

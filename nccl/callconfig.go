@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -251,7 +251,7 @@ func NewPreMulSumFrom[T memory.Element](c *Communicator, factor memory.Slice[T])
 	if factor.Len() != 1 {
 		return nil, fmt.Errorf("%s on rank %d of %d: the factor has %d elements: want 1", op, c.rank, c.size, factor.Len())
 	}
-	if err := mem.Check(op, factor.Buffer(), factor.Len(), c.dev); err != nil {
+	if err := inside.CheckBuffer(op, factor.Buffer(), factor.Len(), c.dev); err != nil {
 		return nil, err
 	}
 	return c.newPreMulSum(factor.DType(), dl.Pointer(factor.Ptr()), ncclapi.ScalarDevice)

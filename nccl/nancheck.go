@@ -10,7 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -121,7 +121,7 @@ var nanSource string
 // nanKernels are the kernels of a device, by the size of an element.
 type nanKernels [9]*kernel.Kernel
 
-var loadedNaNKernels kern.PerDevice[nanKernels]
+var loadedNaNKernels inside.PerDevice[nanKernels]
 
 // nanKernelsOf returns the kernels of a device. The first call compiles and loads them.
 func nanKernelsOf(dev *device.Device) (*nanKernels, error) {
@@ -136,7 +136,7 @@ func (k *nanKernels) load(dev *device.Device) error {
 			kernel.Pointer, kernel.U64, kernel.U64, kernel.U64, kernel.Pointer, kernel.Pointer, kernel.Pointer,
 		}})
 	}
-	kern.MakeResident(src)
+	inside.MakeResident(src)
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return err
@@ -153,7 +153,7 @@ func (k *nanKernels) load(dev *device.Device) error {
 func lookForNaN[W nanWord](c *kernel.Call) {
 	n, operation := int(kernel.Get[uint64](c, 1)), kernel.Get[uint64](c, 3)
 	if i := firstNaN(kernel.Read[W](c, 0, n), kernel.Get[uint64](c, 2)); i >= 0 {
-		publishNaN(kern.Shared[uint64](c, 6, 0, 2), operation, uint64(i))
+		publishNaN(inside.Shared[uint64](c, 6, 0, 2), operation, uint64(i))
 	}
 }
 

@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -108,7 +108,7 @@ func checkSlice[T memory.Element](o *operation, what string, x memory.Slice[T], 
 	if x.Len() != want {
 		return c.errorf(o.Kind, "the %s has %d elements: want %d", what, x.Len(), want)
 	}
-	if err := mem.Check(o.Kind.String(), x.Buffer(), x.Len(), c.dev); err != nil {
+	if err := inside.CheckBuffer(o.Kind.String(), x.Buffer(), x.Len(), c.dev); err != nil {
 		return fmt.Errorf("nccl: %w (the %s on rank %d of %d)", err, what, c.rank, c.size)
 	}
 	return nil

@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -57,7 +57,7 @@ func (c *Communicator) RegisterPool(p *memory.Pool) error {
 	}
 	r := &registration{ids: map[uint64]ncclapi.RegID{}}
 	var err error
-	r.stop, err = mem.PoolOf(p).Watch(func(d *device.Device, ptr, bytes uint64, taken bool) error {
+	r.stop, err = inside.PoolOf(p).Watch(func(d *device.Device, ptr, bytes uint64, taken bool) error {
 		if d != c.dev {
 			return nil
 		}

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/status"
@@ -258,12 +258,12 @@ func Version(dev *device.Device) (string, error) {
 // if the loaded NCCL has no such statistic.
 func (c *Communicator) account() {
 	if c.api.Has(ncclapi.FuncCommMemStats) {
-		c.unaccount = mem.Account(c.dev, c.use)
+		c.unaccount = inside.Account(c.dev, c.use)
 	}
 }
 
 // use returns NCCL's memory for c, unless another call of NCCL is in progress.
-func (c *Communicator) use() (u mem.Use, known bool) {
+func (c *Communicator) use() (u inside.Use, known bool) {
 	if !c.mu.TryLock() {
 		return u, false
 	}
@@ -286,6 +286,6 @@ func (c *Communicator) use() (u mem.Use, known bool) {
 		}
 		return nil
 	})
-	u = mem.Use{Owner: fmt.Sprintf("NCCL, communicator %d, rank %d of %d%s", c.number, c.rank, c.size, state), Bytes: bytes}
+	u = inside.Use{Owner: fmt.Sprintf("NCCL, communicator %d, rank %d of %d%s", c.number, c.rank, c.size, state), Bytes: bytes}
 	return u, err == nil && r == ncclapi.Success
 }

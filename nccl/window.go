@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
@@ -59,7 +59,7 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	if err != nil {
 		return nil, c.errorf(name, "%w", err)
 	}
-	if err := mem.Check(name, x.Buffer(), x.Len(), c.dev); err != nil {
+	if err := inside.CheckBuffer(name, x.Buffer(), x.Len(), c.dev); err != nil {
 		return nil, fmt.Errorf("nccl: %w", err)
 	}
 	w := &Window{comm: c, h: new(ncclapi.Window), bytes: bytes}
@@ -174,7 +174,7 @@ func Put[T memory.Element](w *Window, s *stream.Stream, src memory.Slice[T], pee
 	if err := w.comm.oneSided(f, s, peer); err != nil {
 		return err
 	}
-	if err := mem.Check(f.Name(), src.Buffer(), src.Len(), w.comm.dev); err != nil {
+	if err := inside.CheckBuffer(f.Name(), src.Buffer(), src.Len(), w.comm.dev); err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
 	if offset < 0 || src.Bytes() > w.bytes-offset {
@@ -267,7 +267,7 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	}
 	x, err := memory.View[uint8](b, 0, max(b.Bytes(), 0))
 	if err == nil {
-		err = mem.Check(f.Name(), b, x.Len(), c.dev)
+		err = inside.CheckBuffer(f.Name(), b, x.Len(), c.dev)
 	}
 	if err != nil {
 		return nil, c.errorf(f.Name(), "%w", err)

@@ -7,7 +7,7 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -23,7 +23,7 @@ type kernels struct {
 	norm, coefficient, scale, clamp, unscale *kernel.Kernel
 }
 
-var loaded kern.PerDevice[kernels]
+var loaded inside.PerDevice[kernels]
 
 // kernelsOf returns the kernels of a device. The first call compiles and loads them, for which the driver may
 // wait for all work of the device, so optimisers and gradients call it when they are created.
@@ -56,8 +56,8 @@ func (k *kernels) load(dev *device.Device) error {
 	for _, d := range defs {
 		src.Kernels = append(src.Kernels, d.Def)
 	}
-	kern.MakeResident(src)
-	kern.Declare(src, map[string]string{"adam": "rrrwwrrr--", "sgd": "rrrwwrrr--"})
+	inside.MakeResident(src)
+	inside.Declare(src, map[string]string{"adam": "rrrwwrrr--", "sgd": "rrrwwrrr--"})
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return fmt.Errorf("optim: %w", err)

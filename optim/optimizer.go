@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -253,7 +253,7 @@ func (p *held) usable() error {
 		if x.DType() == memory.Invalid {
 			continue
 		}
-		if err := mem.Check("optim", x.Buffer(), x.Len(), nil); err != nil {
+		if err := inside.CheckBuffer("optim", x.Buffer(), x.Len(), nil); err != nil {
 			return err
 		}
 	}
@@ -457,7 +457,7 @@ func checkTensor(x tensor.Tensor, dev *device.Device) error {
 	}
 	switch x.DType() {
 	case memory.Float16, memory.BFloat16, memory.Float32, memory.Float64:
-		return mem.Check("optim", x.Buffer(), x.Len(), dev)
+		return inside.CheckBuffer("optim", x.Buffer(), x.Len(), dev)
 	}
 	return fmt.Errorf("%s: want float16, bfloat16, float32 or float64", x)
 }

@@ -10,7 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -61,7 +61,7 @@ func newDataKernels(dev *device.Device, size int) (*dataKernels, error) {
 		Options: macros(size),
 		Kernels: []kernel.Def{{Name: "fill", Params: fillParams, Go: fill}, {Name: "check", Params: checkParams, Go: check}},
 	}
-	kern.Embed(src, archive)
+	inside.Embed(src, archive)
 	l.module, err = kernel.Compile(dev, src)
 	if err != nil {
 		return nil, fmt.Errorf("load the test data kernels: %w", err)

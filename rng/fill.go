@@ -8,7 +8,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -312,7 +312,7 @@ func check[T memory.Element](op string, g *Generator, s *stream.Stream, x memory
 	if g.dev != s.Device() {
 		return nil, fmt.Errorf("%s: the generator belongs to %s, the stream to %s: use a generator of the stream's device", op, name(g.dev), s.Device())
 	}
-	return g, mem.Check(op, x.Buffer(), x.Len(), s.Device())
+	return g, inside.CheckBuffer(op, x.Buffer(), x.Len(), s.Device())
 }
 
 // A region is the memory of a slice.

@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -120,8 +120,8 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 		Options: macros(d, f),
 		Kernels: []kernel.Def{{Name: "fill_kernel", Params: params, Go: standIn[T](d, f)}},
 	}
-	kern.Embed(src, archive)
-	kern.MakeResident(src)
+	inside.Embed(src, archive)
+	inside.MakeResident(src)
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return nil, fmt.Errorf("%s of %s: %w", ops[d], f.dtype, err)
@@ -205,8 +205,8 @@ func loadModule[T memory.Element](t *toolbox, dev *device.Device, op string, kin
 		return nil, fmt.Errorf("%s: %w", op, err)
 	}
 	src := sourceOf[T](kind)
-	kern.MakeResident(src)
-	kern.Declare(src, drawAccesses)
+	inside.MakeResident(src)
+	inside.Declare(src, drawAccesses)
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return nil, fmt.Errorf("%s of %s: %w", op, memory.DTypeOf[T](), err)

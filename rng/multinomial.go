@@ -6,7 +6,7 @@ import (
 	"math"
 	"math/bits"
 
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -60,7 +60,7 @@ func (m *sampling[T]) open(s *stream.Stream, replacement bool) (err error) {
 	if m.g, err = check(multinomialOp, m.g, s, m.x); err != nil {
 		return err
 	}
-	if err := mem.Check(multinomialOp, m.weights.Buffer(), m.weights.Len(), s.Device()); err != nil {
+	if err := inside.CheckBuffer(multinomialOp, m.weights.Buffer(), m.weights.Len(), s.Device()); err != nil {
 		return fmt.Errorf("weights: %w", err)
 	}
 	n := m.weights.Len()

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -72,7 +72,7 @@ func (p *param) check(op, name string, out region, inPlace bool, dev *device.Dev
 	if p.n != out.n && p.n != 1 {
 		return fmt.Errorf("%s: %s has %d elements: want 1, or %d as the result", op, name, p.n, out.n)
 	}
-	if err := mem.Check(op, p.buffer, p.n, dev); err != nil {
+	if err := inside.CheckBuffer(op, p.buffer, p.n, dev); err != nil {
 		return fmt.Errorf("%s: %w", name, err)
 	}
 	return apart(op, region{name, p.dtype, p.ptr, p.n}, out, inPlace)
@@ -156,7 +156,7 @@ func placesOf(dev *device.Device) *places {
 	p := all.list[dev]
 	if p == nil {
 		var private memory.PoolConfig
-		mem.MakePrivate(&private)
+		inside.MakePrivate(&private)
 		p = &places{dev: dev, pool: memory.NewPool(&private)}
 		all.list[dev] = p
 	}

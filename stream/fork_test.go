@@ -7,7 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -19,7 +19,7 @@ func TestForkAndJoin(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		s := newStream(t, devs[0])
 		others := []*stream.Stream{newStream(t, devs[0]), s, newStream(t, devs[1]), newStream(t, devs[1])}
-		able, err := mem.Reach(devs[0], devs[1])
+		able, err := inside.Reach(devs[0], devs[1])
 		require.NoError(t, err)
 		if !able {
 			t.Skip("the devices do not reach each other")

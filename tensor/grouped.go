@@ -8,7 +8,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -375,7 +375,7 @@ type groupedKernel struct {
 	resident int // blocks that the device has at a time
 }
 
-var loadedGrouped [3 * 2 * 2 * 2]kern.PerDevice[groupedKernel]
+var loadedGrouped [3 * 2 * 2 * 2]inside.PerDevice[groupedKernel]
 
 // index numbers the kernels.
 func (k *groupedKind) index() int {
@@ -411,14 +411,14 @@ func (k *groupedKind) source() *kernel.Source {
 	src := &kernel.Source{Name: "grouped.cu", CUDA: groupedSource,
 		Options: []string{fmt.Sprint("-DELEMENT=", element), fmt.Sprint("-DA_INNER=", number(k.aInner)), fmt.Sprint("-DB_INNER=", number(k.bInner)), fmt.Sprint("-DTILE_M=", k.tileRows)},
 		Kernels: []kernel.Def{{Name: "grouped", Params: []kernel.Param{p, p, p, p, u, u, i, i, i, n, n, n, n, n, n, n, f, f}, Go: standInGrouped(*k)}}}
-	kern.Declare(src, map[string]string{"grouped": "---r--------------"})
+	inside.Declare(src, map[string]string{"grouped": "---r--------------"})
 	return src
 }
 
 // load compiles the kernel.
 func (k *groupedKind) load(to *groupedKernel, dev *device.Device) error {
 	src := k.source()
-	kern.MakeResident(src)
+	inside.MakeResident(src)
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return err

@@ -11,7 +11,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -321,7 +321,7 @@ type rowKernels struct {
 	floatKernels
 }
 
-var loadedRows kern.PerDevice[rowKernels]
+var loadedRows inside.PerDevice[rowKernels]
 
 // adds has the types whose rows can be added and compared, and their names in rows.cu.
 var adds = map[memory.DType]string{memory.Float16: "f16", memory.BFloat16: "bf16", memory.Float32: "f32", memory.Float64: "f64", memory.Int32: "i32", memory.Int64: "i64"}
@@ -345,13 +345,13 @@ func rowSourceOf() *kernel.Source {
 		add("add_"+adds[t], "wrrrr---", standInAdd(t), p, p, p, p, p, n, n, u)
 	}
 	addFloats(add)
-	kern.Declare(src, accesses)
+	inside.Declare(src, accesses)
 	return src
 }
 
 func (k *rowKernels) load(dev *device.Device) error {
 	src := rowSourceOf()
-	kern.MakeResident(src)
+	inside.MakeResident(src)
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return err

@@ -12,7 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -185,12 +185,12 @@ func (x *Operand) Fits(dev *device.Device, n int) bool {
 	if x.Buf == nil {
 		return x.Len == n && n == 0
 	}
-	return x.Len == n && mem.BufferOf(x.Buf).OpenOn(dev)
+	return x.Len == n && inside.BufferOf(x.Buf).OpenOn(dev)
 }
 
 // Closed reports whether the operand's buffer was closed.
 func (x *Operand) Closed(dev *device.Device) bool {
-	return x.Buf != nil && !mem.BufferOf(x.Buf).OpenOn(dev)
+	return x.Buf != nil && !inside.BufferOf(x.Buf).OpenOn(dev)
 }
 
 // A Move is a rank's side of a copy between ranks.

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -175,7 +175,7 @@ func foldKernel(dev *device.Device, dtype memory.DType, op flight.Reduction, fn 
 			{Name: "fold_blocks", Go: f.standInFold(op, BlocksStage), Params: foldParams},
 			{Name: "scale", Go: f.standInScale, Params: []kernel.Param{kernel.Pointer, kernel.Pointer, kernel.U64, kernel.U64, kernel.Pointer}},
 		}}
-		kern.Embed(&x, foldArchive)
+		inside.Embed(&x, foldArchive)
 		ks, err := compile(dev, &x)
 		if err != nil {
 			return nil, fmt.Errorf("fabric: the %s of %s in rank order: %w", op, dtype, err)

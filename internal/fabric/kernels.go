@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/kernel"
@@ -178,7 +178,7 @@ func (t *toolbox) load(dev *device.Device, options []string, defs []kernel.Def) 
 		return ks, nil
 	}
 	x.Options = options
-	kern.Embed(&x, archive)
+	inside.Embed(&x, archive)
 	ks, err := compile(dev, &x)
 	switch missing := errors.Is(failed, errors.ErrUnsupported); {
 	case err != nil && missing: // the other error is more important
@@ -194,7 +194,7 @@ func (t *toolbox) load(dev *device.Device, options []string, defs []kernel.Def) 
 
 // compile loads a source, and returns its kernels in their order.
 func compile(dev *device.Device, x *kernel.Source) ([]*kernel.Kernel, error) {
-	kern.MakeResident(x)
+	inside.MakeResident(x)
 	m, err := kernel.Compile(dev, x)
 	if err != nil {
 		return nil, err

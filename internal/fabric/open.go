@@ -17,8 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kern"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -272,7 +271,7 @@ func (r *Rank) reach(s *stream.Stream, c *rankInfo, h memory.IPCHandle) error {
 	if err := r.sameScratch(x.words); err != nil {
 		return err
 	}
-	can, err := mem.Reach(r.dev, x.words.Device())
+	can, err := inside.Reach(r.dev, x.words.Device())
 	if err == nil && !can {
 		err = noAccess(r.dev, x.words.Device())
 	}
@@ -292,7 +291,7 @@ func (r *Rank) reachFar(s *stream.Stream, c *rankInfo, h memory.IPCHandle) error
 			return noAccess(r.dev, peer)
 		}
 	}
-	mem.OpenOnPeer(&h)
+	inside.OpenOnPeer(&h)
 	words, err := memory.OpenIPC[uint64](s, h)
 	switch {
 	case err != nil && peer == nil && r.dev.Err() == nil:
@@ -336,7 +335,7 @@ func (r *Rank) arm() {
 	for k := range r.args[:maxRanks] {
 		if r.args[k] = kernel.Address(0); k < r.ranks {
 			r.args[k] = kernel.Ptr(r.peers[k].words)
-			kern.AllowPeers(&r.args[k])
+			inside.AllowPeers(&r.args[k])
 		}
 	}
 	copy(r.args[rankParam:], []kernel.Arg{kernel.Scalar(uint32(r.rank)), kernel.Scalar(uint32(r.ranks)),
@@ -472,8 +471,8 @@ func newScratch(words memory.Slice[uint64]) *scratch {
 		t.open = map[uint64]*scratch{}
 	}
 	t.open[x.id] = x
-	use := mem.Use{Owner: "memory of Chorus kernels for collectives", Bytes: uint64(words.Bytes()), Inside: true}
-	x.unaccount = mem.Account(words.Device(), func() (mem.Use, bool) { return use, true })
+	use := inside.Use{Owner: "memory of Chorus kernels for collectives", Bytes: uint64(words.Bytes()), Inside: true}
+	x.unaccount = inside.Account(words.Device(), func() (inside.Use, bool) { return use, true })
 	return x
 }
 

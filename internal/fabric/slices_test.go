@@ -7,7 +7,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -75,7 +75,7 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 	if err := o.lengths(r, dst.Len(), src.Len(), memory.DTypeOf[T]()); err != nil {
 		return fail(err)
 	}
-	if err := errors.Join(mem.Check("the destination", dst.Buffer(), dst.Len(), r.dev), mem.Check("the source", src.Buffer(), src.Len(), r.dev)); err != nil {
+	if err := errors.Join(inside.CheckBuffer("the destination", dst.Buffer(), dst.Len(), r.dev), inside.CheckBuffer("the source", src.Buffer(), src.Len(), r.dev)); err != nil {
 		return fail(err)
 	}
 	o.Dst, o.Src, o.Stream = collective.OperandOf(dst), collective.OperandOf(src), s

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"sync/atomic"
 
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 )
 
@@ -44,14 +44,14 @@ func meet(c *kernel.Call) *party {
 	p := &party{
 		c: c, rank: int(kernel.Get[uint32](c, rankParam)), ranks: int(kernel.Get[uint32](c, ranksParam)),
 		slot: int(kernel.Get[uint64](c, slotParam) / 8), whole: int(kernel.Get[uint64](c, wholeParam) / 8),
-		control: kernel.Update[uint64](c, controlParam, 2), host: kern.Shared[uint32](c, hostParam, 0, 2),
+		control: kernel.Update[uint64](c, controlParam, 2), host: inside.Shared[uint32](c, hostParam, 0, 2),
 		signature: kernel.Get[uint64](c, signatureParam),
 	}
 	p.epoch = p.control[0]/ticks + 1
 	p.set = int(p.epoch & 1)
 	p.over = p.control[1] != 0
 	for k := range p.ranks {
-		p.peers = append(p.peers, kern.Shared[uint64](c, peerParam+k, 0, signalBytes/8+setsFor(p.whole)*(p.ranks*p.slot+p.whole)))
+		p.peers = append(p.peers, inside.Shared[uint64](c, peerParam+k, 0, signalBytes/8+setsFor(p.whole)*(p.ranks*p.slot+p.whole)))
 	}
 	return p
 }
@@ -81,7 +81,7 @@ func (p *party) await(ready func() bool) {
 		return
 	}
 	came := false
-	here := kern.Await(p.c, func() bool {
+	here := inside.Await(p.c, func() bool {
 		came = ready()
 		return came || atomic.LoadUint32(&p.host[0]) != 0
 	})

@@ -6,7 +6,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/amp"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -279,11 +279,11 @@ extern "C" __global__ void spin(volatile unsigned* flag) { while (*flag == 0) ; 
 extern "C" __global__ void release(volatile unsigned* flag) { *flag = 1; }`,
 		Kernels: []kernel.Def{
 			{Name: "spin", Params: []kernel.Param{kernel.Pointer}, Go: func(c *kernel.Call) {
-				flag := &kern.Shared[uint32](c, 0, 0, 1)[0]
-				kern.Await(c, func() bool { return atomic.LoadUint32(flag) != 0 })
+				flag := &inside.Shared[uint32](c, 0, 0, 1)[0]
+				inside.Await(c, func() bool { return atomic.LoadUint32(flag) != 0 })
 			}},
 			{Name: "release", Params: []kernel.Param{kernel.Pointer}, Go: func(c *kernel.Call) {
-				atomic.StoreUint32(&kern.Shared[uint32](c, 0, 0, 1)[0], 1)
+				atomic.StoreUint32(&inside.Shared[uint32](c, 0, 0, 1)[0], 1)
 			}},
 		}}
 	m, err := kernel.Compile(r.devs[0], src)

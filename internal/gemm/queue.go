@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/timeline"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -151,8 +151,8 @@ func (q *queue) allocate() (err error) {
 	if q.workspace, err = memory.AllocRaw(q.s, int(q.site.workspace)); err != nil {
 		return err
 	}
-	use := mem.Use{Owner: "workspaces of matrix products", Bytes: uint64(q.site.workspace), Inside: true}
-	q.unaccount = mem.Account(q.s.Device(), func() (mem.Use, bool) { return use, true })
+	use := inside.Use{Owner: "workspaces of matrix products", Bytes: uint64(q.site.workspace), Inside: true}
+	q.unaccount = inside.Account(q.s.Device(), func() (inside.Use, bool) { return use, true })
 	return nil
 }
 

@@ -248,7 +248,7 @@ func (m *Map) Clear() (values []any) {
 //
 // Of costs a call through the method table of an interface, because the compiler does not inline such a call in
 // generic code. The three bridges that each operation and each allocation crosses several times
-// (gpu.StreamOf, gpu.DeviceOf and the buffers of package mem) therefore are not generic.
+// (gpu.StreamOf, gpu.DeviceOf and the buffers of package inside) therefore are not generic.
 type Ref[T any] struct{ value T }
 
 // NewRef returns a Ref with the given internals.

@@ -12,7 +12,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -73,7 +73,7 @@ type Kernels struct {
 }
 
 // loaded has the kernels by type and format.
-var loaded [len(elements)][len(codes)]kern.PerDevice[Kernels]
+var loaded [len(elements)][len(codes)]inside.PerDevice[Kernels]
 
 // Load returns the kernels for elements of float16, bfloat16 or float32, and for blocks of
 // memory.Float8E4M3 or memory.Int8. The first call for a device compiles and loads them, for which
@@ -106,8 +106,8 @@ func sourceOf(t, format memory.DType) *kernel.Source {
 		{Name: "reduce", Params: []kernel.Param{p, p, p, p, u, u, w, w, w, w, u}, Go: func(c *kernel.Call) { reduce(c, t, format) }},
 		{Name: "dequantize", Params: []kernel.Param{p, p, u, u, w, w, u}, Go: func(c *kernel.Call) { dequantize(c, t, format) }},
 	}}
-	kern.MakeResident(src)
-	kern.Declare(src, map[string]string{"quantize": "rww-----", "reduce": "wwrw-------", "dequantize": "wr-----"})
+	inside.MakeResident(src)
+	inside.Declare(src, map[string]string{"quantize": "rww-----", "reduce": "wwrw-------", "dequantize": "wr-----"})
 	return src
 }
 

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -167,7 +167,7 @@ func (rs Routers) openEngines() error {
 	}
 	for i := range rs {
 		for j := range i {
-			can, err := mem.Reach(rs[i].comm.Device(), rs[j].comm.Device())
+			can, err := inside.Reach(rs[i].comm.Device(), rs[j].comm.Device())
 			if err != nil || !can {
 				return err
 			}

@@ -16,7 +16,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -158,7 +158,7 @@ func (t *Array) Check(op string, dev *device.Device) error {
 	case t.mem.buf == nil:
 		return t.mem.host.check(op)
 	}
-	if mem.Check(op, t.mem.buf, 0, nil) != nil {
+	if inside.CheckBuffer(op, t.mem.buf, 0, nil) != nil {
 		return fmt.Errorf("%s: %s: %w", op, *t, device.ErrClosed)
 	}
 	return nil
@@ -327,7 +327,7 @@ func (t *Array) Follow(op string, s *stream.Stream) error {
 	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return err
 	}
-	return s.WaitStream(mem.BufferOf(t.mem.buf).Stream)
+	return s.WaitStream(inside.BufferOf(t.mem.buf).Stream)
 }
 
 // Retain returns an array of the same elements that owns another reference to their

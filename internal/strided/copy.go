@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -113,7 +113,7 @@ func onDevices(s *stream.Stream, dst, src Array) error {
 	case dst.Device() == src.Device():
 		return launch(s, dst, src, loops)
 	}
-	reach, err := mem.Reach(dst.Device(), src.Device())
+	reach, err := inside.Reach(dst.Device(), src.Device())
 	if err != nil {
 		return err
 	}
@@ -313,7 +313,7 @@ func (x *sorter) take(dst, src Array, most int) (bool, error) {
 	if !ok || p.rows == 1 && p.row > most {
 		return false, nil
 	}
-	if near, err := mem.Reach(on, a, b); err != nil || !near {
+	if near, err := inside.Reach(on, a, b); err != nil || !near {
 		return false, err
 	}
 	return x.add(p)
@@ -378,7 +378,7 @@ type pitched struct {
 }
 
 // copyPitched enqueues on s, a stream of either's device, the copy of a number of rows of
-// width bytes by a copy engine (cuMemcpy2DAsync). The devices reach each other (mem.Reach).
+// width bytes by a copy engine (cuMemcpy2DAsync). The devices reach each other (inside.Reach).
 // The caller orders work on the other device with s.
 func copyPitched(s *stream.Stream, dst, src pitched, width, rows int) error {
 	const op = "tensor: copy rows"
@@ -389,7 +389,7 @@ func copyPitched(s *stream.Stream, dst, src pitched, width, rows int) error {
 		return nil
 	}
 	for _, x := range []pitched{dst, src} {
-		if err := mem.Check(op, x.Buffer(), x.Len(), nil); err != nil {
+		if err := inside.CheckBuffer(op, x.Buffer(), x.Len(), nil); err != nil {
 			return err
 		}
 		if x.pitch < width || x.pitch > maxPitch || x.Len() < (rows-1)*x.pitch+width {

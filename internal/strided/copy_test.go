@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
@@ -501,7 +501,7 @@ func TestRowsByEngine(t *testing.T) {
 	eachPair(t, func(t *testing.T, s, o *stream.Stream) {
 		strided.SetEngineBytes(t, 64, 1024)
 		r := random(t)
-		reach, err := mem.Reach(s.Device(), o.Device())
+		reach, err := inside.Reach(s.Device(), o.Device())
 		require.NoError(t, err)
 		for _, c := range []struct {
 			name     string

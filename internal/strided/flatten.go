@@ -8,7 +8,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/stream"
 )
@@ -64,7 +64,7 @@ func fanned(s *stream.Stream, to, from []Array) (bool, error) {
 		if len(t.Shape) != 1 || !t.Contiguous() || t.Len() != n || n > 0 && t.DType != from[0].DType {
 			return false, fmt.Errorf("%s: %d elements to %s: want as many, of one dimension without gaps and of the same type", op, n, *t)
 		}
-		if near, err := mem.Reach(s.Device(), t.Device()); err != nil {
+		if near, err := inside.Reach(s.Device(), t.Device()); err != nil {
 			return false, err
 		} else if !near {
 			direct = false

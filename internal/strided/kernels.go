@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/kern"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -78,8 +78,8 @@ func kernelsOf(dev *device.Device) (*kernels, error) {
 			kernel.Def{Name: fmt.Sprint("fan", 1<<i), Params: tableParam[fanTable](), Go: fans[i]})
 	}
 	src := &kernel.Source{Name: "strided.cu", CUDA: source, Kernels: defs}
-	kern.Embed(src, archive)
-	kern.MakeResident(src)
+	inside.Embed(src, archive)
+	inside.MakeResident(src)
 	m, err := kernel.Compile(dev, src)
 	if err != nil {
 		return nil, fmt.Errorf("tensor: %w", err)
@@ -225,8 +225,8 @@ func (j *job) one(loops []loop, n, dst, src int) error {
 	}
 	args := make([]kernel.Arg, 0, 32)
 	args = append(args, kernel.Ptr(to), kernel.Ptr(from), kernel.Scalar(uint32(n)), kernel.Scalar(uint32(len(loops))))
-	kern.AllowPeers(&args[0])
-	kern.AllowPeers(&args[1])
+	inside.AllowPeers(&args[0])
+	inside.AllowPeers(&args[1])
 	for i := range maxLoops {
 		l := loop{n: 1}
 		if at := len(loops) - 1 - i; at >= 0 {
@@ -271,9 +271,9 @@ func given(c *kernel.Call) []loop {
 
 // sides returns the layouts of the destination and of the source, for elements of width
 // words.
-func sides(loops []loop, width int) (dst, src []kern.Steps) {
+func sides(loops []loop, width int) (dst, src []inside.Steps) {
 	for _, l := range loops {
-		dst, src = append(dst, kern.Steps{N: l.n, Step: l.dst * width}), append(src, kern.Steps{N: l.n, Step: l.src * width})
+		dst, src = append(dst, inside.Steps{N: l.n, Step: l.dst * width}), append(src, inside.Steps{N: l.n, Step: l.src * width})
 	}
 	return dst, src
 }
@@ -283,7 +283,7 @@ func standInCopy[W memory.Element](width int) func(*kernel.Call) {
 	return func(c *kernel.Call) {
 		loops := given(c)
 		dst, src := sides(loops, width)
-		from, to := kern.ReadStrided[W](c, 1, width, src), kern.UpdateStrided[W](c, 0, width, dst)
+		from, to := inside.ReadStrided[W](c, 1, width, src), inside.UpdateStrided[W](c, 0, width, dst)
 		runs(loops, func(r run) {
 			if r.dstStep == 1 && r.srcStep == 1 {
 				copy(to[r.dst*width:][:r.n*width], from[r.src*width:])
@@ -302,7 +302,7 @@ func standInConvert(c *kernel.Call) {
 	loops := given(c)
 	dst, _ := sides(loops, to.Size())
 	_, src := sides(loops, from.Size())
-	x, y := kern.ReadStrided[uint8](c, 1, from.Size(), src), kern.UpdateStrided[uint8](c, 0, to.Size(), dst)
+	x, y := inside.ReadStrided[uint8](c, 1, from.Size(), src), inside.UpdateStrided[uint8](c, 0, to.Size(), dst)
 	runs(loops, func(r run) {
 		for i := range r.n {
 			dtype.Of(to).Store(y, r.dst+i*r.dstStep, dtype.Of(from).Load(x, r.src+i*r.srcStep))

@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -210,7 +210,7 @@ func noise(r *rand.Rand, n int) []byte {
 func TestAddAll(t *testing.T) {
 	eachPair(t, func(t *testing.T, s, o *stream.Stream) {
 		r := random(t)
-		reach, err := mem.Reach(s.Device(), o.Device())
+		reach, err := inside.Reach(s.Device(), o.Device())
 		require.NoError(t, err)
 		turns := testgpu.TurnsRaced(t, 3)
 		for i, d := range allTypes {

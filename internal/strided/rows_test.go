@@ -7,7 +7,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -16,7 +16,7 @@ import (
 // Rows go from one device to another, and what is between them stays.
 func TestCopyPitched(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		if reach, err := mem.Reach(devs[0], devs[1]); err != nil || !reach {
+		if reach, err := inside.Reach(devs[0], devs[1]); err != nil || !reach {
 			t.Skip("the devices do not reach each other", err)
 		}
 		var s [2]*stream.Stream

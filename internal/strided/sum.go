@@ -10,7 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/mem"
+	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -124,7 +124,7 @@ func canAddAll(s *stream.Stream, dst *Array, lists [][]Array) (bool, error) {
 				return false, nil
 			}
 			if d := x.Device(); d != on {
-				if near, err := mem.Reach(s.Device(), d); err != nil || !near {
+				if near, err := inside.Reach(s.Device(), d); err != nil || !near {
 					return false, err
 				}
 				on = d
@@ -135,7 +135,7 @@ func canAddAll(s *stream.Stream, dst *Array, lists [][]Array) (bool, error) {
 			return false, nil
 		}
 	}
-	return mem.Reach(s.Device(), dst.Device())
+	return inside.Reach(s.Device(), dst.Device())
 }
 
 // packable reports whether all elements can be added 16 bytes at a time.

@@ -269,7 +269,7 @@ func panicLine() string {
 const chorus = "github.com/gochorus/chorus"
 
 // ownPackages are between a kernel's Go function and the machine.
-var ownPackages = []string{"/kernel.", "/internal/kern.", "/internal/virtual/machine."}
+var ownPackages = []string{"/kernel.", "/internal/inside.", "/internal/virtual/machine."}
 
 // Name returns the name of the kernel.
 func (k *KernelCall) Name() string { return k.kernel.Name }

@@ -1,7 +1,8 @@
-// Package mem holds the parts of package memory that other packages of Chorus need and
-// users do not: checks of buffers, pools of captures, and peer access. Public types embed
-// a reference, as with package gpu.
-package mem
+// Package inside holds the parts of packages memory and kernel that other packages of Chorus need
+// and users do not. Of memory these are checks of buffers, pools of captures, and peer access. Of
+// kernel these are precompiled sources, modules that live as long as their device, arguments in the
+// memory of other devices, and the strided accesses of stand-ins. Public types embed them.
+package inside
 
 import (
 	"fmt"
@@ -80,8 +81,8 @@ type HasBuffer interface{ buffer() *Buffer }
 // BufferOf returns the Buffer of a public one, which is not nil.
 func BufferOf(x HasBuffer) *Buffer { return x.buffer() }
 
-// A Pointer is a pointer to a public buffer, which may be nil.
-type Pointer interface {
+// A BufferPointer is a pointer to a public buffer, which may be nil.
+type BufferPointer interface {
 	comparable
 	HasBuffer
 }
@@ -91,9 +92,9 @@ func (b *Buffer) OpenOn(dev *device.Device) bool {
 	return b.Stream.Device() == dev && !b.Owner.Closed()
 }
 
-// Check returns an error if an operation on dev cannot use n elements of x: the buffer is
+// CheckBuffer returns an error if an operation on dev cannot use n elements of x: the buffer is
 // closed, or dev is not nil and another device. A slice of 0 elements needs no buffer.
-func Check[P Pointer](op string, x P, n int, dev *device.Device) error {
+func CheckBuffer[P BufferPointer](op string, x P, n int, dev *device.Device) error {
 	var none P
 	if x == none {
 		if n == 0 {

@@ -1,7 +1,4 @@
-// Package kern holds the options of package kernel that only other packages of Chorus need.
-// These are precompiled sources, modules that live as long as their device, arguments in the
-// memory of other devices, and the strided accesses of stand-ins. Public types embed them.
-package kern
+package inside
 
 import (
 	"sync"
@@ -12,7 +9,6 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
-	"github.com/gochorus/chorus/memory"
 )
 
 // A SourceOption has the options of a source.
@@ -60,22 +56,22 @@ type ArgDevice struct {
 	bytes uint64 // 0 if they are unknown
 }
 
-// On returns an ArgDevice of memory of d.
-func On(d *device.Device, bytes int) ArgDevice { return ArgDevice{d, uint64(bytes)} }
+// ArgOn returns an ArgDevice of memory of d.
+func ArgOn(d *device.Device, bytes int) ArgDevice { return ArgDevice{d, uint64(bytes)} }
 
 func (a *ArgDevice) arg() *ArgDevice { return a }
 
 // HasArgDevice is implemented by the public argument that embeds an ArgDevice.
 type HasArgDevice interface{ arg() *ArgDevice }
 
-// DeviceOf returns the device of an argument, or nil.
-func DeviceOf(x HasArgDevice) *device.Device { return x.arg().d }
+// ArgDeviceOf returns the device of an argument, or nil.
+func ArgDeviceOf(x HasArgDevice) *device.Device { return x.arg().d }
 
-// BytesOf returns the size of the memory at an argument, or 0 if it is unknown.
-func BytesOf(x HasArgDevice) uint64 { return x.arg().bytes }
+// ArgBytesOf returns the size of the memory at an argument, or 0 if it is unknown.
+func ArgBytesOf(x HasArgDevice) uint64 { return x.arg().bytes }
 
 // AllowPeers lets a launch on any device use the argument. The caller has opened peer access to
-// the memory (mem.Reach). The kernel may use other bytes than the argument's.
+// the memory (Reach). The kernel may use other bytes than the argument's.
 func AllowPeers(x HasArgDevice) { *x.arg() = ArgDevice{} }
 
 // A Call is a launch of a kernel on a virtual device.
@@ -93,12 +89,12 @@ type Steps = machine.Steps
 // not access the memory between them, because other streams may write it at the same time.
 // Each element of the layout is width Ts, and a Step counts Ts. Without dimensions the
 // layout has one element.
-func ReadStrided[T memory.Element](x handle.Has[Call], i, width int, dims []Steps) []T {
+func ReadStrided[T any](x handle.Has[Call], i, width int, dims []Steps) []T {
 	return machine.StridedOf[T](CallOf(x), CallOf(x).Ptr(i), width, dims, false)
 }
 
 // UpdateStrided is ReadStrided for elements that the function may read and write.
-func UpdateStrided[T memory.Element](x handle.Has[Call], i, width int, dims []Steps) []T {
+func UpdateStrided[T any](x handle.Has[Call], i, width int, dims []Steps) []T {
 	return machine.StridedOf[T](CallOf(x), CallOf(x).Ptr(i), width, dims, true)
 }
 

@@ -34,7 +34,7 @@ test: ## run all tests
 
 # The packages that own goroutines and locks. The others only call them.
 GOROUTINES = ./checkpoint ./cluster ./internal/job ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/differ ./internal/dl \
-	./internal/flight ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll ./internal/race \
+	./internal/flight ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll \
 	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/sockets ./internal/status ./internal/strided ./internal/virtual/... \
 	./memory/... ./nccl ./rng ./stream
 

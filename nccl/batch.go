@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/osthread"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 // An Issuer accepts the operations of one rank. A *Communicator enqueues each operation at
@@ -70,7 +70,7 @@ type Batch struct {
 	errs         []error             // of the operations, if an operation fails or launchers enqueue them
 	transferEnds []transferEnd       // of the transfers between its ranks
 	extents      []extent            // of its operations, by address
-	places       []race.Place        // of the calls that added the operations; none on CUDA
+	places       []sanitizer.Place   // of the calls that added the operations; none on CUDA
 	configured   bool                // an operation has a configuration
 	timeout      time.Duration       // of its operations; 0 means the communicator's
 	executor     collective.Executor // of internal/route; nil if NCCL executes everything
@@ -140,7 +140,7 @@ func (b *Batch) append(o *operation) (err error) {
 	}
 	if o.comm.places {
 		if n := len(b.ops); n == len(b.places) {
-			b.places = append(b.places, race.Place{})
+			b.places = append(b.places, sanitizer.Place{})
 		}
 		b.places[len(b.ops)].Mark()
 	}

@@ -5,7 +5,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
-	"github.com/gochorus/chorus/internal/race"
 )
 
 func read(p cudadrv.DevicePtr, n uintptr) cudadrv.Use {
@@ -33,7 +32,7 @@ func (d driver) MemcpyDtoHAsync(dst unsafe.Pointer, src cudadrv.DevicePtr, n uin
 	r := d.enqueued(d.Driver.MemcpyDtoHAsync(dst, src, n, s), "cuMemcpyDtoHAsync", ctx, s, read(src, n), write(onHost(dst), n))
 	if r == cudadrv.Success && !pinned {
 		at.Epoch++ // the copy
-		d.t.waited(race.Clock(nil).JoinStamp(at))
+		d.t.waited(Clock(nil).JoinStamp(at))
 	}
 	return r
 }
@@ -100,7 +99,7 @@ func (d driver) Used(o cudadrv.Operation) {
 		d.t.meets[o.Context] = true
 		d.t.mu.Unlock()
 	}
-	d.t.enqueue(o.Context, o.Stream, o.Name, race.Here(), o.Uses...)
+	d.t.enqueue(o.Context, o.Stream, o.Name, Here(), o.Uses...)
 }
 
 // cufile is a decorated cuFile. The host must have waited for earlier uses of the memory of a
@@ -112,9 +111,9 @@ type cufile struct {
 
 // onHost records an operation of the host, which ends when call returns.
 func (f cufile) onHost(name string, use cudadrv.Use, call func()) {
-	where := race.Here()
+	where := Here()
 	f.t.mu.Lock()
-	q := &queue{handle: race.Host, now: f.t.slots.Take()}
+	q := &queue{handle: Host, now: f.t.slots.Take()}
 	delete(f.t.contexts, q.now.Slot)
 	f.t.perform(&node{name: name, where: where, uses: []cudadrv.Use{use}}, []*queue{q})
 	f.t.unlock()

@@ -4,7 +4,6 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
 )
 
 func (d driver) StreamBeginCapture(s cudadrv.Stream, mode cudadrv.CaptureMode) cudadrv.Result {
@@ -78,7 +77,7 @@ func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
 }
 
 func (d driver) GraphLaunch(h cudadrv.GraphExec, s cudadrv.Stream) cudadrv.Result {
-	ctx, where := d.t.contextFor(s), race.Here()
+	ctx, where := d.t.contextFor(s), Here()
 	r := d.Driver.GraphLaunch(h, s)
 	d.t.mu.Lock()
 	defer d.t.unlock()
@@ -103,10 +102,10 @@ type capture struct {
 // A node is an operation: of a stream, or of a graph.
 type node struct {
 	name  string
-	where *race.Place
+	where *Place
 	uses  []cudadrv.Use
 	act   func(q *queue) // records an event or waits for it; may be nil
-	last  *race.Stamp    // of the previous operation of the communicator, or nil
+	last  *Stamp         // of the previous operation of the communicator, or nil
 
 	lanes []int // of its captured streams
 	deps  []int // predecessors in the graph, in ascending order
@@ -117,7 +116,7 @@ type node struct {
 type exec struct {
 	graph *capture
 	lanes []*queue
-	ends  race.Clock // of the last launch: launches of one executable run in order
+	ends  Clock // of the last launch: launches of one executable run in order
 }
 
 // add records an operation after the current tails of its streams.
@@ -187,7 +186,7 @@ func (t *tracker) launch(x *exec, s *queue) {
 	for _, lane := range x.lanes {
 		lane.now.Seen = lane.now.Seen.Join(x.ends).JoinStamp(s.now)
 	}
-	done := make([]race.Stamp, len(x.graph.nodes))
+	done := make([]Stamp, len(x.graph.nodes))
 	for i, n := range x.graph.nodes {
 		on := make([]*queue, len(n.lanes))
 		for k, lane := range n.lanes {
@@ -207,7 +206,7 @@ func (t *tracker) launch(x *exec, s *queue) {
 }
 
 // nested returns the launch of a graph as an operation of a capture.
-func (x *exec) nested(name string, where *race.Place) *node {
+func (x *exec) nested(name string, where *Place) *node {
 	n := &node{name: name, where: where}
 	for _, m := range x.graph.nodes {
 		n.uses = append(n.uses, m.uses...)

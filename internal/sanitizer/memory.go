@@ -7,7 +7,6 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
 )
 
 // allocated adds a block.
@@ -35,9 +34,9 @@ func (d driver) MemFree(p cudadrv.DevicePtr) cudadrv.Result {
 func (d driver) free(p uint64, name string, call func() cudadrv.Result) cudadrv.Result {
 	d.t.mu.Lock()
 	b := d.t.blocks.at(p)
-	var all race.Clock
+	var all Clock
 	if b != nil {
-		b.freed, b.freedAt = name, race.Here()
+		b.freed, b.freedAt = name, Here()
 		all = d.t.device(b.ctx)
 	}
 	d.t.mu.Unlock()
@@ -64,8 +63,8 @@ func (t *tracker) unfinished(b *block, lo, hi uint64, name string) {
 	if !found {
 		return
 	}
-	where := race.Here()
-	t.report(incident{at: b.base + lo, op: name, stream: race.Host, where: where.String(), other: a.Op, against: a.Stream, earlier: a.Where.String()},
+	where := Here()
+	t.report(incident{at: b.base + lo, op: name, stream: Host, where: where.String(), other: a.Op, against: a.Stream, earlier: a.Where.String()},
 		fmt.Sprintf("race: the host freed %v with %s (%v), but has not waited for %v: let the host wait for the stream first", b, name, where, a))
 }
 
@@ -92,14 +91,14 @@ func (d driver) allocatedAsync(p cudadrv.DevicePtr, r cudadrv.Result, name strin
 
 // MemFreeAsync is a write of the block, and no later operation may use it.
 func (d driver) MemFreeAsync(p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
-	ctx, where := d.t.contextFor(s), race.Here()
+	ctx, where := d.t.contextFor(s), Here()
 	d.t.mu.Lock()
 	b, q := d.t.blocks.at(uint64(p)), d.t.queue(ctx, s)
 	if q.capture != nil {
 		b = nil
 	}
 	if b != nil {
-		b.freed, b.freedAt = fmt.Sprintf("cuMemFreeAsync on %s", race.NameOf(s)), where
+		b.freed, b.freedAt = fmt.Sprintf("cuMemFreeAsync on %s", NameOf(s)), where
 	}
 	d.t.mu.Unlock()
 	r := d.Driver.MemFreeAsync(p, s)
@@ -113,8 +112,8 @@ func (d driver) MemFreeAsync(p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Resu
 		return r
 	}
 	d.t.perform(&node{act: func(q *queue) {
-		by := race.Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: "cuMemFreeAsync", Stream: s, Where: where}
-		d.t.order(b, q, race.Conflict{By: by, Write: true, Hi: b.size})
+		by := Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: "cuMemFreeAsync", Stream: s, Where: where}
+		d.t.order(b, q, Conflict{By: by, Write: true, Hi: b.size})
 	}}, []*queue{q})
 	return r
 }
@@ -180,10 +179,10 @@ type block struct {
 	ctx        cudadrv.Context // 0 for page-locked memory
 	kind       string
 	pool       bool // of a memory pool: cuMemFree does not wait
-	history    race.History
-	pieces     *race.Pieces // allocated from it by an allocator, or nil
-	freed      string       // the call that freed it, or ""
-	freedAt    *race.Place
+	history    History
+	pieces     *Pieces // allocated from it by an allocator, or nil
+	freed      string  // the call that freed it, or ""
+	freedAt    *Place
 }
 
 func (b *block) String() string {
@@ -244,7 +243,7 @@ func (x *blocks) deleteOf(ctx cudadrv.Context) {
 }
 
 func (d driver) MemLend(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
-	d.t.audit("MemLend", p, n, s, race.Run{State: race.Lent}, race.Here())
+	d.t.audit("MemLend", p, n, s, Run{State: Lent}, Here())
 	if a, ok := d.Driver.(cudadrv.Auditor); ok {
 		return a.MemLend(p, n, s)
 	}
@@ -252,7 +251,7 @@ func (d driver) MemLend(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadr
 }
 
 func (d driver) MemReturn(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
-	d.t.audit("MemReturn", p, n, s, race.Run{State: race.Returned, By: s}, race.Here())
+	d.t.audit("MemReturn", p, n, s, Run{State: Returned, By: s}, Here())
 	if a, ok := d.Driver.(cudadrv.Auditor); ok {
 		return a.MemReturn(p, n, s)
 	}
@@ -272,7 +271,7 @@ func (t *tracker) share(p cudadrv.DevicePtr, n uintptr) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if b, lo, hi := t.piece(p, n); b != nil {
-		b.pieces.Set(lo, hi, race.Run{State: race.Shared}, false)
+		b.pieces.Set(lo, hi, Run{State: Shared}, false)
 	}
 }
 
@@ -283,7 +282,7 @@ func (t *tracker) piece(p cudadrv.DevicePtr, n uintptr) (b *block, lo, hi uint64
 		return nil, 0, 0
 	}
 	if b.pieces == nil {
-		b.pieces = race.NewPieces(b.size)
+		b.pieces = NewPieces(b.size)
 	}
 	lo = uint64(p) - b.base
 	return b, lo, min(lo+uint64(n), b.size)
@@ -291,7 +290,7 @@ func (t *tracker) piece(p cudadrv.DevicePtr, n uintptr) (b *block, lo, hi uint64
 
 // audit records that an allocator has allocated or freed a piece: a write of its bytes. If the
 // host has waited for everything on the stream, it has waited for the write too.
-func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream, to race.Run, where *race.Place) {
+func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream, to Run, where *Place) {
 	t.mu.Lock()
 	defer t.unlock()
 	b, lo, hi := t.piece(p, n)
@@ -300,13 +299,13 @@ func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.S
 	}
 	q := t.queue(b.ctx, s)
 	if q.capture != nil {
-		b.pieces.Set(lo, hi, race.Run{State: race.Captured}, true)
+		b.pieces.Set(lo, hi, Run{State: Captured}, true)
 		return
 	}
 	waited := t.host.Covers(q.now)
 	t.perform(&node{act: func(q *queue) {
-		by := race.Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: name, Stream: s, Where: where}
-		t.order(b, q, race.Conflict{By: by, Write: true, Lo: lo, Hi: hi})
+		by := Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: name, Stream: s, Where: where}
+		t.order(b, q, Conflict{By: by, Write: true, Lo: lo, Hi: hi})
 	}}, []*queue{q})
 	if waited {
 		t.host = t.host.JoinStamp(q.now)

@@ -7,7 +7,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/race"
 )
 
 // nccl is a decorated NCCL.
@@ -24,7 +23,7 @@ type nccl struct {
 type comm struct {
 	ranks, rank int32
 	ctx         cudadrv.Context // of its device
-	last        race.Stamp      // of its last operation
+	last        Stamp           // of its last operation
 }
 
 // A group holds the calls of one OS thread since its outermost GroupStart.
@@ -38,7 +37,7 @@ type work struct {
 	name   string
 	comm   *comm
 	stream cudadrv.Stream
-	where  *race.Place
+	where  *Place
 	uses   []cudadrv.Use
 	event  cudadrv.Event // recorded before the work; 0 is none
 }
@@ -160,7 +159,7 @@ func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.S
 	if c == nil {
 		return r
 	}
-	w := work{name: name, comm: c, stream: s, where: race.Here(), uses: uses(c)}
+	w := work{name: name, comm: c, stream: s, where: Here(), uses: uses(c)}
 	if cfg != nil && c.ranks > 1 {
 		w.event = cudadrv.Event(cfg.LaunchCompletionEvent)
 	}

@@ -12,6 +12,9 @@
 //   - writes of NCCL's windows by other ranks
 //   - conflicts between two devices that NCCL or Chorus kernels for collectives synchronize:
 //     operations of other ranks order them, which may be enqueued later
+//
+// The virtual devices use the engine without the decorators: clocks of streams, and the history of the
+// uses of a block.
 package sanitizer
 
 import (
@@ -20,7 +23,6 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/race"
 )
 
 // A Sanitizer decorates the libraries of one backend.
@@ -70,7 +72,7 @@ var _ cudadrv.Watcher = driver{}
 // enqueued records an operation if the driver has accepted it.
 func (d driver) enqueued(r cudadrv.Result, name string, ctx cudadrv.Context, s cudadrv.Stream, uses ...cudadrv.Use) cudadrv.Result {
 	if r == cudadrv.Success {
-		d.t.enqueue(ctx, s, name, race.Here(), uses...)
+		d.t.enqueue(ctx, s, name, Here(), uses...)
 	}
 	return r
 }

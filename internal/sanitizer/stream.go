@@ -4,7 +4,6 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
 )
 
 func (d driver) StreamCreateWithPriority(flags uint32, priority int32) (cudadrv.Stream, cudadrv.Result) {
@@ -43,13 +42,13 @@ func (d driver) StreamDestroy(s cudadrv.Stream) cudadrv.Result {
 func (d driver) awaits(s cudadrv.Stream, call func() cudadrv.Result) cudadrv.Result {
 	ctx := d.t.contextFor(s)
 	d.t.mu.Lock()
-	at := race.Clock(nil).JoinStamp(d.t.queue(ctx, s).now)
+	at := Clock(nil).JoinStamp(d.t.queue(ctx, s).now)
 	d.t.mu.Unlock()
 	return d.waited(at, call)
 }
 
 // waited calls the driver and records that the host has waited for operations.
-func (d driver) waited(at race.Clock, call func() cudadrv.Result) cudadrv.Result {
+func (d driver) waited(at Clock, call func() cudadrv.Result) cudadrv.Result {
 	r := call()
 	if r == cudadrv.Success {
 		d.t.waited(at)
@@ -145,7 +144,7 @@ func (d driver) StreamWaitEvent(s cudadrv.Stream, h cudadrv.Event, flags uint32)
 // passed calls the driver and records that the host has waited for the last record.
 func (d driver) passed(h cudadrv.Event, call func() cudadrv.Result) cudadrv.Result {
 	d.t.mu.Lock()
-	var at race.Clock
+	var at Clock
 	if e := d.t.events[h]; e != nil && e.recorded {
 		at = at.JoinStamp(e.last)
 	}
@@ -165,7 +164,7 @@ func (d driver) EventSynchronize(h cudadrv.Event) cudadrv.Result {
 type queue struct {
 	ctx      cudadrv.Context
 	handle   cudadrv.Stream
-	now      race.Stamp
+	now      Stamp
 	blocking bool     // it may synchronize with stream 0 of its context
 	capture  *capture // the capture of the stream, or nil
 	tail     []int    // predecessors of the next node
@@ -174,7 +173,7 @@ type queue struct {
 // An event holds the point of its last record.
 type event struct {
 	ctx      cudadrv.Context
-	last     race.Stamp
+	last     Stamp
 	recorded bool
 	capture  *capture // of its last record, if it was captured
 	nodes    []int    // that precede the event in the capture
@@ -183,7 +182,7 @@ type event struct {
 // An ended is the last point of a destroyed stream whose work may be pending.
 type ended struct {
 	ctx  cudadrv.Context
-	last race.Stamp
+	last Stamp
 }
 
 // queue returns the queue of a stream. Stream 0 and streams of other libraries get one at their
@@ -246,7 +245,7 @@ func (t *tracker) forked(q *queue) {
 
 // device returns the points of all streams of a context, as its synchronization waits for
 // them. A graph completes before later operations of the stream that launched it. t.mu is held.
-func (t *tracker) device(ctx cudadrv.Context) (c race.Clock) {
+func (t *tracker) device(ctx cudadrv.Context) (c Clock) {
 	for _, q := range t.queues {
 		if q.ctx == ctx {
 			c = c.JoinStamp(q.now)

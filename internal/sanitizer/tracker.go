@@ -8,7 +8,6 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
 )
 
 // A tracker holds the state that the decorators share.
@@ -16,8 +15,8 @@ type tracker struct {
 	inner cudadrv.Driver
 
 	mu       sync.Mutex // guards the fields below; not held during calls of the driver
-	slots    race.Slots
-	host     race.Clock               // operations that the host has waited for
+	slots    Slots
+	host     Clock                    // operations that the host has waited for
 	contexts map[int]cudadrv.Context  // by slot
 	meets    map[cudadrv.Context]bool // contexts whose devices other devices wait for
 	legacy   map[cudadrv.Context]*queue
@@ -80,7 +79,7 @@ func (t *tracker) contextFor(h cudadrv.Stream) cudadrv.Context {
 }
 
 // enqueue records an operation that the driver has accepted.
-func (t *tracker) enqueue(ctx cudadrv.Context, h cudadrv.Stream, name string, where *race.Place, uses ...cudadrv.Use) {
+func (t *tracker) enqueue(ctx cudadrv.Context, h cudadrv.Stream, name string, where *Place, uses ...cudadrv.Use) {
 	t.mu.Lock()
 	defer t.unlock()
 	t.issue(&node{name: name, where: where, uses: uses}, t.queue(ctx, h))
@@ -128,7 +127,7 @@ func (t *tracker) use(q *queue, n *node, u cudadrv.Use) {
 	if b == nil || u.Bytes == 0 {
 		return
 	}
-	by := race.Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: n.name, Stream: q.handle, Where: n.where}
+	by := Access{Slot: q.now.Slot, Epoch: q.now.Epoch, Op: n.name, Stream: q.handle, Where: n.where}
 	lo := uint64(u.Ptr) - b.base
 	hi := min(lo+u.Bytes, b.size)
 	if why := b.barred(lo, hi); why != "" {
@@ -136,11 +135,11 @@ func (t *tracker) use(q *queue, n *node, u cudadrv.Use) {
 			fmt.Sprintf("%v uses %d bytes at %#x, %s: the use must come before the free, or another stream needs RecordStream", by, hi-lo, uint64(u.Ptr), why))
 		return
 	}
-	t.order(b, q, race.Conflict{By: by, Write: u.Write, Lo: lo, Hi: hi})
+	t.order(b, q, Conflict{By: by, Write: u.Write, Lo: lo, Hi: hi})
 }
 
 // order adds an access to the history of a block and reports a conflict.
-func (t *tracker) order(b *block, q *queue, c race.Conflict) {
+func (t *tracker) order(b *block, q *queue, c Conflict) {
 	if b.pieces.Unordered(c.Lo) {
 		return
 	}
@@ -170,7 +169,7 @@ func (t *tracker) report(i incident, text string) {
 }
 
 // waited records that the host has waited for a clock.
-func (t *tracker) waited(c race.Clock) {
+func (t *tracker) waited(c Clock) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	t.host = t.host.Join(c)

@@ -4,7 +4,7 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 var _ cudadrv.Auditor = driver{}
@@ -20,7 +20,7 @@ func (d driver) MemReturn(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) 
 
 func (d driver) MemShare(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
 	return d.audit("MemShare", p, bytes, s, func(_ *Op, b *Block, offset, n uint64) *Trouble {
-		b.pieces.Set(offset, offset+n, race.Run{State: race.Shared}, false)
+		b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Shared}, false)
 		return nil
 	})
 }
@@ -45,11 +45,11 @@ func (d driver) audit(name string, p cudadrv.DevicePtr, bytes uintptr, h cudadrv
 		return r
 	}
 	if b.pieces == nil {
-		b.pieces = race.NewPieces(b.size)
+		b.pieces = sanitizer.NewPieces(b.size)
 	}
 	offset := uint64(p) - b.addr
 	if s.capture != nil {
-		b.pieces.Set(offset, offset+n, race.Run{State: race.Captured}, true)
+		b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Captured}, true)
 		return cudadrv.Success
 	}
 	s.carryOut(name, func(o *Op) {
@@ -101,15 +101,15 @@ func (o *Op) lend(b *Block, offset, n uint64) *Trouble {
 			return o.blame("allocated %d bytes at %#x of %v, but nothing is mapped from byte %d on", n, b.addr+offset, b, at)
 		}
 	}
-	if part, found := b.pieces.Seek(offset, offset+n, func(s race.State) bool { return s == race.Lent }); found {
+	if part, found := b.pieces.Seek(offset, offset+n, func(s sanitizer.State) bool { return s == sanitizer.Lent }); found {
 		return o.blame("allocated %d bytes at %#x of %v, but the bytes at %#x are already allocated",
 			n, b.addr+offset, b, b.addr+max(part.Lo, offset))
 	}
 	b.pieces.Audited = true
-	if _, found := b.pieces.Seek(offset, offset+n, func(s race.State) bool { return s == race.Captured }); !found {
+	if _, found := b.pieces.Seek(offset, offset+n, func(s sanitizer.State) bool { return s == sanitizer.Captured }); !found {
 		b.stain(offset, n)
 	}
-	b.pieces.Set(offset, offset+n, race.Run{State: race.Lent}, false)
+	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Lent}, false)
 	return nil
 }
 
@@ -119,11 +119,11 @@ func (o *Op) takeBack(b *Block, offset, n uint64) *Trouble {
 	if t := o.order(b, offset, n, true); t != nil {
 		return t
 	}
-	if part, found := b.pieces.Seek(offset, offset+1, func(s race.State) bool { return !s.Usable() }); found && b.pieces.Audited {
+	if part, found := b.pieces.Seek(offset, offset+1, func(s sanitizer.State) bool { return !s.Usable() }); found && b.pieces.Audited {
 		return o.blame("freed %d bytes at %#x of %v, %s", n, b.addr+offset, b, b.pieces.Says(b, b.addr, part))
 	}
 	b.pieces.Audited = true
-	b.pieces.Set(offset, offset+n, race.Run{State: race.Returned, By: o.s.handle}, false)
+	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Returned, By: o.s.handle}, false)
 	return nil
 }
 

@@ -8,7 +8,7 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 const (
@@ -43,17 +43,17 @@ type Block struct {
 	region     *region  // that contains data; nil for Go memory
 	file       *os.File // that other processes can map, or nil
 	clean      pages
-	pool       *pool        // of cuMemAllocAsync, or nil
-	space      *space       // the mappings of a reservation, or nil
-	opened     *opened      // of cuIpcOpenMemHandle, or nil
-	pieces     *race.Pieces // allocated from it by an allocator, or nil
-	public     bool         // of ncclMemAlloc: accessible from every device
-	registered bool         // of cuMemHostRegister: the bytes belong to the user
+	pool       *pool             // of cuMemAllocAsync, or nil
+	space      *space            // the mappings of a reservation, or nil
+	opened     *opened           // of cuIpcOpenMemHandle, or nil
+	pieces     *sanitizer.Pieces // allocated from it by an allocator, or nil
+	public     bool              // of ncclMemAlloc: accessible from every device
+	registered bool              // of cuMemHostRegister: the bytes belong to the user
 	// registrations is the number of its registrations with cuFile.
 	registrations int
 	freeing       bool   // a free was called: later calls must not use it
 	freedBy       string // the call that freed it, after it ran
-	history       race.History
+	history       sanitizer.History
 }
 
 func (b *Block) String() string {
@@ -174,7 +174,7 @@ func (b *Block) retire(by string) {
 	if b.file != nil {
 		b.file.Close()
 	}
-	b.data, b.region, b.file, b.clean, b.pieces, b.history = nil, nil, nil, nil, nil, race.History{}
+	b.data, b.region, b.file, b.clean, b.pieces, b.history = nil, nil, nil, nil, nil, sanitizer.History{}
 }
 
 // Poison fills p with a pattern that is NaN in the 16, 32 and 64-bit float types

@@ -9,13 +9,13 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 // A Mark is a point in a stream that other streams and the host can wait for.
 type Mark struct {
-	done chan struct{} // closed when the stream reaches it
-	at   race.Stamp    // set before done is closed
+	done chan struct{}   // closed when the stream reaches it
+	at   sanitizer.Stamp // set before done is closed
 	when time.Time
 }
 
@@ -71,7 +71,7 @@ func (k *Mark) reached() bool {
 }
 
 // seenBy reports whether the host has waited for the mark.
-func (k *Mark) seenBy(host race.Clock) bool {
+func (k *Mark) seenBy(host sanitizer.Clock) bool {
 	return k.reached() && host.Covers(k.at)
 }
 

@@ -10,7 +10,7 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 	"github.com/stretchr/testify/require"
 )
@@ -253,8 +253,8 @@ func TestRaceNamesTheLaunch(t *testing.T) {
 	r.OK(r.replay(x, a))
 	require.Equal(t, cudadrv.ErrorLaunchFailed, r.On(0, r.Drv.CtxSynchronize))
 	why := r.m.Explain(0)
-	require.Contains(t, why, race.NameOf(a))
-	require.Contains(t, why, race.NameOf(b))
+	require.Contains(t, why, sanitizer.NameOf(a))
+	require.Contains(t, why, sanitizer.NameOf(b))
 }
 
 // The driver ends a capture even if cuStreamEndCapture fails.

@@ -2,7 +2,7 @@ package machine
 
 import (
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 // This file has the methods that exist for the libraries above the machine. A method that
@@ -163,18 +163,18 @@ func (o *Op) Device() *Device { return o.s.dev }
 func (o *Op) Wrong() bool { return o.wrong }
 
 // Now returns the operation's point in time. The machine is locked.
-func (o *Op) Now() race.Stamp { return o.s.now }
+func (o *Op) Now() sanitizer.Stamp { return o.s.now }
 
 // After orders the operation after a point in time. The machine is locked.
-func (o *Op) After(s race.Stamp) { o.s.now.Seen = o.s.now.Seen.JoinStamp(s) }
+func (o *Op) After(s sanitizer.Stamp) { o.s.now.Seen = o.s.now.Seen.JoinStamp(s) }
 
 // AfterAll orders the operation after the points of a clock. The machine is locked.
-func (o *Op) AfterAll(c race.Clock) { o.s.now.Seen = o.s.now.Seen.Join(c) }
+func (o *Op) AfterAll(c sanitizer.Clock) { o.s.now.Seen = o.s.now.Seen.Join(c) }
 
 // HostOp returns an operation of the host. It follows only the operations that
 // the host has waited for. The machine is locked.
 func (m *Machine) HostOp(dev *Device, name string) *Op {
-	s := &Stream{dev: dev, handle: race.Host, now: m.slots.Take()}
+	s := &Stream{dev: dev, handle: sanitizer.Host, now: m.slots.Take()}
 	s.now.Seen = m.host
 	s.now.Epoch++
 	return &Op{Name: name, s: s, host: m.host}

@@ -11,7 +11,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 const maxDevices = 64
@@ -68,8 +68,8 @@ type Machine struct {
 	captures     []*Capture // captures in progress
 	lastCapture  uint64
 	captureModes map[uintptr]cudadrv.CaptureMode // modes of OS threads that changed them
-	slots        race.Slots
-	host         race.Clock // the host's clock: operations that it has waited for
+	slots        sanitizer.Slots
+	host         sanitizer.Clock // the host's clock: operations that it has waited for
 	reports      []string
 	reporters    []func() []string // of libraries
 }

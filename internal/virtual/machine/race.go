@@ -5,7 +5,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 // A Trouble is an error of an operation. It is reported, and the device is lost.
@@ -87,19 +87,19 @@ func (o *Op) order(b *Block, offset, n uint64, write bool) *Trouble {
 	return nil
 }
 
-func (o *Op) access() race.Access {
-	return race.Access{Slot: o.s.now.Slot, Epoch: o.s.now.Epoch, Op: o.Name, Stream: o.s.reported()}
+func (o *Op) access() sanitizer.Access {
+	return sanitizer.Access{Slot: o.s.now.Slot, Epoch: o.s.now.Epoch, Op: o.Name, Stream: o.s.reported()}
 }
 
 // record adds a use to the history h of what.
-func (o *Op) record(h *race.History, what fmt.Stringer, offset, n uint64, write bool) *Trouble {
+func (o *Op) record(h *sanitizer.History, what fmt.Stringer, offset, n uint64, write bool) *Trouble {
 	m := o.s.dev.m
 	by := o.access()
 	other, bad := h.Add(&o.s.now, m.host, by, offset, offset+n, write)
 	if !bad {
 		return nil
 	}
-	c := race.Conflict{By: by, Other: other, Write: write, Lo: offset, Hi: offset + n, Block: what}
+	c := sanitizer.Conflict{By: by, Other: other, Write: write, Lo: offset, Hi: offset + n, Block: what}
 	return &Trouble{cudadrv.ErrorLaunchFailed, c.String()}
 }
 

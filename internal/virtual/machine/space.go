@@ -6,7 +6,7 @@ import (
 	"sort"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 // A space holds the sorted mappings of a reservation. m.mu guards it.
@@ -17,11 +17,11 @@ type mapping struct {
 	memory *physical
 	lo, hi uint64
 	access [maxDevices]cudadrv.MemAccess
-	last   []race.Access // last use by each stream
+	last   []sanitizer.Access // last use by each stream
 }
 
 // use records the latest use by each stream.
-func (x *mapping) use(by race.Access) {
+func (x *mapping) use(by sanitizer.Access) {
 	for i := range x.last {
 		if x.last[i].Slot == by.Slot {
 			x.last[i] = by
@@ -32,13 +32,13 @@ func (x *mapping) use(by race.Access) {
 }
 
 // unfinished returns a use that the host has not waited for.
-func (x *mapping) unfinished(host race.Clock) (race.Access, bool) {
+func (x *mapping) unfinished(host sanitizer.Clock) (sanitizer.Access, bool) {
 	for _, a := range x.last {
 		if host.At(a.Slot) < a.Epoch {
 			return a, true
 		}
 	}
-	return race.Access{}, false
+	return sanitizer.Access{}, false
 }
 
 func (x *mapping) allows(dev *Device, write bool) bool {
@@ -140,7 +140,7 @@ func (s *space) drop(b *Block, which func(*mapping) bool) {
 			return false
 		}
 		b.region.detach(uintptr(x.lo), uintptr(x.hi-x.lo))
-		b.pieces.Set(x.lo, x.hi, race.Run{}, true)
+		b.pieces.Set(x.lo, x.hi, sanitizer.Run{}, true)
 		x.memory.mappings--
 		x.memory.settle()
 		return true

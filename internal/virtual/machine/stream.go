@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -26,7 +26,7 @@ type Stream struct {
 	working   bool
 	marked    bool // the running operation is a mark that is already set
 	destroyed bool
-	now       race.Stamp
+	now       sanitizer.Stamp
 	rng       *rand.Rand
 	priority  int32          // recorded only: virtual streams run with equal priority
 	released  bool           // its slot was released
@@ -44,8 +44,8 @@ type Stream struct {
 type Op struct {
 	Name string
 	s    *Stream
-	host race.Clock // the host's clock when it enqueued the operation
-	run  func(*Op)  // called without m.mu
+	host sanitizer.Clock // the host's clock when it enqueued the operation
+	run  func(*Op)       // called without m.mu
 	// held keeps memory mapped until the operation is done, even if it is freed.
 	held []*region
 	// always runs it on a lost device, too, because the host may wait for it.
@@ -59,7 +59,7 @@ type Op struct {
 	turn    chan struct{} // closed when it is the first of the hardware queue; nil if nothing waits
 }
 
-func (s *Stream) String() string { return race.NameOf(s.reported()) }
+func (s *Stream) String() string { return sanitizer.NameOf(s.reported()) }
 
 // reported returns the stream that reports name: for a lane of a graph, the stream of its launch. m.mu is held.
 func (s *Stream) reported() cudadrv.Stream {

@@ -7,7 +7,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 )
 
 // granularity is the unit of physical memory and of mappings, as on an H200.
@@ -25,7 +25,7 @@ type physical struct {
 	handles  int
 	mappings int
 	clean    pages
-	history  race.History
+	history  sanitizer.History
 }
 
 func (p *physical) String() string {

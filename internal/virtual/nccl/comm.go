@@ -10,7 +10,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -75,7 +75,7 @@ type comm struct {
 
 	last   <-chan struct{} // closed when the last launch is done; guarded by the lock of the machine
 	freed  bool            // freed for later launches; guarded by the lock of the machine
-	before race.Stamp      // the last launch that started; guarded by the lock of the machine
+	before sanitizer.Stamp // the last launch that started; guarded by the lock of the machine
 	issued uint64          // number of operations; guarded by the lock of the machine
 	graphs int             // number of uses by live graphs; guarded by the lock of the machine
 
@@ -380,14 +380,14 @@ func (c *comm) closeLinks() {
 // of the points where their operations began, by rank.
 type clique struct {
 	refs  int
-	began map[int]race.Clock
+	began map[int]sanitizer.Clock
 }
 
 // enterClique and leaveClique require the lock of the machine.
 func (c *comm) enterClique() {
 	q := c.lib.cliques[c.token]
 	if q == nil {
-		q = &clique{began: map[int]race.Clock{}}
+		q = &clique{began: map[int]sanitizer.Clock{}}
 		c.lib.cliques[c.token] = q
 	}
 	q.refs++

@@ -5,7 +5,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/race"
+	"github.com/gochorus/chorus/internal/sanitizer"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -14,10 +14,10 @@ type signalKey struct{ from, index, ctx int32 }
 
 // signals are the signals that a rank has received with one key.
 type signals struct {
-	expected int          // by the waits that are enqueued
-	came     int          // in all
-	stamps   []race.Stamp // of the last signals: no wait has passed them
-	seen     race.Clock   // of the signals before
+	expected int               // by the waits that are enqueued
+	came     int               // in all
+	stamps   []sanitizer.Stamp // of the last signals: no wait has passed them
+	seen     sanitizer.Clock   // of the signals before
 }
 
 // signalsOf returns the signals with a key. The machine is locked.
@@ -255,7 +255,7 @@ func (c *comm) waitSignal(s *machine.Stream, x *remote, hang bool, n int) {
 }
 
 // passed returns the clock of the first signals. The machine is locked.
-func (k *signals) passed(until int) race.Clock {
+func (k *signals) passed(until int) sanitizer.Clock {
 	for k.came-len(k.stamps) < until {
 		k.seen = k.seen.JoinStamp(k.stamps[0])
 		k.stamps = k.stamps[1:]

@@ -1,4 +1,4 @@
-package race
+package sanitizer
 
 import (
 	"math/rand/v2"

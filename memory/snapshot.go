@@ -11,7 +11,7 @@ import (
 	"reflect"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/pickle"
+	"github.com/gochorus/chorus/internal/torchfile"
 )
 
 // A Snapshot describes the memory of the allocators of all devices at one moment, and
@@ -291,14 +291,14 @@ func (s *Snapshot) WritePickle(w io.Writer) error {
 	}
 	whole := *s
 	whole.Traces = s.traces()
-	if err := pickle.Encode(w, frameLists{}.value(reflect.ValueOf(&whole).Elem())); err != nil {
+	if err := torchfile.EncodePickle(w, frameLists{}.value(reflect.ValueOf(&whole).Elem())); err != nil {
 		return fmt.Errorf("memory: snapshot: %w", err)
 	}
 	return nil
 }
 
 // frameLists has the lists that were made of frames, by the first and how many.
-type frameLists map[frameKey]*pickle.List
+type frameLists map[frameKey]*torchfile.List
 
 type frameKey struct {
 	first *Frame
@@ -307,11 +307,11 @@ type frameKey struct {
 
 func (f frameLists) list(frames Stack) any {
 	if len(frames) == 0 {
-		return pickle.List{}
+		return torchfile.List{}
 	}
 	key := frameKey{&frames[0], len(frames)}
 	if f[key] == nil {
-		l := make(pickle.List, len(frames))
+		l := make(torchfile.List, len(frames))
 		for i := range frames {
 			l[i] = f.value(reflect.ValueOf(&frames[i]).Elem())
 		}
@@ -326,11 +326,11 @@ func (f frameLists) value(v reflect.Value) any {
 	case *Stack:
 		return f.list(*x)
 	case *[2]uint64:
-		return pickle.Tuple{x[0], x[1]}
+		return torchfile.Tuple{x[0], x[1]}
 	case *divisions:
-		sizes := pickle.Dict{}
+		sizes := torchfile.Dict{}
 		for i, n := range x {
-			sizes = append(sizes, pickle.Item{Key: strconv.Itoa(1 << i), Value: n})
+			sizes = append(sizes, torchfile.DictItem{Key: strconv.Itoa(1 << i), Value: n})
 		}
 		return sizes
 	}
@@ -345,10 +345,10 @@ func (f frameLists) value(v reflect.Value) any {
 		})
 	case reflect.Struct:
 		e, isEntry := v.Addr().Interface().(*TraceEntry)
-		d := make(pickle.Dict, 0, v.NumField())
+		d := make(torchfile.Dict, 0, v.NumField())
 		for _, field := range snapshotFields[v.Type()] {
 			if !isEntry || e.has(field.key) {
-				d = append(d, pickle.Item{Key: field.key, Value: f.value(v.Field(field.index))})
+				d = append(d, torchfile.DictItem{Key: field.key, Value: f.value(v.Field(field.index))})
 			}
 		}
 		return d

@@ -9,8 +9,8 @@ import (
 	"reflect"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/torchfile"
 )
 
 // ReadSnapshot reads a snapshot that Chorus or torch's memory._dump_snapshot has
@@ -60,12 +60,12 @@ func readValue(packed io.Reader, pass func(device int, entry any) error) (any, e
 	case err != nil:
 		return nil, err
 	}
-	limits := &pickle.Limits{Bytes: mostSnapshotBytes, Values: mostSnapshotValues}
+	limits := &torchfile.PickleLimits{Bytes: mostSnapshotBytes, Values: mostSnapshotValues}
 	switch {
 	case start[0] == 0x80 && pass != nil:
-		return pickle.DecodeItems(r, limits, tracesKey, pass)
+		return torchfile.DecodePickleItems(r, limits, tracesKey, pass)
 	case start[0] == 0x80:
-		return pickle.Decode(r, limits)
+		return torchfile.DecodePickle(r, limits)
 	}
 	j := &jsonReader{d: json.NewDecoder(io.LimitReader(r, mostSnapshotBytes)), pass: pass}
 	j.d.UseNumber()
@@ -82,7 +82,7 @@ func readValue(packed io.Reader, pass func(device int, entry any) error) (any, e
 	return v, nil
 }
 
-// A jsonReader reads JSON into the values of package pickle.
+// A jsonReader reads JSON into the values of package torchfile.
 type jsonReader struct {
 	d      *json.Decoder
 	values int
@@ -123,7 +123,7 @@ func (j *jsonReader) valueOf(t json.Token, depth int) (any, error) {
 }
 
 func (j *jsonReader) list(depth int) (any, error) {
-	l := &pickle.List{}
+	l := &torchfile.List{}
 	for j.d.More() {
 		v, err := j.value(depth + 1)
 		if err != nil {
@@ -136,7 +136,7 @@ func (j *jsonReader) list(depth int) (any, error) {
 }
 
 func (j *jsonReader) dict(depth int) (any, error) {
-	d := &pickle.Dict{}
+	d := &torchfile.Dict{}
 	for j.d.More() {
 		key, err := j.d.Token()
 		if err != nil {
@@ -150,7 +150,7 @@ func (j *jsonReader) dict(depth int) (any, error) {
 		if err != nil {
 			return nil, err
 		}
-		*d = append(*d, pickle.Item{Key: key, Value: v})
+		*d = append(*d, torchfile.DictItem{Key: key, Value: v})
 	}
 	_, err := j.d.Token()
 	return d, err
@@ -168,7 +168,7 @@ func (j *jsonReader) traces(depth int) (any, error) {
 			j.values = before
 			return j.pass(device, entry)
 		})
-		if _, ok := entries.(*pickle.List); err == nil && !ok {
+		if _, ok := entries.(*torchfile.List); err == nil && !ok {
 			j.mistake = fmt.Errorf("trace %d: it is %s: want a list", device, describe(entries))
 			err = j.mistake
 		}
@@ -192,7 +192,7 @@ func (j *jsonReader) each(depth int, read func(i int) error) (any, error) {
 		}
 	}
 	_, err = j.d.Token()
-	return &pickle.List{}, err
+	return &torchfile.List{}, err
 }
 
 // snapshotOf converts the values of a pickle.
@@ -206,14 +206,14 @@ func snapshotOf(v any) (*Snapshot, error) {
 // that occurs several times is converted once.
 type snapshotReader struct {
 	err     error
-	frames  map[*pickle.List][]Frame
-	blocks  map[*pickle.List][]Block
-	entries map[*pickle.List][]TraceEntry
+	frames  map[*torchfile.List][]Frame
+	blocks  map[*torchfile.List][]Block
+	entries map[*torchfile.List][]TraceEntry
 }
 
 func newSnapshotReader() *snapshotReader {
 	return &snapshotReader{
-		frames: map[*pickle.List][]Frame{}, blocks: map[*pickle.List][]Block{}, entries: map[*pickle.List][]TraceEntry{},
+		frames: map[*torchfile.List][]Frame{}, blocks: map[*torchfile.List][]Block{}, entries: map[*torchfile.List][]TraceEntry{},
 	}
 }
 
@@ -224,7 +224,7 @@ func (r *snapshotReader) fail(format string, args ...any) {
 }
 
 // listOf converts each item of a list, unless the list was converted before.
-func listOf[T any](r *snapshotReader, l *pickle.List, what string, known map[*pickle.List][]T, item func(string, any) T) []T {
+func listOf[T any](r *snapshotReader, l *torchfile.List, what string, known map[*torchfile.List][]T, item func(string, any) T) []T {
 	if l == nil || r.err != nil {
 		return nil
 	}
@@ -316,7 +316,7 @@ func (r *snapshotReader) entry(what string, v any) TraceEntry {
 }
 
 func (r *snapshotReader) trace(_ string, v any) []TraceEntry {
-	l, ok := v.(*pickle.List)
+	l, ok := v.(*torchfile.List)
 	if !ok {
 		r.fail("it is %s: want a list", describe(v))
 	}
@@ -327,14 +327,14 @@ func (r *snapshotReader) trace(_ string, v any) []TraceEntry {
 type snapshotDict struct {
 	r    *snapshotReader
 	what string
-	dict pickle.Dict
+	dict torchfile.Dict
 }
 
 func (r *snapshotReader) dict(what string, v any) snapshotDict {
-	d, ok := v.(*pickle.Dict)
+	d, ok := v.(*torchfile.Dict)
 	if !ok {
 		r.fail("%s is %s: want a dictionary", what, describe(v))
-		d = &pickle.Dict{}
+		d = &torchfile.Dict{}
 	}
 	return snapshotDict{r, what, *d}
 }
@@ -355,11 +355,11 @@ func describe(v any) string {
 	switch v := v.(type) {
 	case nil:
 		return "missing"
-	case *pickle.List:
+	case *torchfile.List:
 		return "a list"
-	case *pickle.Dict:
+	case *torchfile.Dict:
 		return "a dictionary"
-	case pickle.Tuple:
+	case torchfile.Tuple:
 		return "a tuple"
 	case string:
 		return strconv.Quote(v[:min(len(v), 40)])
@@ -426,9 +426,9 @@ func (d snapshotDict) text(key string) string {
 	return s
 }
 
-func (d snapshotDict) list(key string, needed bool) *pickle.List {
+func (d snapshotDict) list(key string, needed bool) *torchfile.List {
 	v, ok := d.get(key)
-	l, isList := v.(*pickle.List)
+	l, isList := v.(*torchfile.List)
 	if (ok || needed) && !isList {
 		d.mistake(key, v, "a list")
 	}
@@ -440,9 +440,9 @@ func (d snapshotDict) pair(key string) (id [2]uint64) {
 	v, ok := d.get(key)
 	var pair []any
 	switch v := v.(type) {
-	case pickle.Tuple:
+	case torchfile.Tuple:
 		pair = v
-	case *pickle.List: // from JSON
+	case *torchfile.List: // from JSON
 		pair = *v
 	}
 	if ok && len(pair) != 2 {

@@ -16,10 +16,10 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
-	"github.com/gochorus/chorus/internal/pickle"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/torchfile"
 )
 
 // Limits of a file. A recorder has at most 1<<20 operations.
@@ -215,18 +215,18 @@ func (d *dump) setQueued() {
 
 // readPickle reads a dump of PyTorch. A pickle with classes or calls is refused.
 func (d *dump) readPickle(r io.Reader) error {
-	v, err := pickle.Decode(r, &pickle.Limits{Bytes: mostFileBytes / 4, Values: mostValues})
+	v, err := torchfile.DecodePickle(r, &torchfile.PickleLimits{Bytes: mostFileBytes / 4, Values: mostValues})
 	if err != nil {
 		return err
 	}
-	top, ok := v.(*pickle.Dict)
+	top, ok := v.(*torchfile.Dict)
 	if !ok {
 		return errors.New("the file is not a dump of a flight recorder: the pickle is not a dictionary")
 	}
 	p := &plainData{left: mostValues}
 	for _, item := range *top {
 		key, _ := item.Key.(string)
-		list, isList := item.Value.(*pickle.List)
+		list, isList := item.Value.(*torchfile.List)
 		switch {
 		case key == "entries" && isList:
 			for _, e := range *list {
@@ -265,7 +265,7 @@ func (p *plainData) convert(v any, depth int) (any, error) {
 		return nil, fmt.Errorf("the pickle has more than %d values, or values nested more than %d deep", mostValues, mostDepth)
 	}
 	switch v := v.(type) {
-	case *pickle.Dict:
+	case *torchfile.Dict:
 		m := map[string]any{}
 		for _, item := range *v {
 			x, err := p.convert(item.Value, depth+1)
@@ -275,9 +275,9 @@ func (p *plainData) convert(v any, depth int) (any, error) {
 			m[fmt.Sprintf("%.512v", item.Key)] = x
 		}
 		return m, nil
-	case *pickle.List:
+	case *torchfile.List:
 		return p.list(*v, depth)
-	case pickle.Tuple:
+	case torchfile.Tuple:
 		return p.list(v, depth)
 	}
 	return v, nil

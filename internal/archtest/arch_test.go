@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart", "internal/pickle"},
+	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart"},
 	{"internal/safefile"},
 	{"internal/torchfile", "internal/ras", "internal/timeline"},
 	{"internal/ras/rastest"},

@@ -8,7 +8,6 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/gds/safetensors"
-	"github.com/gochorus/chorus/internal/pickle"
 )
 
 // MetadataName is the file of a folder of torch.distributed.checkpoint that describes the
@@ -65,7 +64,7 @@ type instance struct {
 
 // field returns a field of an object.
 func (x *instance) field(name string) any {
-	if d, ok := x.state.(*pickle.Dict); ok {
+	if d, ok := x.state.(*Dict); ok {
 		v, _ := d.Get(name)
 		return v
 	}
@@ -82,7 +81,7 @@ func (o *metadataObjects) Global(module, name string) (any, error) {
 	return o.objects.Global(module, name)
 }
 
-func (o *metadataObjects) Call(fn any, args pickle.Tuple) (any, error) {
+func (o *metadataObjects) Call(fn any, args Tuple) (any, error) {
 	if name, ok := fn.(global); ok && classes[name] {
 		return &instance{class: name}, nil
 	}
@@ -104,7 +103,7 @@ func (o *metadataObjects) Persistent(any) (any, error) {
 // ReadMetadata reads a metadata file. It runs no code, and checks that the chunks cover their
 // tensors.
 func ReadMetadata(text []byte) (*Metadata, error) {
-	v, err := pickle.DecodeObjects(bytes.NewReader(text), &pickle.Limits{Bytes: mostPickle, Values: mostValues}, &metadataObjects{})
+	v, err := DecodePickleObjects(bytes.NewReader(text), &PickleLimits{Bytes: mostPickle, Values: mostValues}, &metadataObjects{})
 	if err != nil {
 		return nil, fmt.Errorf("torch.distributed.checkpoint metadata: %w", err)
 	}
@@ -120,8 +119,8 @@ func metadataOf(v any) (*Metadata, error) {
 	if !ok {
 		return nil, fmt.Errorf("it is a %T: want an object of class Metadata", v)
 	}
-	list, ok := root.field("state_dict_metadata").(*pickle.Dict)
-	stored, also := root.field("storage_data").(*pickle.Dict)
+	list, ok := root.field("state_dict_metadata").(*Dict)
+	stored, also := root.field("storage_data").(*Dict)
 	if !ok || !also {
 		return nil, errors.New("it lacks the list of tensors or their places")
 	}
@@ -154,7 +153,7 @@ func metadataOf(v any) (*Metadata, error) {
 func placeKey(name string, at []int) string { return fmt.Sprint(len(name), name, at) }
 
 // placesOf returns the places of chunks.
-func placesOf(stored *pickle.Dict) (map[string]Chunk, error) {
+func placesOf(stored *Dict) (map[string]Chunk, error) {
 	places := map[string]Chunk{}
 	for _, item := range *stored {
 		key, ok := item.Key.(*instance)
@@ -176,7 +175,7 @@ func placesOf(stored *pickle.Dict) (map[string]Chunk, error) {
 		case file != filepath.Base(file) || !filepath.IsLocal(file):
 			return nil, fmt.Errorf("tensor %q: file %q is outside of the folder", name, file)
 		}
-		if changes, ok := x.field("transform_descriptors").(*pickle.List); ok && len(*changes) > 0 {
+		if changes, ok := x.field("transform_descriptors").(*List); ok && len(*changes) > 0 {
 			return nil, fmt.Errorf("tensor %q is compressed or encrypted by an extension of torch.distributed.checkpoint", name)
 		}
 		places[placeKey(name, at)] = Chunk{File: file, Offset: off, Length: n}
@@ -187,7 +186,7 @@ func placesOf(stored *pickle.Dict) (map[string]Chunk, error) {
 // fill reads the description of a tensor.
 func (t *Distributed) fill(x *instance, places map[string]Chunk) error {
 	shape, ok := ints(x.field("size"))
-	chunks, also := x.field("chunks").(*pickle.List)
+	chunks, also := x.field("chunks").(*List)
 	properties, _ := x.field("properties").(*instance)
 	if !ok || !also || properties == nil || len(*chunks) == 0 || len(*chunks) > mostChunks {
 		return fmt.Errorf("it has no shape, type or chunks, or more than %d chunks", mostChunks)
@@ -222,7 +221,7 @@ func (t *Distributed) fill(x *instance, places map[string]Chunk) error {
 // dtypeOf returns the type in the properties of a tensor.
 func dtypeOf(properties *instance) safetensors.DType {
 	v := properties.field("dtype")
-	if list, ok := properties.state.(pickle.Tuple); ok && len(list) > 0 {
+	if list, ok := properties.state.(Tuple); ok && len(list) > 0 {
 		v = list[0]
 	}
 	d, _ := v.(torchType)

@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/pickle"
 )
 
 // A global is a class or a function of Python: its module and its name.
@@ -38,7 +37,7 @@ type objects struct {
 }
 
 // calls are the functions and classes whose calls are known.
-var calls = map[global]func(o *objects, args pickle.Tuple) (any, error){
+var calls = map[global]func(o *objects, args Tuple) (any, error){
 	"collections.OrderedDict":                    orderedDict,
 	"torch._utils._rebuild_tensor":               (*objects).tensor,
 	"torch._utils._rebuild_tensor_v2":            (*objects).tensor,
@@ -69,14 +68,14 @@ func (o *objects) Global(module, name string) (any, error) {
 }
 
 // Call returns the result of a function that this package knows.
-func (o *objects) Call(fn any, args pickle.Tuple) (any, error) {
+func (o *objects) Call(fn any, args Tuple) (any, error) {
 	name, ok := fn.(global)
 	if !ok {
 		return nil, fmt.Errorf("a call of a %T: want a function or a class", fn)
 	}
 	if name == "torch._tensor._rebuild_from_type_v2" { // of a subclass of Tensor: function, class, arguments, state
 		if len(args) == 4 {
-			if inner, ok := args[2].(pickle.Tuple); ok && args[0] != any(name) {
+			if inner, ok := args[2].(Tuple); ok && args[0] != any(name) {
 				return o.Call(args[0], inner)
 			}
 		}
@@ -96,7 +95,7 @@ func (o *objects) Call(fn any, args pickle.Tuple) (any, error) {
 // Build ignores the state: a dictionary's state is the version of its modules.
 func (o *objects) Build(object, _ any) error {
 	switch object.(type) {
-	case *pickle.Dict, *Tensor:
+	case *Dict, *Tensor:
 		return nil
 	}
 	return fmt.Errorf("it sets the state of a %T: want a dictionary or a tensor", object)
@@ -105,7 +104,7 @@ func (o *objects) Build(object, _ any) error {
 // Persistent returns the storage of an identifier: the word storage, the class, the key, the
 // device, and the number of elements.
 func (o *objects) Persistent(id any) (any, error) {
-	t, ok := id.(pickle.Tuple)
+	t, ok := id.(Tuple)
 	if !ok || len(t) < 5 || t[0] != "storage" {
 		return nil, errors.New("a persistent identifier is not a storage")
 	}
@@ -147,7 +146,7 @@ func (o *objects) storage(key string) (*storage, error) {
 // tensor returns the tensor of torch's rebuild functions. Their arguments are the storage, the
 // offset in it, the shape, the strides, whether the tensor needs a gradient, and its hooks. The
 // type follows if the storage has none. Flags of the elements may follow.
-func (o *objects) tensor(args pickle.Tuple) (any, error) {
+func (o *objects) tensor(args Tuple) (any, error) {
 	if len(args) < 4 {
 		return nil, fmt.Errorf("%d arguments: want 4 or more", len(args))
 	}
@@ -186,7 +185,7 @@ func (t *Tensor) refine(extra any) error {
 		if t.DType = x.format; t.DType.Bits() < 8 {
 			return fmt.Errorf("a tensor of type torch.%s: safetensors files have no such type", x.name)
 		}
-	case *pickle.Dict:
+	case *Dict:
 		for _, item := range *x {
 			if item.Value != false {
 				return errors.New("a tensor has a flag, such as conj, which is lazy arithmetic: call resolve_conj() and resolve_neg() before torch.save")
@@ -198,7 +197,7 @@ func (t *Tensor) refine(extra any) error {
 
 // ints returns the numbers of a tuple.
 func ints(v any) ([]int, bool) {
-	t, ok := v.(pickle.Tuple)
+	t, ok := v.(Tuple)
 	if !ok || len(t) > mostDepth {
 		return nil, false
 	}
@@ -214,15 +213,15 @@ func ints(v any) ([]int, bool) {
 }
 
 // orderedDict returns an empty dictionary. The writer adds the entries later.
-func orderedDict(_ *objects, args pickle.Tuple) (any, error) {
+func orderedDict(_ *objects, args Tuple) (any, error) {
 	if len(args) > 0 {
 		return nil, errors.New("it has arguments")
 	}
-	return &pickle.Dict{}, nil
+	return &Dict{}, nil
 }
 
 // first returns the first argument.
-func first(_ *objects, args pickle.Tuple) (any, error) {
+func first(_ *objects, args Tuple) (any, error) {
 	if len(args) == 0 {
 		return nil, errors.New("it has no argument")
 	}
@@ -230,7 +229,7 @@ func first(_ *objects, args pickle.Tuple) (any, error) {
 }
 
 // device returns the name of a device.
-func device(_ *objects, args pickle.Tuple) (any, error) {
+func device(_ *objects, args Tuple) (any, error) {
 	if len(args) > 0 {
 		name, ok := args[0].(string)
 		if ok && len(args) == 1 {
@@ -274,7 +273,7 @@ func (f *flattener) add(name string, v any, depth int) error {
 		return fmt.Errorf("more than %d containers are in each other", mostDepth)
 	}
 	switch x := v.(type) {
-	case *pickle.Dict:
+	case *Dict:
 		for _, item := range *x {
 			key, err := keyText(item.Key)
 			if err == nil {
@@ -285,9 +284,9 @@ func (f *flattener) add(name string, v any, depth int) error {
 			}
 		}
 		return nil
-	case *pickle.List:
+	case *List:
 		return f.addAll(name, *x, depth)
-	case pickle.Tuple:
+	case Tuple:
 		return f.addAll(name, x, depth)
 	}
 	return f.addLeaf(name, v, depth)

@@ -6,6 +6,10 @@
 // entry for each storage. The pickle names classes and functions. This package knows a fixed
 // list of them and interprets them as data. Another name is an error, and no code runs.
 //
+// Snapshots of memory, and PyTorch's dumps of collectives, are pickles of plain data: dictionaries, lists,
+// tuples, strings, numbers and None. PyTorch's viewer understands only these. [DecodePickle] rejects classes
+// and calls; [DecodePickleObjects] passes them to its caller as data.
+//
 // The memory for a file is limited by the constants of this package, whatever the file says.
 package torchfile
 
@@ -16,8 +20,6 @@ import (
 	"fmt"
 	"io"
 	"strings"
-
-	"github.com/gochorus/chorus/internal/pickle"
 )
 
 // A File is the content of a file of torch.save.
@@ -106,7 +108,7 @@ func read(r io.ReaderAt, size int64) (*File, error) {
 		return nil, err
 	}
 	o := &objects{archive: a, prefix: root + "data/", known: map[string]*storage{}}
-	object, err := pickle.DecodeObjects(text, &pickle.Limits{Bytes: mostPickle, Values: mostValues}, o)
+	object, err := DecodePickleObjects(text, &PickleLimits{Bytes: mostPickle, Values: mostValues}, o)
 	if err != nil {
 		return nil, fmt.Errorf("entry %q: %w", e.name, err)
 	}

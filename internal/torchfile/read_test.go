@@ -225,7 +225,7 @@ func TestMistakes(t *testing.T) {
 		"complex128":      {with("\x80\x02ctorch\nComplexDoubleStorage\n."), "the global torch.ComplexDoubleStorage"},
 		"conjugated":      {with(strings.Replace(good, "RtR.", "R}X\x04\x00\x00\x00conj\x88stR.", 1)), "lazy arithmetic: call resolve_conj()"},
 		"same name":       {with("\x80\x02}(X\x01\x00\x00\x00aK\x01X\x01\x00\x00\x00aK\x02u."), `two values have the name "a"`},
-		"list as key":     {with("\x80\x02}K\x01\x85K\x02s."), "a dictionary has a key of type pickle.Tuple"},
+		"list as key":     {with("\x80\x02}K\x01\x85K\x02s."), "a dictionary has a key of type torchfile.Tuple"},
 		"itself":          {with("\x80\x02]q\x00h\x00a."), "more than 64 containers"},
 		"type of a type":  {with("\x80\x02ctorch._tensor\n_rebuild_from_type_v2\n(h\x00tR."), "memo"},
 	} {

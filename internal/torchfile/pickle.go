@@ -1,14 +1,10 @@
-// Package pickle writes and reads the part of Python's pickle format for plain data:
-// dictionaries, lists, tuples, strings, numbers and None. Snapshots of memory are
-// pickles of this kind, and PyTorch's viewer understands only this part. Decode rejects
-// classes and calls. DecodeObjects passes them to its caller as data. Reading never runs code.
-package pickle
+package torchfile
 
-// An Item is an entry of a Dict.
-type Item struct{ Key, Value any }
+// A DictItem is an entry of a Dict.
+type DictItem struct{ Key, Value any }
 
 // A Dict is a dictionary with ordered entries, as in Python.
-type Dict []Item
+type Dict []DictItem
 
 // Get returns the last value of a key, like Python for duplicate keys.
 func (d Dict) Get(key string) (any, bool) {
@@ -66,7 +62,7 @@ const (
 	deepest        = 64
 )
 
-// The opcodes that only DecodeObjects accepts.
+// The opcodes that only DecodePickleObjects accepts.
 const (
 	opBytes       = 'B' // the length in 4 bytes
 	opShortBytes  = 'C' // the length in 1 byte

@@ -1,4 +1,4 @@
-package pickle
+package torchfile
 
 import (
 	"bytes"
@@ -21,7 +21,7 @@ func entries(n int) iter.Seq[any] {
 // BenchmarkEncode and BenchmarkDecode are of a trace of a million entries.
 func BenchmarkEncode(b *testing.B) {
 	for b.Loop() {
-		if err := Encode(io.Discard, entries(1e6)); err != nil {
+		if err := EncodePickle(io.Discard, entries(1e6)); err != nil {
 			b.Fatal(err)
 		}
 	}
@@ -29,13 +29,13 @@ func BenchmarkEncode(b *testing.B) {
 
 func BenchmarkDecode(b *testing.B) {
 	var p bytes.Buffer
-	if err := Encode(&p, entries(1e6)); err != nil {
+	if err := EncodePickle(&p, entries(1e6)); err != nil {
 		b.Fatal(err)
 	}
 	b.SetBytes(int64(p.Len()))
 	b.ReportAllocs()
 	for b.Loop() {
-		if _, err := Decode(bytes.NewReader(p.Bytes()), nil); err != nil {
+		if _, err := DecodePickle(bytes.NewReader(p.Bytes()), nil); err != nil {
 			b.Fatal(err)
 		}
 	}

@@ -1,4 +1,4 @@
-package pickle
+package torchfile
 
 import (
 	"bytes"
@@ -49,13 +49,13 @@ func TestObjects(t *testing.T) {
 		"persistent": {"\x80\x02K\x05Q.", "at 5"},
 		"bytes":      {"\x80\x03cok\nf\nC\x01a\x85R.", "f[a]"},
 	} {
-		v, err := DecodeObjects(strings.NewReader(tc.in), nil, recorder{})
+		v, err := DecodePickleObjects(strings.NewReader(tc.in), nil, recorder{})
 		require.NoError(t, err, what)
 		require.Equal(t, tc.want, v.(*made).text, what)
-		_, err = Decode(strings.NewReader(tc.in), nil)
+		_, err = DecodePickle(strings.NewReader(tc.in), nil)
 		require.ErrorContains(t, err, "is not allowed", what)
 	}
-	v, err := DecodeObjects(strings.NewReader("\x80\x04\x8f(K\x01K\x02\x90."), nil, recorder{})
+	v, err := DecodePickleObjects(strings.NewReader("\x80\x04\x8f(K\x01K\x02\x90."), nil, recorder{})
 	require.NoError(t, err)
 	require.Equal(t, &List{int64(1), int64(2)}, v)
 }
@@ -80,7 +80,7 @@ func TestObjectMistakes(t *testing.T) {
 		"\x80\x02B\xff\xff\x7f\x00ab":                     "unexpected EOF",
 		"\x80\x02i":                                       `opcode 0x69 ('i') is not allowed`,
 	} {
-		_, err := DecodeObjects(strings.NewReader(in), nil, recorder{})
+		_, err := DecodePickleObjects(strings.NewReader(in), nil, recorder{})
 		require.ErrorContains(t, err, says, "%q", in)
 	}
 }
@@ -93,7 +93,7 @@ type itemOf struct {
 
 func decodeItems(t *testing.T, p []byte) (rest any, got []itemOf) {
 	t.Helper()
-	rest, err := DecodeItems(bytes.NewReader(p), nil, "lists", func(list int, item any) error {
+	rest, err := DecodePickleItems(bytes.NewReader(p), nil, "lists", func(list int, item any) error {
 		got = append(got, itemOf{list, marked(item)})
 		return nil
 	})
@@ -101,10 +101,10 @@ func decodeItems(t *testing.T, p []byte) (rest any, got []itemOf) {
 	return rest, got
 }
 
-// The items that are passed, and what remains, are together what Decode returns.
+// The items that are passed, and what remains, are together what DecodePickle returns.
 func checkItems(t *testing.T, p []byte) {
 	t.Helper()
-	whole, err := Decode(bytes.NewReader(p), nil)
+	whole, err := DecodePickle(bytes.NewReader(p), nil)
 	require.NoError(t, err)
 	rest, got := decodeItems(t, p)
 	lists, _ := whole.(*Dict).Get("lists")
@@ -139,7 +139,7 @@ func TestDecodeItems(t *testing.T) {
 			lists = append(lists, l)
 		}
 		var b bytes.Buffer
-		require.NoError(t, Encode(&b, Dict{{"before", random(r, 2)}, {"frames", frames}, {"lists", &lists}, {"after", random(r, 2)}}))
+		require.NoError(t, EncodePickle(&b, Dict{{"before", random(r, 2)}, {"frames", frames}, {"lists", &lists}, {"after", random(r, 2)}}))
 		checkItems(t, b.Bytes())
 	}
 }
@@ -172,7 +172,7 @@ func TestDecodeItemsRefuses(t *testing.T) {
 		{"\x80\x02}X\x05\x00\x00\x00lists](]Kaae", "failed"},
 		{"\x80\x02}X\x05\x00\x00\x00lists](]", "unexpected EOF"},
 	} {
-		_, err := DecodeItems(strings.NewReader(c.pickle), nil, "lists", func(_ int, item any) error {
+		_, err := DecodePickleItems(strings.NewReader(c.pickle), nil, "lists", func(_ int, item any) error {
 			if item == any(int64('a')) {
 				return failed
 			}
@@ -180,7 +180,7 @@ func TestDecodeItemsRefuses(t *testing.T) {
 		})
 		require.ErrorContains(t, err, c.want, "%q", c.pickle)
 	}
-	_, err := DecodeItems(strings.NewReader("\x80\x02}X\x05\x00\x00\x00lists](]Kaae"), nil, "lists", func(int, any) error { return failed })
+	_, err := DecodePickleItems(strings.NewReader("\x80\x02}X\x05\x00\x00\x00lists](]Kaae"), nil, "lists", func(int, any) error { return failed })
 	require.ErrorIs(t, err, failed)
 }
 
@@ -189,7 +189,7 @@ func TestItemsDoNotRaiseTheLimit(t *testing.T) {
 	dict := "}q\x00(" + strings.Repeat("NN", 1000) + "u"
 	p := "\x80\x02(" + dict + "0}X\x05\x00\x00\x00lists](]" + strings.Repeat("h\x00a", 100) + strings.Repeat("]", 5000)
 	p = strings.Replace(p, "0}", "}", 1)
-	_, err := DecodeItems(strings.NewReader(p), &Limits{Values: 5000}, "lists", func(int, any) error { return nil })
+	_, err := DecodePickleItems(strings.NewReader(p), &PickleLimits{Values: 5000}, "lists", func(int, any) error { return nil })
 	require.ErrorContains(t, err, "more than 5000 values")
 }
 
@@ -197,7 +197,7 @@ func TestItemsDoNotRaiseTheLimit(t *testing.T) {
 func TestItemsInOtherLists(t *testing.T) {
 	const item = "}(" + "NNNN" + "u"
 	p := "\x80\x02}X\x05\x00\x00\x00lists](](" + item + "q\x00ee" + "s."
-	rest, err := DecodeItems(strings.NewReader(p), nil, "lists", func(_ int, item any) error {
+	rest, err := DecodePickleItems(strings.NewReader(p), nil, "lists", func(_ int, item any) error {
 		require.Len(t, *item.(*Dict), 2)
 		return nil
 	})
@@ -205,7 +205,7 @@ func TestItemsInOtherLists(t *testing.T) {
 	require.Equal(t, Dict{{"lists", &List{&List{}}}}, *rest.(*Dict))
 
 	var kept []*Dict
-	_, err = DecodeItems(strings.NewReader(p), nil, "lists", func(_ int, item any) error {
+	_, err = DecodePickleItems(strings.NewReader(p), nil, "lists", func(_ int, item any) error {
 		kept = append(kept, item.(*Dict))
 		return nil
 	})
@@ -221,7 +221,7 @@ func TestItemsAreNotKept(t *testing.T) {
 	for i := range n {
 		*l = append(*l, &Dict{{"action", "alloc"}, {"addr", i}, {"size", 2 * i}, {"time", 3 * i}})
 	}
-	require.NoError(t, Encode(&b, Dict{{"lists", List{l}}}))
+	require.NoError(t, EncodePickle(&b, Dict{{"lists", List{l}}}))
 	l = nil
 	heap := func() int64 {
 		runtime.GC()
@@ -230,7 +230,7 @@ func TestItemsAreNotKept(t *testing.T) {
 		return int64(m.HeapAlloc)
 	}
 	before, most, i := heap(), int64(0), 0
-	_, err := DecodeItems(&b, &Limits{Values: 4 * n}, "lists", func(int, any) error {
+	_, err := DecodePickleItems(&b, &PickleLimits{Values: 4 * n}, "lists", func(int, any) error {
 		if i++; i%(n/10) == 0 {
 			most = max(most, heap()-before)
 		}

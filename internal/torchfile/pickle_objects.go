@@ -1,4 +1,4 @@
-package pickle
+package torchfile
 
 import (
 	"errors"
@@ -7,9 +7,9 @@ import (
 	"unicode/utf8"
 )
 
-// Objects interprets the classes and calls of a pickle as data. An error of its methods ends
+// PickleObjects interprets the classes and calls of a pickle as data. An error of its methods ends
 // the decoding.
-type Objects interface {
+type PickleObjects interface {
 	// Global returns the value that stands for a name in a Python module.
 	Global(module, name string) (any, error)
 	// Call returns the value that stands for the result of calling a value of Global, or for
@@ -21,18 +21,18 @@ type Objects interface {
 	Persistent(id any) (any, error)
 }
 
-// DecodeObjects is Decode for pickles with classes, calls and bytes. It calls no code but the
+// DecodePickleObjects is DecodePickle for pickles with classes, calls and bytes. It calls no code but the
 // methods of objects. Bytes become strings. A set is a *List.
-func DecodeObjects(r io.Reader, limits *Limits, objects Objects) (any, error) {
+func DecodePickleObjects(r io.Reader, limits *PickleLimits, objects PickleObjects) (any, error) {
 	d := newDecoder(r, limits)
 	d.objects = objects
 	return d.decode()
 }
 
-// mostName is the maximum length of the name of a module or of a global.
-const mostName = 256
+// mostPickleName is the maximum length of the name of a module or of a global.
+const mostPickleName = 256
 
-// object runs the opcodes that only DecodeObjects accepts. It reports whether op is one.
+// object runs the opcodes that only DecodePickleObjects accepts. It reports whether op is one.
 func (d *decoder) object(op byte) (bool, error) {
 	if d.objects == nil {
 		return false, nil
@@ -81,8 +81,8 @@ func (d *decoder) popGlobal() error {
 	}
 	module, ok := below.(string)
 	name, also := top.(string)
-	if !ok || !also || max(len(module), len(name)) > mostName {
-		return fmt.Errorf("the module and the name of a global are a %T and a %T: want strings of at most %d bytes", below, top, mostName)
+	if !ok || !also || max(len(module), len(name)) > mostPickleName {
+		return fmt.Errorf("the module and the name of a global are a %T and a %T: want strings of at most %d bytes", below, top, mostPickleName)
 	}
 	return d.global(module, name)
 }
@@ -105,8 +105,8 @@ func (d *decoder) line() (string, error) {
 			return "", err
 		case c == '\n' && utf8.Valid(b):
 			return string(b), nil
-		case len(b) == mostName || c == '\n':
-			return "", fmt.Errorf("the name of a global is longer than %d bytes or not valid UTF-8", mostName)
+		case len(b) == mostPickleName || c == '\n':
+			return "", fmt.Errorf("the name of a global is longer than %d bytes or not valid UTF-8", mostPickleName)
 		}
 		b = append(b, byte(c))
 	}
@@ -183,20 +183,20 @@ func (d *decoder) addItems() error {
 	return d.appends(from)
 }
 
-// DecodeItems is Decode for long lists. The outermost dictionary has a list of lists under
-// key. DecodeItems passes the items of these lists to fn as they are completed, with the
+// DecodePickleItems is DecodePickle for long lists. The outermost dictionary has a list of lists under
+// key. DecodePickleItems passes the items of these lists to fn as they are completed, with the
 // index of their list, and clears them afterwards: the lists of the result lack them. An item
-// that the pickle uses again later is an error. If fn returns an error, DecodeItems wraps it.
+// that the pickle uses again later is an error. If fn returns an error, DecodePickleItems wraps it.
 //
 // What remains of an item is a word or two for each of its values that the writer numbered.
-// Limits.Values does not count the keys and values of items.
-func DecodeItems(r io.Reader, limits *Limits, key string, fn func(list int, item any) error) (any, error) {
+// PickleLimits.Values does not count the keys and values of items.
+func DecodePickleItems(r io.Reader, limits *PickleLimits, key string, fn func(list int, item any) error) (any, error) {
 	d := newDecoder(r, limits)
 	d.items = &items{key: key, pass: fn, made: map[*Dict]bool{}}
 	return d.decode()
 }
 
-// items is the state of DecodeItems.
+// items is the state of DecodePickleItems.
 type items struct {
 	key  string
 	pass func(list int, item any) error

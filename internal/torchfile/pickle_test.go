@@ -1,4 +1,4 @@
-package pickle
+package torchfile
 
 import (
 	"bytes"
@@ -102,7 +102,7 @@ func TestDecodeWhatPythonWrites(t *testing.T) {
 				Value  json.RawMessage
 			}
 			require.NoError(t, json.Unmarshal([]byte(line), &c))
-			v, err := Decode(bytes.NewReader(c.Pickle), nil)
+			v, err := DecodePickle(bytes.NewReader(c.Pickle), nil)
 			require.NoError(t, err, "seed %d, line %d", seed, i)
 			got, err := json.Marshal(marked(v))
 			require.NoError(t, err)
@@ -120,11 +120,11 @@ func TestPythonLoadsWhatIsEncoded(t *testing.T) {
 	for range 300 {
 		v := random(r, 0)
 		var b bytes.Buffer
-		require.NoError(t, Encode(&b, v))
+		require.NoError(t, EncodePickle(&b, v))
 		fmt.Fprintln(&input, base64.StdEncoding.EncodeToString(b.Bytes()))
 		want = append(want, v)
 
-		back, err := Decode(&b, nil)
+		back, err := DecodePickle(&b, nil)
 		require.NoError(t, err)
 		require.Equal(t, marked(v), marked(back))
 	}
@@ -177,7 +177,7 @@ func random(r *rand.Rand, depth int) any {
 	default:
 		d := Dict{}
 		for i := range n {
-			d = append(d, Item{fmt.Sprint("key ", i), random(r, depth+1)})
+			d = append(d, DictItem{fmt.Sprint("key ", i), random(r, depth+1)})
 		}
 		return d
 	}
@@ -190,8 +190,8 @@ func TestLongLists(t *testing.T) {
 			l = append(l, int64(i))
 		}
 		var b bytes.Buffer
-		require.NoError(t, Encode(&b, l))
-		v, err := Decode(&b, nil)
+		require.NoError(t, EncodePickle(&b, l))
+		v, err := DecodePickle(&b, nil)
 		require.NoError(t, err)
 		require.Equal(t, marked(l), marked(v))
 	}
@@ -200,9 +200,9 @@ func TestLongLists(t *testing.T) {
 func TestSharing(t *testing.T) {
 	l, d := &List{"frame"}, &Dict{{"a", 1}}
 	var b bytes.Buffer
-	require.NoError(t, Encode(&b, List{l, d, Tuple{l}, d, "frame"}))
+	require.NoError(t, EncodePickle(&b, List{l, d, Tuple{l}, d, "frame"}))
 	require.Equal(t, 1, bytes.Count(b.Bytes(), []byte("frame")), "a string is written once")
-	v, err := Decode(&b, nil)
+	v, err := DecodePickle(&b, nil)
 	require.NoError(t, err)
 	got := *v.(*List)
 	require.Same(t, got[0], got[2].(Tuple)[0])
@@ -222,15 +222,15 @@ func TestGet(t *testing.T) {
 func TestEncodeRefuses(t *testing.T) {
 	loop := &List{}
 	*loop = append(*loop, List{loop})
-	require.NoError(t, Encode(&bytes.Buffer{}, loop), "what points to itself is written once")
+	require.NoError(t, EncodePickle(&bytes.Buffer{}, loop), "what points to itself is written once")
 	var deep any
 	for range 2 * deepest {
 		deep = List{deep}
 	}
-	require.ErrorContains(t, Encode(&bytes.Buffer{}, deep), "more than 64 levels")
-	require.ErrorContains(t, Encode(&bytes.Buffer{}, List{int32(1)}), "a int32 cannot be pickled")
-	require.ErrorIs(t, Encode(brokenWriter{}, "x"), errBroken)
-	require.NoError(t, Encode(&bytes.Buffer{}, "not UTF-8: \xff"))
+	require.ErrorContains(t, EncodePickle(&bytes.Buffer{}, deep), "more than 64 levels")
+	require.ErrorContains(t, EncodePickle(&bytes.Buffer{}, List{int32(1)}), "a int32 cannot be pickled")
+	require.ErrorIs(t, EncodePickle(brokenWriter{}, "x"), errBroken)
+	require.NoError(t, EncodePickle(&bytes.Buffer{}, "not UTF-8: \xff"))
 }
 
 var errBroken = errors.New("broken")
@@ -258,7 +258,7 @@ var refused = map[string]struct{ pickle, want string }{
 	"appends to nothing": {"\x80\x02(Ne.", "a container that is not on the stack"},
 	"appends to None":    {"\x80\x02N(Ne.", "appended to a <nil>"},
 	"list below a mark":  {"\x80\x02](Na.", "a container that is not on the stack"},
-	"items of a list":    {"\x80\x02]NNs.", "entries are set in a *pickle.List"},
+	"items of a list":    {"\x80\x02]NNs.", "entries are set in a *torchfile.List"},
 	"odd":                {"\x80\x02}(Nu.", "a key without a value"},
 	"odd dict":           {"\x80\x02(Nd.", "a key without a value"},
 	"list as key":        {"\x80\x02}]Ns.", "cannot be a key"},
@@ -276,7 +276,7 @@ var refused = map[string]struct{ pickle, want string }{
 func TestDecodeRefuses(t *testing.T) {
 	for name, c := range refused {
 		t.Run(name, func(t *testing.T) {
-			_, err := Decode(strings.NewReader(c.pickle), nil)
+			_, err := DecodePickle(strings.NewReader(c.pickle), nil)
 			require.ErrorContains(t, err, "pickle: read at byte ")
 			require.ErrorContains(t, err, c.want)
 		})
@@ -285,15 +285,15 @@ func TestDecodeRefuses(t *testing.T) {
 
 func TestLimits(t *testing.T) {
 	var b bytes.Buffer
-	require.NoError(t, Encode(&b, List{"a", "b", "c"}))
+	require.NoError(t, EncodePickle(&b, List{"a", "b", "c"}))
 	size := int64(b.Len())
-	_, err := Decode(bytes.NewReader(b.Bytes()), &Limits{Bytes: size})
+	_, err := DecodePickle(bytes.NewReader(b.Bytes()), &PickleLimits{Bytes: size})
 	require.NoError(t, err)
-	_, err = Decode(bytes.NewReader(b.Bytes()), &Limits{Bytes: size - 1})
+	_, err = DecodePickle(bytes.NewReader(b.Bytes()), &PickleLimits{Bytes: size - 1})
 	require.ErrorContains(t, err, "more than")
-	_, err = Decode(bytes.NewReader(b.Bytes()), &Limits{Values: 8}) // list, mark, three strings, which are memoised
+	_, err = DecodePickle(bytes.NewReader(b.Bytes()), &PickleLimits{Values: 8}) // list, mark, three strings, which are memoised
 	require.NoError(t, err)
-	_, err = Decode(bytes.NewReader(b.Bytes()), &Limits{Values: 7})
+	_, err = DecodePickle(bytes.NewReader(b.Bytes()), &PickleLimits{Values: 7})
 	require.ErrorContains(t, err, "more than 7 values")
 }
 
@@ -303,7 +303,7 @@ func TestMemory(t *testing.T) {
 	cost := func(p []byte) uint64 {
 		var before, after runtime.MemStats
 		runtime.ReadMemStats(&before)
-		_, _ = Decode(bytes.NewReader(p), nil)
+		_, _ = DecodePickle(bytes.NewReader(p), nil)
 		runtime.ReadMemStats(&after)
 		return after.TotalAlloc - before.TotalAlloc
 	}
@@ -317,7 +317,7 @@ func TestMemory(t *testing.T) {
 func FuzzDecode(f *testing.F) {
 	for _, v := range []any{nil, List{Tuple{1, 2}, "a", "a", 1.5, true}, Dict{{"k", uint64(math.MaxUint64)}}} {
 		var b bytes.Buffer
-		require.NoError(f, Encode(&b, v))
+		require.NoError(f, EncodePickle(&b, v))
 		f.Add(b.Bytes())
 	}
 	for _, c := range refused {
@@ -325,13 +325,13 @@ func FuzzDecode(f *testing.F) {
 	}
 	f.Add([]byte("\x80\x04\x95\x0a\x00\x00\x00\x00\x00\x00\x00}\x94\x8c\x01a\x94K\x01s."))
 	f.Fuzz(func(t *testing.T, p []byte) {
-		v, err := Decode(bytes.NewReader(p), &Limits{Values: 1 << 16})
+		v, err := DecodePickle(bytes.NewReader(p), &PickleLimits{Values: 1 << 16})
 		if err != nil || tooLarge(v) {
 			return
 		}
 		var b bytes.Buffer
-		require.NoError(t, Encode(&b, v))
-		back, err := Decode(&b, nil)
+		require.NoError(t, EncodePickle(&b, v))
+		back, err := DecodePickle(&b, nil)
 		require.NoError(t, err)
 		require.Equal(t, fmt.Sprintf("%#v", marked(v)), fmt.Sprintf("%#v", marked(back)))
 	})

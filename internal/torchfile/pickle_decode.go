@@ -1,4 +1,4 @@
-package pickle
+package torchfile
 
 import (
 	"bufio"
@@ -11,23 +11,23 @@ import (
 	"unicode/utf8"
 )
 
-// Limits limit the cost of reading a pickle.
-type Limits struct {
+// PickleLimits limit the cost of reading a pickle.
+type PickleLimits struct {
 	Bytes  int64 // size of the pickle; 0 means 2 GiB
 	Values int   // number of values, which take 16 to 100 bytes of memory each; 0 means 64 million
 }
 
-// Decode reads one pickle of protocol 2 to 5 from Python or PyTorch. It returns
+// DecodePickle reads one pickle of protocol 2 to 5 from Python or PyTorch. It returns
 // nil, a bool, int64, float64, string, Tuple, *List or *Dict; integers above the
 // range of int64 are uint64. If the same *List or *Dict occurs in several places,
 // it is the same object there; a value may even contain itself. Nil limits mean
-// the defaults. Decode ignores data after the pickle, but may have read some of
+// the defaults. DecodePickle ignores data after the pickle, but may have read some of
 // it.
-func Decode(r io.Reader, limits *Limits) (any, error) {
+func DecodePickle(r io.Reader, limits *PickleLimits) (any, error) {
 	return newDecoder(r, limits).decode()
 }
 
-func newDecoder(r io.Reader, limits *Limits) *decoder {
+func newDecoder(r io.Reader, limits *PickleLimits) *decoder {
 	d := &decoder{r: bufio.NewReaderSize(r, 64<<10)}
 	if limits != nil {
 		d.limits = *limits
@@ -54,14 +54,14 @@ func (d *decoder) decode() (any, error) {
 
 type decoder struct {
 	r       *bufio.Reader
-	limits  Limits
+	limits  PickleLimits
 	at      int64 // number of bytes read
 	values  int   // number of values pushed
 	stack   []any
 	marks   []int // lengths of the stack
 	memo    []any
-	items   *items  // of DecodeItems, or nil
-	objects Objects // of DecodeObjects, or nil
+	items   *items        // of DecodePickleItems, or nil
+	objects PickleObjects // of DecodePickleObjects, or nil
 }
 
 func (d *decoder) run() (any, error) {
@@ -384,7 +384,7 @@ func (d *decoder) enter(dict *Dict, from int) error {
 		case *List, *Dict:
 			return fmt.Errorf("a %T cannot be a key of a dictionary", d.stack[i])
 		}
-		*dict = append(*dict, Item{d.stack[i], d.stack[i+1]})
+		*dict = append(*dict, DictItem{d.stack[i], d.stack[i+1]})
 	}
 	d.drop(from)
 	return nil

@@ -1,4 +1,4 @@
-package pickle
+package torchfile
 
 import (
 	"fmt"
@@ -9,13 +9,13 @@ import (
 	"strings"
 )
 
-// Encode writes v as a pickle of protocol 2. v is nil, a bool, int, int64, uint64,
+// EncodePickle writes v as a pickle of protocol 2. v is nil, a bool, int, int64, uint64,
 // float64 or string; a Tuple, List or Dict of such values; or an iter.Seq[any], which
 // is written as a list during the iteration.
 //
 // Equal strings, and values that are shared through a *List or *Dict, are written once,
 // so that Python has the same object in all places.
-func Encode(w io.Writer, v any) error {
+func EncodePickle(w io.Writer, v any) error {
 	e := &encoder{w: w, strings: map[string]uint32{}, shared: map[any]uint32{}}
 	e.op(opProto, 2)
 	err := e.value(v, 0)

@@ -17,9 +17,9 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/ras/rastest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/groups"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // TestVerdictOfTheRecorders has three processes, of which rank 1 does not issue the second
@@ -185,7 +185,7 @@ func TestFewRanksOfALargeGroupCompare(t *testing.T) {
 // TestVerdictOfTheService has a service that knows of a silent rank. Another job's service is not
 // believed.
 func TestVerdictOfTheService(t *testing.T) {
-	silent := rastest.Rank{Host: "10.0.0.2", PID: 4711, Silent: true}
+	silent := testhost.RASRank{Host: "10.0.0.2", PID: 4711, Silent: true}
 	for name, c := range map[string]struct {
 		pid  int
 		want string
@@ -194,7 +194,7 @@ func TestVerdictOfTheService(t *testing.T) {
 		"another job": {os.Getpid() + 1, "late"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			t.Setenv("NCCL_RAS_ADDR", rastest.Serve(t, rastest.Answer(rastest.Rank{PID: c.pid}, silent)))
+			t.Setenv("NCCL_RAS_ADDR", testhost.ServeRAS(t, testhost.RASAnswer(testhost.RASRank{PID: c.pid}, silent)))
 			gs := twoRanks(t)
 			late := errors.New("late")
 			err := analyzedByService(t, gs[0], late)
@@ -206,7 +206,7 @@ func TestVerdictOfTheService(t *testing.T) {
 
 // TestServiceIsBeneathTheVerdict has a service and recorders that both know of rank 1.
 func TestServiceIsBeneathTheVerdict(t *testing.T) {
-	t.Setenv("NCCL_RAS_ADDR", rastest.Serve(t, rastest.Answer(rastest.Rank{PID: os.Getpid(), AllReduces: 1}, rastest.Rank{PID: os.Getpid()})))
+	t.Setenv("NCCL_RAS_ADDR", testhost.ServeRAS(t, testhost.RASAnswer(testhost.RASRank{PID: os.Getpid(), AllReduces: 1}, testhost.RASRank{PID: os.Getpid()})))
 	gs := twoRanks(t)
 	xs, err := comm.MakeFrom(gs[0], make([]float32, 8))
 	require.NoError(t, err)
@@ -236,8 +236,8 @@ func TestSilentServiceDelaysNothing(t *testing.T) {
 	t.Setenv("NCCL_RAS_ADDR", "")
 	gs, late := twoRanks(t), errors.New("late")
 	require.Equal(t, late, comm.Analyzed(testgpu.Context(t), gs[0], time.Minute, late)) // all recorders have answered
-	t.Setenv("NCCL_RAS_ADDR", rastest.Listen(t, func(c net.Conn) {
-		rastest.Speak(c, true, func() string { _, _ = io.Copy(io.Discard, c); return "" })
+	t.Setenv("NCCL_RAS_ADDR", testhost.Listen(t, func(c net.Conn) {
+		testhost.SpeakRAS(c, true, func() string { _, _ = io.Copy(io.Discard, c); return "" })
 	}))
 	var err error
 	var took time.Duration

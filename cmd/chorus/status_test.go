@@ -28,7 +28,7 @@ import (
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/ras"
-	"github.com/gochorus/chorus/internal/ras/rastest"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // hangingJob starts a job of 4 ranks, of which rank 1 hangs or is late. It returns the address of
@@ -183,10 +183,10 @@ func watchInTerminal(t *testing.T, name string) {
 
 // TestStatusOfAForeignJob asks a fake of NCCL's RAS service, and programs that are none.
 func TestStatusOfAForeignJob(t *testing.T) {
-	on := func(pid, allReduces, broadcasts int) rastest.Rank {
-		return rastest.Rank{Host: "10.0.0.1", PID: pid, AllReduces: allReduces, Broadcasts: broadcasts}
+	on := func(pid, allReduces, broadcasts int) testhost.RASRank {
+		return testhost.RASRank{Host: "10.0.0.1", PID: pid, AllReduces: allReduces, Broadcasts: broadcasts}
 	}
-	addr := rastest.Serve(t, rastest.Answer(on(1, 6, 0), on(2, 6, 0), on(3, 5, 1), on(4, 6, 0)))
+	addr := testhost.ServeRAS(t, testhost.RASAnswer(on(1, 6, 0), on(2, 6, 0), on(3, 5, 1), on(4, 6, 0)))
 	out, errs, code := chorusCommand(t, nil, "status", "--ras", addr, "--pause", "10ms")
 	require.Zero(t, code, errs)
 	require.Regexp(t, `communicator 0x5c1d8d1a3f0b2c44 of 4 ranks: rank 2 \(process 3 on host 10\.0\.0\.1\) is in another operation: it has launched 1 Broadcast and not 0, and 5 AllReduce and not 6 as most other ranks; no rank has launched anything in [0-9.]+ s, and sends and receives do not count\n`, out)
@@ -197,12 +197,12 @@ func TestStatusOfAForeignJob(t *testing.T) {
 	require.NoError(t, json.Unmarshal([]byte(out), &s))
 	require.Len(t, s.Findings, 1)
 
-	foreign := rastest.Listen(t, func(c net.Conn) { _, _ = io.WriteString(c, "SSH-2.0-OpenSSH_9.2\r\n") })
+	foreign := testhost.Listen(t, func(c net.Conn) { _, _ = io.WriteString(c, "SSH-2.0-OpenSSH_9.2\r\n") })
 	_, errs, code = chorusCommand(t, nil, "status", "--ras", foreign)
 	require.Equal(t, 1, code)
 	require.Contains(t, errs, foreign+`: the answer to the handshake is "SSH-2.0-OpenSSH_9.2" and not SERVER PROTOCOL: another program than NCCL's RAS service listens there`)
-	part := rastest.Answer(on(1, 6, 0))
-	_, errs, code = chorusCommand(t, nil, "status", "--ras", rastest.Serve(t, part[:400]))
+	part := testhost.RASAnswer(on(1, 6, 0))
+	_, errs, code = chorusCommand(t, nil, "status", "--ras", testhost.ServeRAS(t, part[:400]))
 	require.Equal(t, 1, code)
 	require.Contains(t, errs, "it is cut off after 400 bytes")
 	_, errs, code = chorusCommand(t, nil, "status", "--ras", "127.0.0.1:1")

@@ -14,7 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/ras/rastest"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // An op is a synthetic operation; done says that it has completed.
@@ -524,7 +524,7 @@ func TestAnalyzeTorch(t *testing.T) {
 // An answer of NCCL's RAS service adds findings after those of the recorders.
 func TestAnalyzeService(t *testing.T) {
 	dir := t.TempDir()
-	answer := rastest.Answer(rastest.Rank{Host: "10.0.0.1", PID: 1}, rastest.Rank{Host: "10.0.0.2", PID: 2, Silent: true})
+	answer := testhost.RASAnswer(testhost.RASRank{Host: "10.0.0.1", PID: 1}, testhost.RASRank{Host: "10.0.0.2", PID: 2, Silent: true})
 	file := filepath.Join(dir, "ras.json")
 	require.NoError(t, os.WriteFile(file, []byte(answer), 0o600))
 	r := analyze(t, dir)

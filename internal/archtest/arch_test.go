@@ -24,7 +24,6 @@ var layers = [][]string{
 	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart"},
 	{"internal/safefile"},
 	{"internal/torchfile", "internal/ras", "internal/timeline"},
-	{"internal/ras/rastest"},
 	{"internal/analyze"},
 	{"memory/internal/alloc", "internal/cudahost"},
 	{"internal/status"},

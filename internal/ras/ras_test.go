@@ -13,14 +13,13 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/ras"
-	"github.com/gochorus/chorus/internal/ras/rastest"
 	"github.com/gochorus/chorus/internal/testhost"
 )
 
-var oneRank = rastest.Answer(rastest.Rank{Host: "10.0.0.1", PID: 1})
+var oneRank = testhost.RASAnswer(testhost.RASRank{Host: "10.0.0.1", PID: 1})
 
 func TestAsk(t *testing.T) {
-	a, err := ras.AskPatiently(rastest.Serve(t, oneRank), time.Minute)
+	a, err := ras.AskPatiently(testhost.ServeRAS(t, oneRank), time.Minute)
 	require.NoError(t, err)
 	require.Len(t, a.Communicators, 1)
 	require.Equal(t, ras.Rank{Host: "10.0.0.1", PID: 1, Counts: map[string]uint64{"AllGather": 1, "AllReduce": 0, "Broadcast": 0, "Reduce": 0, "ReduceScatter": 0}}, a.Communicators[0].Ranks[0])
@@ -30,12 +29,12 @@ func TestAsk(t *testing.T) {
 func TestAskTriesAnotherProcess(t *testing.T) {
 	t.Parallel()
 	var count atomic.Int32
-	addr := rastest.Listen(t, func(c net.Conn) {
+	addr := testhost.Listen(t, func(c net.Conn) {
 		if count.Add(1) < 3 {
 			_, _ = io.Copy(io.Discard, c) // silent until the client closes the connection
 			return
 		}
-		rastest.Speak(c, true, func() string { return oneRank })
+		testhost.SpeakRAS(c, true, func() string { return oneRank })
 	})
 	_, err := ras.AskPatiently(addr, 2*time.Second)
 	require.NoError(t, err)
@@ -48,26 +47,28 @@ func TestAskRefuses(t *testing.T) {
 		return func(c net.Conn) { _, _ = io.WriteString(c, text); _, _ = io.Copy(io.Discard, c) }
 	}
 	answer := func(text string) func(net.Conn) {
-		return func(c net.Conn) { rastest.Speak(c, true, func() string { return text }) }
+		return func(c net.Conn) { testhost.SpeakRAS(c, true, func() string { return text }) }
 	}
 	for name, c := range map[string]struct {
 		serve func(net.Conn)
 		want  string
 	}{
-		"silent":         {say(""), "i/o timeout"},
-		"closes":         {func(c net.Conn) { _, _ = bufio.NewReader(c).ReadString('\n') }, "EOF"},
-		"another":        {say("220 smtp.example ESMTP\x1b[2J\n"), `the answer to the handshake is "220 smtp.example ESMTP\x1b[2J" and not SERVER PROTOCOL`},
-		"no number":      {say("SERVER PROTOCOL x\n"), "the answer to the handshake"},
-		"long line":      {say(strings.Repeat("x", 1000)), "a line of the answer has more than 256 bytes"},
-		"no JSON":        {func(c net.Conn) { rastest.Speak(c, false, nil) }, `the answer to SET FORMAT json is "ERROR: Unknown command SET FORMAT json"`},
-		"no answer":      {answer(""), "the answer is not JSON"},
-		"garbage":        {answer("\x00\xff"), "the answer is not JSON"},
-		"too long":       {answer(strings.Repeat(" ", ras.MaxAnswer+1)), "the answer has more than 16777216 bytes"},
-		"silent at last": {func(c net.Conn) { rastest.Speak(c, true, func() string { _, _ = io.Copy(io.Discard, c); return "" }) }, "i/o timeout"},
+		"silent":    {say(""), "i/o timeout"},
+		"closes":    {func(c net.Conn) { _, _ = bufio.NewReader(c).ReadString('\n') }, "EOF"},
+		"another":   {say("220 smtp.example ESMTP\x1b[2J\n"), `the answer to the handshake is "220 smtp.example ESMTP\x1b[2J" and not SERVER PROTOCOL`},
+		"no number": {say("SERVER PROTOCOL x\n"), "the answer to the handshake"},
+		"long line": {say(strings.Repeat("x", 1000)), "a line of the answer has more than 256 bytes"},
+		"no JSON":   {func(c net.Conn) { testhost.SpeakRAS(c, false, nil) }, `the answer to SET FORMAT json is "ERROR: Unknown command SET FORMAT json"`},
+		"no answer": {answer(""), "the answer is not JSON"},
+		"garbage":   {answer("\x00\xff"), "the answer is not JSON"},
+		"too long":  {answer(strings.Repeat(" ", ras.MaxAnswer+1)), "the answer has more than 16777216 bytes"},
+		"silent at last": {func(c net.Conn) {
+			testhost.SpeakRAS(c, true, func() string { _, _ = io.Copy(io.Discard, c); return "" })
+		}, "i/o timeout"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
-			addr := rastest.Listen(t, c.serve)
+			addr := testhost.Listen(t, c.serve)
 			var err error
 			if strings.HasPrefix(name, "silent") {
 				begin := time.Now()
@@ -84,8 +85,8 @@ func TestAskRefuses(t *testing.T) {
 
 // A service that sends one byte after the other does not extend the limit.
 func TestAskSlowService(t *testing.T) {
-	addr := rastest.Listen(t, func(c net.Conn) {
-		rastest.Speak(c, true, func() string {
+	addr := testhost.Listen(t, func(c net.Conn) {
+		testhost.SpeakRAS(c, true, func() string {
 			tick := time.NewTicker(10 * time.Millisecond)
 			defer tick.Stop()
 			for range tick.C {
@@ -132,33 +133,33 @@ func TestAddress(t *testing.T) {
 func rankName(_ *ras.Communicator, rank int) string { return fmt.Sprint("rank ", rank) }
 
 func TestFindings(t *testing.T) {
-	on := func(pid, allReduces int) rastest.Rank {
-		return rastest.Rank{Host: "10.0.0.1", PID: pid, AllReduces: allReduces}
+	on := func(pid, allReduces int) testhost.RASRank {
+		return testhost.RASRank{Host: "10.0.0.1", PID: pid, AllReduces: allReduces}
 	}
 	silent, dead, failed := on(3, 0), on(4, 0), on(5, 5)
 	silent.Silent, dead.Dead, failed.AsyncError = true, true, 6
 	strange := failed
 	strange.AsyncError = 12
 	for name, c := range map[string]struct {
-		ranks []rastest.Rank
+		ranks []testhost.RASRank
 		want  []string
 	}{
-		"fine":   {[]rastest.Rank{on(1, 5), on(2, 5)}, nil},
-		"silent": {[]rastest.Rank{on(1, 5), silent}, []string{"rank 1 (process 3 on host 10.0.0.1) does not answer"}},
-		"two silent": {[]rastest.Rank{on(1, 5), silent, silent},
+		"fine":   {[]testhost.RASRank{on(1, 5), on(2, 5)}, nil},
+		"silent": {[]testhost.RASRank{on(1, 5), silent}, []string{"rank 1 (process 3 on host 10.0.0.1) does not answer"}},
+		"two silent": {[]testhost.RASRank{on(1, 5), silent, silent},
 			[]string{"rank 1 (process 3 on host 10.0.0.1), rank 2 (process 3 on host 10.0.0.1) do not answer"}},
-		"dead first": {[]rastest.Rank{silent, dead, on(1, 5), failed}, []string{
+		"dead first": {[]testhost.RASRank{silent, dead, on(1, 5), failed}, []string{
 			"rank 1 (process 4 on host 10.0.0.1) is dead or unreachable", "rank 0 (process 3 on host 10.0.0.1) does not answer"}},
-		"error":        {[]rastest.Rank{on(1, 5), failed}, []string{"rank 1 (process 5 on host 10.0.0.1) had an asynchronous error: ncclRemoteError"}},
-		"other result": {[]rastest.Rank{strange}, []string{"rank 0 (process 5 on host 10.0.0.1) had an asynchronous error: NCCL error 12"}},
-		"behind": {[]rastest.Rank{on(1, 5), on(2, 4), on(3, 5)},
+		"error":        {[]testhost.RASRank{on(1, 5), failed}, []string{"rank 1 (process 5 on host 10.0.0.1) had an asynchronous error: ncclRemoteError"}},
+		"other result": {[]testhost.RASRank{strange}, []string{"rank 0 (process 5 on host 10.0.0.1) had an asynchronous error: NCCL error 12"}},
+		"behind": {[]testhost.RASRank{on(1, 5), on(2, 4), on(3, 5)},
 			[]string{"the ranks have launched different numbers of AllReduce: rank 1 (process 2 on host 10.0.0.1) 4, 2 other ranks 5"}},
-		"one ahead": {[]rastest.Rank{on(1, 4), on(2, 5)},
+		"one ahead": {[]testhost.RASRank{on(1, 4), on(2, 5)},
 			[]string{"the ranks have launched different numbers of AllReduce: rank 0 (process 1 on host 10.0.0.1) 4, rank 1 (process 2 on host 10.0.0.1) 5"}},
-		"not known": {[]rastest.Rank{on(1, 5), {Host: "unknown", PID: -1, Silent: true}}, []string{"rank 1 does not answer"}},
+		"not known": {[]testhost.RASRank{on(1, 5), {Host: "unknown", PID: -1, Silent: true}}, []string{"rank 1 does not answer"}},
 	} {
 		t.Run(name, func(t *testing.T) {
-			for _, text := range []string{rastest.Answer(c.ranks...), rastest.Bug2289(rastest.Answer(c.ranks...))} {
+			for _, text := range []string{testhost.RASAnswer(c.ranks...), testhost.RASWithBug2289(testhost.RASAnswer(c.ranks...))} {
 				a, err := ras.Decode([]byte(text))
 				require.NoError(t, err)
 				require.Equal(t, c.want, a.Findings(rankName))
@@ -169,24 +170,24 @@ func TestFindings(t *testing.T) {
 
 // A finding of a large communicator names a few ranks.
 func TestFindingsOfManyRanks(t *testing.T) {
-	ranks := make([]rastest.Rank, 100)
+	ranks := make([]testhost.RASRank, 100)
 	for i := range ranks {
-		ranks[i] = rastest.Rank{Host: "10.0.0.1", PID: i + 1, AllReduces: i}
+		ranks[i] = testhost.RASRank{Host: "10.0.0.1", PID: i + 1, AllReduces: i}
 	}
-	a, err := ras.Decode([]byte(rastest.Answer(ranks...)))
+	a, err := ras.Decode([]byte(testhost.RASAnswer(ranks...)))
 	require.NoError(t, err)
 	require.Equal(t, []string{"the ranks have launched different numbers of AllReduce: rank 0 (process 1 on host 10.0.0.1) 0, rank 1 (process 2 on host 10.0.0.1) 1, rank 99 (process 100 on host 10.0.0.1) 99"}, a.Findings(rankName))
 	for i := range ranks {
 		ranks[i].Silent = i > 0
 	}
-	a, err = ras.Decode([]byte(rastest.Answer(ranks...)))
+	a, err = ras.Decode([]byte(testhost.RASAnswer(ranks...)))
 	require.NoError(t, err)
 	require.Regexp(t, `^rank 1 .*, rank 4 \(process 5 on host 10.0.0.1\) and 95 more ranks do not answer$`, a.Findings(rankName)[0])
 }
 
 // A process that answers, but has closed its communicator, is not silent.
 func TestRankThatHasClosedItsCommunicator(t *testing.T) {
-	text := strings.Replace(rastest.Answer(rastest.Rank{PID: 1}, rastest.Rank{PID: 2, Silent: true}), `"unresponsive": true`, `"unresponsive": false`, 1)
+	text := strings.Replace(testhost.RASAnswer(testhost.RASRank{PID: 1}, testhost.RASRank{PID: 2, Silent: true}), `"unresponsive": true`, `"unresponsive": false`, 1)
 	a, err := ras.Decode([]byte(text))
 	require.NoError(t, err)
 	require.Len(t, a.Communicators[0].Missing, 1)
@@ -195,7 +196,7 @@ func TestRankThatHasClosedItsCommunicator(t *testing.T) {
 
 // The answer may be of another job, or have other communicators of the process.
 func TestOf(t *testing.T) {
-	a, err := ras.Decode([]byte(rastest.Answer(rastest.Rank{PID: 7}, rastest.Rank{PID: 8, Silent: true})))
+	a, err := ras.Decode([]byte(testhost.RASAnswer(testhost.RASRank{PID: 7}, testhost.RASRank{PID: 8, Silent: true})))
 	require.NoError(t, err)
 	for name, c := range map[string]struct {
 		rank, size, pid, want int
@@ -207,7 +208,7 @@ func TestOf(t *testing.T) {
 }
 
 func TestDecodeRefuses(t *testing.T) {
-	fine := rastest.Answer(rastest.Rank{Host: "10.0.0.1", PID: 1}, rastest.Rank{Host: "10.0.0.2", PID: 2})
+	fine := testhost.RASAnswer(testhost.RASRank{Host: "10.0.0.1", PID: 1}, testhost.RASRank{Host: "10.0.0.2", PID: 2})
 	for name, c := range map[string]struct{ old, new, want string }{
 		"list":           {fine, "[]", "not JSON of NCCL's RAS service"},
 		"other":          {fine, `{"nccl_version": "2.29.2"}`, `has no "communicators"`},
@@ -242,18 +243,18 @@ func manyKinds(n int) string {
 
 // Texts of an answer cannot control the terminal.
 func TestFindingsQuoteTexts(t *testing.T) {
-	a, err := ras.Decode([]byte(rastest.Answer(rastest.Rank{Host: `\u001b[2J`, PID: 1, Silent: true})))
+	a, err := ras.Decode([]byte(testhost.RASAnswer(testhost.RASRank{Host: `\u001b[2J`, PID: 1, Silent: true})))
 	require.NoError(t, err)
 	require.Equal(t, []string{`rank 0 (process 1 on host \x1b[2J) does not answer`}, a.Findings(rankName))
 }
 
 // FuzzDecode reads answers of any program that listens on the port.
 func FuzzDecode(f *testing.F) {
-	silent := rastest.Rank{Host: "10.0.0.2", PID: 2, Silent: true}
-	for _, ranks := range [][]rastest.Rank{nil, {{PID: 1}}, {{PID: 1, AllReduces: 2}, {PID: 2, AsyncError: 3}, silent}} {
-		f.Add([]byte(rastest.Answer(ranks...)))
+	silent := testhost.RASRank{Host: "10.0.0.2", PID: 2, Silent: true}
+	for _, ranks := range [][]testhost.RASRank{nil, {{PID: 1}}, {{PID: 1, AllReduces: 2}, {PID: 2, AsyncError: 3}, silent}} {
+		f.Add([]byte(testhost.RASAnswer(ranks...)))
 	}
-	f.Add([]byte(rastest.Bug2289(rastest.Answer(silent))))
+	f.Add([]byte(testhost.RASWithBug2289(testhost.RASAnswer(silent))))
 	f.Fuzz(func(t *testing.T, b []byte) {
 		a, err := ras.Decode(b)
 		if err != nil {

@@ -9,35 +9,35 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/ras"
-	"github.com/gochorus/chorus/internal/ras/rastest"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
-func decoded(t *testing.T, ranks ...rastest.Rank) *ras.Answer {
+func decoded(t *testing.T, ranks ...testhost.RASRank) *ras.Answer {
 	t.Helper()
-	a, err := ras.Decode([]byte(rastest.Answer(ranks...)))
+	a, err := ras.Decode([]byte(testhost.RASAnswer(ranks...)))
 	require.NoError(t, err)
 	return a
 }
 
 // Each way to hold a job up has its ranks named, and ranks that differ while they go on are not.
 func TestCompare(t *testing.T) {
-	on := func(pid, allReduces, broadcasts int) rastest.Rank {
-		return rastest.Rank{Host: "h", PID: pid, AllReduces: allReduces, Broadcasts: broadcasts}
+	on := func(pid, allReduces, broadcasts int) testhost.RASRank {
+		return testhost.RASRank{Host: "h", PID: pid, AllReduces: allReduces, Broadcasts: broadcasts}
 	}
-	silent := rastest.Rank{Host: "h", PID: 2, Silent: true}
+	silent := testhost.RASRank{Host: "h", PID: 2, Silent: true}
 	const prefix, suffix = "communicator 0x5c1d8d1a3f0b2c44 of ", "; no rank has launched anything in 3.0 s, and sends and receives do not count"
 	for name, c := range map[string]struct {
-		before, after []rastest.Rank
+		before, after []testhost.RASRank
 		state, want   string
 	}{
-		"running":  {[]rastest.Rank{on(1, 5, 0), on(2, 4, 0)}, []rastest.Rank{on(1, 9, 0), on(2, 8, 0)}, ras.Running, ""},
-		"idle":     {[]rastest.Rank{on(1, 5, 0), on(2, 5, 0)}, nil, ras.Idle, ""},
-		"behind":   {[]rastest.Rank{on(1, 6, 0), on(2, 5, 0), on(3, 6, 0)}, nil, ras.Stuck, "3 ranks: rank 1 (process 2 on host h) is behind: it has launched 5 AllReduce and not 6 as most other ranks" + suffix},
-		"pair":     {[]rastest.Rank{on(1, 5, 0), on(2, 6, 0)}, nil, ras.Stuck, "2 ranks: rank 0 (process 1 on host h) is behind: it has launched 5 AllReduce and not 6 as rank 1" + suffix},
-		"ahead":    {[]rastest.Rank{on(1, 5, 0), on(2, 6, 0), on(3, 5, 0)}, nil, ras.Stuck, "3 ranks: rank 1 (process 2 on host h) is ahead: it has launched 6 AllReduce and not 5 as most other ranks" + suffix},
-		"other":    {[]rastest.Rank{on(1, 6, 0), on(2, 5, 1), on(3, 6, 0)}, nil, ras.Stuck, "3 ranks: rank 1 (process 2 on host h) is in another operation: it has launched 1 Broadcast and not 0, and 5 AllReduce and not 6 as most other ranks" + suffix},
-		"two ways": {[]rastest.Rank{on(1, 6, 0), on(2, 5, 1)}, nil, ras.Stuck, "2 ranks: rank 1 (process 2 on host h) is in another operation: it has launched 1 Broadcast and not 0, and 5 AllReduce and not 6 as rank 0, and which of them is wrong is not known" + suffix},
-		"silent":   {[]rastest.Rank{on(1, 6, 0), silent}, nil, ras.Failing, "2 ranks: rank 1 (process 2 on host h) does not answer"},
+		"running":  {[]testhost.RASRank{on(1, 5, 0), on(2, 4, 0)}, []testhost.RASRank{on(1, 9, 0), on(2, 8, 0)}, ras.Running, ""},
+		"idle":     {[]testhost.RASRank{on(1, 5, 0), on(2, 5, 0)}, nil, ras.Idle, ""},
+		"behind":   {[]testhost.RASRank{on(1, 6, 0), on(2, 5, 0), on(3, 6, 0)}, nil, ras.Stuck, "3 ranks: rank 1 (process 2 on host h) is behind: it has launched 5 AllReduce and not 6 as most other ranks" + suffix},
+		"pair":     {[]testhost.RASRank{on(1, 5, 0), on(2, 6, 0)}, nil, ras.Stuck, "2 ranks: rank 0 (process 1 on host h) is behind: it has launched 5 AllReduce and not 6 as rank 1" + suffix},
+		"ahead":    {[]testhost.RASRank{on(1, 5, 0), on(2, 6, 0), on(3, 5, 0)}, nil, ras.Stuck, "3 ranks: rank 1 (process 2 on host h) is ahead: it has launched 6 AllReduce and not 5 as most other ranks" + suffix},
+		"other":    {[]testhost.RASRank{on(1, 6, 0), on(2, 5, 1), on(3, 6, 0)}, nil, ras.Stuck, "3 ranks: rank 1 (process 2 on host h) is in another operation: it has launched 1 Broadcast and not 0, and 5 AllReduce and not 6 as most other ranks" + suffix},
+		"two ways": {[]testhost.RASRank{on(1, 6, 0), on(2, 5, 1)}, nil, ras.Stuck, "2 ranks: rank 1 (process 2 on host h) is in another operation: it has launched 1 Broadcast and not 0, and 5 AllReduce and not 6 as rank 0, and which of them is wrong is not known" + suffix},
+		"silent":   {[]testhost.RASRank{on(1, 6, 0), silent}, nil, ras.Failing, "2 ranks: rank 1 (process 2 on host h) does not answer"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			after := c.after
@@ -62,7 +62,7 @@ func TestCompare(t *testing.T) {
 
 // A communicator that a rank has closed meanwhile is not compared with another one of the same hash.
 func TestCompareOtherCommunicator(t *testing.T) {
-	before, after := decoded(t, rastest.Rank{PID: 1}, rastest.Rank{PID: 2}), decoded(t, rastest.Rank{PID: 1, AllReduces: 3}, rastest.Rank{PID: 2, AllReduces: 3})
+	before, after := decoded(t, testhost.RASRank{PID: 1}, testhost.RASRank{PID: 2}), decoded(t, testhost.RASRank{PID: 1, AllReduces: 3}, testhost.RASRank{PID: 2, AllReduces: 3})
 	before.Communicators[0].Secondary = "other"
 	s := ras.Compare("addr", before, after, time.Second)
 	require.Equal(t, ras.Idle, s.Communicators[0].State)
@@ -72,7 +72,7 @@ func TestCompareOtherCommunicator(t *testing.T) {
 // Watch ends with its context between the questions.
 func TestWatchEnds(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
-	addr := rastest.Serve(t, oneRank)
+	addr := testhost.ServeRAS(t, oneRank)
 	time.AfterFunc(10*time.Millisecond, cancel)
 	_, err := ras.Watch(ctx, addr, time.Hour)
 	require.Error(t, err)

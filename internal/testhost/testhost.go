@@ -1,6 +1,6 @@
 // Package testhost tells tests about the host they run on: whether the race detector watches
 // them, and which ports are free. It also makes networks of hosts, which are network namespaces
-// on a bridge of this machine.
+// on a bridge of this machine, and fakes NCCL's RAS service, which listens on each host.
 package testhost
 
 import (

@@ -1,5 +1,4 @@
-// Package rastest has a fake of NCCL's RAS service for tests.
-package rastest
+package testhost
 
 import (
 	"bufio"
@@ -34,15 +33,15 @@ func Listen(t testing.TB, serve func(net.Conn)) (addr string) {
 	return ln.Addr().String()
 }
 
-// Serve runs a service that answers STATUS in JSON, and returns its address.
-func Serve(t testing.TB, answer string) (addr string) {
+// ServeRAS runs a service that answers STATUS in JSON, and returns its address.
+func ServeRAS(t testing.TB, answer string) (addr string) {
 	t.Helper()
-	return Listen(t, func(c net.Conn) { Speak(c, true, func() string { return answer }) })
+	return Listen(t, func(c net.Conn) { SpeakRAS(c, true, func() string { return answer }) })
 }
 
-// Speak answers the commands of a client like NCCL's src/ras/client_support.cc. NCCL before 2.28.7 has
+// SpeakRAS answers the commands of a client like NCCL's src/ras/client_support.cc. NCCL before 2.28.7 has
 // no JSON.
-func Speak(c net.Conn, hasJSON bool, answer func() string) {
+func SpeakRAS(c net.Conn, hasJSON bool, answer func() string) {
 	asJSON := false
 	for lines := bufio.NewScanner(c); lines.Scan(); {
 		command := lines.Text()
@@ -66,8 +65,8 @@ func Speak(c net.Conn, hasJSON bool, answer func() string) {
 	}
 }
 
-// A Rank is a rank of the communicator of an answer.
-type Rank struct {
+// A RASRank is a rank of the communicator of an answer.
+type RASRank struct {
 	Host       string
 	PID        int
 	AllReduces int // launched
@@ -77,8 +76,8 @@ type Rank struct {
 	Dead       bool // and has not for a minute
 }
 
-// Answer returns the answer for a communicator, with the fields and line ends of NCCL 2.29.
-func Answer(ranks ...Rank) string {
+// RASAnswer returns the answer for a communicator, with the fields and line ends of NCCL 2.29.
+func RASAnswer(ranks ...RASRank) string {
 	var live, missing []string
 	for i, r := range ranks {
 		head := fmt.Sprintf("        {\n          \"rank\": %d,\n          \"host\": \"%s\",\n          \"pid\": %d,\n          \"cuda_dev\": %d,\n          \"nvml_dev\": %d,\n          \"status\": {\n", i, r.Host, r.PID, i, i)
@@ -95,8 +94,8 @@ func Answer(ranks ...Rank) string {
 		"\n      ]\n    }\n  ],\n  \"ras\": {\n    \"collection_time_sec\": 0.004,\n    \"timeouts_count\": 0\n  }\n}\n"
 }
 
-// Bug2289 removes the commas that NCCL 2.28.9 omits in the missing ranks of an answer.
-func Bug2289(answer string) string {
+// RASWithBug2289 removes the commas that NCCL 2.28.9 omits in the missing ranks of an answer.
+func RASWithBug2289(answer string) string {
 	before, missing, _ := strings.Cut(answer, `"missing_ranks": [`)
 	lines := strings.Split(missing, "\n")
 	for i, line := range lines {

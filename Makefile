@@ -114,7 +114,7 @@ cross: ## build without cgo and for arm64, and test the portable variants
 	$(if $(shell command -v qemu-aarch64),CGO_ENABLED=0 GOARCH=arm64 $(GO) test -exec qemu-aarch64 $(NO_C_LIBRARY))
 
 # The tests of these packages need no C library and start no programs, so an emulator runs them.
-NO_C_LIBRARY = ./internal/analyze ./internal/timeline ./cmd/chorus/internal/chart \
+NO_C_LIBRARY = ./internal/analyze ./internal/timeline \
 	./internal/env ./internal/osthread ./internal/handle ./internal/dtype \
 	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/torchfile
 

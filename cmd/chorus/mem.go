@@ -12,8 +12,8 @@ import (
 
 	"github.com/spf13/cobra"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/chart"
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
+	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
@@ -341,9 +341,9 @@ func (r *replayReport) table(out io.Writer, n *replayNumbers) error {
 }
 
 // plotWriters write a plot in the format of the file's extension.
-var plotWriters = map[string]func(*chart.Plot, io.Writer) error{
-	".svg":  (*chart.Plot).WriteSVG,
-	".html": (*chart.Plot).WriteHTML,
+var plotWriters = map[string]func(*results.Plot, io.Writer) error{
+	".svg":  (*results.Plot).WriteSVG,
+	".html": (*results.Plot).WriteHTML,
 }
 
 // draw writes the plot of a replay.
@@ -352,16 +352,16 @@ func draw(name string, t fileTrace, got *memtrace.Result, where string) error {
 	for i, p := range got.Curve {
 		allocated[i], reserved[i] = p.Allocated, p.Reserved
 	}
-	p := &chart.Plot{
+	p := &results.Plot{
 		Title:  fmt.Sprintf("%s, %s, replayed on %s", filepath.Base(t.file), t.Name, where),
 		Note:   fmt.Sprintf("%d calls on %d streams; fragmentation %.2f%% at the peak of reserved memory", got.Ops, t.Streams, 100*got.Fragmentation()),
 		XLabel: "allocator calls",
 		Step:   got.CurveStep,
-		Areas: []chart.Area{
+		Areas: []results.Area{
 			{Name: "reserved", Values: reserved},
 			{Name: "allocated", Values: allocated},
 		},
-		Lines: []chart.Line{
+		Lines: []results.Line{
 			{Name: "recorded: reserved", Value: t.Recorded.Reserved},
 			{Name: "recorded: allocated", Value: t.Recorded.Allocated},
 		},

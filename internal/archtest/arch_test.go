@@ -21,7 +21,7 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/sockets", "internal/testhost", "cmd/chorus/internal/chart"},
+	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/plain", "internal/poll", "internal/ptx", "internal/sockets", "internal/testhost"},
 	{"internal/safefile"},
 	{"internal/torchfile", "internal/ras", "internal/timeline"},
 	{"internal/analyze"},
@@ -67,7 +67,7 @@ var importers = map[string][]string{
 	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/machine", "internal/virtual/cufile", "memory", "internal/job", "internal/launch", "gds", "checkpoint", "internal/fabric"},
 	"github.com/klauspost/compress":   {"internal/ptx", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
-	"gonum.org/v1/plot":               {"cmd/chorus/internal/chart"},
+	"gonum.org/v1/plot":               {"cmd/chorus/internal/results"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
 	"github.com/prometheus":           {"cmd/chorus/internal/monitor"},
 	"github.com/stretchr/testify":     {"internal/virtual/virtualtest"}, // and every test, but only require

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/chart"
 	"github.com/gochorus/chorus/perf"
 )
 
@@ -32,7 +31,7 @@ th, td { padding: 2px 10px; text-align: right; border-bottom: 1px solid #e4e3df 
 func WriteHTML(r *perf.Report, w io.Writer) error {
 	p := &htmlPage{}
 	p.add("<!DOCTYPE html>\n<html lang=\"en\">\n<head><meta charset=\"utf-8\"><meta name=\"viewport\" content=\"width=device-width, initial-scale=1\"><title>chorus perf: %s</title>\n", title(r))
-	p.WriteString("<style>\n" + chart.Style + pageStyle + "</style></head>\n<body>\n<h1>chorus perf</h1>\n")
+	p.WriteString("<style>\n" + Style + pageStyle + "</style></head>\n<body>\n<h1>chorus perf</h1>\n")
 	p.add("<p>%s, %s</p>\n", title(r), r.Time.Format("2006-01-02 15:04 MST"))
 	p.verdict(r.Verdict)
 	if r.Error != "" {
@@ -150,8 +149,8 @@ func (p *htmlPage) figure(row *perf.Row, m *perf.Measure, inPlace bool) {
 }
 
 // charts returns charts of the bandwidths and times of all operations.
-func charts(r *perf.Report) (list []*chart.Chart) {
-	for _, c := range []*chart.Chart{
+func charts(r *perf.Report) (list []*Chart) {
+	for _, c := range []*Chart{
 		chartOf(r, "Bus bandwidth", "GB/s", func(m *perf.Measure) float64 { return m.BusBW }),
 		chartOf(r, "Time of an operation", "us", func(m *perf.Measure) float64 { return m.Time }),
 		chartOf(r, "99th percentile of single operations", "us", func(m *perf.Measure) float64 { return m.P99 }),
@@ -166,7 +165,7 @@ func charts(r *perf.Report) (list []*chart.Chart) {
 // A curve shows one side of an operation over the size.
 type curve struct {
 	features []string // one text for each kind of feature; "" if it does not apply
-	points   []chart.Point
+	points   []Point
 }
 
 // features describes a side of a row in words, without its size.
@@ -199,7 +198,7 @@ func curves(r *perf.Report, of func(*perf.Measure) float64) (list []*curve) {
 				i = len(list)
 				list = append(list, &curve{features: f})
 			}
-			list[i].points = append(list[i].points, chart.Point{X: float64(row.Bytes), Y: y})
+			list[i].points = append(list[i].points, Point{X: float64(row.Bytes), Y: y})
 		}
 	}
 	return list
@@ -226,7 +225,7 @@ func split(list []*curve) (shared string, names []string) {
 }
 
 // chart returns a chart of one quantity, or nil if there are no values.
-func chartOf(r *perf.Report, title, unit string, of func(*perf.Measure) float64) *chart.Chart {
+func chartOf(r *perf.Report, title, unit string, of func(*perf.Measure) float64) *Chart {
 	list := curves(r, of)
 	if len(list) == 0 {
 		return nil
@@ -235,8 +234,8 @@ func chartOf(r *perf.Report, title, unit string, of func(*perf.Measure) float64)
 	if shared != "" {
 		title += ": " + shared
 	}
-	c := &chart.Chart{Title: title}
-	low, high := chart.Point{X: math.Inf(1), Y: math.Inf(1)}, chart.Point{}
+	c := &Chart{Title: title}
+	low, high := Point{X: math.Inf(1), Y: math.Inf(1)}, Point{}
 	for i, l := range list {
 		prefix := names[i]
 		if prefix != "" {
@@ -247,10 +246,10 @@ func chartOf(r *perf.Report, title, unit string, of func(*perf.Measure) float64)
 			low.X, low.Y = min(low.X, q.X), min(low.Y, q.Y)
 			high.X, high.Y = max(high.X, q.X), max(high.Y, q.Y)
 		}
-		c.Series = append(c.Series, chart.Series{Name: names[i], Points: l.points})
+		c.Series = append(c.Series, Series{Name: names[i], Points: l.points})
 	}
-	c.X = chart.Powers("size", low.X, high.X, bytesText)
-	c.Y = chart.Decades(unit, low.Y, high.Y, plain)
+	c.X = Powers("size", low.X, high.X, bytesText)
+	c.Y = Decades(unit, low.Y, high.Y, plain)
 	return c
 }
 

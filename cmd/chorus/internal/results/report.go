@@ -1,5 +1,6 @@
 // Package results writes the reports of package perf as chorus perf prints them: the tables of nccl-tests, JSON, CSV,
 // the format of Go's benchmarks, and a page of HTML. It compares a report with an earlier one.
+// Its charts, which other commands draw too, are SVG that is readable on light and dark backgrounds and needs no network.
 package results
 
 import (

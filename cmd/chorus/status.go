@@ -17,7 +17,6 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
-	"github.com/gochorus/chorus/cmd/chorus/internal/timeline"
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
@@ -270,14 +269,14 @@ On CUDA a graph counts as compute, because its operations are not recorded one b
 	return c
 }
 
-func loadTimeline(c *cobra.Command, args []string) (*timeline.Job, error) {
+func loadTimeline(c *cobra.Command, args []string) (*analyze.Timeline, error) {
 	if len(args) != 1 {
 		return nil, usageError(c, errors.New("want one directory"))
 	}
 	if info, err := os.Stat(args[0]); err == nil && !info.IsDir() {
 		return nil, usageError(c, fmt.Errorf("%s is not a directory", args[0]))
 	}
-	return timeline.Load(args[0])
+	return analyze.LoadTimeline(args[0])
 }
 
 const analyzeLong = `Find the rank or the hardware that made a job hang, from the flight recorders of all ranks.

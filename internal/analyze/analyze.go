@@ -1,6 +1,9 @@
 // Package analyze compares the flight recorders of all ranks of a job and says which rank,
 // or which hardware, a hang comes from. It reads the dumps of Chorus and of PyTorch, as JSON or
-// pickles, and answers of NCCL's RAS service. It also finds the rank that the others wait for again and again. The files may come from
+// pickles, and answers of NCCL's RAS service. It also finds the rank that the others wait for again and again.
+//
+// LoadTimeline reads the files of internal/timeline. A Timeline merges those of all ranks into one file for
+// Perfetto, and computes how much of the communication is hidden behind kernels. The files may come from
 // anybody: Load limits their size and number, and no text of a file reaches the report without plain.Text.
 package analyze
 

@@ -49,7 +49,7 @@ var layers = [][]string{
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/streamtest"},
 	{"internal/route", "optim"},
 	{"comm", "internal/launch"},
-	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "cmd/chorus/internal/timeline", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
+	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"examples/internal/resume", "cmd/chorus/internal/results"},
 	{"cmd/chorus", "docs/guides", "examples/*", "internal/archtest", "internal/bench", "internal/differ", "internal/forgive", "internal/interop"},
 }

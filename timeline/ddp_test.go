@@ -7,10 +7,10 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/cmd/chorus/internal/timeline"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/kernel"
@@ -32,7 +32,7 @@ func TestOverlapShows(t *testing.T) {
 	nvtx.Range("step with a backward pass", func() { step.overlapped() })
 	nvtx.Range("step alone", func() { step.reduce() })
 	require.NoError(t, rec.Close())
-	j, err := timeline.Load(dir)
+	j, err := analyze.LoadTimeline(dir)
 	require.NoError(t, err)
 	s := j.Summarize()
 	require.Len(t, s.Ranks, 4)

@@ -1,4 +1,4 @@
-package timeline
+package analyze
 
 import (
 	"encoding/json"
@@ -28,14 +28,14 @@ func write(t *testing.T, dir, name string, h timeline.Header, records ...timelin
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "timeline-"+name+".jsonl"), []byte(b.String()), 0o600))
 }
 
-func load(t *testing.T, dir string) *Job {
+func load(t *testing.T, dir string) *Timeline {
 	t.Helper()
-	j, err := Load(dir)
+	j, err := LoadTimeline(dir)
 	require.NoError(t, err)
 	return j
 }
 
-func member(rank, size int) timeline.Record {
+func memberRecord(rank, size int) timeline.Record {
 	world := make([]int, size)
 	for i := range world {
 		world[i] = i
@@ -43,7 +43,7 @@ func member(rank, size int) timeline.Record {
 	return timeline.Record{Kind: timeline.Member, Name: "virtual:0", Member: &timeline.Membership{Group: "k", Label: "data", Rank: rank, Size: size, World: world, WorldSize: size}}
 }
 
-func op(rank, peer int, seq uint64, name string) timeline.Op {
+func operationRecord(rank, peer int, seq uint64, name string) timeline.Op {
 	return timeline.Op{Group: "k", Name: name, Sequence: seq, Transfer: name == "ncclSend" || name == "ncclRecv", Bytes: 8, Rank: rank, Peer: peer}
 }
 
@@ -60,10 +60,10 @@ func kern(order uint64, stream uint64, begin, end int64) timeline.Record {
 func TestHostsAreAligned(t *testing.T) {
 	dir := t.TempDir()
 	const ahead = 5_000_000_000
-	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A", Monotonic: 1000}, member(0, 2),
-		coll(1, 100, 900, op(0, -1, 1, "ncclAllReduce")), coll(2, 1000, 2000, op(0, -1, 2, "ncclAllReduce")))
-	write(t, dir, "b", timeline.Header{Host: "b", Boot: "B", Monotonic: 1000 + ahead}, member(1, 2),
-		coll(1, 700, 900, op(1, -1, 1, "ncclAllReduce")), coll(2, 1500, 2000, op(1, -1, 2, "ncclAllReduce")))
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A", Monotonic: 1000}, memberRecord(0, 2),
+		coll(1, 100, 900, operationRecord(0, -1, 1, "ncclAllReduce")), coll(2, 1000, 2000, operationRecord(0, -1, 2, "ncclAllReduce")))
+	write(t, dir, "b", timeline.Header{Host: "b", Boot: "B", Monotonic: 1000 + ahead}, memberRecord(1, 2),
+		coll(1, 700, 900, operationRecord(1, -1, 1, "ncclAllReduce")), coll(2, 1500, 2000, operationRecord(1, -1, 2, "ncclAllReduce")))
 	j := load(t, dir)
 	require.Len(t, j.Ranks, 2)
 	require.Equal(t, interval{600, 800}, interval{j.Ranks[1].slices[0].Begin, j.Ranks[1].slices[0].End}, "from the first record on")
@@ -88,10 +88,10 @@ func TestHostsAreAligned(t *testing.T) {
 // TestSendsAreConnected pairs the nth send to a rank with its nth receive, in one batch or alone.
 func TestSendsAreConnected(t *testing.T) {
 	dir := t.TempDir()
-	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, member(0, 2),
-		coll(1, 0, 10, op(0, 1, 0, "ncclSend"), op(0, 1, 0, "ncclRecv")), coll(2, 20, 30, op(0, 1, 0, "ncclSend")))
-	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, member(1, 2),
-		coll(1, 1, 12, op(1, 0, 0, "ncclRecv"), op(1, 0, 0, "ncclSend")), coll(2, 20, 40, op(1, 0, 0, "ncclRecv")))
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, memberRecord(0, 2),
+		coll(1, 0, 10, operationRecord(0, 1, 0, "ncclSend"), operationRecord(0, 1, 0, "ncclRecv")), coll(2, 20, 30, operationRecord(0, 1, 0, "ncclSend")))
+	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, memberRecord(1, 2),
+		coll(1, 1, 12, operationRecord(1, 0, 0, "ncclRecv"), operationRecord(1, 0, 0, "ncclSend")), coll(2, 20, 40, operationRecord(1, 0, 0, "ncclRecv")))
 	var ids []string
 	for _, e := range trace(t, load(t, dir)).Events {
 		if e.Phase == "s" {
@@ -109,8 +109,8 @@ func TestSlicesNest(t *testing.T) {
 	part.Parent = 2
 	lane := kern(5, 7, 500, 600)
 	lane.Lane = true
-	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, member(0, 1),
-		kern(1, 7, 0, 210), coll(2, 200, 400, op(0, -1, 1, "ncclAllReduce")), part, kern(4, 7, 395, 500), lane,
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, memberRecord(0, 1),
+		kern(1, 7, 0, 210), coll(2, 200, 400, operationRecord(0, -1, 1, "ncclAllReduce")), part, kern(4, 7, 395, 500), lane,
 		timeline.Record{Kind: timeline.Graph, Name: "cuGraphLaunch", Order: 6, Stream: 7, Begin: 450, End: 650},
 		timeline.Record{Kind: timeline.Range, Name: "a", Device: timeline.NoDevice, Begin: 0, End: 20},
 		timeline.Record{Kind: timeline.Range, Name: "b", Device: timeline.NoDevice, Begin: 10, End: 30},
@@ -136,13 +136,13 @@ func TestSlicesNest(t *testing.T) {
 // group.
 func TestRanksOfAProcess(t *testing.T) {
 	dir := t.TempDir()
-	second := member(1, 2)
+	second := memberRecord(1, 2)
 	second.Device, second.Name = 1, "virtual:1"
 	onSecond := kern(2, 8, 5, 9)
 	onSecond.Device = 1
 	zero := 0
-	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, member(0, 2), second, kern(1, 7, 0, 3), onSecond)
-	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, member(1, 2), kern(1, 7, 20, 21))
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, memberRecord(0, 2), second, kern(1, 7, 0, 3), onSecond)
+	write(t, dir, "b", timeline.Header{Host: "a", Boot: "A"}, memberRecord(1, 2), kern(1, 7, 20, 21))
 	write(t, dir, "c", timeline.Header{Host: "a", Boot: "A", Rank: &zero}, kern(1, 7, 30, 31))
 	j := load(t, dir)
 	var numbers []int
@@ -170,10 +170,10 @@ func TestLoadRefuses(t *testing.T) {
 	} {
 		dir := t.TempDir()
 		require.NoError(t, os.WriteFile(filepath.Join(dir, "timeline-x.jsonl"), []byte(text), 0o600))
-		_, err := Load(dir)
+		_, err := LoadTimeline(dir)
 		require.ErrorContains(t, err, want, text)
 	}
-	_, err := Load(t.TempDir())
+	_, err := LoadTimeline(t.TempDir())
 	require.ErrorContains(t, err, "has no files of a timeline")
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "timeline-x.jsonl"), []byte(header+`{"kind":"kernel"}`+"\n"+`{"kin`), 0o600))
@@ -188,7 +188,7 @@ func FuzzRead(f *testing.F) {
 		if x.read(strings.NewReader(string(b)), 1000) != nil {
 			return
 		}
-		j := newJob([]*file{x})
+		j := newTimeline([]*file{x})
 		var out strings.Builder
 		require.NoError(t, j.WriteTrace(&out))
 		require.True(t, json.Valid([]byte(out.String())), out.String())

@@ -1,4 +1,4 @@
-package timeline
+package analyze
 
 import (
 	"cmp"
@@ -10,7 +10,6 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -35,7 +34,7 @@ type RankShare struct {
 	HostWaits time.Duration `json:"host_waits_ns"` // a goroutine waits for the device
 	Steps     []Share       `json:"steps"`
 	// Arrivals says how often the rank arrived last at collectives.
-	Arrivals analyze.Tally `json:"last_arrivals"`
+	Arrivals Tally `json:"last_arrivals"`
 }
 
 // A Summary is the share of all ranks.
@@ -47,11 +46,11 @@ type Summary struct {
 }
 
 // Summarize computes the shares.
-func (j *Job) Summarize() *Summary {
+func (j *Timeline) Summarize() *Summary {
 	s := &Summary{Ranks: []RankShare{}, Dropped: j.Dropped, Cut: j.Cut}
-	steps := (*Rank).markedSteps
+	steps := (*TimelineRank).markedSteps
 	if s.Steps = "nvtx ranges"; !j.any(steps) {
-		if steps, s.Steps = (*Rank).launchedSteps, "graph launches"; !j.any(steps) {
+		if steps, s.Steps = (*TimelineRank).launchedSteps, "graph launches"; !j.any(steps) {
 			s.Steps = ""
 		}
 	}
@@ -74,12 +73,12 @@ func (j *Job) Summarize() *Summary {
 }
 
 // any reports whether a rank has steps.
-func (j *Job) any(steps func(*Rank) []interval) bool {
-	return slices.ContainsFunc(j.Ranks, func(r *Rank) bool { return len(steps(r)) > 0 })
+func (j *Timeline) any(steps func(*TimelineRank) []interval) bool {
+	return slices.ContainsFunc(j.Ranks, func(r *TimelineRank) bool { return len(steps(r)) > 0 })
 }
 
 // ranges returns the marked steps of the first rank of each host that has some.
-func (j *Job) ranges() map[string][]interval {
+func (j *Timeline) ranges() map[string][]interval {
 	all := map[string][]interval{}
 	for _, r := range j.Ranks {
 		if all[r.boot+r.Host] == nil {
@@ -90,7 +89,7 @@ func (j *Job) ranges() map[string][]interval {
 }
 
 // markedSteps returns the ranges of nvtx whose names begin with "step".
-func (r *Rank) markedSteps() (list []interval) {
+func (r *TimelineRank) markedSteps() (list []interval) {
 	for _, x := range r.ranges {
 		if x.Kind == timeline.Range && strings.HasPrefix(strings.ToLower(x.Name), "step") {
 			list = append(list, interval{x.Begin, x.End})
@@ -101,7 +100,7 @@ func (r *Rank) markedSteps() (list []interval) {
 
 // launchedSteps returns the times from one launch of a graph to the next on the stream with the
 // most launches: the one with the smallest handle if several have as many.
-func (r *Rank) launchedSteps() (list []interval) {
+func (r *TimelineRank) launchedSteps() (list []interval) {
 	byHandle := func(a, b *track) int { return cmp.Compare(a.handle, b.handle) }
 	for _, t := range slices.SortedFunc(maps.Values(r.streams), byHandle) {
 		var begins []int64
@@ -122,7 +121,7 @@ func (r *Rank) launchedSteps() (list []interval) {
 
 // busy returns when the rank's streams worked, and when they communicated. A graph counts as work
 // only if its operations are not recorded one by one.
-func (r *Rank) busy() (work, comm set) {
+func (r *TimelineRank) busy() (work, comm set) {
 	var works, comms []interval
 	lanes := slices.ContainsFunc(r.slices, func(s *slice) bool { return s.Lane })
 	for _, s := range r.slices {
@@ -139,7 +138,7 @@ func (r *Rank) busy() (work, comm set) {
 }
 
 // waits returns when the host waited for the device.
-func (r *Rank) waits() set {
+func (r *TimelineRank) waits() set {
 	var list []interval
 	for _, x := range r.host {
 		if x.Kind == timeline.Wait {
@@ -258,37 +257,37 @@ func round(d time.Duration) string {
 
 // tallyArrivals counts who arrives last at the collectives of each group whose ranks all have a timeline. Ranks are compared
 // by how long a collective took on their streams, which does not depend on the clocks of the hosts.
-func (j *Job) tallyArrivals() map[*Rank]*analyze.Tally {
-	all := map[*Rank]*analyze.Tally{}
-	byGroup := map[string]map[*Rank][]analyze.Arrival{}
+func (j *Timeline) tallyArrivals() map[*TimelineRank]*Tally {
+	all := map[*TimelineRank]*Tally{}
+	byGroup := map[string]map[*TimelineRank][]Arrival{}
 	var order []string
 	for _, r := range j.Ranks {
-		all[r] = new(analyze.Tally)
+		all[r] = new(Tally)
 		for _, s := range r.slices {
 			if s.Kind != timeline.Collective || len(s.Ops) != 1 || s.Ops[0].Transfer || s.Ops[0].Peer >= 0 {
 				continue // of a batch it is not known which operation waited, and not all ranks wait for a root
 			}
 			o := &s.Ops[0]
 			if byGroup[o.Group] == nil {
-				byGroup[o.Group] = map[*Rank][]analyze.Arrival{}
+				byGroup[o.Group] = map[*TimelineRank][]Arrival{}
 				order = append(order, o.Group)
 			}
-			byGroup[o.Group][r] = append(byGroup[o.Group][r], analyze.Arrival{Sequence: o.Sequence, Took: s.End - s.Begin})
+			byGroup[o.Group][r] = append(byGroup[o.Group][r], Arrival{Sequence: o.Sequence, Took: s.End - s.Begin})
 		}
 	}
 	for _, id := range order {
-		var members []*Rank
-		var list []analyze.Arrivals
+		var members []*TimelineRank
+		var list []Arrivals
 		for _, r := range j.Ranks {
 			if a := byGroup[id][r]; len(a) > 0 {
-				slices.SortFunc(a, func(a, b analyze.Arrival) int { return cmp.Compare(a.Sequence, b.Sequence) })
-				members, list = append(members, r), append(list, analyze.Arrivals{List: a})
+				slices.SortFunc(a, func(a, b Arrival) int { return cmp.Compare(a.Sequence, b.Sequence) })
+				members, list = append(members, r), append(list, Arrivals{List: a})
 			}
 		}
 		if len(members) != j.sizes[id] {
 			continue
 		}
-		counts, _ := analyze.CompareArrivals(list, 0)
+		counts, _ := CompareArrivals(list, 0)
 		for i, r := range members {
 			all[r].Add(counts[i])
 		}

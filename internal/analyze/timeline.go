@@ -1,6 +1,4 @@
-// Package timeline reads the files of internal/timeline. It merges them into one file for
-// Perfetto, and computes how much of the communication is hidden behind kernels.
-package timeline
+package analyze
 
 import (
 	"bufio"
@@ -21,17 +19,17 @@ import (
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
-// A Job has the timelines of all ranks.
-type Job struct {
-	Ranks   []*Rank
+// A Timeline has the timelines of all ranks.
+type Timeline struct {
+	Ranks   []*TimelineRank
 	Dropped uint64   // records that are missing
 	Cut     []string // files whose last line is incomplete
 
 	sizes map[string]int // of groups
 }
 
-// A Rank is a device of a process, with the times of the job: nanoseconds since its first record.
-type Rank struct {
+// A TimelineRank is a device of a process, with the times of the job: nanoseconds since its first record.
+type TimelineRank struct {
 	Number  int // world rank; ranks whose number is not known follow
 	known   bool
 	Host    string
@@ -61,13 +59,13 @@ type track struct {
 // A slice is an operation of a stream.
 type slice struct {
 	timeline.Record
-	rank *Rank
+	rank *TimelineRank
 	on   *track
 }
 
-// newJob assigns ranks, moves all times to one clock, and makes the slices of each stream nest.
-func newJob(files []*file) *Job {
-	j := &Job{sizes: map[string]int{}}
+// newTimeline assigns ranks, moves all times to one clock, and makes the slices of each stream nest.
+func newTimeline(files []*file) *Timeline {
+	j := &Timeline{sizes: map[string]int{}}
 	for _, f := range files {
 		j.addFile(f)
 	}
@@ -80,8 +78,8 @@ func newJob(files []*file) *Job {
 }
 
 // addFile adds the ranks of a process: one for each device. Records of the process go to the first.
-func (j *Job) addFile(f *file) {
-	byDevice := map[int]*Rank{}
+func (j *Timeline) addFile(f *file) {
+	byDevice := map[int]*TimelineRank{}
 	var devices []int
 	for i := range f.records {
 		if d := f.records[i].Device; d >= 0 && byDevice[d] == nil {
@@ -114,12 +112,12 @@ func (j *Job) addFile(f *file) {
 	}
 }
 
-func newRank(f *file, device string) *Rank {
-	return &Rank{Host: f.header.Host, Device: device, boot: cmp.Or(f.header.Boot, f.header.Host), world: f.header.WorldSize,
+func newRank(f *file, device string) *TimelineRank {
+	return &TimelineRank{Host: f.header.Host, Device: device, boot: cmp.Or(f.header.Boot, f.header.Host), world: f.header.WorldSize,
 		groups: map[string]string{}, streams: map[stream]*track{}}
 }
 
-func (j *Job) addRecord(r *Rank, x timeline.Record) {
+func (j *Timeline) addRecord(r *TimelineRank, x timeline.Record) {
 	switch x.Kind {
 	case timeline.Member:
 		m := x.Member
@@ -143,7 +141,7 @@ func (j *Job) addRecord(r *Rank, x timeline.Record) {
 	}
 }
 
-func (r *Rank) addSlice(x timeline.Record) {
+func (r *TimelineRank) addSlice(x timeline.Record) {
 	at := stream{x.Stream, x.Lane}
 	t := r.streams[at]
 	if t == nil {
@@ -157,8 +155,8 @@ func (r *Rank) addSlice(x timeline.Record) {
 
 // number sorts the ranks, and gives numbers to ranks without one and to a second process of a rank,
 // which has replaced the first.
-func (j *Job) number() {
-	slices.SortStableFunc(j.Ranks, func(a, b *Rank) int { return cmp.Compare(a.Number, b.Number) })
+func (j *Timeline) number() {
+	slices.SortStableFunc(j.Ranks, func(a, b *TimelineRank) int { return cmp.Compare(a.Number, b.Number) })
 	taken, next := map[int]bool{}, 0
 	for _, r := range j.Ranks {
 		next = max(next, r.Number+1)
@@ -170,12 +168,12 @@ func (j *Job) number() {
 		}
 		taken[r.Number] = true
 	}
-	slices.SortFunc(j.Ranks, func(a, b *Rank) int { return cmp.Compare(a.Number, b.Number) })
+	slices.SortFunc(j.Ranks, func(a, b *TimelineRank) int { return cmp.Compare(a.Number, b.Number) })
 }
 
 // arrange sorts the slices and makes them nest: a stream runs its operations in order, and the
 // clock of a device is compared with the host's again and again, so that times jump a little.
-func (r *Rank) arrange() {
+func (r *TimelineRank) arrange() {
 	slices.SortFunc(r.slices, func(a, b *slice) int { return cmp.Compare(a.Order, b.Order) })
 	byBegin := func(a, b timeline.Record) int { return cmp.Compare(a.Begin, b.Begin) }
 	slices.SortFunc(r.host, byBegin)
@@ -209,10 +207,10 @@ func (t *track) arrange() {
 }
 
 const (
-	mostFiles   = 1 << 16
-	mostRecords = 1 << 25 // of all files
-	mostLine    = 1 << 22
-	format      = 1
+	mostTimelineFiles = 1 << 16
+	mostRecords       = 1 << 25 // of all files
+	mostLine          = 1 << 22
+	format            = 1
 )
 
 // A file is the content of one file.
@@ -223,8 +221,8 @@ type file struct {
 	cut     bool // the process ended while it wrote
 }
 
-// Load reads all files of a directory.
-func Load(dir string) (*Job, error) {
+// LoadTimeline reads all files of a directory.
+func LoadTimeline(dir string) (*Timeline, error) {
 	entries, err := os.ReadDir(dir)
 	if err != nil {
 		return nil, fmt.Errorf("timeline: %w", err)
@@ -235,10 +233,10 @@ func Load(dir string) (*Job, error) {
 		if !e.Type().IsRegular() || !strings.HasPrefix(e.Name(), "timeline-") || filepath.Ext(e.Name()) != ".jsonl" {
 			continue
 		}
-		if len(files) == mostFiles {
-			return nil, fmt.Errorf("timeline: %s has more than %d files", plain.Text(dir), mostFiles)
+		if len(files) == mostTimelineFiles {
+			return nil, fmt.Errorf("timeline: %s has more than %d files", plain.Text(dir), mostTimelineFiles)
 		}
-		f, err := loadFile(filepath.Join(dir, e.Name()), left)
+		f, err := loadTimelineFile(filepath.Join(dir, e.Name()), left)
 		if err != nil {
 			return nil, fmt.Errorf("timeline: %s: %w", plain.Text(e.Name()), err)
 		}
@@ -248,10 +246,10 @@ func Load(dir string) (*Job, error) {
 	if len(files) == 0 {
 		return nil, fmt.Errorf("timeline: %s has no files of a timeline: set CHORUS_TIMELINE=%[1]s for the job, or call timeline.Start", plain.Text(dir))
 	}
-	return newJob(files), nil
+	return newTimeline(files), nil
 }
 
-func loadFile(path string, most int) (*file, error) {
+func loadTimelineFile(path string, most int) (*file, error) {
 	r, err := safefile.Open(path)
 	if err != nil {
 		return nil, err
@@ -360,7 +358,7 @@ func check(x *timeline.Record) error {
 
 // align moves the times of all hosts to the clock of the first rank's host, and its origin to the
 // first record. All processes of a host share a clock.
-func (j *Job) align() {
+func (j *Timeline) align() {
 	offsets := j.offsets()
 	first := int64(math.MaxInt64)
 	for _, r := range j.Ranks {
@@ -372,11 +370,11 @@ func (j *Job) align() {
 	}
 }
 
-func (r *Rank) shift(by int64) {
+func (r *TimelineRank) shift(by int64) {
 	r.each(func(x *timeline.Record) { x.Begin, x.End = x.Begin+by, x.End+by })
 }
 
-func (r *Rank) each(visit func(*timeline.Record)) {
+func (r *TimelineRank) each(visit func(*timeline.Record)) {
 	for _, s := range r.slices {
 		visit(&s.Record)
 	}
@@ -390,7 +388,7 @@ func (r *Rank) each(visit func(*timeline.Record)) {
 // offsets returns how far the clock of each host is ahead of the first rank's host. A collective of
 // all its ranks ends on all hosts at nearly the same time, so the offset is the median difference
 // of these ends. Hosts are compared with the first host, or with one that was compared before.
-func (j *Job) offsets() map[string]int64 {
+func (j *Timeline) offsets() map[string]int64 {
 	known := map[string]int64{}
 	if len(j.Ranks) > 0 {
 		known[j.Ranks[0].boot] = 0
@@ -413,7 +411,7 @@ func (j *Job) offsets() map[string]int64 {
 }
 
 // ends returns when each collective ended on each host.
-func (j *Job) ends() map[collective]map[string]int64 {
+func (j *Timeline) ends() map[collective]map[string]int64 {
 	ends := map[collective]map[string]int64{}
 	for _, r := range j.Ranks {
 		for _, s := range r.slices {

@@ -1,4 +1,4 @@
-package timeline
+package analyze
 
 import (
 	"bytes"
@@ -33,7 +33,7 @@ type chromeEvent struct {
 }
 
 // trace returns the merged file of a job, whose format it has checked.
-func trace(t *testing.T, j *Job) *chromeTrace {
+func trace(t *testing.T, j *Timeline) *chromeTrace {
 	t.Helper()
 	var b bytes.Buffer
 	require.NoError(t, j.WriteTrace(&b))
@@ -46,17 +46,17 @@ func trace(t *testing.T, j *Job) *chromeTrace {
 // ns converts microseconds, which have three decimals.
 func ns(us float64) int64 { return int64(math.Round(us * 1000)) }
 
-type place struct{ pid, tid int }
+type timelinePlace struct{ pid, tid int }
 
 // check tells whether the trace follows the rules of Chrome's format that Perfetto needs.
 func (c *chromeTrace) check() error {
-	slicesOf, async, flows := map[place][]interval{}, map[string]int{}, map[string][]chromeEvent{}
-	named := map[place]bool{}
+	slicesOf, async, flows := map[timelinePlace][]interval{}, map[string]int{}, map[string][]chromeEvent{}
+	named := map[timelinePlace]bool{}
 	for _, e := range c.Events {
 		if e.PID == nil || e.TID == nil || e.Name == "" {
 			return fmt.Errorf("an event without pid, tid or name: %+v", e)
 		}
-		at := place{*e.PID, *e.TID}
+		at := timelinePlace{*e.PID, *e.TID}
 		if e.Phase != "M" && (e.Time == nil || *e.Time < 0) {
 			return fmt.Errorf("an event without a time: %+v", e)
 		}
@@ -110,14 +110,14 @@ func nests(list []interval) error {
 	return nil
 }
 
-func checkFlows(flows map[string][]chromeEvent, slicesOf map[place][]interval) error {
+func checkFlows(flows map[string][]chromeEvent, slicesOf map[timelinePlace][]interval) error {
 	for key, pair := range flows {
 		if len(pair) != 2 || pair[0].Phase != "s" || pair[1].Phase != "f" || pair[1].Bind != "e" || *pair[1].Time < *pair[0].Time {
 			return fmt.Errorf("the flow %s is not one s before one f with bp e: %+v", key, pair)
 		}
 		for _, e := range pair {
 			at := ns(*e.Time)
-			if !slices.ContainsFunc(slicesOf[place{*e.PID, *e.TID}], func(x interval) bool { return x.from <= at && at < x.to }) {
+			if !slices.ContainsFunc(slicesOf[timelinePlace{*e.PID, *e.TID}], func(x interval) bool { return x.from <= at && at < x.to }) {
 				return fmt.Errorf("the flow %s has no slice at %d ns", key, at)
 			}
 		}

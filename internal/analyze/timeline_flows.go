@@ -1,4 +1,4 @@
-package timeline
+package analyze
 
 import (
 	"cmp"
@@ -15,7 +15,7 @@ type flow struct {
 
 // flows connects the ranks of each collective: from the rank that arrived last, which all others
 // waited for, to the others; and each send with its receive.
-func (j *Job) flows() (list []flow) {
+func (j *Timeline) flows() (list []flow) {
 	groups := map[collective][]*slice{}
 	var order []collective
 	for _, r := range j.Ranks {
@@ -51,7 +51,7 @@ type transfer struct {
 }
 
 // transfers adds the flows from sends to receives.
-func (j *Job) transfers(list []flow) []flow {
+func (j *Timeline) transfers(list []flow) []flow {
 	sends, receives := map[transfer]*slice{}, map[transfer]*slice{}
 	var order []transfer
 	for _, r := range j.Ranks {

@@ -1,4 +1,4 @@
-package timeline
+package analyze
 
 import (
 	"bufio"
@@ -55,7 +55,7 @@ type writer struct {
 }
 
 // WriteTrace writes the job in Chrome's trace format.
-func (j *Job) WriteTrace(to io.Writer) error {
+func (j *Timeline) WriteTrace(to io.Writer) error {
 	w := &writer{w: bufio.NewWriter(to), tid: map[*track]int{}}
 	info, err := json.Marshal(map[string]any{
 		"displayTimeUnit": "ns", "distributedInfo": map[string]any{"backend": "nccl", "rank": 0, "world_size": j.worldSize()},
@@ -75,7 +75,7 @@ func (j *Job) WriteTrace(to io.Writer) error {
 	return cmp.Or(w.err, w.w.Flush())
 }
 
-func (j *Job) worldSize() int {
+func (j *Timeline) worldSize() int {
 	n := len(j.Ranks)
 	for _, r := range j.Ranks {
 		n = max(n, r.world)
@@ -106,7 +106,7 @@ func (w *writer) meta(pid, tid int, name, key string, value any) {
 	w.event(event{Phase: "M", Name: name, PID: pid, TID: tid, Args: map[string]any{key: value}})
 }
 
-func (w *writer) rank(r *Rank) {
+func (w *writer) rank(r *TimelineRank) {
 	name := fmt.Sprintf("rank %d · %s", r.Number, r.Host)
 	if !r.known {
 		name = fmt.Sprintf("process %d · %s", r.Number, r.Host)
@@ -136,14 +136,14 @@ func (w *writer) rank(r *Rank) {
 	w.memory(r)
 }
 
-func (w *writer) thread(r *Rank, tid int, name string, position int) {
+func (w *writer) thread(r *TimelineRank, tid int, name string, position int) {
 	w.meta(r.Number, tid, "thread_name", "name", name)
 	w.meta(r.Number, tid, "thread_sort_index", "sort_index", position)
 }
 
 // host writes the calls that kept the host. Goroutines change their threads, so the first row that
 // is free shows a call.
-func (w *writer) host(r *Rank) {
+func (w *writer) host(r *TimelineRank) {
 	var free []int64 // when each row is free
 	for _, x := range r.host {
 		row := slices.IndexFunc(free, func(at int64) bool { return at <= x.Begin })
@@ -161,7 +161,7 @@ func (w *writer) host(r *Rank) {
 }
 
 // complete writes a slice.
-func (w *writer) complete(r *Rank, tid int, x timeline.Record, args map[string]any) {
+func (w *writer) complete(r *TimelineRank, tid int, x timeline.Record, args map[string]any) {
 	d := micros(x.End - x.Begin)
 	w.event(event{Phase: "X", Name: x.Name, Category: x.Kind, PID: r.Number, TID: tid, Time: micros(x.Begin), Duration: &d, Args: args})
 }
@@ -209,7 +209,7 @@ func (s *slice) title() string {
 }
 
 // ranges writes ranges as asynchronous events, because they may overlap.
-func (w *writer) ranges(r *Rank) {
+func (w *writer) ranges(r *TimelineRank) {
 	for i, x := range r.ranges {
 		e := event{Phase: "b", Name: x.Name, Category: "range", PID: r.Number, TID: 0, Time: micros(x.Begin), ID: fmt.Sprintf("%d/range/%d", r.Number, i)}
 		if x.Kind == timeline.Instant {
@@ -224,7 +224,7 @@ func (w *writer) ranges(r *Rank) {
 }
 
 // memory writes the memory that was allocated and reserved since the start of the recording.
-func (w *writer) memory(r *Rank) {
+func (w *writer) memory(r *TimelineRank) {
 	var allocated, reserved int64
 	for _, x := range r.memory {
 		n := int64(x.Bytes)

@@ -13,7 +13,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -52,14 +52,14 @@ func TestLossesAreThoseOfPyTorch(t *testing.T) {
 }
 
 // runJob runs the program on one host and returns its results.
-func runJob(t *testing.T, backend string, ranks int) *digits.Result {
+func runJob(t *testing.T, backend string, ranks int) *training.Result {
 	t.Helper()
 	return runOn(t, backend, ranks, job.Config{})
 }
 
 // runOn runs ranks processes on each of the hosts, which this machine plays all,
 // and returns the results of the host that has rank 0.
-func runOn(t *testing.T, backend string, ranks int, hosts ...job.Config) *digits.Result {
+func runOn(t *testing.T, backend string, ranks int, hosts ...job.Config) *training.Result {
 	t.Helper()
 	file := filepath.Join(t.TempDir(), "result.json")
 	self, err := os.Executable()
@@ -86,7 +86,7 @@ func runOn(t *testing.T, backend string, ranks int, hosts ...job.Config) *digits
 	require.Contains(t, out[0].String(), "[rank 0] epoch 10 of 10: loss 0.06")
 	b, err := os.ReadFile(file)
 	require.NoError(t, err)
-	res := new(digits.Result)
+	res := new(training.Result)
 	require.NoError(t, json.Unmarshal(b, res))
 	return res
 }
@@ -109,9 +109,9 @@ func TestTwoHosts(t *testing.T) {
 	}
 }
 
-func check(t *testing.T, got *digits.Result, backend string, ranks int) {
+func check(t *testing.T, got *training.Result, backend string, ranks int) {
 	t.Helper()
-	want, err := digits.Reference()
+	want, err := training.Reference()
 	require.NoError(t, err)
 	require.Len(t, got.Losses, 60)
 	worst := 0.0

@@ -17,7 +17,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -56,8 +56,8 @@ func run(ctx context.Context, file string) error {
 	return res.Write(file)
 }
 
-func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
-	m, err := digits.NewModel(g.Device(0))
+func train(ctx context.Context, g *comm.Group) (*training.Result, error) {
+	m, err := training.NewModel(g.Device(0))
 	if err != nil {
 		return nil, err
 	}
@@ -83,9 +83,9 @@ func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
 		return nil, err
 	}
 	defer red.Close()
-	t := digits.Trainer{
+	t := training.Trainer{
 		Group:  g,
-		Models: []*digits.Model{m},
+		Models: []*training.Model{m},
 		Ready:  red.Ready,
 		Update: func() error {
 			if err := red.Finish(m.Stream); err != nil {
@@ -98,8 +98,8 @@ func train(ctx context.Context, g *comm.Group) (*digits.Result, error) {
 }
 
 // zeros allocates contiguous memory with the lengths of the parameters, filled with zeros.
-func zeros(m *digits.Model) (flat memory.Slice[float32], parts []memory.Slice[float32], err error) {
-	if flat, parts, err = memory.MakeFlat[float32](m.Stream, digits.ParamLens...); err != nil {
+func zeros(m *training.Model) (flat memory.Slice[float32], parts []memory.Slice[float32], err error) {
+	if flat, parts, err = memory.MakeFlat[float32](m.Stream, training.ParamLens...); err != nil {
 		return flat, nil, err
 	}
 	if err := flat.Zero(m.Stream); err != nil {
@@ -109,7 +109,7 @@ func zeros(m *digits.Model) (flat memory.Slice[float32], parts []memory.Slice[fl
 }
 
 // start broadcasts rank 0's parameters.
-func start(g *comm.Group, m *digits.Model, params memory.Slice[float32]) error {
+func start(g *comm.Group, m *training.Model, params memory.Slice[float32]) error {
 	if err := m.Init(); err != nil {
 		return err
 	}

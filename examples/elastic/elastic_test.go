@@ -19,7 +19,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/cluster"
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -140,8 +140,8 @@ func TestTrainingSurvives(t *testing.T) {
 	require.NoError(t, err)
 	var res result
 	require.NoError(t, json.Unmarshal(b, &res))
-	require.Equal(t, slices.Repeat([]int32{digits.Epochs}, digits.BatchRows*digits.Steps), res.Used)
-	want, err := digits.Reference()
+	require.Equal(t, slices.Repeat([]int32{training.Epochs}, training.BatchRows*training.Steps), res.Used)
+	want, err := training.Reference()
 	require.NoError(t, err)
 	require.Len(t, res.Losses, len(want))
 	for i, w := range want {

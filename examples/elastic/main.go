@@ -22,7 +22,7 @@ import (
 
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 )
 
 func main() {
@@ -30,11 +30,11 @@ func main() {
 	log.SetPrefix("elastic: ")
 	file := flag.String("json", "", "`file` for the results in JSON")
 	pause := flag.Duration("pause", 0, "time between two steps, for a slower run")
-	epochs := flag.Int("epochs", digits.Epochs, "number of passes over the data")
+	epochs := flag.Int("epochs", training.Epochs, "number of passes over the data")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGINT, syscall.SIGTERM)
 	defer stop()
-	err := run(ctx, *file, &trainer{pause: *pause, steps: func() int { return *epochs * digits.Steps }})
+	err := run(ctx, *file, &trainer{pause: *pause, steps: func() int { return *epochs * training.Steps }})
 	if errors.Is(err, cluster.ErrDismissed) {
 		log.Print("this host leaves the job")
 		return

@@ -21,7 +21,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -241,7 +241,7 @@ func (s *soak) settle() {
 
 // finish lets the training end, and checks its result.
 func (s *soak) finish() *result {
-	steps := (s.step/digits.Steps + 4) * digits.Steps
+	steps := (s.step/training.Steps + 4) * training.Steps
 	require.NoError(s.t, os.WriteFile(s.until+".new", fmt.Append(nil, steps), 0o644))
 	require.NoError(s.t, os.Rename(s.until+".new", s.until))
 	s.watch(func() bool { return !slices.ContainsFunc(s.hosts, func(h *soakHost) bool { return h.up }) })
@@ -258,7 +258,7 @@ func (s *soak) finish() *result {
 	var res result
 	require.NoError(s.t, json.Unmarshal(b, &res))
 	require.Len(s.t, res.Losses, steps)
-	require.Equal(s.t, slices.Repeat([]int32{int32(steps / digits.Steps)}, digits.BatchRows*digits.Steps), res.Used, "uses of each row")
+	require.Equal(s.t, slices.Repeat([]int32{int32(steps / training.Steps)}, training.BatchRows*training.Steps), res.Used, "uses of each row")
 	s.noOrphans()
 	return &res
 }
@@ -361,7 +361,7 @@ func requireUndisturbed(t *testing.T, res *result) {
 	require.NoError(t, err)
 	file := filepath.Join(t.TempDir(), "alone.json")
 	code := launch.Run(t.Context(), &launch.Config{
-		Program: []string{self, "-json", file, "-epochs", fmt.Sprint(len(res.Losses) / digits.Steps)},
+		Program: []string{self, "-json", file, "-epochs", fmt.Sprint(len(res.Losses) / training.Steps)},
 		Procs:   1,
 		Devices: launch.Devices{Count: 1, Backend: "virtual", Env: []string{asWorker + "=1", "CHORUS_BACKEND=virtual"}},
 		Cluster: job.Config{Job: "alone"},

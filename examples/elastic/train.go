@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -29,8 +29,8 @@ type trainer struct {
 	pause time.Duration
 	steps func() int // of the whole training
 
-	train, test            digits.Dataset
-	model                  *digits.Model
+	train, test            training.Digits
+	model                  *training.Model
 	params, grads, momenta memory.Slice[float32]
 	has                    bool // this process has a state
 	at                     progress
@@ -40,21 +40,21 @@ type trainer struct {
 
 // open allocates the state. It needs no other process.
 func (t *trainer) open(dev *device.Device) (err error) {
-	if t.train, t.test, err = digits.Load(); err != nil {
+	if t.train, t.test, err = training.LoadDigits(); err != nil {
 		return err
 	}
 	t.at.Used = make([]int32, t.train.Rows())
-	if t.model, err = digits.NewModel(dev); err != nil {
+	if t.model, err = training.NewModel(dev); err != nil {
 		return err
 	}
 	m := t.model
-	if t.params, m.Params, err = memory.MakeFlat[float32](m.Stream, digits.ParamLens...); err != nil {
+	if t.params, m.Params, err = memory.MakeFlat[float32](m.Stream, training.ParamLens...); err != nil {
 		return err
 	}
-	if t.grads, m.Grads, err = memory.MakeFlat[float32](m.Stream, digits.ParamLens...); err != nil {
+	if t.grads, m.Grads, err = memory.MakeFlat[float32](m.Stream, training.ParamLens...); err != nil {
 		return err
 	}
-	if t.momenta, _, err = memory.MakeFlat[float32](m.Stream, digits.ParamLens...); err != nil {
+	if t.momenta, _, err = memory.MakeFlat[float32](m.Stream, training.ParamLens...); err != nil {
 		return err
 	}
 	for _, x := range []memory.Slice[float32]{t.params, t.momenta} {
@@ -131,8 +131,8 @@ func (t *trainer) synchronise(ctx context.Context, g *comm.Group) error {
 // step trains on one batch. It changes the state only after the gradients of all ranks have arrived.
 func (t *trainer) step(ctx context.Context, g *comm.Group, red *ddp.Reducer) error {
 	m, done := t.model, len(t.at.Losses)
-	first := done % digits.Steps * digits.BatchRows // rows in order, the same for each pass over the data
-	from, to := digits.Share(digits.BatchRows, g.Rank(), g.Size())
+	first := done % training.Steps * training.BatchRows // rows in order, the same for each pass over the data
+	from, to := training.Share(training.BatchRows, g.Rank(), g.Size())
 	loss, err := memory.Make[float32](m.Stream, 1)
 	if err != nil {
 		return err
@@ -159,7 +159,7 @@ func (t *trainer) step(ctx context.Context, g *comm.Group, red *ddp.Reducer) err
 		t.at.Used[first+i] += n
 	}
 	t.at.Losses = append(t.at.Losses, value[0])
-	if n := len(t.at.Losses); n%digits.Steps == 0 && g.Rank() == 0 {
+	if n := len(t.at.Losses); n%training.Steps == 0 && g.Rank() == 0 {
 		fmt.Printf("step %d of %d: loss %.4f\n", n, t.steps(), value[0])
 	}
 	return nil
@@ -168,7 +168,7 @@ func (t *trainer) step(ctx context.Context, g *comm.Group, red *ddp.Reducer) err
 // sum adds the loss of all ranks, counts the use of each row of the batch, and waits for
 // these sums and for the gradients.
 func (t *trainer) sum(ctx context.Context, g *comm.Group, loss memory.Slice[float32], from, to int) ([]int32, error) {
-	used := make([]int32, digits.BatchRows)
+	used := make([]int32, training.BatchRows)
 	for i := from; i < to; i++ {
 		used[i] = 1
 	}
@@ -198,7 +198,7 @@ func (t *trainer) checksum() (uint32, error) {
 
 // A result is the result of the training, with the use of each row of the data.
 type result struct {
-	digits.Result
+	training.Result
 	Used []int32 `json:"used"`
 }
 
@@ -211,7 +211,7 @@ func (t *trainer) result() (*result, error) {
 }
 
 // Write writes the result to a file in JSON. If file is empty, it does nothing.
-func (r *result) Write(file string) error { return digits.WriteJSON(file, r) }
+func (r *result) Write(file string) error { return training.WriteJSON(file, r) }
 
 // sleep waits for d or for the end of ctx.
 func sleep(ctx context.Context, d time.Duration) error {

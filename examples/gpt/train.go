@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/examples/gpt/kernels"
-	"github.com/gochorus/chorus/examples/internal/resume"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/optim"
@@ -383,7 +383,7 @@ func (t *trainer[T]) parts() [][]checkpoint.Part {
 // resume restores the newest checkpoint, which any number of ranks may have saved, and continues
 // after its step. If the folder has no checkpoint, the training begins with step 0.
 func (t *trainer[T]) resume(ctx context.Context) (err error) {
-	x := &resume.Training{Folder: t.cfg.ckpt, Steps: t.cfg.steps, Print: log.New(os.Stderr, "gpt: ", 0).Printf,
+	x := &training.Resume{Folder: t.cfg.ckpt, Steps: t.cfg.steps, Print: log.New(os.Stderr, "gpt: ", 0).Printf,
 		Restore: func(saved *checkpoint.Saved) error { return t.restore(ctx, saved) }}
 	t.first, err = x.Run(ctx, t.g)
 	return err

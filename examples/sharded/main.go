@@ -22,8 +22,7 @@ import (
 	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
-	"github.com/gochorus/chorus/examples/digits"
-	"github.com/gochorus/chorus/examples/internal/resume"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 	"github.com/gochorus/chorus/tensor"
@@ -102,7 +101,7 @@ func (c *checkpoints) parts() ([][]checkpoint.Part, error) {
 			}
 		}
 		for _, p := range c.sh.Pieces(i) {
-			run := checkpoint.Part{Name: fmt.Sprintf("momentum.%d", p.Param), Shape: []int{digits.ParamLens[p.Param]}, Start: p.Start, Flat: true}
+			run := checkpoint.Part{Name: fmt.Sprintf("momentum.%d", p.Param), Shape: []int{training.ParamLens[p.Param]}, Start: p.Start, Flat: true}
 			if err := add(run, r.momenta.Slice(p.At, p.At+p.Len)); err != nil {
 				return nil, err
 			}
@@ -134,7 +133,7 @@ func (c *checkpoints) open(ctx context.Context, g *comm.Group) (first int, err e
 // resume restores the newest checkpoint and returns its step. If the folder has no checkpoint, it
 // returns 0.
 func (c *checkpoints) resume(ctx context.Context, g *comm.Group, parts [][]checkpoint.Part) (int, error) {
-	x := &resume.Training{Folder: c.cfg.ckpt, Steps: digits.Epochs * digits.Steps, Print: log.Printf, Restore: func(saved *checkpoint.Saved) error {
+	x := &training.Resume{Folder: c.cfg.ckpt, Steps: training.Epochs * training.Steps, Print: log.Printf, Restore: func(saved *checkpoint.Saved) error {
 		for i, s := range c.streams { // the initial values are on these streams
 			if err := g.Stream(i).WaitStream(s); err != nil {
 				return err
@@ -149,11 +148,11 @@ func (c *checkpoints) resume(ctx context.Context, g *comm.Group, parts [][]check
 // save saves the state after a number of steps, if the flags say so. Training goes on meanwhile.
 // The streams wait for the parameters first, because an all-gather is writing to them.
 func (c *checkpoints) save(ctx context.Context, steps int) error {
-	if c.saver == nil || steps != digits.Epochs*digits.Steps && (c.cfg.every == 0 || steps%c.cfg.every != 0) {
+	if c.saver == nil || steps != training.Epochs*training.Steps && (c.cfg.every == 0 || steps%c.cfg.every != 0) {
 		return nil
 	}
 	for _, s := range c.streams {
-		for i := range digits.ParamLens {
+		for i := range training.ParamLens {
 			if err := c.sh.WaitOn(s, i); err != nil {
 				return err
 			}
@@ -164,20 +163,20 @@ func (c *checkpoints) save(ctx context.Context, steps int) error {
 
 // A replica is the state of one local rank.
 type replica struct {
-	model   *digits.Model
+	model   *training.Model
 	parts   []ddp.Part[float32]   // this rank's shard
 	momenta memory.Slice[float32] // of the shard only
 }
 
-func train(ctx context.Context, g *comm.Group, cfg *config) (res *digits.Result, err error) {
+func train(ctx context.Context, g *comm.Group, cfg *config) (res *training.Result, err error) {
 	// Gradients are weighted by the rows of each rank, so they are summed. The small first
 	// bucket overlaps the reduction of the last layer with the backward pass of the first one.
-	sh, err := ddp.NewSharder[float32](g, digits.ParamLens, &ddp.ShardConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)})
+	sh, err := ddp.NewSharder[float32](g, training.ParamLens, &ddp.ShardConfig{FirstBucketBytes: 6 << 10, Op: new(comm.Sum)})
 	if err != nil {
 		return nil, err
 	}
 	defer sh.Close()
-	t := digits.Trainer{Group: g, Need: sh.WaitOn, Ready: sh.Ready}
+	t := training.Trainer{Group: g, Need: sh.WaitOn, Ready: sh.Ready}
 	var replicas []replica
 	for i := range g.Locals() {
 		r, err := newReplica(g, sh, i)
@@ -216,7 +215,7 @@ func train(ctx context.Context, g *comm.Group, cfg *config) (res *digits.Result,
 }
 
 func newReplica(g *comm.Group, sh *ddp.Sharder[float32], local int) (r replica, err error) {
-	if r.model, err = digits.NewModel(g.Device(local)); err != nil {
+	if r.model, err = training.NewModel(g.Device(local)); err != nil {
 		return r, err
 	}
 	if r.momenta, err = memory.Make[float32](r.model.Stream, sh.Len()); err != nil {

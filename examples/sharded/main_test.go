@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -23,7 +23,7 @@ func TestResume(t *testing.T) {
 				cfg := &config{ckpt: filepath.Join(t.TempDir(), "run"), every: every, resume: true}
 				want, err := train(testgpu.Context(t), group(t, devs[:x[0]]), cfg)
 				require.NoError(t, err)
-				require.Len(t, want.Losses, digits.Epochs*digits.Steps)
+				require.Len(t, want.Losses, training.Epochs*training.Steps)
 				require.NoError(t, os.RemoveAll(filepath.Join(cfg.ckpt, "step-00000060")))
 				got, err := train(testgpu.Context(t), group(t, devs[:x[1]]), cfg)
 				require.NoError(t, err)

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/ddp"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/examples/digits"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -45,7 +45,7 @@ func TestLosses(t *testing.T) {
 				got, err := train(testgpu.Context(t), group(t, devs), &config{})
 				require.NoError(t, err)
 				want := unsharded(t, group(t, devs))
-				require.Len(t, got.Losses, digits.Epochs*digits.Steps)
+				require.Len(t, got.Losses, training.Epochs*training.Steps)
 				for i, w := range want.Losses {
 					require.InEpsilon(t, w, got.Losses[i], 1e-6, "loss of step %d", i)
 				}
@@ -78,7 +78,7 @@ func TestProcesses(t *testing.T) {
 			require.Zero(t, code, out.String())
 			b, err := os.ReadFile(file)
 			require.NoError(t, err)
-			got := new(digits.Result)
+			got := new(training.Result)
 			require.NoError(t, json.Unmarshal(b, got))
 			check(t, got, ranks)
 			require.Equal(t, backend, got.Backend)
@@ -87,9 +87,9 @@ func TestProcesses(t *testing.T) {
 }
 
 // check compares with PyTorch, and the state with the model.
-func check(t *testing.T, got *digits.Result, ranks int) {
+func check(t *testing.T, got *training.Result, ranks int) {
 	t.Helper()
-	want, err := digits.Reference()
+	want, err := training.Reference()
 	require.NoError(t, err)
 	require.Len(t, got.Losses, len(want))
 	worst := 0.0
@@ -101,11 +101,11 @@ func check(t *testing.T, got *digits.Result, ranks int) {
 	t.Logf("largest relative difference to PyTorch %.1e, %d bytes of state", worst, got.StateBytes)
 	require.Equal(t, ranks, got.Ranks)
 	params := 0
-	for _, n := range digits.ParamLens {
+	for _, n := range training.ParamLens {
 		params += 4 * n
 	}
 	require.GreaterOrEqual(t, got.StateBytes*ranks, params)
-	require.Less(t, got.StateBytes*ranks, params+2*16*ranks+16*len(digits.ParamLens), "padding only")
+	require.Less(t, got.StateBytes*ranks, params+2*16*ranks+16*len(training.ParamLens), "padding only")
 }
 
 func group(t *testing.T, devs []*device.Device) *comm.Group {
@@ -117,19 +117,19 @@ func group(t *testing.T, devs []*device.Device) *comm.Group {
 }
 
 // unsharded trains with all momenta on each rank, and reduces whole gradients.
-func unsharded(t *testing.T, g *comm.Group) *digits.Result {
+func unsharded(t *testing.T, g *comm.Group) *training.Result {
 	t.Helper()
-	tr := digits.Trainer{Group: g}
+	tr := training.Trainer{Group: g}
 	var flats [][3]memory.Slice[float32] // parameters, gradients, momenta
 	var grads [][]memory.Slice[float32]
 	for i := range g.Locals() {
-		m, err := digits.NewModel(g.Device(i))
+		m, err := training.NewModel(g.Device(i))
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, m.Close()) })
 		var flat [3]memory.Slice[float32]
 		var parts [3][]memory.Slice[float32]
 		for k := range flat {
-			flat[k], parts[k], err = memory.MakeFlat[float32](m.Stream, digits.ParamLens...)
+			flat[k], parts[k], err = memory.MakeFlat[float32](m.Stream, training.ParamLens...)
 			require.NoError(t, err)
 			t.Cleanup(func() { require.NoError(t, flat[k].Close()) })
 			require.NoError(t, flat[k].Zero(m.Stream))

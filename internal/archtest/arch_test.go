@@ -49,8 +49,8 @@ var layers = [][]string{
 	{"nccl", "tensor", "rng", "gds", "internal/fabric", "internal/testgpu/streamtest"},
 	{"internal/route", "optim"},
 	{"comm", "internal/launch"},
-	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "examples/digits", "examples/gpt/kernels", "internal/testgpu/groups"},
-	{"examples/internal/resume", "cmd/chorus/internal/results"},
+	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "examples/gpt/kernels", "internal/testgpu/groups"},
+	{"cmd/chorus/internal/results", "examples/internal/training"},
 	{"cmd/chorus", "docs/guides", "examples/*", "internal/archtest", "internal/bench", "internal/differ", "internal/forgive", "internal/interop"},
 }
 
@@ -67,7 +67,7 @@ var importers = map[string][]string{
 	"golang.org/x/sys":                {"internal/sockets", "internal/cudahost", "internal/env", "internal/dl", "internal/virtual/machine", "internal/virtual/cufile", "memory", "internal/job", "internal/launch", "gds", "checkpoint", "internal/fabric"},
 	"github.com/klauspost/compress":   {"internal/ptx", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/blas"},
-	"gonum.org/v1/plot":               {"cmd/chorus/internal/results"},
+	"gonum.org/v1/plot":               {"cmd/chorus/internal/results", "examples/internal/training"},
 	"github.com/spf13/cobra":          {"cmd/chorus"},
 	"github.com/prometheus":           {"cmd/chorus/internal/monitor"},
 	"github.com/stretchr/testify":     {"internal/virtual/virtualtest"}, // and every test, but only require

@@ -1,7 +1,7 @@
-// Package digits is shared by the training examples: a small classifier of handwritten
+// Package training is shared by the training examples: a small classifier of handwritten
 // digits, its data, and the training loop. The examples implement the reduction of
-// gradients and the update of parameters.
-package digits
+// gradients and the update of parameters. A Resume continues any example after its newest checkpoint.
+package training
 
 import (
 	_ "embed"
@@ -87,7 +87,7 @@ func (m *Model) Close() error {
 
 // Pass enqueues the forward and the backward pass for this rank's part of a batch. loss
 // receives the part of the batch's mean loss. need may be nil; see Trainer for the hooks.
-func (m *Model) Pass(part Dataset, loss memory.Slice[float32], need, ready Hook) error {
+func (m *Model) Pass(part Digits, loss memory.Slice[float32], need, ready Hook) error {
 	if err := m.load(part); err != nil {
 		return err
 	}
@@ -98,7 +98,7 @@ func (m *Model) Pass(part Dataset, loss memory.Slice[float32], need, ready Hook)
 }
 
 // load copies a batch to the device.
-func (m *Model) load(d Dataset) error {
+func (m *Model) load(d Digits) error {
 	m.rows = d.Rows()
 	if err := m.scratch[0].Slice(0, m.rows*pixels).CopyFrom(m.Stream, d.x); err != nil {
 		return err
@@ -195,7 +195,7 @@ func (m *Model) SGD(p, v, g memory.Slice[float32]) error {
 }
 
 // Accuracy returns the fraction of correct predictions. need may be nil.
-func (m *Model) Accuracy(d Dataset, need Hook) (float64, error) {
+func (m *Model) Accuracy(d Digits, need Hook) (float64, error) {
 	if err := m.load(d); err != nil {
 		return 0, err
 	}

@@ -1,4 +1,4 @@
-package resume_test
+package training_test
 
 import (
 	"fmt"
@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/examples/internal/resume"
+	"github.com/gochorus/chorus/examples/internal/training"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -28,7 +28,7 @@ func TestRun(t *testing.T) {
 	require.NoError(t, err)
 	defer func() { require.NoError(t, g.Close()) }()
 	folder := filepath.Join(t.TempDir(), "run")
-	x := &resume.Training{Folder: folder, Steps: 8}
+	x := &training.Resume{Folder: folder, Steps: 8}
 	run := func() (lines []string, step int, err error) {
 		x.Restore = func(*checkpoint.Saved) error { lines = append(lines, "restored"); return nil }
 		x.Print = func(format string, args ...any) { lines = append(lines, fmt.Sprintf(format, args...)) }

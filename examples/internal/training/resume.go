@@ -1,5 +1,4 @@
-// Package resume continues a training example after its newest checkpoint, and says which one that is.
-package resume
+package training
 
 import (
 	"context"
@@ -11,8 +10,8 @@ import (
 	"github.com/gochorus/chorus/comm"
 )
 
-// A Training is an example that continues.
-type Training struct {
+// A Resume is an example that continues.
+type Resume struct {
 	Folder  string                              // of its checkpoints
 	Steps   int                                 // of the whole training
 	Restore func(saved *checkpoint.Saved) error // restores the state of the local ranks
@@ -22,7 +21,7 @@ type Training struct {
 // Run restores the newest complete checkpoint and returns its step, or 0 if the folder has no
 // checkpoint. It is an error if all checkpoints are damaged, because the training would begin
 // again and replace them. Collective.
-func (t *Training) Run(ctx context.Context, g *comm.Group) (step int, err error) {
+func (t *Resume) Run(ctx context.Context, g *comm.Group) (step int, err error) {
 	print := t.Print
 	if g.Rank() != 0 {
 		print = func(string, ...any) {}

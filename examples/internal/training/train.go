@@ -1,4 +1,4 @@
-package digits
+package training
 
 import (
 	"bytes"
@@ -46,7 +46,7 @@ type Result struct {
 
 // Run trains for all epochs and prints the loss of each on rank 0.
 func (t *Trainer) Run(ctx context.Context) (*Result, error) {
-	train, test, err := Load()
+	train, test, err := LoadDigits()
 	if err != nil {
 		return nil, err
 	}
@@ -81,7 +81,7 @@ func (t *Trainer) Run(ctx context.Context) (*Result, error) {
 
 // step enqueues one step on the local ranks' parts of the batch. The host waits
 // only for the copies of the batch.
-func (t *Trainer) step(ctx context.Context, batch Dataset, losses comm.Shards[float32], step int) error {
+func (t *Trainer) step(ctx context.Context, batch Digits, losses comm.Shards[float32], step int) error {
 	at := step % Steps
 	for i, m := range t.Models {
 		from, to := Share(batch.Rows(), t.Group.Communicator(i).Rank(), t.Group.Size())
@@ -176,20 +176,20 @@ var (
 	w2Bytes []byte
 )
 
-// A Dataset holds rows of pixels from 0 to 1, and the digit of each row.
-type Dataset struct {
+// A Digits holds rows of pixels from 0 to 1, and the digit of each row.
+type Digits struct {
 	x []float32
 	y []int32
 }
 
 // Rows returns the number of rows.
-func (d Dataset) Rows() int { return len(d.y) }
+func (d Digits) Rows() int { return len(d.y) }
 
 // Slice returns the rows i to j-1.
-func (d Dataset) Slice(i, j int) Dataset { return Dataset{d.x[i*pixels : j*pixels], d.y[i:j]} }
+func (d Digits) Slice(i, j int) Digits { return Digits{d.x[i*pixels : j*pixels], d.y[i:j]} }
 
-// Load returns the training rows and the test rows.
-func Load() (train, test Dataset, err error) {
+// LoadDigits returns the training rows and the test rows.
+func LoadDigits() (train, test Digits, err error) {
 	z, err := gzip.NewReader(bytes.NewReader(digitsCSV))
 	if err != nil {
 		return train, test, err
@@ -198,7 +198,7 @@ func Load() (train, test Dataset, err error) {
 	if err != nil {
 		return train, test, err
 	}
-	var all Dataset
+	var all Digits
 	for n, line := range lines {
 		if len(line) != pixels+1 {
 			return train, test, fmt.Errorf("digits: row %d has %d numbers: want %d", n+1, len(line), pixels+1)

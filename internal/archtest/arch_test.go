@@ -35,7 +35,6 @@ var layers = [][]string{
 	{"internal/virtual/machine"},
 	{"internal/virtual/nccl", "internal/virtual/blas", "internal/virtual/cufile"},
 	{"internal/backend"},
-	{"internal/conformance"},
 	{"internal/gpu"},
 	{"device"},
 	{"internal/testgpu", "stream"},
@@ -51,7 +50,7 @@ var layers = [][]string{
 	{"comm", "internal/launch"},
 	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"cmd/chorus/internal/results", "examples/internal/training"},
-	{"cmd/chorus", "docs/guides", "examples/*", "internal/archtest", "internal/bench", "internal/differ", "internal/forgive", "internal/interop"},
+	{"cmd/chorus", "docs/guides", "examples/*", "internal/archtest", "internal/bench", "internal/conformance", "internal/differ", "internal/interop"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.

@@ -20,6 +20,10 @@ func TestMain(m *testing.M) {
 		runRank()
 		return
 	}
+	if name := os.Getenv(caseVariable); name != "" {
+		programMain(name)
+		return
+	}
 	virtualtest.Main(m)
 }
 

@@ -3,7 +3,6 @@ package conformance
 import (
 	"encoding/hex"
 	"errors"
-	"flag"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -15,6 +14,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
+	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
@@ -29,13 +29,11 @@ const (
 	envSeed = "CHORUS_TEST_SEED" // of inputs
 )
 
-var thorough = flag.Bool("thorough", false, "run TestProcesses with 8 ranks, too")
-
 // TestProcesses runs every operation in all types, reductions and sizes, in one set of
 // processes for each number of ranks.
 func TestProcesses(t *testing.T) {
 	sizes := []int{2, 4}
-	if *thorough {
+	if testgpu.Rounds(0, 1) == 1 { // with -thorough
 		sizes = append(sizes, 8)
 	}
 	for _, size := range sizes {

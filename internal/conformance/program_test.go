@@ -1,4 +1,4 @@
-package forgive
+package conformance
 
 import (
 	"bytes"
@@ -76,12 +76,8 @@ var (
 	only  = flag.String("only", "", "run only the program with this `name`")
 )
 
-func TestMain(m *testing.M) {
-	name := os.Getenv(caseVariable)
-	if name == "" {
-		testgpu.Main(m)
-		return
-	}
+// programMain runs one program, in a process of its own.
+func programMain(name string) {
 	at := slices.IndexFunc(programs, func(p program) bool { return p.name == name })
 	err := perform(&programs[at], os.Getenv(backendVariable))
 	switch wrong := (unexpected{}); {

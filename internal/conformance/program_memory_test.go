@@ -1,4 +1,4 @@
-package forgive
+package conformance
 
 import (
 	"syscall"

@@ -50,7 +50,7 @@ var layers = [][]string{
 	{"comm", "internal/launch"},
 	{"amp", "ddp", "checkpoint", "health", "perf", "cmd/chorus/internal/monitor", "examples/gpt/kernels", "internal/testgpu/groups"},
 	{"cmd/chorus/internal/results", "examples/internal/training"},
-	{"cmd/chorus", "docs/guides", "examples/*", "internal/archtest", "internal/bench", "internal/conformance", "internal/differ", "internal/interop"},
+	{"cmd/chorus", "examples/*", "internal/archtest", "internal/bench", "internal/conformance", "internal/differ", "internal/interop"},
 }
 
 // helpers are packages for tests, which tests of any layer may import.

@@ -1,17 +1,4 @@
-// Package guides follows the guides as a reader would. A guide is one session in a terminal:
-// its files are written, its commands are executed, and their outputs are compared.
-//
-// Blocks of a guide, by the words after the fence:
-//
-//	go main.go       a file that the reader saves
-//	python model.py  the same; its syntax is checked if Python is installed
-//	sh               commands; each of them must succeed
-//	text             the whole output of the commands before it. … matches any part of a line,
-//	                 and a line with only … matches any number of lines.
-//
-// The commands also run on a host without GPUs and without a network: the command go in PATH
-// takes the module chorus from this checkout, and free ports replace port 29477.
-package guides
+package archtest
 
 import (
 	"context"
@@ -31,9 +18,22 @@ import (
 	"github.com/gochorus/chorus/internal/testhost"
 )
 
+// TestGuides follows the guides as a reader would. A guide is one session in a terminal:
+// its files are written, its commands are executed, and their outputs are compared.
+//
+// Blocks of a guide, by the words after the fence:
+//
+//	go main.go       a file that the reader saves
+//	python model.py  the same; its syntax is checked if Python is installed
+//	sh               commands; each of them must succeed
+//	text             the whole output of the commands before it. … matches any part of a line,
+//	                 and a line with only … matches any number of lines.
+//
+// The commands also run on a host without GPUs and without a network: the command go in PATH
+// takes the module chorus from this checkout, and free ports replace port 29477.
 func TestGuides(t *testing.T) {
 	d := newDesktop(t)
-	files, err := filepath.Glob("*.md")
+	files, err := filepath.Glob("../../docs/guides/*.md")
 	require.NoError(t, err)
 	require.NotEmpty(t, files)
 	for _, file := range files {
@@ -54,7 +54,7 @@ func TestGuides(t *testing.T) {
 func (d *desktop) testWrongGuides(t *testing.T) {
 	const program = "```go main.go\npackage main\n\nfunc main() { println(\"3\") }\n```\n```sh\ngo mod init first\ngo build -o first .\n./first\n```\n"
 	require.NoError(t, d.follow(t, program+"```text\n…\n3\n```\n"))
-	require.NoError(t, d.follow(t, "```sh\nchorus version\n```\n```text\n…chorus…\n…\n```\n`chorus perf -b 8` [links](guides_test.go)"))
+	require.NoError(t, d.follow(t, "```sh\nchorus version\n```\n```text\n…chorus…\n…\n```\n`chorus perf -b 8` [links](kernels.md)"))
 	require.NoError(t, d.follow(t, "```sh\necho b\necho chorus: a\n```\n```text\nchorus: a\nb\n```\n"), "the launcher and the ranks write beside each other")
 	for want, guide := range map[string]string{
 		"and not":              "```sh\necho b\n```\n```text\nchorus: a\nb\n```\n",
@@ -193,7 +193,7 @@ var (
 // that the text names.
 func (d *desktop) checkProse(text string) error {
 	for _, m := range links.FindAllStringSubmatch(spans.ReplaceAllString(text, ""), -1) {
-		if _, err := os.Stat(m[1]); err != nil {
+		if _, err := os.Stat(filepath.Join("../../docs/guides", m[1])); err != nil {
 			return fmt.Errorf("the link to %s does not exist", m[1])
 		}
 	}

@@ -22,8 +22,6 @@ import (
 	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/sanitizer"
-	"github.com/gochorus/chorus/internal/virtual/blas"
-	"github.com/gochorus/chorus/internal/virtual/cufile"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
 )
@@ -402,7 +400,7 @@ func NewVirtual(cfg *VirtualConfig) (*VirtualMachine, error) {
 	if err != nil {
 		return nil, err
 	}
-	return &VirtualMachine{Machine: m, nccl: nccl.New(m, cfg.NCCL), cublas: blas.New(m), lt: blas.NewLt(m), cufile: cufile.New(m)}, nil
+	return &VirtualMachine{Machine: m, nccl: nccl.New(m, cfg.NCCL), cublas: machine.NewCublas(m), lt: machine.NewCublasLt(m), cufile: machine.NewCufile(m)}, nil
 }
 
 // NCCL returns the machine's NCCL, of the configured version.

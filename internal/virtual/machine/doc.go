@@ -27,8 +27,8 @@
 //
 // # Libraries
 //
-// NCCL, cuBLAS and cuFile are packages above this one, and the machine does not know them.
-// A call of a library goes through these steps:
+// NCCL is a package above this one. cuBLAS, cuBLASLt and cuFile have files here (cublas*.go, cufile.go), and
+// the machine does not know them either. A call of a library goes through these steps:
 //
 //   - [Machine.Fault] counts the call and returns its planned fault, [Machine.Unbind] and
 //     [Machine.Retained] return the device of the calling thread's context, and
@@ -42,4 +42,22 @@
 //   - [Op.Fail] loses the device, and [Machine.Report] reports a mistake.
 //
 // An operation of the host, such as a read of a file, is a [Machine.HostOp].
+//
+// # Products
+//
+// cuBLAS and cuBLASLt use gonum's matrix products. cuBLASLt supports the products that a
+// Hopper GPU supports, except some that the documentation leaves unclear:
+//
+//   - Inputs of one type, or a mix of float8_e4m3fn and float8_e5m2, with the outputs that
+//     supported lists.
+//   - 8-bit floats need a transposed A, a B that is not, and multiples of 16.
+//   - Outputs must not share memory with inputs, workspaces need 256-byte alignment, and
+//     pointers need the alignment that the algorithm was chosen with.
+//
+// Rounding: inputs are widened exactly, multiplied and added in float32 (float64 for
+// float64, float16 after each addition for the compute type of 16 bits). Inputs of TF32
+// products are rounded to TF32 first. An algorithm that splits k adds the parts in float32;
+// with the reduction scheme of the output type each part is rounded to that type. Each step
+// of the epilogue is rounded to float32. The result is rounded once to the output type, and
+// saturates for 8-bit floats.
 package machine

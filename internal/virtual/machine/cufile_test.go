@@ -1,4 +1,4 @@
-package cufile
+package machine
 
 import (
 	"os"
@@ -10,25 +10,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/dl"
-	"github.com/gochorus/chorus/internal/virtual/machine"
-	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 )
-
-func TestMain(m *testing.M) { virtualtest.Main(m) }
-
-// A rig is a machine with the contexts of its devices retained.
-type rig struct {
-	*virtualtest.Rig
-	m *machine.Machine
-}
-
-func newRig(t *testing.T, cfg machine.Config) *rig {
-	t.Helper()
-	m, err := machine.New(&cfg)
-	require.NoError(t, err)
-	t.Logf("seed %#x", m.Seed())
-	return &rig{virtualtest.New(t, m.Driver(), cfg.Devices), m}
-}
 
 // A fileRig is a rig with a driver of cuFile that is open and streams that can be
 // used.
@@ -37,11 +19,11 @@ type fileRig struct {
 	api cufileapi.API
 }
 
-func newFileRig(t *testing.T, cfg machine.Config) *fileRig {
+func newFileRig(t *testing.T, cfg Config) *fileRig {
 	t.Helper()
 	cfg.Devices = max(cfg.Devices, 1)
 	r := &fileRig{rig: newRig(t, cfg)}
-	r.api = New(r.m)
+	r.api = NewCufile(r.m)
 	r.fine(r.api.DriverOpen())
 	return r
 }
@@ -122,8 +104,8 @@ func (r *fileRig) reported(part string) {
 }
 
 func TestCuFileWantsItsDriverAndAContext(t *testing.T) {
-	r := &fileRig{rig: newRig(t, machine.Config{Devices: 1})}
-	r.api = New(r.m)
+	r := &fileRig{rig: newRig(t, Config{Devices: 1})}
+	r.api = NewCufile(r.m)
 	f := r.open(10, os.O_RDWR)
 	register := func() cufileapi.Result {
 		_, res := r.api.HandleRegister(&cufileapi.Descr{Type: cufileapi.OpaqueFD, FD: int32(f.Fd())})
@@ -152,9 +134,9 @@ func TestCuFileWantsItsDriverAndAContext(t *testing.T) {
 }
 
 func TestCuFileParametersAreChecked(t *testing.T) {
-	m, err := machine.New(&machine.Config{Devices: 1})
+	m, err := New(&Config{Devices: 1})
 	require.NoError(t, err)
-	api := New(m)
+	api := NewCufile(m)
 	require.Equal(t, cufileapi.CUDAFailed(cudadrv.ErrorNotInitialized), api.DriverOpen())
 	require.Equal(t, cudadrv.Success, m.Driver().Init())
 	for _, p := range []cufileapi.StringParam{-1, cufileapi.NumStringParams} {
@@ -169,7 +151,7 @@ func TestCuFileParametersAreChecked(t *testing.T) {
 
 // A host function of a stream may call cuFile no more than the driver.
 func TestCuFileWithinHostFunctions(t *testing.T) {
-	r := newFileRig(t, machine.Config{})
+	r := newFileRig(t, Config{})
 	s := r.Stream(0)
 	var res cufileapi.Result
 	r.Do(0, func() cudadrv.Result {

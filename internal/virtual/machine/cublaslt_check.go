@@ -1,4 +1,4 @@
-package blas
+package machine
 
 import (
 	"slices"

@@ -1,4 +1,4 @@
-package blas
+package machine
 
 import (
 	"runtime"
@@ -10,27 +10,23 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/machine"
-	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 )
 
-func TestMain(m *testing.M) { virtualtest.Main(m) }
-
-// A rig has a device with a stream, memory, and a product of 64x64 matrices of bfloat16.
-type rig struct {
+// A blasRig has a device with a stream, memory, and a product of 64x64 matrices of bfloat16.
+type blasRig struct {
 	t   *testing.T
-	m   *machine.Machine
+	m   *Machine
 	ctx []cudadrv.Context
 	api cublasapi.LtAPI
 	h   cublasapi.LtHandle
 	s   cudadrv.Stream
 	mem cudadrv.DevicePtr
 	o   cublasapi.Operation
-	x   call
+	x   blasCall
 }
 
-// A call is the arguments of Matmul.
-type call struct {
+// A blasCall is the arguments of Matmul.
+type blasCall struct {
 	a, b, c, d, workspace cudadrv.DevicePtr
 	bytes                 uintptr
 	algo                  cublasapi.Algo
@@ -41,10 +37,10 @@ const (
 	plane = 16384 // bytes between the matrices
 )
 
-func newRig(t *testing.T) *rig {
-	m, err := machine.New(&machine.Config{Devices: 2})
+func newBlasRig(t *testing.T) *blasRig {
+	m, err := New(&Config{Devices: 2})
 	require.NoError(t, err)
-	r := &rig{t: t, m: m, api: NewLt(m)}
+	r := &blasRig{t: t, m: m, api: NewCublasLt(m)}
 	drv := m.Driver()
 	require.Equal(t, cudadrv.Success, drv.Init())
 	for d := range cudadrv.Device(2) {
@@ -62,7 +58,7 @@ func newRig(t *testing.T) *rig {
 	for _, l := range []*cublasapi.MatrixLayout{&r.o.A, &r.o.B, &r.o.C, &r.o.D} {
 		*l = r.layout(cublasapi.R16BF, side, side, side)
 	}
-	r.x = call{a: r.mem, b: r.mem + plane, c: r.mem + 2*plane, d: r.mem + 2*plane, workspace: r.mem + 3*plane, bytes: warpedBytes}
+	r.x = blasCall{a: r.mem, b: r.mem + plane, c: r.mem + 2*plane, d: r.mem + 2*plane, workspace: r.mem + 3*plane, bytes: warpedBytes}
 	list, res := r.suggest(warpedBytes)
 	require.Equal(t, cublasapi.Success, res)
 	r.x.algo = list[0].Algo
@@ -70,14 +66,14 @@ func newRig(t *testing.T) *rig {
 }
 
 // in calls fn with the context of a device.
-func (r *rig) in(dev int, fn func() cublasapi.Result) cublasapi.Result {
+func (r *blasRig) in(dev int, fn func() cublasapi.Result) cublasapi.Result {
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	require.Equal(r.t, cudadrv.Success, r.m.Driver().CtxSetCurrent(r.ctx[dev]))
 	return fn()
 }
 
-func (r *rig) cu(fn func() cudadrv.Result) {
+func (r *blasRig) cu(fn func() cudadrv.Result) {
 	r.t.Helper()
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
@@ -85,19 +81,19 @@ func (r *rig) cu(fn func() cudadrv.Result) {
 	require.Equal(r.t, cudadrv.Success, fn())
 }
 
-func (r *rig) layout(t cublasapi.DType, rows, cols uint64, ld int64) cublasapi.MatrixLayout {
+func (r *blasRig) layout(t cublasapi.DType, rows, cols uint64, ld int64) cublasapi.MatrixLayout {
 	l, res := r.api.MatrixLayoutCreate(t, rows, cols, ld)
 	require.Equal(r.t, cublasapi.Success, res)
 	return l
 }
 
-func put[T any](r *rig, a cublasapi.DescAttribute, v T) {
+func put[T any](r *blasRig, a cublasapi.DescAttribute, v T) {
 	r.t.Helper()
 	require.Equal(r.t, cublasapi.Success, r.api.MatmulDescSetAttribute(r.o.Desc, a, unsafe.Pointer(&v), unsafe.Sizeof(v)))
 }
 
 // suggest asks for algorithms with a limit of the workspace.
-func (r *rig) suggest(workspace uint64) (list []cublasapi.HeuristicResult, res cublasapi.Result) {
+func (r *blasRig) suggest(workspace uint64) (list []cublasapi.HeuristicResult, res cublasapi.Result) {
 	p, res := r.api.MatmulPreferenceCreate()
 	require.Equal(r.t, cublasapi.Success, res)
 	require.Equal(r.t, cublasapi.Success, r.api.MatmulPreferenceSetAttribute(p, cublasapi.PreferenceMaxWorkspaceBytes, unsafe.Pointer(&workspace), 8))
@@ -108,7 +104,7 @@ func (r *rig) suggest(workspace uint64) (list []cublasapi.HeuristicResult, res c
 }
 
 // multiply calls the library.
-func (r *rig) multiply() cublasapi.Result {
+func (r *blasRig) multiply() cublasapi.Result {
 	f := [2]float32{1, 0}
 	x := &r.x
 	return r.in(0, func() cublasapi.Result {
@@ -121,39 +117,39 @@ func (r *rig) multiply() cublasapi.Result {
 // Arguments that real libraries refuse, or that give wrong results there, are errors of the
 // call.
 func TestArguments(t *testing.T) {
-	for name, f := range map[string]func(r *rig){
-		"small workspace":      func(r *rig) { r.x.bytes = warpedBytes - 1 },
-		"unaligned workspace":  func(r *rig) { r.x.workspace += 128 },
-		"unaligned A":          func(r *rig) { r.x.a += 2 },
-		"unaligned D":          func(r *rig) { r.x.c += 8; r.x.d += 8 },
-		"no B":                 func(r *rig) { r.x.b = 0 },
-		"no algorithm":         func(r *rig) { r.x.algo = cublasapi.Algo{} },
-		"another inner length": func(r *rig) { r.o.B = r.layout(cublasapi.R16BF, side+1, side, side+1) },
-		"short leading dimension": func(r *rig) {
+	for name, f := range map[string]func(r *blasRig){
+		"small workspace":      func(r *blasRig) { r.x.bytes = warpedBytes - 1 },
+		"unaligned workspace":  func(r *blasRig) { r.x.workspace += 128 },
+		"unaligned A":          func(r *blasRig) { r.x.a += 2 },
+		"unaligned D":          func(r *blasRig) { r.x.c += 8; r.x.d += 8 },
+		"no B":                 func(r *blasRig) { r.x.b = 0 },
+		"no algorithm":         func(r *blasRig) { r.x.algo = cublasapi.Algo{} },
+		"another inner length": func(r *blasRig) { r.o.B = r.layout(cublasapi.R16BF, side+1, side, side+1) },
+		"short leading dimension": func(r *blasRig) {
 			r.o.A = r.layout(cublasapi.R16BF, side, side, side-1)
 		},
-		"other batch": func(r *rig) {
+		"other batch": func(r *blasRig) {
 			n := int32(2)
 			require.Equal(r.t, cublasapi.Success, r.api.MatrixLayoutSetAttribute(r.o.B, cublasapi.LayoutBatchCount, unsafe.Pointer(&n), 4))
 		},
-		"C in place with another layout": func(r *rig) { r.o.C = r.layout(cublasapi.R16BF, side, side, side+8) },
-		"no bias":                        func(r *rig) { put(r, cublasapi.DescEpilogue, cublasapi.EpilogueBias) },
-		"no auxiliary buffer":            func(r *rig) { put(r, cublasapi.DescEpilogue, cublasapi.EpilogueDGELU) },
-		"mask of 64 bits": func(r *rig) {
+		"C in place with another layout": func(r *blasRig) { r.o.C = r.layout(cublasapi.R16BF, side, side, side+8) },
+		"no bias":                        func(r *blasRig) { put(r, cublasapi.DescEpilogue, cublasapi.EpilogueBias) },
+		"no auxiliary buffer":            func(r *blasRig) { put(r, cublasapi.DescEpilogue, cublasapi.EpilogueDGELU) },
+		"mask of 64 bits": func(r *blasRig) {
 			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueReLUAux)
 			put(r, cublasapi.DescEpilogueAuxPointer, r.mem+4*plane)
 			put(r, cublasapi.DescEpilogueAuxLD, int64(side))
 		},
-		"unaligned bias": func(r *rig) {
+		"unaligned bias": func(r *blasRig) {
 			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueBias)
 			put(r, cublasapi.DescBiasPointer, r.mem+4*plane+2)
 		},
-		"factors on the host in device mode": func(r *rig) { put(r, cublasapi.DescPointerMode, cublasapi.PointerModeDevice) },
-		"destroyed descriptor":               func(r *rig) { require.Equal(r.t, cublasapi.Success, r.api.MatmulDescDestroy(r.o.Desc)) },
-		"destroyed layout":                   func(r *rig) { require.Equal(r.t, cublasapi.Success, r.api.MatrixLayoutDestroy(r.o.B)) },
+		"factors on the host in device mode": func(r *blasRig) { put(r, cublasapi.DescPointerMode, cublasapi.PointerModeDevice) },
+		"destroyed descriptor":               func(r *blasRig) { require.Equal(r.t, cublasapi.Success, r.api.MatmulDescDestroy(r.o.Desc)) },
+		"destroyed layout":                   func(r *blasRig) { require.Equal(r.t, cublasapi.Success, r.api.MatrixLayoutDestroy(r.o.B)) },
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
+			r := newBlasRig(t)
 			require.Equal(t, cublasapi.Success, r.multiply(), "before")
 			f(r)
 			require.Equal(t, cublasapi.InvalidValue, r.multiply())
@@ -164,41 +160,41 @@ func TestArguments(t *testing.T) {
 
 // Combinations that no algorithm computes.
 func TestUnsupported(t *testing.T) {
-	layouts := func(r *rig, a, b, c, d cublasapi.DType) {
+	layouts := func(r *blasRig, a, b, c, d cublasapi.DType) {
 		r.o.A, r.o.B, r.o.C, r.o.D = r.layout(a, side, side, side), r.layout(b, side, side, side), r.layout(c, side, side, side), r.layout(d, side, side, side)
 	}
 	e4, e5, bf, f32 := cublasapi.R8FE4M3, cublasapi.R8FE5M2, cublasapi.R16BF, cublasapi.R32F
-	trans := func(r *rig) { put(r, cublasapi.DescTransA, int32(1)) }
-	for name, f := range map[string]func(r *rig){
-		"mixed inputs":      func(r *rig) { layouts(r, bf, cublasapi.R16F, bf, bf) },
-		"C of another type": func(r *rig) { layouts(r, bf, bf, f32, bf) },
-		"8-bit NN":          func(r *rig) { layouts(r, e4, e4, bf, bf) },
-		"8-bit TT":          func(r *rig) { trans(r); put(r, cublasapi.DescTransB, int32(1)); layouts(r, e4, e4, bf, bf) },
-		"two e5m2":          func(r *rig) { trans(r); layouts(r, e5, e5, bf, bf) },
-		"e5m2 of e4m3":      func(r *rig) { trans(r); layouts(r, e4, e4, bf, e5) },
-		"8-bit C":           func(r *rig) { trans(r); layouts(r, e4, e4, e4, e4) },
-		"8-bit gradient": func(r *rig) {
+	trans := func(r *blasRig) { put(r, cublasapi.DescTransA, int32(1)) }
+	for name, f := range map[string]func(r *blasRig){
+		"mixed inputs":      func(r *blasRig) { layouts(r, bf, cublasapi.R16F, bf, bf) },
+		"C of another type": func(r *blasRig) { layouts(r, bf, bf, f32, bf) },
+		"8-bit NN":          func(r *blasRig) { layouts(r, e4, e4, bf, bf) },
+		"8-bit TT":          func(r *blasRig) { trans(r); put(r, cublasapi.DescTransB, int32(1)); layouts(r, e4, e4, bf, bf) },
+		"two e5m2":          func(r *blasRig) { trans(r); layouts(r, e5, e5, bf, bf) },
+		"e5m2 of e4m3":      func(r *blasRig) { trans(r); layouts(r, e4, e4, bf, e5) },
+		"8-bit C":           func(r *blasRig) { trans(r); layouts(r, e4, e4, e4, e4) },
+		"8-bit gradient": func(r *blasRig) {
 			trans(r)
 			layouts(r, e4, e4, bf, bf)
 			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueDGELU)
 		},
-		"scale of bfloat16":     func(r *rig) { put(r, cublasapi.DescAScalePointer, r.mem) },
-		"fast sums of bfloat16": func(r *rig) { put(r, cublasapi.DescFastAccum, int8(1)) },
-		"scale of a bfloat16 D": func(r *rig) { trans(r); layouts(r, e4, e4, bf, bf); put(r, cublasapi.DescDScalePointer, r.mem) },
-		"gradient of float32 input": func(r *rig) {
+		"scale of bfloat16":     func(r *blasRig) { put(r, cublasapi.DescAScalePointer, r.mem) },
+		"fast sums of bfloat16": func(r *blasRig) { put(r, cublasapi.DescFastAccum, int8(1)) },
+		"scale of a bfloat16 D": func(r *blasRig) { trans(r); layouts(r, e4, e4, bf, bf); put(r, cublasapi.DescDScalePointer, r.mem) },
+		"gradient of float32 input": func(r *blasRig) {
 			layouts(r, f32, f32, f32, f32)
 			put(r, cublasapi.DescEpilogue, cublasapi.EpilogueBGradA)
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
+			r := newBlasRig(t)
 			f(r)
 			_, res := r.suggest(1 << 20)
 			require.Equal(t, cublasapi.NotSupported, res)
 			require.Equal(t, cublasapi.NotSupported, r.multiply())
 		})
 	}
-	r := newRig(t)
+	r := newBlasRig(t)
 	trans(r)
 	layouts(r, e4, e5, bf, bf)
 	_, res := r.suggest(1 << 20)
@@ -207,7 +203,7 @@ func TestUnsupported(t *testing.T) {
 
 // Calls need the context of the handle's device.
 func TestContexts(t *testing.T) {
-	r := newRig(t)
+	r := newBlasRig(t)
 	x := new(cublasapi.HeuristicResult)
 	check := func() cublasapi.Result { return r.api.MatmulAlgoCheck(r.h, &r.o, &r.x.algo, x) }
 	require.Equal(t, cublasapi.Success, r.in(0, check))
@@ -219,17 +215,17 @@ func TestContexts(t *testing.T) {
 // Uses of memory that the GPU would not notice are reported when the product runs.
 func TestReports(t *testing.T) {
 	for name, x := range map[string]struct {
-		change func(r *rig)
+		change func(r *blasRig)
 		want   string
 	}{
-		"output in A":          {func(r *rig) { r.x.c, r.x.d = r.x.a+128, r.x.a+128 }, "shares the bytes"},
-		"output in B":          {func(r *rig) { r.x.c, r.x.d = r.x.b, r.x.b }, "shares the bytes"},
-		"output beside C":      {func(r *rig) { r.x.c += 256 }, "shares the bytes"},
-		"output out of bounds": {func(r *rig) { r.x.c, r.x.d = r.mem+8*plane-256, r.mem+8*plane-256 }, "past the end"},
-		"workspace of nobody":  {func(r *rig) { r.x.workspace = r.mem + 16*plane }, "past the end"},
+		"output in A":          {func(r *blasRig) { r.x.c, r.x.d = r.x.a+128, r.x.a+128 }, "shares the bytes"},
+		"output in B":          {func(r *blasRig) { r.x.c, r.x.d = r.x.b, r.x.b }, "shares the bytes"},
+		"output beside C":      {func(r *blasRig) { r.x.c += 256 }, "shares the bytes"},
+		"output out of bounds": {func(r *blasRig) { r.x.c, r.x.d = r.mem+8*plane-256, r.mem+8*plane-256 }, "past the end"},
+		"workspace of nobody":  {func(r *blasRig) { r.x.workspace = r.mem + 16*plane }, "past the end"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := newRig(t)
+			r := newBlasRig(t)
 			x.change(r)
 			require.Equal(t, cublasapi.Success, r.multiply())
 			runtime.LockOSThread()
@@ -243,7 +239,7 @@ func TestReports(t *testing.T) {
 
 // Algorithms are rebuilt from their numbers, and compute the same.
 func TestAlgorithms(t *testing.T) {
-	r := newRig(t)
+	r := newBlasRig(t)
 	types := &cublasapi.Types{Compute: cublasapi.Compute32F, Scale: cublasapi.R32F, A: cublasapi.R16BF, B: cublasapi.R16BF, C: cublasapi.R16BF, D: cublasapi.R16BF}
 	algo := new(cublasapi.Algo)
 	require.Equal(t, cublasapi.Success, r.in(0, func() cublasapi.Result { return r.api.MatmulAlgoInit(r.h, types, simple, algo) }))

@@ -1,4 +1,4 @@
-package blas
+package machine
 
 import (
 	"sync"
@@ -6,17 +6,16 @@ import (
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
-// version is the version of the virtual library, 13.0.2.
-const version = 130002
+// cublasLtVersion is the version of the virtual library, 13.0.2.
+const cublasLtVersion = 130002
 
 // ltLib implements cublasapi.LtAPI.
 type ltLib struct {
-	m           *machine.Machine
+	m           *Machine
 	mu          sync.Mutex
-	handles     map[cublasapi.LtHandle]*machine.Device
+	handles     map[cublasapi.LtHandle]*Device
 	descs       map[cublasapi.MatmulDesc]*desc
 	layouts     map[cublasapi.MatrixLayout]*layout
 	preferences map[cublasapi.Preference]*preference
@@ -25,15 +24,15 @@ type ltLib struct {
 
 // An ltKernel is what products with one kernel have in common.
 type ltKernel struct {
-	dev            *machine.Device
+	dev            *Device
 	algo           algo
 	a, b, o        cublasapi.DType
 	transA, transB int32
 }
 
-// NewLt returns the cuBLASLt of a machine.
-func NewLt(m *machine.Machine) cublasapi.LtAPI {
-	return &ltLib{m: m, handles: map[cublasapi.LtHandle]*machine.Device{}, descs: map[cublasapi.MatmulDesc]*desc{},
+// NewCublasLt returns the cuBLASLt of a machine.
+func NewCublasLt(m *Machine) cublasapi.LtAPI {
+	return &ltLib{m: m, handles: map[cublasapi.LtHandle]*Device{}, descs: map[cublasapi.MatmulDesc]*desc{},
 		layouts: map[cublasapi.MatrixLayout]*layout{}, preferences: map[cublasapi.Preference]*preference{}, loaded: map[ltKernel]bool{}}
 }
 
@@ -67,7 +66,7 @@ type preference struct {
 }
 
 // begin begins a call that needs a handle of the current context.
-func (l *ltLib) begin(name string, h cublasapi.LtHandle) (dev *machine.Device, x machine.Fault, r cublasapi.Result) {
+func (l *ltLib) begin(name string, h cublasapi.LtHandle) (dev *Device, x Fault, r cublasapi.Result) {
 	dev, x, r = Begin(l.m, name)
 	if r != cublasapi.Success {
 		return nil, x, r
@@ -90,7 +89,7 @@ func (l *ltLib) newHandle() uintptr {
 	return l.m.Handle()
 }
 
-func (l *ltLib) GetVersion() uintptr { return version }
+func (l *ltLib) GetVersion() uintptr { return cublasLtVersion }
 
 func (l *ltLib) Create() (cublasapi.LtHandle, cublasapi.Result) {
 	dev, _, r := Begin(l.m, "cublasLtCreate")

@@ -1,6 +1,4 @@
-// Package cufile implements the interface of cuFile over the memory of virtual devices
-// and real files, like cuFile without nvidia-fs.
-package cufile
+package machine
 
 import (
 	"errors"
@@ -14,33 +12,32 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
-	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
-// version is the version of the virtual cuFile, as in CUDA 13.0.
-const version = 1150
+// cufileVersion is the version of the virtual cuFile, as in CUDA 13.0.
+const cufileVersion = 1150
 
-// lib implements cufileapi.API over virtual device memory and real files
+// cufileLib implements cufileapi.API over virtual device memory and real files
 // with system calls, like cuFile without nvidia-fs. It rejects or reports
 // mistakes that cuFile sometimes tolerates: a driver that was not opened, memory
 // that a stream still uses, and files that are closed or deregistered while in use. The lock of the machine guards it.
-type lib struct {
-	m       *machine.Machine
+type cufileLib struct {
+	m       *Machine
 	uses    int64
 	files   map[cufileapi.Handle]*file
 	buffers map[cudadrv.DevicePtr]*buffer
 }
 
-// New returns the cuFile of a machine, version 1.15.
-func New(m *machine.Machine) cufileapi.API {
-	return &lib{
+// NewCufile returns the cuFile of a machine, version 1.15.
+func NewCufile(m *Machine) cufileapi.API {
+	return &cufileLib{
 		m: m, files: map[cufileapi.Handle]*file{}, buffers: map[cudadrv.DevicePtr]*buffer{},
 	}
 }
 
 // enter consults the fault plan. If it succeeds, the machine is locked until
-// lib.leave.
-func (l *lib) enter(f cufileapi.Func) (machine.Fault, cufileapi.Result) {
+// cufileLib.leave.
+func (l *cufileLib) enter(f cufileapi.Func) (Fault, cufileapi.Result) {
 	x := l.m.Fault(f.Name())
 	switch {
 	case x.Status != 0 && !x.Async:
@@ -56,10 +53,10 @@ func (l *lib) enter(f cufileapi.Func) (machine.Fault, cufileapi.Result) {
 	return x, cufileapi.Success
 }
 
-func (l *lib) leave() { l.m.Unlock() }
+func (l *cufileLib) leave() { l.m.Unlock() }
 
 // enterOpen is enter for calls that need an open driver.
-func (l *lib) enterOpen(f cufileapi.Func) (machine.Fault, cufileapi.Result) {
+func (l *cufileLib) enterOpen(f cufileapi.Func) (Fault, cufileapi.Result) {
 	x, r := l.enter(f)
 	if r == cufileapi.Success && l.uses == 0 {
 		l.leave()
@@ -69,7 +66,7 @@ func (l *lib) enterOpen(f cufileapi.Func) (machine.Fault, cufileapi.Result) {
 }
 
 // begin is enterOpen for calls that need a context, which it unbinds.
-func (l *lib) begin(f cufileapi.Func) (*machine.Device, machine.Fault, cufileapi.Result) {
+func (l *cufileLib) begin(f cufileapi.Func) (*Device, Fault, cufileapi.Result) {
 	bound := l.m.Unbind()
 	x, r := l.enterOpen(f)
 	if r != cufileapi.Success {
@@ -99,20 +96,20 @@ func asError(r cufileapi.Result) error {
 }
 
 // report reports a mistake of the program that cuFile would not detect. The machine is locked.
-func (l *lib) report(format string, args ...any) {
+func (l *cufileLib) report(format string, args ...any) {
 	l.m.Report(fmt.Sprintf("virtual cuFile: "+format+" (seed %#x)", append(args, l.m.Seed())...))
 }
 
-func (l *lib) GetVersion() (int32, cufileapi.Result) {
+func (l *cufileLib) GetVersion() (int32, cufileapi.Result) {
 	_, r := l.enter(cufileapi.FuncGetVersion)
 	if r != cufileapi.Success {
 		return 0, r
 	}
 	defer l.leave()
-	return version, cufileapi.Success
+	return cufileVersion, cufileapi.Success
 }
 
-func (l *lib) DriverOpen() cufileapi.Result {
+func (l *cufileLib) DriverOpen() cufileapi.Result {
 	_, r := l.enter(cufileapi.FuncDriverOpen)
 	if r != cufileapi.Success {
 		return r
@@ -123,7 +120,7 @@ func (l *lib) DriverOpen() cufileapi.Result {
 }
 
 // DriverClose deregisters everything with the last use.
-func (l *lib) DriverClose() cufileapi.Result {
+func (l *cufileLib) DriverClose() cufileapi.Result {
 	_, r := l.enterOpen(cufileapi.FuncDriverClose)
 	if r != cufileapi.Success {
 		return r
@@ -143,7 +140,7 @@ func (l *lib) DriverClose() cufileapi.Result {
 
 // SetParameterString accepts the parameters while the driver is closed. None of them changes
 // what the virtual cuFile does.
-func (l *lib) SetParameterString(p cufileapi.StringParam, _ string) cufileapi.Result {
+func (l *cufileLib) SetParameterString(p cufileapi.StringParam, _ string) cufileapi.Result {
 	_, r := l.enter(cufileapi.FuncSetParameterString)
 	if r != cufileapi.Success {
 		return r
@@ -168,7 +165,7 @@ type file struct {
 	gone     bool     // deregistered
 }
 
-func (l *lib) HandleRegister(d *cufileapi.Descr) (cufileapi.Handle, cufileapi.Result) {
+func (l *cufileLib) HandleRegister(d *cufileapi.Descr) (cufileapi.Handle, cufileapi.Result) {
 	_, _, r := l.begin(cufileapi.FuncHandleRegister)
 	if r != cufileapi.Success {
 		return 0, r
@@ -183,7 +180,7 @@ func (l *lib) HandleRegister(d *cufileapi.Descr) (cufileapi.Handle, cufileapi.Re
 	return h, cufileapi.Success
 }
 
-func (l *lib) openFile(d *cufileapi.Descr) (*file, cufileapi.Result) {
+func (l *cufileLib) openFile(d *cufileapi.Descr) (*file, cufileapi.Result) {
 	if d == nil || d.FD < 0 {
 		return nil, cufileapi.InvalidValue
 	}
@@ -231,7 +228,7 @@ func (f *file) use(delta int) {
 }
 
 // registered returns the file of a handle. The machine is locked.
-func (l *lib) registered(name string, h cufileapi.Handle) (*file, cufileapi.Result) {
+func (l *cufileLib) registered(name string, h cufileapi.Handle) (*file, cufileapi.Result) {
 	f := l.files[h]
 	switch {
 	case f == nil:
@@ -243,7 +240,7 @@ func (l *lib) registered(name string, h cufileapi.Handle) (*file, cufileapi.Resu
 	return f, cufileapi.Success
 }
 
-func (l *lib) HandleDeregister(h cufileapi.Handle) {
+func (l *cufileLib) HandleDeregister(h cufileapi.Handle) {
 	_, r := l.enterOpen(cufileapi.FuncHandleDeregister)
 	if r != cufileapi.Success {
 		return
@@ -256,7 +253,7 @@ func (l *lib) HandleDeregister(h cufileapi.Handle) {
 }
 
 // forgetFile removes a handle. The machine is locked.
-func (l *lib) forgetFile(by cufileapi.Func, h cufileapi.Handle) {
+func (l *cufileLib) forgetFile(by cufileapi.Func, h cufileapi.Handle) {
 	f := l.files[h]
 	if f == nil {
 		return
@@ -272,13 +269,13 @@ func (l *lib) forgetFile(by cufileapi.Func, h cufileapi.Handle) {
 
 // A buffer is registered memory.
 type buffer struct {
-	dev   *machine.Device
+	dev   *Device
 	size  uint64
-	block *machine.Block
+	block *Block
 	busy  int
 }
 
-func (l *lib) BufRegister(p cudadrv.DevicePtr, bytes uintptr, flags int32) cufileapi.Result {
+func (l *cufileLib) BufRegister(p cudadrv.DevicePtr, bytes uintptr, flags int32) cufileapi.Result {
 	dev, _, r := l.begin(cufileapi.FuncBufRegister)
 	if r != cufileapi.Success {
 		return r
@@ -293,7 +290,7 @@ func (l *lib) BufRegister(p cudadrv.DevicePtr, bytes uintptr, flags int32) cufil
 	return cufileapi.Success
 }
 
-func (l *lib) registrable(dev *machine.Device, p cudadrv.DevicePtr, bytes uintptr, flags int32) (*buffer, cufileapi.Result) {
+func (l *cufileLib) registrable(dev *Device, p cudadrv.DevicePtr, bytes uintptr, flags int32) (*buffer, cufileapi.Result) {
 	if p == 0 || bytes == 0 || flags&^(cufileapi.RDMARegister|cufileapi.RDMARelaxedOrdering) != 0 {
 		return nil, cufileapi.InvalidValue
 	}
@@ -302,7 +299,7 @@ func (l *lib) registrable(dev *machine.Device, p cudadrv.DevicePtr, bytes uintpt
 	}
 	b, near := l.m.Find(p)
 	switch {
-	case b == nil && near != nil && !machine.InHostMemory(p):
+	case b == nil && near != nil && !InHostMemory(p):
 		return nil, cufileapi.CUDAPointerRangeError
 	case b == nil || b.Freed():
 		return nil, l.noMemory(p)
@@ -319,8 +316,8 @@ func (l *lib) registrable(dev *machine.Device, p cudadrv.DevicePtr, bytes uintpt
 }
 
 // noMemory returns the result for an address without memory.
-func (l *lib) noMemory(p cudadrv.DevicePtr) cufileapi.Result {
-	if machine.InHostMemory(p) {
+func (l *cufileLib) noMemory(p cudadrv.DevicePtr) cufileapi.Result {
+	if InHostMemory(p) {
 		return cufileapi.CUDAMemoryTypeInvalid // host memory that is not page-locked
 	}
 	return cufileapi.CUDAPointerInvalid
@@ -328,8 +325,8 @@ func (l *lib) noMemory(p cudadrv.DevicePtr) cufileapi.Result {
 
 // usable returns whether transfers in the device's context may use the kind of
 // memory at p. Whether the memory exists is checked when it is touched.
-func (l *lib) usable(dev *machine.Device, p cudadrv.DevicePtr) cufileapi.Result {
-	if machine.InHostMemory(p) {
+func (l *cufileLib) usable(dev *Device, p cudadrv.DevicePtr) cufileapi.Result {
+	if InHostMemory(p) {
 		if b, _ := l.m.Find(p); b == nil {
 			return cufileapi.CUDAMemoryTypeInvalid
 		}
@@ -340,7 +337,7 @@ func (l *lib) usable(dev *machine.Device, p cudadrv.DevicePtr) cufileapi.Result 
 	return cufileapi.Success
 }
 
-func (l *lib) BufDeregister(p cudadrv.DevicePtr) cufileapi.Result {
+func (l *cufileLib) BufDeregister(p cudadrv.DevicePtr) cufileapi.Result {
 	_, _, r := l.begin(cufileapi.FuncBufDeregister)
 	if r != cufileapi.Success {
 		return r
@@ -360,7 +357,7 @@ func (l *lib) BufDeregister(p cudadrv.DevicePtr) cufileapi.Result {
 }
 
 // forgetBuffer removes a registration. The machine is locked.
-func (l *lib) forgetBuffer(by cufileapi.Func, p cudadrv.DevicePtr) {
+func (l *cufileLib) forgetBuffer(by cufileapi.Func, p cudadrv.DevicePtr) {
 	b := l.buffers[p]
 	if b.busy > 0 {
 		l.report("%s deregistered memory at %#x with %d unfinished transfers: wait for them first", by.Name(), uint64(p), b.busy)
@@ -378,18 +375,18 @@ type transfer struct {
 	fileOffset int64
 	devOffset  int64
 	write      bool
-	plan       machine.Fault // injected fault: an error, or a short transfer
+	plan       Fault // injected fault: an error, or a short transfer
 }
 
-func (l *lib) Read(h cufileapi.Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error) {
+func (l *cufileLib) Read(h cufileapi.Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error) {
 	return l.transfer(cufileapi.FuncRead, h, &transfer{base: base, size: uint64(bytes), fileOffset: fileOffset, devOffset: devOffset})
 }
 
-func (l *lib) Write(h cufileapi.Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error) {
+func (l *cufileLib) Write(h cufileapi.Handle, base cudadrv.DevicePtr, bytes uintptr, fileOffset, devOffset int64) (int64, error) {
 	return l.transfer(cufileapi.FuncWrite, h, &transfer{base: base, size: uint64(bytes), fileOffset: fileOffset, devOffset: devOffset, write: true})
 }
 
-func (l *lib) transfer(f cufileapi.Func, h cufileapi.Handle, t *transfer) (int64, error) {
+func (l *cufileLib) transfer(f cufileapi.Func, h cufileapi.Handle, t *transfer) (int64, error) {
 	dev, x, r := l.begin(f)
 	if r != cufileapi.Success {
 		return 0, asError(r)
@@ -415,7 +412,7 @@ func (l *lib) transfer(f cufileapi.Func, h cufileapi.Handle, t *transfer) (int64
 
 // prepare validates the parameters that are known at submission, and resolves
 // file and memory. The machine is locked.
-func (l *lib) prepare(f cufileapi.Func, dev *machine.Device, h cufileapi.Handle, t *transfer) (r cufileapi.Result) {
+func (l *cufileLib) prepare(f cufileapi.Func, dev *Device, h cufileapi.Handle, t *transfer) (r cufileapi.Result) {
 	if t.base == 0 {
 		return cufileapi.InvalidValue
 	}
@@ -433,7 +430,7 @@ func (l *lib) prepare(f cufileapi.Func, dev *machine.Device, h cufileapi.Handle,
 }
 
 // check validates the size and the offsets. The machine is locked.
-func (l *lib) check(t *transfer) cufileapi.Result {
+func (l *cufileLib) check(t *transfer) cufileapi.Result {
 	switch {
 	case t.fileOffset < 0 || t.devOffset < 0 || t.size > math.MaxInt64:
 		return cufileapi.InvalidValue
@@ -452,7 +449,7 @@ func (t *transfer) use(delta int) {
 }
 
 // move performs the transfer for a running operation.
-func (l *lib) move(o *machine.Op, t *transfer) (n int64, err error) {
+func (l *cufileLib) move(o *Op, t *transfer) (n int64, err error) {
 	if t.plan.Status != 0 {
 		return 0, asError(cufileapi.Result(t.plan.Status))
 	}
@@ -468,7 +465,7 @@ func (l *lib) move(o *machine.Op, t *transfer) (n int64, err error) {
 		return 0, cufileapi.CUDAFailed(trouble.Status)
 	}
 	if n, err = t.copy(bytes[:want]); !t.write {
-		machine.Poison(bytes[n:]) // cuFile may overwrite the rest with data read beyond the end
+		Poison(bytes[n:]) // cuFile may overwrite the rest with data read beyond the end
 	}
 	return n, err
 }

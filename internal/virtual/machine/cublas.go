@@ -1,60 +1,43 @@
-// Package blas implements the interfaces of cuBLAS and cuBLASLt that Chorus uses, over the
-// memory of virtual devices, with gonum's matrix products. cuBLASLt supports the products that a
-// Hopper GPU supports, except some that the documentation leaves unclear:
-//
-//   - Inputs of one type, or a mix of float8_e4m3fn and float8_e5m2, with the outputs that
-//     supported lists.
-//   - 8-bit floats need a transposed A, a B that is not, and multiples of 16.
-//   - Outputs must not share memory with inputs, workspaces need 256-byte alignment, and
-//     pointers need the alignment that the algorithm was chosen with.
-//
-// Rounding: inputs are widened exactly, multiplied and added in float32 (float64 for
-// float64, float16 after each addition for the compute type of 16 bits). Inputs of TF32
-// products are rounded to TF32 first. An algorithm that splits k adds the parts in float32;
-// with the reduction scheme of the output type each part is rounded to that type. Each step
-// of the epilogue is rounded to float32. The result is rounded once to the output type, and
-// saturates for 8-bit floats.
-package blas
+package machine
 
 import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
-// lib implements cublasapi.API with gonum's matrix products.
-type lib struct {
-	m       *machine.Machine
+// cublasLib implements cublasapi.API with gonum's matrix products.
+type cublasLib struct {
+	m       *Machine
 	mu      sync.Mutex
-	handles map[cublasapi.Handle]*handle
-	loaded  map[loaded]bool // kernels that were used; guarded by the machine's lock
+	handles map[cublasapi.Handle]*cublasHandle
+	loaded  map[cublasLoaded]bool // kernels that were used; guarded by the machine's lock
 }
 
-type handle struct {
-	dev       *machine.Device
+type cublasHandle struct {
+	dev       *Device
 	stream    cudadrv.Stream
 	workspace Span // empty if there is none
 	mode      cublasapi.PointerMode
 }
 
-// A loaded is what products with one kernel have in common.
-type loaded struct {
-	dev            *machine.Device
+// A cublasLoaded is what products with one kernel have in common.
+type cublasLoaded struct {
+	dev            *Device
 	name           string
 	a, b, c        cublasapi.DType
 	transA, transB cublasapi.Op
 }
 
-// New returns the cuBLAS of a machine.
-func New(m *machine.Machine) cublasapi.API {
-	return &lib{m: m, handles: map[cublasapi.Handle]*handle{}, loaded: map[loaded]bool{}}
+// NewCublas returns the cuBLAS of a machine.
+func NewCublas(m *Machine) cublasapi.API {
+	return &cublasLib{m: m, handles: map[cublasapi.Handle]*cublasHandle{}, loaded: map[cublasLoaded]bool{}}
 }
 
 // begin consults the fault plan, unbinds the thread's context and looks up the
 // handle, which must belong to the same device.
-func (l *lib) begin(name string, h cublasapi.Handle) (*handle, machine.Fault, cublasapi.Result) {
+func (l *cublasLib) begin(name string, h cublasapi.Handle) (*cublasHandle, Fault, cublasapi.Result) {
 	dev, x, r := Begin(l.m, name)
 	if r != cublasapi.Success {
 		return nil, x, r
@@ -70,7 +53,7 @@ func (l *lib) begin(name string, h cublasapi.Handle) (*handle, machine.Fault, cu
 
 // Begin begins a call that needs a context: it consults the fault plan, unbinds the thread's
 // context and returns its device and the planned fault of its operation.
-func Begin(m *machine.Machine, name string) (dev *machine.Device, x machine.Fault, r cublasapi.Result) {
+func Begin(m *Machine, name string) (dev *Device, x Fault, r cublasapi.Result) {
 	bound := m.Unbind()
 	x = m.FaultIn(bound, name)
 	if x.Status != 0 {
@@ -91,7 +74,7 @@ func Begin(m *machine.Machine, name string) (dev *machine.Device, x machine.Faul
 	return dev, x, cublasapi.Success
 }
 
-func (l *lib) Create() (cublasapi.Handle, cublasapi.Result) {
+func (l *cublasLib) Create() (cublasapi.Handle, cublasapi.Result) {
 	dev, _, r := Begin(l.m, "cublasCreate")
 	if r != cublasapi.Success {
 		return 0, r
@@ -101,11 +84,11 @@ func (l *lib) Create() (cublasapi.Handle, cublasapi.Result) {
 	l.m.Unlock()
 	l.mu.Lock()
 	defer l.mu.Unlock()
-	l.handles[h] = &handle{dev: dev}
+	l.handles[h] = &cublasHandle{dev: dev}
 	return h, cublasapi.Success
 }
 
-func (l *lib) Destroy(h cublasapi.Handle) cublasapi.Result {
+func (l *cublasLib) Destroy(h cublasapi.Handle) cublasapi.Result {
 	_ = l.m.Unbind()
 	if x := l.m.Fault("cublasDestroy"); x.Status != 0 {
 		return cublasapi.Result(x.Status)
@@ -119,7 +102,7 @@ func (l *lib) Destroy(h cublasapi.Handle) cublasapi.Result {
 	return cublasapi.Success
 }
 
-func (l *lib) SetStream(h cublasapi.Handle, s cudadrv.Stream) cublasapi.Result {
+func (l *cublasLib) SetStream(h cublasapi.Handle, s cudadrv.Stream) cublasapi.Result {
 	handle, _, r := l.begin("cublasSetStream", h)
 	if r != cublasapi.Success {
 		return r
@@ -134,7 +117,7 @@ func (l *lib) SetStream(h cublasapi.Handle, s cudadrv.Stream) cublasapi.Result {
 	return cublasapi.Success
 }
 
-func (l *lib) SetWorkspace(h cublasapi.Handle, p cudadrv.DevicePtr, bytes uintptr) cublasapi.Result {
+func (l *cublasLib) SetWorkspace(h cublasapi.Handle, p cudadrv.DevicePtr, bytes uintptr) cublasapi.Result {
 	handle, _, r := l.begin("cublasSetWorkspace", h)
 	if r != cublasapi.Success {
 		return r
@@ -150,7 +133,7 @@ func (l *lib) SetWorkspace(h cublasapi.Handle, p cudadrv.DevicePtr, bytes uintpt
 // it is smaller.
 const WorkspaceAlignment = 256
 
-func (l *lib) SetMathMode(h cublasapi.Handle, m cublasapi.Math) cublasapi.Result {
+func (l *cublasLib) SetMathMode(h cublasapi.Handle, m cublasapi.Math) cublasapi.Result {
 	if _, _, r := l.begin("cublasSetMathMode", h); r != cublasapi.Success {
 		return r
 	}
@@ -160,7 +143,7 @@ func (l *lib) SetMathMode(h cublasapi.Handle, m cublasapi.Math) cublasapi.Result
 	return cublasapi.Success // the sums over k are never made in parts
 }
 
-func (l *lib) SetPointerMode(h cublasapi.Handle, m cublasapi.PointerMode) cublasapi.Result {
+func (l *cublasLib) SetPointerMode(h cublasapi.Handle, m cublasapi.PointerMode) cublasapi.Result {
 	handle, _, r := l.begin("cublasSetPointerMode", h)
 	if r != cublasapi.Success {
 		return r
@@ -172,7 +155,7 @@ func (l *lib) SetPointerMode(h cublasapi.Handle, m cublasapi.PointerMode) cublas
 	return cublasapi.Success
 }
 
-func (l *lib) SetSmCountTarget(h cublasapi.Handle, n int32) cublasapi.Result {
+func (l *cublasLib) SetSmCountTarget(h cublasapi.Handle, n int32) cublasapi.Result {
 	if _, _, r := l.begin("cublasSetSmCountTarget", h); r != cublasapi.Success {
 		return r
 	}
@@ -210,7 +193,7 @@ func ScalarOf(t cublasapi.DType, s cublasapi.Scalar, mode cublasapi.PointerMode)
 }
 
 // Read returns the value when the operation runs. The machine is locked.
-func (s Scalar) Read(o *machine.Op, t cublasapi.DType) (float64, *machine.Trouble) {
+func (s Scalar) Read(o *Op, t cublasapi.DType) (float64, *Trouble) {
 	if s.device == 0 {
 		return s.value, nil
 	}
@@ -221,18 +204,18 @@ func (s Scalar) Read(o *machine.Op, t cublasapi.DType) (float64, *machine.Troubl
 	return Load(t, [][]byte{p})[0], nil
 }
 
-func (l *lib) GemmEx(h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int32, alpha cublasapi.Scalar, a, b cublasapi.Matrix,
+func (l *cublasLib) GemmEx(h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int32, alpha cublasapi.Scalar, a, b cublasapi.Matrix,
 	beta cublasapi.Scalar, c cublasapi.Matrix, compute cublasapi.ComputeType, algo int32) cublasapi.Result {
 	a.Stride, b.Stride, c.Stride = 0, 0, 0 // not arguments of the function
 	return l.gemm("cublasGemmEx", h, ta, tb, m, n, k, alpha, a, b, beta, c, 1, compute, algo)
 }
 
-func (l *lib) GemmStridedBatchedEx(h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int32, alpha cublasapi.Scalar, a, b cublasapi.Matrix,
+func (l *cublasLib) GemmStridedBatchedEx(h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int32, alpha cublasapi.Scalar, a, b cublasapi.Matrix,
 	beta cublasapi.Scalar, c cublasapi.Matrix, batch int32, compute cublasapi.ComputeType, algo int32) cublasapi.Result {
 	return l.gemm("cublasGemmStridedBatchedEx", h, ta, tb, m, n, k, alpha, a, b, beta, c, batch, compute, algo)
 }
 
-func (l *lib) gemm(name string, h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int32, alpha cublasapi.Scalar, a, b cublasapi.Matrix,
+func (l *cublasLib) gemm(name string, h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k int32, alpha cublasapi.Scalar, a, b cublasapi.Matrix,
 	beta cublasapi.Scalar, c cublasapi.Matrix, batch int32, compute cublasapi.ComputeType, algo int32) cublasapi.Result {
 	handle, x, r := l.begin(name, h)
 	if r != cublasapi.Success {
@@ -260,7 +243,7 @@ func (l *lib) gemm(name string, h cublasapi.Handle, ta, tb cublasapi.Op, m, n, k
 	l.m.Lock()
 	defer l.m.Unlock()
 	// Kernels are loaded at their first use, and loading waits for the device.
-	if key := (loaded{handle.dev, name, a.Type, b.Type, c.Type, ta, tb}); !l.loaded[key] {
+	if key := (cublasLoaded{handle.dev, name, a.Type, b.Type, c.Type, ta, tb}); !l.loaded[key] {
 		if l.m.Drain("the first product of its kind", handle.dev) != cudadrv.Success {
 			return cublasapi.ExecutionFailed
 		}
@@ -310,7 +293,7 @@ func (g *gemm) supported() bool {
 	return g.Compute == cublasapi.Compute32FFastTF32 && a == cublasapi.R32F && c == a
 }
 
-func (g *gemm) run(o *machine.Op) {
+func (g *gemm) run(o *Op) {
 	for i := range g.batch {
 		t := Alias(o, g.c.Spans(i), g.a.Spans(i))
 		if t == nil {
@@ -327,7 +310,7 @@ func (g *gemm) run(o *machine.Op) {
 }
 
 // one computes product i. C is not read if beta is 0, so that a NaN in it has no effect.
-func (g *gemm) one(o *machine.Op, i int) *machine.Trouble {
+func (g *gemm) one(o *Op, i int) *Trouble {
 	m := o.Machine()
 	m.Lock()
 	a, t := g.a.Touch(o, i, false)

@@ -1,4 +1,4 @@
-package cufile
+package machine
 
 import (
 	"os"
@@ -8,7 +8,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
-	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 	"github.com/stretchr/testify/require"
 )
@@ -16,7 +15,7 @@ import (
 // A read into memory that a stream still uses is a race: nothing orders the two.
 func TestCuFileReadRacesWithAStream(t *testing.T) {
 	t.Run("stream first", func(t *testing.T) {
-		r := newFileRig(t, machine.Config{})
+		r := newFileRig(t, Config{})
 		h, s, p := r.register(r.open(4096, os.O_RDWR)), r.Stream(0), r.Alloc(0, 4096)
 		r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 1, 4096, s) })
 		r.drained(s) // the fill has ended, but nobody has waited for it
@@ -28,7 +27,7 @@ func TestCuFileReadRacesWithAStream(t *testing.T) {
 		require.Contains(t, r.m.Explain(0), "let the host wait for the stream first")
 	})
 	t.Run("write", func(t *testing.T) {
-		r := newFileRig(t, machine.Config{})
+		r := newFileRig(t, Config{})
 		h, s, p := r.register(r.open(4096, os.O_RDWR)), r.Stream(0), r.Alloc(0, 4096)
 		open := r.block(s)
 		r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 1, 4096, s) })
@@ -39,7 +38,7 @@ func TestCuFileReadRacesWithAStream(t *testing.T) {
 		r.reported("cuFileWrite on the host")
 	})
 	t.Run("ordered", func(t *testing.T) {
-		r := newFileRig(t, machine.Config{})
+		r := newFileRig(t, Config{})
 		h, s, p := r.register(r.open(4096, os.O_RDWR)), r.Stream(0), r.Alloc(0, 4096)
 		for range 20 {
 			r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 1, 4096, s) })
@@ -55,7 +54,7 @@ func TestCuFileReadRacesWithAStream(t *testing.T) {
 
 func TestCuFileMemoryIsChecked(t *testing.T) {
 	illegal := func(t *testing.T, use func(r *fileRig, h cufileapi.Handle) error, part string) {
-		r := newFileRig(t, machine.Config{Devices: 2})
+		r := newFileRig(t, Config{Devices: 2})
 		err := use(r, r.register(r.open(4096, os.O_RDWR)))
 		require.ErrorIs(t, err, cudadrv.ErrorIllegalAddress)
 		require.Contains(t, r.m.Explain(0), part)
@@ -88,7 +87,7 @@ func TestCuFileMemoryIsChecked(t *testing.T) {
 			return err
 		}, "were freed by MemReturn")
 	})
-	r := newFileRig(t, machine.Config{Devices: 2})
+	r := newFileRig(t, Config{Devices: 2})
 	h := r.register(r.open(4096, os.O_RDWR))
 	_, err := r.read(h, r.Alloc(1, 4096), 4096)
 	require.ErrorIs(t, err, cufileapi.CUDAContextMismatch)
@@ -109,7 +108,7 @@ func TestCuFileMemoryIsChecked(t *testing.T) {
 
 // A handle stands for a number, which the system gives to another file.
 func TestCuFileDescriptorClosedTooEarly(t *testing.T) {
-	r := newFileRig(t, machine.Config{})
+	r := newFileRig(t, Config{})
 	f := r.open(4096, os.O_RDWR)
 	h, p := r.register(f), r.Alloc(0, 4096)
 	f.Close()
@@ -117,7 +116,7 @@ func TestCuFileDescriptorClosedTooEarly(t *testing.T) {
 	require.ErrorIs(t, err, cufileapi.HandleNotRegistered)
 	r.reported("was closed before its handle was deregistered")
 
-	r = newFileRig(t, machine.Config{})
+	r = newFileRig(t, Config{})
 	f, other := r.open(16, os.O_RDWR), r.open(16, os.O_RDWR)
 	h = r.register(f)
 	require.NoError(t, syscall.Dup3(int(other.Fd()), int(f.Fd()), 0))
@@ -125,7 +124,7 @@ func TestCuFileDescriptorClosedTooEarly(t *testing.T) {
 	require.ErrorIs(t, err, cufileapi.HandleNotRegistered, "the number stands for another file now")
 	r.reported("was closed before its handle was deregistered")
 
-	r = newFileRig(t, machine.Config{})
+	r = newFileRig(t, Config{})
 	f = r.open(16, os.O_RDWR)
 	h = r.register(f)
 	require.Equal(t, 2, openings(t, f.Name()))
@@ -152,7 +151,7 @@ func openings(t *testing.T, path string) (n int) {
 }
 
 func TestCuFileRegistersWhatIsThere(t *testing.T) {
-	r := newFileRig(t, machine.Config{})
+	r := newFileRig(t, Config{})
 	register := func(p cudadrv.DevicePtr, bytes uintptr) cufileapi.Result {
 		return r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, bytes, 0) })
 	}
@@ -177,7 +176,7 @@ func TestCuFileRegistersWhatIsThere(t *testing.T) {
 }
 
 func TestCuFileSystemMemory(t *testing.T) {
-	r := newFileRig(t, machine.Config{})
+	r := newFileRig(t, Config{})
 	var p unsafe.Pointer
 	r.Do(0, func() (res cudadrv.Result) { p, res = r.Drv.MemHostAlloc(64, 0); return })
 	r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(cudadrv.DevicePtr(uintptr(p)), 64, 0) }))
@@ -203,13 +202,13 @@ func TestCuFileGivenUpInFlight(t *testing.T) {
 		}, "cuFileDriverClose_v2 deregistered"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			r := newFileRig(t, machine.Config{})
+			r := newFileRig(t, Config{})
 			h, p := r.register(r.open(n, os.O_RDWR)), r.Alloc(0, 2*n)
 			if name == "memory" {
 				r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, n, 0) }))
 			}
 			r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p+n, n, 0) }))
-			l := r.api.(*lib)
+			l := r.api.(*cufileLib)
 			x := &transfer{file: l.files[h], buffer: l.buffers[p]}
 			x.use(1)
 			c.giveUp(r, h, p)
@@ -222,7 +221,7 @@ func TestCuFileGivenUpInFlight(t *testing.T) {
 		})
 	}
 	t.Run("afterwards", func(t *testing.T) {
-		r := newFileRig(t, machine.Config{})
+		r := newFileRig(t, Config{})
 		h, p := r.register(r.open(n, os.O_RDWR)), r.Alloc(0, n)
 		r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p, n, 0) }))
 		_, err := r.read(h, p, n)
@@ -234,7 +233,7 @@ func TestCuFileGivenUpInFlight(t *testing.T) {
 		require.Empty(t, r.m.Reports())
 	})
 	t.Run("freed memory", func(t *testing.T) {
-		r := newFileRig(t, machine.Config{})
+		r := newFileRig(t, Config{})
 		p := r.Alloc(0, n)
 		r.fine(r.with(0, func() cufileapi.Result { return r.api.BufRegister(p+512, 512, 0) }))
 		r.Do(0, func() cudadrv.Result { return r.Drv.MemFree(p) })
@@ -244,7 +243,7 @@ func TestCuFileGivenUpInFlight(t *testing.T) {
 }
 
 func TestCuFileCapturesForbidTransfers(t *testing.T) {
-	r := newFileRig(t, machine.Config{})
+	r := newFileRig(t, Config{})
 	h, s, p := r.register(r.open(4096, os.O_RDWR)), r.Stream(0), r.Alloc(0, 4096)
 	r.Do(0, func() cudadrv.Result {
 		r.OK(r.Drv.StreamBeginCapture(s, cudadrv.CaptureThreadLocal))
@@ -258,7 +257,7 @@ func TestCuFileCapturesForbidTransfers(t *testing.T) {
 }
 
 func TestCuFileFaults(t *testing.T) {
-	r := newFileRig(t, machine.Config{Faults: "cuFileHandleRegister#1=CU_FILE_HANDLE_NOT_REGISTERED, cuFileRead#1=EIO, short@cuFileRead#2, " +
+	r := newFileRig(t, Config{Faults: "cuFileHandleRegister#1=CU_FILE_HANDLE_NOT_REGISTERED, cuFileRead#1=EIO, short@cuFileRead#2, " +
 		"cuFileRead#3=CU_FILE_INTERNAL_ERROR, cuFileWrite#1=ENOSPC, cuFileBufRegister#1=CU_FILE_GPU_MEMORY_PINNING_FAILED"})
 	f := r.open(4096, os.O_RDWR)
 	require.Equal(t, cufileapi.HandleNotRegistered, r.with(0, func() cufileapi.Result {
@@ -283,13 +282,13 @@ func TestCuFileFaults(t *testing.T) {
 	for _, bad := range []string{"cuFileRead#1=EWHAT", "cuFileDriverOpen#1=EIO", "short@cuFileBufRegister#1", "short@cuMemAlloc#1",
 		"async@cuFileRead#1=EIO", "cuFileHandleDeregister#1=CU_FILE_INTERNAL_ERROR",
 		"cuFileBufRegister#1=EIO", "short@cuFileRead#1=EIO", "cuFileRead#1=CUDA_ERROR_UNKNOWN"} {
-		_, err := machine.New(&machine.Config{Devices: 1, Faults: bad})
+		_, err := New(&Config{Devices: 1, Faults: bad})
 		require.ErrorContains(t, err, "want call#n=status", bad)
 	}
 }
 
 func TestCuFileSystemCallsFail(t *testing.T) {
-	r := newFileRig(t, machine.Config{})
+	r := newFileRig(t, Config{})
 	read := r.register(r.open(64, os.O_RDONLY))
 	p := r.Alloc(0, 64)
 	_, err := r.write(read, p, 64)

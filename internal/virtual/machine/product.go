@@ -1,4 +1,4 @@
-package blas
+package machine
 
 import (
 	"fmt"
@@ -8,7 +8,6 @@ import (
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/virtual/machine"
 	"gonum.org/v1/gonum/blas"
 	"gonum.org/v1/gonum/blas/blas32"
 	"gonum.org/v1/gonum/blas/blas64"
@@ -65,7 +64,7 @@ func (x *Operand) Disjoint(batch int) bool {
 }
 
 // Touch returns the memory of matrix i for the operation. The machine is locked.
-func (x *Operand) Touch(o *machine.Op, i int, write bool) (parts [][]byte, t *machine.Trouble) {
+func (x *Operand) Touch(o *Op, i int, write bool) (parts [][]byte, t *Trouble) {
 	for _, s := range x.Spans(i) {
 		p, t := o.Touch(cudadrv.DevicePtr(s.From), s.To-s.From, write)
 		if t != nil {
@@ -77,7 +76,7 @@ func (x *Operand) Touch(o *machine.Op, i int, write bool) (parts [][]byte, t *ma
 }
 
 // Alias returns the trouble of an operation whose output shares memory with an input, or nil.
-func Alias(o *machine.Op, out, in []Span) *machine.Trouble {
+func Alias(o *Op, out, in []Span) *Trouble {
 	for len(out) > 0 && len(in) > 0 {
 		switch x, y := out[0], in[0]; {
 		case x.To <= y.From:
@@ -85,7 +84,7 @@ func Alias(o *machine.Op, out, in []Span) *machine.Trouble {
 		case y.To <= x.From:
 			in = in[1:]
 		default:
-			return &machine.Trouble{Status: cudadrv.ErrorLaunchFailed, Text: fmt.Sprintf(
+			return &Trouble{Status: cudadrv.ErrorLaunchFailed, Text: fmt.Sprintf(
 				"%s: the output shares the bytes from %#x to %#x with an input", o.Name, max(x.From, y.From), min(x.To, y.To))}
 		}
 	}
@@ -96,7 +95,7 @@ func Alias(o *machine.Op, out, in []Span) *machine.Trouble {
 func Load(t cublasapi.DType, parts [][]byte) (v []float64) {
 	if t == cublasapi.R64F {
 		for _, p := range parts {
-			v = append(v, machine.View[float64](p)...)
+			v = append(v, View[float64](p)...)
 		}
 		return v
 	}
@@ -109,7 +108,7 @@ func Load(t cublasapi.DType, parts [][]byte) (v []float64) {
 func load32(t cublasapi.DType, parts [][]byte) (v []float32) {
 	for _, p := range parts {
 		if t == cublasapi.R32F {
-			v = append(v, machine.View[float32](p)...)
+			v = append(v, View[float32](p)...)
 			continue
 		}
 		n := len(v)
@@ -124,7 +123,7 @@ func Store(t cublasapi.DType, parts [][]byte, v []float64) {
 	for _, p := range parts {
 		n := len(p) / SizeOf(t)
 		if t == cublasapi.R64F {
-			copy(machine.View[float64](p), v[:n])
+			copy(View[float64](p), v[:n])
 		} else {
 			store32(t, p, v[:n])
 		}
@@ -139,7 +138,7 @@ func store32(t cublasapi.DType, p []byte, v []float64) {
 	}
 	switch f := dtype.ByCUDA(t).Format; {
 	case f == nil:
-		copy(machine.View[float32](p), narrow)
+		copy(View[float32](p), narrow)
 	case f.Bytes() == 1:
 		f.EncodeBytesSaturated(p, narrow)
 	default:

@@ -1,11 +1,10 @@
-package blas
+package machine
 
 import (
 	"math"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
 // A matmul is one product that is enqueued.
@@ -88,7 +87,7 @@ func (g *matmul) pointersFit() bool {
 	return pitch%int64(g.algo.align[3]) == 0
 }
 
-func (g *matmul) run(o *machine.Op) {
+func (g *matmul) run(o *Op) {
 	for i := range int(g.shape.o.batch) {
 		t := g.alias(o, i)
 		if t == nil {
@@ -102,7 +101,7 @@ func (g *matmul) run(o *machine.Op) {
 }
 
 // alias finds an output that shares memory with another matrix.
-func (g *matmul) alias(o *machine.Op, i int) *machine.Trouble {
+func (g *matmul) alias(o *Op, i int) *Trouble {
 	out := g.o.Spans(i)
 	others := []Operand{g.a, g.b}
 	if g.c.Ptr != g.o.Ptr && g.c.Ptr != 0 {
@@ -145,7 +144,7 @@ func (g *matmul) returnsEarly(p *part) bool {
 }
 
 // one computes product i.
-func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
+func (g *matmul) one(o *Op, i int) *Trouble {
 	m := o.Machine()
 	m.Lock()
 	p, t := g.touch(o, i)
@@ -184,7 +183,7 @@ func (g *matmul) one(o *machine.Op, i int) *machine.Trouble {
 	}
 	Store(g.o.Type, p.out, v)
 	if o.Wrong() {
-		machine.Spoil(p.out[0])
+		Spoil(p.out[0])
 	}
 	return nil
 }
@@ -201,9 +200,9 @@ func (g *matmul) scaleRows(v []float64, p *part) {
 
 // A toucher gets memory for an operation until the first trouble. The machine is locked.
 type toucher struct {
-	o *machine.Op
+	o *Op
 	i int // of the product in the batch
-	t *machine.Trouble
+	t *Trouble
 }
 
 func (x *toucher) matrix(m Operand, write bool) (parts [][]byte) {
@@ -237,7 +236,7 @@ func (x *toucher) value(s Scalar, ty cublasapi.DType) (v float64) {
 }
 
 // touch gets the memory of product i. The machine is locked.
-func (g *matmul) touch(o *machine.Op, i int) (*part, *machine.Trouble) {
+func (g *matmul) touch(o *Op, i int) (*part, *Trouble) {
 	p, x, scale := new(part), &toucher{o: o, i: i}, cublasapi.DType(g.d.scale)
 	p.alpha, p.beta = x.value(g.alpha, scale), x.value(g.beta, scale)
 	p.a, p.b = x.matrix(g.a, false), x.matrix(g.b, false)

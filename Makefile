@@ -116,7 +116,7 @@ cross: ## build without cgo and for arm64, and test the portable variants
 # The tests of these packages need no C library and start no programs, so an emulator runs them.
 NO_C_LIBRARY = ./internal/analyze ./internal/timeline \
 	./internal/env ./internal/osthread ./internal/handle ./internal/dtype \
-	./internal/plain ./internal/poll ./internal/ptx ./internal/safefile ./internal/torchfile
+	./internal/plain ./internal/poll ./internal/safefile ./internal/torchfile
 
 generate: ## write docs/ENVIRONMENT.md
 	$(GO) test ./internal/env -run TestDocument -update

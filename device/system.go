@@ -7,13 +7,13 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
 )
@@ -221,7 +221,7 @@ func (s *System) Libraries() []Library {
 		rtc, err := sys.NVRTC()
 		libs = append(libs, s.describe("NVRTC", rtc, err, func() (string, error) {
 			major, minor, r := rtc.Version()
-			if r != nvrtcapi.Success {
+			if r != cudacc.Success {
 				return "", fmt.Errorf("nvrtcVersion: %w", r)
 			}
 			return fmt.Sprintf("%d.%d", major, minor), nil

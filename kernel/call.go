@@ -6,10 +6,10 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
@@ -111,12 +111,12 @@ func usesOf(accesses string) func(params unsafe.Pointer) []cudadrv.Use {
 // ArchList returns the architectures of the Chorus kernels, as torch.cuda.get_arch_list
 // does for torch's. They are PTX, which the driver compiles for every GPU with that
 // compute capability or a later one.
-func ArchList() []string { return []string{fmt.Sprintf("compute_%d", ptx.Arch)} }
+func ArchList() []string { return []string{fmt.Sprintf("compute_%d", cudacc.Arch)} }
 
 // GencodeFlags returns ArchList as flags of nvcc, as
 // torch.cuda.get_gencode_flags does.
 func GencodeFlags() string {
-	return fmt.Sprintf("-gencode compute=compute_%[1]d,code=compute_%[1]d", ptx.Arch)
+	return fmt.Sprintf("-gencode compute=compute_%[1]d,code=compute_%[1]d", cudacc.Arch)
 }
 
 // embedded returns the source's PTX. While the archive is empty it returns none and no
@@ -126,7 +126,7 @@ func embedded(dev *device.Device, src *Source) ([]byte, error) {
 	if n, err := archive.Len(); err != nil || n == 0 {
 		return nil, err
 	}
-	e, err := archive.Find(ptx.Digest(src.CUDA, src.Options))
+	e, err := archive.Find(cudacc.Digest(src.CUDA, src.Options))
 	if err != nil {
 		return nil, err
 	}

@@ -6,15 +6,15 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
 
-func entryOf(src *Source, text string) ptx.Entry {
-	return ptx.Entry{Digest: ptx.Digest(src.CUDA, src.Options), Name: "e", Arch: 75, Compiler: "hand", Version: "6.3", Text: []byte(text)}
+func entryOf(src *Source, text string) cudacc.Entry {
+	return cudacc.Entry{Digest: cudacc.Digest(src.CUDA, src.Options), Name: "e", Arch: 75, Compiler: "hand", Version: "6.3", Text: []byte(text)}
 }
 
 func TestEmbedded(t *testing.T) {
@@ -23,12 +23,12 @@ func TestEmbedded(t *testing.T) {
 	image, err := embedded(dev, src)
 	require.NoError(t, err)
 	require.Nil(t, image, "no archive")
-	inside.Embed(src, ptx.Open(ptx.Pack(nil)))
+	inside.Embed(src, cudacc.OpenArchive(cudacc.PackArchive(nil)))
 	image, err = embedded(dev, src)
 	require.NoError(t, err)
 	require.Nil(t, image, "an empty archive")
 
-	inside.Embed(src, ptx.Open(ptx.Pack([]ptx.Entry{entryOf(src, "text")})))
+	inside.Embed(src, cudacc.OpenArchive(cudacc.PackArchive([]cudacc.Entry{entryOf(src, "text")})))
 	image, err = embedded(dev, src)
 	require.NoError(t, err)
 	require.Equal(t, "text", string(image))
@@ -38,12 +38,12 @@ func TestEmbedded(t *testing.T) {
 	require.ErrorContains(t, err, "kernel: load e.cu: there is no PTX for this source with the options []: run make ptx")
 	newer := entryOf(src, "text")
 	newer.Arch = 100
-	inside.Embed(src, ptx.Open(ptx.Pack([]ptx.Entry{newer})))
+	inside.Embed(src, cudacc.OpenArchive(cudacc.PackArchive([]cudacc.Entry{newer})))
 	_, err = embedded(dev, src)
 	var u *device.UnsupportedError
 	require.ErrorAs(t, err, &u)
 	require.ErrorContains(t, err, "sm_100")
-	inside.Embed(src, ptx.Open([]byte("broken")))
+	inside.Embed(src, cudacc.OpenArchive([]byte("broken")))
 	_, err = embedded(dev, src)
 	require.ErrorContains(t, err, "ptx: read archive")
 }
@@ -52,7 +52,7 @@ func TestEmbedded(t *testing.T) {
 func TestEmbeddedRuns(t *testing.T) {
 	src := &Source{Name: "e.cu", CUDA: "this does not compile", Kernels: []Def{{Name: "store", Params: []Param{Pointer, U32},
 		Go: func(c *Call) { Update[uint32](c, 0, 1)[0] = Get[uint32](c, 1) }}}}
-	inside.Embed(src, ptx.Open(ptx.Pack([]ptx.Entry{entryOf(src, `.version 6.3
+	inside.Embed(src, cudacc.OpenArchive(cudacc.PackArchive([]cudacc.Entry{entryOf(src, `.version 6.3
 .target sm_75
 .address_size 64
 .visible .entry store(.param .u64 p, .param .u32 v) {

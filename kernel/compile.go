@@ -11,9 +11,9 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -39,7 +39,7 @@ func (e *CompileError) Unwrap() error { return e.Err }
 
 // A compiler makes binaries for one architecture.
 type compiler struct {
-	rtc      nvrtcapi.API
+	rtc      cudacc.NVRTC
 	arch     int             // of the device: 90 is compute capability 9.0
 	store    *safefile.Store // nil means none
 	toolkit  string          // the directory of CUDA's headers; "" if it was not found or the source includes nothing
@@ -65,7 +65,7 @@ func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
 // binary returns the compiled source, from the store if it has it.
 func (c *compiler) binary(src *Source) ([]byte, error) {
 	major, minor, r := c.rtc.Version()
-	if r != nvrtcapi.Success {
+	if r != cudacc.Success {
 		return nil, fmt.Errorf("kernel: compile %s: nvrtcVersion: %w", src.Name, r)
 	}
 	target, get, err := c.target()
@@ -93,9 +93,9 @@ func (c *compiler) binary(src *Source) ([]byte, error) {
 
 // target returns the architecture to compile for and the function that gets the result: a
 // binary, or PTX if the GPU is newer than the compiler, which the driver then compiles.
-func (c *compiler) target() (name string, get func(nvrtcapi.Program) ([]byte, nvrtcapi.Result), err error) {
+func (c *compiler) target() (name string, get func(cudacc.NVRTCProgram) ([]byte, cudacc.Result), err error) {
 	archs, r := c.rtc.SupportedArchs()
-	if r != nvrtcapi.Success {
+	if r != cudacc.Success {
 		return "", nil, fmt.Errorf("nvrtcGetSupportedArchs: %w", r)
 	}
 	if slices.Contains(archs, int32(c.arch)) {
@@ -113,18 +113,18 @@ func (c *compiler) target() (name string, get func(nvrtcapi.Program) ([]byte, nv
 	return fmt.Sprintf("compute_%d", best), c.rtc.GetPTX, nil
 }
 
-func (c *compiler) compile(src *Source, options []string, get func(nvrtcapi.Program) ([]byte, nvrtcapi.Result)) ([]byte, error) {
+func (c *compiler) compile(src *Source, options []string, get func(cudacc.NVRTCProgram) ([]byte, cudacc.Result)) ([]byte, error) {
 	p, r := c.rtc.CreateProgram(src.CUDA, src.Name)
-	if r != nvrtcapi.Success {
+	if r != cudacc.Success {
 		return nil, fmt.Errorf("kernel: compile %s: nvrtcCreateProgram: %w", src.Name, r)
 	}
 	defer c.rtc.DestroyProgram(p)
-	if r := c.rtc.CompileProgram(p, options); r != nvrtcapi.Success {
+	if r := c.rtc.CompileProgram(p, options); r != cudacc.Success {
 		log, _ := c.rtc.GetProgramLog(p)
 		return nil, c.explain(src, log, r)
 	}
 	image, r := get(p)
-	if r != nvrtcapi.Success {
+	if r != cudacc.Success {
 		return nil, fmt.Errorf("kernel: compile %s: fetch the binary: %w", src.Name, r)
 	}
 	return image, nil
@@ -134,7 +134,7 @@ var missingHeader = regexp.MustCompile(`cannot open source file "([^"]+)"`)
 
 // explain returns an error with the compiler's messages, whose lines refer to the source:
 // "name(line): error: text".
-func (c *compiler) explain(src *Source, log string, r nvrtcapi.Result) error {
+func (c *compiler) explain(src *Source, log string, r cudacc.Result) error {
 	e := &CompileError{Source: src.Name, Log: log, Err: r}
 	if m := regexp.MustCompile(regexp.QuoteMeta(src.Name) + `\((\d+)\): (?:catastrophic )?error`).FindStringSubmatch(log); m != nil {
 		e.Line, _ = strconv.Atoi(m[1])

@@ -14,7 +14,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/safefile"
 )
 
@@ -68,7 +68,7 @@ func TestCompileErrorSaysWhere(t *testing.T) {
 		require.ErrorAs(t, err, &e)
 		require.Equal(t, line, e.Line, log)
 		require.Equal(t, log, e.Log)
-		require.ErrorIs(t, err, nvrtcapi.ErrorCompilation)
+		require.ErrorIs(t, err, cudacc.ErrorCompilation)
 		require.ErrorContains(t, err, "kernel: compile my (1).cu: NVRTC_ERROR_COMPILATION:\n"+log)
 	}
 	require.Empty(t, kernelFiles(t, c.store.Folder), "a failure is not kept")
@@ -113,7 +113,7 @@ func TestIncludeFolders(t *testing.T) {
 
 // fakeNVRTC compiles nothing: its binary names all that it was given.
 type fakeNVRTC struct {
-	nvrtcapi.API
+	cudacc.NVRTC
 	minor int32
 	log   string // makes a compilation fail
 	image []byte // the binary, instead of what names the inputs
@@ -123,48 +123,48 @@ type fakeNVRTC struct {
 	compiled int
 }
 
-func (f *fakeNVRTC) Version() (int32, int32, nvrtcapi.Result) { return 13, f.minor, nvrtcapi.Success }
+func (f *fakeNVRTC) Version() (int32, int32, cudacc.Result) { return 13, f.minor, cudacc.Success }
 
-func (f *fakeNVRTC) SupportedArchs() ([]int32, nvrtcapi.Result) {
-	return []int32{75, 80, 86, 90, 100}, nvrtcapi.Success
+func (f *fakeNVRTC) SupportedArchs() ([]int32, cudacc.Result) {
+	return []int32{75, 80, 86, 90, 100}, cudacc.Success
 }
 
-func (f *fakeNVRTC) GetPTX(p nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
+func (f *fakeNVRTC) GetPTX(p cudacc.NVRTCProgram) ([]byte, cudacc.Result) {
 	b, r := f.GetCUBIN(p)
 	return append([]byte("PTX "), b...), r
 }
 
-func (f *fakeNVRTC) CreateProgram(source, name string) (nvrtcapi.Program, nvrtcapi.Result) {
+func (f *fakeNVRTC) CreateProgram(source, name string) (cudacc.NVRTCProgram, cudacc.Result) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.programs = append(f.programs, name+"|"+source)
-	return nvrtcapi.Program(len(f.programs)), nvrtcapi.Success
+	return cudacc.NVRTCProgram(len(f.programs)), cudacc.Success
 }
 
-func (f *fakeNVRTC) CompileProgram(p nvrtcapi.Program, options []string) nvrtcapi.Result {
+func (f *fakeNVRTC) CompileProgram(p cudacc.NVRTCProgram, options []string) cudacc.Result {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.compiled++
 	f.programs[p-1] += "|" + strings.Join(options, " ")
 	if f.log != "" {
-		return nvrtcapi.ErrorCompilation
+		return cudacc.ErrorCompilation
 	}
-	return nvrtcapi.Success
+	return cudacc.Success
 }
 
-func (f *fakeNVRTC) GetCUBIN(p nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
+func (f *fakeNVRTC) GetCUBIN(p cudacc.NVRTCProgram) ([]byte, cudacc.Result) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.image != nil {
-		return f.image, nvrtcapi.Success
+		return f.image, cudacc.Success
 	}
-	return []byte(strings.Repeat(f.programs[p-1], 100)), nvrtcapi.Success
+	return []byte(strings.Repeat(f.programs[p-1], 100)), cudacc.Success
 }
 
-func (f *fakeNVRTC) GetProgramLog(nvrtcapi.Program) (string, nvrtcapi.Result) {
-	return f.log, nvrtcapi.Success
+func (f *fakeNVRTC) GetProgramLog(cudacc.NVRTCProgram) (string, cudacc.Result) {
+	return f.log, cudacc.Success
 }
-func (f *fakeNVRTC) DestroyProgram(nvrtcapi.Program) nvrtcapi.Result { return nvrtcapi.Success }
+func (f *fakeNVRTC) DestroyProgram(cudacc.NVRTCProgram) cudacc.Result { return cudacc.Success }
 
 func fakeCompiler(folder string) (*compiler, *fakeNVRTC) {
 	f := &fakeNVRTC{}

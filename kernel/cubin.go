@@ -15,8 +15,8 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
@@ -461,13 +461,13 @@ func (src *Source) checkText() error {
 		case slices.Contains(separateOptions, name) && !strings.Contains(src.Options[i], "="):
 			i++ // the next one is its value
 		case !knownOption(src.Options[i]):
-			return fmt.Errorf("kernel: compile %s: %w: %q is not an option of NVRTC", src.Name, nvrtcapi.ErrorInvalidOption, src.Options[i])
+			return fmt.Errorf("kernel: compile %s: %w: %q is not an option of NVRTC", src.Name, cudacc.ErrorInvalidOption, src.Options[i])
 		}
 	}
 	folders := includeFolders(src.Options)
 	for _, m := range includeLine.FindAllStringSubmatch(withoutComments(src.CUDA), -1) {
 		if path, _ := readHeader(m[1], ".", folders); path == "" && !maybeHeader(m[1]) && !strings.Contains(src.CUDA, "__has_include") && !strings.Contains(src.CUDA, "#if") {
-			return &CompileError{Source: src.Name, Err: nvrtcapi.ErrorCompilation,
+			return &CompileError{Source: src.Name, Err: cudacc.ErrorCompilation,
 				Log: fmt.Sprintf("cannot open source file %q", m[1]), Hint: "give its folder with --include-path"}
 		}
 	}

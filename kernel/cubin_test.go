@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
@@ -94,10 +94,10 @@ func TestCheckText(t *testing.T) {
 		require.NoError(t, (&Source{Options: options, CUDA: "#include <cuda_fp16.h>\n#include <cuda/std/atomic>\n// #include \"none.h\"\n"}).checkText())
 	}
 	err := (&Source{Name: "a.cu", Options: []string{"--fast"}}).checkText()
-	require.ErrorIs(t, err, nvrtcapi.ErrorInvalidOption)
+	require.ErrorIs(t, err, cudacc.ErrorInvalidOption)
 	require.ErrorContains(t, err, `kernel: compile a.cu: NVRTC_ERROR_INVALID_OPTION: "--fast" is not an option of NVRTC`)
 	err = (&Source{Name: "a.cu", CUDA: "#include \"mine/none.h\"\n"}).checkText()
-	require.ErrorIs(t, err, nvrtcapi.ErrorCompilation)
+	require.ErrorIs(t, err, cudacc.ErrorCompilation)
 	require.ErrorContains(t, err, `cannot open source file "mine/none.h"`)
 }
 
@@ -183,7 +183,7 @@ func TestCompiledLimits(t *testing.T) {
 	require.ErrorContains(t, err, `kernel: find h in a.cu: the binary has no kernel of this name: declare it extern "C" __global__`)
 	f.log = "a.cu(1): error: what"
 	_, err = c.limits(&Source{Name: "b.cu"}, declared)
-	require.ErrorIs(t, err, nvrtcapi.ErrorCompilation)
+	require.ErrorIs(t, err, cudacc.ErrorCompilation)
 	f.log, c.arch = "", 89
 	limits, err = c.limits(src("f"), declared)
 	require.NoError(t, err)

@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudahost"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -144,7 +144,7 @@ func runHost(t *testing.T, e *Elementwise, trials []*hostTrial) {
 	t.Helper()
 	var code, calls strings.Builder
 	var in bytes.Buffer
-	code.WriteString(cudahost.Shim() + hostRead)
+	code.WriteString(cudacc.HostShim() + hostRead)
 	for i, tr := range trials {
 		source := strings.NewReplacer(`extern "C" `, "", "::pick<", "pick<").Replace(e.source(tr.v, tr.common))
 		fmt.Fprintf(&code, "namespace v%d {\n%s\n}\n", i, source)

@@ -14,12 +14,11 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/cudahost"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
@@ -32,7 +31,7 @@ import (
 type shadow struct {
 	src  *Source
 	said map[string][]declared
-	p    *cudahost.Program
+	p    *cudacc.HostProgram
 
 	mu   sync.Mutex
 	seen map[shadowed]int // launches that were compared
@@ -60,7 +59,7 @@ var endless sync.Map
 
 // openShadow compiles a source for the host. It returns nil without an error if launches are not
 // compared: outside of tests, without a C++ compiler, or if the source needs more of CUDA than
-// package cudahost has. An error is a mistake that every compiler finds.
+// package cudacc has. An error is a mistake that every compiler finds.
 func openShadow(src *Source, said map[string][]declared) (*shadow, error) {
 	mode, err := env.VirtualKernels.OneOf("auto", "go", "both")
 	if err != nil {
@@ -83,8 +82,8 @@ func openShadow(src *Source, said map[string][]declared) (*shadow, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	p, err := compileForHost(ctx, key, src)
-	if err != nil && cudahost.IsSyntaxError(err) {
-		return nil, &CompileError{Source: src.Name, Log: err.Error(), Err: nvrtcapi.ErrorCompilation}
+	if err != nil && cudacc.IsSyntaxError(err) {
+		return nil, &CompileError{Source: src.Name, Log: err.Error(), Err: cudacc.ErrorCompilation}
 	}
 	if err != nil {
 		if ctx.Err() == nil {
@@ -114,7 +113,7 @@ func hasState(cuda string) bool {
 // hostKey returns the key of a source that is compiled for the host. Without g++ the error matches
 // exec.ErrNotFound.
 func hostKey(src *Source) (string, error) {
-	k, err := cudahost.Key()
+	k, err := cudacc.HostKey()
 	if err != nil {
 		return "", err
 	}
@@ -128,13 +127,13 @@ func hostKey(src *Source) (string, error) {
 }
 
 // compileForHost compiles a source for the host, unless the user's store has it.
-func compileForHost(ctx context.Context, key string, src *Source) (*cudahost.Program, error) {
-	return cudahost.Stored(key, func() (*cudahost.Program, error) {
+func compileForHost(ctx context.Context, key string, src *Source) (*cudacc.HostProgram, error) {
+	return cudacc.StoredHostProgram(key, func() (*cudacc.HostProgram, error) {
 		var names []string
 		for _, d := range src.Kernels {
 			names = append(names, d.Name)
 		}
-		return cudahost.Compile(ctx, src.CUDA, src.Options, names)
+		return cudacc.CompileHost(ctx, src.CUDA, src.Options, names)
 	})
 }
 
@@ -190,7 +189,7 @@ func (h *shadow) run(d *Def, call *machine.KernelCall, fn func()) {
 	ctx, cancel := context.WithTimeout(context.Background(), shadowTime)
 	defer cancel()
 	if err := h.p.Run(ctx, d.Name, blocks, threads, shared, list); err != nil {
-		if ctx.Err() != nil || errors.Is(err, cudahost.ErrProcessorTime) {
+		if ctx.Err() != nil || errors.Is(err, cudacc.ErrProcessorTime) {
 			endless.Store(h.src.CUDA+d.Name, true)
 		} else {
 			h.failed(d, err)
@@ -242,7 +241,7 @@ func (h *shadow) failed(d *Def, err error) {
 
 // arguments returns a copy of the memory at each pointer, and the arguments of the program. A pointer
 // to memory of another argument shares the copy.
-func (h *shadow) arguments(d *Def, call *machine.KernelCall) (before [][]byte, list []cudahost.Arg, ok bool) {
+func (h *shadow) arguments(d *Def, call *machine.KernelCall) (before [][]byte, list []cudacc.HostArg, ok bool) {
 	type place struct {
 		from, to uint64 // addresses
 		pointer  int    // its number among the pointers, from 1; 0 for other parameters
@@ -259,7 +258,7 @@ func (h *shadow) arguments(d *Def, call *machine.KernelCall) (before [][]byte, l
 	total := uint64(0)
 	for i, p := range d.Params {
 		x := places[i]
-		arg := cudahost.Arg{Null: x.pointer > 0 && x.from == 0}
+		arg := cudacc.HostArg{Null: x.pointer > 0 && x.from == 0}
 		var data []byte
 		switch owner := slices.IndexFunc(places[:i], func(y place) bool {
 			return y.pointer > 0 && y.from < x.to && x.from < y.to

@@ -13,7 +13,7 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudahost"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
@@ -556,7 +556,7 @@ func (d *deviceSide) reports() error {
 }
 
 // A hostSide runs the source on the host.
-type hostSide struct{ p *cudahost.Program }
+type hostSide struct{ p *cudacc.HostProgram }
 
 func (v *verification) openHost(ctx context.Context, src *Source) (*hostSide, error) {
 	key, err := hostKey(src)
@@ -574,15 +574,15 @@ func (v *verification) openHost(ctx context.Context, src *Source) (*hostSide, er
 func (h *hostSide) String() string { return "the source on the host" }
 
 func (h *hostSide) run(ctx context.Context, kernel string, g Grid, args []testArg) error {
-	var list []cudahost.Arg
+	var list []cudacc.HostArg
 	for _, a := range args {
 		switch {
 		case a.memory != nil:
-			list = append(list, cudahost.Arg{Memory: a.memory, Before: guard})
+			list = append(list, cudacc.HostArg{Memory: a.memory, Before: guard})
 		case a.param == Pointer:
-			list = append(list, cudahost.Arg{Null: true})
+			list = append(list, cudacc.HostArg{Null: true})
 		default:
-			list = append(list, cudahost.Arg{Value: a.value})
+			list = append(list, cudacc.HostArg{Value: a.value})
 		}
 	}
 	return h.p.Run(ctx, kernel, g.Blocks, g.Threads, g.SharedBytes, list)

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudahost"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -143,7 +143,7 @@ static unsigned atomicInc(unsigned* p, unsigned most) { auto o = *p; *p = o >= m
 
 // The kernels, compiled as C++, find the same elements as their Go functions.
 func TestNaNKernelsAgreeWithGo(t *testing.T) {
-	program := ptxtest.Host(t, cudahost.Shim()+nanHostAtomics+nanSource+nanHostMain)
+	program := ptxtest.Host(t, cudacc.HostShim()+nanHostAtomics+nanSource+nanHostMain)
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))

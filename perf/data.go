@@ -9,9 +9,9 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -26,7 +26,7 @@ var source string
 //go:embed pattern.ptx.zst
 var packed []byte
 
-var archive = ptx.Open(packed)
+var archive = cudacc.OpenArchive(packed)
 
 // words maps a size in bytes to a C type.
 var words = map[int]string{1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "unsigned long long"}

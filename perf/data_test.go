@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -20,9 +20,9 @@ import (
 
 // The PTX belongs to pattern.cu.
 func TestPTX(t *testing.T) {
-	var sources []ptx.Source
+	var sources []cudacc.Source
 	for _, size := range []int{1, 2, 4, 8} {
-		sources = append(sources, ptx.Source{Name: fmt.Sprint("pattern/", size), CUDA: source, Options: macros(size)})
+		sources = append(sources, cudacc.Source{Name: fmt.Sprint("pattern/", size), CUDA: source, Options: macros(size)})
 	}
 	ptxtest.Check(t, "pattern.ptx.zst", packed, sources)
 }

@@ -8,10 +8,10 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -26,7 +26,7 @@ var source string
 //go:embed rng.ptx.zst
 var packed []byte
 
-var archive = ptx.Open(packed)
+var archive = cudacc.OpenArchive(packed)
 
 // A dist is a distribution.
 type dist int

@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudahost"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
@@ -425,22 +425,22 @@ func sourceOnTheHost(t *testing.T) func(name string, g kernel.Grid, args ...any)
 	for _, d := range tensor.RowSource().Kernels {
 		names = append(names, d.Name)
 	}
-	program, err := cudahost.Compile(t.Context(), tensor.RowSource().CUDA, nil, names)
+	program, err := cudacc.CompileHost(t.Context(), tensor.RowSource().CUDA, nil, names)
 	if errors.Is(err, exec.ErrNotFound) {
 		t.Skip("no g++")
 	}
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, program.Close()) })
 	return func(name string, g kernel.Grid, args ...any) {
-		var list []cudahost.Arg
+		var list []cudacc.HostArg
 		for _, a := range args {
 			switch a := a.(type) {
 			case []byte:
-				list = append(list, cudahost.Arg{Memory: a, Null: a == nil})
+				list = append(list, cudacc.HostArg{Memory: a, Null: a == nil})
 			case uint64:
-				list = append(list, cudahost.Arg{Value: binary.LittleEndian.AppendUint64(nil, a)})
+				list = append(list, cudacc.HostArg{Value: binary.LittleEndian.AppendUint64(nil, a)})
 			case uint32:
-				list = append(list, cudahost.Arg{Value: binary.LittleEndian.AppendUint32(nil, a)})
+				list = append(list, cudacc.HostArg{Value: binary.LittleEndian.AppendUint32(nil, a)})
 			}
 		}
 		require.NoError(t, program.Run(t.Context(), name, g.Blocks, g.Threads, 0, list))

@@ -16,7 +16,7 @@ import (
 // bound lists the interfaces whose methods are functions of NVIDIA's libraries.
 var bound = map[string][]string{
 	"internal/cudadrv":   {"Driver"},
-	"internal/nvrtcapi":  {"API"},
+	"internal/cudacc":    {"NVRTC"},
 	"internal/nvml":      {"API", "Device", "Health"},
 	"internal/ncclapi":   {"API"},
 	"internal/cublasapi": {"API", "LtAPI"},

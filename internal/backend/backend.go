@@ -15,12 +15,12 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/nvml"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
 	"github.com/gochorus/chorus/internal/sanitizer"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
@@ -291,8 +291,8 @@ func (s *System) NVML() (nvml.API, error) {
 
 // NVRTC opens NVRTC at its first use. It is the same for virtual devices, which check with it
 // what a GPU would refuse; package kernel passes the stand-ins of kernels to Machine.
-func (s *System) NVRTC() (nvrtcapi.API, error) {
-	return library[nvrtcapi.API](nvrtcapi.Open)
+func (s *System) NVRTC() (cudacc.NVRTC, error) {
+	return library[cudacc.NVRTC](cudacc.OpenNVRTC)
 }
 
 // Explain returns the cause of a virtual device's sticky error. It returns "" on

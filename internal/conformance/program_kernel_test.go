@@ -4,7 +4,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/graph"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -111,7 +111,7 @@ const live = `extern "C" __global__ void f(float* x) {
 const withoutNVRTC = "without NVRTC on the machine: the number of registers is the compiler's"
 
 var isNVRTC = sync.OnceValue(func() bool {
-	_, err := nvrtcapi.Open()
+	_, err := cudacc.OpenNVRTC()
 	return err == nil
 })
 

@@ -8,11 +8,11 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -23,7 +23,7 @@ import (
 //go:embed fold.ptx.zst
 var packedFold []byte
 
-var foldArchive = ptx.Open(packedFold)
+var foldArchive = cudacc.OpenArchive(packedFold)
 
 // numFoldFormats is the number of types that Fold supports.
 const numFoldFormats = len(formats) + 2

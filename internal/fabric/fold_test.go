@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudahost"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -130,7 +130,7 @@ func foldProgram(t *testing.T, f *format, op flight.Reduction) string {
 	for _, x := range onHost {
 		code = regexp.MustCompile(x.cuda).ReplaceAllLiteralString(code, x.host)
 	}
-	shim := strings.Replace(cudahost.Shim(), "static Dim blockIdx", "static Dim gridDim, blockIdx", 1)
+	shim := strings.Replace(cudacc.HostShim(), "static Dim blockIdx", "static Dim gridDim, blockIdx", 1)
 	return ptxtest.Host(t, shim+code+foldHostMain, "-w", "-ffp-contract=off", "-DCHORUS_TYPE="+f.c, "-DCHORUS_OP="+templates[op])
 }
 

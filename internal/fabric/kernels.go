@@ -11,11 +11,11 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -27,7 +27,7 @@ import (
 //go:embed fabric.ptx.zst
 var packed []byte
 
-var archive = ptx.Open(packed)
+var archive = cudacc.OpenArchive(packed)
 
 // These constants must agree with the CUDA source.
 const (
@@ -283,7 +283,7 @@ func joined(files []string) string {
 }
 
 // Version identifies the kernels: measurements with one version are not valid for another.
-func Version() string { return ptx.Digest(source, nil)[:12] }
+func Version() string { return cudacc.Digest(source, nil)[:12] }
 
 // A format is an element type that can be reduced.
 type format struct {

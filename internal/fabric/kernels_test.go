@@ -11,7 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/cudahost"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -57,7 +57,7 @@ func forHost(t *testing.T, code string) string {
 
 // hostShim returns the shim for blocks that run concurrently.
 func hostShim() string {
-	return strings.Replace(cudahost.Shim(), "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
+	return strings.Replace(cudacc.HostShim(), "static Dim blockIdx", "static thread_local Dim gridDim, blockDim, blockIdx", 1)
 }
 
 // normOnHost replaces the parts of the source of norms that use clusters. The first half of a

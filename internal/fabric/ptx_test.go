@@ -3,15 +3,15 @@ package fabric
 import (
 	"testing"
 
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/flight"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/ptxtest"
 )
 
 // The PTX belongs to the sources and has every module that there is.
 func TestPTX(t *testing.T) {
 	t.Run("fabric", func(t *testing.T) {
-		ptxtest.Check(t, "fabric.ptx.zst", packed, append(reducers(formats[:], source), ptx.Source{Name: "move", CUDA: source}))
+		ptxtest.Check(t, "fabric.ptx.zst", packed, append(reducers(formats[:], source), cudacc.Source{Name: "move", CUDA: source}))
 	})
 	t.Run("fold", func(t *testing.T) {
 		ptxtest.Check(t, "fold.ptx.zst", packedFold, reducers(foldFormats, foldSource))
@@ -19,10 +19,10 @@ func TestPTX(t *testing.T) {
 }
 
 // reducers returns the modules of a source for all types and reductions.
-func reducers(formats []format, source string) (list []ptx.Source) {
+func reducers(formats []format, source string) (list []cudacc.Source) {
 	for i := range formats {
 		for op := range templates {
-			list = append(list, ptx.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], flight.Reduction(op))})
+			list = append(list, cudacc.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], flight.Reduction(op))})
 		}
 	}
 	return list

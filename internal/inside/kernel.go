@@ -4,26 +4,26 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
 
 // A SourceOption has the options of a source.
 type SourceOption struct {
-	archive  *ptx.Archive
+	archive  *cudacc.Archive
 	resident bool
 	goOnly   bool
 	accesses map[string]string
 }
 
 // Embed lets devices load the source from the PTX in a.
-func Embed(x handle.Has[SourceOption], a *ptx.Archive) { handle.Of(x).archive = a }
+func Embed(x handle.Has[SourceOption], a *cudacc.Archive) { handle.Of(x).archive = a }
 
 // Archive returns the archive of Embed, or nil.
-func Archive(x handle.Has[SourceOption]) *ptx.Archive { return handle.Of(x).archive }
+func Archive(x handle.Has[SourceOption]) *cudacc.Archive { return handle.Of(x).archive }
 
 // MakeResident lets modules of the source live as long as their device. The caller does
 // not close them.

@@ -1,4 +1,4 @@
-// Package ptxtest generates the archives of internal/ptx and checks that they match
+// Package ptxtest generates the archives of internal/cudacc and checks that they match
 // their sources.
 package ptxtest
 
@@ -16,11 +16,9 @@ import (
 	"testing"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/cudahost"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/nvrtcapi"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -37,13 +35,13 @@ var everything = flag.Bool("ptx-all", false, "compile all sources again, instead
 // version that compiled them is available, it must produce the same text again
 // for a sample of the sources. With the flag -ptx, Check generates the archive
 // and writes it to file.
-func Check(t *testing.T, file string, packed []byte, sources []ptx.Source) {
+func Check(t *testing.T, file string, packed []byte, sources []cudacc.Source) {
 	t.Helper()
 	if *update {
 		write(t, file, sources)
 		return
 	}
-	entries, err := ptx.Open(packed).Entries()
+	entries, err := cudacc.OpenArchive(packed).Entries()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -56,7 +54,7 @@ func Check(t *testing.T, file string, packed []byte, sources []ptx.Source) {
 	t.Run("compiled again", func(t *testing.T) { compileAgain(t, entries, sources) })
 }
 
-func belong(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
+func belong(t *testing.T, entries []cudacc.Entry, sources []cudacc.Source) {
 	lowered := testgpu.SampleRaced(t, 16)
 	for _, p := range problems(entries, sources, lowered) {
 		t.Error(p + ": run make ptx")
@@ -65,25 +63,25 @@ func belong(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
 
 // problems returns the differences between entries and sources. It parses the entries that
 // drawn selects.
-func problems(entries []ptx.Entry, sources []ptx.Source, drawn func() bool) (out []string) {
-	have := map[string]*ptx.Entry{}
+func problems(entries []cudacc.Entry, sources []cudacc.Source, drawn func() bool) (out []string) {
+	have := map[string]*cudacc.Entry{}
 	for i, e := range entries {
 		have[e.Digest] = &entries[i]
 		if !drawn() {
 			continue
 		}
-		lowered, version, err := ptx.Lower(string(e.Text))
+		lowered, version, err := cudacc.LowerPTX(string(e.Text))
 		if err != nil || lowered != string(e.Text) || version != e.Version {
 			out = append(out, fmt.Sprintf("the PTX of %s does not have the lowest possible version (%s, %s, %v)", e.Name, e.Version, version, err))
 		}
 	}
 	for _, s := range sources {
-		digest := ptx.Digest(s.CUDA, s.Options)
+		digest := cudacc.Digest(s.CUDA, s.Options)
 		switch e := have[digest]; {
 		case e == nil:
 			out = append(out, fmt.Sprintf("the source of %s has changed since its PTX was made", s.Name))
-		case e.Name != s.Name || e.Arch != max(s.Arch, ptx.Arch):
-			out = append(out, fmt.Sprintf("the PTX of %s for compute_%d is that of %s for compute_%d", s.Name, max(s.Arch, ptx.Arch), e.Name, e.Arch))
+		case e.Name != s.Name || e.Arch != max(s.Arch, cudacc.Arch):
+			out = append(out, fmt.Sprintf("the PTX of %s for compute_%d is that of %s for compute_%d", s.Name, max(s.Arch, cudacc.Arch), e.Name, e.Arch))
 		}
 		delete(have, digest)
 	}
@@ -96,22 +94,22 @@ func problems(entries []ptx.Entry, sources []ptx.Source, drawn func() bool) (out
 }
 
 // compiler returns the name of an NVRTC, as in entries.
-func compiler(t *testing.T, rtc nvrtcapi.API) string {
+func compiler(t *testing.T, rtc cudacc.NVRTC) string {
 	t.Helper()
 	major, minor, r := rtc.Version()
-	if r != nvrtcapi.Success {
+	if r != cudacc.Success {
 		t.Fatal(r)
 	}
 	return fmt.Sprintf("NVRTC-%d.%d", major, minor)
 }
 
-func compileAgain(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
-	rtc, err := nvrtcapi.Open()
+func compileAgain(t *testing.T, entries []cudacc.Entry, sources []cudacc.Source) {
+	rtc, err := cudacc.OpenNVRTC()
 	if err != nil {
 		t.Skip(err)
 	}
 	name := compiler(t, rtc)
-	archive := map[string]ptx.Entry{}
+	archive := map[string]cudacc.Entry{}
 	for _, e := range entries {
 		archive[e.Digest] = e
 	}
@@ -123,7 +121,7 @@ func compileAgain(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
 	t.Logf("one of %d sources each, from source %d on", step, first)
 	for i := first; i < len(sources); i += step {
 		s := &sources[i]
-		e, ok := archive[ptx.Digest(s.CUDA, s.Options)]
+		e, ok := archive[cudacc.Digest(s.CUDA, s.Options)]
 		if !ok || e.Compiler != name {
 			continue // missing entries are already reported; another compiler produces other texts
 		}
@@ -139,45 +137,45 @@ func compileAgain(t *testing.T, entries []ptx.Entry, sources []ptx.Source) {
 }
 
 // Compile compiles a source to an entry.
-func Compile(rtc nvrtcapi.API, compiler string, s *ptx.Source) (ptx.Entry, error) {
-	fail := func(what string, cause any) (ptx.Entry, error) {
-		return ptx.Entry{}, fmt.Errorf("ptxtest: %s: %s: %v", s.Name, what, cause)
+func Compile(rtc cudacc.NVRTC, compiler string, s *cudacc.Source) (cudacc.Entry, error) {
+	fail := func(what string, cause any) (cudacc.Entry, error) {
+		return cudacc.Entry{}, fmt.Errorf("ptxtest: %s: %s: %v", s.Name, what, cause)
 	}
 	p, r := rtc.CreateProgram(s.CUDA, s.Name)
-	if r != nvrtcapi.Success {
+	if r != cudacc.Success {
 		return fail("nvrtcCreateProgram", r)
 	}
 	defer rtc.DestroyProgram(p)
-	if r := rtc.CompileProgram(p, s.CompilerOptions()); r != nvrtcapi.Success {
+	if r := rtc.CompileProgram(p, s.CompilerOptions()); r != cudacc.Success {
 		log, _ := rtc.GetProgramLog(p)
 		return fail(r.Error(), log)
 	}
 	raw, r := rtc.GetPTX(p)
-	if r != nvrtcapi.Success {
+	if r != cudacc.Success {
 		return fail("nvrtcGetPTX", r)
 	}
 	for len(raw) > 0 && raw[len(raw)-1] == 0 { // terminating zero
 		raw = raw[:len(raw)-1]
 	}
-	text, version, err := ptx.Lower(string(raw))
+	text, version, err := cudacc.LowerPTX(string(raw))
 	if err != nil {
 		return fail("lower", err)
 	}
-	return ptx.Entry{Digest: ptx.Digest(s.CUDA, s.Options), Name: s.Name, Arch: max(s.Arch, ptx.Arch),
+	return cudacc.Entry{Digest: cudacc.Digest(s.CUDA, s.Options), Name: s.Name, Arch: max(s.Arch, cudacc.Arch),
 		Compiler: compiler, Version: version, Text: []byte(text)}, nil
 }
 
 // write compiles all sources, loads each text with the driver, and writes the
 // archive.
-func write(t *testing.T, file string, sources []ptx.Source) {
+func write(t *testing.T, file string, sources []cudacc.Source) {
 	t.Helper()
 	load := loader(t)
-	rtc, err := nvrtcapi.Open()
+	rtc, err := cudacc.OpenNVRTC()
 	if err != nil {
 		t.Fatal(err)
 	}
 	name := compiler(t, rtc)
-	var entries []ptx.Entry
+	var entries []cudacc.Entry
 	for _, s := range sources {
 		e, err := Compile(rtc, name, &s)
 		if err != nil {
@@ -192,7 +190,7 @@ func write(t *testing.T, file string, sources []ptx.Source) {
 	if t.Failed() {
 		return
 	}
-	packed := ptx.Pack(entries)
+	packed := cudacc.PackArchive(entries)
 	if err := os.WriteFile(file, packed, 0o644); err != nil {
 		t.Fatal(err)
 	}
@@ -215,7 +213,7 @@ func loader(t *testing.T) func(text []byte) error {
 }
 
 // versions says how many texts have each version of PTX.
-func versions(entries []ptx.Entry) (all []string) {
+func versions(entries []cudacc.Entry) (all []string) {
 	count := map[string]int{}
 	for _, e := range entries {
 		count[e.Version]++
@@ -257,14 +255,14 @@ func Host(t *testing.T, code string, flags ...string) (program string) {
 	return p.Path
 }
 
-func host(t *testing.T, code string, flags []string) (*cudahost.Program, error) {
-	key, err := cudahost.Key()
+func host(t *testing.T, code string, flags []string) (*cudacc.HostProgram, error) {
+	key, err := cudacc.HostKey()
 	if err != nil {
 		return nil, err
 	}
 	key.Add(code)
 	key.Add(flags...)
-	return cudahost.Stored(key.Sum(), func() (*cudahost.Program, error) { return cudahost.Build(t.Context(), code, flags...) })
+	return cudacc.StoredHostProgram(key.Sum(), func() (*cudacc.HostProgram, error) { return cudacc.BuildHost(t.Context(), code, flags...) })
 }
 
 var updateManifest = flag.Bool("ptx-sums", false, "write the digests of the PTX texts that the archives have")
@@ -272,7 +270,7 @@ var updateManifest = flag.Bool("ptx-sums", false, "write the digests of the PTX 
 // Manifest lists the texts of an archive, one in each line: the digest of the
 // text, and the compiler input. Archives are compressed, so a review cannot see
 // changes in them; the manifest shows which kernels have new PTX.
-func Manifest(entries []ptx.Entry) string {
+func Manifest(entries []cudacc.Entry) string {
 	var lines []string
 	for _, e := range entries {
 		lines = append(lines, fmt.Sprintf("%x %s compute_%d PTX-%s %s\n", sha256.Sum256(e.Text), e.Name, e.Arch, e.Version, e.Compiler))
@@ -287,7 +285,7 @@ func manifestOf(archive string) string {
 }
 
 // reviewed compares the texts with the manifest. It needs neither a compiler nor a GPU.
-func reviewed(t *testing.T, archive string, entries []ptx.Entry) {
+func reviewed(t *testing.T, archive string, entries []cudacc.Entry) {
 	file := manifestOf(archive)
 	if *updateManifest {
 		writeManifest(t, file, entries)
@@ -301,7 +299,7 @@ func reviewed(t *testing.T, archive string, entries []ptx.Entry) {
 	}
 }
 
-func writeManifest(t *testing.T, file string, entries []ptx.Entry) {
+func writeManifest(t *testing.T, file string, entries []cudacc.Entry) {
 	t.Helper()
 	err := os.MkdirAll(filepath.Dir(file), 0o755)
 	if err == nil {

@@ -6,8 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/nvrtcapi"
-	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -15,50 +14,50 @@ func TestMain(m *testing.M) { testgpu.Main(m) }
 
 // fakeNVRTC writes PTX that has the source in it.
 type fakeNVRTC struct {
-	nvrtcapi.API
+	cudacc.NVRTC
 	text string
 }
 
-func (f *fakeNVRTC) CreateProgram(source, name string) (nvrtcapi.Program, nvrtcapi.Result) {
+func (f *fakeNVRTC) CreateProgram(source, name string) (cudacc.NVRTCProgram, cudacc.Result) {
 	f.text = source
-	return 1, nvrtcapi.Success
+	return 1, cudacc.Success
 }
 
-func (f *fakeNVRTC) CompileProgram(_ nvrtcapi.Program, options []string) nvrtcapi.Result {
+func (f *fakeNVRTC) CompileProgram(_ cudacc.NVRTCProgram, options []string) cudacc.Result {
 	f.text = ".version 9.0\n.target " + strings.ReplaceAll(strings.TrimPrefix(options[0], "--gpu-architecture="), "compute", "sm") +
 		"\n.address_size 64\n.visible .entry f()\n{\n" + f.text + "\n}\n\x00"
 	if strings.Contains(f.text, "mistake") {
-		return nvrtcapi.ErrorCompilation
+		return cudacc.ErrorCompilation
 	}
-	return nvrtcapi.Success
+	return cudacc.Success
 }
-func (f *fakeNVRTC) GetPTX(nvrtcapi.Program) ([]byte, nvrtcapi.Result) {
-	return []byte(f.text), nvrtcapi.Success
+func (f *fakeNVRTC) GetPTX(cudacc.NVRTCProgram) ([]byte, cudacc.Result) {
+	return []byte(f.text), cudacc.Success
 }
-func (f *fakeNVRTC) GetProgramLog(nvrtcapi.Program) (string, nvrtcapi.Result) {
-	return "the log", nvrtcapi.Success
+func (f *fakeNVRTC) GetProgramLog(cudacc.NVRTCProgram) (string, cudacc.Result) {
+	return "the log", cudacc.Success
 }
-func (f *fakeNVRTC) DestroyProgram(nvrtcapi.Program) nvrtcapi.Result { return nvrtcapi.Success }
+func (f *fakeNVRTC) DestroyProgram(cudacc.NVRTCProgram) cudacc.Result { return cudacc.Success }
 
 func TestCompile(t *testing.T) {
 	f := &fakeNVRTC{}
-	e, err := Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "\tret;"})
+	e, err := Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "\tret;"})
 	require.NoError(t, err)
-	require.Equal(t, ptx.Entry{Digest: ptx.Digest("\tret;", nil), Name: "f", Arch: 75, Compiler: "NVRTC-13.0", Version: "6.3",
+	require.Equal(t, cudacc.Entry{Digest: cudacc.Digest("\tret;", nil), Name: "f", Arch: 75, Compiler: "NVRTC-13.0", Version: "6.3",
 		Text: []byte(".version 6.3\n.target sm_75\n.address_size 64\n.visible .entry f()\n{\n\tret;\n}\n")}, e)
-	e, err = Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "\tret;", Arch: 80})
+	e, err = Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "\tret;", Arch: 80})
 	require.NoError(t, err)
 	require.Equal(t, 80, e.Arch)
 	require.Equal(t, "7.0", e.Version)
-	_, err = Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "mistake"})
+	_, err = Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "mistake"})
 	require.EqualError(t, err, "ptxtest: f: NVRTC_ERROR_COMPILATION: the log")
-	_, err = Compile(f, "NVRTC-13.0", &ptx.Source{Name: "f", CUDA: "frobnicate.b32 %r1;"})
+	_, err = Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "frobnicate.b32 %r1;"})
 	require.ErrorContains(t, err, "ptxtest: f: lower: ptx: the instruction")
 }
 
 // Another text under the same name and source is seen without a compiler.
 func TestManifest(t *testing.T) {
-	entries := []ptx.Entry{
+	entries := []cudacc.Entry{
 		{Digest: "d1", Name: "f", Arch: 75, Compiler: "NVRTC-13.0", Version: "6.3", Text: []byte("ret;")},
 		{Digest: "d2", Name: "g", Arch: 80, Compiler: "NVRTC-13.0", Version: "7.0", Text: []byte("ret;")},
 	}
@@ -70,7 +69,7 @@ func TestManifest(t *testing.T) {
 		func() { entries = entries[:1] },
 		func() { entries = append(entries, entries[0]) },
 	} {
-		saved := append([]ptx.Entry(nil), entries...)
+		saved := append([]cudacc.Entry(nil), entries...)
 		spoil()
 		require.NotEmpty(t, differences(was, Manifest(ptxOf(t, entries))))
 		entries = saved
@@ -78,9 +77,9 @@ func TestManifest(t *testing.T) {
 }
 
 // ptxOf packs and unpacks entries.
-func ptxOf(t *testing.T, entries []ptx.Entry) []ptx.Entry {
+func ptxOf(t *testing.T, entries []cudacc.Entry) []cudacc.Entry {
 	t.Helper()
-	list, err := ptx.Open(ptx.Pack(entries)).Entries()
+	list, err := cudacc.OpenArchive(cudacc.PackArchive(entries)).Entries()
 	require.NoError(t, err)
 	return list
 }
@@ -88,8 +87,8 @@ func ptxOf(t *testing.T, entries []ptx.Entry) []ptx.Entry {
 // The check notices what it is for.
 func TestProblems(t *testing.T) {
 	f := &fakeNVRTC{}
-	sources := []ptx.Source{{Name: "a", CUDA: "\tret;"}, {Name: "b", CUDA: "\tret;", Options: []string{"-DB"}}}
-	var entries []ptx.Entry
+	sources := []cudacc.Source{{Name: "a", CUDA: "\tret;"}, {Name: "b", CUDA: "\tret;", Options: []string{"-DB"}}}
+	var entries []cudacc.Entry
 	for _, s := range sources {
 		e, err := Compile(f, "NVRTC-13.0", &s)
 		require.NoError(t, err)
@@ -97,14 +96,14 @@ func TestProblems(t *testing.T) {
 	}
 	all := func() bool { return true }
 	require.Empty(t, problems(entries, sources, all))
-	check := func(want string, edit func(e []ptx.Entry, s []ptx.Source) ([]ptx.Entry, []ptx.Source)) {
+	check := func(want string, edit func(e []cudacc.Entry, s []cudacc.Source) ([]cudacc.Entry, []cudacc.Source)) {
 		t.Helper()
-		e, s := edit(append([]ptx.Entry(nil), entries...), append([]ptx.Source(nil), sources...))
+		e, s := edit(append([]cudacc.Entry(nil), entries...), append([]cudacc.Source(nil), sources...))
 		got := problems(e, s, all)
 		require.Contains(t, strings.Join(got, "\n"), want)
 	}
-	type es = []ptx.Entry
-	type ss = []ptx.Source
+	type es = []cudacc.Entry
+	type ss = []cudacc.Source
 	check("the source of a has changed", func(e es, s ss) (es, ss) { s[0].CUDA += " "; return e, s })
 	check("the archive has PTX of a, which is not a source", func(e es, s ss) (es, ss) { s[0].CUDA += " "; return e, s })
 	check("the source of b has changed", func(e es, s ss) (es, ss) { s[1].Options = nil; return e, s })

@@ -10,12 +10,12 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/ptx"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -29,7 +29,7 @@ var source string
 //go:embed strided.ptx.zst
 var packed []byte
 
-var archive = ptx.Open(packed)
+var archive = cudacc.OpenArchive(packed)
 
 // These constants must agree with strided.cu.
 const (

@@ -3,7 +3,7 @@ package strided_test
 import (
 	"testing"
 
-	"github.com/gochorus/chorus/internal/ptx"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -13,5 +13,5 @@ func TestMain(m *testing.M) { testgpu.Main(m) }
 
 // The PTX belongs to strided.cu.
 func TestPTX(t *testing.T) {
-	ptxtest.Check(t, "strided.ptx.zst", strided.Packed, []ptx.Source{{Name: "copy", CUDA: strided.Source}})
+	ptxtest.Check(t, "strided.ptx.zst", strided.Packed, []cudacc.Source{{Name: "copy", CUDA: strided.Source}})
 }

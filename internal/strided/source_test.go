@@ -11,7 +11,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/cudahost"
+	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -84,7 +84,7 @@ int main() {
 func TestSourceAgreesWithGo(t *testing.T) {
 	testhost.Serial(t)
 	t.Parallel()
-	program := ptxtest.Host(t, cudahost.Shim()+source+hostMain)
+	program := ptxtest.Host(t, cudacc.HostShim()+source+hostMain)
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 4))

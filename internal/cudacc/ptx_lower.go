@@ -1,4 +1,4 @@
-package ptx
+package cudacc
 
 import (
 	"fmt"
@@ -24,7 +24,7 @@ type rule struct {
 // instructions maps the permitted instructions to the version that introduced
 // them; some forms need a newer version, see forms. The generator fails for an
 // instruction that is missing here: look it up in NVIDIA's manual and add it.
-var instructions = words([]rule{
+var instructions = ptxWords([]rule{
 	{32, `abs add addc and atom bar bfe bfi bfind bra brev call clz cnot copysign cos cvt cvta div ex2 exit fma
 		isspacep ld ldu lg2 lop3 mad mad24 madc max membar min mov mul mul24 neg not or popc prefetch prmt rcp red rem
 		ret rsqrt sad selp set setp shf shl shr sin slct sqrt st sub subc testp trap vote xor`},
@@ -33,7 +33,7 @@ var instructions = words([]rule{
 })
 
 // directives does the same for words that start with a dot.
-var directives = words([]rule{
+var directives = ptxWords([]rule{
 	{40, `version target address_size visible extern weak entry func param reg const global local shared align maxntid
 		reqntid minnctapersm maxnreg pragma ptr loc file section branchtargets callprototype
 		b8 b16 b32 b64 u8 u16 u32 u64 s8 s16 s32 s64 f16 f32 f64 pred v2 v4`},
@@ -41,7 +41,7 @@ var directives = words([]rule{
 	{83, `b128`}, {90, `blocksareclusters abi_preserve`},
 })
 
-func words(rules []rule) map[string]version {
+func ptxWords(rules []rule) map[string]version {
 	m := map[string]version{}
 	for _, r := range rules {
 		for _, w := range strings.Fields(r.words) {
@@ -86,9 +86,9 @@ var (
 	label       = regexp.MustCompile(`^(?:[\w$%]+:\s*)+`)
 )
 
-// Lower sets the version of a PTX text to the lowest one that its content
+// LowerPTX sets the version of a PTX text to the lowest one that its content
 // permits, so that older drivers load it.
-func Lower(text string) (lowered, lowest string, err error) {
+func LowerPTX(text string) (lowered, lowest string, err error) {
 	line := versionLine.FindStringSubmatchIndex(text)
 	target := targetLine.FindStringSubmatch(text)
 	if line == nil || target == nil {
@@ -159,7 +159,7 @@ func needs(s string) (need version, err error) {
 	if m := opcode.FindStringSubmatch(s); m != nil {
 		v, ok := instructions[m[1]]
 		if !ok && !operands(s) {
-			return 0, fmt.Errorf("ptx: the instruction %q in %q is not in the table of internal/ptx", m[1], s)
+			return 0, fmt.Errorf("ptx: the instruction %q in %q is not in the table of internal/cudacc", m[1], s)
 		}
 		need = v
 		for _, f := range forms {
@@ -172,14 +172,14 @@ func needs(s string) (need version, err error) {
 	if m := pragmaLine.FindStringSubmatch(s); m != nil {
 		v, ok := pragmas[m[1]]
 		if !ok {
-			return 0, fmt.Errorf("ptx: the pragma %q is not in the table of internal/ptx", m[1])
+			return 0, fmt.Errorf("ptx: the pragma %q is not in the table of internal/cudacc", m[1])
 		}
 		return v, nil
 	}
 	for _, m := range directive.FindAllStringSubmatch(s, -1) {
 		v, ok := directives[m[1]]
 		if !ok {
-			return 0, fmt.Errorf("ptx: the directive .%s in %q is not in the table of internal/ptx", m[1], s)
+			return 0, fmt.Errorf("ptx: the directive .%s in %q is not in the table of internal/cudacc", m[1], s)
 		}
 		need = max(need, v)
 	}

@@ -1,4 +1,4 @@
-package ptx
+package cudacc
 
 import (
 	"bytes"
@@ -18,9 +18,9 @@ func TestArchive(t *testing.T) {
 		{Digest: Digest("b", []string{"-DX"}), Name: "b/float", Arch: 90, Compiler: "NVRTC-12.2", Version: "7.8", Text: []byte{}},
 		{Digest: Digest("c", nil), Name: "c", Arch: 75, Compiler: "x", Version: "6.3", Text: []byte("\x00\n")},
 	}
-	packed := Pack(want)
-	require.Equal(t, packed, Pack(want), "the same bytes")
-	a := Open(packed)
+	packed := PackArchive(want)
+	require.Equal(t, packed, PackArchive(want), "the same bytes")
+	a := OpenArchive(packed)
 	got, err := a.Entries()
 	require.NoError(t, err)
 	require.Equal(t, want, got)
@@ -31,7 +31,7 @@ func TestArchive(t *testing.T) {
 	require.NoError(t, err)
 	require.Nil(t, e)
 
-	for _, empty := range []*Archive{nil, {}, Open(nil), Open(Pack(nil))} {
+	for _, empty := range []*Archive{nil, {}, OpenArchive(nil), OpenArchive(PackArchive(nil))} {
 		got, err := empty.Entries()
 		require.NoError(t, err)
 		require.Empty(t, got)
@@ -40,34 +40,34 @@ func TestArchive(t *testing.T) {
 		if n == 0 {
 			continue // nothing is an empty archive
 		}
-		_, err := Open(packed[:n]).Entries()
+		_, err := OpenArchive(packed[:n]).Entries()
 		require.Error(t, err, "%d of %d bytes", n, len(packed))
 	}
-	_, err = Open(bytes.Repeat([]byte("no archive"), 10)).Find("x")
+	_, err = OpenArchive(bytes.Repeat([]byte("no archive"), 10)).Find("x")
 	require.ErrorContains(t, err, "ptx: read archive: ")
 	for text, want := range map[string]string{
-		"":                                "EOF",
-		"chorus ptx 1\n":                  "the archive starts with",
-		line(-1):                          "the archive starts with",
-		line(1) + "d n 75 c 6.3 -4\nabcd": "entry 0 has the header",
-		line(2) + "d n 75 c 6.3 4\nabcd":  "EOF",
-		line(1) + "d n 75 c 6.3 4\nabcde": "unexpected data after the last entry",
-		line(1) + "d n 75 c 6.3 5\nabcd":  "unexpected EOF",
-		line(1) + fmt.Sprintf("d n 75 c 6.3 %d\nabcd", mostBytes+1):           "entry 0 has the header",
-		line(2) + fmt.Sprintf("d n 75 c 6.3 4\ne n 75 c 6.3 %d\n", mostBytes): "entry 1 has the header",
+		"":                                   "EOF",
+		"chorus ptx 1\n":                     "the archive starts with",
+		ptxLine(-1):                          "the archive starts with",
+		ptxLine(1) + "d n 75 c 6.3 -4\nabcd": "entry 0 has the header",
+		ptxLine(2) + "d n 75 c 6.3 4\nabcd":  "EOF",
+		ptxLine(1) + "d n 75 c 6.3 4\nabcde": "unexpected data after the last entry",
+		ptxLine(1) + "d n 75 c 6.3 5\nabcd":  "unexpected EOF",
+		ptxLine(1) + fmt.Sprintf("d n 75 c 6.3 %d\nabcd", mostBytes+1):           "entry 0 has the header",
+		ptxLine(2) + fmt.Sprintf("d n 75 c 6.3 4\ne n 75 c 6.3 %d\n", mostBytes): "entry 1 has the header",
 	} {
 		var b bytes.Buffer
 		z, err := zstd.NewWriter(&b)
 		require.NoError(t, err)
 		fmt.Fprint(z, text)
 		require.NoError(t, z.Close())
-		_, err = Open(b.Bytes()).Entries()
+		_, err = OpenArchive(b.Bytes()).Entries()
 		require.ErrorContains(t, err, want, "%q", text)
 	}
 }
 
 // line is the first of an archive.
-func line(entries int) string { return fmt.Sprintf(layout, entries) }
+func ptxLine(entries int) string { return fmt.Sprintf(layout, entries) }
 
 // Texts of one source are mostly alike, however far apart.
 func TestArchiveOfWhatIsAlike(t *testing.T) {
@@ -84,12 +84,12 @@ func TestArchiveOfWhatIsAlike(t *testing.T) {
 		text[i]++
 		want = append(want, Entry{Digest: Digest(fmt.Sprint(i), nil), Name: "x", Arch: 75, Compiler: "c", Version: "6.3", Text: text})
 	}
-	packed := Pack(want)
+	packed := PackArchive(want)
 	require.Less(t, len(packed), len(text)+len(text)/10)
-	got, err := Open(packed).Entries()
+	got, err := OpenArchive(packed).Entries()
 	require.NoError(t, err)
 	require.Equal(t, want, got)
-	e, err := Open(packed).Find(want[7].Digest)
+	e, err := OpenArchive(packed).Find(want[7].Digest)
 	require.NoError(t, err)
 	require.Equal(t, &want[7], e)
 }
@@ -181,16 +181,16 @@ func TestLower(t *testing.T) {
 		".noreturn":                                   "6.4",
 	} {
 		text := strings.Replace(module, "EXTRA", extra, 1)
-		got, version, err := Lower(text)
+		got, version, err := LowerPTX(text)
 		require.NoError(t, err, extra)
 		require.Equal(t, want, version, extra)
 		require.Equal(t, strings.Replace(text, ".version 9.0", ".version "+want, 1), got)
-		again, version, err := Lower(got)
+		again, version, err := LowerPTX(got)
 		require.NoError(t, err)
 		require.Equal(t, want, version)
 		require.Equal(t, got, again)
 	}
-	got, version, err := Lower(strings.Replace(module, "sm_75", "sm_90", 1))
+	got, version, err := LowerPTX(strings.Replace(module, "sm_75", "sm_90", 1))
 	require.NoError(t, err)
 	require.Equal(t, "7.8", version, "of the target")
 	require.Contains(t, got, ".version 7.8\n")
@@ -209,7 +209,7 @@ func TestUnnumbered(t *testing.T) {
 		require.Equal(t, want, unnumbered(s))
 	}
 	text := strings.Replace(module, "EXTRA", "add.s32 %r1, %r2, %r3;\n\tadd.s32 %r4, %r2, %r3;\n\tmin.f32 %f1, %f2, %f3;\n\tmin.f16 %rs1, %rs2, %rs3;", 1)
-	_, version, err := Lower(text)
+	_, version, err := LowerPTX(text)
 	require.NoError(t, err)
 	require.Equal(t, "7.0", version)
 }
@@ -221,13 +221,13 @@ func TestLowerRefuses(t *testing.T) {
 		".frobnicate 7":            "the directive .frobnicate",
 		`.pragma "frobnicate";`:    `the pragma "frobnicate"`,
 	} {
-		_, _, err := Lower(strings.Replace(module, "EXTRA", extra, 1))
+		_, _, err := LowerPTX(strings.Replace(module, "EXTRA", extra, 1))
 		require.ErrorContains(t, err, want)
 	}
-	_, _, err := Lower(strings.Replace(module, "sm_75", "sm_90a", 1))
+	_, _, err := LowerPTX(strings.Replace(module, "sm_75", "sm_90a", 1))
 	require.ErrorContains(t, err, "target sm_90a")
-	_, _, err = Lower("ret;")
+	_, _, err = LowerPTX("ret;")
 	require.ErrorContains(t, err, "needs a .version")
-	_, _, err = Lower(strings.Replace(strings.Replace(module, "EXTRA", "min.f16 %rs1, %rs2, %rs3;", 1), "9.0", "6.5", 1))
+	_, _, err = LowerPTX(strings.Replace(strings.Replace(module, "EXTRA", "min.f16 %rs1, %rs2, %rs3;", 1), "9.0", "6.5", 1))
 	require.ErrorContains(t, err, "has version 6.5, but by the table it needs 7.0")
 }

@@ -1,7 +1,4 @@
-// Package ptx stores the Chorus kernels as PTX, the driver's portable assembly, so that
-// no compiler is needed at run time. An archive maps digests of sources to PTX texts,
-// and each text has the lowest PTX version that its content permits.
-package ptx
+package cudacc
 
 import (
 	"bufio"
@@ -75,8 +72,8 @@ type Archive struct {
 	index  func() ([]Entry, error) // entries without texts
 }
 
-// Open returns the archive written by Pack.
-func Open(packed []byte) *Archive {
+// OpenArchive returns the archive written by PackArchive.
+func OpenArchive(packed []byte) *Archive {
 	a := &Archive{packed: packed}
 	a.index = sync.OnceValues(func() (entries []Entry, err error) {
 		err = a.read(func(list []Entry, _ []int, _ *bufio.Reader) error {
@@ -157,8 +154,8 @@ const (
 
 const mostBytes = 64 << 20 // limit of an uncompressed archive
 
-// Pack returns an archive. It is deterministic.
-func Pack(entries []Entry) []byte {
+// PackArchive returns an archive. It is deterministic.
+func PackArchive(entries []Entry) []byte {
 	var all bytes.Buffer
 	fmt.Fprintf(&all, layout, len(entries))
 	for _, e := range entries {

@@ -1,4 +1,4 @@
-package nvrtcapi
+package cudacc
 
 import (
 	"fmt"
@@ -32,7 +32,7 @@ func TestRecordedCalls(t *testing.T) {
 	lib, err := newLib(rec.Resolve, "recorded")
 	require.NoError(t, err)
 
-	var a API = lib
+	var a NVRTC = lib
 	var b strings.Builder
 	line := func(method string, results ...any) {
 		fmt.Fprintf(&b, "%-16s %-70s %v\n", method, rec.Take(), results)
@@ -100,7 +100,7 @@ func TestHeader(t *testing.T) {
 
 // NVRTC compiles without a GPU, so the installed one is tried wherever it is.
 func TestInstalledLibrary(t *testing.T) {
-	lib, err := Open()
+	lib, err := OpenNVRTC()
 	if err != nil {
 		t.Skip(err)
 	}
@@ -113,7 +113,7 @@ func TestInstalledLibrary(t *testing.T) {
 	require.Contains(t, archs, int32(90))
 	require.IsIncreasing(t, archs)
 
-	compile := func(source string) (Program, Result) {
+	compile := func(source string) (NVRTCProgram, Result) {
 		p, r := lib.CreateProgram(source, "test.cu")
 		require.Equal(t, Success, r)
 		t.Cleanup(func() { require.Equal(t, Success, lib.DestroyProgram(p)) })

@@ -1,4 +1,4 @@
-package cudahost
+package cudacc
 
 import (
 	"context"
@@ -69,9 +69,9 @@ extern "C" __global__ void numbers(double* out, char a, short b, float c, unsign
 }
 `
 
-func compile(t *testing.T) *Program {
+func compile(t *testing.T) *HostProgram {
 	t.Helper()
-	p, err := Compile(t.Context(), source, []string{"--use_fast_math", "-D", "FACTOR=1000", "--std=c++17"},
+	p, err := CompileHost(t.Context(), source, []string{"--use_fast_math", "-D", "FACTOR=1000", "--std=c++17"},
 		[]string{"where", "reversed", "warps", "dynamic", "apart", "endless", "numbers"})
 	if errors.Is(err, exec.ErrNotFound) {
 		t.Skip(err)
@@ -105,12 +105,12 @@ func line(n int) [3]uint32 { return [3]uint32{uint32(n), 1, 1} }
 
 func TestRun(t *testing.T) {
 	p := compile(t)
-	run := func(kernel string, blocks, threads [3]uint32, shared uint32, args ...Arg) {
+	run := func(kernel string, blocks, threads [3]uint32, shared uint32, args ...HostArg) {
 		t.Helper()
 		require.NoError(t, p.Run(t.Context(), kernel, blocks, threads, shared, args))
 	}
 	out := make([]byte, 8+4*24*12+8)
-	run("where", [3]uint32{2, 3, 4}, [3]uint32{3, 2, 2}, 0, Arg{Memory: out, Before: 8}, Arg{Value: words(7)})
+	run("where", [3]uint32{2, 3, 4}, [3]uint32{3, 2, 2}, 0, HostArg{Memory: out, Before: 8}, HostArg{Value: words(7)})
 	for i, x := range numbersOf(out[8 : len(out)-8]) {
 		require.Equal(t, int32(2*(i/12*100+i%12)+7), x, "thread %d", i)
 	}
@@ -122,7 +122,7 @@ func TestRun(t *testing.T) {
 		xs[i] = int32(i * i)
 	}
 	x := words(xs...)
-	run("reversed", line(1), line(64), 0, Arg{Memory: x})
+	run("reversed", line(1), line(64), 0, HostArg{Memory: x})
 	for i, got := range numbersOf(x) {
 		want := xs[i]
 		if i < 60 {
@@ -132,12 +132,12 @@ func TestRun(t *testing.T) {
 	}
 
 	sum := words(5)
-	run("dynamic", line(3), line(100), 100, Arg{Memory: sum})
+	run("dynamic", line(3), line(100), 100, HostArg{Memory: sum})
 	require.Equal(t, []int32{5 + 3*99*50}, numbersOf(sum))
 
 	double := make([]byte, 8)
-	run("numbers", line(1), line(1), 0, Arg{Memory: double}, Arg{Value: []byte{0xfe}}, Arg{Value: []byte{0, 1}},
-		Arg{Value: []byte{0, 0, 0, 0x3f}}, Arg{Value: []byte{1, 0, 0, 0, 0, 0, 0, 0}}, Arg{Null: true})
+	run("numbers", line(1), line(1), 0, HostArg{Memory: double}, HostArg{Value: []byte{0xfe}}, HostArg{Value: []byte{0, 1}},
+		HostArg{Value: []byte{0, 0, 0, 0x3f}}, HostArg{Value: []byte{1, 0, 0, 0, 0, 0, 0, 0}}, HostArg{Null: true})
 	var got float64
 	_, err := binary.Decode(double, binary.LittleEndian, &got)
 	require.NoError(t, err)
@@ -152,7 +152,7 @@ func TestWarps(t *testing.T) {
 		xs[i] = int32(i*i + 1)
 	}
 	x, next, votes := words(xs...), make([]byte, 4*64), make([]byte, 4*64)
-	require.NoError(t, p.Run(t.Context(), "warps", line(1), line(64), 0, []Arg{{Memory: x}, {Memory: next}, {Memory: votes}}))
+	require.NoError(t, p.Run(t.Context(), "warps", line(1), line(64), 0, []HostArg{{Memory: x}, {Memory: next}, {Memory: votes}}))
 	for i, got := range numbersOf(next) {
 		down, up := min(i%32+1, 31)+i/32*32, max(i%32-1, 0)+i/32*32
 		require.Equal(t, xs[down]-xs[up]+xs[i/8*8+3], got, "lane %d", i)
@@ -174,15 +174,15 @@ func TestWarps(t *testing.T) {
 
 func TestRunFails(t *testing.T) {
 	p := compile(t)
-	err := p.Run(t.Context(), "apart", line(1), line(32), 0, []Arg{{Memory: words(0)}})
+	err := p.Run(t.Context(), "apart", line(1), line(32), 0, []HostArg{{Memory: words(0)}})
 	require.ErrorContains(t, err, "32 threads of block (0, 0, 0) wait for threads that do not come to the same barrier or warp exchange")
 	require.ErrorContains(t, p.Run(t.Context(), "nothing", line(1), line(1), 0, nil), "the program has no kernel nothing")
 	ctx, cancel := context.WithTimeout(t.Context(), 100*time.Millisecond)
 	defer cancel()
-	require.ErrorIs(t, p.Run(ctx, "endless", line(1), line(1), 0, []Arg{{Memory: words(0)}}), context.DeadlineExceeded)
+	require.ErrorIs(t, p.Run(ctx, "endless", line(1), line(1), 0, []HostArg{{Memory: words(0)}}), context.DeadlineExceeded)
 	p.Seconds = 1
-	require.ErrorIs(t, p.Run(t.Context(), "endless", line(1), line(1), 0, []Arg{{Memory: words(0)}}), ErrProcessorTime)
-	_, err = Compile(t.Context(), "\n#include <cuda_fp16.h>\n", nil, nil)
+	require.ErrorIs(t, p.Run(t.Context(), "endless", line(1), line(1), 0, []HostArg{{Memory: words(0)}}), ErrProcessorTime)
+	_, err = CompileHost(t.Context(), "\n#include <cuda_fp16.h>\n", nil, nil)
 	require.ErrorContains(t, err, "source:2")
 	require.ErrorContains(t, err, "cuda_fp16.h")
 }
@@ -230,16 +230,16 @@ func TestKernelEndsWithItsParent(t *testing.T) {
 // A program is built once for each key, and works when the store has it.
 func TestStored(t *testing.T) {
 	t.Setenv(env.KernelCache.Name, t.TempDir())
-	k, err := Key()
+	k, err := HostKey()
 	if errors.Is(err, exec.ErrNotFound) {
 		t.Skip(err)
 	}
 	require.NoError(t, err)
 	key, built := k.Sum(), 0
 	for i, at := range []string{key, key, safefile.NewKey(key).Sum()} {
-		p, err := Stored(at, func() (*Program, error) {
+		p, err := StoredHostProgram(at, func() (*HostProgram, error) {
 			built++
-			return Build(t.Context(), fmt.Sprintf("int main() { return %d; }", 3+i))
+			return BuildHost(t.Context(), fmt.Sprintf("int main() { return %d; }", 3+i))
 		})
 		require.NoError(t, err)
 		err = exec.Command(p.Path).Run()
@@ -249,7 +249,7 @@ func TestStored(t *testing.T) {
 		require.NoError(t, p.Close())
 	}
 	require.Equal(t, 2, built)
-	_, err = Stored("other", func() (*Program, error) { return Build(t.Context(), "int main(") })
+	_, err = StoredHostProgram("other", func() (*HostProgram, error) { return BuildHost(t.Context(), "int main(") })
 	require.ErrorContains(t, err, "expected")
 	_, found := safefile.UserStore().Load("other")
 	require.False(t, found)

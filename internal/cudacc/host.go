@@ -1,8 +1,4 @@
-// Package cudahost compiles CUDA kernels as C++ for the host and runs them, with a fiber for
-// each GPU thread. It needs g++. Kernels may use barriers, shuffles, atomic operations and
-// shared memory; blocks run one after the other, so they cannot wait for each other. CUDA's
-// headers and PTX are not available, but src/cores.h has functions for tensor cores.
-package cudahost
+package cudacc
 
 import (
 	"bytes"
@@ -36,13 +32,13 @@ var cores string
 //go:embed src/main.cc
 var main string
 
-// Shim has the names of CUDA that functions for one thread need. They set blockIdx and
+// HostShim has the names of CUDA that functions for one thread need. They set blockIdx and
 // threadIdx themselves.
-func Shim() string { return shim }
+func HostShim() string { return shim }
 
-// Build compiles C++. Floating-point contraction is disabled, as in Go. Without g++ the error
+// BuildHost compiles C++. Floating-point contraction is disabled, as in Go. Without g++ the error
 // matches exec.ErrNotFound.
-func Build(ctx context.Context, code string, flags ...string) (*Program, error) {
+func BuildHost(ctx context.Context, code string, flags ...string) (*HostProgram, error) {
 	cxx, err := compiler()
 	if err != nil {
 		return nil, err
@@ -75,9 +71,9 @@ func compiler() (string, error) {
 	return cxx, err
 }
 
-// Key returns the key of a program in a safefile.Store. It has the compiler and what Compile adds to
+// HostKey returns the key of a program in a safefile.Store. It has the compiler and what CompileHost adds to
 // a source; the caller adds the rest. Without g++ the error matches exec.ErrNotFound.
-func Key() (*safefile.Key, error) {
+func HostKey() (*safefile.Key, error) {
 	cxx, err := compiler()
 	if err != nil {
 		return nil, err
@@ -89,8 +85,8 @@ func Key() (*safefile.Key, error) {
 	return safefile.NewKey("host 2", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, cores, main), nil
 }
 
-// Stored returns the program that the user's store has under a key, or builds it and stores it.
-func Stored(key string, build func() (*Program, error)) (*Program, error) {
+// StoredHostProgram returns the program that the user's store has under a key, or builds it and stores it.
+func StoredHostProgram(key string, build func() (*HostProgram, error)) (*HostProgram, error) {
 	store := safefile.UserStore()
 	if image, ok := store.Load(key); ok {
 		if p, err := load(image); err == nil {
@@ -107,28 +103,28 @@ func Stored(key string, build func() (*Program, error)) (*Program, error) {
 	return p, nil
 }
 
-// A Program has the kernels of a source.
-type Program struct {
+// A HostProgram has the kernels of a source.
+type HostProgram struct {
 	// Seconds limits the processor time of a run; 0 does not. Unlike a deadline, it does not depend on what else the
 	// machine does.
 	Seconds uint64
 	Path    string // of the executable file, in a directory of its own
 }
 
-func newProgram() (*Program, error) {
+func newProgram() (*HostProgram, error) {
 	folder, err := os.MkdirTemp("", "chorus-host-")
-	return &Program{Path: filepath.Join(folder, "host")}, err
+	return &HostProgram{Path: filepath.Join(folder, "host")}, err
 }
 
-// ErrProcessorTime is matched by the error of a run that needed more processor time than Program.Seconds.
+// ErrProcessorTime is matched by the error of a run that needed more processor time than HostProgram.Seconds.
 var ErrProcessorTime = errors.New("the kernel needs more processor time than it may use")
 
 // dynamic matches the declaration of dynamic shared memory.
 var dynamic = regexp.MustCompile(`extern\s+__shared__\s+(?:__align__\(\s*\d+\s*\)\s*)?([\w:][\w:\s]*?)\s+(\w+)\s*\[\s*\]\s*;`)
 
-// Compile compiles a CUDA source with the named kernels, whose parameters have types that can
+// CompileHost compiles a CUDA source with the named kernels, whose parameters have types that can
 // be copied. Of NVRTC's options it uses the definitions of macros and the include paths.
-func Compile(ctx context.Context, cuda string, options, kernels []string) (*Program, error) {
+func CompileHost(ctx context.Context, cuda string, options, kernels []string) (*HostProgram, error) {
 	cuda = dynamic.ReplaceAllString(cuda, "$1* const $2 = ($1*)dynamicShared.data();")
 	list := "-DKERNELS="
 	for _, k := range kernels {
@@ -136,7 +132,7 @@ func Compile(ctx context.Context, cuda string, options, kernels []string) (*Prog
 	}
 	// A misaligned access stops the program, as on a GPU.
 	flags := append(hostFlags(options), "-w", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", list)
-	return Build(ctx, shim+block+cores+"#line 1 \"source\"\n"+cuda+main, flags...)
+	return BuildHost(ctx, shim+block+cores+"#line 1 \"source\"\n"+cuda+main, flags...)
 }
 
 // hostFlags returns the options of NVRTC that a C++ compiler of the host has, too.
@@ -156,7 +152,7 @@ func hostFlags(options []string) (flags []string) {
 }
 
 // load returns the program of an image.
-func load(image []byte) (*Program, error) {
+func load(image []byte) (*HostProgram, error) {
 	p, err := newProgram()
 	if err != nil {
 		return nil, err
@@ -189,10 +185,10 @@ func IsSyntaxError(err error) bool {
 var syntax = regexp.MustCompile(`error: (expected [^ ]*[;)}(\]][^ ]*|expected ['‘][^ ]* (before|at end)|stray |unterminated |missing terminating|expected .*(at end of input|before .* token))`)
 
 // Close removes the program.
-func (p *Program) Close() error { return os.RemoveAll(filepath.Dir(p.Path)) }
+func (p *HostProgram) Close() error { return os.RemoveAll(filepath.Dir(p.Path)) }
 
-// An Arg is the value of a parameter: the bytes of a number or a struct, or memory.
-type Arg struct {
+// A HostArg is the value of a parameter: the bytes of a number or a struct, or memory.
+type HostArg struct {
 	Value  []byte
 	Memory []byte // Run overwrites it
 	Before int    // bytes of Memory before the address that the kernel gets
@@ -203,7 +199,7 @@ type Arg struct {
 }
 
 // Run runs a kernel. threads has at most 1024 threads. The kernel is killed when ctx ends.
-func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uint32, shared uint32, args []Arg) error {
+func (p *HostProgram) Run(ctx context.Context, kernel string, blocks, threads [3]uint32, shared uint32, args []HostArg) error {
 	var in bytes.Buffer
 	word := func(n uint32) { in.Write(binary.LittleEndian.AppendUint32(nil, n)) }
 	word(uint32(len(kernel)))
@@ -238,7 +234,7 @@ func (p *Program) Run(ctx context.Context, kernel string, blocks, threads [3]uin
 }
 
 // execute runs the program with its limit of processor time.
-func (p *Program) execute(cmd *exec.Cmd) error {
+func (p *HostProgram) execute(cmd *exec.Cmd) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}

@@ -1,6 +1,4 @@
-// Package nvrtcapi is the part of NVRTC, the run-time compiler of CUDA C++, that package
-// kernel needs.
-package nvrtcapi
+package cudacc
 
 import (
 	"strconv"
@@ -54,15 +52,15 @@ var spec = &dl.Spec{
 	Wheels:  []string{"cu13/lib", "cuda_nvrtc/lib"},
 }
 
-// Lib is the loaded NVRTC. It implements API.
+// Lib is the loaded NVRTC. It implements NVRTC.
 type Lib struct{ dl.Table[fn, Result] }
 
-var _ API = (*Lib)(nil)
+var _ NVRTC = (*Lib)(nil)
 
-// Open loads NVRTC, once per process. The error is a *dl.Error when there is
+// OpenNVRTC loads NVRTC, once per process. The error is a *dl.Error when there is
 // none and a *dl.VersionError when it lacks functions; both match
 // errors.ErrUnsupported.
-func Open() (*Lib, error) { return opened() }
+func OpenNVRTC() (*Lib, error) { return opened() }
 
 var opened = dl.Once(spec, newLib)
 
@@ -88,31 +86,31 @@ func (l *Lib) SupportedArchs() ([]int32, Result) {
 	return archs, l.Call(fnGetSupportedArchs, dl.Get().Ptr(unsafe.Pointer(&archs[0])))
 }
 
-func (l *Lib) CreateProgram(source, name string) (Program, Result) {
+func (l *Lib) CreateProgram(source, name string) (NVRTCProgram, Result) {
 	p, r := l.Call1(fnCreateProgram, dl.Get().Out().String(source).String(name).In(0, 0, 0)) // no headers
-	return Program(p), r
+	return NVRTCProgram(p), r
 }
 
-func (l *Lib) CompileProgram(p Program, options []string) Result {
+func (l *Lib) CompileProgram(p NVRTCProgram, options []string) Result {
 	f := dl.Get().In(uintptr(p))
 	return l.Call(fnCompileProgram, f.Strings(options))
 }
 
-func (l *Lib) GetCUBIN(p Program) ([]byte, Result) { return l.get(p, fnGetCUBINSize, fnGetCUBIN) }
+func (l *Lib) GetCUBIN(p NVRTCProgram) ([]byte, Result) { return l.get(p, fnGetCUBINSize, fnGetCUBIN) }
 
-func (l *Lib) GetPTX(p Program) ([]byte, Result) { return l.get(p, fnGetPTXSize, fnGetPTX) }
+func (l *Lib) GetPTX(p NVRTCProgram) ([]byte, Result) { return l.get(p, fnGetPTXSize, fnGetPTX) }
 
-func (l *Lib) GetProgramLog(p Program) (string, Result) {
+func (l *Lib) GetProgramLog(p NVRTCProgram) (string, Result) {
 	b, r := l.get(p, fnGetProgramLogSize, fnGetProgramLog)
 	return dl.CString(b), r
 }
 
-func (l *Lib) DestroyProgram(p Program) Result {
+func (l *Lib) DestroyProgram(p NVRTCProgram) Result {
 	return l.Call(fnDestroyProgram, dl.Get().InOut(uint64(p))) // it zeroes the handle
 }
 
 // get fetches a result of a size that C tells.
-func (l *Lib) get(p Program, size, data fn) ([]byte, Result) {
+func (l *Lib) get(p NVRTCProgram, size, data fn) ([]byte, Result) {
 	n, r := l.Call1(size, dl.Get().In(uintptr(p)).Out())
 	if r != Success || n == 0 {
 		return nil, r
@@ -148,17 +146,17 @@ func (r Result) Error() string {
 	return "nvrtcResult " + strconv.Itoa(int(r))
 }
 
-// Program is nvrtcProgram.
-type Program uintptr
+// NVRTCProgram is nvrtcProgram.
+type NVRTCProgram uintptr
 
-// API is the part of NVRTC that Chorus uses. None of its calls needs a context.
-type API interface {
+// NVRTC is the part of NVRTC that Chorus uses. None of its calls needs a context.
+type NVRTC interface {
 	Version() (major, minor int32, r Result)
 	SupportedArchs() ([]int32, Result) // in ascending order; 90 is sm_90
-	CreateProgram(source, name string) (Program, Result)
-	CompileProgram(p Program, options []string) Result
-	GetCUBIN(p Program) ([]byte, Result)
-	GetPTX(p Program) ([]byte, Result)
-	GetProgramLog(p Program) (string, Result)
-	DestroyProgram(p Program) Result
+	CreateProgram(source, name string) (NVRTCProgram, Result)
+	CompileProgram(p NVRTCProgram, options []string) Result
+	GetCUBIN(p NVRTCProgram) ([]byte, Result)
+	GetPTX(p NVRTCProgram) ([]byte, Result)
+	GetProgramLog(p NVRTCProgram) (string, Result)
+	DestroyProgram(p NVRTCProgram) Result
 }

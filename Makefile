@@ -34,7 +34,7 @@ test: ## run all tests
 
 # The packages that own goroutines and locks. The others only call them.
 GOROUTINES = ./checkpoint ./cluster ./internal/job ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/differ ./internal/dl \
-	./internal/flight ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll \
+	./internal/collective ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll \
 	./internal/ras ./internal/route ./internal/osthread ./internal/sanitizer ./internal/sockets ./internal/status ./internal/strided ./internal/virtual/... \
 	./memory/... ./nccl ./rng ./stream
 
@@ -64,7 +64,7 @@ vuln: ## look for known vulnerabilities of the modules, if the database can be r
 	esac; rm -f vuln.log # go run exits with 1, and its last line has the status of the program
 
 # These packages use private names, the memory layout or the scheduler of Go's runtime.
-RUNTIME = ./internal/dl ./internal/flight ./internal/osthread ./internal/handle
+RUNTIME = ./internal/dl ./internal/collective ./internal/osthread ./internal/handle
 
 newest-ci: ## vet and test packages that depend on Go's runtime with the newest Go, if it can be downloaded in 30 s
 	@if v=$$(GOTOOLCHAIN=$(NEWEST) timeout 30 $(GO) version 2>&1); then echo "$$v"; \
@@ -109,7 +109,7 @@ lint: ## gofmt, vet, staticcheck and the check of texts
 
 cross: ## build without cgo and for arm64, and test the portable variants
 	CGO_ENABLED=0 $(GO) build ./... && CGO_ENABLED=0 GOARCH=arm64 $(GO) vet ./...
-	CGO_ENABLED=0 $(GO) test -tags nolinkname ./internal/dl ./internal/flight
+	CGO_ENABLED=0 $(GO) test -tags nolinkname ./internal/dl ./internal/collective
 	@$(if $(shell command -v qemu-aarch64),,echo "arm64: no qemu-aarch64, so the tests do not run") \
 	$(if $(shell command -v qemu-aarch64),CGO_ENABLED=0 GOARCH=arm64 $(GO) test -exec qemu-aarch64 $(NO_C_LIBRARY))
 

@@ -7,7 +7,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/tensor"
@@ -132,7 +132,7 @@ func (g *Group) copyToAll(t tensor.Tensor, to []tensor.Tensor) error {
 	}
 	if all := append([]tensor.Tensor{t}, to...); len(to) > 1 && g.onePerDevice(all...) {
 		ranks, root := g.byRank(all...), g.rankOn(t.Device())
-		call := &tensorCall{kind: flight.Broadcast, root: root}
+		call := &tensorCall{kind: collective.Broadcast, root: root}
 		return g.enqueueAll(func(i int, m *member) error { return opsByType[t.DType()].issue(m, call, ranks[i], ranks[i]) })
 	}
 	for _, x := range to {

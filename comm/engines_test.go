@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -100,7 +99,7 @@ func TestCopyEnginesOrTheNext(t *testing.T) {
 	tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{Operation: "all-gather", Bytes: 64, Times: []comm.Timing{
 		{Strategy: comm.CopyEngines}, {Strategy: comm.OwnKernels, Micros: 1}, {Strategy: comm.NCCLOnly, Micros: 2}}}}}
 	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: tuning})
-	x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGather, DType: memory.Float32, N: 30}}}
+	x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllGather, DType: memory.Float32, N: 30}}}
 	require.Equal(t, comm.OwnKernels, g.Chosen(x))
 	x.Together = true
 	require.Equal(t, comm.CopyEngines, g.Chosen(x))
@@ -156,7 +155,7 @@ func TestCopyEnginesInGraphs(t *testing.T) {
 	tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{Operation: "all-gather", Bytes: 64, Times: []comm.Timing{
 		{Strategy: comm.CopyEngines, Micros: 1, Eager: 3}, {Strategy: comm.OwnKernels, Micros: 2}}}}}
 	g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: tuning})
-	x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGather, DType: memory.Float32, N: 30}}, Together: true}
+	x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllGather, DType: memory.Float32, N: 30}}, Together: true}
 	require.Equal(t, comm.OwnKernels, g.Chosen(x))
 	x.Captured = true
 	require.Equal(t, comm.CopyEngines, g.Chosen(x))

@@ -10,7 +10,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/route"
@@ -324,7 +323,7 @@ func (e *Experts) Dispatch(dst []ExpertRows, x, ids []tensor.Tensor, cfg *Dispat
 		}
 	}
 	return e.enqueue(expertsOperation{
-		kind: flight.Dispatch, bytes: e.layers[0].DispatchBytes(), tokens: x,
+		kind: collective.Dispatch, bytes: e.layers[0].DispatchBytes(), tokens: x,
 		own: func(i int, x *collective.Op) error { return e.own[i].Dispatch(x.Stream, &e.layers[i], &list[i]) },
 		pack: func(i int) error {
 			l := &e.layers[i]
@@ -399,7 +398,7 @@ func (e *Experts) Combine(out, y, routes []tensor.Tensor, cfg *CombineConfig) er
 		return e.blocks[i].Slice(all, 2*all)
 	}
 	return e.enqueue(expertsOperation{
-		kind: flight.Combine, bytes: e.layers[0].CombineBytes(), tokens: out,
+		kind: collective.Combine, bytes: e.layers[0].CombineBytes(), tokens: out,
 		own:  func(i int, x *collective.Op) error { return e.own[i].Combine(x.Stream, &e.layers[i], &list[i]) },
 		pack: func(i int) error { return e.layers[i].PackCombine(e.g.Stream(i), &list[i], e.blocks[i].Ptr()) },
 		move: func(i int, m *member, bytes int) error {
@@ -412,7 +411,7 @@ func (e *Experts) Combine(out, y, routes []tensor.Tensor, cfg *CombineConfig) er
 // An expertsOperation is a dispatch or a combine. own enqueues the kernels of a local rank for x, which the flight recorder has.
 // Otherwise pack, move and receive enqueue the steps around a transfer of blocks by NCCL.
 type expertsOperation struct {
-	kind          flight.Kind
+	kind          collective.Kind
 	bytes         int             // of a block
 	tokens        []tensor.Tensor // what the flight recorder has, by local rank
 	own           func(i int, x *collective.Op) error

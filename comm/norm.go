@@ -6,7 +6,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -62,7 +61,7 @@ func AllReduceNorm[T, O memory.Element](g *Group, out Shards[O], residual, x, we
 		ops := make([]collective.Op, len(x))
 		for i := range ops {
 			o := &ops[i]
-			o.Kind, o.DType, o.Reduction, o.Stream, o.Detail, o.Eps = flight.AllReduceNorm, memory.DTypeOf[T](), flight.Sum, g.Stream(i), uint32(norms[i].Cols), norms[i].Eps
+			o.Kind, o.DType, o.Reduction, o.Stream, o.Detail, o.Eps = collective.AllReduceNorm, memory.DTypeOf[T](), collective.Sum, g.Stream(i), uint32(norms[i].Cols), norms[i].Eps
 			if norms[i].Scale != 0 {
 				o.Format = memory.Float8E4M3
 			}

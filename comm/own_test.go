@@ -15,7 +15,6 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -79,7 +78,7 @@ func TestOwnKernelsHaveRoomForLines(t *testing.T) {
 		g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: comm.TwoShotLines})
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, g.Close()) })
-		x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Uint8, N: 4 << 20}}, Together: true}
+		x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Uint8, N: 4 << 20}}, Together: true}
 		require.Equal(t, comm.TwoShotLines, g.Choice(0, x), "%d ranks", n)
 	}
 }

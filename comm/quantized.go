@@ -8,7 +8,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/memory"
 )
@@ -93,7 +92,7 @@ func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *Qu
 	ops := make([]collective.Op, len(xs))
 	for i := range ops {
 		o := &ops[i]
-		o.Kind, o.DType, o.Format, o.Reduction, o.Stream = flight.AllReduceQuantized, memory.DTypeOf[T](), c.Format, flight.Reduction(op), g.Stream(i)
+		o.Kind, o.DType, o.Format, o.Reduction, o.Stream = collective.AllReduceQuantized, memory.DTypeOf[T](), c.Format, collective.Reduction(op), g.Stream(i)
 		o.Dst, o.Src = collective.OperandOf(xs[i]), collective.OperandOf(xs[i])
 	}
 	launch, err := g.routers.TakeQuantized(quantizedOperands(op, xs, &c))
@@ -248,8 +247,8 @@ func exchangeOf[T memory.Element](ranks []quantizedRank[T], chunk int) (list []c
 			if at >= r.Rank {
 				peer++
 			}
-			list = append(list, collective.Move{Operation: i, Kind: flight.Send, Peer: peer, Src: r.blocks.Ptr() + from, Bytes: chunk},
-				collective.Move{Operation: i, Kind: flight.Recv, Peer: peer, Dst: r.received.Ptr() + from, Bytes: chunk})
+			list = append(list, collective.Move{Operation: i, Kind: collective.Send, Peer: peer, Src: r.blocks.Ptr() + from, Bytes: chunk},
+				collective.Move{Operation: i, Kind: collective.Recv, Peer: peer, Dst: r.received.Ptr() + from, Bytes: chunk})
 		}
 	}
 	return list
@@ -259,7 +258,7 @@ func exchangeOf[T memory.Element](ranks []quantizedRank[T], chunk int) (list []c
 func gatherOf[T memory.Element](ranks []quantizedRank[T], chunk int) (list []collective.Move) {
 	for i := range ranks {
 		r := &ranks[i]
-		list = append(list, collective.Move{Operation: i, Kind: flight.AllGather, Src: r.blocks.Ptr() + uint64(r.Rank*chunk), Dst: r.blocks.Ptr(), Bytes: chunk})
+		list = append(list, collective.Move{Operation: i, Kind: collective.AllGather, Src: r.blocks.Ptr() + uint64(r.Rank*chunk), Dst: r.blocks.Ptr(), Bytes: chunk})
 	}
 	return list
 }

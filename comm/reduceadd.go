@@ -8,7 +8,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/strided"
@@ -188,7 +188,7 @@ func (x *sum) add(result tensor.Tensor) error {
 // reduce adds with NCCL.
 func (x *sum) reduce(result tensor.Tensor) error {
 	ranks, root := x.g.byRank(x.ts...), x.g.rankOn(result.Device())
-	call := &tensorCall{kind: flight.Reduce, op: Sum, root: root}
+	call := &tensorCall{kind: collective.Reduce, op: Sum, root: root}
 	return x.g.enqueueAll(func(i int, m *member) error { return opsByType[x.dtype].issue(m, call, result, ranks[i]) })
 }
 

@@ -6,7 +6,7 @@ import (
 	"slices"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -229,23 +229,23 @@ func (typedOpsOf[T]) issue(m *member, c *tensorCall, dst, src tensor.Tensor) err
 		return err
 	}
 	switch c.kind {
-	case flight.AllReduce:
+	case collective.AllReduce:
 		return nccl.AllReduce(m.on, m.stream, to, from, c.op)
-	case flight.Reduce:
+	case collective.Reduce:
 		return nccl.Reduce(m.on, m.stream, to, from, c.op, c.root)
-	case flight.Broadcast:
+	case collective.Broadcast:
 		return nccl.Broadcast(m.on, m.stream, to, from, c.root)
-	case flight.AllGather:
+	case collective.AllGather:
 		return nccl.AllGather(m.on, m.stream, to, from)
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		return nccl.ReduceScatter(m.on, m.stream, to, from, c.op)
-	case flight.AllToAll:
+	case collective.AllToAll:
 		return nccl.AllToAll(m.on, m.stream, to, from)
-	case flight.Gather:
+	case collective.Gather:
 		return nccl.Gather(m.on, m.stream, to, from, c.root)
-	case flight.Scatter:
+	case collective.Scatter:
 		return nccl.Scatter(m.on, m.stream, to, from, c.root)
-	case flight.Send:
+	case collective.Send:
 		return nccl.Send(m.on, m.stream, from, c.root)
 	}
 	return nccl.Recv(m.on, m.stream, to, c.root)
@@ -302,66 +302,66 @@ func OfTensors(on Issuer) TensorIssuer { return TensorIssuer{on} }
 // AllReduce enqueues, in place, the reduction of one tensor of each rank
 // (torch.distributed.all_reduce). Collective.
 func (x TensorIssuer) AllReduce(op Op, ts ...tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.AllReduce, op: op, dst: single(ts), inPlace: true})
+	return x.issue(&tensorCall{kind: collective.AllReduce, op: op, dst: single(ts), inPlace: true})
 }
 
 // BroadcastFrom enqueues, in place, the copy of rank root's tensor to all ranks
 // (torch.distributed.broadcast). Collective.
 func (x TensorIssuer) BroadcastFrom(root int, ts ...tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.Broadcast, root: root, dst: single(ts), inPlace: true})
+	return x.issue(&tensorCall{kind: collective.Broadcast, root: root, dst: single(ts), inPlace: true})
 }
 
 // ReduceTo enqueues the reduction of src over all ranks into dst on rank root
 // (torch.distributed.reduce, which works in place). Tensors of dst for other ranks are not
 // used, and dst may be nil if root is not local. Collective.
 func (x TensorIssuer) ReduceTo(root int, op Op, dst, src []tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.Reduce, op: op, root: root, dst: single(dst), src: single(src)})
+	return x.issue(&tensorCall{kind: collective.Reduce, op: op, root: root, dst: single(dst), src: single(src)})
 }
 
 // AllGather enqueues the copies of src of all ranks into dst on all ranks
 // (torch.distributed.all_gather, all_gather_into_tensor). Collective.
 func (x TensorIssuer) AllGather(dst [][]tensor.Tensor, src ...tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.AllGather, dst: dst, src: single(src)})
+	return x.issue(&tensorCall{kind: collective.AllGather, dst: dst, src: single(src)})
 }
 
 // ReduceScatter enqueues the reduction of src over all ranks; each rank gets its part in dst
 // (torch.distributed.reduce_scatter, reduce_scatter_tensor). Collective.
 func (x TensorIssuer) ReduceScatter(op Op, dst []tensor.Tensor, src ...[]tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.ReduceScatter, op: op, dst: single(dst), src: src})
+	return x.issue(&tensorCall{kind: collective.ReduceScatter, op: op, dst: single(dst), src: src})
 }
 
 // AllToAll enqueues the exchange of parts between all ranks: part i of src goes to rank i, and
 // part i of dst comes from rank i (torch.distributed.all_to_all, all_to_all_single). All parts
 // have the same number of elements; AllToAllV exchanges different numbers of rows. Collective.
 func (x TensorIssuer) AllToAll(dst [][]tensor.Tensor, src ...[]tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.AllToAll, dst: dst, src: src})
+	return x.issue(&tensorCall{kind: collective.AllToAll, dst: dst, src: src})
 }
 
 // GatherTo enqueues the copies of src of all ranks into dst on rank root
 // (torch.distributed.gather). Lists of dst for other ranks are not used, and dst may be nil if
 // root is not local. Collective.
 func (x TensorIssuer) GatherTo(root int, dst [][]tensor.Tensor, src ...tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.Gather, root: root, dst: dst, src: single(src)})
+	return x.issue(&tensorCall{kind: collective.Gather, root: root, dst: dst, src: single(src)})
 }
 
 // ScatterFrom enqueues a copy of each rank's part of src on rank root into that rank's dst
 // (torch.distributed.scatter). Lists of src for other ranks are not used, and src may be empty
 // if root is not local. Collective.
 func (x TensorIssuer) ScatterFrom(root int, dst []tensor.Tensor, src ...[]tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.Scatter, root: root, dst: single(dst), src: src})
+	return x.issue(&tensorCall{kind: collective.Scatter, root: root, dst: single(dst), src: src})
 }
 
 // Send enqueues a send of t from the first local rank to rank peer, which receives the same
 // number of elements (torch.distributed.isend). Sends and receives that could wait for each
 // other must be issued in one Batch (torch.distributed.batch_isend_irecv).
 func (x TensorIssuer) Send(peer int, t tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.Send, root: peer, src: [][]tensor.Tensor{{t}}})
+	return x.issue(&tensorCall{kind: collective.Send, root: peer, src: [][]tensor.Tensor{{t}}})
 }
 
 // Recv enqueues a receive into t on the first local rank from rank peer
 // (torch.distributed.irecv).
 func (x TensorIssuer) Recv(peer int, t tensor.Tensor) error {
-	return x.issue(&tensorCall{kind: flight.Recv, root: peer, dst: [][]tensor.Tensor{{t}}})
+	return x.issue(&tensorCall{kind: collective.Recv, root: peer, dst: [][]tensor.Tensor{{t}}})
 }
 
 // issue adds a call to the issuer's batch, or enqueues it if the issuer is a group.
@@ -387,7 +387,7 @@ func single(ts []tensor.Tensor) [][]tensor.Tensor {
 
 // A tensorCall is one collective of tensors.
 type tensorCall struct {
-	kind     flight.Kind
+	kind     collective.Kind
 	op       Op
 	root     int               // or the peer
 	dst, src [][]tensor.Tensor // one list for each local rank
@@ -411,7 +411,7 @@ func (c *tensorCall) addTo(b *Batch) error {
 	}
 	c.count = -1
 	n := len(g.members)
-	if flight.Kinds[c.kind].Peer {
+	if collective.Kinds[c.kind].Peer {
 		n = 1
 	}
 	if err := c.check(g, n); err != nil {
@@ -428,21 +428,21 @@ func (c *tensorCall) addTo(b *Batch) error {
 
 // writes and reads report whether a rank uses its list of dst or of src.
 func (c *tensorCall) writes(rank int) bool {
-	d := &flight.Kinds[c.kind]
-	return d.Dst != flight.None && (!d.DstRoot || rank == c.root)
+	d := &collective.Kinds[c.kind]
+	return d.Dst != collective.None && (!d.DstRoot || rank == c.root)
 }
 
 func (c *tensorCall) reads(rank int) bool {
-	d := &flight.Kinds[c.kind]
-	return !c.inPlace && d.Src != flight.None && (!d.SrcRoot || rank == c.root)
+	d := &collective.Kinds[c.kind]
+	return !c.inPlace && d.Src != collective.None && (!d.SrcRoot || rank == c.root)
 }
 
 // check validates the tensors of the first n local ranks, and makes the group's streams keep
 // their memory.
 func (c *tensorCall) check(g *Group, n int) error {
-	d := &flight.Kinds[c.kind]
+	d := &collective.Kinds[c.kind]
 	dst, src := operand{"destination", c.dst, d.Dst, d.DstRoot}, operand{"source", c.src, d.Src, d.SrcRoot}
-	if d.Dst != flight.None && !dst.complete(n) || d.Src != flight.None && !c.inPlace && !src.complete(n) {
+	if d.Dst != collective.None && !dst.complete(n) || d.Src != collective.None && !c.inPlace && !src.complete(n) {
 		return badArgument(c.name(), "destinations of %d and sources of %d ranks for %s", len(c.dst), len(c.src), plural(n, "local rank"))
 	}
 	for i := range n {
@@ -465,7 +465,7 @@ func (c *tensorCall) check(g *Group, n int) error {
 type operand struct {
 	name  string
 	lists [][]tensor.Tensor
-	size  flight.Sizing
+	size  collective.Sizing
 	roots bool // only the root has it
 }
 
@@ -480,10 +480,10 @@ func (c *tensorCall) checkOperand(g *Group, i int, x *operand) error {
 		return badArgument(c.name(), "rank %d has no %s", rank, x.name)
 	}
 	list := x.lists[i]
-	whole := x.size == flight.All && len(list) == 1
-	if !whole && (x.size == flight.One && len(list) != 1 || x.size == flight.All && len(list) != g.size) {
+	whole := x.size == collective.All && len(list) == 1
+	if !whole && (x.size == collective.One && len(list) != 1 || x.size == collective.All && len(list) != g.size) {
 		want := "1"
-		if x.size == flight.All {
+		if x.size == collective.All {
 			want = fmt.Sprintf("1 for each of %s, or 1 with the parts of all", plural(g.size, "rank"))
 		}
 		return badArgument(c.name(), "rank %d has %s as its %s: want %s", rank, plural(len(list), "tensor"), x.name, want)
@@ -555,8 +555,8 @@ func (c *tensorCall) flatten(b *Batch, i int, m *member) (dst, src tensor.Tensor
 		}
 	}
 	if c.writes(rank) {
-		in := c.inPlace && (c.kind != flight.Broadcast || rank == c.root)
-		if dst, err = b.flat(m, c.dst[i], in, c.kind != flight.Broadcast || rank != c.root); c.inPlace {
+		in := c.inPlace && (c.kind != collective.Broadcast || rank == c.root)
+		if dst, err = b.flat(m, c.dst[i], in, c.kind != collective.Broadcast || rank != c.root); c.inPlace {
 			src = dst
 		}
 	}

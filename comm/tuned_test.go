@@ -20,7 +20,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -84,7 +83,7 @@ func TestTuningOfRankZero(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 	differ := 0
 	for bytes := 4; bytes < 1<<17; bytes = bytes*5/4 + 4 - bytes*5/4%4 {
-		x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, N: bytes / 4}}}
+		x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Float32, N: bytes / 4}}}
 		require.Equal(t, gs[0].Choice(0, x), gs[1].Choice(0, x))
 		require.Equal(t, gs[0].Choice(0, x), gs[2].Choice(0, x))
 		if gs[0].Choice(0, x) != comm.NCCLOnly {
@@ -164,7 +163,7 @@ func TestSetTuning(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
-		x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Int32, N: 1}}}
+		x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Int32, N: 1}}}
 		require.Equal(t, comm.NCCLOnly, g.Chosen(x))
 		tuning := &comm.Tuning{For: siteOf(t, devs), Choices: []comm.Choice{{
 			Operation: "all-reduce", Type: "int32", Reduction: "sum", Bytes: 4, Times: []comm.Timing{{Strategy: comm.OneShot}}}}}

@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -63,7 +62,7 @@ func (cfg *TuneConfig) plan() (c route.PlanConfig) {
 	if cfg != nil {
 		c.MaxBytes, c.Types = cfg.MaxBytes, cfg.Types
 		for _, o := range cfg.Ops {
-			c.Ops = append(c.Ops, flight.Reduction(o))
+			c.Ops = append(c.Ops, collective.Reduction(o))
 		}
 	}
 	return c

@@ -23,7 +23,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -114,9 +113,9 @@ func TestTune(t *testing.T) {
 		require.NoError(t, err)
 		require.Equal(t, tuning, again)
 		h := groupBy(t, devs, comm.Config{Strategy: comm.Tuned})
-		for _, kind := range []flight.Kind{flight.AllReduce, flight.AllGather, flight.AllToAll} {
+		for _, kind := range []collective.Kind{collective.AllReduce, collective.AllGather, collective.AllToAll} {
 			for count := 1; count < 400; count++ {
-				x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: kind, DType: memory.Float32, N: count}}}
+				x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: kind, DType: memory.Float32, N: count}}}
 				require.Equal(t, g.Choice(0, x), h.Choice(1, x))
 			}
 		}
@@ -262,7 +261,7 @@ func TestUse(t *testing.T) {
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{For: siteOf(t, devs)}})
 		every := []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.TwoShot, comm.TwoShotLines, comm.Pipelined, comm.Windows, comm.CopyEngines, comm.Tuned}
 		require.Equal(t, every, g.Strategies())
-		small := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, N: 8}}}
+		small := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Float32, N: 8}}}
 		for _, s := range every {
 			require.NoError(t, g.Use(testgpu.Context(t), s))
 			require.Equal(t, s, g.Strategy())

@@ -14,7 +14,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -27,31 +26,31 @@ func TestWindowsAreUsed(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	g := groupBy(t, devs, comm.Config{Strategy: comm.Windows})
 	for _, c := range []struct {
-		kind  flight.Kind
+		kind  collective.Kind
 		dtype memory.DType
 		op    nccl.Op
 		count int
 		want  comm.Strategy
 	}{
-		{flight.AllReduce, memory.Float32, nccl.Sum, 1, comm.Windows},
-		{flight.AllReduce, memory.BFloat16, nccl.Sum, 2 << 20, comm.Windows},
-		{flight.AllReduce, memory.BFloat16, nccl.Sum, 2<<20 + 1, comm.NCCLOnly},
-		{flight.AllReduce, memory.Float32, nccl.Max, 1, comm.NCCLOnly},
-		{flight.AllReduce, memory.Int32, nccl.Sum, 1, comm.NCCLOnly},
-		{flight.AllReduce, memory.Float32, nccl.Sum, 0, comm.NCCLOnly},
-		{flight.AllGather, memory.Int32, 0, 2, comm.Windows},
-		{flight.AllGather, memory.Int32, 0, 3, comm.NCCLOnly}, // 12 bytes, which NCCL 2.28.3 spoils
-		{flight.AllGather, memory.Int64, 0, 256 << 10, comm.Windows},
-		{flight.AllGather, memory.Int64, 0, 256<<10 + 1, comm.NCCLOnly},
-		{flight.ReduceScatter, memory.Float16, nccl.Sum, 4, comm.Windows},
-		{flight.ReduceScatter, memory.Float16, nccl.Sum, 5, comm.NCCLOnly},
-		{flight.Broadcast, memory.Float32, 0, 4, comm.NCCLOnly},
-		{flight.AllToAll, memory.Float32, 0, 4, comm.NCCLOnly},
+		{collective.AllReduce, memory.Float32, nccl.Sum, 1, comm.Windows},
+		{collective.AllReduce, memory.BFloat16, nccl.Sum, 2 << 20, comm.Windows},
+		{collective.AllReduce, memory.BFloat16, nccl.Sum, 2<<20 + 1, comm.NCCLOnly},
+		{collective.AllReduce, memory.Float32, nccl.Max, 1, comm.NCCLOnly},
+		{collective.AllReduce, memory.Int32, nccl.Sum, 1, comm.NCCLOnly},
+		{collective.AllReduce, memory.Float32, nccl.Sum, 0, comm.NCCLOnly},
+		{collective.AllGather, memory.Int32, 0, 2, comm.Windows},
+		{collective.AllGather, memory.Int32, 0, 3, comm.NCCLOnly}, // 12 bytes, which NCCL 2.28.3 spoils
+		{collective.AllGather, memory.Int64, 0, 256 << 10, comm.Windows},
+		{collective.AllGather, memory.Int64, 0, 256<<10 + 1, comm.NCCLOnly},
+		{collective.ReduceScatter, memory.Float16, nccl.Sum, 4, comm.Windows},
+		{collective.ReduceScatter, memory.Float16, nccl.Sum, 5, comm.NCCLOnly},
+		{collective.Broadcast, memory.Float32, 0, 4, comm.NCCLOnly},
+		{collective.AllToAll, memory.Float32, 0, 4, comm.NCCLOnly},
 	} {
-		require.Equal(t, c.want, g.Choice(1, collective.Op{Op: flight.Op{Request: flight.Request{Kind: c.kind, DType: c.dtype, Reduction: flight.Reduction(c.op), N: c.count}}}), "%+v", c)
+		require.Equal(t, c.want, g.Choice(1, collective.Op{Call: collective.Call{Request: collective.Request{Kind: c.kind, DType: c.dtype, Reduction: collective.Reduction(c.op), N: c.count}}}), "%+v", c)
 	}
 	// NCCL 2.28.0 to before 2.30.7 may read stale data in graphs.
-	captured := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, N: 1, Captured: true}}}
+	captured := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Float32, N: 1, Captured: true}}}
 	require.Equal(t, comm.NCCLOnly, g.Choice(1, captured))
 	for version, want := range map[string]comm.Strategy{"2.27.7": comm.Windows, "2.28.0": comm.NCCLOnly, "2.30.6": comm.NCCLOnly, "2.30.7": comm.Windows} {
 		other := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: version}), comm.Config{Strategy: comm.Windows})
@@ -61,7 +60,7 @@ func TestWindowsAreUsed(t *testing.T) {
 		captured.Captured = true
 	}
 	exact := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.28.7"}), comm.Config{Strategy: comm.Windows})
-	require.Equal(t, comm.Windows, exact.Choice(0, collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGather, DType: memory.Int32, N: 3}}}))
+	require.Equal(t, comm.Windows, exact.Choice(0, collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllGather, DType: memory.Int32, N: 3}}}))
 	old := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.26.2"}), comm.Config{Strategy: comm.Windows})
 	require.Equal(t, comm.NCCLOnly, old.Strategy(), "it has no windows")
 

@@ -9,7 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/analyze"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
@@ -78,33 +78,33 @@ func TestArrivals(t *testing.T) {
 	r := newIdleRank(t)
 	rec := r.recorded(0)
 	defer rec.Close()
-	at := flight.Now()
-	schedule := func(k flight.Kind, captured bool) {
-		o := flight.Op{Request: flight.Request{Kind: k, N: 64, Captured: captured}, Stream: r.s}
+	at := collective.Now()
+	schedule := func(k collective.Kind, captured bool) {
+		o := collective.Call{Request: collective.Request{Kind: k, N: 64, Captured: captured}, Stream: r.s}
 		rec.Schedule(&o, at)
 		rec.Accept(&o)
 		at += int64(10 * time.Microsecond)
 	}
-	schedule(flight.AllReduce, false) // 1
-	schedule(flight.AllReduce, false)
-	schedule(flight.AllGather, false)
+	schedule(collective.AllReduce, false) // 1
+	schedule(collective.AllReduce, false)
+	schedule(collective.AllGather, false)
 	at += int64(2 * time.Millisecond)
-	schedule(flight.Send, false)
+	schedule(collective.Send, false)
 	at += int64(2 * time.Millisecond)
-	schedule(flight.Broadcast, false) // 4
+	schedule(collective.Broadcast, false) // 4
 	at += int64(2 * time.Millisecond)
-	schedule(flight.AllReduce, true)
+	schedule(collective.AllReduce, true)
 	at += int64(2 * time.Millisecond)
-	schedule(flight.ReduceScatter, false) // 6
+	schedule(collective.ReduceScatter, false) // 6
 	list := rec.Arrivals()
 	require.Len(t, list, 2, "%+v", list)
 	require.EqualValues(t, 1, list[0][0])
 	require.EqualValues(t, 6, list[1][0])
 	require.Greater(t, list[1][1]-list[0][1], int64(8*time.Millisecond))
-	for range 2 * flight.MaxArrivals {
+	for range 2 * collective.MaxArrivals {
 		at += int64(2 * time.Millisecond)
-		schedule(flight.AllReduce, false)
+		schedule(collective.AllReduce, false)
 	}
 	require.Len(t, rec.Arrivals(), 16, "all that the ring has")
-	require.NotEmpty(t, flight.Clock())
+	require.NotEmpty(t, collective.Clock())
 }

@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -302,7 +301,7 @@ func (b *Batch) enqueueLocked() error {
 
 // record records the operations, or none.
 func (b *Batch) record() error {
-	t := flight.Now()
+	t := collective.Now()
 	for i := range b.ops {
 		b.ops[i].Timeout, b.ops[i].Batched = b.timeout, true
 		if err := b.ops[i].record(t); err != nil {
@@ -391,7 +390,7 @@ func (b *Batch) prepare() error {
 			return err
 		}
 	}
-	if len(b.ops) > 1 || flight.Kinds[b.ops[0].Kind].Peer {
+	if len(b.ops) > 1 || collective.Kinds[b.ops[0].Kind].Peer {
 		if err := b.checkTogether(); err != nil {
 			return err
 		}

@@ -5,9 +5,9 @@ import (
 	"strings"
 	"unsafe"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
@@ -158,7 +158,7 @@ func (cfg *CallConfig) raw(version int32) *ncclapi.CollConfig {
 }
 
 // configurable reports whether NCCL has a function with a configuration for an operation.
-func configurable(k flight.Kind) bool { return ncclapi.Collectives[functions[k]].Configured != 0 }
+func configurable(k collective.Kind) bool { return ncclapi.Collectives[functions[k]].Configured != 0 }
 
 // checkConfig refuses an operation that cannot have its configuration.
 func (o *operation) checkConfig() error {
@@ -221,7 +221,7 @@ const (
 )
 
 // String returns NCCL's name of the reduction, such as "sum".
-func (o Op) String() string { return flight.Reduction(o).String() }
+func (o Op) String() string { return collective.Reduction(o).String() }
 
 // A PreMulSum is a sum that first multiplies each rank's elements by that rank's factor
 // (ncclRedOpCreatePreMulSum), for example to scale gradients.

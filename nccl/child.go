@@ -15,7 +15,7 @@ import (
 	"weak"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
@@ -262,7 +262,7 @@ func (c *Communicator) Revoke() error {
 	if !c.failed.CompareAndSwap(nil, &failure{first: why, err: why, done: done}) {
 		return c.checkUsable(name)
 	}
-	c.rec.SetFinalState(flight.Aborted)
+	c.rec.SetFinalState(collective.Aborted)
 	c.flag.by.CompareAndSwap(nil, &closing{how: "revoked a communicator", at: time.Now()})
 	c.life.RLock()
 	defer c.life.RUnlock()
@@ -315,7 +315,7 @@ func (c *Communicator) needs(f ncclapi.Func) error {
 // be compared without communication.
 type localRanks struct {
 	key        string
-	mismatches flight.MismatchTable // compares the operations that the ranks issue
+	mismatches collective.MismatchTable // compares the operations that the ranks issue
 
 	mu      sync.Mutex
 	members []*member // by rank
@@ -323,7 +323,7 @@ type localRanks struct {
 
 // A member is one rank of a localRanks. It does not keep the communicator alive.
 type member struct {
-	*flight.Recorder
+	*collective.Recorder
 	comm weak.Pointer[Communicator]
 }
 
@@ -392,8 +392,8 @@ func (c *Communicator) countOthers() (n int) {
 }
 
 // recorders returns the flight recorders of ranks.
-func recorders(list []*member) []*flight.Recorder {
-	rs := make([]*flight.Recorder, len(list))
+func recorders(list []*member) []*collective.Recorder {
+	rs := make([]*collective.Recorder, len(list))
 	for i, m := range list {
 		rs[i] = m.Recorder
 	}
@@ -401,7 +401,7 @@ func recorders(list []*member) []*flight.Recorder {
 }
 
 // liveRecorders returns the recorders of all communicators that are not closed, by age.
-func liveRecorders() []*flight.Recorder { return recorders(liveMembers()) }
+func liveRecorders() []*collective.Recorder { return recorders(liveMembers()) }
 
 func liveMembers() (list []*member) {
 	localRankSets.mu.Lock()
@@ -424,7 +424,7 @@ func (o *operation) setSignature() {
 	if o.Detail != 0 {
 		mix(uint64(o.Detail)<<32 | uint64(math.Float32bits(o.Eps)))
 	}
-	if o.Kind != flight.AllToAllV && !o.Kind.OfExperts() {
+	if o.Kind != collective.AllToAllV && !o.Kind.OfExperts() {
 		mix(uint64(o.N * o.unit))
 		for _, n := range o.Sends {
 			mix(uint64(n))

@@ -12,7 +12,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -32,10 +31,10 @@ type Communicator struct {
 	number     int64         // number of communicators made in this process before
 	h          *ncclapi.Comm // NCCL writes the handle through it
 
-	rec                *flight.Recorder
-	marks              *flight.Marks
+	rec                *collective.Recorder
+	marks              *collective.Marks
 	localRanks         *localRanks
-	watch              *flight.Watch
+	watch              *collective.Watch
 	runWatch           func()  // watch.Run, made once
 	settings           *Config // as given, for children
 	onFailure          func(*Communicator, error) error
@@ -176,12 +175,12 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 		places: dev.System().Backend() == "virtual",
 	}
 	c.ref = handle.NewRef[collective.Inside](internals{c})
-	flight.SetClock()
+	collective.SetClock()
 	if err := cfg.apply(c); err != nil {
 		return c, raw, err
 	}
-	c.marks = flight.NewMarks(dev)
-	c.watch = flight.NewWatch(dev, c.rec, c.marks, watched{c})
+	c.marks = collective.NewMarks(dev)
+	c.watch = collective.NewWatch(dev, c.rec, c.marks, watched{c})
 	c.runWatch = func() { c.watch.Run(c.ending) }
 	return c, raw, nil
 }

@@ -9,8 +9,8 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -112,7 +112,7 @@ func (c *Config) apply(to *Communicator) (err error) {
 		to.settings = &cfg
 	}
 	to.onFailure, to.recoverable = cfg.OnFailure, cfg.Recoverable
-	to.rec = flight.NewRecorder(cfg.TraceSize)
+	to.rec = collective.NewRecorder(cfg.TraceSize)
 	to.rec.Rank, to.rec.Size, to.rec.Device, to.rec.Name = to.rank, to.size, to.dev.String(), cfg.Name
 	to.rec.UUID, _ = gpu.DeviceOf(to.dev).UUID() // only a trace shows it
 	to.rec.Number, to.rec.Library = to.number, ncclapi.VersionText(to.version)

@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -32,10 +31,10 @@ func (o *operation) execute() error {
 func (o *operation) checkedCall() error { return o.comm.check(o.Kind.String(), o.callNCCL()) }
 
 // functions has the function of NCCL for each kind of operation that has one.
-var functions = [flight.NumKinds]ncclapi.Func{
-	flight.AllReduce: ncclapi.FuncAllReduce, flight.Reduce: ncclapi.FuncReduce, flight.Broadcast: ncclapi.FuncBroadcast,
-	flight.AllGather: ncclapi.FuncAllGather, flight.ReduceScatter: ncclapi.FuncReduceScatter, flight.AllToAll: ncclapi.FuncAlltoAll,
-	flight.Gather: ncclapi.FuncGather, flight.Scatter: ncclapi.FuncScatter, flight.Send: ncclapi.FuncSend, flight.Recv: ncclapi.FuncRecv,
+var functions = [collective.NumKinds]ncclapi.Func{
+	collective.AllReduce: ncclapi.FuncAllReduce, collective.Reduce: ncclapi.FuncReduce, collective.Broadcast: ncclapi.FuncBroadcast,
+	collective.AllGather: ncclapi.FuncAllGather, collective.ReduceScatter: ncclapi.FuncReduceScatter, collective.AllToAll: ncclapi.FuncAlltoAll,
+	collective.Gather: ncclapi.FuncGather, collective.Scatter: ncclapi.FuncScatter, collective.Send: ncclapi.FuncSend, collective.Recv: ncclapi.FuncRecv,
 }
 
 // callNCCL calls NCCL's function.
@@ -44,19 +43,19 @@ func (o *operation) callNCCL() ncclapi.Result {
 	c.Func, c.Send, c.Recv, c.Count = functions[o.Kind], o.Src.Ptr, o.Dst.Ptr, uintptr(o.N*o.unit)
 	c.Type, c.Op, c.Root, c.Comm, c.Stream = o.wire, o.redop, int32(o.Root), *o.comm.h, gpu.StreamOf(o.Stream).Raw()
 	switch o.Kind {
-	case flight.AllReduce, flight.Reduce, flight.ReduceScatter:
+	case collective.AllReduce, collective.Reduce, collective.ReduceScatter:
 		if o.comm.size == 1 && o.redop > ncclapi.Avg && ncclapi.OneRank.Affects(o.comm.version) {
 			return o.callOneRank(c) // a single rank has no use for a configuration
 		}
-	case flight.Broadcast:
+	case collective.Broadcast:
 		if o.comm.rank != o.Root {
 			c.Send = c.Recv
 		}
-	case flight.AllToAll, flight.Gather, flight.Scatter:
+	case collective.AllToAll, collective.Gather, collective.Scatter:
 		if !o.comm.api.Has(ncclapi.FuncAlltoAll) { // nor the other two functions, which are in the same release
 			return o.callGrouped()
 		}
-	case flight.AllGatherV, flight.ReduceScatterV, flight.AllToAllV:
+	case collective.AllGatherV, collective.ReduceScatterV, collective.AllToAllV:
 		return o.callGrouped()
 	}
 	if o.config != nil {
@@ -111,7 +110,7 @@ type part struct {
 func (o *operation) callPart(p *part) ncclapi.Result {
 	me := int(p.rank) == o.comm.rank
 	switch o.Kind {
-	case flight.AllGatherV: // the rank broadcasts its part
+	case collective.AllGatherV: // the rank broadcasts its part
 		if p.from = p.to; me {
 			p.from = o.Src.Ptr
 		}
@@ -119,7 +118,7 @@ func (o *operation) callPart(p *part) ncclapi.Result {
 			return ncclapi.Success
 		}
 		return o.comm.api.Collective(o.call(ncclapi.FuncBroadcast, p.from, p.to, p.in, p.rank))
-	case flight.ReduceScatterV: // the rank gets its part
+	case collective.ReduceScatterV: // the rank gets its part
 		if p.to = 0; me {
 			p.to = o.Dst.Ptr
 		}
@@ -131,10 +130,10 @@ func (o *operation) callPart(p *part) ncclapi.Result {
 			return o.callOneRank(c)
 		}
 		return o.comm.api.Collective(c)
-	case flight.Gather:
+	case collective.Gather:
 		p.from = o.Src.Ptr
 		return o.sendRecv(p, int(p.rank) == o.Root, o.comm.rank == o.Root)
-	case flight.Scatter:
+	case collective.Scatter:
 		p.to = o.Dst.Ptr
 		return o.sendRecv(p, o.comm.rank == o.Root, int(p.rank) == o.Root)
 	}
@@ -175,7 +174,7 @@ func (o *operation) checkOverlap() error {
 	if d+cudadrv.DevicePtr(o.Dst.Len)*size <= s || s+cudadrv.DevicePtr(o.Src.Len)*size <= d {
 		return nil
 	}
-	if k := &flight.Kinds[o.Kind]; d == s && k.Dst == flight.One && k.Src == flight.One {
+	if k := &collective.Kinds[o.Kind]; d == s && k.Dst == collective.One && k.Src == collective.One {
 		return nil
 	}
 	return o.checkInPlace()
@@ -187,22 +186,22 @@ func (o *operation) checkInPlace() error {
 		return nil
 	}
 	part := cudadrv.DevicePtr(o.part() * o.DType.Size())
-	switch k := &flight.Kinds[o.Kind]; {
-	case k.Dst == flight.All && k.Src == flight.One && o.Src.Ptr == o.Dst.Ptr+part,
-		k.Dst == flight.One && k.Src == flight.All && o.Dst.Ptr == o.Src.Ptr+part:
+	switch k := &collective.Kinds[o.Kind]; {
+	case k.Dst == collective.All && k.Src == collective.One && o.Src.Ptr == o.Dst.Ptr+part,
+		k.Dst == collective.One && k.Src == collective.All && o.Dst.Ptr == o.Src.Ptr+part:
 		return nil
 	}
 	return o.comm.errorf(o.Kind, "the destination and the source overlap: %s", inPlace(o.Kind))
 }
 
 // inPlace describes how the two buffers of an operation may overlap.
-func inPlace(k flight.Kind) string {
-	switch d := &flight.Kinds[k]; {
-	case d.Dst == flight.One && d.Src == flight.One:
+func inPlace(k collective.Kind) string {
+	switch d := &collective.Kinds[k]; {
+	case d.Dst == collective.One && d.Src == collective.One:
 		return "want the same memory or none in common"
-	case d.Dst == flight.All && d.Src == flight.One:
+	case d.Dst == collective.All && d.Src == collective.One:
 		return "want the source to be the rank's part of the destination, or none in common"
-	case d.Dst == flight.One && d.Src == flight.All:
+	case d.Dst == collective.One && d.Src == collective.All:
 		return "want the destination to be the rank's part of the source, or none in common"
 	}
 	return "want none in common"
@@ -230,7 +229,7 @@ type extent struct {
 // because NCCL executes the operations of a group concurrently, in any order. Collectives of a
 // single rank are copies on their streams, so those on one stream run in order.
 func (b *Batch) checkOverlap() error {
-	if b.single() && !flight.Kinds[b.ops[0].Kind].Peer {
+	if b.single() && !collective.Kinds[b.ops[0].Kind].Peer {
 		return nil
 	}
 	for i := range b.ops {
@@ -257,7 +256,7 @@ func (b *Batch) checkOverlap() error {
 
 // inOrder reports whether two operations of a rank are collectives of a single rank on one stream.
 func inOrder(a, b *operation) bool {
-	return a.comm.size == 1 && a.Stream == b.Stream && !flight.Kinds[a.Kind].Peer && !flight.Kinds[b.Kind].Peer
+	return a.comm.size == 1 && a.Stream == b.Stream && !collective.Kinds[a.Kind].Peer && !collective.Kinds[b.Kind].Peer
 }
 
 // addExtent adds the buffer of an operand, unless it is empty.
@@ -272,7 +271,7 @@ func (b *Batch) addExtent(o *operation, x *collective.Operand, written bool) {
 func (b *Batch) toItself(x, y extent) bool {
 	me := x.o.comm.rank
 	return x.begin == y.begin && x.end == y.end && x.o.Root == me && y.o.Root == me && x.o.Kind != y.o.Kind &&
-		flight.Kinds[x.o.Kind].Peer && flight.Kinds[y.o.Kind].Peer && b.transferIndex(x.o) == b.transferIndex(y.o)
+		collective.Kinds[x.o.Kind].Peer && collective.Kinds[y.o.Kind].Peer && b.transferIndex(x.o) == b.transferIndex(y.o)
 }
 
 // transferIndex returns the number of similar transfers of the rank that precede o in the group.
@@ -298,7 +297,7 @@ func (b *Batch) errOverlap(x, y *operation) error {
 // nameInGroup describes an operation so that it differs from others in its group.
 func (b *Batch) nameInGroup(o *operation) string {
 	name := o.Kind.String()
-	if flight.Kinds[o.Kind].Peer {
+	if collective.Kinds[o.Kind].Peer {
 		name = fmt.Sprintf("%s with rank %d", o.Kind, o.Root)
 	}
 	for i := range b.ops {
@@ -364,7 +363,7 @@ func (x internals) Dump(n, limit int) []byte {
 	poll.Within(observeTime, func() error { observe(list); return nil })
 	for ; n > 0; n /= 2 {
 		var b bytes.Buffer
-		if err := flight.DumpShort(&b, recorders(list), n); err == nil && b.Len() <= limit {
+		if err := collective.DumpShort(&b, recorders(list), n); err == nil && b.Len() <= limit {
 			return b.Bytes()
 		}
 	}
@@ -391,7 +390,7 @@ func (x internals) Symmetric(k *collective.Op) bool {
 	return symmetricKernel(k.Kind, k.DType, k.Reduction) && !x.c.symmetricKernelWrong(k.Kind, k.Bytes()) && !(k.Captured && ncclapi.SymmetricInGraphs.Affects(x.c.version))
 }
 
-func (x internals) Factor(op flight.Reduction) (bits, at uint64, ok bool) {
+func (x internals) Factor(op collective.Reduction) (bits, at uint64, ok bool) {
 	v, ok := x.c.sums.Load(Op(op))
 	if !ok {
 		return 0, 0, false

@@ -14,7 +14,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
@@ -153,22 +152,22 @@ func (c *Communicator) setFailure(cause error) *failure {
 	}
 	c.rec.CountError(reasonOf(cause))
 	c.rec.SetEnd(cause.Error(), errors.Is(cause, ErrorRemote) || errors.Is(cause, ErrorTimeout))
-	c.rec.SetFinalState(flight.Failed)
+	c.rec.SetFinalState(collective.Failed)
 	return f
 }
 
 // reasonOf returns the reason of a failure for metrics.
 func reasonOf(cause error) string {
 	if errors.Is(cause, ErrorTimeout) {
-		return flight.ReasonTimeout
+		return collective.ReasonTimeout
 	}
 	if errors.Is(cause, ErrorRemote) {
-		return flight.ReasonPeerLost
+		return collective.ReasonPeerLost
 	}
 	if e, ok := errors.AsType[*Error](cause); ok && !e.Async {
-		return flight.ReasonRefused
+		return collective.ReasonRefused
 	}
-	return flight.ReasonAsync
+	return collective.ReasonAsync
 }
 
 // completeFailure completes a failure: it informs the user and ends the other ranks.
@@ -264,7 +263,7 @@ func (e *TimeoutError) Error() string {
 		has = "has started and is not known to have completed"
 	}
 	fmt.Fprintf(&b, "nccl: %s on rank %d of %d (%s) %s after %v (the limit is %v)%s",
-		flight.Between(e.Operation, e.Last, e.Lost), e.Rank, e.Size, e.Device, has, e.Age.Round(time.Millisecond), e.Limit, why)
+		collective.Between(e.Operation, e.Last, e.Lost), e.Rank, e.Size, e.Device, has, e.Age.Round(time.Millisecond), e.Limit, why)
 	if e.InCall && len(e.Others) > 0 {
 		b.WriteString(": " + strings.Join(e.Others, "; "))
 	}
@@ -313,7 +312,7 @@ func (e *MismatchError) Error() string {
 func (e *MismatchError) Unwrap() error { return ErrorInvalidUsage }
 
 // errTimeout returns the error of the operations that have exceeded the timeout.
-func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others []*member) *TimeoutError {
+func (c *Communicator) errTimeout(x collective.Suspicion, age time.Duration, others []*member) *TimeoutError {
 	_, completed := c.rec.Final()
 	t := &TimeoutError{
 		Rank: c.rank, Size: c.size, Device: c.dev.String(), Limit: x.Timeout, Operation: x.First.Operation(),
@@ -322,7 +321,7 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 	e := x.Last
 	pending, inside := c.rec.Unaccepted()
 	t.InCall = inside && pending.ID == e.ID
-	if flight.Kinds[e.Kind].Peer {
+	if collective.Kinds[e.Kind].Peer {
 		for _, m := range others {
 			if m.Rank == e.Root {
 				observeWithin(observeTime, []*member{m})
@@ -354,7 +353,7 @@ func (c *Communicator) errTimeout(x flight.Suspicion, age time.Duration, others 
 
 // errMismatch returns the error of an operation that the mismatches of the ranks refused.
 func (c *Communicator) errMismatch(o *operation) *MismatchError {
-	c.rec.CountError(flight.ReasonMismatch)
+	c.rec.CountError(collective.ReasonMismatch)
 	mine := c.rec.Entry(o.Record)
 	e := &MismatchError{Rank: c.rank, Size: c.size, Operation: mine.Operation(), Other: -1, Theirs: Operation{Root: -1}}
 	for _, m := range c.others() {
@@ -408,7 +407,7 @@ func (c *Communicator) recordClosing(how string, abort bool) {
 	c.closing.CompareAndSwap(nil, e)
 	if abort {
 		c.flag.by.CompareAndSwap(nil, e)
-		c.rec.SetFinalState(flight.Aborted)
+		c.rec.SetFinalState(collective.Aborted)
 	}
 }
 
@@ -534,7 +533,7 @@ func (c *Communicator) observeBeforeAbort() {
 	})
 }
 
-// A watched is the view that flight.Watch has of a communicator.
+// A watched is the view that collective.Watch has of a communicator.
 type watched struct{ *Communicator }
 
 // Closed reports whether the communicator was closed.
@@ -550,10 +549,10 @@ func (c watched) RecordPassed(record uint64, stream uintptr) error {
 }
 
 // Others returns the recorders of the other ranks of this process.
-func (c watched) Others() []*flight.Recorder { return recorders(c.others()) }
+func (c watched) Others() []*collective.Recorder { return recorders(c.others()) }
 
 // TimedOut returns the error of operations that are older than the deadline.
-func (c watched) TimedOut(x flight.Suspicion, age time.Duration) error {
+func (c watched) TimedOut(x collective.Suspicion, age time.Duration) error {
 	return c.errTimeout(x, age, c.others())
 }
 
@@ -561,10 +560,10 @@ func (c watched) TimedOut(x flight.Suspicion, age time.Duration) error {
 func (c watched) Fail(cause error) { c.fail(cause) }
 
 // An Operation is an operation in the flight recorder.
-type Operation = flight.Operation
+type Operation = collective.Operation
 
 // A Frame is one function of a call stack, from the inside to the outside.
-type Frame = flight.Frame
+type Frame = collective.Frame
 
 // Trace returns the last operations that were issued on c, the oldest first, at most
 // Config.TraceSize. It may be called at any time by any goroutine, also after the end of
@@ -579,7 +578,7 @@ func (c *Communicator) Trace() []Operation {
 // DumpTrace writes the flight recorders of all communicators of the process that
 // are not closed, as JSON with the field names of PyTorch's flight recorder. A
 // communicator that has failed is in the dump until it is closed.
-func DumpTrace(w io.Writer) error { return flight.Dump(w, liveRecorders()) }
+func DumpTrace(w io.Writer) error { return collective.Dump(w, liveRecorders()) }
 
 // DumpTrace writes the flight recorder of c in the format of the function DumpTrace. It
 // may be called at any time by any goroutine, also after the end of c.
@@ -587,7 +586,7 @@ func (c *Communicator) DumpTrace(w io.Writer) error {
 	if c == nil || c.rec == nil {
 		return fmt.Errorf("nccl: dump trace: no communicator given")
 	}
-	return flight.Dump(w, []*flight.Recorder{c.rec})
+	return collective.Dump(w, []*collective.Recorder{c.rec})
 }
 
 // Progress is the progress of a rank. The Progress of all ranks together shows which rank

@@ -10,7 +10,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -37,10 +36,10 @@ type operation struct {
 
 // issue checks an operation and enqueues it, or adds it to a batch. op is for operations
 // that reduce, root for operations that have one.
-func issue[T memory.Element](on Issuer, s *stream.Stream, k flight.Kind, dst, src memory.Slice[T], op Op, root int) error {
+func issue[T memory.Element](on Issuer, s *stream.Stream, k collective.Kind, dst, src memory.Slice[T], op Op, root int) error {
 	c, b, config := communicatorOf(on)
 	var o operation // a composite literal would be made elsewhere and copied
-	o.Kind, o.DType, o.Reduction, o.Root, o.Stream = k, memory.DTypeOf[T](), flight.Reduction(op), root, s
+	o.Kind, o.DType, o.Reduction, o.Root, o.Stream = k, memory.DTypeOf[T](), collective.Reduction(op), root, s
 	o.Dst, o.Src = collective.OperandOf(dst), collective.OperandOf(src)
 	o.comm, o.config = c, config
 	if err := o.validate(); err != nil {
@@ -55,21 +54,21 @@ func issue[T memory.Element](on Issuer, s *stream.Stream, k flight.Kind, dst, sr
 // validateBuffers computes the element count of the operation, drops the buffer that only the root
 // has, and reports whether the other buffers fit.
 func (o *operation) validateBuffers() bool {
-	d := &flight.Kinds[o.Kind]
+	d := &collective.Kinds[o.Kind]
 	switch {
-	case d.Src == flight.One && !d.SrcRoot:
+	case d.Src == collective.One && !d.SrcRoot:
 		o.N = o.Src.Len
-	case d.Dst == flight.One:
+	case d.Dst == collective.One:
 		o.N = o.Dst.Len
 	default:
 		o.N = o.Dst.Len / o.comm.size
 	}
-	if d.DstRoot && o.comm.rank != o.Root || d.Dst == flight.None {
+	if d.DstRoot && o.comm.rank != o.Root || d.Dst == collective.None {
 		o.Dst = collective.Operand{}
 	} else if !o.Dst.Fits(o.comm.dev, o.length(d.Dst)) {
 		return false
 	}
-	if d.SrcRoot && o.comm.rank != o.Root || d.Src == flight.None {
+	if d.SrcRoot && o.comm.rank != o.Root || d.Src == collective.None {
 		o.Src = collective.Operand{}
 		return true
 	}
@@ -78,16 +77,16 @@ func (o *operation) validateBuffers() bool {
 
 // errBuffers returns the error of buffers that do not fit.
 func errBuffers[T memory.Element](o *operation, dst, src memory.Slice[T]) error {
-	c, d := o.comm, &flight.Kinds[o.Kind]
-	if d.Dst == flight.All && d.Src == flight.All && dst.Len()%c.size != 0 {
+	c, d := o.comm, &collective.Kinds[o.Kind]
+	if d.Dst == collective.All && d.Src == collective.All && dst.Len()%c.size != 0 {
 		return c.errorf(o.Kind, "the destination has %d elements: want as many from each rank", dst.Len())
 	}
-	if d.Dst != flight.None && (!d.DstRoot || c.rank == o.Root) {
+	if d.Dst != collective.None && (!d.DstRoot || c.rank == o.Root) {
 		if err := checkSlice(o, "destination", dst, o.length(d.Dst)); err != nil {
 			return err
 		}
 	}
-	if d.Src != flight.None && (!d.SrcRoot || c.rank == o.Root) {
+	if d.Src != collective.None && (!d.SrcRoot || c.rank == o.Root) {
 		if err := checkSlice(o, "source", src, o.length(d.Src)); err != nil {
 			return err
 		}
@@ -96,8 +95,8 @@ func errBuffers[T memory.Element](o *operation, dst, src memory.Slice[T]) error 
 }
 
 // length returns the required length of a buffer.
-func (o *operation) length(s flight.Sizing) int {
-	if s == flight.All {
+func (o *operation) length(s collective.Sizing) int {
+	if s == collective.All {
 		return o.N * o.comm.size
 	}
 	return o.N
@@ -116,7 +115,7 @@ func checkSlice[T memory.Element](o *operation, what string, x memory.Slice[T], 
 
 // validate validates everything except the buffers.
 func (o *operation) validate() error {
-	c, d := o.comm, &flight.Kinds[o.Kind]
+	c, d := o.comm, &collective.Kinds[o.Kind]
 	switch {
 	case !c.alive():
 		return c.errUnusable(o.Kind.String())
@@ -151,13 +150,13 @@ func (o *operation) enqueueOrAdd(b *Batch) error {
 		}
 	}
 	if c.rec.Frames {
-		o.Callers = new([flight.MaxFrames]uintptr)
+		o.Callers = new([collective.MaxFrames]uintptr)
 		runtime.Callers(3, o.Callers[:])
 	}
 	if b != nil {
 		return b.add(o)
 	}
-	if o.Root == c.rank && flight.Kinds[o.Kind].Peer {
+	if o.Root == c.rank && collective.Kinds[o.Kind].Peer {
 		return o.errSelfTransfer()
 	}
 	c.awaitRoom(o.Captured)
@@ -176,7 +175,7 @@ func (o *operation) enqueue() error {
 	if !c.alive() {
 		return c.errUnusable(o.Kind.String())
 	}
-	if err := o.record(flight.Now()); err != nil {
+	if err := o.record(collective.Now()); err != nil {
 		return err
 	}
 	if c.nan != nil {
@@ -188,7 +187,7 @@ func (o *operation) enqueue() error {
 	if err := o.execute(); err != nil {
 		return o.undo(err)
 	}
-	c.rec.Accept(&o.Op.Op)
+	c.rec.Accept(&o.Op.Call)
 	if o.Marked {
 		c.markBehind(o)
 	}
@@ -241,14 +240,14 @@ func (o *operation) record(t int64) error {
 	}
 	o.setSignature()
 	o.In, o.Out = o.Src.Len, o.Dst.Len
-	watch, leaves := c.rec.Schedule(&o.Op.Op, t)
+	watch, leaves := c.rec.Schedule(&o.Op.Call, t)
 	if watch {
 		go c.runWatch()
 	}
 	if leaves {
 		c.markLatest(t)
 	}
-	if c.localRanks.mismatches.Post(&o.Op.Op) {
+	if c.localRanks.mismatches.Post(&o.Op.Call) {
 		return nil
 	}
 	err := c.errMismatch(o)
@@ -260,7 +259,7 @@ func (o *operation) record(t int64) error {
 func (c *Communicator) markLatest(t int64) {
 	c.marks.SetRequested(t)
 	if last, s, _, held := c.rec.Latest(); held {
-		gpu.Outside(func() { c.mark(s, flight.Mark{Record: last}) })
+		gpu.Outside(func() { c.mark(s, collective.Mark{Record: last}) })
 		_ = gpu.StreamOf(s).Release()
 	}
 }
@@ -270,14 +269,14 @@ func (c *Communicator) markLatest(t int64) {
 func (c *Communicator) markBefore(o *operation, t int64) {
 	c.marks.SetRequested(t)
 	last, s, _, held := c.rec.Latest()
-	before := flight.Mark{Next: c.rec.NextRecord(), Direct: true}
+	before := collective.Mark{Next: c.rec.NextRecord(), Direct: true}
 	o.Marked = gpu.Outside(func() {
 		switch {
 		case !held:
 		case s == o.Stream:
 			before.Record = last
 		default:
-			c.mark(s, flight.Mark{Record: last})
+			c.mark(s, collective.Mark{Record: last})
 		}
 		c.mark(o.Stream, before)
 	})
@@ -288,12 +287,12 @@ func (c *Communicator) markBefore(o *operation, t int64) {
 
 // markBehind sets a mark directly behind an operation.
 func (c *Communicator) markBehind(o *operation) {
-	gpu.Outside(func() { c.mark(o.Stream, flight.Mark{Record: o.Record, Next: o.Record + 1}) })
+	gpu.Outside(func() { c.mark(o.Stream, collective.Mark{Record: o.Record, Next: o.Record + 1}) })
 }
 
 // mark sets a mark on a stream. It ignores errors, because an error of the device occurs again in
 // the operation.
-func (c *Communicator) mark(s *stream.Stream, k flight.Mark) {
+func (c *Communicator) mark(s *stream.Stream, k collective.Mark) {
 	k.At = c.rec.Clock()
 	passed, _ := c.marks.Set(s, k)
 	if passed.Direct && c.failed.Load() == nil && c.abortedBy() == nil {
@@ -304,7 +303,7 @@ func (c *Communicator) mark(s *stream.Stream, k flight.Mark) {
 // unrecord undoes record. Operations that were recorded later on the same communicator
 // must be undone first.
 func (o *operation) unrecord() {
-	o.comm.localRanks.mismatches.Unpost(&o.Op.Op)
+	o.comm.localRanks.mismatches.Unpost(&o.Op.Call)
 	o.comm.rec.Remove(o.Record)
 }
 
@@ -312,35 +311,35 @@ func (o *operation) unrecord() {
 // (ncclAllReduce). dst and src have the same length and may be the same.
 // Collective.
 func AllReduce[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], op Op) error {
-	return issue(on, s, flight.AllReduce, dst, src, op, 0)
+	return issue(on, s, collective.AllReduce, dst, src, op, 0)
 }
 
 // Reduce enqueues the reduction of src over all ranks into dst on rank root
 // (ncclReduce); dst is not used elsewhere and may be the zero Slice there.
 // Collective.
 func Reduce[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], op Op, root int) error {
-	return issue(on, s, flight.Reduce, dst, src, op, root)
+	return issue(on, s, collective.Reduce, dst, src, op, root)
 }
 
 // Broadcast enqueues the copy of src on rank root into dst on all ranks
 // (ncclBroadcast). src is not used elsewhere and may be the zero Slice there.
 // Collective.
 func Broadcast[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], root int) error {
-	return issue(on, s, flight.Broadcast, dst, src, Sum, root)
+	return issue(on, s, collective.Broadcast, dst, src, Sum, root)
 }
 
 // AllGather enqueues the concatenation of src of all ranks, by rank, into dst
 // on all ranks (ncclAllGather). dst is Size times as long as src; in place, src
 // is the rank's part of dst. Collective.
 func AllGather[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(on, s, flight.AllGather, dst, src, Sum, 0)
+	return issue(on, s, collective.AllGather, dst, src, Sum, 0)
 }
 
 // ReduceScatter enqueues the reduction of src over all ranks; each rank gets its part in
 // dst (ncclReduceScatter). src is Size times as long as dst; in place, dst is the rank's
 // part of src. Collective.
 func ReduceScatter[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], op Op) error {
-	return issue(on, s, flight.ReduceScatter, dst, src, op, 0)
+	return issue(on, s, collective.ReduceScatter, dst, src, op, 0)
 }
 
 // AllToAll enqueues the exchange of parts: part j of src goes to part i of dst
@@ -348,7 +347,7 @@ func ReduceScatter[T memory.Element](on Issuer, s *stream.Stream, dst, src memor
 // NCCL 2.28). dst and src have the same length, a multiple of Size, and do not
 // overlap. Collective.
 func AllToAll[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T]) error {
-	return issue(on, s, flight.AllToAll, dst, src, Sum, 0)
+	return issue(on, s, collective.AllToAll, dst, src, Sum, 0)
 }
 
 // Gather enqueues the concatenation of src of all ranks, by rank, into dst on
@@ -356,7 +355,7 @@ func AllToAll[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Sli
 // times as long as src there, and is not used elsewhere; in place, src is the
 // root's part of dst. Collective.
 func Gather[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], root int) error {
-	return issue(on, s, flight.Gather, dst, src, Sum, root)
+	return issue(on, s, collective.Gather, dst, src, Sum, root)
 }
 
 // Scatter enqueues the distribution of the parts of src on rank root to dst on
@@ -364,19 +363,19 @@ func Gather[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice
 // times as long as dst there, and is not used elsewhere; in place, dst is the
 // root's part of src. Collective.
 func Scatter[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], root int) error {
-	return issue(on, s, flight.Scatter, dst, src, Sum, root)
+	return issue(on, s, collective.Scatter, dst, src, Sum, root)
 }
 
 // Send enqueues a send of src to rank peer, which receives the same number of elements
 // (ncclSend). Sends and receives that could wait for each other must be added to one
 // Batch.
 func Send[T memory.Element](on Issuer, s *stream.Stream, src memory.Slice[T], peer int) error {
-	return issue(on, s, flight.Send, memory.Slice[T]{}, src, Sum, peer)
+	return issue(on, s, collective.Send, memory.Slice[T]{}, src, Sum, peer)
 }
 
 // Recv enqueues a receive into dst from rank peer (ncclRecv).
 func Recv[T memory.Element](on Issuer, s *stream.Stream, dst memory.Slice[T], peer int) error {
-	return issue(on, s, flight.Recv, dst, memory.Slice[T]{}, Sum, peer)
+	return issue(on, s, collective.Recv, dst, memory.Slice[T]{}, Sum, peer)
 }
 
 // A transferEnd is one side of a transfer in a group: a send of a rank to another one, or the
@@ -422,10 +421,10 @@ func (b *Batch) match() error {
 func (b *Batch) addEnds(o *operation) {
 	me := o.comm.rank
 	switch {
-	case o.Kind == flight.AllToAllV:
+	case o.Kind == collective.AllToAllV:
 		b.addEndsOfAll(o)
-	case !flight.Kinds[o.Kind].Peer || len(b.comms) == 1 && o.Root != me:
-	case o.Kind == flight.Send:
+	case !collective.Kinds[o.Kind].Peer || len(b.comms) == 1 && o.Root != me:
+	case o.Kind == collective.Send:
 		b.transferEnds = append(b.transferEnds, transferEnd{o: o, from: me, to: o.Root, n: o.N})
 	default:
 		b.transferEnds = append(b.transferEnds, transferEnd{o: o, from: o.Root, to: me, n: o.N, receives: true})
@@ -495,7 +494,7 @@ func (o *operation) errSelfTransfer() error {
 // Collective.
 func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int) error {
 	c, b, config := communicatorOf(on)
-	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
+	o := operation{Op: collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -505,7 +504,7 @@ func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.S
 // reductions. Collective.
 func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int, op Op) error {
 	c, b, config := communicatorOf(on)
-	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: flight.Reduction(op)}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
+	o := operation{Op: collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: collective.Reduction(op)}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -515,7 +514,7 @@ func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memo
 // must not overlap. It is one group of sends and receives. Collective.
 func AllToAllV[T memory.Element](on Issuer, s *stream.Stream, dst memory.Slice[T], recvs []int, src memory.Slice[T], sends []int) error {
 	c, b, config := communicatorOf(on)
-	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: sends, Recvs: recvs}, comm: c, config: config}
+	o := operation{Op: collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: sends, Recvs: recvs}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
@@ -542,11 +541,11 @@ func checkUneven[T memory.Element](o *operation, dst, src memory.Slice[T]) error
 	}
 	o.N = max(in, out)
 	switch o.Kind {
-	case flight.AllGatherV:
+	case collective.AllGatherV:
 		out = o.Sends[o.comm.rank]
-	case flight.ReduceScatterV:
+	case collective.ReduceScatterV:
 		in = o.Recvs[o.comm.rank]
-	case flight.AllToAllV:
+	case collective.AllToAllV:
 		if me := o.comm.rank; o.Sends[me] != o.Recvs[me] {
 			return fmt.Errorf("nccl: %s on rank %d of %d: the rank sends itself %d elements and receives %d: want as many",
 				o.Kind, me, o.comm.size, o.Sends[me], o.Recvs[me])

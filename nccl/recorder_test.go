@@ -7,8 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -17,8 +17,8 @@ import (
 )
 
 // recorded has recorded n collectives, of which NCCL has taken all.
-func (r *idleRank) recorded(n int) *flight.Recorder {
-	rec := flight.NewRecorder(16)
+func (r *idleRank) recorded(n int) *collective.Recorder {
+	rec := collective.NewRecorder(16)
 	rec.Rank = 1
 	rec.Unwatched(0)
 	for range n {
@@ -27,9 +27,9 @@ func (r *idleRank) recorded(n int) *flight.Recorder {
 	return rec
 }
 
-func (r *idleRank) record(rec *flight.Recorder, captured bool) flight.Entry {
-	o := flight.Op{Request: flight.Request{Kind: flight.AllReduce, N: 64, Captured: captured}, Stream: r.s}
-	rec.Schedule(&o, flight.Now())
+func (r *idleRank) record(rec *collective.Recorder, captured bool) collective.Entry {
+	o := collective.Call{Request: collective.Request{Kind: collective.AllReduce, N: 64, Captured: captured}, Stream: r.s}
+	rec.Schedule(&o, collective.Now())
 	rec.Accept(&o)
 	return rec.Entry(o.Record)
 }
@@ -90,7 +90,7 @@ func TestDeadlineOfWhatTheRingHasLost(t *testing.T) {
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	last, s, _, held := rec.Latest()
 	require.True(t, held)
-	require.NoError(t, setMark(r.c, s, flight.Mark{Record: last, At: rec.Clock()}))
+	require.NoError(t, setMark(r.c, s, collective.Mark{Record: last, At: rec.Clock()}))
 	require.NoError(t, gpu.StreamOf(s).Release())
 	require.NoError(t, AllReduce(r.c, r.s, r.y, r.x, Sum))
 	require.NoError(t, r.c.watch.Inspect(), "all are young")
@@ -167,7 +167,7 @@ func TestTheWatchBeginsNow(t *testing.T) {
 	over := make(chan struct{})
 	close(over)
 	r.c.watch.Run(over) // which begins and ends
-	require.Less(t, flight.Now()-r.c.rec.LastQuery(0), int64(time.Hour))
+	require.Less(t, collective.Now()-r.c.rec.LastQuery(0), int64(time.Hour))
 }
 
 // A stream that the driver fails to ask for takes part in no capture: the error counts.
@@ -227,7 +227,7 @@ func TestEntryIsNew(t *testing.T) {
 	}
 }
 
-func setMark(c *Communicator, s *stream.Stream, k flight.Mark) error {
+func setMark(c *Communicator, s *stream.Stream, k collective.Mark) error {
 	_, err := c.marks.Set(s, k)
 	return err
 }

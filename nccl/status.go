@@ -9,7 +9,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -76,24 +75,24 @@ func observe(list []*member) {
 	}
 }
 
-func groupOf(r *flight.Recorder) status.Group {
+func groupOf(r *collective.Recorder) status.Group {
 	s := r.Standing()
 	g := status.Group{
 		ID: r.Group, Name: r.Name, Rank: r.Rank, Size: r.Size, WorldRank: s.WorldRank, Device: r.Device,
 		Issued: s.Issued, Completed: min(s.Completed, s.Issued), IdleNanos: int64(s.Idle),
 	}
 	if g.Arrivals = r.Arrivals(); len(g.Arrivals) > 0 {
-		g.Clock = flight.Clock()
+		g.Clock = collective.Clock()
 	}
-	if s.State != flight.Scheduled {
+	if s.State != collective.Scheduled {
 		g.State = s.State.String()
 	}
 	if s.Oldest.Record > 0 {
 		g.Oldest = &status.Op{Text: s.Oldest.String(), State: s.Oldest.State, Kind: s.Kind.Plain(), Collective: s.Oldest.Collective, AgeNanos: int64(s.Age)}
 	}
-	r.Totals(func(k flight.Kind, by flight.Service, size int, t flight.Total) {
+	r.Totals(func(k collective.Kind, by collective.Service, size int, t collective.Total) {
 		g.Totals = append(g.Totals, status.Total{
-			Op: k.Label(), Strategy: strategies[by], Size: flight.SizeNames[size], Count: t.Count, Bytes: t.Bytes,
+			Op: k.Label(), Strategy: strategies[by], Size: collective.SizeNames[size], Count: t.Count, Bytes: t.Bytes,
 		})
 	})
 	return g

@@ -18,7 +18,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/dl"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -111,43 +110,43 @@ func besideThinnest(b *testing.B, contenders func(p *pairing, k, n int) []conten
 // besides are the operations, in the order of nccl.c. prepare returns what issues one of n
 // elements, or as many for each rank.
 var besides = []struct {
-	kind    flight.Kind
+	kind    collective.Kind
 	split   bool // a rank's part is the size over the number of ranks
 	prepare func(r *paired, n int) func() error
 }{
-	{flight.AllReduce, false, func(r *paired, n int) func() error {
+	{collective.AllReduce, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
 		return func() error { return AllReduce(r.c, r.s, dst, src, Sum) }
 	}},
-	{flight.AllGather, true, func(r *paired, n int) func() error {
+	{collective.AllGather, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n*r.c.size, n)
 		return func() error { return AllGather(r.c, r.s, dst, src) }
 	}},
-	{flight.ReduceScatter, true, func(r *paired, n int) func() error {
+	{collective.ReduceScatter, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n*r.c.size)
 		return func() error { return ReduceScatter(r.c, r.s, dst, src, Sum) }
 	}},
-	{flight.Broadcast, false, func(r *paired, n int) func() error {
+	{collective.Broadcast, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
 		return func() error { return Broadcast(r.c, r.s, dst, src, 0) }
 	}},
-	{flight.Reduce, false, func(r *paired, n int) func() error {
+	{collective.Reduce, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
 		return func() error { return Reduce(r.c, r.s, dst, src, Sum, 0) }
 	}},
-	{flight.AllToAll, true, func(r *paired, n int) func() error {
+	{collective.AllToAll, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n*r.c.size, n*r.c.size)
 		return func() error { return AllToAll(r.c, r.s, dst, src) }
 	}},
-	{flight.Gather, true, func(r *paired, n int) func() error {
+	{collective.Gather, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n*r.c.size, n)
 		return func() error { return Gather(r.c, r.s, dst, src, 0) }
 	}},
-	{flight.Scatter, true, func(r *paired, n int) func() error {
+	{collective.Scatter, true, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n*r.c.size)
 		return func() error { return Scatter(r.c, r.s, dst, src, 0) }
 	}},
-	{flight.Send, false, func(r *paired, n int) func() error {
+	{collective.Send, false, func(r *paired, n int) func() error {
 		dst, src := r.slices(n, n)
 		both := func(b *Batch) error {
 			if err := Send(b.On(r.c), r.s, src, r.next()); err != nil {
@@ -325,12 +324,12 @@ func (r *paired) graphInC(p *pairing, k, n int) (runner, error) {
 
 // inGo calls NCCL as Chorus does, without all that it does before and behind.
 func (r *paired) inGo(k, operations, n int) (float64, error) {
-	o := operation{Op: collective.Op{Op: flight.Op{Request: flight.Request{Kind: besides[k].kind, DType: memory.Float32, N: n}, Stream: r.s},
+	o := operation{Op: collective.Op{Call: collective.Call{Request: collective.Request{Kind: besides[k].kind, DType: memory.Float32, N: n}, Stream: r.s},
 		Dst: collective.OperandOf(r.dst), Src: collective.OperandOf(r.src)}, unit: 1, wire: ncclapi.Float32, redop: ncclapi.Sum, comm: r.c}
 	api := r.c.api
 	begun := time.Now()
 	for range operations {
-		if o.Kind != flight.Send {
+		if o.Kind != collective.Send {
 			if got := o.callNCCL(); got != ncclapi.Success {
 				return 0, r.c.check("thinnest", got)
 			}

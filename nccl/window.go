@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
@@ -331,22 +330,22 @@ func (c *Communicator) symmetricSpans() []span {
 }
 
 // symmetricKernel reports whether NCCL has a symmetric kernel for an operation.
-func symmetricKernel(k flight.Kind, t memory.DType, op flight.Reduction) bool {
+func symmetricKernel(k collective.Kind, t memory.DType, op collective.Reduction) bool {
 	switch k {
-	case flight.AllGather:
+	case collective.AllGather:
 		return true
-	case flight.AllReduce, flight.ReduceScatter:
+	case collective.AllReduce, collective.ReduceScatter:
 		switch t {
 		case memory.Float16, memory.BFloat16, memory.Float32, memory.Float8E4M3, memory.Float8E5M2:
-			return op == flight.Sum
+			return op == collective.Sum
 		}
 	}
 	return false
 }
 
 // symmetricKernelWrong reports whether the symmetric kernel is incorrect for a part of the given size.
-func (c *Communicator) symmetricKernelWrong(k flight.Kind, part int) bool {
-	return ncclapi.SymmetricParts.Affects(c.version) && (k == flight.AllGather || k == flight.ReduceScatter) && part%symmetricUnit != 0
+func (c *Communicator) symmetricKernelWrong(k collective.Kind, part int) bool {
+	return ncclapi.SymmetricParts.Affects(c.version) && (k == collective.AllGather || k == collective.ReduceScatter) && part%symmetricUnit != 0
 }
 
 // symmetric reports whether NCCL will use a symmetric kernel for the operation.

@@ -11,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -226,13 +225,13 @@ func (r *Report) choose(ctx context.Context, g *comm.Group, p *Plan) error {
 // collective returns the job as comm describes it to choose a strategy, for one
 // call that issues for all local ranks. Its Kind is 0 if comm has no strategies for it.
 func (p *Plan) collective(j job) collective.Op {
-	kinds := map[kind]flight.Kind{
-		allReduce: flight.AllReduce, allGather: flight.AllGather, reduceScatter: flight.ReduceScatter,
-		broadcast: flight.Broadcast, allToAll: flight.AllToAll,
+	kinds := map[kind]collective.Kind{
+		allReduce: collective.AllReduce, allGather: collective.AllGather, reduceScatter: collective.ReduceScatter,
+		broadcast: collective.Broadcast, allToAll: collective.AllToAll,
 	}
-	x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: kinds[j.op.kind], DType: j.dtype, N: j.layout.param, Captured: p.Launches > 0}}, Together: true}
+	x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: kinds[j.op.kind], DType: j.dtype, N: j.layout.param, Captured: p.Launches > 0}}, Together: true}
 	if j.op.reduces {
-		x.Reduction = flight.Reduction(j.red.raw())
+		x.Reduction = collective.Reduction(j.red.raw())
 	}
 	if j.dtype == memory.Invalid || j.red == mulSum {
 		x.Kind = 0 // comm has no strategies for mulSum

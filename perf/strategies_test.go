@@ -9,7 +9,6 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
@@ -62,8 +61,8 @@ func TestChosenHasATime(t *testing.T) {
 		require.Equal(t, "own", r.Rows[i].Strategy)
 		require.Zero(t, r.Wrong)
 		require.Equal(t, comm.Tuned, g.Strategy())
-		require.Equal(t, string(comm.OwnKernels), route.GroupOf(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
+		require.Equal(t, string(comm.OwnKernels), route.GroupOf(g).Chosen(collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
 		require.NoError(t, g.Use(testgpu.Context(t), comm.OwnKernels))
-		require.Equal(t, string(comm.NCCLOnly), route.GroupOf(g).Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
+		require.Equal(t, string(comm.NCCLOnly), route.GroupOf(g).Chosen(collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.Broadcast, DType: memory.Float32, N: 1 << 18}}}))
 	})
 }

@@ -12,7 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/comm"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/perf"
 )
@@ -190,7 +190,7 @@ func (f *tuneFlags) measure(ctx context.Context, g *comm.Group, cfg *comm.TuneCo
 	}
 	plan := route.PlanConfig{MaxBytes: cfg.MaxBytes, Types: cfg.Types}
 	for _, o := range cfg.Ops {
-		plan.Ops = append(plan.Ops, flight.Reduction(o))
+		plan.Ops = append(plan.Ops, collective.Reduction(o))
 	}
 	list, err := route.GroupOf(g).TunePlan(plan)
 	return &comm.Tuning{For: at, Choices: list}, err

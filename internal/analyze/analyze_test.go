@@ -42,7 +42,7 @@ func sum(done bool) op { return op{group: "world", name: "all_reduce", n: 8, red
 
 func on(group string, o op) op { o.group = group; return o }
 
-// writeRank writes the dump of a rank as internal/flight does. base is the record before the
+// writeRank writes the dump of a rank as internal/collective does. base is the record before the
 // first operation, and the number of the collective before it.
 func writeRank(t *testing.T, dir string, rank, base int, groups []string, ops []op) {
 	t.Helper()

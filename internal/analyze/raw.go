@@ -16,7 +16,7 @@ type rawConfig struct {
 	Size  int    `json:"size"`
 }
 
-// A rawSource is the object that only dumps of Chorus have; see internal/flight.
+// A rawSource is the object that only dumps of Chorus have; see internal/collective.
 type rawSource struct {
 	Host  string `json:"host"`
 	PID   int    `json:"pid"`

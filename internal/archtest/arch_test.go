@@ -41,7 +41,6 @@ var layers = [][]string{
 	{"internal/inside"},
 	{"internal/ptxtest"},
 	{"memory"},
-	{"internal/flight"},
 	{"internal/gemm", "internal/collective"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
 	{"internal/strided", "internal/quant"},

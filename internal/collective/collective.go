@@ -1,5 +1,6 @@
 // Package collective has what all backends of a collective share: the operation, which is one struct from the
-// public call to the launch, and the names of the backends. It gives packages above nccl access to the internals of an
+// public call to the launch, and the names of the backends; the flight recorder with its clock and its dumps; the watchdog with its
+// marks on streams and its deadlines; and the comparison of the ranks of one process. It gives packages above nccl access to the internals of an
 // nccl.Communicator, such as its position in a stream, and to the operations of an nccl.Batch.
 //
 // nccl.Communicator and nccl.Batch embed the bridges that [Of] and [BatchOf] follow.
@@ -10,7 +11,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
@@ -50,7 +50,7 @@ type Inside interface {
 	Symmetric(x *Op) bool
 	// Factor returns the factor of an open PreMulSum: one element in bits, or at a device address
 	// if that is not 0. ok is false if the reduction is another one.
-	Factor(op flight.Reduction) (bits, at uint64, ok bool)
+	Factor(op Reduction) (bits, at uint64, ok bool)
 	// NoWindows returns why the loaded NCCL has no windows, or nil.
 	NoWindows() error
 
@@ -144,10 +144,10 @@ type Batch interface {
 }
 
 // An Op is an operation of one rank, from the call of nccl's function to the call of NCCL or the launch of a
-// Chorus kernel. Package nccl validates it, internal/flight records it, internal/route chooses its backend, and
+// Chorus kernel. Package nccl validates it, a Recorder records it, internal/route chooses its backend, and
 // internal/fabric launches its kernel. It is a value on the caller's stack, or in a batch until that is enqueued.
 type Op struct {
-	flight.Op
+	Call
 	Dst, Src     Operand
 	Sends, Recvs []int // the elements of each rank, if they differ
 
@@ -195,8 +195,8 @@ func (x *Operand) Closed(dev *device.Device) bool {
 
 // A Move is a rank's side of a copy between ranks.
 type Move struct {
-	Operation int         // its index in the batch, for the communicator and the stream
-	Kind      flight.Kind // Send, Recv or AllGather
+	Operation int  // its index in the batch, for the communicator and the stream
+	Kind      Kind // Send, Recv or AllGather
 	Peer      int
 	Dst, Src  uint64
 	Bytes     int // of one rank
@@ -204,9 +204,6 @@ type Move struct {
 
 // BatchOf returns the inside of a batch of nccl.NewBatch.
 func BatchOf(b handle.Has[Batch]) Batch { return *handle.Of(b) }
-
-// A Service says which backend executes a collective.
-type Service = flight.Service
 
 // The services.
 const (

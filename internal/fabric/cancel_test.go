@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/stream"
 )
@@ -98,7 +97,7 @@ func attempts(t *testing.T, s *stream.Stream, rank, ranks, n int, seed uint64, c
 	if !cfg.Pushes && cfg.Slot == 0 {
 		x := makeOf[float32](t, s, 1000)
 		require.NoError(t, x.Zero(s))
-		require.NoError(t, fabric.AllReduce(r, s, x, x, flight.Sum, nil))
+		require.NoError(t, fabric.AllReduce(r, s, x, x, collective.Sum, nil))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 	}
 	_, err = seat(2*n+1)(testgpu.Context(t), nil)

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -26,7 +26,7 @@ func TestCellsAreNoPackets(t *testing.T) {
 		}
 		reduce := func(i int, xs []anySlice[uint32], a fabric.Algorithm) {
 			m := group[i]
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, xs[i].dst, xs[i].src, flight.Max, &fabric.AllReduceConfig{Algorithm: a}))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, xs[i].dst, xs[i].src, collective.Max, &fabric.AllReduceConfig{Algorithm: a}))
 		}
 		last := len(group) - 1
 		for range 2 {

@@ -9,8 +9,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -62,7 +62,7 @@ const manyChunks = 5 * 32 << 10
 // A call is one collective of all ranks.
 type call struct {
 	name      string
-	op        flight.Reduction
+	op        collective.Reduction
 	algorithm fabric.Algorithm
 	n         int // elements of a rank's part
 	skip      int // elements before the operands
@@ -176,7 +176,7 @@ func expect[T memory.Element](k kit[T], c call, rank, ranks int, out []T) {
 	}
 }
 
-var allOps = []flight.Reduction{flight.Sum, flight.Prod, flight.Max, flight.Min, flight.Avg}
+var allOps = []collective.Reduction{collective.Sum, collective.Prod, collective.Max, collective.Min, collective.Avg}
 
 // lengths are those around words, and, if all are wanted, blocks and the limit of bytes.
 func lengths[T memory.Element](limit int, all bool) []int {
@@ -194,7 +194,7 @@ func lengths[T memory.Element](limit int, all bool) []int {
 func calls[T memory.Element](group []member, k kit[T], fn func(call)) {
 	limits, turn := group[0].Limits(), 0
 	all := func(c call, limit int) {
-		for _, n := range lengths[T](limit, c.op == flight.Sum) {
+		for _, n := range lengths[T](limit, c.op == collective.Sum) {
 			for range 2 {
 				c.n, c.skip, c.inPlace, c.root = n, turn%2, turn/2%2 == 0 && c.name != "all-to-all", turn%len(group)
 				turn++

@@ -11,9 +11,9 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -96,23 +96,23 @@ func openCrowd(t *testing.T, devs []*device.Device, ranks int) crowd {
 func (c crowd) step(rng *rand.Rand) step {
 	switch rng.IntN(3) {
 	case 0:
-		return withOp(randomOf(rng, c[0], integers[int8]()), flight.Max)
+		return withOp(randomOf(rng, c[0], integers[int8]()), collective.Max)
 	case 1:
-		return withOp(randomOf(rng, c[0], floats(memory.BFloat16Of)), flight.Sum)
+		return withOp(randomOf(rng, c[0], floats(memory.BFloat16Of)), collective.Sum)
 	}
-	return withOp(randomOf(rng, c[0], floats(func(x float32) float32 { return x })), flight.Sum)
+	return withOp(randomOf(rng, c[0], floats(func(x float32) float32 { return x })), collective.Sum)
 }
 
-func withOp[T memory.Element](s typedStep[T], op flight.Reduction) step {
+func withOp[T memory.Element](s typedStep[T], op collective.Reduction) step {
 	s.call.op = op
 	return s
 }
 
 // first has an operation of each module.
 func (c crowd) first() []step {
-	reduce, gather := call{name: "all-reduce", op: flight.Sum, n: 1}, call{name: "all-gather", n: 1}
+	reduce, gather := call{name: "all-reduce", op: collective.Sum, n: 1}, call{name: "all-gather", n: 1}
 	return []step{
-		withOp(typedStep[int8]{reduce, integers[int8]()}, flight.Max),
+		withOp(typedStep[int8]{reduce, integers[int8]()}, collective.Max),
 		typedStep[memory.BFloat16Bits]{reduce, floats(memory.BFloat16Of)},
 		typedStep[float32]{reduce, floats(func(x float32) float32 { return x })},
 		typedStep[int8]{gather, integers[int8]()},

@@ -3,7 +3,7 @@ package fabric_test
 import (
 	"unsafe"
 
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -11,7 +11,7 @@ import (
 // where the type cannot be reduced.
 type kit[T memory.Element] struct {
 	of     func(int) T
-	reduce func(op flight.Reduction, xs []int) T
+	reduce func(op collective.Reduction, xs []int) T
 }
 
 type integer interface {
@@ -19,9 +19,9 @@ type integer interface {
 }
 
 func integers[T integer]() kit[T] {
-	return kit[T]{func(x int) T { return T(x) }, func(op flight.Reduction, xs []int) T {
-		if op == flight.Avg {
-			return T(fold(flight.Sum, xs)) / T(len(xs))
+	return kit[T]{func(x int) T { return T(x) }, func(op collective.Reduction, xs []int) T {
+		if op == collective.Avg {
+			return T(fold(collective.Sum, xs)) / T(len(xs))
 		}
 		return T(fold(op, xs)) // what is too large loses its upper bits
 	}}
@@ -29,25 +29,25 @@ func integers[T integer]() kit[T] {
 
 // floats reduces in A, in which everything but an average is exact.
 func floats[T memory.Element, A float32 | float64](narrow func(A) T) kit[T] {
-	return kit[T]{func(x int) T { return narrow(A(x)) }, func(op flight.Reduction, xs []int) T {
-		if op == flight.Avg {
-			return narrow(A(fold(flight.Sum, xs)) / A(len(xs)))
+	return kit[T]{func(x int) T { return narrow(A(x)) }, func(op collective.Reduction, xs []int) T {
+		if op == collective.Avg {
+			return narrow(A(fold(collective.Sum, xs)) / A(len(xs)))
 		}
 		return narrow(A(fold(op, xs)))
 	}}
 }
 
-func fold(op flight.Reduction, xs []int) int {
+func fold(op collective.Reduction, xs []int) int {
 	acc := xs[0]
 	for _, x := range xs[1:] {
 		switch op {
-		case flight.Sum:
+		case collective.Sum:
 			acc += x
-		case flight.Prod:
+		case collective.Prod:
 			acc *= x
-		case flight.Max:
+		case collective.Max:
 			acc = max(acc, x)
-		case flight.Min:
+		case collective.Min:
 			acc = min(acc, x)
 		}
 	}

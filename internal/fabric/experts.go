@@ -6,8 +6,8 @@ import (
 	"math"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/kernel"
@@ -242,7 +242,7 @@ func (x *ExpertLayer) signature(fn expertsFn) uint64 {
 	if x.Small {
 		small = 1
 	}
-	h := scramble(uint64(flight.NumKinds) + 2 + uint64(fn) | uint64(x.DType)<<16 | small<<24 | uint64(x.TopK)<<32)
+	h := scramble(uint64(collective.NumKinds) + 2 + uint64(fn) | uint64(x.DType)<<16 | small<<24 | uint64(x.TopK)<<32)
 	return scramble(scramble(scramble(h+uint64(x.Hidden))+uint64(x.MaxTokens)) + uint64(x.Experts))
 }
 

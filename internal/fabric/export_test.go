@@ -7,7 +7,7 @@ import (
 	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -57,11 +57,11 @@ func KeepsLines(major, minor int) bool { return keepsLines(major, minor) }
 // until restore is called.
 func SpoilLines(dev *device.Device, ranks int) (restore func(), err error) {
 	t := tools(dev, ranks)
-	at := &t.reduce[formatOf[memory.Float32]][flight.Sum]
+	at := &t.reduce[formatOf[memory.Float32]][collective.Sum]
 	lines := allReduceFn + function(TwoShotLines) - 1
-	greatest, err := t.reducer(dev, lines, formatOf[memory.Float32], flight.Max)
+	greatest, err := t.reducer(dev, lines, formatOf[memory.Float32], collective.Max)
 	if err == nil {
-		_, err = t.reducer(dev, lines, formatOf[memory.Float32], flight.Sum)
+		_, err = t.reducer(dev, lines, formatOf[memory.Float32], collective.Sum)
 	}
 	if err != nil {
 		return nil, err

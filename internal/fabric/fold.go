@@ -10,7 +10,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/kernel"
@@ -42,7 +41,7 @@ var foldFormatOf = indexOf(foldFormats)
 // with one block.
 type Fold struct {
 	DType memory.DType
-	Op    flight.Reduction
+	Op    collective.Reduction
 	Block int // number of ranks
 	Ranks int
 	Count int // of each rank's elements
@@ -74,8 +73,8 @@ const (
 func AccBytes(t memory.DType) int { return foldFormats[foldFormatOf[t]].accBytes() }
 
 // CanFold reports whether there is a kernel for a type and a reduction.
-func CanFold(t memory.DType, op flight.Reduction) bool {
-	return int(t) < len(foldFormatOf) && foldFormatOf[t] >= 0 && op >= 0 && op < flight.NumReductions
+func CanFold(t memory.DType, op collective.Reduction) bool {
+	return int(t) < len(foldFormatOf) && foldFormatOf[t] >= 0 && op >= 0 && op < collective.NumReductions
 }
 
 // Enqueue enqueues the reduction on s. CanFold must have returned true for it.
@@ -135,7 +134,7 @@ type Factor struct {
 // Scale enqueues dst = src * by on s, for count elements. It rounds the products to the type,
 // which CanFold must support.
 func Scale(s *stream.Stream, t memory.DType, dst, src uint64, count int, by Factor) error {
-	k, err := foldKernel(s.Device(), t, flight.Sum, scaleFn)
+	k, err := foldKernel(s.Device(), t, collective.Sum, scaleFn)
 	if err != nil {
 		return err
 	}
@@ -165,7 +164,7 @@ func foldGrid(steps int) kernel.Grid {
 var foldParams = []kernel.Param{kernel.Pointer, kernel.U64, kernel.Pointer, kernel.U32, kernel.U32, kernel.U32, kernel.Pointer, kernel.U64, kernel.U32, kernel.U32}
 
 // foldKernel returns a kernel of foldSource.
-func foldKernel(dev *device.Device, dtype memory.DType, op flight.Reduction, fn Stage) (*kernel.Kernel, error) {
+func foldKernel(dev *device.Device, dtype memory.DType, op collective.Reduction, fn Stage) (*kernel.Kernel, error) {
 	t := tools(dev, 0) // these kernels serve any number of ranks
 	return t.kernel(&t.fold[foldFormatOf[dtype]][op], int(fn), func() ([]*kernel.Kernel, error) {
 		f := &foldFormats[foldFormatOf[dtype]]
@@ -185,7 +184,7 @@ func foldKernel(dev *device.Device, dtype memory.DType, op flight.Reduction, fn 
 }
 
 // standInFold returns the function that implements the kernel of a stage in Go, for virtual devices.
-func (f *format) standInFold(op flight.Reduction, stage Stage) func(*kernel.Call) {
+func (f *format) standInFold(op collective.Reduction, stage Stage) func(*kernel.Call) {
 	return func(c *kernel.Call) {
 		x := Fold{
 			Base: c.Address(0), Stride: kernel.Get[uint64](c, 1), Own: c.Address(2), Mine: int(kernel.Get[uint32](c, 3)),

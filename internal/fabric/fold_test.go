@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
@@ -30,7 +30,7 @@ type foldTrial struct {
 }
 
 // newFoldTrial returns a random trial. Its operands are aligned or not.
-func newFoldTrial(r *rand.Rand, f *format, op flight.Reduction) foldTrial {
+func newFoldTrial(r *rand.Rand, f *format, op collective.Reduction) foldTrial {
 	ranks := 1 + r.IntN(10)
 	x := Fold{DType: f.dtype, Op: op, Ranks: ranks, Block: 1 + r.IntN(ranks), Mine: r.IntN(ranks), Count: 1 + r.IntN(200), Stage: Stage(r.IntN(3)), All: 1 + r.IntN(20)}
 	if r.IntN(4) == 0 {
@@ -125,7 +125,7 @@ int main() {
 `
 
 // foldProgram compiles the kernels for the host.
-func foldProgram(t *testing.T, f *format, op flight.Reduction) string {
+func foldProgram(t *testing.T, f *format, op collective.Reduction) string {
 	code := foldSource
 	for _, x := range onHost {
 		code = regexp.MustCompile(x.cuda).ReplaceAllLiteralString(code, x.host)
@@ -142,15 +142,15 @@ func TestFoldSourceAgreesWithGo(t *testing.T) {
 	r := rand.New(rand.NewPCG(seed, 1))
 	drawn := testgpu.Sample(t, testhost.Rounds(30, 15))
 	for i := range foldFormats {
-		for op := range flight.NumReductions {
-			if f := &foldFormats[i]; drawn() || f.dtype == memory.BFloat16 && op == flight.Avg {
+		for op := range collective.NumReductions {
+			if f := &foldFormats[i]; drawn() || f.dtype == memory.BFloat16 && op == collective.Avg {
 				t.Run(fmt.Sprint(op, "/", f.dtype), func(t *testing.T) { agreeOnFolds(t, r, f, op) })
 			}
 		}
 	}
 }
 
-func agreeOnFolds(t *testing.T, r *rand.Rand, f *format, op flight.Reduction) {
+func agreeOnFolds(t *testing.T, r *rand.Rand, f *format, op collective.Reduction) {
 	program := foldProgram(t, f, op)
 	var in bytes.Buffer
 	var trials []foldTrial
@@ -185,7 +185,7 @@ func BenchmarkFold(b *testing.B) {
 	m, err := memory.Make[memory.BFloat16Bits](s, 2*n)
 	require.NoError(b, err)
 	defer func() { require.NoError(b, m.Close()) }()
-	f := Fold{DType: memory.BFloat16, Op: flight.Avg, Block: 2, Ranks: 2, All: 2, Count: n, Base: m.Ptr(), Own: m.Ptr(), Stride: 2 * n, Dst: m.Ptr()}
+	f := Fold{DType: memory.BFloat16, Op: collective.Avg, Block: 2, Ranks: 2, All: 2, Count: n, Base: m.Ptr(), Own: m.Ptr(), Stride: 2 * n, Dst: m.Ptr()}
 	b.SetBytes(3 * 2 * n)
 	run := func(n int) {
 		for range n {
@@ -209,7 +209,7 @@ func TestFold(t *testing.T) {
 		require.NoError(t, err)
 		t.Cleanup(func() { require.NoError(t, s.Close()) })
 		for i := range foldFormats {
-			for op := range flight.NumReductions {
+			for op := range collective.NumReductions {
 				f := &foldFormats[i]
 				x := newFoldTrial(r, f, op)
 				m, err := memory.MakeFrom(s, x.mem)
@@ -231,7 +231,7 @@ func TestFold(t *testing.T) {
 			}
 		}
 	})
-	require.False(t, CanFold(memory.Int16, flight.Sum))
-	require.False(t, CanFold(memory.Bool, flight.Sum))
-	require.False(t, CanFold(memory.Float32, flight.NumReductions))
+	require.False(t, CanFold(memory.Int16, collective.Sum))
+	require.False(t, CanFold(memory.Bool, collective.Sum))
+	require.False(t, CanFold(memory.Float32, collective.NumReductions))
 }

@@ -8,8 +8,8 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -34,7 +34,7 @@ func TestGivenUpIsNotSent(t *testing.T) {
 				xs[i] = anySlice[float32]{x, x}
 			}
 			enqueue := func(i int) error {
-				return fabric.AllReduce(group[i].Rank, group[i].s, xs[i].dst, xs[i].src, flight.Sum, &fabric.AllReduceConfig{Algorithm: a})
+				return fabric.AllReduce(group[i].Rank, group[i].s, xs[i].dst, xs[i].src, collective.Sum, &fabric.AllReduceConfig{Algorithm: a})
 			}
 			for range 2 {
 				require.NoError(t, errors.Join(enqueue(0), enqueue(1)))

@@ -11,8 +11,8 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
@@ -77,10 +77,10 @@ type module = atomic.Pointer[[]*kernel.Kernel]
 // A toolbox holds the kernels of a device for a number of ranks.
 type toolbox struct {
 	ranks  int
-	reduce [len(formats)][flight.NumReductions]module
+	reduce [len(formats)][collective.NumReductions]module
 	move   module
 	norm   [numNormFormats]module
-	fold   [numFoldFormats][flight.NumReductions]module
+	fold   [numFoldFormats][collective.NumReductions]module
 	// quantized has the kernels by element type, and by whether the 8-bit numbers are integers.
 	quantized [numNormFormats][2]module
 	experts   [numNormFormats]module
@@ -107,10 +107,10 @@ func (t *toolbox) exactly(options []string) []string {
 
 // templates has the names of the reductions in the source. Avg divides integers toward zero.
 // Of a number and a NaN, Max and Min take the number.
-var templates = [flight.NumReductions]string{"Sum", "Prod", "Max", "Min", "Avg"}
+var templates = [collective.NumReductions]string{"Sum", "Prod", "Max", "Min", "Avg"}
 
 // macros returns the macros that select a module of the source.
-func macros(f *format, op flight.Reduction) []string {
+func macros(f *format, op collective.Reduction) []string {
 	return []string{"--define-macro=CHORUS_TYPE=" + f.c, "--define-macro=CHORUS_OP=" + templates[op]}
 }
 
@@ -132,7 +132,7 @@ func (t *toolbox) kernel(at *module, index int, load func() ([]*kernel.Kernel, e
 }
 
 // reducer returns a kernel that reduces.
-func (t *toolbox) reducer(dev *device.Device, fn function, format int, op flight.Reduction) (*kernel.Kernel, error) {
+func (t *toolbox) reducer(dev *device.Device, fn function, format int, op collective.Reduction) (*kernel.Kernel, error) {
 	return t.kernel(&t.reduce[format][op], int(fn), func() ([]*kernel.Kernel, error) {
 		f := &formats[format]
 		fold := f.words(op)
@@ -322,7 +322,7 @@ type fold func(words []uint64) uint64
 // An arithmetic computes on elements of one type, as the kernels do.
 type arithmetic interface {
 	// words returns the fold of a reduction.
-	words(flight.Reduction) fold
+	words(collective.Reduction) fold
 	// pieces computes a Fold of the elements of all ranks.
 	pieces(x *Fold, dst []byte, ranks [][]byte)
 	// accBytes returns the size of a result that is not rounded.
@@ -364,7 +364,7 @@ func bfloatOf(x float32) memory.BFloat16Bits {
 	return memory.BFloat16Of(x)
 }
 
-func (x numbers[T, A]) words(op flight.Reduction) fold {
+func (x numbers[T, A]) words(op collective.Reduction) fold {
 	join := joining[A](op)
 	return func(words []uint64) (out uint64) {
 		ranks := len(words)
@@ -382,8 +382,8 @@ func (x numbers[T, A]) words(op flight.Reduction) fold {
 }
 
 // finish returns the result of a reduction over all ranks.
-func (x numbers[T, A]) finish(op flight.Reduction, a A, ranks int) T {
-	if op == flight.Avg {
+func (x numbers[T, A]) finish(op collective.Reduction, a A, ranks int) T {
+	if op == collective.Avg {
 		a /= A(ranks)
 	}
 	return x.narrow(a)
@@ -443,18 +443,18 @@ func (x numbers[T, A]) scale(dst, src []byte, bits uint64) {
 	}
 }
 
-func joining[A number](op flight.Reduction) func(a, b A) A {
+func joining[A number](op collective.Reduction) func(a, b A) A {
 	switch op {
-	case flight.Prod:
+	case collective.Prod:
 		return func(a, b A) A { return a * b }
-	case flight.Max:
+	case collective.Max:
 		return func(a, b A) A {
 			if a != a || b > a {
 				return b
 			}
 			return a
 		}
-	case flight.Min:
+	case collective.Min:
 		return func(a, b A) A {
 			if a != a || b < a {
 				return b

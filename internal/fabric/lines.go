@@ -12,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -240,7 +239,7 @@ func (r *Rank) try(ctx context.Context, s *stream.Stream, x trial) (torn string,
 		for i := range x.in.Data() {
 			x.in.Data()[i] = trialValue(k, r.rank, i)
 		}
-		o := operation{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, N: x.x.Len()}, Stream: s}, Algorithm: int8(TwoShotLines), Dst: collective.OperandOf(x.x), Src: collective.OperandOf(x.x)}
+		o := operation{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Float32, N: x.x.Len()}, Stream: s}, Algorithm: int8(TwoShotLines), Dst: collective.OperandOf(x.x), Src: collective.OperandOf(x.x)}
 		err := errors.Join(x.x.CopyFromPinned(s, x.in), r.enqueue(&o), x.x.CopyToPinned(s, x.out), s.Sync(context.WithoutCancel(ctx)))
 		if err != nil {
 			return "", err

@@ -17,7 +17,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -101,7 +100,7 @@ type batch struct {
 // A lineOp is one of them.
 type lineOp struct {
 	dst, src, n int // in bytes, as there is one to an element
-	op          flight.Reduction
+	op          collective.Reduction
 	way         fabric.Algorithm
 }
 
@@ -112,9 +111,9 @@ func newBatch(rng *rand.Rand, ranks, limit int) *batch {
 		b.blocks, b.threads = 1+rng.IntN(8), 32*(1+rng.IntN(8))
 	}
 	for range batchOps {
-		op := lineOp{n: lineLength(rng, ranks, limit), op: flight.Sum, way: fabric.TwoShotLines}
+		op := lineOp{n: lineLength(rng, ranks, limit), op: collective.Sum, way: fabric.TwoShotLines}
 		if rng.IntN(2) == 0 {
-			op.op = flight.Min
+			op.op = collective.Min
 		}
 		if rng.IntN(3) == 0 {
 			op.way = []fabric.Algorithm{fabric.OneShot, fabric.TwoShotPackets, fabric.TwoShot}[rng.IntN(3)]
@@ -169,7 +168,7 @@ func (b *batch) want(rank int) []byte {
 		for i := range op.n {
 			result := all[0][op.src+i]
 			for _, x := range all[1:] {
-				if op.op == flight.Sum {
+				if op.op == collective.Sum {
 					result += x[op.src+i]
 				} else {
 					result = min(result, x[op.src+i])
@@ -275,10 +274,10 @@ func noLines(t *testing.T, group []member, why string) {
 			require.NotEqual(t, fabric.TwoShotLines, m.Choose(bytes))
 		}
 		x := makeOf[float32](t, m.s, 8)
-		err := fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.TwoShotLines})
+		err := fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.TwoShotLines})
 		require.ErrorIs(t, err, errors.ErrUnsupported)
 		require.ErrorContains(t, err, why)
-		o := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllReduce, DType: memory.Float32, Reduction: flight.Sum, N: 8}}}
+		o := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Float32, Reduction: collective.Sum, N: 8}}}
 		require.False(t, m.Takes(&o, fabric.TwoShotLines))
 		require.True(t, m.Takes(&o, fabric.Auto))
 	}

@@ -8,9 +8,9 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -223,7 +223,7 @@ func (x *Norm) signature(a Algorithm) uint64 {
 	if x.Scale != 0 {
 		small = 1
 	}
-	h := scramble(uint64(flight.NumKinds) | uint64(a)<<8 | uint64(x.DType)<<16 | small<<24 | uint64(math.Float32bits(x.Eps))<<32)
+	h := scramble(uint64(collective.NumKinds) | uint64(a)<<8 | uint64(x.DType)<<16 | small<<24 | uint64(math.Float32bits(x.Eps))<<32)
 	return scramble(scramble(h+uint64(x.Rows)) + uint64(x.Cols))
 }
 
@@ -279,7 +279,7 @@ func (t *toolbox) normer(dev *device.Device, dtype memory.DType, fn normFn) (*ke
 	f := normFormatOf(dtype)
 	return t.kernel(&t.norm[f.index], int(fn), func() ([]*kernel.Kernel, error) {
 		linked := append(params()[:inParam:inParam], normOperands()...)
-		ks, err := compile(dev, &kernel.Source{Name: "norm.cu", CUDA: normSource, Options: t.exactly(macros(&formats[formatOf[dtype]], flight.Sum)), Kernels: []kernel.Def{
+		ks, err := compile(dev, &kernel.Source{Name: "norm.cu", CUDA: normSource, Options: t.exactly(macros(&formats[formatOf[dtype]], collective.Sum)), Kernels: []kernel.Def{
 			{Name: "add_norm", Params: normOperands(), Go: f.addNorm},
 			{Name: "all_reduce_norm_1", Params: linked, Go: f.oneShot},
 			{Name: "all_reduce_norm_2", Params: linked, Go: f.twoShot},

@@ -8,8 +8,8 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -35,7 +35,9 @@ func benchNorm(b *testing.B, group []member, c normCase, captured bool) {
 				m.SetClusters(how != "one-shot without clusters")
 				x := newNormRank(b, m, bfloat, c, rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(1, 2)))
 				require.NoError(b, x.begin(bfloat))
-				reduce := func() error { return fabric.AllReduce[memory.BFloat16Bits](m.Rank, m.s, x.in, x.in, flight.Sum, nil) }
+				reduce := func() error {
+					return fabric.AllReduce[memory.BFloat16Bits](m.Rank, m.s, x.in, x.in, collective.Sum, nil)
+				}
 				switch how {
 				case "all-reduce alone":
 					return reduce

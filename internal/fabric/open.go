@@ -14,7 +14,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
@@ -187,13 +186,13 @@ func (r *Rank) prepare(ctx context.Context, s *stream.Stream) (c rankInfo, err e
 // load loads some of the kernels; if these are unsupported, all others are too.
 func (r *Rank) load() error {
 	if r.pusher != nil {
-		_, err := foldKernel(r.dev, memory.Float32, flight.Sum, WholeStage)
+		_, err := foldKernel(r.dev, memory.Float32, collective.Sum, WholeStage)
 		return err
 	}
 	t := tools(r.dev, r.ranks)
 	_, err := t.mover(r.dev, allGatherFn)
 	if err == nil {
-		_, err = t.reducer(r.dev, allReduceFn, formatOf[memory.Float32], flight.Sum)
+		_, err = t.reducer(r.dev, allReduceFn, formatOf[memory.Float32], collective.Sum)
 	}
 	if err != nil && errors.Is(err, errors.ErrUnsupported) {
 		return unsupported("its kernels, or NVRTC to compile them", err.Error())

@@ -20,7 +20,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -129,13 +128,13 @@ func TestWorker(t *testing.T) {
 		sums(t, m)
 		meet()
 	case "die":
-		require.NoError(t, fabric.AllReduce(r, s, x, x, flight.Sum, nil))
+		require.NoError(t, fabric.AllReduce(r, s, x, x, collective.Sum, nil))
 		require.NoError(t, s.Sync(testgpu.Context(t)))
 		meet()
 		if rank == 0 {
 			os.Exit(0)
 		}
-		require.NoError(t, fabric.AllReduce(r, s, x, x, flight.Sum, nil))
+		require.NoError(t, fabric.AllReduce(r, s, x, x, collective.Sum, nil))
 		done, err := s.Query()
 		require.NoError(t, err)
 		require.False(t, done, "rank 0 is gone")
@@ -176,7 +175,7 @@ func sums(t *testing.T, m member) {
 	}
 	require.NoError(t, src.CopyFrom(m.s, in))
 	for _, a := range fabric.Algorithms {
-		require.NoError(t, fabric.AllReduce(m.Rank, m.s, dst, src, flight.Sum, &fabric.AllReduceConfig{Algorithm: a}))
+		require.NoError(t, fabric.AllReduce(m.Rank, m.s, dst, src, collective.Sum, &fabric.AllReduceConfig{Algorithm: a}))
 		require.NoError(t, dst.CopyTo(m.s, got))
 		require.Equal(t, want, got, a)
 		require.NoError(t, dst.Zero(m.s))

@@ -3,8 +3,8 @@ package fabric
 import (
 	"testing"
 
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/ptxtest"
 )
 
@@ -22,7 +22,7 @@ func TestPTX(t *testing.T) {
 func reducers(formats []format, source string) (list []cudacc.Source) {
 	for i := range formats {
 		for op := range templates {
-			list = append(list, cudacc.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], flight.Reduction(op))})
+			list = append(list, cudacc.Source{Name: templates[op] + "/" + formats[i].c, CUDA: source, Options: macros(&formats[i], collective.Reduction(op))})
 		}
 	}
 	return list

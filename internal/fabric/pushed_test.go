@@ -11,9 +11,9 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -129,7 +129,7 @@ func TestPushedAfterAbort(t *testing.T) {
 		x := []memory.Slice[float32]{makeOf[float32](t, group[0].s, 1000), makeOf[float32](t, group[1].s, 1000)}
 		require.NoError(t, group[0].s.Callback(func() { <-gate }))
 		for i, m := range group {
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x[i], x[i], flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x[i], x[i], collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
 		}
 		group[0].Abort()
 		close(gate)
@@ -153,7 +153,7 @@ func TestPushedClose(t *testing.T) {
 			group := open(t, devs, &pushes)
 			x := []memory.Slice[float32]{makeOf[float32](t, group[0].s, 1000), makeOf[float32](t, group[1].s, 1000)}
 			for i, m := range group {
-				require.NoError(t, fabric.AllReduce(m.Rank, m.s, x[i], x[i], flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
+				require.NoError(t, fabric.AllReduce(m.Rank, m.s, x[i], x[i], collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
 			}
 			require.NoError(t, group[0].s.Sync(testgpu.Context(t)))
 			require.NoError(t, group[0].Close())
@@ -171,18 +171,18 @@ func TestPushedDisagree(t *testing.T) {
 		for name, enqueue := range map[string]func(m member, i int) error{
 			"lengths": func(m member, i int) error {
 				x := makeOf[float32](t, m.s, 1000+i)
-				return fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, pushed)
+				return fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, pushed)
 			},
 			"reductions": func(m member, i int) error {
 				x := makeOf[float32](t, m.s, 1000)
-				return fabric.AllReduce(m.Rank, m.s, x, x, flight.Reduction(2*i), pushed)
+				return fabric.AllReduce(m.Rank, m.s, x, x, collective.Reduction(2*i), pushed)
 			},
 			"types": func(m member, i int) error {
 				x, y := makeOf[float32](t, m.s, 1000), makeOf[int32](t, m.s, 1000)
 				if i == 0 {
-					return fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, pushed)
+					return fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, pushed)
 				}
-				return fabric.AllReduce(m.Rank, m.s, y, y, flight.Sum, pushed)
+				return fabric.AllReduce(m.Rank, m.s, y, y, collective.Sum, pushed)
 			},
 		} {
 			t.Run(name, func(t *testing.T) {
@@ -200,7 +200,7 @@ func TestPushedOneQueue(t *testing.T) {
 	for _, m := range group {
 		x := makeOf[float32](t, m.s, 100_000)
 		for range 10 {
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}))
 		}
 	}
 	for _, m := range group {
@@ -222,7 +222,7 @@ func TestPushedInTwoCaptures(t *testing.T) {
 			}
 			reduce := func(k int) error {
 				x := xs[i][k]
-				return fabric.AllReduce(m.Rank, streams[k], x, x, flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed})
+				return fabric.AllReduce(m.Rank, streams[k], x, x, collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.Pushed})
 			}
 			var err error
 			graphs[i][0], err = graph.Capture(streams[:1], func() error {

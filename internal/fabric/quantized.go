@@ -8,8 +8,8 @@ import (
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/kernel"
@@ -136,7 +136,7 @@ func (x *Quantized) signature() uint64 {
 	if x.Mean {
 		mean = 1
 	}
-	return scramble(scramble(uint64(flight.NumKinds)+1|uint64(x.DType)<<16|uint64(x.Format)<<24|mean<<32) + uint64(x.N))
+	return scramble(scramble(uint64(collective.NumKinds)+1|uint64(x.DType)<<16|uint64(x.Format)<<24|mean<<32) + uint64(x.N))
 }
 
 // uses lists the operands, for the sanitizer.

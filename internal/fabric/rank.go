@@ -26,7 +26,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/kernel"
@@ -176,7 +175,7 @@ func (r *Rank) Launched(s gpu.HasStream) { r.order.Launched(s) }
 // answer is the same on all ranks.
 func (r *Rank) Takes(x *collective.Op, a Algorithm) bool {
 	o := (*operation)(x)
-	if !hasKernel[x.Kind] || o.reduces() && (formatOf[x.DType] < 0 || x.Reduction < 0 || x.Reduction >= flight.NumReductions) {
+	if !hasKernel[x.Kind] || o.reduces() && (formatOf[x.DType] < 0 || x.Reduction < 0 || x.Reduction >= collective.NumReductions) {
 		return false
 	}
 	_, _, ok := o.fits(r, a)
@@ -214,12 +213,12 @@ func (o *operation) operands() (dst, src uint64) {
 }
 
 // hasKernel has the collectives that have Chorus kernels.
-var hasKernel = [flight.NumKinds]bool{
-	flight.AllReduce: true, flight.Broadcast: true, flight.AllGather: true, flight.ReduceScatter: true, flight.AllToAll: true,
+var hasKernel = [collective.NumKinds]bool{
+	collective.AllReduce: true, collective.Broadcast: true, collective.AllGather: true, collective.ReduceScatter: true, collective.AllToAll: true,
 }
 
 func (o *operation) reduces() bool {
-	return o.Kind == flight.AllReduce || o.Kind == flight.ReduceScatter
+	return o.Kind == collective.AllReduce || o.Kind == collective.ReduceScatter
 }
 
 // fits returns the algorithm to use, chooses it if a is Auto, and reports whether there is room for the
@@ -228,11 +227,11 @@ func (o *operation) fits(r *Rank, a Algorithm) (use Algorithm, most int, ok bool
 	l, bytes := r.Limits(), o.bytes()
 	most = l.Part
 	switch {
-	case (a == Pushed) != (r.pusher != nil), a == Pushed && o.Kind != flight.AllReduce:
+	case (a == Pushed) != (r.pusher != nil), a == Pushed && o.Kind != collective.AllReduce:
 		most = 0
-	case a == Pushed, a == Pipelined && o.Kind != flight.Broadcast:
+	case a == Pushed, a == Pipelined && o.Kind != collective.Broadcast:
 		most = math.MaxInt
-	case o.Kind == flight.AllReduce:
+	case o.Kind == collective.AllReduce:
 		if a == Auto && bytes <= l.AllReduce() {
 			a = r.choose(bytes)
 		}
@@ -263,7 +262,7 @@ func (r *Rank) enqueue(o *operation) error {
 	args[bytesParam], args[alignedParam] = kernel.Scalar(uint64(o.bytes())), kernel.Scalar(o.aligned(a))
 	n := lastParam
 	switch {
-	case o.Kind == flight.Broadcast:
+	case o.Kind == collective.Broadcast:
 		args[n] = kernel.Scalar(uint32(o.Root))
 		n++
 	case a == Pipelined:
@@ -288,13 +287,13 @@ func (r *Rank) enqueue(o *operation) error {
 func (o *operation) uses(r *Rank) []cudadrv.Use {
 	in, out := 1, 1
 	switch o.Kind {
-	case flight.AllGather:
+	case collective.AllGather:
 		out = r.ranks
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		in = r.ranks
-	case flight.AllToAll:
+	case collective.AllToAll:
 		in, out = r.ranks, r.ranks
-	case flight.Broadcast:
+	case collective.Broadcast:
 		if in = 0; o.Root == r.rank {
 			in = 1
 		}
@@ -307,15 +306,15 @@ func (o *operation) uses(r *Rank) []cudadrv.Use {
 func (o *operation) kernel(r *Rank, a Algorithm) (k *kernel.Kernel, g grid, err error) {
 	t := tools(r.dev, r.ranks)
 	switch o.Kind {
-	case flight.AllReduce:
+	case collective.AllReduce:
 		k, err = t.reducer(r.dev, allReduceFn+function(a)-1, formatOf[o.DType], o.Reduction)
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		k, err = t.reducer(r.dev, pick(a, reduceScatterFn, longReduceScatterFn), formatOf[o.DType], o.Reduction)
-	case flight.AllGather:
+	case collective.AllGather:
 		k, err = t.mover(r.dev, pick(a, allGatherFn, longAllGatherFn))
-	case flight.AllToAll:
+	case collective.AllToAll:
 		k, err = t.mover(r.dev, pick(a, allToAllFn, longAllToAllFn))
-	case flight.Broadcast:
+	case collective.Broadcast:
 		k, err = t.mover(r.dev, broadcastFn)
 	}
 	if a == Pipelined {
@@ -339,7 +338,7 @@ const chunkBytes = 4 << 20
 func (r *Rank) chunkCells(o *operation) int {
 	most := min(chunkBytes, r.whole/4) / r.ranks / cellBytes
 	cells := over(o.bytes(), cellBytes)
-	if o.Kind == flight.AllReduce {
+	if o.Kind == collective.AllReduce {
 		cells = over(cells, r.ranks)
 	}
 	return over(cells, over(cells, most))
@@ -370,11 +369,11 @@ func (o *operation) aligned(a Algorithm) uint32 {
 	dst, src := o.operands()
 	bits := dst | src
 	switch {
-	case o.Kind == flight.AllReduce && (a == TwoShot || a == Pipelined):
+	case o.Kind == collective.AllReduce && (a == TwoShot || a == Pipelined):
 		unit = 16
 	case a == Pipelined:
 		unit, bits = 16, bits|uint64(o.bytes())
-	case o.Kind != flight.AllReduce && o.Kind != flight.Broadcast:
+	case o.Kind != collective.AllReduce && o.Kind != collective.Broadcast:
 		bits |= uint64(o.bytes()) // the offset of each part
 	}
 	if bits%unit == 0 {

@@ -16,7 +16,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -87,7 +86,7 @@ func TestAbort(t *testing.T) {
 						require.ErrorContains(t, m.Err(), "given up")
 					}
 					x := makeOf[float32](t, m.s, 1)
-					require.ErrorIs(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil), fabric.ErrAborted)
+					require.ErrorIs(t, fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, nil), fabric.ErrAborted)
 				}
 				require.NoError(t, absent.Err(), "nobody has aborted it")
 			})
@@ -100,14 +99,14 @@ func TestAbortIdle(t *testing.T) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
 		x, y := makeOf[float32](t, group[0].s, 1), makeOf[float32](t, group[0].s, 1)
 		g, err := graph.Capture([]*stream.Stream{group[0].s}, func() error {
-			return fabric.AllReduce(group[0].Rank, group[0].s, x, y, flight.Sum, nil)
+			return fabric.AllReduce(group[0].Rank, group[0].s, x, y, collective.Sum, nil)
 		}, nil)
 		require.NoError(t, err)
 		group[0].Abort()
 		group[0].Abort()
 		require.ErrorIs(t, group[0].Err(), fabric.ErrAborted)
 		require.NotContains(t, group[0].Err().Error(), "given up")
-		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, flight.Sum, nil), fabric.ErrAborted)
+		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, collective.Sum, nil), fabric.ErrAborted)
 		if len(devs) > 1 {
 			require.ErrorIs(t, g.Launch(group[0].s), fabric.ErrAborted)
 		}
@@ -116,11 +115,11 @@ func TestAbortIdle(t *testing.T) {
 		closeAll(t, group)
 		group[0].Abort()
 		require.ErrorIs(t, group[1%len(group)].Err(), device.ErrClosed)
-		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, flight.Sum, nil), device.ErrClosed)
+		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, collective.Sum, nil), device.ErrClosed)
 		var none *fabric.Rank
 		none.Abort()
 		require.NoError(t, none.Close())
-		require.ErrorContains(t, fabric.AllReduce(none, group[0].s, x, x, flight.Sum, nil), "no rank")
+		require.ErrorContains(t, fabric.AllReduce(none, group[0].s, x, x, collective.Sum, nil), "no rank")
 	})
 }
 
@@ -133,11 +132,11 @@ func TestClose(t *testing.T) {
 		require.Len(t, accounted(t, devs), len(group))
 		for i, m := range group {
 			x := makeOf[float32](t, m.s, 1000)
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, nil))
 			if i < len(group)-1 {
 				continue // which wait for the last one
 			}
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, nil))
 		}
 		for i, m := range slices.Backward(group) {
 			require.NoError(t, m.Close())
@@ -146,7 +145,7 @@ func TestClose(t *testing.T) {
 			require.True(t, done)
 			if i > 0 {
 				x := makeOf[float32](t, group[0].s, 1000)
-				require.NoError(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, flight.Sum, nil))
+				require.NoError(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, collective.Sum, nil))
 				require.Equal(t, before+len(group), fabric.Scratches(), "the first may write to all of them")
 			}
 		}
@@ -177,7 +176,7 @@ func TestDeviceLost(t *testing.T) {
 	m, other := group[0], newStream(t, sys.Devices()[0])
 	x, err := memory.Make[float32](m.s, 1000)
 	require.NoError(t, err)
-	require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, flight.Sum, nil))
+	require.NoError(t, fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, nil))
 	require.Error(t, other.Callback(func() {}))
 	require.ErrorIs(t, m.s.Sync(testgpu.Context(t)), device.ErrorIllegalAddress)
 	_ = x.Close() // what it says is what the device said
@@ -200,39 +199,39 @@ func TestArguments(t *testing.T) {
 		z := makeOf[float32](t, far.s, 64*n)
 		big := makeOf[byte](t, s, 70000*n)
 		l := r.Limits()
-		sum := func(dst, src memory.Slice[float32], op flight.Reduction, a fabric.Algorithm) error {
+		sum := func(dst, src memory.Slice[float32], op collective.Reduction, a fabric.Algorithm) error {
 			return fabric.AllReduce(r, s, dst, src, op, &fabric.AllReduceConfig{Algorithm: a})
 		}
 		for want, err := range map[string]error{
-			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), flight.Sum, 0),
+			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), collective.Sum, 0),
 			"op 5 does not exist":                        sum(x, y, 5, 0),
 			"op -1 does not exist":                       sum(x, y, -1, 0),
-			"algorithm 7 does not exist":                 sum(x, y, flight.Sum, 7),
-			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), flight.Sum, 0),
-			"the operation runs on":                      sum(z, z, flight.Sum, 0),
-			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, flight.Sum, nil),
-			"no stream given":                            fabric.AllReduce(r, nil, x, y, flight.Sum, nil),
-			"want an integer":                            fabric.AllReduce(r, s, b, b, flight.Max, nil),
-			"float8_e4m3fn":                              fabric.AllReduce(r, s, f8, f8, flight.Sum, nil),
-			"int16":                                      fabric.ReduceScatter(r, s, i16.Slice(0, 1), i16.Slice(0, n), flight.Sum),
+			"algorithm 7 does not exist":                 sum(x, y, collective.Sum, 7),
+			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), collective.Sum, 0),
+			"the operation runs on":                      sum(z, z, collective.Sum, 0),
+			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, collective.Sum, nil),
+			"no stream given":                            fabric.AllReduce(r, nil, x, y, collective.Sum, nil),
+			"want an integer":                            fabric.AllReduce(r, s, b, b, collective.Max, nil),
+			"float8_e4m3fn":                              fabric.AllReduce(r, s, f8, f8, collective.Sum, nil),
+			"int16":                                      fabric.ReduceScatter(r, s, i16.Slice(0, 1), i16.Slice(0, n), collective.Sum),
 			"the destination has 8 elements: want":       fabric.AllGather(r, s, x.Slice(0, 8), y.Slice(0, 5)),
 			"want the source to be the rank's part":      fabric.AllGather(r, s, x.Slice(0, 8*n), x.Slice(8, 16)),
-			"want the destination to be the rank's part": fabric.ReduceScatter(r, s, x.Slice(8, 16), x.Slice(0, 8*n), flight.Sum),
-			"the source has 8 elements: want":            fabric.ReduceScatter(r, s, y.Slice(0, 5), x.Slice(0, 8), flight.Sum),
+			"want the destination to be the rank's part": fabric.ReduceScatter(r, s, x.Slice(8, 16), x.Slice(0, 8*n), collective.Sum),
+			"the source has 8 elements: want":            fabric.ReduceScatter(r, s, y.Slice(0, 5), x.Slice(0, 8), collective.Sum),
 			"want a multiple of":                         fabric.AllToAll(r, s, x.Slice(0, 9), y.Slice(0, 9)),
 			"want no memory in common":                   fabric.AllToAll(r, s, x, x),
 			"rank -1 does not exist":                     fabric.Broadcast(r, s, x, y, -1),
 			"want 64":                                    fabric.Broadcast(r, s, x.Slice(0, 63), y.Slice(0, 64), 0),
-			"bytes a rank: at most":                      fabric.AllReduce(r, s, big.Slice(0, l.AllReduce()+1), big.Slice(0, l.AllReduce()+1), flight.Sum, nil),
-			"one-shot takes at most":                     fabric.AllReduce(r, s, big.Slice(0, l.OneShot+1), big.Slice(0, l.OneShot+1), flight.Sum, &fabric.AllReduceConfig{Algorithm: fabric.OneShot}),
+			"bytes a rank: at most":                      fabric.AllReduce(r, s, big.Slice(0, l.AllReduce()+1), big.Slice(0, l.AllReduce()+1), collective.Sum, nil),
+			"one-shot takes at most":                     fabric.AllReduce(r, s, big.Slice(0, l.OneShot+1), big.Slice(0, l.OneShot+1), collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.OneShot}),
 			"at most":                                    fabric.Broadcast(r, s, big.Slice(0, l.Part+1), big.Slice(0, l.Part+1), 0),
 			"all-gather on rank 0 of":                    fabric.AllGather(r, s, big.Slice(0, n*(l.Part+1)), big.Slice(0, l.Part+1)),
 		} {
 			require.ErrorContains(t, err, want)
 			require.ErrorContains(t, err, "fabric: ")
 		}
-		require.ErrorIs(t, fabric.AllReduce(r, s, b, b, flight.Max, nil), errors.ErrUnsupported)
-		require.NoError(t, sum(x.Slice(0, 0), x.Slice(0, 0), flight.Sum, 0), "nothing to do")
+		require.ErrorIs(t, fabric.AllReduce(r, s, b, b, collective.Max, nil), errors.ErrUnsupported)
+		require.NoError(t, sum(x.Slice(0, 0), x.Slice(0, 0), collective.Sum, 0), "nothing to do")
 		require.NoError(t, fabric.AllGather(r, s, memory.Slice[float32]{}, memory.Slice[float32]{}))
 		done, err := s.Query()
 		for ; !done && err == nil; done, err = s.Query() {
@@ -280,7 +279,7 @@ func rounding[T memory.Element](t *testing.T, group []member, rng *rand.Rand, na
 			outs = append(outs, x)
 		}
 		for r, m := range group {
-			require.NoError(t, fabric.AllReduce(m.Rank, m.s, outs[r], outs[r], flight.Sum, &fabric.AllReduceConfig{Algorithm: a}))
+			require.NoError(t, fabric.AllReduce(m.Rank, m.s, outs[r], outs[r], collective.Sum, &fabric.AllReduceConfig{Algorithm: a}))
 		}
 		for r, m := range group {
 			got := make([]T, n)

@@ -5,7 +5,6 @@ import (
 	"fmt"
 
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
@@ -21,8 +20,8 @@ type AllReduceConfig struct {
 }
 
 // AllReduce enqueues an all-reduce of slices, after it has checked them.
-func AllReduce[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op flight.Reduction, cfg *AllReduceConfig) error {
-	o := operationOf(flight.AllReduce, op, 0)
+func AllReduce[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op collective.Reduction, cfg *AllReduceConfig) error {
+	o := operationOf(collective.AllReduce, op, 0)
 	if cfg != nil {
 		o.Algorithm = int8(cfg.Algorithm)
 	}
@@ -31,26 +30,26 @@ func AllReduce[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slic
 
 // AllGather enqueues an all-gather of slices, after it has checked them.
 func AllGather[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], by ...Algorithm) error {
-	return issue(r, s, operationOf(flight.AllGather, 0, 0, by...), dst, src)
+	return issue(r, s, operationOf(collective.AllGather, 0, 0, by...), dst, src)
 }
 
 // ReduceScatter enqueues a reduce-scatter of slices, after it has checked them.
-func ReduceScatter[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op flight.Reduction, by ...Algorithm) error {
-	return issue(r, s, operationOf(flight.ReduceScatter, op, 0, by...), dst, src)
+func ReduceScatter[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], op collective.Reduction, by ...Algorithm) error {
+	return issue(r, s, operationOf(collective.ReduceScatter, op, 0, by...), dst, src)
 }
 
 // Broadcast enqueues a broadcast of slices, after it has checked them.
 func Broadcast[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], root int) error {
-	return issue(r, s, operationOf(flight.Broadcast, 0, root), dst, src)
+	return issue(r, s, operationOf(collective.Broadcast, 0, root), dst, src)
 }
 
 // AllToAll enqueues an all-to-all of slices, after it has checked them.
 func AllToAll[T memory.Element](r *Rank, s *stream.Stream, dst, src memory.Slice[T], by ...Algorithm) error {
-	return issue(r, s, operationOf(flight.AllToAll, 0, 0, by...), dst, src)
+	return issue(r, s, operationOf(collective.AllToAll, 0, 0, by...), dst, src)
 }
 
-func operationOf(k flight.Kind, op flight.Reduction, root int, by ...Algorithm) *operation {
-	o := &operation{Op: flight.Op{Request: flight.Request{Kind: k, Reduction: op, Root: root}}}
+func operationOf(k collective.Kind, op collective.Reduction, root int, by ...Algorithm) *operation {
+	o := &operation{Call: collective.Call{Request: collective.Request{Kind: k, Reduction: op, Root: root}}}
 	for _, a := range by {
 		o.Algorithm = int8(a)
 	}
@@ -69,7 +68,7 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 	if (s == nil || !gpu.StreamOf(s).Open()) || s.Device() != r.dev {
 		return gpu.CheckStream("fabric: "+o.Kind.Plain(), s, gpu.DeviceOf(r.dev))
 	}
-	if o.Kind == flight.Broadcast && o.Root >= 0 && o.Root < r.ranks && r.rank != o.Root {
+	if o.Kind == collective.Broadcast && o.Root >= 0 && o.Root < r.ranks && r.rank != o.Root {
 		src = dst
 	}
 	if err := o.lengths(r, dst.Len(), src.Len(), memory.DTypeOf[T]()); err != nil {
@@ -104,11 +103,11 @@ func issue[T memory.Element](r *Rank, s *stream.Stream, o *operation, dst, src m
 func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 	wantDst, wantSrc, part := src, src, src
 	switch o.Kind {
-	case flight.AllGather:
+	case collective.AllGather:
 		wantDst = src * r.ranks
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		wantDst, wantSrc, part = dst, dst*r.ranks, dst
-	case flight.AllToAll:
+	case collective.AllToAll:
 		part = src / r.ranks
 	}
 	o.N, o.DType = part, t
@@ -117,9 +116,9 @@ func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 		return fmt.Errorf("the destination has %d elements: want %d", dst, wantDst)
 	case src != wantSrc:
 		return fmt.Errorf("the source has %d elements: want %d", src, wantSrc)
-	case o.Kind == flight.AllToAll && src%r.ranks != 0:
+	case o.Kind == collective.AllToAll && src%r.ranks != 0:
 		return fmt.Errorf("the source has %d elements: want a multiple of %d, the number of ranks", src, r.ranks)
-	case o.Kind == flight.Broadcast && (o.Root < 0 || o.Root >= r.ranks):
+	case o.Kind == collective.Broadcast && (o.Root < 0 || o.Root >= r.ranks):
 		return fmt.Errorf("rank %d does not exist", o.Root)
 	case Algorithm(o.Algorithm) < Auto || Algorithm(o.Algorithm) > Pushed:
 		return fmt.Errorf("%s does not exist", Algorithm(o.Algorithm))
@@ -127,7 +126,7 @@ func (o *operation) lengths(r *Rank, dst, src int, t memory.DType) error {
 	if !o.reduces() {
 		return nil
 	}
-	if o.Reduction < 0 || o.Reduction >= flight.NumReductions {
+	if o.Reduction < 0 || o.Reduction >= collective.NumReductions {
 		return fmt.Errorf("%s does not exist: want sum, prod, max, min or avg", o.Reduction)
 	}
 	if formatOf[t] < 0 {
@@ -145,19 +144,19 @@ func (o *operation) overlap(r *Rank, dst, src int) error {
 	own := uint64(r.rank * o.bytes())
 	want := "the same memory"
 	switch o.Kind {
-	case flight.AllReduce, flight.Broadcast:
+	case collective.AllReduce, collective.Broadcast:
 		if to == from {
 			return nil
 		}
-	case flight.AllGather:
+	case collective.AllGather:
 		if want = "the source to be the rank's part of the destination"; from == to+own {
 			return nil
 		}
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		if want = "the destination to be the rank's part of the source"; to == from+own {
 			return nil
 		}
-	case flight.AllToAll:
+	case collective.AllToAll:
 		return errors.New("the destination and the source overlap: want no memory in common")
 	}
 	return fmt.Errorf("the destination and the source overlap: want %s, or none in common", want)
@@ -171,7 +170,7 @@ func (o *operation) room(r *Rank) error {
 		return nil
 	case a == TwoShotLines && r.noLines != "":
 		return r.Supports(TwoShotLines)
-	case o.Kind == flight.AllReduce && o.bytes() <= r.Limits().AllReduce():
+	case o.Kind == collective.AllReduce && o.bytes() <= r.Limits().AllReduce():
 		return fmt.Errorf("%d bytes: %s takes at most %d", o.bytes(), a, most)
 	}
 	return fmt.Errorf("%d bytes a rank: at most %d with this Config.Bytes", o.bytes(), most)

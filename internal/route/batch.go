@@ -5,7 +5,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/nccl"
@@ -112,7 +111,7 @@ func (b *Batch) describe() {
 			continue
 		}
 		t := &b.tallies[x.Local]
-		if t.operations++; !flight.Kinds[x.Kind].Peer {
+		if t.operations++; !collective.Kinds[x.Kind].Peer {
 			t.collectives++
 		}
 	}

@@ -13,7 +13,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/poll"
@@ -26,7 +25,7 @@ func enginesFirst() *Index {
 	list := []Strategy{CopyEngines, OwnKernels}
 	m := []Measured{{Bytes: 128, Captured: list, Eager: list}}
 	x := &Index{}
-	x[flight.AllGather][0][0] = &Measurements{m, m}
+	x[collective.AllGather][0][0] = &Measurements{m, m}
 	return x
 }
 

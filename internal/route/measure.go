@@ -10,7 +10,6 @@ import (
 
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -160,7 +159,7 @@ func (x *meter) open(plan []parsed) (err error) {
 	most := 0
 	for i := range plan {
 		c := &plan[i]
-		if most = max(most, c.Bytes); c.what.kind != flight.AllReduce && c.what.kind != flight.Broadcast {
+		if most = max(most, c.Bytes); c.what.kind != collective.AllReduce && c.what.kind != collective.Broadcast {
 			most = max(most, c.Bytes*x.router.comm.Size())
 		}
 	}
@@ -289,9 +288,9 @@ var adders = map[memory.DType]func(*meter, *Batch, *parsed) error{
 func addOf[T memory.Element](x *meter, b *Batch, c *parsed) error {
 	part := c.Bytes / c.what.measuredType().Size()
 	all := part * x.router.comm.Size()
-	count := map[flight.Kind][2]int{
-		flight.AllReduce: {part, part}, flight.Broadcast: {part, part}, flight.AllGather: {all, part},
-		flight.ReduceScatter: {part, all}, flight.AllToAll: {all, all},
+	count := map[collective.Kind][2]int{
+		collective.AllReduce: {part, part}, collective.Broadcast: {part, part}, collective.AllGather: {all, part},
+		collective.ReduceScatter: {part, all}, collective.AllToAll: {all, all},
 	}[c.what.kind]
 	dst, err := memory.View[T](x.dst, 0, count[0])
 	if err != nil {
@@ -303,13 +302,13 @@ func addOf[T memory.Element](x *meter, b *Batch, c *parsed) error {
 	}
 	on, s := b.On(x.router.comm), x.router.stream
 	switch c.what.kind {
-	case flight.AllReduce:
+	case collective.AllReduce:
 		return nccl.AllReduce(on, s, dst, src, nccl.Op(c.what.op))
-	case flight.Broadcast:
+	case collective.Broadcast:
 		return nccl.Broadcast(on, s, dst, src, 0)
-	case flight.AllGather:
+	case collective.AllGather:
 		return nccl.AllGather(on, s, dst, src)
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		return nccl.ReduceScatter(on, s, dst, src, nccl.Op(c.what.op))
 	}
 	return nccl.AllToAll(on, s, dst, src)
@@ -319,7 +318,7 @@ func addOf[T memory.Element](x *meter, b *Batch, c *parsed) error {
 type PlanConfig struct {
 	MaxBytes int // the largest size, of an all-reduce or of one rank's part
 	Types    []memory.DType
-	Ops      []flight.Reduction
+	Ops      []collective.Reduction
 }
 
 // wholeBytes is the default of the largest measured size, unless the device's memory is
@@ -346,7 +345,7 @@ func (rs Routers) Plan(c PlanConfig) ([]Choice, error) {
 		c.Types = []memory.DType{memory.Float32, memory.BFloat16}
 	}
 	if c.Ops == nil {
-		c.Ops = []flight.Reduction{flight.Sum, flight.Max}
+		c.Ops = []collective.Reduction{collective.Sum, collective.Max}
 	}
 	if c.MaxBytes != 0 && c.MaxBytes < 16 {
 		return nil, fmt.Errorf("MaxBytes is %d: want 16 or more", c.MaxBytes)
@@ -392,7 +391,7 @@ func (k *Router) virtual() bool { return gpu.DeviceOf(k.comm.Device()).System().
 func (c *PlanConfig) choices(k *Router, all, part int) (list []Choice) {
 	for _, kind := range tunedKinds {
 		most := part
-		if kind == flight.AllReduce || kind == flight.Broadcast {
+		if kind == collective.AllReduce || kind == collective.Broadcast {
 			most = all
 		}
 		if !reduces(kind) {
@@ -430,7 +429,7 @@ func (o operation) choice(k *Router, bytes int) Choice {
 	x := o.sized(bytes)
 	for s := NCCLOnly + 1; s < Tuned; s++ {
 		// OwnKernels without a choice of algorithm is one of the strategies with one.
-		if s == OwnKernels && o.kind == flight.AllReduce || s.Algorithm() && s != Pipelined && o.kind != flight.AllReduce {
+		if s == OwnKernels && o.kind == collective.AllReduce || s.Algorithm() && s != Pipelined && o.kind != collective.AllReduce {
 			continue
 		}
 		if s == Pipelined && bytes < chunkedBytes || s == CopyEngines && bytes < engineBytes {
@@ -454,5 +453,5 @@ func (o operation) measuredType() memory.DType {
 // sized returns an operation of a size.
 func (o operation) sized(bytes int) collective.Op {
 	t := o.measuredType()
-	return collective.Op{Op: flight.Op{Request: flight.Request{Kind: o.kind, DType: t, Reduction: o.op, N: bytes / t.Size()}}, Together: true}
+	return collective.Op{Call: collective.Call{Request: collective.Request{Kind: o.kind, DType: t, Reduction: o.op, N: bytes / t.Size()}}, Together: true}
 }

@@ -7,7 +7,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -95,7 +94,7 @@ func syncAll(users []*gpu.Stream) error {
 // not execute it. Chorus kernels reduce all ranks as one block. requested says that its batch
 // requests the order.
 func (k *Router) inOrder(x *collective.Op, s Strategy, requested bool) bool {
-	if k.ordered == nil || k.ordered.request && !requested || !flight.Kinds[x.Kind].Reduces {
+	if k.ordered == nil || k.ordered.request && !requested || !collective.Kinds[x.Kind].Reduces {
 		return false
 	}
 	return services[s] != collective.Kernels || k.ordered.block < k.comm.Size()
@@ -105,7 +104,7 @@ func (k *Router) inOrder(x *collective.Op, s Strategy, requested bool) bool {
 // not execute it, so it does not matter above which size NCCL is faster without an order.
 func (k *Router) inPieces(x *collective.Op) bool {
 	s := k.rule.Load().strategy
-	if k.kernels == nil || s != Tuned && services[s] != collective.Kernels || k.ordered.block < k.comm.Size() || x.Kind != flight.AllReduce {
+	if k.kernels == nil || s != Tuned && services[s] != collective.Kernels || k.ordered.block < k.comm.Size() || x.Kind != collective.AllReduce {
 		return false
 	}
 	piece := *x
@@ -139,19 +138,19 @@ func (k *Router) launchPieces(x *collective.Op) error {
 
 // reduction returns the type and the reduction that compute an operation, and the factor of a
 // PreMulSum or nil. It returns an error if no kernel reduces in order.
-func (k *Router) reduction(x *collective.Op) (t memory.DType, op flight.Reduction, by *fabric.Factor, err error) {
+func (k *Router) reduction(x *collective.Op) (t memory.DType, op collective.Reduction, by *fabric.Factor, err error) {
 	t, op = x.DType, x.Reduction
 	if t == memory.Bool { // bytes that are 0 or 1
-		if t = memory.Uint8; op == flight.Sum {
-			op = flight.Max
+		if t = memory.Uint8; op == collective.Sum {
+			op = collective.Max
 		}
 	}
-	if op < 0 || op >= flight.NumReductions {
+	if op < 0 || op >= collective.NumReductions {
 		bits, at, ok := k.in.Factor(op)
 		if !ok {
 			return t, op, nil, fmt.Errorf("the reduction %s was closed", x.Reduction)
 		}
-		by, op = &fabric.Factor{Bits: bits, At: at}, flight.Sum
+		by, op = &fabric.Factor{Bits: bits, At: at}, collective.Sum
 	}
 	if !fabric.CanFold(t, op) {
 		return t, op, nil, fmt.Errorf("the %s of %s is not deterministic: no kernel computes it in rank order", op, t)

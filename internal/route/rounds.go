@@ -3,7 +3,6 @@ package route
 import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -18,7 +17,7 @@ type reducing struct {
 	r     *Router
 	rank  int
 	dtype memory.DType
-	op    flight.Reduction
+	op    collective.Reduction
 	by    *fabric.Factor
 	base  uint64 // of the received parts
 	room  uint64 // of the products of a PreMulSum
@@ -70,7 +69,7 @@ func (x *reducing) result(k int) (dst uint64, ok bool) {
 	switch dst := uint64(x.x.Dst.Ptr); {
 	case p.n == 0:
 		return 0, false
-	case x.kind == flight.Reduce && x.rank != x.root:
+	case x.kind == collective.Reduce && x.rank != x.root:
 		return x.slot(k, x.rank), true
 	case x.divides():
 		return dst + uint64(p.from*x.size), true
@@ -105,8 +104,8 @@ func (x *reducing) exchange(list []collective.Move, k int) []collective.Move {
 		return x.exchangeInBlock(list, k)
 	}
 	mine := x.part(k, x.rank).n * x.size
-	if x.whole() && x.kind == flight.AllReduce {
-		return append(list, collective.Move{Operation: x.at, Kind: flight.AllGather, Dst: x.base, Src: x.source(k, x.rank), Bytes: mine})
+	if x.whole() && x.kind == collective.AllReduce {
+		return append(list, collective.Move{Operation: x.at, Kind: collective.AllGather, Dst: x.base, Src: x.source(k, x.rank), Bytes: mine})
 	}
 	for peer := range x.ranks {
 		if peer == x.rank {
@@ -122,14 +121,14 @@ func (x *reducing) send(list []collective.Move, peer int, src uint64, bytes int)
 	if bytes == 0 {
 		return list
 	}
-	return append(list, collective.Move{Operation: x.at, Kind: flight.Send, Peer: peer, Src: src, Bytes: bytes})
+	return append(list, collective.Move{Operation: x.at, Kind: collective.Send, Peer: peer, Src: src, Bytes: bytes})
 }
 
 func (x *reducing) receive(list []collective.Move, peer int, dst uint64, bytes int) []collective.Move {
 	if bytes == 0 {
 		return list
 	}
-	return append(list, collective.Move{Operation: x.at, Kind: flight.Recv, Peer: peer, Dst: dst, Bytes: bytes})
+	return append(list, collective.Move{Operation: x.at, Kind: collective.Recv, Peer: peer, Dst: dst, Bytes: bytes})
 }
 
 // reduce enqueues the reduction of this rank's part.
@@ -156,17 +155,17 @@ func (x *reducing) publish(list []collective.Move, k int) []collective.Move {
 	}
 	src, _ := x.result(k)
 	mine, dst := x.part(k, x.rank).n*x.size, uint64(x.x.Dst.Ptr)
-	if x.kind == flight.AllReduce && x.even(k) {
-		return append(list, collective.Move{Operation: x.at, Kind: flight.AllGather, Dst: dst + uint64(x.round(k).from*x.size), Src: src, Bytes: mine})
+	if x.kind == collective.AllReduce && x.even(k) {
+		return append(list, collective.Move{Operation: x.at, Kind: collective.AllGather, Dst: dst + uint64(x.round(k).from*x.size), Src: src, Bytes: mine})
 	}
 	for peer := range x.ranks {
 		if peer == x.rank {
 			continue
 		}
-		if x.kind == flight.AllReduce || peer == x.root {
+		if x.kind == collective.AllReduce || peer == x.root {
 			list = x.send(list, peer, src, mine)
 		}
-		if p := x.part(k, peer); x.kind == flight.AllReduce || x.rank == x.root {
+		if p := x.part(k, peer); x.kind == collective.AllReduce || x.rank == x.root {
 			list = x.receive(list, peer, dst+uint64(p.from*x.size), p.n*x.size)
 		}
 	}
@@ -327,7 +326,7 @@ const gatheredBytes = 256 << 10
 // A shape describes how the ranks divide an ordered reduction into rounds and parts. It is the
 // same on all ranks. All lengths count elements.
 type shape struct {
-	kind   flight.Kind
+	kind   collective.Kind
 	ranks  int
 	root   int
 	size   int   // bytes of an element
@@ -341,12 +340,12 @@ type span struct{ from, n int }
 
 // whole reports whether a rank that needs the result reduces all elements in one round.
 func (x *shape) whole() bool {
-	return (x.kind == flight.AllReduce || x.kind == flight.Reduce) && x.n*x.size*x.ranks <= min(gatheredBytes, x.most*x.size)
+	return (x.kind == collective.AllReduce || x.kind == collective.Reduce) && x.n*x.size*x.ranks <= min(gatheredBytes, x.most*x.size)
 }
 
 // divides reports whether the ranks divide each round: then its length is a multiple of
 // all parts' alignment.
-func (x *shape) divides() bool { return x.kind == flight.AllReduce || x.kind == flight.Reduce }
+func (x *shape) divides() bool { return x.kind == collective.AllReduce || x.kind == collective.Reduce }
 
 // align returns the number of elements to whose multiples parts are rounded.
 func (x *shape) align() int { return unit / x.size }
@@ -378,7 +377,7 @@ func (x *shape) rounds() int {
 		return 1
 	}
 	longest := x.n
-	if x.kind == flight.ReduceScatterV {
+	if x.kind == collective.ReduceScatterV {
 		longest = 0
 		for _, n := range x.counts {
 			longest = max(longest, n)
@@ -399,10 +398,10 @@ func (x *shape) round(k int) span {
 // part returns the elements of the source that a rank reduces in a round.
 func (x *shape) part(k, rank int) span {
 	switch x.kind {
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		from := k * x.step()
 		return span{rank*x.n + from, min(x.step(), x.n-from)}
-	case flight.ReduceScatterV:
+	case collective.ReduceScatterV:
 		from, before := k*x.step(), 0
 		for _, n := range x.counts[:rank] {
 			before += n
@@ -411,7 +410,7 @@ func (x *shape) part(k, rank int) span {
 	}
 	all := x.round(k)
 	if x.whole() {
-		if x.kind == flight.Reduce && rank != x.root {
+		if x.kind == collective.Reduce && rank != x.root {
 			all.n = 0
 		}
 		return all

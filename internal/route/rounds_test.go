@@ -6,7 +6,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 )
 
 // TestParts checks random shapes: the parts of all rounds and ranks are each element of the source
@@ -17,15 +17,15 @@ func TestParts(t *testing.T) {
 	r := rand.New(rand.NewPCG(seed, 5))
 	for range 500 {
 		x := shape{
-			kind:  []flight.Kind{flight.AllReduce, flight.Reduce, flight.ReduceScatter, flight.ReduceScatterV}[r.IntN(4)],
+			kind:  []collective.Kind{collective.AllReduce, collective.Reduce, collective.ReduceScatter, collective.ReduceScatterV}[r.IntN(4)],
 			ranks: 2 + r.IntN(7), size: 1 << r.IntN(4), n: r.IntN(3000),
 		}
 		x.root, x.most = r.IntN(x.ranks), x.ranks*(unit+r.IntN(5000))
 		total := x.n
 		switch x.kind {
-		case flight.ReduceScatter:
+		case collective.ReduceScatter:
 			total *= x.ranks
-		case flight.ReduceScatterV:
+		case collective.ReduceScatterV:
 			total = 0
 			for range x.ranks {
 				x.counts = append(x.counts, r.IntN(3000))
@@ -52,7 +52,7 @@ func TestParts(t *testing.T) {
 			require.LessOrEqual(t, x.ranks*x.width(), x.most, "%+v", x)
 		}
 		want := 1
-		if x.whole() && x.kind == flight.AllReduce {
+		if x.whole() && x.kind == collective.AllReduce {
 			want = x.ranks
 		}
 		for i, n := range seen {

@@ -12,7 +12,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -141,7 +140,7 @@ func (rs Routers) Chosen(x collective.Op) Strategy {
 // Only all-reduces have a choice among all algorithms of Chorus kernels.
 func (k *Router) choose(x *collective.Op) Strategy {
 	s := k.firstSupported(x)
-	if s.Algorithm() && s != Pipelined && x.Kind != flight.AllReduce {
+	if s.Algorithm() && s != Pipelined && x.Kind != collective.AllReduce {
 		return OwnKernels
 	}
 	return s
@@ -152,7 +151,7 @@ func (k *Router) firstSupported(x *collective.Op) Strategy {
 	switch {
 	case x.Kind == 0: // an operation that is always NCCL's
 		return NCCLOnly
-	case r.strategy == CopyEngines && x.Kind == flight.AllReduce:
+	case r.strategy == CopyEngines && x.Kind == collective.AllReduce:
 		return k.orNCCL(Pushed, x, 0)
 	case r.strategy != Tuned:
 		return k.orNCCL(r.strategy, x, kernelLimit(x))
@@ -182,15 +181,15 @@ func (k *Router) supports(s Strategy, x *collective.Op, most int) bool {
 	case OwnKernels:
 		return k.kernels != nil && x.Bytes() <= most && k.kernelsSupport(s, x)
 	case OneShot, TwoShotPackets, TwoShot, TwoShotLines:
-		return k.kernels != nil && (x.Kind == flight.AllReduce || x.Bytes() <= most) && k.kernelsSupport(s, x)
+		return k.kernels != nil && (x.Kind == collective.AllReduce || x.Bytes() <= most) && k.kernelsSupport(s, x)
 	case Pipelined:
-		return k.kernels != nil && x.Kind != flight.Broadcast && k.kernelsSupport(s, x)
+		return k.kernels != nil && x.Kind != collective.Broadcast && k.kernelsSupport(s, x)
 	case Pushed:
 		return k.pushed != nil && x.Bytes() >= pushedLeast && k.pushed.Takes(x, fabric.Pushed)
 	case Windows:
 		return k.window != nil && k.window.fits(x)
 	case CopyEngines:
-		return k.engines && x.Together && (x.Kind == flight.AllGather || x.Kind == flight.AllToAll) && x.N > 0
+		return k.engines && x.Together && (x.Kind == collective.AllGather || x.Kind == collective.AllToAll) && x.N > 0
 	}
 	return false
 }

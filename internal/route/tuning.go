@@ -18,7 +18,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/safefile"
 	"github.com/gochorus/chorus/memory"
@@ -74,15 +73,15 @@ func (t Timing) eager() float64 {
 
 // An operation has the properties of a Choice except the size.
 type operation struct {
-	kind  flight.Kind
-	dtype memory.DType     // 0 for operations without reduction
-	op    flight.Reduction // likewise
+	kind  collective.Kind
+	dtype memory.DType         // 0 for operations without reduction
+	op    collective.Reduction // likewise
 }
 
 // tunedKinds are the collectives that a Tuning can have choices for.
-var tunedKinds = []flight.Kind{flight.AllReduce, flight.AllGather, flight.ReduceScatter, flight.Broadcast, flight.AllToAll}
+var tunedKinds = []collective.Kind{collective.AllReduce, collective.AllGather, collective.ReduceScatter, collective.Broadcast, collective.AllToAll}
 
-var tunedOps = []flight.Reduction{flight.Sum, flight.Prod, flight.Max, flight.Min, flight.Avg}
+var tunedOps = []collective.Reduction{collective.Sum, collective.Prod, collective.Max, collective.Min, collective.Avg}
 
 // tunedTypes are all element types.
 var tunedTypes = func() (list []memory.DType) {
@@ -106,7 +105,7 @@ func (c *Choice) operation() (o operation, err error) {
 		return o, nil
 	}
 	i := slices.IndexFunc(tunedTypes, func(t memory.DType) bool { return t.String() == c.Type })
-	j := slices.IndexFunc(tunedOps, func(o flight.Reduction) bool { return o.String() == c.Reduction })
+	j := slices.IndexFunc(tunedOps, func(o collective.Reduction) bool { return o.String() == c.Reduction })
 	if i < 0 || j < 0 {
 		return o, fmt.Errorf("%s of %q by %q: there is no such type or reduction", c.Operation, c.Type, c.Reduction)
 	}
@@ -239,7 +238,7 @@ func (c *parsed) similarity(o operation, odd bool) int {
 func (o operation) summed() bool {
 	switch o.dtype {
 	case memory.Float16, memory.BFloat16, memory.Float32:
-		return o.op == flight.Sum
+		return o.op == collective.Sum
 	}
 	return false
 }
@@ -466,7 +465,7 @@ func (f *tuningFile) check() error {
 }
 
 // An Index has the strategies for every operation, by measured times.
-type Index [flight.NumKinds][numDTypes][flight.NumReductions]*Measurements
+type Index [collective.NumKinds][numDTypes][collective.NumReductions]*Measurements
 
 // numDTypes is the number of element types plus one.
 const numDTypes = memory.Float8E5M2 + 1
@@ -483,7 +482,9 @@ type Measured struct {
 }
 
 // reduces reports whether the times of a collective depend on its type and reduction.
-func reduces(k flight.Kind) bool { return k == flight.AllReduce || k == flight.ReduceScatter }
+func reduces(k collective.Kind) bool {
+	return k == collective.AllReduce || k == collective.ReduceScatter
+}
 
 // isOdd reports whether a number of bytes is not a multiple of 16.
 func isOdd(bytes int) bool { return bytes%16 != 0 }
@@ -497,7 +498,7 @@ func (t *Index) find(x *collective.Op) []Strategy {
 	}
 	m := t[x.Kind][0][0]
 	if reduces(x.Kind) {
-		if x.Reduction < 0 || x.Reduction >= flight.NumReductions {
+		if x.Reduction < 0 || x.Reduction >= collective.NumReductions {
 			return nil
 		}
 		m = t[x.Kind][x.DType][x.Reduction]

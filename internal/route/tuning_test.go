@@ -14,7 +14,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -45,31 +44,31 @@ func TestTunedChoice(t *testing.T) {
 	require.NoError(t, err)
 	g := newRig(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), Tuned)
 	g.routers.UseTuning(index)
-	of := func(kind flight.Kind, dtype memory.DType, op nccl.Op, count int) Strategy {
-		return g.routers.Chosen(collective.Op{Op: flight.Op{Request: flight.Request{Kind: kind, DType: dtype, Reduction: flight.Reduction(op), N: count}}})
+	of := func(kind collective.Kind, dtype memory.DType, op nccl.Op, count int) Strategy {
+		return g.routers.Chosen(collective.Op{Call: collective.Call{Request: collective.Request{Kind: kind, DType: dtype, Reduction: collective.Reduction(op), N: count}}})
 	}
 	for _, c := range []struct {
 		want, got Strategy
 	}{
-		{OneShot, of(flight.AllReduce, memory.Float32, nccl.Sum, 4)},
-		{OneShot, of(flight.AllReduce, memory.Float32, nccl.Sum, 28)}, // 112 bytes are nearer to 16 than to 1024
-		{TwoShotPackets, of(flight.AllReduce, memory.Float32, nccl.Sum, 36)},
-		{TwoShotPackets, of(flight.AllReduce, memory.Float32, nccl.Sum, 4<<10)},
-		{NCCLOnly, of(flight.AllReduce, memory.Float32, nccl.Sum, 16<<10)},
-		{NCCLOnly, of(flight.AllReduce, memory.Float32, nccl.Sum, 1<<24)},
-		{TwoShot, of(flight.AllReduce, memory.Float32, nccl.Sum, 1001)}, // odd, as 12 are
-		{Windows, of(flight.AllReduce, memory.BFloat16, nccl.Sum, 8)},
-		{Windows, of(flight.AllReduce, memory.BFloat16, nccl.Sum, 7)},
-		{TwoShot, of(flight.AllReduce, memory.Int64, nccl.Max, 2)},
-		{TwoShot, of(flight.AllReduce, memory.Float64, nccl.Sum, 2)}, // as int64 rather than float32's sums
-		{OneShot, of(flight.AllReduce, memory.Int32, nccl.Max, 4)},   // as its type rather than its reduction
-		{TwoShot, of(flight.AllReduce, memory.Uint64, nccl.Max, 1)},  // as its reduction; whole 16 bytes count less
-		{OneShot, of(flight.AllReduce, memory.Float16, nccl.Sum, 8)}, // as the first of equals
-		{NCCLOnly, of(flight.AllReduce, memory.Float32, 9, 4)},       // a reduction of the user's
-		{OwnKernels, of(flight.AllGather, memory.Float64, 0, 1)},
-		{NCCLOnly, of(flight.AllGather, memory.Float64, 0, 1<<20)},
-		{NCCLOnly, of(flight.Broadcast, memory.Float64, 0, 1)}, // not measured
-		{NCCLOnly, of(flight.AllGather, memory.Float64, 0, 0)},
+		{OneShot, of(collective.AllReduce, memory.Float32, nccl.Sum, 4)},
+		{OneShot, of(collective.AllReduce, memory.Float32, nccl.Sum, 28)}, // 112 bytes are nearer to 16 than to 1024
+		{TwoShotPackets, of(collective.AllReduce, memory.Float32, nccl.Sum, 36)},
+		{TwoShotPackets, of(collective.AllReduce, memory.Float32, nccl.Sum, 4<<10)},
+		{NCCLOnly, of(collective.AllReduce, memory.Float32, nccl.Sum, 16<<10)},
+		{NCCLOnly, of(collective.AllReduce, memory.Float32, nccl.Sum, 1<<24)},
+		{TwoShot, of(collective.AllReduce, memory.Float32, nccl.Sum, 1001)}, // odd, as 12 are
+		{Windows, of(collective.AllReduce, memory.BFloat16, nccl.Sum, 8)},
+		{Windows, of(collective.AllReduce, memory.BFloat16, nccl.Sum, 7)},
+		{TwoShot, of(collective.AllReduce, memory.Int64, nccl.Max, 2)},
+		{TwoShot, of(collective.AllReduce, memory.Float64, nccl.Sum, 2)}, // as int64 rather than float32's sums
+		{OneShot, of(collective.AllReduce, memory.Int32, nccl.Max, 4)},   // as its type rather than its reduction
+		{TwoShot, of(collective.AllReduce, memory.Uint64, nccl.Max, 1)},  // as its reduction; whole 16 bytes count less
+		{OneShot, of(collective.AllReduce, memory.Float16, nccl.Sum, 8)}, // as the first of equals
+		{NCCLOnly, of(collective.AllReduce, memory.Float32, 9, 4)},       // a reduction of the user's
+		{OwnKernels, of(collective.AllGather, memory.Float64, 0, 1)},
+		{NCCLOnly, of(collective.AllGather, memory.Float64, 0, 1<<20)},
+		{NCCLOnly, of(collective.Broadcast, memory.Float64, 0, 1)}, // not measured
+		{NCCLOnly, of(collective.AllGather, memory.Float64, 0, 0)},
 	} {
 		require.Equal(t, c.want, c.got)
 	}
@@ -95,12 +94,12 @@ func TestTuningUsesTheSlowestRank(t *testing.T) {
 func TestMeasuringRestoresTheStrategy(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := newRig(t, devs, Tuned)
-		plan, err := g.routers.Plan(PlanConfig{MaxBytes: 256 << 10, Types: []memory.DType{memory.Float32}, Ops: []flight.Reduction{flight.Sum}})
+		plan, err := g.routers.Plan(PlanConfig{MaxBytes: 256 << 10, Types: []memory.DType{memory.Float32}, Ops: []collective.Reduction{collective.Sum}})
 		require.NoError(t, err)
 		plan = slices.DeleteFunc(plan, func(c Choice) bool { return c.Operation != "all-gather" || c.Bytes != 256<<10 })
 		require.Len(t, plan, 1)
 		require.Equal(t, CopyEngines.Name(), plan[0].Times[len(plan[0].Times)-1].Strategy)
-		x := collective.Op{Op: flight.Op{Request: flight.Request{Kind: flight.AllGather, DType: memory.Float32, N: 64}}, Together: true}
+		x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllGather, DType: memory.Float32, N: 64}}, Together: true}
 		for s, want := range map[Strategy]Strategy{NCCLOnly: NCCLOnly, OwnKernels: OwnKernels, Tuned: NCCLOnly} {
 			g.routers.Use(s)
 			tuning := &Tuning{Choices: slices.Clone(plan)}

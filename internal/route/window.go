@@ -9,7 +9,6 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/memory"
@@ -116,9 +115,9 @@ func (w *window) fits(x *collective.Op) bool {
 func (w *window) extents(x *collective.Op) (in, out int) {
 	part := x.Bytes()
 	switch x.Kind {
-	case flight.AllGather:
+	case collective.AllGather:
 		return part, part * w.comm.Size()
-	case flight.ReduceScatter:
+	case collective.ReduceScatter:
 		return part * w.comm.Size(), part
 	}
 	return part, part
@@ -192,7 +191,7 @@ func copyBetweenRanks(ss []*stream.Stream, xs []*collective.Op) error {
 		for to := range n {
 			from := (to + step) % n
 			src, dst := uint64(xs[from].Src.Ptr), uint64(xs[to].Dst.Ptr)+uint64(from*part)
-			if xs[0].Kind == flight.AllToAll {
+			if xs[0].Kind == collective.AllToAll {
 				src += uint64(to * part)
 			}
 			if src == dst {
@@ -282,7 +281,7 @@ func SetKernelBytes(all, part int) (restore func()) {
 }
 
 func kernelLimit(x *collective.Op) int {
-	if x.Kind == flight.AllReduce {
+	if x.Kind == collective.AllReduce {
 		return kernelBytes
 	}
 	return kernelPartBytes

@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/flight"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/testgpu"
@@ -189,7 +189,7 @@ func EachInVirtualTime(t *testing.T, n int, fn func(t *testing.T, devs []*device
 func RunInVirtualTime(t *testing.T, cfg *device.SystemConfig, fn func(t *testing.T, devs []*device.Device)) {
 	t.Helper()
 	t.Setenv(env.VirtualNetwork.Name, nccl.InProcess)
-	defer flight.FollowTime()()
+	defer collective.FollowTime()()
 	defer withoutLaunchers()()
 	synctest.Test(t, func(t *testing.T) {
 		var devs []*device.Device

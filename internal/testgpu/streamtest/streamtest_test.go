@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -17,7 +17,7 @@ func TestRunInVirtualTime(t *testing.T) {
 	RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 1, Faults: "hang@cuEventRecord#1"}, func(t *testing.T, devs []*device.Device) {
 		s, err := stream.New(devs[0], nil)
 		require.NoError(t, err)
-		from, recorded := time.Now(), flight.Now()
+		from, recorded := time.Now(), collective.Now()
 		e, err := stream.NewEvent(devs[0], nil)
 		require.NoError(t, err)
 		require.NoError(t, e.Record(s))
@@ -26,9 +26,9 @@ func TestRunInVirtualTime(t *testing.T) {
 		require.NoError(t, err)
 		require.False(t, done, "it hangs until the end of the test")
 		require.Equal(t, 5*time.Minute, time.Since(from))
-		require.Equal(t, (5 * time.Minute).Nanoseconds(), flight.Now()-recorded)
+		require.Equal(t, (5 * time.Minute).Nanoseconds(), collective.Now()-recorded)
 		require.Positive(t, recorded)
 	})
 	require.Less(t, time.Since(begin), time.Minute)
-	require.InDelta(t, 0, time.Until(flight.Moment(flight.Now())).Seconds(), 10, "the recorder's clock is the real one again")
+	require.InDelta(t, 0, time.Until(collective.Moment(collective.Now())).Seconds(), 10, "the recorder's clock is the real one again")
 }

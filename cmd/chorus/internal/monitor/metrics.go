@@ -11,7 +11,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 
-	"github.com/gochorus/chorus/internal/flight"
+	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -330,7 +330,7 @@ func (s *sender) group(m *Member, group []string) {
 	s.send(lastDesc, float64(m.Tally.Last), group...)
 	s.send(heldUpDesc, m.Tally.HeldUp.Seconds(), group...)
 	byKind := map[string]status.Total{}
-	for k := flight.AllReduce; k < flight.NumKinds; k++ {
+	for k := collective.AllReduce; k < collective.NumKinds; k++ {
 		byKind[k.Label()] = status.Total{}
 	}
 	for _, t := range m.Totals {

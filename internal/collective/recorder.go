@@ -1,7 +1,4 @@
-// Package flight records and monitors the operations of a rank, independent of their
-// backend. It has the flight recorder with its clock and its dumps, and the watchdog with its
-// marks on streams and its deadlines. It also compares the ranks of one process.
-package flight
+package collective
 
 import (
 	"math/bits"
@@ -136,7 +133,7 @@ func (r *Recorder) RecordQuery(blind bool) {
 // the caller must start the watchdog. leaves reports whether the earlier operations need a
 // mark, because later operations on another stream, or with another timeout, say nothing
 // about them. The communicator is entered.
-func (r *Recorder) Schedule(o *Op, t int64) (watch, leaves bool) {
+func (r *Recorder) Schedule(o *Call, t int64) (watch, leaves bool) {
 	r.mu.Lock()
 	r.last++
 	if Kinds[o.Kind].Peer {
@@ -200,7 +197,7 @@ func (r *Recorder) Remove(id uint64) {
 }
 
 // Accept records that NCCL has accepted an operation.
-func (r *Recorder) Accept(o *Op) {
+func (r *Recorder) Accept(o *Call) {
 	if t := timeline.Current(); t != nil && !o.Captured {
 		gpu.StreamOf(o.Stream).ShutCollective(t)
 	}
@@ -542,7 +539,7 @@ type Total struct{ Count, Bytes uint64 }
 // they are issued, because the ring may lose them before the watchdog sees that they completed.
 type totals [NumKinds][numServices][numSizes]Total
 
-func (t *totals) add(o *Op) {
+func (t *totals) add(o *Call) {
 	n := uint64(max(o.In, o.Out) * o.DType.Size())
 	x := t.of(o.Kind, o.Service, n)
 	x.Count++
@@ -627,7 +624,7 @@ func (r *Recorder) Totals(visit func(Kind, Service, int, Total)) {
 func (r *Recorder) SetTimeout(d time.Duration) { r.timeout.Store(int64(max(d, 0))) }
 
 // timeoutOf returns the timeout of an operation; 0 means none.
-func (r *Recorder) timeoutOf(o *Op) time.Duration {
+func (r *Recorder) timeoutOf(o *Call) time.Duration {
 	if o.Timeout != 0 {
 		return max(o.Timeout, 0)
 	}

@@ -1,6 +1,6 @@
 //go:build !nolinkname
 
-package flight
+package collective
 
 import _ "unsafe" // for linkname
 

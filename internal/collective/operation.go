@@ -1,4 +1,4 @@
-package flight
+package collective
 
 import (
 	"fmt"
@@ -78,7 +78,7 @@ func (x Reduction) text() string {
 	return x.String()
 }
 
-// A Service is the backend of an operation. The owner of a Recorder numbers the backends.
+// A Service says which backend executes an operation.
 type Service uint8
 
 // A Request describes an operation.
@@ -97,8 +97,8 @@ type Request struct {
 	Callers   *[MaxFrames]uintptr // nil unless they are recorded
 }
 
-// An Op is an operation that a rank issues.
-type Op struct {
+// A Call is the part of an Op that the flight recorder needs.
+type Call struct {
 	Request
 	Stream  *stream.Stream
 	Timeout time.Duration // 0 means the recorder's, a negative value none
@@ -390,7 +390,7 @@ func (b *MismatchTable) Ranks(n int) { b.several.Store(n > 1) }
 
 // Post compares a scheduled collective with the collectives that other ranks of the
 // process issued under the same number, and records it for later ranks. It takes no lock.
-func (b *MismatchTable) Post(o *Op) (fits bool) {
+func (b *MismatchTable) Post(o *Call) (fits bool) {
 	if Kinds[o.Kind].Peer || !b.several.Load() {
 		return true
 	}
@@ -410,7 +410,7 @@ func (b *MismatchTable) Post(o *Op) (fits bool) {
 }
 
 // Unpost removes a collective that NCCL has refused.
-func (b *MismatchTable) Unpost(o *Op) {
+func (b *MismatchTable) Unpost(o *Call) {
 	if !Kinds[o.Kind].Peer && b.several.Load() {
 		b.slot(o.Number).CompareAndSwap(posted(o.Number, o.Signature), posted(o.Number-mismatchSlots, 0))
 	}

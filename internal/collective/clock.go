@@ -1,4 +1,4 @@
-package flight
+package collective
 
 import (
 	"math/bits"

@@ -1,4 +1,4 @@
-package flight
+package collective
 
 import (
 	"slices"
@@ -371,7 +371,7 @@ func QueryDone(dev *device.Device, op string, query func(cudadrv.Driver) cudadrv
 }
 
 // open begins the operation in the timeline. Accept ends it.
-func (r *Recorder) open(t *timeline.Recorder, o *Op) {
+func (r *Recorder) open(t *timeline.Recorder, o *Call) {
 	if r.shown.Swap(t) != t {
 		r.show(t, gpu.StreamOf(o.Stream).Place().Device)
 	}

@@ -1,4 +1,4 @@
-package flight
+package collective
 
 import (
 	"testing"
@@ -20,11 +20,11 @@ func TestSizeClass(t *testing.T) {
 // TestTotals counts operations, of which one is refused.
 func TestTotals(t *testing.T) {
 	r := NewRecorder(4)
-	gather := &Op{Request: Request{Kind: AllGather, DType: memory.Float32, Service: 1}, In: 256, Out: 1024}
+	gather := &Call{Request: Request{Kind: AllGather, DType: memory.Float32, Service: 1}, In: 256, Out: 1024}
 	r.totals.add(gather)
 	r.totals.add(gather)
 	r.totals.remove(&Entry{Request: gather.Request, in: gather.In, out: gather.Out})
-	r.totals.add(&Op{Request: Request{Kind: Send, DType: memory.Uint8, Service: 200}, In: 1})
+	r.totals.add(&Call{Request: Request{Kind: Send, DType: memory.Uint8, Service: 200}, In: 1})
 	type total struct {
 		kind  Kind
 		by    Service

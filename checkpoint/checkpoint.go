@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/torchfile"
 	"github.com/gochorus/chorus/memory"
 )
@@ -228,7 +228,7 @@ func (c *Checkpoint) openIndex(cfg *gds.FileConfig, path string) error {
 }
 
 func readIndex(path string) (*safetensors.Index, error) {
-	f, err := safefile.Open(path)
+	f, err := safe.Open(path)
 	if err != nil {
 		return nil, errors.Unwrap(err)
 	}
@@ -331,7 +331,7 @@ func (c *Checkpoint) openDistributed(cfg *gds.FileConfig, folder string) error {
 		return fmt.Errorf("checkpoint: open %s: %w", folder, err)
 	}
 	defer root.Close()
-	text, err := safefile.ReadIn(root, torchfile.MetadataName, torchfile.MostMetadata)
+	text, err := safe.ReadIn(root, torchfile.MetadataName, torchfile.MostMetadata)
 	if err != nil {
 		return fmt.Errorf("checkpoint: open %s: %w", path, err)
 	}

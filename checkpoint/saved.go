@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Saved is a checkpoint that a Saver wrote. Several goroutines may use it.
@@ -488,7 +488,7 @@ func readIn(folder, name string) ([]byte, error) {
 		return nil, err
 	}
 	defer root.Close()
-	return safefile.ReadIn(root, name, manifestLimit)
+	return safe.ReadIn(root, name, manifestLimit)
 }
 
 func decodeManifest(text []byte) (*manifest, error) {

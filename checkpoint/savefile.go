@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/gds"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/files"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A fileWriter writes the file of one rank, and computes digests on the way.
@@ -234,7 +234,7 @@ func (f systemFiles) Create(path string) (savingFile, error) {
 
 func (f systemFiles) ReadFile(path string) (text []byte, err error) {
 	return text, f.in(path, func(root *os.Root, name string) (err error) {
-		text, err = safefile.ReadIn(root, name, manifestLimit)
+		text, err = safe.ReadIn(root, name, manifestLimit)
 		return err
 	})
 }

@@ -7,7 +7,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/job"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // whereabouts asks the launcher of this process who coordinates the job, and since when the launcher is registered there. The time is not
@@ -89,7 +89,7 @@ func lostBecause(k *job.Client, why string) error {
 		return context.Cause(k.Ctx)
 	}
 	f := *e
-	f.Reason = plain.Text(why)
+	f.Reason = safe.Text(why)
 	return &f
 }
 

@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/job"
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // strangerMain is a process of another user, who knows all but a secret. It joins a job as
@@ -156,7 +156,7 @@ func TestStrangerCoordinates(t *testing.T) {
 	require.Equal(t, "listening\n", text)
 	for r := range 2 {
 		_, err := Join(t.Context(), oneHostConfig(t, "torchrun", port, r))
-		var other *sockets.UserError
+		var other *safe.UserError
 		require.ErrorAs(t, err, &other, "rank %d", r)
 		require.Equal(t, 65534, other.UID)
 		require.ErrorContains(t, err, "choose another port")

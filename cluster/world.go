@@ -8,7 +8,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/job"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A World is the membership of this process in one epoch of a job, as Run gives it to its
@@ -42,7 +42,7 @@ func newWorld(parent context.Context, r *runner, m job.Message) (*World, error) 
 	w := &World{epoch: m.Epoch, new: rec.New, left: rec.Left, news: make(chan struct{})}
 	w.membership = membership{job: r.cfg.Job, me: rec.Members[m.ID], members: rec.Members, key: r.k.To.Key, by: rec.By, number: m.Epoch}
 	for i := range w.left {
-		w.left[i].Reason = plain.Text(w.left[i].Reason)
+		w.left[i].Reason = safe.Text(w.left[i].Reason)
 	}
 	if w.ctx, w.cancel = r.k.Ctx, r.k.Cancel; !r.once {
 		w.ctx, w.cancel = context.WithCancelCause(parent)

@@ -15,9 +15,9 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/route"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -629,7 +629,7 @@ func readNaN(b []byte, rank, size int) *nccl.NaNError {
 	if len(b) > maxNaNReport || json.Unmarshal(b, e) != nil || e.Rank < 0 || e.Rank >= size || e.Rank == rank || e.Size != size || e.Index < 0 {
 		return nil
 	}
-	e.Device, e.Operation = plain.Text(e.Device), plain.Text(e.Operation)
+	e.Device, e.Operation = safe.Text(e.Device), safe.Text(e.Operation)
 	return e
 }
 

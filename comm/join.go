@@ -19,8 +19,8 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/route"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -393,7 +393,7 @@ func decode(key string, b []byte, v any) error {
 	if err := json.Unmarshal(b, v); err != nil {
 		return fmt.Errorf("%s: %w", key, err)
 	}
-	plain.Record(v)
+	safe.Record(v)
 	return nil
 }
 
@@ -505,7 +505,7 @@ func errLeft(answer string) error {
 	if answer == shutDown {
 		return nil
 	}
-	who, why, _ := strings.Cut(plain.Text(answer), ": ")
+	who, why, _ := strings.Cut(safe.Text(answer), ": ")
 	text := who + " instead of shutting it down"
 	if why != "" {
 		text += ": " + why

@@ -13,7 +13,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -419,7 +419,7 @@ func (w *reporter) read(ctx context.Context, rank int) (x report, err error) {
 		return x, err
 	}
 	err = json.Unmarshal(b, &x)
-	plain.Record(&x)
+	safe.Record(&x)
 	return x, err
 }
 

@@ -10,7 +10,7 @@ import (
 	"reflect"
 
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -272,7 +272,7 @@ const maxErrorText = 4096
 // decodeValue decodes into a new variable: codecs do not overwrite fields that the data lacks.
 func decodeValue[T any](codec Codec, op string, rank int, failed bool, data []byte, to *T) error {
 	if failed {
-		return &ValueError{Op: op, Rank: rank, Reason: plain.Text(string(data[:min(len(data), maxErrorText)]))}
+		return &ValueError{Op: op, Rank: rank, Reason: safe.Text(string(data[:min(len(data), maxErrorText)]))}
 	}
 	var v T
 	if err := codec.Decode(data, &v); err != nil {

@@ -20,7 +20,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -86,7 +86,7 @@ func logFolder() (string, error) {
 		return "", err
 	}
 	path := filepath.Join(cache, "chorus", "cufile")
-	d, err := safefile.OutputFolder(path)
+	d, err := safe.OutputFolder(path)
 	if err != nil {
 		return "", err
 	}

@@ -16,7 +16,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -103,7 +103,7 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 func (f *File) start(folder *os.Root, flag int) (err error) {
 	var plain *os.File
 	if folder != nil {
-		plain, err = safefile.OpenIn(folder, f.path)
+		plain, err = safe.OpenIn(folder, f.path)
 		f.path = filepath.Join(folder.Name(), f.path)
 	} else { // without O_NONBLOCK, opening a pipe would wait for its other end
 		plain, err = os.OpenFile(f.path, flag|unix.O_NONBLOCK, 0o666)

@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -188,7 +188,7 @@ func (x *Exec) Dot(w io.Writer) error {
 	if err != nil {
 		return x.wrap(op, err)
 	}
-	f, err := safefile.Open(path)
+	f, err := safe.Open(path)
 	if err != nil {
 		return x.wrap(op, err)
 	}

@@ -10,7 +10,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Check looks for one hazard.
@@ -129,7 +129,7 @@ func Run(ctx context.Context, h *Host, checks []*Check) []Result {
 		<-r.done
 		all = append(all, r.results...)
 	}
-	plain.Record(&all)
+	safe.Record(&all)
 	return all
 }
 
@@ -332,7 +332,7 @@ func (r *Report) Write(w io.Writer, colour bool) error {
 			name = colours[f.verdict] + name + "\x1b[0m"
 		}
 		if len(f.ids) > 1 { // only unknown results are folded over checks
-			f.text, f.notes = f.text+":", plain.Wrap(f.ids, 80)
+			f.text, f.notes = f.text+":", safe.WrapNames(f.ids, 80)
 			fmt.Fprintf(&b, "%s  %s\n", name, f.text)
 		} else {
 			fmt.Fprintf(&b, "%s  %-*s  %s\n", name, width, f.ids[0], r.places(f.results)+f.text)

@@ -11,7 +11,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Store is the store of the job.
@@ -430,7 +430,7 @@ func Compare(checks []*Check, hosts []*Facts) []Result {
 			all = append(all, r)
 		}
 	}
-	plain.Record(&all)
+	safe.Record(&all)
 	return all
 }
 

@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A CompileError contains the messages of the compiler.
@@ -40,10 +40,10 @@ func (e *CompileError) Unwrap() error { return e.Err }
 // A compiler makes binaries for one architecture.
 type compiler struct {
 	rtc      cudacc.NVRTC
-	arch     int             // of the device: 90 is compute capability 9.0
-	store    *safefile.Store // nil means none
-	toolkit  string          // the directory of CUDA's headers; "" if it was not found or the source includes nothing
-	searched string          // the paths that were searched for it
+	arch     int         // of the device: 90 is compute capability 9.0
+	store    *safe.Store // nil means none
+	toolkit  string      // the directory of CUDA's headers; "" if it was not found or the source includes nothing
+	searched string      // the paths that were searched for it
 }
 
 func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
@@ -55,7 +55,7 @@ func newCompiler(dev *device.Device, src *Source) (*compiler, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &compiler{rtc: rtc, arch: 10*major + minor, store: safefile.UserStore()}
+	c := &compiler{rtc: rtc, arch: 10*major + minor, store: safe.UserStore()}
 	if lib, ok := rtc.(interface{ Path() string }); ok && includeLine.MatchString(src.CUDA) {
 		c.toolkit, c.searched = findHeaders(lib.Path())
 	}
@@ -76,7 +76,7 @@ func (c *compiler) binary(src *Source) ([]byte, error) {
 	if c.toolkit != "" && includeLine.MatchString(src.CUDA) {
 		options = append(options, "--include-path="+c.toolkit)
 	}
-	k := safefile.NewKey("NVRTC 1", src.Name, src.CUDA, fmt.Sprintf("NVRTC %d.%d", major, minor))
+	k := safe.NewKey("NVRTC 1", src.Name, src.CUDA, fmt.Sprintf("NVRTC %d.%d", major, minor))
 	k.Add(options...)
 	addHeaders(k, src.CUDA, options)
 	key := k.Sum()
@@ -203,7 +203,7 @@ func includeFolders(options []string) (folders []string) {
 // addHeaders adds to a key the contents of every header that the source includes, directly or
 // indirectly, if it is in the directories of the options. A header that is not found there
 // is added by its name, because NVRTC has some built in.
-func addHeaders(k *safefile.Key, source string, options []string) {
+func addHeaders(k *safe.Key, source string, options []string) {
 	folders := includeFolders(options)
 	seen := map[string]bool{}
 	var walk func(text, from string)
@@ -239,7 +239,7 @@ const headerLimit = 64 << 20
 func readHeader(name, from string, folders []string) (path, data string) {
 	for _, f := range append([]string{from}, folders...) {
 		path := filepath.Join(f, name)
-		if b, err := safefile.Read(path, headerLimit); err == nil {
+		if b, err := safe.Read(path, headerLimit); err == nil {
 			return path, string(b)
 		}
 	}

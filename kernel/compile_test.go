@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // The program has the source as it is, so that lines in messages are the
@@ -168,12 +168,12 @@ func (f *fakeNVRTC) DestroyProgram(cudacc.NVRTCProgram) cudacc.Result { return c
 
 func fakeCompiler(folder string) (*compiler, *fakeNVRTC) {
 	f := &fakeNVRTC{}
-	return &compiler{rtc: f, arch: 90, store: &safefile.Store{Folder: folder, Limit: safefile.StoreLimit}}, f
+	return &compiler{rtc: f, arch: 90, store: &safe.Store{Folder: folder, Limit: safe.StoreLimit}}, f
 }
 
 func kernelFiles(t *testing.T, folder string) []string {
 	t.Helper()
-	found, err := filepath.Glob(filepath.Join(folder, "*"+safefile.StoreSuffix))
+	found, err := filepath.Glob(filepath.Join(folder, "*"+safe.StoreSuffix))
 	require.NoError(t, err)
 	return found
 }
@@ -380,8 +380,8 @@ func TestStoreProcesses(t *testing.T) {
 	}
 	require.Len(t, kernelFiles(t, dir), 20)
 	for _, path := range kernelFiles(t, dir) {
-		key := strings.TrimSuffix(filepath.Base(path), safefile.StoreSuffix)
-		_, ok := (&safefile.Store{Folder: dir, Limit: safefile.StoreLimit}).Load(key)
+		key := strings.TrimSuffix(filepath.Base(path), safe.StoreSuffix)
+		_, ok := (&safe.Store{Folder: dir, Limit: safe.StoreLimit}).Load(key)
 		require.True(t, ok, path)
 	}
 }
@@ -416,7 +416,7 @@ func TestStoreTrustsThisUserOnly(t *testing.T) {
 	compiles("a link", 1)
 	c.store.Limit = 10
 	compiles("a file above the limit", 1)
-	c.store.Limit = safefile.StoreLimit
+	c.store.Limit = safe.StoreLimit
 
 	if os.Geteuid() != 0 {
 		t.Skip("only root can give the folder to another user")

@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/memory"
 )
@@ -75,7 +75,7 @@ func openShadow(src *Source, said map[string][]declared) (*shadow, error) {
 	if err != nil {
 		return nil, nil // for example without a compiler
 	}
-	store, refused := safefile.UserStore(), safefile.NewKey("not for the host", key).Sum()
+	store, refused := safe.UserStore(), safe.NewKey("not for the host", key).Sum()
 	if _, ok := store.Load(refused); ok {
 		return nil, nil
 	}

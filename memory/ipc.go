@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -279,7 +279,7 @@ func (x *ipc) link(name string) (*ipcLink, error) {
 	if err != nil {
 		return nil, fmt.Errorf("that process is gone, or in another container: %w", err)
 	}
-	if err := sockets.CheckUser(c); err != nil {
+	if err := safe.CheckUser(c); err != nil {
 		c.Close()
 		return nil, err
 	}

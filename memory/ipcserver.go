@@ -24,8 +24,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -79,7 +78,7 @@ func (v *ipcServer) accept() {
 		}
 		p := &ipcPeer{conn: c, open: map[*ipcExport]int{}}
 		v.mu.Lock()
-		stays := !v.closed && sockets.CheckUser(c) == nil
+		stays := !v.closed && safe.CheckUser(c) == nil
 		if stays {
 			v.peers[p] = true
 		}
@@ -578,7 +577,7 @@ func receivePacket(c *net.UnixConn, v any) (files []int, err error) {
 		err = errors.New("a packet was cut off")
 	default:
 		err = json.Unmarshal(text[:n], v)
-		plain.Record(v)
+		safe.Record(v)
 	}
 	if err != nil {
 		closeFiles(files)

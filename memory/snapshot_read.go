@@ -9,7 +9,7 @@ import (
 	"reflect"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/torchfile"
 )
 
@@ -48,7 +48,7 @@ const (
 // readValue reads the values of a snapshot. If pass is not nil, it gets the entries of the
 // traces, which are then not kept.
 func readValue(packed io.Reader, pass func(device int, entry any) error) (any, error) {
-	plain, err := safefile.Unzip(packed)
+	plain, err := safe.Unzip(packed)
 	if err != nil {
 		return nil, err
 	}
@@ -73,7 +73,7 @@ func readValue(packed io.Reader, pass func(device int, entry any) error) (any, e
 	if j.mistake != nil {
 		return nil, j.mistake
 	}
-	if safefile.EndsEarly(err) {
+	if safe.EndsEarly(err) {
 		err = io.ErrUnexpectedEOF
 	}
 	if err != nil {

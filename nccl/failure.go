@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -212,7 +212,7 @@ func (c *Communicator) writeTraces() {
 func (c *Communicator) writeTracesTo(prefix string) {
 	var b bytes.Buffer // so that no process ends between the creation of the file and most of the work
 	_ = DumpTrace(&b)
-	f, err := safefile.CreatePrivate(prefix + strconv.Itoa(c.rank) + suffix(c.rec.Name))
+	f, err := safe.CreatePrivate(prefix + strconv.Itoa(c.rank) + suffix(c.rec.Name))
 	if err != nil {
 		return // the failure is more important
 	}

@@ -13,7 +13,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/backend"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A CheckConfig configures [Check]; nil means the quick profile with the usual limits. It must be the same on all
@@ -194,7 +194,7 @@ func (c *checker) skip(reason string) {
 func (c *checker) finish(ctx context.Context) (*CheckReport, error) {
 	r := c.report
 	r.Took = time.Since(c.begun).Seconds()
-	plain.Record(&r.Findings)
+	safe.Record(&r.Findings)
 	for _, f := range r.Findings {
 		c.cfg.Log.Warn("finding", "kind", string(f.Kind), "step", f.Step, "reason", f.Reason, "gpus", names(f.GPUs), "hosts", f.Hosts)
 	}
@@ -264,7 +264,7 @@ func exchange[T any](ctx context.Context, c *checker, name string, mine []T) (ma
 		if err := json.Unmarshal(text, &m); err != nil || len(m.Values) != 1 {
 			return nil, fmt.Errorf("perf: check: the result of rank %d is not readable: all processes need the same version of chorus", rank)
 		}
-		plain.Record(&m.Values)
+		safe.Record(&m.Values)
 		all[rank] = m.Values
 	}
 	return all, nil

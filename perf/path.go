@@ -14,7 +14,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/nvml"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Path is what carried the data between two ranks, if that is proved by NCCL's log of its connections and by the
@@ -99,7 +99,7 @@ func loggedTransports() map[[2]int]string {
 	if recording.file == "" {
 		return nil
 	}
-	text, err := safefile.Read(recording.file, mostLog)
+	text, err := safe.Read(recording.file, mostLog)
 	if err != nil {
 		return nil
 	}

@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -107,7 +107,7 @@ func gpusOf(ctx context.Context, g *comm.Group) ([]GPU, error) {
 		return nil, err
 	}
 	all, err := comm.GatherValues(ctx, g, nil, mine...)
-	plain.Record(&all)
+	safe.Record(&all)
 	return all, err
 }
 

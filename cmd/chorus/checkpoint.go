@@ -16,8 +16,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/checkpoint"
-	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/torchfile"
 )
 
@@ -184,7 +183,7 @@ func listSteps(out io.Writer, folders []string, asJSON bool) error {
 	for _, r := range reports {
 		state := "complete"
 		if !r.Complete {
-			state = "not complete: " + plain.Text(r.Reason)
+			state = "not complete: " + safe.Text(r.Reason)
 		}
 		fmt.Fprintf(&b, "%12d %10s %6d %6d %8d  %s\n", r.Step, gigabytes(r.Bytes), r.Files, r.Ranks, r.Tensors, state)
 	}
@@ -210,7 +209,7 @@ func reportStep(folder string) stepReport {
 func (r *checkpointReport) write(out io.Writer) error {
 	var b strings.Builder
 	for _, t := range r.Tensors {
-		fmt.Fprintf(&b, "%-8s %-20s %10s  %s\n", t.DType, shapeText(t.Shape), gigabytes(t.Bytes), plain.Text(t.Name))
+		fmt.Fprintf(&b, "%-8s %-20s %10s  %s\n", t.DType, shapeText(t.Shape), gigabytes(t.Bytes), safe.Text(t.Name))
 	}
 	fmt.Fprintf(&b, "%d tensors, %s\n", len(r.Tensors), gigabytes(r.Bytes))
 	_, err := io.WriteString(out, b.String())
@@ -251,7 +250,7 @@ func archivesOf(path string, c *checkpoint.Checkpoint) (map[string][]section, er
 	if _, err := os.Lstat(meta); err != nil {
 		return archives, nil
 	}
-	text, err := safefile.Read(meta, torchfile.MostMetadata)
+	text, err := safe.Read(meta, torchfile.MostMetadata)
 	if err != nil {
 		return nil, err
 	}
@@ -270,7 +269,7 @@ func archivesOf(path string, c *checkpoint.Checkpoint) (map[string][]section, er
 
 // checkFile checks the archives in a file.
 func checkFile(ctx context.Context, path string, archives []section) (sums torchfile.Sums, err error) {
-	f, err := safefile.Open(path)
+	f, err := safe.Open(path)
 	if err != nil {
 		return sums, err
 	}
@@ -392,7 +391,7 @@ func infoText(t *checkpoint.Info) string {
 func writeDiff(out io.Writer, list []checkpoint.Difference, tensors int) error {
 	var b strings.Builder
 	for i := range list {
-		fmt.Fprintln(&b, plain.Text(list[i].String()))
+		fmt.Fprintln(&b, safe.Text(list[i].String()))
 	}
 	if len(list) == 0 {
 		fmt.Fprintf(&b, "%d tensors, no difference\n", tensors)

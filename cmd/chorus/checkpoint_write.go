@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/torchfile"
 )
 
@@ -94,7 +94,7 @@ func (f *writeFlags) reshard(ctx context.Context, out io.Writer, from, to string
 	if err != nil {
 		return err
 	}
-	_, err = fmt.Fprintf(out, "%s: step %d, %d tensors, %s in %d files\n", plain.Text(to), s.Step(), len(s.Tensors()), gigabytes(s.Bytes()), s.Files())
+	_, err = fmt.Fprintf(out, "%s: step %d, %d tensors, %s in %d files\n", safe.Text(to), s.Step(), len(s.Tensors()), gigabytes(s.Bytes()), s.Files())
 	return errors.Join(err, s.Close())
 }
 
@@ -144,7 +144,7 @@ func (f *writeFlags) export(ctx context.Context, out io.Writer, from, to string,
 	case err != nil:
 		return err
 	}
-	_, err = fmt.Fprintf(out, "%s: %d tensors, %s\n", plain.Text(to), len(c.Infos()), gigabytes(c.Bytes()))
+	_, err = fmt.Fprintf(out, "%s: %d tensors, %s\n", safe.Text(to), len(c.Infos()), gigabytes(c.Bytes()))
 	return err
 }
 
@@ -278,20 +278,20 @@ func verdict(path string, err error) string {
 }
 
 func (r *verifyReport) write(out io.Writer) error {
-	text := fmt.Sprintf("%s: %s, all digests match\n", plain.Text(r.Path), gigabytes(r.Bytes))
+	text := fmt.Sprintf("%s: %s, all digests match\n", safe.Text(r.Path), gigabytes(r.Bytes))
 	switch {
 	case len(r.Errors) > 0:
 		text = ""
 		for _, e := range r.Errors {
-			text += fmt.Sprintf("%s: %s: %s\n", plain.Text(r.Path), r.Verdict, plain.Text(e))
+			text += fmt.Sprintf("%s: %s: %s\n", safe.Text(r.Path), r.Verdict, safe.Text(e))
 		}
 	case r.CRC32 > 0:
-		text = fmt.Sprintf("%s: %s, checked: the headers, that the files have the bytes of all tensors, and the CRC-32 of %d entries\n", plain.Text(r.Path), gigabytes(r.Bytes), r.CRC32)
+		text = fmt.Sprintf("%s: %s, checked: the headers, that the files have the bytes of all tensors, and the CRC-32 of %d entries\n", safe.Text(r.Path), gigabytes(r.Bytes), r.CRC32)
 		if r.unchecked > 0 {
 			text = fmt.Sprintf("%s; not checked: %d files or entries without a CRC-32\n", strings.TrimSuffix(text, "\n"), r.unchecked)
 		}
 	case !r.Digest:
-		text = fmt.Sprintf("%s: %s, checked: the headers, and that the files have the bytes of all tensors; not checked: the elements, because the files have no digests\n", plain.Text(r.Path), gigabytes(r.Bytes))
+		text = fmt.Sprintf("%s: %s, checked: the headers, and that the files have the bytes of all tensors; not checked: the elements, because the files have no digests\n", safe.Text(r.Path), gigabytes(r.Bytes))
 	}
 	_, err := io.WriteString(out, text)
 	return err

@@ -20,7 +20,7 @@ import (
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/perf"
 )
@@ -104,7 +104,7 @@ func checkNames() string {
 	for _, c := range health.Checks {
 		names = append(names, c.ID)
 	}
-	return strings.Join(plain.Wrap(names, 80), "\n  ")
+	return strings.Join(safe.WrapNames(names, 80), "\n  ")
 }
 
 // print writes the report. Its error is the exit code of a host that is not ready.
@@ -275,7 +275,7 @@ func (v *visit) collect(ctx context.Context) (*health.Report, error) {
 		if err := json.Unmarshal(text, &one); err != nil {
 			return nil, fmt.Errorf("the results of host %s: %w", name, err)
 		}
-		plain.Record(&one.Results)
+		safe.Record(&one.Results)
 		r.Results, facts = append(r.Results, one.Results...), append(facts, one.Facts)
 	}
 	if v.Job {

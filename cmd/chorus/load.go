@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/checkpoint"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -270,7 +270,7 @@ const mostDigests = 64 << 20
 
 // checkDigests compares the tensors in the files with the recorded digests.
 func checkDigests(ctx context.Context, c *checkpoint.Checkpoint, path string) error {
-	text, err := safefile.Read(path, mostDigests)
+	text, err := safe.Read(path, mostDigests)
 	if err != nil {
 		return fmt.Errorf("--digests: %w", err)
 	}

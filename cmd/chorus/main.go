@@ -18,9 +18,8 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/route"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // commands construct the subcommands, in the order that the help shows.
@@ -49,7 +48,7 @@ func main() {
 func run(args []string) int {
 	root := newRootCommand()
 	root.SetArgs(args)
-	out := &countingWriter{out: plain.NewWriter(os.Stdout)} // file and host names may contain control characters
+	out := &countingWriter{out: safe.NewWriter(os.Stdout)} // file and host names may contain control characters
 	root.SetOut(out)
 	command, err := root.ExecuteC()
 	if err == nil {
@@ -58,13 +57,13 @@ func run(args []string) int {
 	if out.n == 0 && printsJSON(command) {
 		_ = encode(out, struct {
 			Error string `json:"error"`
-		}{plain.Lines(err.Error())})
+		}{safe.Lines(err.Error())})
 	}
 	var code exitCode
 	if errors.As(err, &code) { // the command has printed the reason
 		return int(code)
 	}
-	fmt.Fprintf(os.Stderr, "chorus: %s\n", plain.Lines(err.Error()))
+	fmt.Fprintf(os.Stderr, "chorus: %s\n", safe.Lines(err.Error()))
 	return codeOf(err)
 }
 
@@ -301,7 +300,7 @@ type lateFile struct {
 
 // createLate opens a file and creates it if it does not exist.
 func createLate(name string) (io.WriteCloser, error) {
-	file, err := safefile.Keep(name)
+	file, err := safe.Keep(name)
 	if err != nil {
 		return nil, err
 	}

@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/memtrace"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -218,7 +218,7 @@ func (f *replayFlags) read(files []string) (recordings []*memtrace.Recording, tr
 }
 
 func readTraces(name string) (*memtrace.Recording, error) {
-	file, err := safefile.Open(name)
+	file, err := safe.Open(name)
 	if err != nil {
 		return nil, err
 	}
@@ -366,7 +366,7 @@ func draw(name string, t fileTrace, got *memtrace.Result, where string) error {
 			{Name: "recorded: allocated", Value: t.Recorded.Allocated},
 		},
 	}
-	file, err := safefile.Create(name)
+	file, err := safe.Create(name)
 	if err != nil {
 		return err
 	}

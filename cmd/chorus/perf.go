@@ -18,7 +18,7 @@ import (
 	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/perf"
 )
 
@@ -252,7 +252,7 @@ func (f *perfFlags) readBaseline() (*perf.Report, error) {
 	if f.baseline == "" {
 		return nil, nil
 	}
-	text, err := safefile.Read(f.baseline, mostReport)
+	text, err := safe.Read(f.baseline, mostReport)
 	if err != nil {
 		return nil, fmt.Errorf("--baseline: %w", err)
 	}

@@ -21,7 +21,7 @@ import (
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/launch"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/perf"
 )
 
@@ -510,7 +510,7 @@ func (p *preflight) agree(ctx context.Context, m *member, r *preflightReport) {
 		fail("the result of rank 0 is not readable", err)
 		return
 	}
-	plain.Record(&list)
+	safe.Record(&list)
 	r.Findings = list
 }
 

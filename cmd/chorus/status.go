@@ -18,9 +18,8 @@ import (
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
 	"github.com/gochorus/chorus/internal/analyze"
-	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 const statusLong = `Show the state of a job that chorus run has started: its epoch and hosts, and for each
@@ -143,7 +142,7 @@ func watch(ctx context.Context, client *monitor.Client, j *monitor.Job) (err err
 	defer func() {
 		fmt.Print(leaveScreen)
 		if err == nil {
-			fmt.Printf("job %s has ended\n", plain.Text(j.Job))
+			fmt.Printf("job %s has ended\n", safe.Text(j.Job))
 		}
 	}()
 	for {
@@ -172,7 +171,7 @@ func frame(text string, columns int) string {
 	var b strings.Builder
 	b.WriteString(screenStart)
 	for line := range strings.Lines(text) {
-		r := []rune(plain.Text(strings.TrimSuffix(line, "\n")))
+		r := []rune(safe.Text(strings.TrimSuffix(line, "\n")))
 		b.WriteString(string(r[:min(len(r), columns)]) + clearLine + "\r\n")
 	}
 	return b.String() + clearRest
@@ -217,7 +216,7 @@ rank that arrived last in a collective to the other ranks, and from sends to rec
 			if err != nil {
 				return err
 			}
-			f, err := safefile.Create(out)
+			f, err := safe.Create(out)
 			if err != nil {
 				return fmt.Errorf("timeline: merge: %w", err)
 			}

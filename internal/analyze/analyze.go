@@ -4,7 +4,7 @@
 //
 // LoadTimeline reads the files of internal/timeline. A Timeline merges those of all ranks into one file for
 // Perfetto, and computes how much of the communication is hidden behind kernels. The files may come from
-// anybody: Load limits their size and number, and no text of a file reaches the report without plain.Text.
+// anybody: Load limits their size and number, and no text of a file reaches the report without safe.Text.
 package analyze
 
 import (

@@ -9,8 +9,8 @@ import (
 	"slices"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Job has the recorded operations of all ranks.
@@ -99,14 +99,14 @@ func (j *Job) add(d *dump) error {
 	}
 	if !d.fromChorus() { // PyTorch writes one file for each rank
 		if other := j.torchFiles[d.world]; other != "" {
-			j.twiceFiles = append(j.twiceFiles, [2]string{other, plain.Text(d.file)})
+			j.twiceFiles = append(j.twiceFiles, [2]string{other, safe.Text(d.file)})
 		}
-		j.torchFiles[d.world] = plain.Text(d.file)
+		j.torchFiles[d.world] = safe.Text(d.file)
 	}
 	byGroup, wrapped := d.divide()
 	for _, id := range slices.Sorted(maps.Keys(d.config)) {
 		c := d.config[id]
-		plain.Record(&c)
+		safe.Record(&c)
 		if err := j.addGroup(d, id, &c, byGroup[id], wrapped); err != nil {
 			return err
 		}
@@ -141,7 +141,7 @@ func (j *Job) addGroup(d *dump, id string, c *rawConfig, list []entry, wrapped b
 	if d.fromChorus() {
 		world = -1
 	}
-	m := &member{node: &node{world: world, guessed: d.guessed, eliminated: d.eliminated}, file: plain.Text(d.file), list: list, full: wrapped}
+	m := &member{node: &node{world: world, guessed: d.guessed, eliminated: d.eliminated}, file: safe.Text(d.file), list: list, full: wrapped}
 	g := &group{key: c.Name, name: cmp.Or(c.Desc, "group "+c.Name), size: len(ranks), world: ranks, members: map[int]*member{}}
 	if c.Rank == nil {
 		g.key = fmt.Sprint(c.Name, ranks)
@@ -183,7 +183,7 @@ func (d *dump) describe(id string, g *group, m *member) {
 		if strconv.FormatInt(s.Group, 10) != id {
 			continue
 		}
-		m.device, m.uuid, m.end, m.follows = s.Device, s.UUID, plain.Text(s.End), s.EndFollows
+		m.device, m.uuid, m.end, m.follows = s.Device, s.UUID, safe.Text(s.End), s.EndFollows
 		m.unknown = s.Capacity == 0 && s.Issued > 0
 		m.full = m.full || s.Shortened
 		for i := range m.list {

@@ -8,7 +8,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // newJobs returns the job of the dumps. If some of them contradict each other, and the folder, the names and the groups
@@ -79,7 +79,7 @@ func newJobOf(dumps []*dump, files []File) *Job {
 	for _, d := range dumps {
 		j.unnamed = j.unnamed || d.unnamed
 		if err := j.add(d); err != nil {
-			files[d.at].Error, files[d.at].From = plain.Text(err.Error()), ""
+			files[d.at].Error, files[d.at].From = safe.Text(err.Error()), ""
 		}
 	}
 	j.files = files
@@ -135,7 +135,7 @@ func divideJobs(dumps []*dump) (parts [][]*dump) {
 // nameOf returns a name for the job of some files: what their paths have in common.
 func nameOf(dumps []*dump) string {
 	if len(dumps) == 1 {
-		return plain.Text(dumps[0].file)
+		return safe.Text(dumps[0].file)
 	}
 	name := stem(dumps[0].file)
 	for _, d := range dumps {
@@ -143,7 +143,7 @@ func nameOf(dumps []*dump) string {
 			name = name[:len(name)-1]
 		}
 	}
-	return plain.Text(cmp.Or(strings.TrimRight(name, "_-."), filepath.Dir(dumps[0].file)))
+	return safe.Text(cmp.Or(strings.TrimRight(name, "_-."), filepath.Dir(dumps[0].file)))
 }
 
 // analyzeJobs returns the report of all jobs: its verdict is that of the first job with a finding.

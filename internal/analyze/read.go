@@ -16,9 +16,8 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
-	"github.com/gochorus/chorus/internal/plain"
 	"github.com/gochorus/chorus/internal/ras"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/torchfile"
 )
 
@@ -89,7 +88,7 @@ func decode(r io.Reader) (*dump, error) {
 	default:
 		err = d.readJSON(b)
 	}
-	if safefile.EndsEarly(err) {
+	if safe.EndsEarly(err) {
 		err = errors.New("the file is truncated: the process ended while it wrote the file, or the copy is incomplete")
 	}
 	d.setQueued()
@@ -132,7 +131,7 @@ func (l *limited) Read(b []byte) (int, error) {
 
 // readJSON reads the outermost object, and the entries one by one.
 func (d *dump) readJSON(r io.Reader) error {
-	f, begun := safefile.NewJSON(r, mostValueBytes), false
+	f, begun := safe.NewJSON(r, mostValueBytes), false
 	err := f.Object(func(key string) error {
 		begun = true
 		read := func(to any) error { return f.Value(key, to) }
@@ -162,7 +161,7 @@ func (d *dump) field(key string, read func(any) error) error {
 		if err := read(&d.source); err != nil {
 			return err
 		}
-		plain.Record(d.source)
+		safe.Record(d.source)
 		return nil
 	}
 	var ignored json.RawMessage
@@ -177,7 +176,7 @@ func (d *dump) addEntry(read func(any) error) error {
 	if err := read(&raw); err != nil {
 		return fmt.Errorf("entry %d: %w", len(d.entries), err)
 	}
-	plain.Record(&raw)
+	safe.Record(&raw)
 	e, err := raw.entry(d.texts)
 	if err == nil && e.op == "coalesced" {
 		d.setCoalesced(&e)
@@ -317,7 +316,7 @@ func Load(paths []string, pattern *regexp.Regexp) (*Job, error) {
 	var dumps []*dump
 	var files []File
 	for i, name := range names {
-		f := File{Name: plain.Text(name), From: "chorus"}
+		f := File{Name: safe.Text(name), From: "chorus"}
 		d, err := loadFile(name)
 		if err == nil {
 			d.at = i
@@ -332,7 +331,7 @@ func Load(paths []string, pattern *regexp.Regexp) (*Job, error) {
 			}
 		}
 		if err != nil {
-			f.Error, f.From = plain.Text(err.Error()), ""
+			f.Error, f.From = safe.Text(err.Error()), ""
 		}
 		files = append(files, f)
 	}
@@ -357,7 +356,7 @@ func (j *Job) Add(r io.Reader) error {
 }
 
 func loadFile(name string) (*dump, error) {
-	f, err := safefile.Open(name)
+	f, err := safe.Open(name)
 	if err != nil {
 		return nil, err
 	}

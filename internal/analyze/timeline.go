@@ -14,8 +14,7 @@ import (
 	"slices"
 	"strings"
 
-	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/timeline"
 )
 
@@ -234,23 +233,23 @@ func LoadTimeline(dir string) (*Timeline, error) {
 			continue
 		}
 		if len(files) == mostTimelineFiles {
-			return nil, fmt.Errorf("timeline: %s has more than %d files", plain.Text(dir), mostTimelineFiles)
+			return nil, fmt.Errorf("timeline: %s has more than %d files", safe.Text(dir), mostTimelineFiles)
 		}
 		f, err := loadTimelineFile(filepath.Join(dir, e.Name()), left)
 		if err != nil {
-			return nil, fmt.Errorf("timeline: %s: %w", plain.Text(e.Name()), err)
+			return nil, fmt.Errorf("timeline: %s: %w", safe.Text(e.Name()), err)
 		}
 		left -= len(f.records)
 		files = append(files, f)
 	}
 	if len(files) == 0 {
-		return nil, fmt.Errorf("timeline: %s has no files of a timeline: set CHORUS_TIMELINE=%[1]s for the job, or call timeline.Start", plain.Text(dir))
+		return nil, fmt.Errorf("timeline: %s has no files of a timeline: set CHORUS_TIMELINE=%[1]s for the job, or call timeline.Start", safe.Text(dir))
 	}
 	return newTimeline(files), nil
 }
 
 func loadTimelineFile(path string, most int) (*file, error) {
-	r, err := safefile.Open(path)
+	r, err := safe.Open(path)
 	if err != nil {
 		return nil, err
 	}
@@ -306,7 +305,7 @@ func (f *file) add(line []byte, first bool) error {
 		if err := json.Unmarshal(line, &f.header); err != nil {
 			return err
 		}
-		plain.Record(&f.header)
+		safe.Record(&f.header)
 		if f.header.Format != format {
 			return fmt.Errorf("the file has the format %d: this chorus reads %d", f.header.Format, format)
 		}
@@ -319,7 +318,7 @@ func (f *file) add(line []byte, first bool) error {
 	if err := json.Unmarshal(line, &x); err != nil {
 		return err
 	}
-	plain.Record(&x)
+	safe.Record(&x)
 	if err := check(&x); err != nil {
 		return err
 	}

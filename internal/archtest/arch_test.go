@@ -21,8 +21,8 @@ const module = "github.com/gochorus/chorus"
 // them. A package imports packages of earlier rows only. A name with a star is
 // a pattern.
 var layers = [][]string{
-	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/plain", "internal/poll", "internal/sockets", "internal/testhost"},
-	{"internal/safefile"},
+	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/poll", "internal/testhost"},
+	{"internal/safe"},
 	{"internal/torchfile", "internal/ras", "internal/timeline"},
 	{"internal/analyze"},
 	{"memory/internal/alloc"},
@@ -62,7 +62,7 @@ var importers = map[string][]string{
 	"github.com/hashicorp/memberlist": {"internal/job"},
 	"github.com/NVIDIA/go-nvml":       {"internal/nvml"},
 	"golang.org/x/sync":               {"comm"},
-	"golang.org/x/sys":                {"internal/sockets", "internal/cudacc", "internal/env", "internal/dl", "internal/virtual/machine", "memory", "internal/job", "internal/launch", "gds", "checkpoint", "internal/fabric"},
+	"golang.org/x/sys":                {"internal/safe", "internal/cudacc", "internal/env", "internal/dl", "internal/virtual/machine", "memory", "internal/job", "internal/launch", "gds", "checkpoint", "internal/fabric"},
 	"github.com/klauspost/compress":   {"internal/cudacc", "internal/analyze"},
 	"gonum.org/v1/gonum":              {"internal/virtual/machine"},
 	"gonum.org/v1/plot":               {"cmd/chorus/internal/results", "examples/internal/training"},

@@ -9,7 +9,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/internal/memtrace"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -125,7 +125,7 @@ func replayed(events []memtrace.Event, blockNumbers int) setup {
 
 // traceFigures are a figure for each trace in a file.
 func traceFigures(path string) (list []figure, err error) {
-	f, err := safefile.Open(path)
+	f, err := safe.Open(path)
 	if err != nil {
 		return nil, err
 	}

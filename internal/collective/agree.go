@@ -8,7 +8,7 @@ import (
 	"strings"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Said is what a rank tells all ranks about its part of a collective call: a value, or why it cannot go on. The ranks
@@ -82,7 +82,7 @@ func Agree[T any](ctx context.Context, exchange Exchange, ranks int, mine T, fai
 		if err := json.Unmarshal(all[i], &said); err != nil {
 			return nil, fmt.Errorf("exchange: what rank %d has said: %w", i, err)
 		}
-		plain.Record(&said)
+		safe.Record(&said)
 		if err := said.err(i); err != nil {
 			if ctx.Err() != nil { // one context may have ended for several ranks
 				err = errors.Join(err, context.Cause(ctx))

@@ -17,7 +17,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 //go:embed src/shim.h
@@ -71,9 +71,9 @@ func compiler() (string, error) {
 	return cxx, err
 }
 
-// HostKey returns the key of a program in a safefile.Store. It has the compiler and what CompileHost adds to
+// HostKey returns the key of a program in a safe.Store. It has the compiler and what CompileHost adds to
 // a source; the caller adds the rest. Without g++ the error matches exec.ErrNotFound.
-func HostKey() (*safefile.Key, error) {
+func HostKey() (*safe.Key, error) {
 	cxx, err := compiler()
 	if err != nil {
 		return nil, err
@@ -82,12 +82,12 @@ func HostKey() (*safefile.Key, error) {
 	if err != nil {
 		return nil, err
 	}
-	return safefile.NewKey("host 2", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, cores, main), nil
+	return safe.NewKey("host 2", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, cores, main), nil
 }
 
 // StoredHostProgram returns the program that the user's store has under a key, or builds it and stores it.
 func StoredHostProgram(key string, build func() (*HostProgram, error)) (*HostProgram, error) {
-	store := safefile.UserStore()
+	store := safe.UserStore()
 	if image, ok := store.Load(key); ok {
 		if p, err := load(image); err == nil {
 			return p, nil

@@ -17,7 +17,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 const source = `
@@ -236,7 +236,7 @@ func TestStored(t *testing.T) {
 	}
 	require.NoError(t, err)
 	key, built := k.Sum(), 0
-	for i, at := range []string{key, key, safefile.NewKey(key).Sum()} {
+	for i, at := range []string{key, key, safe.NewKey(key).Sum()} {
 		p, err := StoredHostProgram(at, func() (*HostProgram, error) {
 			built++
 			return BuildHost(t.Context(), fmt.Sprintf("int main() { return %d; }", 3+i))
@@ -251,6 +251,6 @@ func TestStored(t *testing.T) {
 	require.Equal(t, 2, built)
 	_, err = StoredHostProgram("other", func() (*HostProgram, error) { return BuildHost(t.Context(), "int main(") })
 	require.ErrorContains(t, err, "expected")
-	_, found := safefile.UserStore().Load("other")
+	_, found := safe.UserStore().Load("other")
 	require.False(t, found)
 }

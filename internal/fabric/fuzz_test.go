@@ -7,7 +7,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // FuzzCards gives a rank what another rank of its group may say about itself.
@@ -24,7 +24,7 @@ func FuzzCards(f *testing.F) {
 			err = compareRanks(infos)
 		}
 		if err != nil {
-			require.Equal(t, plain.Text(err.Error()), err.Error())
+			require.Equal(t, safe.Text(err.Error()), err.Error())
 			return
 		}
 		require.Equal(t, 1, infos[1].Rank)

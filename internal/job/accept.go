@@ -9,7 +9,7 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // listening opens the listeners of a launcher. It omits keep-alives, whose four system calls are a third of the cost of a
@@ -39,7 +39,7 @@ func acceptAll(ln net.Listener, notify func(reason string), take func(net.Conn))
 		if errors.Is(err, net.ErrClosed) {
 			return
 		}
-		if err == nil && sockets.TakesReserve(c) {
+		if err == nil && safe.TakesReserve(c) {
 			c.Close()
 			err = syscall.EMFILE
 		}
@@ -116,7 +116,7 @@ func acceptCure(err error) string {
 // returns "" for connections of other programs, such as port scanners.
 func refusedLine(conn net.Conn, why error) string {
 	var reason string
-	other, foreign := errors.AsType[*sockets.UserError](why)
+	other, foreign := errors.AsType[*safe.UserError](why)
 	switch {
 	case foreign:
 		reason = other.Error()

@@ -15,7 +15,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/handle"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // An Agent is the member of one host in a job; it runs in the host's launcher. It
@@ -275,7 +275,7 @@ func (a *Agent) Report(local int, e Exit) error {
 	if e.Reason == "" {
 		e.Reason = describe(e.Code)
 	}
-	e.Reason = plain.Clip(e.Reason, MaxText) // the next coordinator gets it, too
+	e.Reason = safe.Clip(e.Reason, MaxText) // the next coordinator gets it, too
 	a.mu.Lock()
 	a.exited(e)
 	k := a.k
@@ -290,7 +290,7 @@ func (a *Agent) Report(local int, e Exit) error {
 // host a ...", for example "received SIGTERM". All launchers should exit with
 // code. If the coordinator is lost meanwhile, the next one learns it.
 func (a *Agent) Stop(reason string, code int) error {
-	f := Fault{Reason: plain.Clip(reason, MaxText), Code: code}
+	f := Fault{Reason: safe.Clip(reason, MaxText), Code: code}
 	a.mu.Lock()
 	a.stops = &f
 	k := a.k
@@ -592,7 +592,7 @@ func (a *Agent) CanDrain() bool {
 // coordinates, another one does so afterwards. The launcher gets an Order with Stop when its workers have left. If too few hosts would
 // remain, the job is stopped as by Stop.
 func (a *Agent) Drain(reason string, code int) error {
-	f := Fault{Reason: plain.Clip(reason, MaxText), Code: code}
+	f := Fault{Reason: safe.Clip(reason, MaxText), Code: code}
 	a.mu.Lock()
 	a.drains = &f
 	a.mu.Unlock()

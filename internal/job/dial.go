@@ -8,7 +8,7 @@ import (
 	"os"
 	"time"
 
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Target is a coordinator to connect to.
@@ -80,7 +80,7 @@ func authError(job, addr string, err error) error {
 			return &AuthError{Job: job, Addr: addr, Reason: final.Error()}
 		}
 	}
-	if other, ok := errors.AsType[*sockets.UserError](err); ok {
+	if other, ok := errors.AsType[*safe.UserError](err); ok {
 		return &AuthError{Job: job, Addr: addr, Reason: other.Error() + "; choose another port", err: other}
 	}
 	return fmt.Errorf("dial coordinator at %s: %w", addr, err)
@@ -121,7 +121,7 @@ func (to Target) PortTaken(ctx context.Context, taken error, cure string) error 
 	if errors.Is(ctx.Err(), context.Canceled) {
 		return JoinEnd(ctx, &JoinTimeoutError{Job: to.Job})
 	}
-	if _, other := errors.AsType[*sockets.UserError](met); other {
+	if _, other := errors.AsType[*safe.UserError](met); other {
 		return met
 	}
 	owner := "another program or another job has the port"

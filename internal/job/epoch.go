@@ -8,7 +8,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // An elastic is the part of a coordinator that forms epochs for processes that call Run.
@@ -868,7 +868,7 @@ func (c *coordinator) epochLine() string {
 	for _, m := range e.next.Members {
 		hosts[m.Node] = true
 	}
-	what := plain.Clip(strings.Join(parts, "; "), MaxText/2) // the whole line is a text of a record
+	what := safe.Clip(strings.Join(parts, "; "), MaxText/2) // the whole line is a text of a record
 	return fmt.Sprintf("epoch %d: %s on %s; %s; the job stood still for %v", c.epoch+1, quantity(len(e.next.Members), UnitProcess),
 		quantity(len(hosts), unitHost), what, (c.now - e.begun).Round(time.Millisecond))
 }

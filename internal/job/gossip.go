@@ -16,7 +16,7 @@ import (
 
 	"github.com/hashicorp/memberlist"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 const (
@@ -82,7 +82,7 @@ func decodeMeta(b []byte) (gossipMeta, error) {
 	if err := json.Unmarshal(b, &m); err != nil {
 		return m, err
 	}
-	m.Host = plain.Text(m.Host)
+	m.Host = safe.Text(m.Host)
 	if m.UUID == "" || m.Tag == "" {
 		return m, errors.New("node meta without a job or an identity")
 	}

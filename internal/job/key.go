@@ -14,7 +14,7 @@ import (
 	"syscall"
 
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 const (
@@ -116,7 +116,7 @@ func JobTag(job string) [tagBytes]byte {
 // the file. It ignores trailing white space, because editors add a newline and
 // pipes do not.
 func ReadSecretFile(path string) ([]byte, error) {
-	f, err := safefile.Open(path)
+	f, err := safe.Open(path)
 	if err != nil {
 		return nil, BadConfig("secret file: %v", err)
 	}

@@ -10,7 +10,7 @@ import (
 	"syscall"
 
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // UserSocket returns the name of the Unix socket that processes of one user on
@@ -35,7 +35,7 @@ func networkOf(addr string) string {
 // belongs to another user. For TCP, the handshake authenticates the peer.
 func knownPeer(c net.Conn) error {
 	if u, ok := c.(*net.UnixConn); ok {
-		return sockets.CheckUser(u)
+		return safe.CheckUser(u)
 	}
 	return nil
 }

@@ -8,7 +8,7 @@ import (
 	"fmt"
 	"reflect"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // FirstEpoch is the epoch in which a job starts, and the epoch of messages that do not
@@ -159,14 +159,14 @@ func Note(k Kind, v any) Message {
 	if len(record) <= MaxText {
 		return m
 	}
-	isLong := plain.LongestText(v) > MaxText
+	isLong := safe.LongestText(v) > MaxText
 	// Without any texts, the message may still be too long: then the stream that is to carry it ends.
 	for limit := MaxText; (isLong || m.bytes() > maxMessageBytes) && limit > maxNameBytes; limit /= 4 {
 		short := reflect.New(reflect.TypeOf(v))
 		if err := json.Unmarshal(record, short.Interface()); err != nil {
 			panic("cluster: " + err.Error()) // cannot fail, as in marshalRecord
 		}
-		plain.ClipRecord(short.Interface(), limit)
+		safe.ClipRecord(short.Interface(), limit)
 		m.Body, isLong = Pack(marshalRecord(short.Interface())), false
 	}
 	return m
@@ -193,7 +193,7 @@ func (m Message) Record(v any) error {
 	if err != nil {
 		return fmt.Errorf("record of kind %d: %w", m.Kind, err)
 	}
-	plain.ShortRecord(v, MaxText)
+	safe.ShortRecord(v, MaxText)
 	return nil
 }
 

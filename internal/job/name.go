@@ -6,7 +6,7 @@ import (
 	"encoding/hex"
 	"strings"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // maxNameBytes limits the names of jobs, hosts and processes.
@@ -17,8 +17,8 @@ func CheckName(of, name string) error {
 	switch {
 	case len(name) > maxNameBytes:
 		return BadConfig("the name of the %s has %d bytes: want at most %d", of, len(name), maxNameBytes)
-	case strings.ContainsRune(name, '\\') || plain.Text(name) != name:
-		return BadConfig("the name of the %s is %s: want graphic characters, and no backslash", of, plain.Text(name))
+	case strings.ContainsRune(name, '\\') || safe.Text(name) != name:
+		return BadConfig("the name of the %s is %s: want graphic characters, and no backslash", of, safe.Text(name))
 	}
 	return nil
 }

@@ -12,7 +12,7 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -98,7 +98,7 @@ func unpackStatus(b []byte) (*Status, error) {
 	if err := json.Unmarshal(text, s); err != nil {
 		return nil, err
 	}
-	plain.Record(s)
+	safe.Record(s)
 	return s, nil
 }
 

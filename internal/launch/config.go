@@ -17,8 +17,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/job"
-	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // Devices describes the devices of this host. Each worker gets one.
@@ -124,7 +123,7 @@ func (cfg *Config) complete() (Config, error) {
 // Log writes one line of the launcher itself to cfg.Stderr. The level is "INFO", "WARN" or "ERROR". rank is the
 // rank that the line is about, or nil. The caller makes sure that lines do not mix.
 func (cfg *Config) Log(level string, rank *int, text string) {
-	text = plain.Lines(text)
+	text = safe.Lines(text)
 	if !cfg.JSON {
 		fmt.Fprintf(cfg.Stderr, "chorus: %s\n", text)
 		return
@@ -167,7 +166,7 @@ func whyNot(path string, err error) error {
 	if !errors.Is(err, os.ErrNotExist) {
 		return err
 	}
-	f, openErr := safefile.Open(path)
+	f, openErr := safe.Open(path)
 	if openErr != nil {
 		return err
 	}

@@ -16,8 +16,7 @@ import (
 	"time"
 	"unicode/utf8"
 
-	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 const (
@@ -37,10 +36,10 @@ const (
 // without a launcher.
 type output struct {
 	prefix bool
-	raw    bool             // lines are written byte for byte
-	dir    *safefile.Folder // for log files, or nil
-	logs   []*os.File       // all that were opened; locked until close
-	named  map[string]bool  // names of logs of this launcher
+	raw    bool            // lines are written byte for byte
+	dir    *safe.Folder    // for log files, or nil
+	logs   []*os.File      // all that were opened; locked until close
+	named  map[string]bool // names of logs of this launcher
 	warn   func(string)
 	wg     sync.WaitGroup
 
@@ -146,7 +145,7 @@ func newOutput(cfg *Config, job string, warn func(string)) (*output, error) {
 	if cfg.LogDir == "" {
 		return o, nil
 	}
-	dir, err := safefile.OutputFolder(filepath.Join(cfg.LogDir, fileName(job)))
+	dir, err := safe.OutputFolder(filepath.Join(cfg.LogDir, fileName(job)))
 	if err != nil {
 		return nil, fmt.Errorf("make the log directory: %w", err)
 	}
@@ -178,7 +177,7 @@ func (o *output) openLogs(c *child, host string) error {
 	o.named[name] = true
 	for i, ext := range []string{".out", ".err"} {
 		f, err := o.dir.CreateLocked(name + ext)
-		if errors.Is(err, safefile.ErrInUse) {
+		if errors.Is(err, safe.ErrInUse) {
 			err = fmt.Errorf("%w: another launcher of a job with this name and folder is running: choose another --job or --log-dir, or wait for its end", err)
 		}
 		if err != nil {
@@ -345,7 +344,7 @@ func (o *output) format(s *stream, data []byte, open, last bool) (text []byte, o
 		case o.raw:
 			text = append(text, piece...)
 		default:
-			text = append(text, plain.Lines(string(piece))...)
+			text = append(text, safe.Lines(string(piece))...)
 		}
 		switch {
 		case o.raw && end == '\r':
@@ -436,7 +435,7 @@ func (o *output) wrote(s *stream, data []byte, last bool) {
 // add adds a piece of a line. Like a terminal, it keeps only the last of the pieces of progress that
 // carriage returns separate.
 func (t *tail) add(piece []byte, end byte) {
-	text := plain.Text(string(piece[:min(len(piece), tailWidth)]))
+	text := safe.Text(string(piece[:min(len(piece), tailWidth)]))
 	n := len(t.lines)
 	switch old := t.end; {
 	case n == 0 || old == '\n':

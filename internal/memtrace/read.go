@@ -11,7 +11,7 @@ import (
 	"os"
 	"slices"
 
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -77,9 +77,9 @@ func (rec *Recording) read(form string, r io.Reader, most int64) error {
 		return err
 	}
 	if form == "events" {
-		return rec.readEvents(safefile.NewJSON(r, mostValueBytes))
+		return rec.readEvents(safe.NewJSON(r, mostValueBytes))
 	}
-	return rec.readSequences(safefile.NewJSON(r, mostValueBytes))
+	return rec.readSequences(safe.NewJSON(r, mostValueBytes))
 }
 
 const snapshotForm = "segments"
@@ -93,7 +93,7 @@ func formOf(file io.Reader, most int64) (form string, err error) {
 	b := bufio.NewReader(r)
 	switch start, err := b.Peek(1); {
 	case errors.Is(err, io.ErrUnexpectedEOF):
-		return "", safefile.Truncated(err)
+		return "", safe.Truncated(err)
 	case err == io.EOF:
 		return "", errors.New("the file is empty")
 	case err != nil:
@@ -102,7 +102,7 @@ func formOf(file io.Reader, most int64) (form string, err error) {
 		return snapshotForm, nil
 	}
 	found := errors.New("found")
-	f := safefile.NewJSON(b, mostValueBytes)
+	f := safe.NewJSON(b, mostValueBytes)
 	err = f.Object(func(key string) error {
 		switch key {
 		case "events", "sequences", snapshotForm:
@@ -134,16 +134,16 @@ func checkSize(file io.ReadSeeker, most int64) error {
 		_, err = io.Copy(io.Discard, r)
 	}
 	if errors.Is(err, io.ErrUnexpectedEOF) {
-		return safefile.Truncated(err)
+		return safe.Truncated(err)
 	}
 	return err
 }
 
 // plain returns a reader of the uncompressed content of a file, which fails after most bytes.
 func plain(r io.Reader, most int64) (io.Reader, error) {
-	r, err := safefile.Unzip(r)
+	r, err := safe.Unzip(r)
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
-		return nil, safefile.Truncated(err)
+		return nil, safe.Truncated(err)
 	}
 	return &limited{r, most, most}, err
 }
@@ -178,7 +178,7 @@ func (e *recordedEvent) parse(text []byte) error {
 	return nil
 }
 
-func (rec *Recording) readEvents(f *safefile.JSONReader) error {
+func (rec *Recording) readEvents(f *safe.JSONReader) error {
 	var peaks Peaks
 	name, lists := "", 0
 	b := newBuilder("trace", &rec.spool)

@@ -5,7 +5,7 @@ import (
 	"fmt"
 	"io"
 
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -101,7 +101,7 @@ func ReadStats(r io.Reader) ([]Sequence, error) {
 		return nil, err
 	}
 	var list []Sequence
-	err = parseSequences(safefile.NewJSON(r, mostValueBytes), &sequenceFuncs{
+	err = parseSequences(safe.NewJSON(r, mostValueBytes), &sequenceFuncs{
 		step: func(q *Sequence, _ int, s *Step) error {
 			q.Steps = append(q.Steps, *s)
 			return nil
@@ -121,7 +121,7 @@ type sequenceFuncs struct {
 	end  func(q *Sequence) error
 }
 
-func parseSequences(f *safefile.JSONReader, fn *sequenceFuncs) error {
+func parseSequences(f *safe.JSONReader, fn *sequenceFuncs) error {
 	found := ""
 	err := f.Object(func(key string) error {
 		switch key {
@@ -138,7 +138,7 @@ func parseSequences(f *safefile.JSONReader, fn *sequenceFuncs) error {
 	return err
 }
 
-func parseSequence(f *safefile.JSONReader, fn *sequenceFuncs) error {
+func parseSequence(f *safe.JSONReader, fn *sequenceFuncs) error {
 	q := &Sequence{}
 	err := f.Object(func(key string) error {
 		switch key {
@@ -165,7 +165,7 @@ func parseSequence(f *safefile.JSONReader, fn *sequenceFuncs) error {
 	return fn.end(q)
 }
 
-func (rec *Recording) readSequences(f *safefile.JSONReader) error {
+func (rec *Recording) readSequences(f *safe.JSONReader) error {
 	var traces []*Trace
 	var b *builder
 	var recorded Peaks

@@ -1,7 +1,7 @@
 // Package ras asks NCCL's RAS service for the state of a job's communicators, and says which of
 // their ranks are silent, failed or behind. NCCL 2.24 and newer run the service in each process;
 // its answer is JSON from NCCL 2.28.7 on. Any process of the host may listen on the service's port:
-// Decode validates the answer, and no text of it reaches a message without plain.Text.
+// Decode validates the answer, and no text of it reaches a message without safe.Text.
 package ras
 
 import (
@@ -19,7 +19,7 @@ import (
 	"strings"
 	"time"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 const (
@@ -223,7 +223,7 @@ func Decode(b []byte) (*Answer, error) {
 	if a.Communicators == nil {
 		return nil, errors.New(`ras: the answer has no "communicators"`)
 	}
-	plain.Record(a)
+	safe.Record(a)
 	for i := range a.Communicators {
 		if err := a.Communicators[i].check(); err != nil {
 			return nil, fmt.Errorf("ras: communicator %.32s: %w", a.Communicators[i].Hash, err)

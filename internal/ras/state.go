@@ -11,7 +11,7 @@ import (
 	"text/tabwriter"
 	"time"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A State compares two answers of a job. Counts of operations that differ between ranks are normal while a job runs, because
@@ -305,7 +305,7 @@ func kindsOf(counts map[string]uint64) string {
 			texts = append(texts, fmt.Sprintf("%s %d", kind, counts[kind]))
 		}
 	}
-	return plain.Text(strings.Join(texts, ", "))
+	return safe.Text(strings.Join(texts, ", "))
 }
 
 func count(n int, what string) string { return plural(n, "1 "+what, fmt.Sprintf("%d %ss", n, what)) }

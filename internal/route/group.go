@@ -11,7 +11,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A Group is the inside of a comm.Group: what packages above comm use of it, and users do not see. comm.Group embeds the bridge
@@ -76,7 +76,7 @@ func Agree[T any](ctx context.Context, g handle.Has[Group], op string, mine []T,
 		if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&all[rank]); err != nil {
 			return fmt.Errorf("%s: what rank %d has said: %w", op, rank, err)
 		}
-		all[rank].Failed = plain.Text(all[rank].Failed)
+		all[rank].Failed = safe.Text(all[rank].Failed)
 	}
 	return GroupOf(g).Conclude(ctx, judge(all))
 }

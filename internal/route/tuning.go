@@ -19,7 +19,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -366,11 +366,11 @@ const lockTimeout = 10 * time.Second
 
 // lockFolder creates a directory if necessary, and locks the file in it against other
 // processes until it is closed.
-func lockFolder(ctx context.Context, path string) (*safefile.Folder, error) {
+func lockFolder(ctx context.Context, path string) (*safe.Folder, error) {
 	if err := os.MkdirAll(path, 0o755); err != nil {
 		return nil, err
 	}
-	d, err := safefile.OpenFolder(path)
+	d, err := safe.OpenFolder(path)
 	if err != nil {
 		return nil, err
 	}
@@ -440,7 +440,7 @@ const tuningBytes = 16 << 20
 // readTrusted reads a tuning file from a directory that other users cannot change. That
 // matters because a tuning decides how the ranks exchange data.
 func readTrusted(path string) ([]byte, error) {
-	d, err := safefile.OpenFolder(filepath.Dir(path))
+	d, err := safe.OpenFolder(filepath.Dir(path))
 	if err != nil {
 		return nil, err
 	}

@@ -15,7 +15,7 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gochorus/chorus/internal/plain"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // Limits of a status. They bound the memory for the status of a hostile process, and the
@@ -211,7 +211,7 @@ func (p *Process) limit() {
 
 // short returns a text of graphic characters with at most maxText bytes.
 func short(s string) string {
-	s = plain.Text(s[:min(len(s), maxText)])
+	s = safe.Text(s[:min(len(s), maxText)])
 	return s[:min(len(s), maxText)]
 }
 
@@ -233,7 +233,7 @@ func Decode(b []byte) (*Process, error) {
 	if err := p.check(); err != nil {
 		return nil, fmt.Errorf("status: %w", err)
 	}
-	plain.Record(p)
+	safe.Record(p)
 	return p, nil
 }
 

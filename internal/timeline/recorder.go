@@ -26,7 +26,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/safefile"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 const (
@@ -359,7 +359,7 @@ func (r *Recorder) create() error {
 		if _, err := os.Lstat(path); !errors.Is(err, fs.ErrNotExist) {
 			continue // an earlier recording of the process
 		}
-		f, err := safefile.Create(path)
+		f, err := safe.Create(path)
 		if err != nil {
 			return fmt.Errorf("timeline: write: %w", err)
 		}

@@ -15,7 +15,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/ncclapi"
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // errStopped ends an operation whose communicator was aborted or failed.
@@ -364,7 +364,7 @@ func (a *acceptor) loop() {
 			time.Sleep(time.Millisecond) // probably out of file descriptors
 			continue
 		}
-		if u, ok := conn.(*net.UnixConn); ok && sockets.CheckUser(u) != nil {
+		if u, ok := conn.(*net.UnixConn); ok && safe.CheckUser(u) != nil {
 			_ = conn.Close()
 			continue
 		}

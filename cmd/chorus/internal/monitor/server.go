@@ -22,8 +22,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/plain"
-	"github.com/gochorus/chorus/internal/sockets"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 //go:embed page.html
@@ -59,11 +58,11 @@ func NewServer(s *Source, l Labels) *Server {
 func (s *Server) Serve(ln net.Listener, trusted func(host string) bool) {
 	h := &http.Server{
 		Handler: s.guarded(s.routes(), trusted), ReadTimeout: requestTime, WriteTimeout: answerTime, IdleTimeout: idleTime,
-		MaxHeaderBytes: maxHeader, ConnState: func(c net.Conn, state http.ConnState) { sockets.SetActive(c, state == http.StateActive) },
+		MaxHeaderBytes: maxHeader, ConnState: func(c net.Conn, state http.ConnState) { safe.SetActive(c, state == http.StateActive) },
 		ErrorLog: log.New(io.Discard, "", 0), // strangers could fill a log
 	}
 	s.open = append(s.open, h)
-	limited := sockets.NewListener(ln, maxConns)
+	limited := safe.NewListener(ln, maxConns)
 	go func() { _ = h.Serve(limited) }() // Close ends it
 }
 
@@ -197,7 +196,7 @@ func (l sameUserListener) Accept() (net.Conn, error) {
 		if err != nil {
 			return nil, err
 		}
-		if sockets.CheckUser(c.(*net.UnixConn)) == nil {
+		if safe.CheckUser(c.(*net.UnixConn)) == nil {
 			return c, nil
 		}
 		c.Close()
@@ -258,7 +257,7 @@ func newClient(socket string) *Client {
 		if err != nil {
 			return nil, err
 		}
-		pid, err := sockets.PeerOf(c.(*net.UnixConn))
+		pid, err := safe.PeerOf(c.(*net.UnixConn))
 		if err != nil {
 			c.Close()
 			return nil, err
@@ -286,13 +285,13 @@ func (c *Client) Job(ctx context.Context) (*Job, error) {
 		return nil, err
 	}
 	if resp.StatusCode != http.StatusOK {
-		return nil, errors.New(strings.TrimSpace(plain.Text(string(text))))
+		return nil, errors.New(strings.TrimSpace(safe.Text(string(text))))
 	}
 	j := new(Job)
 	if err := json.Unmarshal(text, j); err != nil {
 		return nil, err
 	}
-	plain.Record(j)
+	safe.Record(j)
 	return j, nil
 }
 
@@ -379,7 +378,7 @@ func (j *Job) isOther(k *Job) bool {
 }
 
 func isOthers(err error) bool {
-	_, others := errors.AsType[*sockets.UserError](err)
+	_, others := errors.AsType[*safe.UserError](err)
 	return others
 }
 

@@ -1,7 +1,4 @@
-// Package sockets guards the sockets of a process: it limits the connections of a listener, keeps
-// file descriptors for other purposes, and identifies the user at the other end of a Unix socket.
-// The kernel guarantees that answer, so that processes of one host authenticate without a secret.
-package sockets
+package safe
 
 import (
 	"fmt"

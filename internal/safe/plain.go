@@ -1,7 +1,4 @@
-// Package plain escapes untrusted text, such as names in files and the output of
-// workers, for display on a terminal. No character in the result moves the cursor, ends
-// a line, or changes the direction of text.
-package plain
+package safe
 
 import (
 	"fmt"
@@ -161,8 +158,8 @@ func each(v reflect.Value, f func(string) string) {
 	}
 }
 
-// Wrap joins names by commas to lines of at most width bytes.
-func Wrap(names []string, width int) (lines []string) {
+// WrapNames joins names by commas to lines of at most width bytes.
+func WrapNames(names []string, width int) (lines []string) {
 	line := ""
 	for i, s := range names {
 		if i < len(names)-1 {

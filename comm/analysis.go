@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/collective"
-	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -195,12 +194,12 @@ func (w *reporter) askService(c *nccl.Communicator) <-chan []string {
 	world := w.worldRanks()
 	go func() {
 		defer close(found)
-		a, err := ras.Ask(addr)
+		a, err := analyze.AskRAS(addr)
 		if err != nil {
 			return // the service is older, disabled, or another program has its port
 		}
 		mine := a.Of(c.Rank(), c.Size(), os.Getpid())
-		found <- mine.Findings(func(x *ras.Communicator, rank int) string {
+		found <- mine.Findings(func(x *analyze.RASCommunicator, rank int) string {
 			if len(mine.Communicators) > 1 { // this process has the same rank in several groups of the size
 				return fmt.Sprintf("rank %d of communicator %s", rank, x.Hash)
 			}
@@ -212,7 +211,7 @@ func (w *reporter) askService(c *nccl.Communicator) <-chan []string {
 
 // serviceAddress returns the address of a communicator's service, or "" if there is none to ask.
 func serviceAddress(c *nccl.Communicator) string {
-	return ras.Address(c.Device().System().Backend() == backend.Virtual)
+	return analyze.RASAddress(c.Device().System().Backend() == backend.Virtual)
 }
 
 // A closing records how this process ended a group.

@@ -18,7 +18,6 @@ import (
 
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
 	"github.com/gochorus/chorus/internal/analyze"
-	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/safe"
 )
 
@@ -115,7 +114,7 @@ func (f *statusFlags) foreign(ctx context.Context, out io.Writer) error {
 	if _, _, err := net.SplitHostPort(f.ras); err != nil {
 		return usage(fmt.Errorf("--ras %q: %w: want HOST:PORT", f.ras, err))
 	}
-	s, err := ras.Watch(ctx, f.ras, f.pause)
+	s, err := analyze.WatchRAS(ctx, f.ras, f.pause)
 	if errors.Is(err, syscall.ECONNREFUSED) {
 		err = fmt.Errorf("%w: NCCL 2.28.7 and newer listen at NCCL_RAS_ADDR (localhost:28028) on each host of the job, unless NCCL_RAS_ENABLE is 0", err)
 	}

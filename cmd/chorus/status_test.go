@@ -27,7 +27,6 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/poll"
-	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/testhost"
 )
 
@@ -193,7 +192,7 @@ func TestStatusOfAForeignJob(t *testing.T) {
 	require.Regexp(t, `\n0x5c1d8d1a3f0b2c44 +stuck +2 of 4 +10\.0\.0\.1 +3 +2 +ok +7 +0 +0 +AllGather 1, AllReduce 5, Broadcast 1\n`, out)
 	out, errs, code = chorusCommand(t, nil, "status", "--ras", addr, "--pause", "10ms", "--json")
 	require.Zero(t, code, errs)
-	var s ras.State
+	var s analyze.RASState
 	require.NoError(t, json.Unmarshal([]byte(out), &s))
 	require.Len(t, s.Findings, 1)
 

@@ -2,6 +2,10 @@
 // or which hardware, a hang comes from. It reads the dumps of Chorus and of PyTorch, as JSON or
 // pickles, and answers of NCCL's RAS service. It also finds the rank that the others wait for again and again.
 //
+// NCCL 2.24 and newer run the RAS service in each process; its answer is JSON from NCCL 2.28.7 on. AskRAS asks it for the
+// state of a job's communicators, and which of their ranks are silent, failed or behind. Any process of the host may
+// listen on the service's port: DecodeRAS validates the answer.
+//
 // LoadTimeline reads the files of internal/timeline. A Timeline merges those of all ranks into one file for
 // Perfetto, and computes how much of the communication is hidden behind kernels. The files may come from
 // anybody: Load limits their size and number, and no text of a file reaches the report without safe.Text.
@@ -12,8 +16,6 @@ import (
 	"maps"
 	"slices"
 	"strings"
-
-	"github.com/gochorus/chorus/internal/ras"
 )
 
 // Analyze compares the ranks of a job.
@@ -63,7 +65,7 @@ func (r *Report) conclude() {
 // service adds the findings of NCCL's RAS service. Its ranks are ranks of communicators.
 func (j *Job) service(r *Report) {
 	for _, a := range j.answers {
-		for _, text := range a.Findings(func(c *ras.Communicator, rank int) string {
+		for _, text := range a.Findings(func(c *RASCommunicator, rank int) string {
 			return fmt.Sprintf("rank %d of communicator %s", rank, c.Hash)
 		}) {
 			r.add(KindService, "NCCL's RAS: "+text+".", nil, 0, nil)

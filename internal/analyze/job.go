@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 
-	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/safe"
 )
 
@@ -27,7 +26,7 @@ type Job struct {
 	live       bool           // the dumps are answers of ranks that run
 	asked      []int          // the ranks of the world that were asked for a dump, if live
 	ended      map[int]string // world ranks whose file has no groups, with their processes
-	answers    []*ras.Answer  // of NCCL's RAS service
+	answers    []*RASAnswer   // of NCCL's RAS service
 
 	unnamed bool // the ranks of groups are those of the files
 

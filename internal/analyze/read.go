@@ -16,7 +16,6 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
-	"github.com/gochorus/chorus/internal/ras"
 	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/torchfile"
 )
@@ -39,8 +38,8 @@ type dump struct {
 	file    string
 	at      int // of its File
 	config  map[string]rawConfig
-	source  *rawSource  // nil if PyTorch wrote it
-	service *ras.Answer // the file has an answer of NCCL's RAS service, and nothing else
+	source  *rawSource // nil if PyTorch wrote it
+	service *RASAnswer // the file has an answer of NCCL's RAS service, and nothing else
 	entries []entry
 	texts   texts
 
@@ -109,7 +108,7 @@ func (d *dump) readService(r io.Reader) error {
 		err = fmt.Errorf("the answer of NCCL's RAS service has more than %d bytes", mostValueBytes)
 	}
 	if err == nil {
-		d.service, err = ras.Decode(b)
+		d.service, err = DecodeRAS(b)
 	}
 	return err
 }

@@ -23,7 +23,7 @@ const module = "github.com/gochorus/chorus"
 var layers = [][]string{
 	{"gds/safetensors", "internal/dtype", "internal/env", "internal/handle", "internal/osthread", "internal/poll", "internal/testhost"},
 	{"internal/safe"},
-	{"internal/torchfile", "internal/ras", "internal/timeline"},
+	{"internal/torchfile", "internal/timeline"},
 	{"internal/analyze"},
 	{"memory/internal/alloc"},
 	{"internal/status"},

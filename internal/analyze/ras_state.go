@@ -1,4 +1,4 @@
-package ras
+package analyze
 
 import (
 	"cmp"
@@ -14,14 +14,14 @@ import (
 	"github.com/gochorus/chorus/internal/safe"
 )
 
-// A State compares two answers of a job. Counts of operations that differ between ranks are normal while a job runs, because
+// A RASState compares two answers of a job. Counts of operations that differ between ranks are normal while a job runs, because
 // the ranks are not asked at the same moment. Counts that differ and do not change show a job that hangs.
-type State struct {
-	Address       string        `json:"address"`
-	NCCL          string        `json:"nccl"`
-	Interval      time.Duration `json:"interval_ns"` // between the answers
-	Communicators []CommState   `json:"communicators"`
-	Findings      []string      `json:"findings"`
+type RASState struct {
+	Address       string         `json:"address"`
+	NCCL          string         `json:"nccl"`
+	Interval      time.Duration  `json:"interval_ns"` // between the answers
+	Communicators []RASCommState `json:"communicators"`
+	Findings      []string       `json:"findings"`
 }
 
 // The progress of a communicator.
@@ -32,16 +32,16 @@ const (
 	Failing = "failing" // a rank is silent or dead, or has an error
 )
 
-// A CommState is the state of a communicator.
-type CommState struct {
-	Hash  string      `json:"hash"`
-	Size  int         `json:"size"`
-	State string      `json:"state"`
-	Ranks []RankState `json:"ranks"`
+// A RASCommState is the state of a communicator.
+type RASCommState struct {
+	Hash  string         `json:"hash"`
+	Size  int            `json:"size"`
+	State string         `json:"state"`
+	Ranks []RASRankState `json:"ranks"`
 }
 
-// A RankState is the state of a rank.
-type RankState struct {
+// A RASRankState is the state of a rank.
+type RASRankState struct {
 	Rank     int               `json:"rank"`
 	Host     string            `json:"host"`
 	PID      int               `json:"pid"`
@@ -53,9 +53,9 @@ type RankState struct {
 	Counts   map[string]uint64 `json:"counts"`
 }
 
-// Watch asks a service twice, with a pause between the answers.
-func Watch(ctx context.Context, addr string, pause time.Duration) (*State, error) {
-	first, err := Ask(addr)
+// WatchRAS asks a service twice, with a pause between the answers.
+func WatchRAS(ctx context.Context, addr string, pause time.Duration) (*RASState, error) {
+	first, err := AskRAS(addr)
 	if err != nil {
 		return nil, err
 	}
@@ -65,18 +65,18 @@ func Watch(ctx context.Context, addr string, pause time.Duration) (*State, error
 		return nil, context.Cause(ctx)
 	case <-time.After(pause):
 	}
-	second, err := Ask(addr)
+	second, err := AskRAS(addr)
 	if err != nil {
 		return nil, fmt.Errorf("%w (it answered %s ago)", err, time.Since(begin).Round(100*time.Millisecond))
 	}
-	return Compare(addr, first, second, time.Since(begin)), nil
+	return CompareRAS(addr, first, second, time.Since(begin)), nil
 }
 
-// Compare compares two answers of the service at an address.
-func Compare(addr string, first, second *Answer, interval time.Duration) *State {
-	s := &State{Address: addr, NCCL: second.NCCL, Interval: interval, Communicators: []CommState{}, Findings: []string{}}
-	waiting := map[process]string{} // the communicator in which a process waits for others
-	states := make([]CommState, len(second.Communicators))
+// CompareRAS compares two answers of the service at an address.
+func CompareRAS(addr string, first, second *RASAnswer, interval time.Duration) *RASState {
+	s := &RASState{Address: addr, NCCL: second.NCCL, Interval: interval, Communicators: []RASCommState{}, Findings: []string{}}
+	waiting := map[rasProcess]string{} // the communicator in which a process waits for others
+	states := make([]RASCommState, len(second.Communicators))
 	for i := range second.Communicators {
 		c := &second.Communicators[i]
 		states[i] = c.state(c.before(first))
@@ -92,7 +92,7 @@ func Compare(addr string, first, second *Answer, interval time.Duration) *State 
 	for i := range second.Communicators {
 		c, x := &second.Communicators[i], states[i]
 		s.Communicators = append(s.Communicators, x)
-		n := &namer{c, func(c *Communicator, rank int) string { return fmt.Sprintf("rank %d", rank) }}
+		n := &namer{c, func(c *RASCommunicator, rank int) string { return fmt.Sprintf("rank %d", rank) }}
 		texts := slices.Concat(n.silent(), n.errors())
 		if x.State == Stuck {
 			texts = append(texts, n.differing(waiting)...)
@@ -108,8 +108,8 @@ func Compare(addr string, first, second *Answer, interval time.Duration) *State 
 }
 
 // before returns the ranks of the communicator in an earlier answer.
-func (c *Communicator) before(first *Answer) map[int]*Rank {
-	old := map[int]*Rank{}
+func (c *RASCommunicator) before(first *RASAnswer) map[int]*RASRank {
+	old := map[int]*RASRank{}
 	if k := slices.IndexFunc(first.Communicators, c.same); k >= 0 {
 		for i := range first.Communicators[k].Ranks {
 			r := &first.Communicators[k].Ranks[i]
@@ -120,25 +120,25 @@ func (c *Communicator) before(first *Answer) map[int]*Rank {
 }
 
 // A process is one of the job.
-type process struct {
+type rasProcess struct {
 	host string
 	pid  int
 }
 
-func (r *RankState) process() process { return process{r.Host, r.PID} }
+func (r *RASRankState) process() rasProcess { return rasProcess{r.Host, r.PID} }
 
 // same reports whether o is the same communicator.
-func (c *Communicator) same(o Communicator) bool {
+func (c *RASCommunicator) same(o RASCommunicator) bool {
 	return c.Hash == o.Hash && c.Secondary == o.Secondary && c.Size == o.Size
 }
 
 // state compares the ranks with each other, and with their earlier counts.
-func (c *Communicator) state(old map[int]*Rank) CommState {
-	x := CommState{Hash: c.Hash, Size: c.Size, State: Idle, Ranks: []RankState{}}
+func (c *RASCommunicator) state(old map[int]*RASRank) RASCommState {
+	x := RASCommState{Hash: c.Hash, Size: c.Size, State: Idle, Ranks: []RASRankState{}}
 	most, grown := uint64(0), false
 	for i := range c.Ranks {
 		r := &c.Ranks[i]
-		s := RankState{Rank: r.Rank, Host: r.Host, PID: r.PID, Device: r.Device, State: "ok", Launched: r.launched(), Counts: r.Counts}
+		s := RASRankState{Rank: r.Rank, Host: r.Host, PID: r.PID, Device: r.Device, State: "ok", Launched: r.launched(), Counts: r.Counts}
 		if before := old[r.Rank]; before != nil && s.Launched > before.launched() {
 			s.Grown, grown = s.Launched-before.launched(), true
 		}
@@ -156,7 +156,7 @@ func (c *Communicator) state(old map[int]*Rank) CommState {
 		failing = failing || x.Ranks[i].State != "ok"
 	}
 	for _, r := range c.Missing {
-		s := RankState{Rank: r.Rank, Host: r.Host, PID: r.PID, Device: r.Device, State: "closed", Counts: map[string]uint64{}}
+		s := RASRankState{Rank: r.Rank, Host: r.Host, PID: r.PID, Device: r.Device, State: "closed", Counts: map[string]uint64{}}
 		switch {
 		case r.Status.Dead:
 			s.State = "dead"
@@ -166,8 +166,8 @@ func (c *Communicator) state(old map[int]*Rank) CommState {
 		failing = failing || s.State != "closed"
 		x.Ranks = append(x.Ranks, s)
 	}
-	slices.SortStableFunc(x.Ranks, func(a, b RankState) int { return a.Rank - b.Rank })
-	differ := slices.ContainsFunc(c.Ranks, func(r Rank) bool { return !maps.Equal(r.Counts, c.Ranks[0].Counts) })
+	slices.SortStableFunc(x.Ranks, func(a, b RASRankState) int { return a.Rank - b.Rank })
+	differ := slices.ContainsFunc(c.Ranks, func(r RASRank) bool { return !maps.Equal(r.Counts, c.Ranks[0].Counts) })
 	switch {
 	case grown:
 		x.State = Running
@@ -180,7 +180,7 @@ func (c *Communicator) state(old map[int]*Rank) CommState {
 }
 
 // launched returns the number of operations of all kinds.
-func (r *Rank) launched() (n uint64) {
+func (r *RASRank) launched() (n uint64) {
 	for _, count := range r.Counts {
 		n += count
 	}
@@ -189,14 +189,14 @@ func (r *Rank) launched() (n uint64) {
 
 // differing says which ranks have launched fewer or other operations than most ranks. If no counts are those of more ranks than any
 // others, as with two ranks, the ranks with the fewest operations are behind, and if all have as many, nobody knows who is right.
-func (n *namer) differing(waiting map[process]string) []string {
-	classes := map[string][]*Rank{}
+func (n *namer) differing(waiting map[rasProcess]string) []string {
+	classes := map[string][]*RASRank{}
 	for i := range n.Ranks {
 		r := &n.Ranks[i]
 		key := fmt.Sprint(r.Counts) // sorted by kind
 		classes[key] = append(classes[key], r)
 	}
-	list := slices.SortedFunc(maps.Values(classes), func(a, b []*Rank) int {
+	list := slices.SortedFunc(maps.Values(classes), func(a, b []*RASRank) int {
 		if len(a) != len(b) {
 			return len(b) - len(a)
 		}
@@ -216,9 +216,9 @@ func (n *namer) differing(waiting map[process]string) []string {
 		if class[0] == usual[0] || len(texts) == maxClasses {
 			continue
 		}
-		var here, elsewhere []*Rank
+		var here, elsewhere []*RASRank
 		for _, r := range class {
-			if other := waiting[process{r.Host, r.PID}]; other != "" && other != n.Hash && class[0].launched() < usual[0].launched() {
+			if other := waiting[rasProcess{r.Host, r.PID}]; other != "" && other != n.Hash && class[0].launched() < usual[0].launched() {
 				elsewhere = append(elsewhere, r)
 			} else {
 				here = append(here, r)
@@ -229,14 +229,14 @@ func (n *namer) differing(waiting map[process]string) []string {
 		}
 		if len(elsewhere) > 0 {
 			others = append(others, fmt.Sprintf("%s %s too, but %s in communicator %s", n.ranks(elsewhere), plural(len(elsewhere), "is behind", "are behind"),
-				plural(len(elsewhere), "it waits", "they wait"), waiting[process{elsewhere[0].Host, elsewhere[0].PID}]))
+				plural(len(elsewhere), "it waits", "they wait"), waiting[rasProcess{elsewhere[0].Host, elsewhere[0].PID}]))
 		}
 	}
 	return []string{strings.Join(append(texts, others...), "; ")}
 }
 
 // difference compares the counts of a class of ranks with those of others.
-func difference(class, usual []*Rank, clear bool) string {
+func difference(class, usual []*RASRank, clear bool) string {
 	var fewer, more []string
 	names := map[string]bool{}
 	for kind := range class[0].Counts {
@@ -269,9 +269,9 @@ func difference(class, usual []*Rank, clear bool) string {
 }
 
 // Print writes the state as a table, the communicators with findings first.
-func (s *State) Print(out io.Writer) error {
+func (s *RASState) Print(out io.Writer) error {
 	var b strings.Builder
-	fmt.Fprintf(&b, "NCCL %s at %s  %s  compared over %.1f s\n", s.NCCL, s.Address, count(len(s.Communicators), "communicator"), s.Interval.Seconds())
+	fmt.Fprintf(&b, "NCCL %s at %s  %s  compared over %.1f s\n", s.NCCL, s.Address, countOf(len(s.Communicators), "communicator"), s.Interval.Seconds())
 	for _, f := range s.Findings {
 		fmt.Fprintln(&b, f)
 	}
@@ -282,7 +282,7 @@ func (s *State) Print(out io.Writer) error {
 	w := tabwriter.NewWriter(&b, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(w, "COMMUNICATOR\tSTATE\tRANK\tHOST\tPID\tGPU\tPROCESS\tLAUNCHED\tBEHIND\tNEW\tKINDS")
 	list := slices.Clone(s.Communicators)
-	slices.SortStableFunc(list, func(a, b CommState) int { return slices.Index(order, a.State) - slices.Index(order, b.State) })
+	slices.SortStableFunc(list, func(a, b RASCommState) int { return slices.Index(rasOrder, a.State) - slices.Index(rasOrder, b.State) })
 	for _, c := range list {
 		for _, r := range c.Ranks {
 			fmt.Fprintf(w, "%s\t%s\t%d of %d\t%s\t%d\t%d\t%s\t%d\t%d\t%d\t%s\n", c.Hash, c.State, r.Rank, c.Size, r.Host, r.PID, r.Device, r.State, r.Launched, r.Behind, r.Grown, kindsOf(r.Counts))
@@ -295,7 +295,7 @@ func (s *State) Print(out io.Writer) error {
 	return err
 }
 
-var order = []string{Failing, Stuck, Idle, Running}
+var rasOrder = []string{Failing, Stuck, Idle, Running}
 
 // kindsOf lists the counts that are not zero.
 func kindsOf(counts map[string]uint64) string {
@@ -308,7 +308,7 @@ func kindsOf(counts map[string]uint64) string {
 	return safe.Text(strings.Join(texts, ", "))
 }
 
-func count(n int, what string) string { return plural(n, "1 "+what, fmt.Sprintf("%d %ss", n, what)) }
+func countOf(n int, what string) string { return plural(n, "1 "+what, fmt.Sprintf("%d %ss", n, what)) }
 
 const (
 	maxFindings = 2 // of a communicator
@@ -316,7 +316,7 @@ const (
 	maxClasses  = 3 // different counts that a finding lists
 )
 
-// results has the names of the failures in a Status, by ncclResult_t.
+// results has the names of the failures in a RASStatus, by ncclResult_t.
 var results = map[int]string{
 	1: "ncclUnhandledCudaError", 2: "ncclSystemError", 3: "ncclInternalError", 4: "ncclInvalidArgument",
 	5: "ncclInvalidUsage", 6: "ncclRemoteError",
@@ -330,7 +330,7 @@ func resultName(result int) string { return cmp.Or(results[result], fmt.Sprint("
 // Findings describes the faults of the communicators, in sentences without a period: ranks that do not
 // answer, ranks with errors, and counts of operations that differ. The most important ones come
 // first. name names a rank of a communicator.
-func (a *Answer) Findings(name func(c *Communicator, rank int) string) (list []string) {
+func (a *RASAnswer) Findings(name func(c *RASCommunicator, rank int) string) (list []string) {
 	for i := range a.Communicators {
 		n := &namer{&a.Communicators[i], name}
 		all := slices.Concat(n.silent(), n.errors(), n.counts())
@@ -345,12 +345,12 @@ func (a *Answer) Findings(name func(c *Communicator, rank int) string) (list []s
 
 // A namer names the ranks of a communicator.
 type namer struct {
-	*Communicator
-	name func(c *Communicator, rank int) string
+	*RASCommunicator
+	name func(c *RASCommunicator, rank int) string
 }
 
-func (n *namer) rank(r *Rank) string {
-	text := n.name(n.Communicator, r.Rank)
+func (n *namer) rank(r *RASRank) string {
+	text := n.name(n.RASCommunicator, r.Rank)
 	if r.PID > 0 {
 		text += fmt.Sprintf(" (process %d on host %s)", r.PID, r.Host)
 	}
@@ -358,7 +358,7 @@ func (n *namer) rank(r *Rank) string {
 }
 
 // ranks joins the names of ranks, a few of them.
-func (n *namer) ranks(list []*Rank) string {
+func (n *namer) ranks(list []*RASRank) string {
 	var texts []string
 	for _, r := range list[:min(len(list), maxNamed)] {
 		texts = append(texts, n.rank(r))
@@ -373,7 +373,7 @@ func (n *namer) ranks(list []*Rank) string {
 // silent names the processes that do not answer the service. A process that answers and has closed the
 // communicator is not one of them: each rank closes it after a timeout.
 func (n *namer) silent() (list []string) {
-	var dead, silent []*Rank
+	var dead, silent []*RASRank
 	for i := range n.Missing {
 		switch r := &n.Missing[i]; {
 		case r.Status.Dead:
@@ -402,12 +402,12 @@ func plural(n int, one, many string) string {
 func (n *namer) errors() []string {
 	for _, kind := range []struct {
 		text string
-		of   func(*Status) int
+		of   func(*RASStatus) int
 	}{
-		{"failed to initialize", func(s *Status) int { return s.InitState }},
-		{"had an asynchronous error", func(s *Status) int { return s.AsyncError }},
+		{"failed to initialize", func(s *RASStatus) int { return s.InitState }},
+		{"had an asynchronous error", func(s *RASStatus) int { return s.AsyncError }},
 	} {
-		var list []*Rank
+		var list []*RASRank
 		for i := range n.Ranks {
 			if r := &n.Ranks[i]; failed(kind.of(&r.Status)) {
 				list = append(list, r)
@@ -429,7 +429,7 @@ func (n *namer) counts() []string {
 		}
 	}
 	for _, kind := range slices.Sorted(maps.Keys(kinds)) {
-		classes := map[uint64][]*Rank{}
+		classes := map[uint64][]*RASRank{}
 		for i := range n.Ranks {
 			r := &n.Ranks[i]
 			classes[r.Counts[kind]] = append(classes[r.Counts[kind]], r)
@@ -442,7 +442,7 @@ func (n *namer) counts() []string {
 }
 
 // classes lists counts, the smallest first, and names the ranks of all but the largest.
-func (n *namer) classes(classes map[uint64][]*Rank) string {
+func (n *namer) classes(classes map[uint64][]*RASRank) string {
 	counts := slices.Sorted(maps.Keys(classes))
 	last := counts[len(counts)-1]
 	var texts []string

@@ -1,8 +1,4 @@
-// Package ras asks NCCL's RAS service for the state of a job's communicators, and says which of
-// their ranks are silent, failed or behind. NCCL 2.24 and newer run the service in each process;
-// its answer is JSON from NCCL 2.28.7 on. Any process of the host may listen on the service's port:
-// Decode validates the answer, and no text of it reaches a message without safe.Text.
-package ras
+package analyze
 
 import (
 	"bufio"
@@ -34,17 +30,17 @@ const (
 	maxLine = 256
 )
 
-// limits are the time limits of Ask.
-type limits struct {
+// limits are the time limits of AskRAS.
+type rasLimits struct {
 	all time.Duration
 	try time.Duration // of one attempt to connect
 }
 
-var askLimits = limits{all: 2 * time.Second, try: 250 * time.Millisecond}
+var askLimits = rasLimits{all: 2 * time.Second, try: 250 * time.Millisecond}
 
-// Address returns the address of the service, or "" if there is none to ask: NCCL_RAS_ENABLE=0
+// RASAddress returns the address of the service, or "" if there is none to ask: NCCL_RAS_ENABLE=0
 // disables it. Virtual devices have no service, so they need NCCL_RAS_ADDR.
-func Address(virtual bool) string {
+func RASAddress(virtual bool) string {
 	if v := strings.TrimSpace(os.Getenv("NCCL_RAS_ENABLE")); v != "" {
 		if n, err := strconv.ParseInt(v, 0, 64); err == nil && n == 0 {
 			return ""
@@ -57,10 +53,10 @@ func Address(virtual bool) string {
 	return addr
 }
 
-// Ask returns the answer of the service at an address. It takes at most two seconds.
-func Ask(addr string) (*Answer, error) { return askLimits.ask(addr) }
+// AskRAS returns the answer of the service at an address. It takes at most two seconds.
+func AskRAS(addr string) (*RASAnswer, error) { return askLimits.ask(addr) }
 
-func (l limits) ask(addr string) (*Answer, error) {
+func (l rasLimits) ask(addr string) (*RASAnswer, error) {
 	end := time.Now().Add(l.all)
 	c, err := l.dial(addr, end)
 	if err != nil {
@@ -71,17 +67,17 @@ func (l limits) ask(addr string) (*Answer, error) {
 	if err != nil {
 		return nil, fmt.Errorf("ras: %s: %w", addr, err)
 	}
-	return Decode(b)
+	return DecodeRAS(b)
 }
 
 // A conn is a connection to the service.
-type conn struct {
+type rasConn struct {
 	net.Conn
 	r *bufio.Reader
 }
 
 // dial connects to a process that answers the handshake.
-func (l limits) dial(addr string, end time.Time) (c *conn, err error) {
+func (l rasLimits) dial(addr string, end time.Time) (c *rasConn, err error) {
 	for range tries {
 		c, err = l.connect(addr, end)
 		var late net.Error
@@ -93,7 +89,7 @@ func (l limits) dial(addr string, end time.Time) (c *conn, err error) {
 }
 
 // connect connects and exchanges the versions of the protocol.
-func (l limits) connect(addr string, end time.Time) (*conn, error) {
+func (l rasLimits) connect(addr string, end time.Time) (*rasConn, error) {
 	if limit := time.Now().Add(l.try); limit.Before(end) {
 		end = limit
 	}
@@ -102,7 +98,7 @@ func (l limits) connect(addr string, end time.Time) (*conn, error) {
 	if err != nil {
 		return nil, err
 	}
-	c := &conn{raw, bufio.NewReaderSize(raw, maxLine)}
+	c := &rasConn{raw, bufio.NewReaderSize(raw, maxLine)}
 	_ = c.SetDeadline(end) // a connection of TCP has deadlines
 	answer, err := c.call("CLIENT PROTOCOL 2")
 	if err == nil {
@@ -121,7 +117,7 @@ func (l limits) connect(addr string, end time.Time) (*conn, error) {
 }
 
 // call sends a line and returns the line that the service answers.
-func (c *conn) call(line string) (string, error) {
+func (c *rasConn) call(line string) (string, error) {
 	if _, err := io.WriteString(c, line+"\n"); err != nil {
 		return "", err
 	}
@@ -133,7 +129,7 @@ func (c *conn) call(line string) (string, error) {
 }
 
 // status returns the state of all communicators, in JSON.
-func (c *conn) status(end time.Time) ([]byte, error) {
+func (c *rasConn) status(end time.Time) ([]byte, error) {
 	_ = c.SetDeadline(end)
 	for _, line := range []string{fmt.Sprint("TIMEOUT ", collectSeconds), "SET FORMAT json"} {
 		answer, err := c.call(line)
@@ -147,15 +143,15 @@ func (c *conn) status(end time.Time) ([]byte, error) {
 	if _, err := io.WriteString(c, "STATUS\n"); err != nil {
 		return nil, err
 	}
-	b, err := io.ReadAll(io.LimitReader(c.r, MaxAnswer+1))
-	if err == nil && len(b) > MaxAnswer {
-		err = fmt.Errorf("the answer has more than %d bytes", MaxAnswer)
+	b, err := io.ReadAll(io.LimitReader(c.r, MaxRASAnswer+1))
+	if err == nil && len(b) > MaxRASAnswer {
+		err = fmt.Errorf("the answer has more than %d bytes", MaxRASAnswer)
 	}
 	return b, err
 }
 
-// MaxAnswer limits an answer, in bytes. A rank of a communicator has about 600 bytes.
-const MaxAnswer = 16 << 20
+// MaxRASAnswer limits an answer, in bytes. A rank of a communicator has about 600 bytes.
+const MaxRASAnswer = 16 << 20
 
 // Limits of an answer's content.
 const (
@@ -167,33 +163,33 @@ const (
 // kindName matches the names of kinds of operations, such as AllReduce.
 var kindName = regexp.MustCompile(`^[A-Za-z0-9_]{1,32}$`)
 
-// An Answer is the state of the communicators of a job.
-type Answer struct {
-	NCCL          string         `json:"nccl_version"`
-	Communicators []Communicator `json:"communicators"`
+// An RASAnswer is the state of the communicators of a job.
+type RASAnswer struct {
+	NCCL          string            `json:"nccl_version"`
+	Communicators []RASCommunicator `json:"communicators"`
 }
 
-// A Communicator has the ranks that the service knows.
-type Communicator struct {
-	Hash      string `json:"hash"`
-	Secondary string `json:"secondary_hash"` // tells communicators with one hash apart
-	Size      int    `json:"size"`
-	Ranks     []Rank `json:"ranks"`
-	Missing   []Rank `json:"missing_ranks"` // ranks that have not reported this communicator
+// A RASCommunicator has the ranks that the service knows.
+type RASCommunicator struct {
+	Hash      string    `json:"hash"`
+	Secondary string    `json:"secondary_hash"` // tells communicators with one hash apart
+	Size      int       `json:"size"`
+	Ranks     []RASRank `json:"ranks"`
+	Missing   []RASRank `json:"missing_ranks"` // ranks that have not reported this communicator
 }
 
-// A Rank is a rank of a communicator, with its process.
-type Rank struct {
+// A RASRank is a rank of a communicator, with its process.
+type RASRank struct {
 	Rank   int               `json:"rank"`
 	Host   string            `json:"host"` // an address
 	PID    int               `json:"pid"`  // -1 if not known
 	Device int               `json:"cuda_dev"`
-	Status Status            `json:"status"`
+	Status RASStatus         `json:"status"`
 	Counts map[string]uint64 `json:"collective_counts"` // operations that were launched, by kind
 }
 
-// A Status says whether a rank has failed or, if the rank is missing, why.
-type Status struct {
+// A RASStatus says whether a rank has failed or, if the rank is missing, why.
+type RASStatus struct {
 	InitState    int  `json:"init_state"`  // an ncclResult_t
 	AsyncError   int  `json:"async_error"` // an ncclResult_t
 	Unresponsive bool `json:"unresponsive"`
@@ -203,11 +199,11 @@ type Status struct {
 // missingComma matches the place of a comma that NCCL 2.28.9 omits in each missing rank.
 var missingComma = regexp.MustCompile(`("nvml_dev": *-?[0-9]+)(\s*"status")`)
 
-// Decode reads an answer in JSON. It ignores fields that it does not know, because each version of
+// DecodeRAS reads an answer in JSON. It ignores fields that it does not know, because each version of
 // NCCL may add some.
-func Decode(b []byte) (*Answer, error) {
+func DecodeRAS(b []byte) (*RASAnswer, error) {
 	d := json.NewDecoder(bytes.NewReader(missingComma.ReplaceAll(b, []byte("$1,$2"))))
-	a := new(Answer)
+	a := new(RASAnswer)
 	if err := d.Decode(a); err != nil {
 		if errors.Is(err, io.ErrUnexpectedEOF) {
 			return nil, fmt.Errorf("ras: the answer is not JSON of NCCL's RAS service: it is cut off after %d bytes: %w", len(b), err)
@@ -232,7 +228,7 @@ func Decode(b []byte) (*Answer, error) {
 	return a, nil
 }
 
-func (c *Communicator) check() error {
+func (c *RASCommunicator) check() error {
 	if c.Size < 1 || c.Size > maxSize {
 		return fmt.Errorf("it has %d ranks: want 1 to %d", c.Size, maxSize)
 	}
@@ -263,9 +259,9 @@ func (c *Communicator) check() error {
 
 // Of returns the communicators of size ranks in which the process pid has the rank. NCCL's names of
 // communicators are not known to its callers. An answer of another job has none of them.
-func (a *Answer) Of(rank, size, pid int) *Answer {
-	is := func(r Rank) bool { return r.Rank == rank && r.PID == pid }
-	mine := new(Answer)
+func (a *RASAnswer) Of(rank, size, pid int) *RASAnswer {
+	is := func(r RASRank) bool { return r.Rank == rank && r.PID == pid }
+	mine := new(RASAnswer)
 	for _, c := range a.Communicators {
 		if c.Size == size && (slices.ContainsFunc(c.Ranks, is) || slices.ContainsFunc(c.Missing, is)) {
 			mine.Communicators = append(mine.Communicators, c)

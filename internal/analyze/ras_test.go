@@ -1,4 +1,4 @@
-package ras_test
+package analyze_test
 
 import (
 	"bufio"
@@ -12,17 +12,17 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/ras"
+	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/testhost"
 )
 
 var oneRank = testhost.RASAnswer(testhost.RASRank{Host: "10.0.0.1", PID: 1})
 
 func TestAsk(t *testing.T) {
-	a, err := ras.AskPatiently(testhost.ServeRAS(t, oneRank), time.Minute)
+	a, err := analyze.AskRASPatiently(testhost.ServeRAS(t, oneRank), time.Minute)
 	require.NoError(t, err)
 	require.Len(t, a.Communicators, 1)
-	require.Equal(t, ras.Rank{Host: "10.0.0.1", PID: 1, Counts: map[string]uint64{"AllGather": 1, "AllReduce": 0, "Broadcast": 0, "Reduce": 0, "ReduceScatter": 0}}, a.Communicators[0].Ranks[0])
+	require.Equal(t, analyze.RASRank{Host: "10.0.0.1", PID: 1, Counts: map[string]uint64{"AllGather": 1, "AllReduce": 0, "Broadcast": 0, "Reduce": 0, "ReduceScatter": 0}}, a.Communicators[0].Ranks[0])
 }
 
 // The kernel may choose a process that is stopped. Another connection reaches one that answers.
@@ -36,7 +36,7 @@ func TestAskTriesAnotherProcess(t *testing.T) {
 		}
 		testhost.SpeakRAS(c, true, func() string { return oneRank })
 	})
-	_, err := ras.AskPatiently(addr, 2*time.Second)
+	_, err := analyze.AskRASPatiently(addr, 2*time.Second)
 	require.NoError(t, err)
 	require.GreaterOrEqual(t, count.Load(), int32(3))
 }
@@ -61,7 +61,7 @@ func TestAskRefuses(t *testing.T) {
 		"no JSON":   {func(c net.Conn) { testhost.SpeakRAS(c, false, nil) }, `the answer to SET FORMAT json is "ERROR: Unknown command SET FORMAT json"`},
 		"no answer": {answer(""), "the answer is not JSON"},
 		"garbage":   {answer("\x00\xff"), "the answer is not JSON"},
-		"too long":  {answer(strings.Repeat(" ", ras.MaxAnswer+1)), "the answer has more than 16777216 bytes"},
+		"too long":  {answer(strings.Repeat(" ", analyze.MaxRASAnswer+1)), "the answer has more than 16777216 bytes"},
 		"silent at last": {func(c net.Conn) {
 			testhost.SpeakRAS(c, true, func() string { _, _ = io.Copy(io.Discard, c); return "" })
 		}, "i/o timeout"},
@@ -72,10 +72,10 @@ func TestAskRefuses(t *testing.T) {
 			var err error
 			if strings.HasPrefix(name, "silent") {
 				begin := time.Now()
-				_, err = ras.Ask(addr)
+				_, err = analyze.AskRAS(addr)
 				require.Less(t, time.Since(begin), 10*time.Second)
 			} else {
-				_, err = ras.AskPatiently(addr, time.Minute)
+				_, err = analyze.AskRASPatiently(addr, time.Minute)
 			}
 			require.ErrorContains(t, err, c.want)
 			require.NotContains(t, err.Error(), "\x1b")
@@ -97,14 +97,14 @@ func TestAskSlowService(t *testing.T) {
 			return ""
 		})
 	})
-	_, err := ras.Ask(addr)
+	_, err := analyze.AskRAS(addr)
 	require.ErrorContains(t, err, "i/o timeout")
 }
 
 func TestAskWithoutService(t *testing.T) {
-	_, err := ras.AskPatiently(fmt.Sprint("127.0.0.1:", testhost.Reserve(t)), time.Minute)
+	_, err := analyze.AskRASPatiently(fmt.Sprint("127.0.0.1:", testhost.Reserve(t)), time.Minute)
 	require.ErrorContains(t, err, "connection refused")
-	_, err = ras.Ask("not an address")
+	_, err = analyze.AskRAS("not an address")
 	require.ErrorContains(t, err, "not an address")
 }
 
@@ -125,12 +125,12 @@ func TestAddress(t *testing.T) {
 		t.Run(fmt.Sprint(c), func(t *testing.T) {
 			t.Setenv("NCCL_RAS_ENABLE", c.enable)
 			t.Setenv("NCCL_RAS_ADDR", c.addr)
-			require.Equal(t, c.want, ras.Address(c.virtual))
+			require.Equal(t, c.want, analyze.RASAddress(c.virtual))
 		})
 	}
 }
 
-func rankName(_ *ras.Communicator, rank int) string { return fmt.Sprint("rank ", rank) }
+func rankName(_ *analyze.RASCommunicator, rank int) string { return fmt.Sprint("rank ", rank) }
 
 func TestFindings(t *testing.T) {
 	on := func(pid, allReduces int) testhost.RASRank {
@@ -160,7 +160,7 @@ func TestFindings(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			for _, text := range []string{testhost.RASAnswer(c.ranks...), testhost.RASWithBug2289(testhost.RASAnswer(c.ranks...))} {
-				a, err := ras.Decode([]byte(text))
+				a, err := analyze.DecodeRAS([]byte(text))
 				require.NoError(t, err)
 				require.Equal(t, c.want, a.Findings(rankName))
 			}
@@ -174,13 +174,13 @@ func TestFindingsOfManyRanks(t *testing.T) {
 	for i := range ranks {
 		ranks[i] = testhost.RASRank{Host: "10.0.0.1", PID: i + 1, AllReduces: i}
 	}
-	a, err := ras.Decode([]byte(testhost.RASAnswer(ranks...)))
+	a, err := analyze.DecodeRAS([]byte(testhost.RASAnswer(ranks...)))
 	require.NoError(t, err)
 	require.Equal(t, []string{"the ranks have launched different numbers of AllReduce: rank 0 (process 1 on host 10.0.0.1) 0, rank 1 (process 2 on host 10.0.0.1) 1, rank 99 (process 100 on host 10.0.0.1) 99"}, a.Findings(rankName))
 	for i := range ranks {
 		ranks[i].Silent = i > 0
 	}
-	a, err = ras.Decode([]byte(testhost.RASAnswer(ranks...)))
+	a, err = analyze.DecodeRAS([]byte(testhost.RASAnswer(ranks...)))
 	require.NoError(t, err)
 	require.Regexp(t, `^rank 1 .*, rank 4 \(process 5 on host 10.0.0.1\) and 95 more ranks do not answer$`, a.Findings(rankName)[0])
 }
@@ -188,7 +188,7 @@ func TestFindingsOfManyRanks(t *testing.T) {
 // A process that answers, but has closed its communicator, is not silent.
 func TestRankThatHasClosedItsCommunicator(t *testing.T) {
 	text := strings.Replace(testhost.RASAnswer(testhost.RASRank{PID: 1}, testhost.RASRank{PID: 2, Silent: true}), `"unresponsive": true`, `"unresponsive": false`, 1)
-	a, err := ras.Decode([]byte(text))
+	a, err := analyze.DecodeRAS([]byte(text))
 	require.NoError(t, err)
 	require.Len(t, a.Communicators[0].Missing, 1)
 	require.Empty(t, a.Findings(rankName))
@@ -196,7 +196,7 @@ func TestRankThatHasClosedItsCommunicator(t *testing.T) {
 
 // The answer may be of another job, or have other communicators of the process.
 func TestOf(t *testing.T) {
-	a, err := ras.Decode([]byte(testhost.RASAnswer(testhost.RASRank{PID: 7}, testhost.RASRank{PID: 8, Silent: true})))
+	a, err := analyze.DecodeRAS([]byte(testhost.RASAnswer(testhost.RASRank{PID: 7}, testhost.RASRank{PID: 8, Silent: true})))
 	require.NoError(t, err)
 	for name, c := range map[string]struct {
 		rank, size, pid, want int
@@ -226,7 +226,7 @@ func TestDecodeRefuses(t *testing.T) {
 		"hash":           {`0x5c1d8d1a3f0b2c44`, strings.Repeat("x", 65), "its hash has 65 bytes"},
 	} {
 		t.Run(name, func(t *testing.T) {
-			_, err := ras.Decode([]byte(strings.Replace(fine, c.old, c.new, 1)))
+			_, err := analyze.DecodeRAS([]byte(strings.Replace(fine, c.old, c.new, 1)))
 			require.ErrorContains(t, err, c.want)
 			require.NotContains(t, err.Error(), "\x1b")
 		})
@@ -243,20 +243,20 @@ func manyKinds(n int) string {
 
 // Texts of an answer cannot control the terminal.
 func TestFindingsQuoteTexts(t *testing.T) {
-	a, err := ras.Decode([]byte(testhost.RASAnswer(testhost.RASRank{Host: `\u001b[2J`, PID: 1, Silent: true})))
+	a, err := analyze.DecodeRAS([]byte(testhost.RASAnswer(testhost.RASRank{Host: `\u001b[2J`, PID: 1, Silent: true})))
 	require.NoError(t, err)
 	require.Equal(t, []string{`rank 0 (process 1 on host \x1b[2J) does not answer`}, a.Findings(rankName))
 }
 
 // FuzzDecode reads answers of any program that listens on the port.
-func FuzzDecode(f *testing.F) {
+func FuzzDecodeRAS(f *testing.F) {
 	silent := testhost.RASRank{Host: "10.0.0.2", PID: 2, Silent: true}
 	for _, ranks := range [][]testhost.RASRank{nil, {{PID: 1}}, {{PID: 1, AllReduces: 2}, {PID: 2, AsyncError: 3}, silent}} {
 		f.Add([]byte(testhost.RASAnswer(ranks...)))
 	}
 	f.Add([]byte(testhost.RASWithBug2289(testhost.RASAnswer(silent))))
 	f.Fuzz(func(t *testing.T, b []byte) {
-		a, err := ras.Decode(b)
+		a, err := analyze.DecodeRAS(b)
 		if err != nil {
 			return
 		}

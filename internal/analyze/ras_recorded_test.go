@@ -1,4 +1,4 @@
-package ras_test
+package analyze_test
 
 import (
 	"archive/tar"
@@ -12,7 +12,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/ras"
+	"github.com/gochorus/chorus/internal/analyze"
 )
 
 // The service of NCCL 2.28.9 answered these while jobs of PyTorch 2.11 hung, because of rank 1 of 2 or of rank 5 of 8. In some of them the
@@ -46,9 +46,9 @@ func TestRecordedAnswers(t *testing.T) {
 		require.NoError(t, err)
 		b, err := io.ReadAll(r)
 		require.NoError(t, err)
-		a, err := ras.Decode(b)
+		a, err := analyze.DecodeRAS(b)
 		require.NoError(t, err, h.Name)
-		s := ras.Compare("addr", a, a, 3*time.Second)
+		s := analyze.CompareRAS("addr", a, a, 3*time.Second)
 		name := filepath.Dir(h.Name)
 		switch text, found := want[name]; {
 		case name == "nccl-8-subgroup":
@@ -60,7 +60,7 @@ func TestRecordedAnswers(t *testing.T) {
 			require.True(t, found, name)
 			if text == "" {
 				require.Empty(t, s.Findings, name)
-				require.Equal(t, ras.Idle, s.Communicators[0].State, name)
+				require.Equal(t, analyze.Idle, s.Communicators[0].State, name)
 				continue
 			}
 			require.Len(t, s.Findings, map[bool]int{true: 2, false: 1}[name == "nccl-8-died"], name) // of the death, some had an error

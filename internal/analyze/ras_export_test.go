@@ -1,0 +1,8 @@
+package analyze
+
+import "time"
+
+// AskRASPatiently is AskRAS with limits for a busy machine. An attempt to connect has the time of try.
+func AskRASPatiently(addr string, try time.Duration) (*RASAnswer, error) {
+	return rasLimits{all: time.Minute, try: try}.ask(addr)
+}

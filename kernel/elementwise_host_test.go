@@ -14,7 +14,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -189,7 +188,7 @@ func runHost(t *testing.T, e *Elementwise, trials []*hostTrial) {
 		}
 	}
 	code.WriteString("int main() {\n" + text + "}\n")
-	cmd := exec.Command(ptxtest.Host(t, code.String(), "-fwrapv", "-Wno-unknown-pragmas"))
+	cmd := exec.Command(testgpu.BuildForHost(t, code.String(), "-fwrapv", "-Wno-unknown-pragmas"))
 	cmd.Stdin = &in
 	got, err := cmd.Output()
 	require.NoError(t, err)

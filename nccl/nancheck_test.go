@@ -13,7 +13,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -143,7 +142,7 @@ static unsigned atomicInc(unsigned* p, unsigned most) { auto o = *p; *p = o >= m
 
 // The kernels, compiled as C++, find the same elements as their Go functions.
 func TestNaNKernelsAgreeWithGo(t *testing.T) {
-	program := ptxtest.Host(t, cudacc.HostShim()+nanHostAtomics+nanSource+nanHostMain)
+	program := testgpu.BuildForHost(t, cudacc.HostShim()+nanHostAtomics+nanSource+nanHostMain)
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 1))

@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -24,7 +23,7 @@ func TestPTX(t *testing.T) {
 	for _, size := range []int{1, 2, 4, 8} {
 		sources = append(sources, cudacc.Source{Name: fmt.Sprint("pattern/", size), CUDA: source, Options: macros(size)})
 	}
-	ptxtest.Check(t, "pattern.ptx.zst", packed, sources)
+	testgpu.CheckPTX(t, "pattern.ptx.zst", packed, sources)
 }
 
 // number reads bits of a type.

@@ -17,7 +17,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/kernel"
@@ -40,7 +39,7 @@ func hostProgram(t *testing.T, main, name, source string, flags ...string) strin
 	t.Helper()
 	include := fmt.Sprintf("#include %q\n", name)
 	require.Contains(t, main, include)
-	return ptxtest.Host(t, strings.Replace(main, include, source, 1),
+	return testgpu.BuildForHost(t, strings.Replace(main, include, source, 1),
 		append([]string{"-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"}, flags...)...)
 }
 

@@ -4,7 +4,7 @@ import (
 	"testing"
 
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/ptxtest"
+	"github.com/gochorus/chorus/internal/testgpu"
 )
 
 // The PTX belongs to rng.cu and has every kernel that there is; the trials have
@@ -19,5 +19,5 @@ func TestPTX(t *testing.T) {
 			sources = append(sources, cudacc.Source{Name: name, CUDA: source, Options: macros(tr.d, tr.f)})
 		}
 	}
-	ptxtest.Check(t, "rng.ptx.zst", packed, sources)
+	testgpu.CheckPTX(t, "rng.ptx.zst", packed, sources)
 }

@@ -39,7 +39,6 @@ var layers = [][]string{
 	{"device"},
 	{"internal/testgpu", "stream"},
 	{"internal/inside"},
-	{"internal/ptxtest"},
 	{"memory"},
 	{"internal/gemm", "internal/collective"},
 	{"kernel", "graph", "nvtx", "timeline", "internal/files", "internal/memtrace"},
@@ -53,7 +52,7 @@ var layers = [][]string{
 }
 
 // helpers are packages for tests, which tests of any layer may import.
-var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgpu/streamtest", "internal/ptxtest", "internal/dl/dltest"}
+var helpers = []string{"internal/testgpu", "internal/testhost", "internal/testgpu/streamtest", "internal/dl/dltest"}
 
 // importers has the packages that may import each module. One importer is the
 // rule: a module that is to be replaced is then replaced in one place.

@@ -15,7 +15,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -131,7 +130,7 @@ func foldProgram(t *testing.T, f *format, op collective.Reduction) string {
 		code = regexp.MustCompile(x.cuda).ReplaceAllLiteralString(code, x.host)
 	}
 	shim := strings.Replace(cudacc.HostShim(), "static Dim blockIdx", "static Dim gridDim, blockIdx", 1)
-	return ptxtest.Host(t, shim+code+foldHostMain, "-w", "-ffp-contract=off", "-DCHORUS_TYPE="+f.c, "-DCHORUS_OP="+templates[op])
+	return testgpu.BuildForHost(t, shim+code+foldHostMain, "-w", "-ffp-contract=off", "-DCHORUS_TYPE="+f.c, "-DCHORUS_OP="+templates[op])
 }
 
 // TestFoldSourceAgreesWithGo compares the kernel, compiled as C++, with the function that

@@ -12,7 +12,6 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
 
@@ -133,7 +132,7 @@ func TestSourceOnTheHost(t *testing.T) {
 			if m.ranks != 0 {
 				flags, operations = append(flags, fmt.Sprint("-DCHORUS_RANKS=", m.ranks)), 40
 			}
-			program := ptxtest.Host(t, shim+hostPrelude+code+hostMain, flags...)
+			program := testgpu.BuildForHost(t, shim+hostPrelude+code+hostMain, flags...)
 			out, err := exec.CommandContext(testgpu.Context(t), program).CombinedOutput()
 			require.NoError(t, err, "%s", out)
 			require.Equal(t, fmt.Sprintln(operations, "operations"), string(out))

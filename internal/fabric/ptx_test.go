@@ -5,16 +5,16 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/ptxtest"
+	"github.com/gochorus/chorus/internal/testgpu"
 )
 
 // The PTX belongs to the sources and has every module that there is.
 func TestPTX(t *testing.T) {
 	t.Run("fabric", func(t *testing.T) {
-		ptxtest.Check(t, "fabric.ptx.zst", packed, append(reducers(formats[:], source), cudacc.Source{Name: "move", CUDA: source}))
+		testgpu.CheckPTX(t, "fabric.ptx.zst", packed, append(reducers(formats[:], source), cudacc.Source{Name: "move", CUDA: source}))
 	})
 	t.Run("fold", func(t *testing.T) {
-		ptxtest.Check(t, "fold.ptx.zst", packedFold, reducers(foldFormats, foldSource))
+		testgpu.CheckPTX(t, "fold.ptx.zst", packedFold, reducers(foldFormats, foldSource))
 	})
 }
 

@@ -12,7 +12,6 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/fabric"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 )
@@ -51,7 +50,7 @@ func onHost(t *testing.T, halfs func(*hostSource, float[memory.Float16Bits]), bf
 // compile compiles the source for the type and the number of ranks, and opens the group.
 func (h *hostSource) compile(source string, cfg *fabric.Config, flags ...string) {
 	h.t.Helper()
-	h.program = ptxtest.Host(h.t, source, append(flags, "-pthread", "-w", "-DCHORUS_TYPE="+h.element, fmt.Sprint("-DCHORUS_RANKS=", h.ranks))...)
+	h.program = testgpu.BuildForHost(h.t, source, append(flags, "-pthread", "-w", "-DCHORUS_TYPE="+h.element, fmt.Sprint("-DCHORUS_RANKS=", h.ranks))...)
 	h.group = open(h.t, testgpu.Virtual(h.t, &device.SystemConfig{VirtualDevices: h.ranks}), cfg)
 }
 

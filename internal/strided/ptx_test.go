@@ -4,7 +4,6 @@ import (
 	"testing"
 
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/internal/testgpu"
 )
@@ -13,5 +12,5 @@ func TestMain(m *testing.M) { testgpu.Main(m) }
 
 // The PTX belongs to strided.cu.
 func TestPTX(t *testing.T) {
-	ptxtest.Check(t, "strided.ptx.zst", strided.Packed, []cudacc.Source{{Name: "copy", CUDA: strided.Source}})
+	testgpu.CheckPTX(t, "strided.ptx.zst", strided.Packed, []cudacc.Source{{Name: "copy", CUDA: strided.Source}})
 }

@@ -13,7 +13,6 @@ import (
 
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
-	"github.com/gochorus/chorus/internal/ptxtest"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
@@ -84,7 +83,7 @@ int main() {
 func TestSourceAgreesWithGo(t *testing.T) {
 	testhost.Serial(t)
 	t.Parallel()
-	program := ptxtest.Host(t, cudacc.HostShim()+source+hostMain)
+	program := testgpu.BuildForHost(t, cudacc.HostShim()+source+hostMain)
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 4))

@@ -1,5 +1,5 @@
 // Package testgpu runs the same tests on virtual devices and, if there are GPUs, on
-// CUDA.
+// CUDA. It also generates the archives of Chorus kernels (internal/cudacc) and checks that they match their sources.
 package testgpu
 
 import (

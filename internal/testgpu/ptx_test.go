@@ -1,4 +1,4 @@
-package ptxtest
+package testgpu
 
 import (
 	"strings"
@@ -7,10 +7,9 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/cudacc"
-	"github.com/gochorus/chorus/internal/testgpu"
 )
 
-func TestMain(m *testing.M) { testgpu.Main(m) }
+func TestMain(m *testing.M) { Main(m) }
 
 // fakeNVRTC writes PTX that has the source in it.
 type fakeNVRTC struct {
@@ -41,18 +40,18 @@ func (f *fakeNVRTC) DestroyProgram(cudacc.NVRTCProgram) cudacc.Result { return c
 
 func TestCompile(t *testing.T) {
 	f := &fakeNVRTC{}
-	e, err := Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "\tret;"})
+	e, err := CompilePTX(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "\tret;"})
 	require.NoError(t, err)
 	require.Equal(t, cudacc.Entry{Digest: cudacc.Digest("\tret;", nil), Name: "f", Arch: 75, Compiler: "NVRTC-13.0", Version: "6.3",
 		Text: []byte(".version 6.3\n.target sm_75\n.address_size 64\n.visible .entry f()\n{\n\tret;\n}\n")}, e)
-	e, err = Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "\tret;", Arch: 80})
+	e, err = CompilePTX(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "\tret;", Arch: 80})
 	require.NoError(t, err)
 	require.Equal(t, 80, e.Arch)
 	require.Equal(t, "7.0", e.Version)
-	_, err = Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "mistake"})
-	require.EqualError(t, err, "ptxtest: f: NVRTC_ERROR_COMPILATION: the log")
-	_, err = Compile(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "frobnicate.b32 %r1;"})
-	require.ErrorContains(t, err, "ptxtest: f: lower: ptx: the instruction")
+	_, err = CompilePTX(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "mistake"})
+	require.EqualError(t, err, "testgpu: f: NVRTC_ERROR_COMPILATION: the log")
+	_, err = CompilePTX(f, "NVRTC-13.0", &cudacc.Source{Name: "f", CUDA: "frobnicate.b32 %r1;"})
+	require.ErrorContains(t, err, "testgpu: f: lower: ptx: the instruction")
 }
 
 // Another text under the same name and source is seen without a compiler.
@@ -61,8 +60,8 @@ func TestManifest(t *testing.T) {
 		{Digest: "d1", Name: "f", Arch: 75, Compiler: "NVRTC-13.0", Version: "6.3", Text: []byte("ret;")},
 		{Digest: "d2", Name: "g", Arch: 80, Compiler: "NVRTC-13.0", Version: "7.0", Text: []byte("ret;")},
 	}
-	was := Manifest(entries)
-	require.Empty(t, differences(was, Manifest(ptxOf(t, entries))))
+	was := PTXManifest(entries)
+	require.Empty(t, differences(was, PTXManifest(ptxOf(t, entries))))
 	for _, spoil := range []func(){
 		func() { entries[1].Text = []byte("trap; ret;") },
 		func() { entries[0].Name = "g" },
@@ -71,7 +70,7 @@ func TestManifest(t *testing.T) {
 	} {
 		saved := append([]cudacc.Entry(nil), entries...)
 		spoil()
-		require.NotEmpty(t, differences(was, Manifest(ptxOf(t, entries))))
+		require.NotEmpty(t, differences(was, PTXManifest(ptxOf(t, entries))))
 		entries = saved
 	}
 }
@@ -90,7 +89,7 @@ func TestProblems(t *testing.T) {
 	sources := []cudacc.Source{{Name: "a", CUDA: "\tret;"}, {Name: "b", CUDA: "\tret;", Options: []string{"-DB"}}}
 	var entries []cudacc.Entry
 	for _, s := range sources {
-		e, err := Compile(f, "NVRTC-13.0", &s)
+		e, err := CompilePTX(f, "NVRTC-13.0", &s)
 		require.NoError(t, err)
 		entries = append(entries, e)
 	}

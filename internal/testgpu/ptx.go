@@ -1,6 +1,4 @@
-// Package ptxtest generates the archives of internal/cudacc and checks that they match
-// their sources.
-package ptxtest
+package testgpu
 
 import (
 	"crypto/sha256"
@@ -19,25 +17,24 @@ import (
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/testgpu"
 )
 
-var update = flag.Bool("ptx", false, "compile the Chorus kernels and write their PTX archives; needs NVRTC and a GPU")
+var updatePTX = flag.Bool("ptx", false, "compile the Chorus kernels and write their PTX archives; needs NVRTC and a GPU")
 
 // unloaded is for machines without a GPU. Generate the archives again on a GPU machine later.
-var unloaded = flag.Bool("ptx-unloaded", false, "with -ptx: write PTX without loading it with a driver")
+var unloadedPTX = flag.Bool("ptx-unloaded", false, "with -ptx: write PTX without loading it with a driver")
 
 // everything is for a host with the NVRTC version that generated the archives.
-var everything = flag.Bool("ptx-all", false, "compile all sources again, instead of a sample")
+var everyPTX = flag.Bool("ptx-all", false, "compile all sources again, instead of a sample")
 
-// Check compares the packed archive with its manifest and its sources: each
+// CheckPTX compares the packed archive with its manifest and its sources: each
 // source has exactly one text, with the lowest possible PTX version. If the NVRTC
 // version that compiled them is available, it must produce the same text again
-// for a sample of the sources. With the flag -ptx, Check generates the archive
+// for a sample of the sources. With the flag -ptx, CheckPTX generates the archive
 // and writes it to file.
-func Check(t *testing.T, file string, packed []byte, sources []cudacc.Source) {
+func CheckPTX(t *testing.T, file string, packed []byte, sources []cudacc.Source) {
 	t.Helper()
-	if *update {
+	if *updatePTX {
 		write(t, file, sources)
 		return
 	}
@@ -55,7 +52,7 @@ func Check(t *testing.T, file string, packed []byte, sources []cudacc.Source) {
 }
 
 func belong(t *testing.T, entries []cudacc.Entry, sources []cudacc.Source) {
-	lowered := testgpu.SampleRaced(t, 16)
+	lowered := SampleRaced(t, 16)
 	for _, p := range problems(entries, sources, lowered) {
 		t.Error(p + ": run make ptx")
 	}
@@ -114,7 +111,7 @@ func compileAgain(t *testing.T, entries []cudacc.Entry, sources []cudacc.Source)
 		archive[e.Digest] = e
 	}
 	step := (len(sources) + 15) / 16 // a module may take seconds
-	if *everything {
+	if *everyPTX {
 		step = 1
 	}
 	first := rand.IntN(step)
@@ -125,7 +122,7 @@ func compileAgain(t *testing.T, entries []cudacc.Entry, sources []cudacc.Source)
 		if !ok || e.Compiler != name {
 			continue // missing entries are already reported; another compiler produces other texts
 		}
-		again, err := Compile(rtc, name, s)
+		again, err := CompilePTX(rtc, name, s)
 		if err != nil {
 			t.Error(err)
 			continue
@@ -136,10 +133,10 @@ func compileAgain(t *testing.T, entries []cudacc.Entry, sources []cudacc.Source)
 	}
 }
 
-// Compile compiles a source to an entry.
-func Compile(rtc cudacc.NVRTC, compiler string, s *cudacc.Source) (cudacc.Entry, error) {
+// CompilePTX compiles a source to an entry.
+func CompilePTX(rtc cudacc.NVRTC, compiler string, s *cudacc.Source) (cudacc.Entry, error) {
 	fail := func(what string, cause any) (cudacc.Entry, error) {
-		return cudacc.Entry{}, fmt.Errorf("ptxtest: %s: %s: %v", s.Name, what, cause)
+		return cudacc.Entry{}, fmt.Errorf("testgpu: %s: %s: %v", s.Name, what, cause)
 	}
 	p, r := rtc.CreateProgram(s.CUDA, s.Name)
 	if r != cudacc.Success {
@@ -177,7 +174,7 @@ func write(t *testing.T, file string, sources []cudacc.Source) {
 	name := compiler(t, rtc)
 	var entries []cudacc.Entry
 	for _, s := range sources {
-		e, err := Compile(rtc, name, &s)
+		e, err := CompilePTX(rtc, name, &s)
 		if err != nil {
 			t.Error(err)
 			continue
@@ -202,7 +199,7 @@ func write(t *testing.T, file string, sources []cudacc.Source) {
 // no GPU is needed.
 func loader(t *testing.T) func(text []byte) error {
 	t.Helper()
-	if *unloaded {
+	if *unloadedPTX {
 		return func([]byte) error { return nil }
 	}
 	sys, err := device.NewSystem(&device.SystemConfig{Backend: "cuda"})
@@ -239,9 +236,9 @@ func loadOn(dev *device.Device, text []byte) error {
 	return gpu.DeviceOf(dev).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.ModuleUnload(m) })
 }
 
-// Host compiles C++ for this machine, unless the user's store has the program, and returns its path. It
+// BuildForHost compiles C++ for this machine, unless the user's store has the program, and returns its path. It
 // skips the test without a suitable compiler.
-func Host(t *testing.T, code string, flags ...string) (program string) {
+func BuildForHost(t *testing.T, code string, flags ...string) (program string) {
 	t.Helper()
 	p, err := host(t, code, flags)
 	switch {
@@ -265,12 +262,12 @@ func host(t *testing.T, code string, flags []string) (*cudacc.HostProgram, error
 	return cudacc.StoredHostProgram(key.Sum(), func() (*cudacc.HostProgram, error) { return cudacc.BuildHost(t.Context(), code, flags...) })
 }
 
-var updateManifest = flag.Bool("ptx-sums", false, "write the digests of the PTX texts that the archives have")
+var updatePTXSums = flag.Bool("ptx-sums", false, "write the digests of the PTX texts that the archives have")
 
-// Manifest lists the texts of an archive, one in each line: the digest of the
+// PTXManifest lists the texts of an archive, one in each line: the digest of the
 // text, and the compiler input. Archives are compressed, so a review cannot see
 // changes in them; the manifest shows which kernels have new PTX.
-func Manifest(entries []cudacc.Entry) string {
+func PTXManifest(entries []cudacc.Entry) string {
 	var lines []string
 	for _, e := range entries {
 		lines = append(lines, fmt.Sprintf("%x %s compute_%d PTX-%s %s\n", sha256.Sum256(e.Text), e.Name, e.Arch, e.Version, e.Compiler))
@@ -287,14 +284,14 @@ func manifestOf(archive string) string {
 // reviewed compares the texts with the manifest. It needs neither a compiler nor a GPU.
 func reviewed(t *testing.T, archive string, entries []cudacc.Entry) {
 	file := manifestOf(archive)
-	if *updateManifest {
+	if *updatePTXSums {
 		writeManifest(t, file, entries)
 	}
 	want, err := os.ReadFile(file)
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, p := range differences(string(want), Manifest(entries)) {
+	for _, p := range differences(string(want), PTXManifest(entries)) {
 		t.Errorf("%s: %s: if make ptx generated the archive, commit its manifest, too; otherwise the archive was not reviewed", file, p)
 	}
 }
@@ -303,7 +300,7 @@ func writeManifest(t *testing.T, file string, entries []cudacc.Entry) {
 	t.Helper()
 	err := os.MkdirAll(filepath.Dir(file), 0o755)
 	if err == nil {
-		err = os.WriteFile(file, []byte(Manifest(entries)), 0o644)
+		err = os.WriteFile(file, []byte(PTXManifest(entries)), 0o644)
 	}
 	if err != nil {
 		t.Fatal(err)

@@ -11,8 +11,8 @@ import (
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/analyze"
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/collective"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -211,7 +211,7 @@ func (w *reporter) askService(c *nccl.Communicator) <-chan []string {
 
 // serviceAddress returns the address of a communicator's service, or "" if there is none to ask.
 func serviceAddress(c *nccl.Communicator) string {
-	return analyze.RASAddress(c.Device().System().Backend() == backend.Virtual)
+	return analyze.RASAddress(c.Device().System().Backend() == gpu.Virtual)
 }
 
 // A closing records how this process ended a group.

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"sync/atomic"
 
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/nvml"
@@ -155,7 +154,7 @@ func (d *Device) Arch() (string, error) {
 // examples: if CHORUS_BACKEND permits it and no GPU is visible, it opens virtual devices.
 // note is then a line for the user that says so, and empty otherwise.
 func OrVirtual() (s *System, note string, err error) {
-	c, err := backend.Choose()
+	c, err := gpu.ChooseBackend()
 	if err != nil {
 		return nil, "", err
 	}

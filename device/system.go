@@ -6,7 +6,6 @@ import (
 	"sync"
 	"time"
 
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/cufileapi"
@@ -78,7 +77,7 @@ func NewSystem(cfg *SystemConfig) (*System, error) {
 
 func newSystem(cfg *SystemConfig, callTimeout time.Duration) (*System, error) {
 	c := *cmp.Or(cfg, new(SystemConfig))
-	b, err := backend.Open(&backend.Config{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults,
+	b, err := gpu.OpenBackend(&gpu.BackendConfig{Backend: c.Backend, Devices: c.VirtualDevices, Seed: c.Seed, Faults: c.Faults,
 		Multiprocessors: c.VirtualMultiprocessors, NCCL: c.VirtualNCCL, PCIe: c.VirtualPCIe})
 	if err != nil {
 		return nil, fmt.Errorf("device: %w", err)
@@ -183,7 +182,7 @@ func All() ([]*Device, error) {
 // creates a context. It mirrors torch.cuda.device_count before CUDA is initialized.
 // Without any GPU it returns 0 or an error that says which library is missing.
 func Count() (int, error) {
-	n, err := backend.Count()
+	n, err := gpu.CountDevices()
 	if err != nil {
 		return 0, fmt.Errorf("device: count: %w", err)
 	}

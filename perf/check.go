@@ -12,7 +12,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/safe"
 )
 
@@ -169,7 +169,7 @@ func newChecker(devs []*device.Device, cfg *CheckConfig) (*checker, error) {
 	}
 	most, memory := 256<<20, 256<<20
 	c.report = &CheckReport{Time: time.Now().UTC().Truncate(time.Second), Backend: devs[0].System().Backend(), Findings: []Finding{}}
-	if c.report.Backend != backend.CUDA {
+	if c.report.Backend != gpu.CUDA {
 		most, memory = 16<<10, 64<<10
 	}
 	c.cfg.MaxBytes, c.cfg.MemoryBytes = cmp.Or(c.cfg.MaxBytes, most), cmp.Or(c.cfg.MemoryBytes, memory)
@@ -181,7 +181,7 @@ func newChecker(devs []*device.Device, cfg *CheckConfig) (*checker, error) {
 }
 
 // measured reports whether the times of the devices are meaningful.
-func (c *checker) measured() bool { return c.report.Backend == backend.CUDA }
+func (c *checker) measured() bool { return c.report.Backend == gpu.CUDA }
 
 func (c *checker) found(list ...Finding) { c.report.Findings = append(c.report.Findings, list...) }
 

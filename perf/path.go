@@ -12,7 +12,7 @@ import (
 	"sync"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/backend"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/nvml"
 	"github.com/gochorus/chorus/internal/safe"
 )
@@ -158,7 +158,7 @@ func pathBy(transport string, x *pairShare) Path {
 
 // nvlinkSent returns the bytes that a GPU has sent over all its NVLinks.
 func nvlinkSent(d *device.Device) (uint64, bool) {
-	if d.System().Backend() != backend.CUDA {
+	if d.System().Backend() != gpu.CUDA {
 		return 0, false
 	}
 	p, err := d.Properties()

@@ -17,7 +17,6 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/health"
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/safe"
@@ -426,7 +425,7 @@ func (m *member) measured(ctx context.Context) *health.Measured {
 }
 
 // virtual reports whether the devices are virtual, and then small sizes suffice.
-func (m *member) virtual() bool { return m.devs[0].System().Backend() != backend.CUDA }
+func (m *member) virtual() bool { return m.devs[0].System().Backend() != gpu.CUDA }
 
 func measurePairs(ctx context.Context, g *comm.Group, virtual bool) (*perf.Report, error) {
 	p := &perf.PairPlan{Bytes: 64 << 20, Iterations: 5, Warmups: 1}
@@ -451,7 +450,7 @@ func speedOf(r *perf.Report, err error) health.Speed {
 		return health.Speed{Missing: err.Error()}
 	case r.Verdict == nil:
 		return health.Speed{Missing: "no known bandwidth of the links of " + r.Device}
-	case r.Backend != backend.CUDA:
+	case r.Backend != gpu.CUDA:
 		return health.Speed{Missing: r.Verdict.Reason}
 	}
 	return health.Speed{OK: r.Verdict.OK, Reason: r.Verdict.Reason}

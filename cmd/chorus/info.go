@@ -12,8 +12,8 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
@@ -109,7 +109,7 @@ func inspect(sys *device.System, note string) (*report, error) {
 			i.Error = l.Err.Error()
 		}
 		r.Libraries = append(r.Libraries, i)
-		if l.Name == "NCCL" && sys.Backend() == backend.CUDA { // the NCCL of virtual devices has no defects of NVIDIA's
+		if l.Name == "NCCL" && sys.Backend() == gpu.CUDA { // the NCCL of virtual devices has no defects of NVIDIA's
 			r.Defects = defectsOf(l.Version)
 		}
 	}
@@ -377,7 +377,7 @@ func printVersion(w io.Writer, info *debug.BuildInfo) error {
 // launcher must not hold a device and must start its workers at once. procs is
 // the number of processes requested; 0 means one for each device.
 func findDevices(procs int) (launch.Devices, error) {
-	c, err := backend.Choose()
+	c, err := gpu.ChooseBackend()
 	if _, wrong := errors.AsType[*env.ValueError](err); wrong {
 		return launch.Devices{}, usage(err)
 	}
@@ -385,20 +385,20 @@ func findDevices(procs int) (launch.Devices, error) {
 		return launch.Devices{}, err
 	}
 	d := launch.Devices{Count: c.Devices, Backend: c.Backend}
-	if c.Backend == backend.CUDA {
+	if c.Backend == gpu.CUDA {
 		return d, nil
 	}
 	// Virtual devices cost nothing: create one for each process, unless the
 	// environment sets their number.
 	if procs > d.Count && !env.VirtualDevices.IsSet() {
-		if procs > backend.MaxVirtualDevices {
-			return d, &launch.UsageError{Reason: fmt.Sprintf("--nproc-per-node %d: each process has a virtual device, and there are at most %d of them", procs, backend.MaxVirtualDevices)}
+		if procs > gpu.MaxVirtualDevices {
+			return d, &launch.UsageError{Reason: fmt.Sprintf("--nproc-per-node %d: each process has a virtual device, and there are at most %d of them", procs, gpu.MaxVirtualDevices)}
 		}
 		d.Count = procs
 		d.Env = append(d.Env, fmt.Sprintf("%s=%d", env.VirtualDevices.Name, procs))
 	}
 	if c.NoGPU != "" {
-		d.Env = append(d.Env, env.Backend.Name+"="+backend.Virtual)
+		d.Env = append(d.Env, env.Backend.Name+"="+gpu.Virtual)
 		d.Note = c.Note(fmt.Sprintf("%d virtual devices", d.Count))
 	}
 	return d, nil

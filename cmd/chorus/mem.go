@@ -15,8 +15,8 @@ import (
 	"github.com/gochorus/chorus/cmd/chorus/internal/monitor"
 	"github.com/gochorus/chorus/cmd/chorus/internal/results"
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/memtrace"
 	"github.com/gochorus/chorus/internal/safe"
@@ -127,7 +127,7 @@ func (f *replayFlags) check(c *cobra.Command, files []string) error {
 	switch {
 	case len(files) == 0:
 		return usageError(c, errors.New("no file given"))
-	case !slices.Contains([]string{backend.Auto, backend.CUDA, backend.Virtual}, f.backend):
+	case !slices.Contains([]string{gpu.Auto, gpu.CUDA, gpu.Virtual}, f.backend):
 		return usageError(c, fmt.Errorf("--backend %q: want auto, cuda or virtual", f.backend))
 	case f.sequence < -1:
 		return usageError(c, fmt.Errorf("--sequence %d: want 0 or more, or -1 for all", f.sequence))
@@ -182,7 +182,7 @@ func (f *replayFlags) run(out io.Writer, files []string) error {
 
 // open opens the devices and returns a note to print about them.
 func (f *replayFlags) open() (*device.System, string, error) {
-	if f.backend == backend.Auto {
+	if f.backend == gpu.Auto {
 		return device.OrVirtual()
 	}
 	sys, err := device.NewSystem(&device.SystemConfig{Backend: f.backend})

@@ -18,8 +18,8 @@ import (
 	"github.com/gochorus/chorus/cluster"
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/health"
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/perf"
@@ -557,7 +557,7 @@ func (p *preflight) write(out io.Writer, r *preflightReport) (err error) {
 func (r *preflightReport) text(out io.Writer) error {
 	var b strings.Builder
 	if c := r.Check; c != nil {
-		if c.Backend != backend.CUDA {
+		if c.Backend != gpu.CUDA {
 			b.WriteString("virtual devices: the data is checked, and the times say nothing\n")
 		}
 		for rank, g := range c.GPUs {

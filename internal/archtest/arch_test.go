@@ -34,7 +34,6 @@ var layers = [][]string{
 	{"internal/sanitizer"},
 	{"internal/virtual/machine"},
 	{"internal/virtual/nccl"},
-	{"internal/backend"},
 	{"internal/gpu"},
 	{"device"},
 	{"internal/testgpu", "stream"},

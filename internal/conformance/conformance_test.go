@@ -7,9 +7,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
@@ -29,7 +29,7 @@ func TestMain(m *testing.M) {
 
 // Every backend passes the same suite.
 func TestBackends(t *testing.T) {
-	for _, name := range []string{backend.Virtual, backend.CUDA} {
+	for _, name := range []string{gpu.Virtual, gpu.CUDA} {
 		t.Run(name, func(t *testing.T) {
 			s := open(t, name)
 			t.Run("driver", func(t *testing.T) { testDriver(t, s.Driver) })
@@ -68,7 +68,7 @@ func TestBackends(t *testing.T) {
 	}
 }
 
-func imageFor(s *backend.System) []byte {
+func imageFor(s *gpu.Backend) []byte {
 	if s.Machine == nil {
 		return []byte(storePTX)
 	}
@@ -89,10 +89,10 @@ func skip(t *testing.T, want int, have int32) {
 	t.Skipf("needs %d GPUs, there are %d", want, have)
 }
 
-func open(t *testing.T, name string) *backend.System {
+func open(t *testing.T, name string) *gpu.Backend {
 	t.Helper()
-	s, err := backend.Open(&backend.Config{Backend: name})
-	if err == nil || name == backend.Virtual {
+	s, err := gpu.OpenBackend(&gpu.BackendConfig{Backend: name})
+	if err == nil || name == gpu.Virtual {
 		require.NoError(t, err)
 		return s
 	}
@@ -111,7 +111,7 @@ func TestMachines(t *testing.T) {
 	}
 	for _, devices := range counts {
 		t.Run(fmt.Sprintf("devices=%d", devices), func(t *testing.T) {
-			m, err := backend.NewVirtual(&backend.VirtualConfig{Config: machine.Config{Devices: devices}})
+			m, err := gpu.NewVirtual(&gpu.VirtualConfig{Config: machine.Config{Devices: devices}})
 			require.NoError(t, err)
 			t.Logf("seed %#x", m.Seed())
 			t.Run("Driver", func(t *testing.T) { testDriver(t, m.Driver()) })

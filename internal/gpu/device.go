@@ -6,6 +6,9 @@
 // its type in this package, and functions such as [DeviceOf] and [SystemOf] return that
 // type. The methods behind these functions are unexported, so users of the public types
 // neither see nor call them.
+//
+// [OpenBackend] selects CUDA or the virtual devices at run time, and provides their libraries through the
+// same interfaces.
 package gpu
 
 import (

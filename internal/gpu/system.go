@@ -8,7 +8,6 @@ import (
 	"sync/atomic"
 	"time"
 
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/handle"
@@ -37,7 +36,7 @@ type Errors interface {
 
 // A System is one set of devices with the libraries that drive them.
 type System struct {
-	*backend.System
+	*Backend
 	errs Errors
 	devs []*Device
 
@@ -52,8 +51,8 @@ type System struct {
 func SystemOf(x handle.Has[*System]) *System { return *handle.Of(x) }
 
 // NewSystem returns the System of a backend.
-func NewSystem(b *backend.System, errs Errors, callTimeout time.Duration) *System {
-	return &System{System: b, errs: errs, callTimeout: callTimeout}
+func NewSystem(b *Backend, errs Errors, callTimeout time.Duration) *System {
+	return &System{Backend: b, errs: errs, callTimeout: callTimeout}
 }
 
 // Add adds the driver's device that has the next ordinal, and returns the reference for

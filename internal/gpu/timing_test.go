@@ -15,7 +15,6 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/timeline"
@@ -178,7 +177,7 @@ func newBenchWith(t *testing.T, faults string) *bench {
 	t.Cleanup(runtime.UnlockOSThread)
 	b := &bench{t: t, dir: t.TempDir(), begin: time.Now()}
 	b.clock = &clock{next: b.begin, at: map[cudadrv.Event]time.Time{}, events: map[cudadrv.Event]bool{}, streams: map[cudadrv.Stream]bool{}}
-	back, err := backend.Open(&backend.Config{Backend: backend.Virtual, Devices: 2, Faults: faults})
+	back, err := OpenBackend(&BackendConfig{Backend: Virtual, Devices: 2, Faults: faults})
 	require.NoError(t, err)
 	b.lost.Store(-1)
 	b.sys = NewSystem(back, plainErrors{lost: &b.lost}, time.Minute)

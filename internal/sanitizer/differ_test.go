@@ -11,9 +11,9 @@ import (
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/backend"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/sanitizer"
 	"github.com/gochorus/chorus/internal/virtual/machine"
 )
@@ -29,7 +29,7 @@ var (
 type bench struct {
 	t       *testing.T
 	r       *rand.Rand
-	m       *backend.VirtualMachine
+	m       *gpu.VirtualMachine
 	san     *sanitizer.Sanitizer
 	drv     cudadrv.Driver
 	ctx     [2]cudadrv.Context
@@ -48,7 +48,7 @@ type bench struct {
 const blockBytes = 4096
 
 func newBench(t *testing.T, s uint64) *bench {
-	m, err := backend.NewVirtual(&backend.VirtualConfig{Config: machine.Config{Devices: 2, Seed: s | 1}})
+	m, err := gpu.NewVirtual(&gpu.VirtualConfig{Config: machine.Config{Devices: 2, Seed: s | 1}})
 	require.NoError(t, err)
 	b := &bench{t: t, r: rand.New(rand.NewPCG(s, 1)), m: m, san: sanitizer.New(m.Driver())}
 	b.drv = b.san.Driver()

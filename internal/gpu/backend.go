@@ -1,6 +1,4 @@
-// Package backend selects CUDA or the virtual devices at run time, and provides
-// their libraries through the same interfaces.
-package backend
+package gpu
 
 import (
 	"cmp"
@@ -37,9 +35,9 @@ const (
 // MaxVirtualDevices is the maximum number of virtual devices.
 const MaxVirtualDevices = 64
 
-// A System is a set of devices and the libraries that control them. Libraries
+// A Backend is a set of devices and the libraries that control them. Libraries
 // other than the driver are opened at their first use.
-type System struct {
+type Backend struct {
 	Name    string
 	Driver  cudadrv.Driver
 	Machine *VirtualMachine // nil on CUDA
@@ -48,9 +46,9 @@ type System struct {
 	Sensors   nvml.API             // instead of NVML or of the machine's; nil except in tests
 }
 
-// Config selects a System. Nil and zero fields take their values from the
+// BackendConfig selects a Backend. Nil and zero fields take their values from the
 // environment.
-type Config struct {
+type BackendConfig struct {
 	Backend string
 	Devices int    // virtual devices
 	Seed    uint64 // seed of virtual devices' delays
@@ -61,9 +59,9 @@ type Config struct {
 	PCIe            [][2]int // pairs of virtual devices connected by PCIe instead of NVLink
 }
 
-// Open initializes the driver of the backend.
-func Open(cfg *Config) (*System, error) {
-	c := *cmp.Or(cfg, new(Config))
+// OpenBackend initializes the driver of the backend.
+func OpenBackend(cfg *BackendConfig) (*Backend, error) {
+	c := *cmp.Or(cfg, new(BackendConfig))
 	if c.Backend == "" {
 		b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 		if err != nil {
@@ -73,11 +71,11 @@ func Open(cfg *Config) (*System, error) {
 	}
 	switch c.Backend {
 	case Virtual:
-		return openVirtual(&c)
+		return openVirtualBackend(&c)
 	case CUDA:
-		return openCUDA()
+		return openCUDABackend()
 	case Auto:
-		s, err := openCUDA()
+		s, err := openCUDABackend()
 		if err != nil {
 			err = fmt.Errorf("%w\n%s=%s selects virtual devices", err, env.Backend.Name, Virtual)
 		}
@@ -86,7 +84,7 @@ func Open(cfg *Config) (*System, error) {
 	return nil, fmt.Errorf("backend: unknown backend %q: want %s, %s or %s", c.Backend, Auto, CUDA, Virtual)
 }
 
-func openVirtual(c *Config) (*System, error) {
+func openVirtualBackend(c *BackendConfig) (*Backend, error) {
 	if err := c.fillFromEnv(); err != nil {
 		return nil, err
 	}
@@ -115,7 +113,7 @@ func openVirtual(c *Config) (*System, error) {
 	if err != nil {
 		return nil, err
 	}
-	s := &System{Name: Virtual, Driver: m.Driver(), Machine: m}
+	s := &Backend{Name: Virtual, Driver: m.Driver(), Machine: m}
 	return s, s.init()
 }
 
@@ -171,7 +169,7 @@ func rankAddress(coordinator string, interfaces func() ([]net.Addr, error)) stri
 	return local
 }
 
-func (c *Config) fillFromEnv() (err error) {
+func (c *BackendConfig) fillFromEnv() (err error) {
 	if c.Devices == 0 {
 		want := fmt.Sprintf("a whole number from 1 to %d", MaxVirtualDevices)
 		if c.Devices, err = env.VirtualDevices.IntWhere(want, func(n int) bool { return n >= 1 && n <= MaxVirtualDevices }); err != nil {
@@ -192,19 +190,19 @@ func (c *Config) fillFromEnv() (err error) {
 	return nil
 }
 
-func openCUDA() (*System, error) {
+func openCUDABackend() (*Backend, error) {
 	drv, err := cudadrv.Open()
 	if err != nil {
 		return nil, fmt.Errorf("CUDA is not available on this machine: %w", err)
 	}
-	s := &System{Name: CUDA, Driver: drv}
+	s := &Backend{Name: CUDA, Driver: drv}
 	if err := s.init(); err != nil {
 		return nil, fmt.Errorf("CUDA is not available on this machine: %w", err)
 	}
 	return s, nil
 }
 
-func (s *System) init() error {
+func (s *Backend) init() error {
 	if r := s.Driver.Init(); r != cudadrv.Success {
 		return fmt.Errorf("cuInit: %w (%s)", r, r.Meaning())
 	}
@@ -221,7 +219,7 @@ func (s *System) init() error {
 }
 
 // NCCL opens NCCL at its first use.
-func (s *System) NCCL() (ncclapi.API, error) {
+func (s *Backend) NCCL() (ncclapi.API, error) {
 	api, err := s.plainNCCL()
 	if err == nil && s.Sanitizer != nil {
 		api = s.Sanitizer.NCCL(api)
@@ -229,7 +227,7 @@ func (s *System) NCCL() (ncclapi.API, error) {
 	return api, err
 }
 
-func (s *System) plainNCCL() (ncclapi.API, error) {
+func (s *Backend) plainNCCL() (ncclapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.NCCL(), nil
 	}
@@ -246,7 +244,7 @@ func library[A, L any](open func() (L, error)) (api A, err error) {
 }
 
 // CUBLAS opens cuBLAS at its first use.
-func (s *System) CUBLAS() (cublasapi.API, error) {
+func (s *Backend) CUBLAS() (cublasapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CUBLAS(), nil
 	}
@@ -254,7 +252,7 @@ func (s *System) CUBLAS() (cublasapi.API, error) {
 }
 
 // CUBLASLt opens cuBLASLt at its first use.
-func (s *System) CUBLASLt() (cublasapi.LtAPI, error) {
+func (s *Backend) CUBLASLt() (cublasapi.LtAPI, error) {
 	if s.Machine != nil {
 		return s.Machine.CUBLASLt(), nil
 	}
@@ -263,7 +261,7 @@ func (s *System) CUBLASLt() (cublasapi.LtAPI, error) {
 
 // CuFile opens cuFile at its first use. It does not open cuFile's driver or set
 // parameters.
-func (s *System) CuFile() (cufileapi.API, error) {
+func (s *Backend) CuFile() (cufileapi.API, error) {
 	api, err := s.plainCuFile()
 	if err == nil && s.Sanitizer != nil {
 		api = s.Sanitizer.CuFile(api)
@@ -271,7 +269,7 @@ func (s *System) CuFile() (cufileapi.API, error) {
 	return api, err
 }
 
-func (s *System) plainCuFile() (cufileapi.API, error) {
+func (s *Backend) plainCuFile() (cufileapi.API, error) {
 	if s.Machine != nil {
 		return s.Machine.CuFile(), nil
 	}
@@ -279,7 +277,7 @@ func (s *System) plainCuFile() (cufileapi.API, error) {
 }
 
 // NVML opens NVML at its first use.
-func (s *System) NVML() (nvml.API, error) {
+func (s *Backend) NVML() (nvml.API, error) {
 	if s.Sensors != nil {
 		return s.Sensors, nil
 	}
@@ -291,22 +289,22 @@ func (s *System) NVML() (nvml.API, error) {
 
 // NVRTC opens NVRTC at its first use. It is the same for virtual devices, which check with it
 // what a GPU would refuse; package kernel passes the stand-ins of kernels to Machine.
-func (s *System) NVRTC() (cudacc.NVRTC, error) {
+func (s *Backend) NVRTC() (cudacc.NVRTC, error) {
 	return library[cudacc.NVRTC](cudacc.OpenNVRTC)
 }
 
 // Explain returns the cause of a virtual device's sticky error. It returns "" on
 // CUDA, because the cause is unknown.
-func (s *System) Explain(d cudadrv.Device) string {
+func (s *Backend) Explain(d cudadrv.Device) string {
 	if s.Machine == nil {
 		return ""
 	}
 	return s.Machine.Explain(d)
 }
 
-// A Choice is the backend for a program that may fall back to virtual devices,
+// A BackendChoice is the backend for a program that may fall back to virtual devices,
 // such as `chorus` and the examples.
-type Choice struct {
+type BackendChoice struct {
 	Backend string
 	Devices int    // number of devices that a process will see
 	NoGPU   string // the reason for a fallback to virtual devices, or ""
@@ -314,7 +312,7 @@ type Choice struct {
 
 // Note returns the line that tells the user of a fallback, or "". devices
 // describes them, such as "4 virtual devices".
-func (c *Choice) Note(devices string) string {
+func (c *BackendChoice) Note(devices string) string {
 	if c.NoGPU == "" {
 		return ""
 	}
@@ -322,9 +320,9 @@ func (c *Choice) Note(devices string) string {
 		c.NoGPU, devices, env.Backend.Name)
 }
 
-// Choose counts the device files of the kernel driver. It does not start the CUDA
+// ChooseBackend counts the device files of the kernel driver. It does not start the CUDA
 // driver, so a launcher that must not use a GPU can call it.
-func Choose() (*Choice, error) {
+func ChooseBackend() (*BackendChoice, error) {
 	b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 	if err != nil {
 		return nil, err
@@ -333,15 +331,15 @@ func Choose() (*Choice, error) {
 	gpus := countVisible(len(files))
 	switch {
 	case b != Virtual && gpus > 0:
-		return &Choice{Backend: CUDA, Devices: gpus}, nil
+		return &BackendChoice{Backend: CUDA, Devices: gpus}, nil
 	case b == CUDA:
 		return nil, &NoGPUError{Reason: whyNoGPU(files)}
 	}
-	var c Config
+	var c BackendConfig
 	if err := c.fillFromEnv(); err != nil {
 		return nil, err
 	}
-	choice := &Choice{Backend: Virtual, Devices: c.Devices}
+	choice := &BackendChoice{Backend: Virtual, Devices: c.Devices}
 	if b == Auto {
 		choice.NoGPU = whyNoGPU(files)
 	}
@@ -491,16 +489,16 @@ func within(ordinals []int, have int) []int {
 	return ordinals
 }
 
-// Count returns the number of devices that Open would find with the present
+// CountDevices returns the number of devices that OpenBackend would find with the present
 // environment. It uses NVML, which does not start the driver, and the driver only
 // if NVML cannot tell. It does not create a context.
-func Count() (int, error) {
+func CountDevices() (int, error) {
 	b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 	if err != nil {
 		return 0, err
 	}
 	if b == Virtual {
-		var c Config
+		var c BackendConfig
 		err := c.fillFromEnv()
 		return c.Devices, err
 	}
@@ -511,7 +509,7 @@ func Count() (int, error) {
 			}
 		}
 	}
-	s, err := openCUDA()
+	s, err := openCUDABackend()
 	if err != nil {
 		return 0, err
 	}

@@ -1,4 +1,4 @@
-package backend
+package gpu
 
 import (
 	"net"
@@ -11,9 +11,9 @@ import (
 )
 
 func TestOpen(t *testing.T) {
-	_, err := Open(&Config{Backend: "opencl"})
+	_, err := OpenBackend(&BackendConfig{Backend: "opencl"})
 	require.ErrorContains(t, err, `unknown backend "opencl": want auto, cuda or virtual`)
-	s, err := Open(&Config{Backend: Virtual, Devices: 3, Seed: 9})
+	s, err := OpenBackend(&BackendConfig{Backend: Virtual, Devices: 3, Seed: 9})
 	require.NoError(t, err)
 	require.EqualValues(t, 9, s.Machine.Seed())
 	n, r := s.Driver.DeviceGetCount()
@@ -24,7 +24,7 @@ func TestOpen(t *testing.T) {
 // The library never falls back by itself.
 func TestAutoIsCUDAOrAnError(t *testing.T) {
 	t.Setenv(env.Backend.Name, Auto)
-	s, err := Open(nil)
+	s, err := OpenBackend(nil)
 	if err != nil {
 		require.ErrorContains(t, err, "CUDA is not available on this machine")
 		require.ErrorContains(t, err, "CHORUS_BACKEND=virtual selects virtual devices")
@@ -37,32 +37,32 @@ func TestAutoIsCUDAOrAnError(t *testing.T) {
 func TestChoose(t *testing.T) {
 	t.Setenv(env.Backend.Name, Virtual)
 	t.Setenv(env.VirtualDevices.Name, "5")
-	c, err := Choose()
+	c, err := ChooseBackend()
 	require.NoError(t, err)
-	require.Equal(t, &Choice{Backend: Virtual, Devices: 5}, c)
+	require.Equal(t, &BackendChoice{Backend: Virtual, Devices: 5}, c)
 	require.Empty(t, c.Note("5 virtual devices"))
 
 	t.Setenv(env.Backend.Name, Auto)
 	t.Setenv("CUDA_VISIBLE_DEVICES", "") // hides every GPU
-	c, err = Choose()
+	c, err = ChooseBackend()
 	require.NoError(t, err)
 	require.Equal(t, Virtual, c.Backend)
 	require.Contains(t, c.Note("5 virtual devices"), "running on 5 virtual devices")
 	require.NotContains(t, c.Note("virtual devices"), "\n")
 
 	t.Setenv(env.Backend.Name, CUDA)
-	_, err = Choose()
+	_, err = ChooseBackend()
 	require.ErrorAs(t, err, new(*NoGPUError))
 	require.ErrorContains(t, err, "CHORUS_BACKEND=cuda requires one")
 
 	require.NoError(t, os.Unsetenv("CUDA_VISIBLE_DEVICES"))
 	if n := len(deviceFiles()); n > 0 {
-		c, err = Choose()
+		c, err = ChooseBackend()
 		require.NoError(t, err)
-		require.Equal(t, &Choice{Backend: CUDA, Devices: n}, c)
+		require.Equal(t, &BackendChoice{Backend: CUDA, Devices: n}, c)
 	}
 	t.Setenv(env.Backend.Name, "gpu")
-	_, err = Choose()
+	_, err = ChooseBackend()
 	require.ErrorAs(t, err, new(*env.ValueError))
 }
 
@@ -116,7 +116,7 @@ func TestAddressForOtherHosts(t *testing.T) {
 func TestUUIDsBelongToTheHost(t *testing.T) {
 	uuid := func(host string) any {
 		t.Setenv(env.HostName.Name, host)
-		s, err := Open(&Config{Backend: Virtual, Devices: 1})
+		s, err := OpenBackend(&BackendConfig{Backend: Virtual, Devices: 1})
 		require.NoError(t, err)
 		d, r := s.Driver.DeviceGet(0)
 		require.Zero(t, r)
@@ -134,7 +134,7 @@ func TestSanitizerInTests(t *testing.T) {
 		if t.Setenv(env.Sanitizer.Name, value); value == "" {
 			require.NoError(t, os.Unsetenv(env.Sanitizer.Name))
 		}
-		s, err := Open(&Config{Backend: Virtual, Devices: 1})
+		s, err := OpenBackend(&BackendConfig{Backend: Virtual, Devices: 1})
 		require.NoError(t, err)
 		require.Equal(t, want, s.Sanitizer != nil, "%q", value)
 	}

@@ -1,4 +1,4 @@
-package backend
+package gpu
 
 import (
 	"errors"
@@ -112,7 +112,7 @@ func TestCountNVML(t *testing.T) {
 	require.False(t, ok)
 }
 
-// Count is not cached, and virtual devices do not obey CUDA_VISIBLE_DEVICES.
+// CountDevices is not cached, and virtual devices do not obey CUDA_VISIBLE_DEVICES.
 func TestCount(t *testing.T) {
 	t.Setenv(env.Backend.Name, Virtual)
 	t.Setenv(env.VisibleDevices.Name, "0")
@@ -121,11 +121,11 @@ func TestCount(t *testing.T) {
 		want int
 	}{{"3", 3}, {"5", 5}} {
 		t.Setenv(env.VirtualDevices.Name, c.set)
-		n, err := Count()
+		n, err := CountDevices()
 		require.NoError(t, err)
 		require.Equal(t, c.want, n)
 	}
 	t.Setenv(env.Backend.Name, "gpu")
-	_, err := Count()
+	_, err := CountDevices()
 	require.ErrorAs(t, err, new(*env.ValueError))
 }

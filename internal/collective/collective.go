@@ -1,7 +1,7 @@
 // Package collective has what all backends of a collective share: the operation, which is one struct from the
-// public call to the launch, and the names of the backends; the flight recorder with its clock and its dumps; the watchdog with its
-// marks on streams and its deadlines; and the comparison of the ranks of one process. It gives packages above nccl access to the internals of an
-// nccl.Communicator, such as its position in a stream, and to the operations of an nccl.Batch.
+// public call to the launch, and the names of the backends. It has the flight recorder with its clock and its dumps, the watchdog with
+// its marks on streams and its deadlines, and the comparison of the ranks of one process. It also gives packages above nccl access to
+// the internals of an nccl.Communicator, such as its position in a stream, and to the operations of an nccl.Batch.
 //
 // nccl.Communicator and nccl.Batch embed the bridges that [Of] and [BatchOf] follow.
 package collective

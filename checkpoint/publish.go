@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 	"time"
 
 	"github.com/gochorus/chorus/cluster"
@@ -12,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -37,6 +39,7 @@ type Publisher struct {
 	link    *link               // nil without subscribers and after a push that failed, on all ranks
 	to      []string            // the subscribers in link
 	changed <-chan struct{}     // closed when the list is not that of link any more; of rank 0's process
+	retired sync.WaitGroup      // links of earlier lists that end
 }
 
 // NewPublisher prepares to publish the parts src of each local rank of g. The process of rank 0 serves a registry as
@@ -113,7 +116,7 @@ func (p *Publisher) publish(ctx context.Context, version int64) error {
 		return err
 	}
 	if next.Begun || len(next.To) == 0 {
-		p.drop()
+		p.retire()
 		p.to = next.To
 	}
 	if len(p.to) == 0 {
@@ -227,6 +230,14 @@ func (p *Publisher) drop() {
 	p.link = nil
 }
 
+// retire ends the link of an earlier list, whose last push has succeeded. The group does not wait until NCCL has ended its communicator.
+func (p *Publisher) retire() {
+	if l := p.link; l != nil {
+		p.link = nil
+		p.retired.Go(func() { _ = l.close() }) // nothing is left to do on it
+	}
+}
+
 // Shutdown ends the publication together with the subscribers of the last push, and closes the Publisher: Next returns an error that
 // matches cluster.ErrEnded in each of them. It waits until they have called Next. If ctx ends first, or one of them leaves or is lost, it returns
 // the cause, which is no failure of the group. Collective.
@@ -253,6 +264,7 @@ func (p *Publisher) Close() error {
 	}
 	err := p.link.close()
 	p.link = nil
+	p.retired.Wait()
 	return errors.Join(err, p.member.Close(), p.registry.Close())
 }
 
@@ -260,13 +272,14 @@ func (p *Publisher) Close() error {
 type Subscriber struct {
 	stream *stream.Stream
 	dst    []Part
+	alone  *nccl.Communicator // of one rank; it has loaded NCCL's kernels
 	member *cluster.Enlistment
 	link   *link // nil before the first push, and after one that failed
 }
 
 // Subscribe puts this process on the list of the Publisher whose registry is at cfg.Addr, as cluster.Enlist does, until Close. dst are the
 // parts that it wants, on the device of s; their memory stays the same. The device must not be that of a rank of the Publisher or of another
-// Subscriber.
+// Subscriber. Before it is on the list, Subscribe loads NCCL's kernels, for which the Publisher would wait in its next call.
 func Subscribe(ctx context.Context, s *stream.Stream, cfg *cluster.EnlistConfig, dst []Part) (*Subscriber, error) {
 	const op = "subscribe"
 	if err := gpu.CheckStream("checkpoint: "+op, s, nil); err != nil {
@@ -275,11 +288,15 @@ func Subscribe(ctx context.Context, s *stream.Stream, cfg *cluster.EnlistConfig,
 	if _, errs := (&Transfer{peers: peersOn(s)}).describe(op, [][]Part{dst}, nil); errs[0] != nil {
 		return nil, errs[0]
 	}
+	alone, err := nccl.NewCommunicators(ctx, []*device.Device{s.Device()}, nil)
+	if err != nil {
+		return nil, fmt.Errorf("checkpoint: %s: %w", op, err)
+	}
 	m, err := cluster.Enlist(ctx, cfg)
 	if err != nil {
-		return nil, err
+		return nil, errors.Join(err, alone[0].Close())
 	}
-	return &Subscriber{stream: s, dst: dst, member: m}, nil
+	return &Subscriber{stream: s, dst: dst, alone: alone[0], member: m}, nil
 }
 
 // Next waits for the next call of Publish, and returns its version when the parts have it. It does not write to them before the work that
@@ -340,6 +357,7 @@ func (s *Subscriber) Close() error {
 	}
 	err := errors.Join(s.member.Close(), s.link.close()) // in this order, so that the Publisher knows why the link breaks
 	s.link = nil
+	err = errors.Join(err, s.alone.Close())
 	return err
 }
 

@@ -78,6 +78,7 @@ func train(interrupt context.Context) error {
 		if err := update(g.Stream(0), parts, step); err != nil {
 			return err
 		}
+		begun := time.Now()
 		names, err := p.Publish(ctx, step)
 		switch {
 		case err != nil && g.Err() != nil:
@@ -86,7 +87,7 @@ func train(interrupt context.Context) error {
 			log.Printf("could not push step %d: %v", step, err)
 		case !slices.Equal(names, receivers):
 			receivers = names
-			log.Printf("pushes to %v from step %d on", receivers, step)
+			log.Printf("pushes to %v from step %d on, which has taken %v", receivers, step, time.Since(begun).Round(time.Millisecond))
 		}
 		last := step == *steps || interrupt.Err() != nil
 		if err := comm.BroadcastValue(ctx, g, 0, &last, nil); err != nil {

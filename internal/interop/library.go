@@ -114,11 +114,12 @@ func chorus_all_reduce(managed *unsafe.Pointer, unversioned C.int) C.int {
 	return 0
 }
 
-// chorus_time_all_reduce returns the median microseconds of an in-place all-reduce of tensors
-// that are taken over anew for each one, or of memory that Chorus has allocated.
+// chorus_time_all_reduce returns the median microseconds of an in-place all-reduce of tensors that are taken over anew for each one, or
+// of memory that Chorus has allocated. Each of the rounds enqueues many of them, as a program does.
 //
 //export chorus_time_all_reduce
 func chorus_time_all_reduce(adopt, elements, rounds C.int) C.double {
+	const each = 20
 	var us []float64
 	own := make([]tensor.Tensor, group.Locals())
 	for i := range own {
@@ -128,34 +129,39 @@ func chorus_time_all_reduce(adopt, elements, rounds C.int) C.double {
 		}
 	}
 	defer closeAll(own)
-	for range rounds {
-		list := own
-		if adopt != 0 {
-			var adopted []tensor.Tensor
-			for i, x := range own { // export and take over: the ways of both directions
-				p, err := x.ToDLPack(nil, false)
-				if failed(err) {
-					return -1
-				}
-				y, err := tensor.FromDLPack(group.Stream(i), p)
-				if failed(err) {
-					return -1
-				}
-				adopted = append(adopted, y)
-			}
-			list = adopted
+	reduce := func() error {
+		if adopt == 0 {
+			return comm.OfTensors(group).AllReduce(comm.Avg, own...)
 		}
+		var adopted []tensor.Tensor
+		defer func() { closeAll(adopted) }()
+		for i, x := range own { // export and take over: the ways of both directions
+			p, err := x.ToDLPack(nil, false)
+			if err != nil {
+				return err
+			}
+			y, err := tensor.FromDLPack(group.Stream(i), p)
+			if err != nil {
+				return err
+			}
+			adopted = append(adopted, y)
+		}
+		return comm.OfTensors(group).AllReduce(comm.Avg, adopted...)
+	}
+	for range rounds {
 		if failed(group.Wait(ctx)) {
 			return -1
 		}
 		begun := time.Now()
-		if failed(comm.OfTensors(group).AllReduce(comm.Sum, list...)) || failed(group.Wait(ctx)) {
+		for range each {
+			if failed(reduce()) {
+				return -1
+			}
+		}
+		if failed(group.Wait(ctx)) {
 			return -1
 		}
-		us = append(us, float64(time.Since(begun).Nanoseconds())/1e3)
-		if adopt != 0 && failed(closeAll(list)) {
-			return -1
-		}
+		us = append(us, float64(time.Since(begun).Nanoseconds())/1e3/each)
 	}
 	slices.Sort(us)
 	return C.double(us[len(us)/2])

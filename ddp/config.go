@@ -66,6 +66,9 @@ type ReducerConfig struct {
 	// Default off: only the rank without the gradient gets an error, and numbers that are not
 	// finite reach all ranks.
 	Verify bool
+	// Autotune chooses the size of buckets and the group by the times of the first steps. It excludes Hook, whose
+	// state belongs to buckets. Default none.
+	Autotune *Autotune
 }
 
 // filled checks the options for gradients of the given types, and puts in the defaults.

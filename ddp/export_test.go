@@ -2,6 +2,7 @@ package ddp
 
 import (
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
@@ -42,4 +43,27 @@ func (r *Reducer) Buckets() int { return len(r.parts) }
 func (p *PowerSGD) CompressedRank(grad tensor.Tensor) int {
 	_, _, rank := (&power[float32]{cfg: p.filled()}).factors(grad)
 	return rank
+}
+
+// Setting returns the setting in use.
+func (r *Reducer) Setting() Measurement { return r.queue.trial.settings[r.queue.trial.current] }
+
+// Setting returns the setting in use.
+func (u *Units[M, P]) Setting() Measurement { return u.queue.trial.settings[u.queue.trial.current] }
+
+// TrialSteps returns the number of steps before the choice.
+func (r *Reducer) TrialSteps() int { return r.queue.trial.plan.end() }
+
+// InjectTimes replaces the times of steps by those of their settings.
+func (r *Reducer) InjectTimes(times func(m Measurement) time.Duration) { r.queue.trial.inject(times) }
+
+// InjectTimes replaces the times of steps by those of their settings.
+func (u *Units[M, P]) InjectTimes(times func(m Measurement) time.Duration) {
+	u.queue.trial.inject(times)
+}
+
+func (t *trial) inject(times func(m Measurement) time.Duration) {
+	t.elapsed = func(step, _ int) (time.Duration, error) {
+		return times(t.settings[t.plan.next(warmUp+step)]), nil
+	}
 }

@@ -257,6 +257,14 @@ func testRandomReducer(t *testing.T, r *rand.Rand, m *model) {
 		coarser(cfg.Compress)
 	}
 	cfg.Verify = r.IntN(3) == 0
+	steps := 3
+	if cfg.Hook == nil && r.IntN(2) == 0 {
+		var devs []*device.Device
+		for i := range m.grads {
+			devs = append(devs, m.g.Device(i))
+		}
+		cfg.Autotune, steps = &ddp.Autotune{Groups: []*comm.Group{local(t, devs)}, Steps: 1}, 29
+	}
 	red, err := ddp.NewReducer(m.g, m.grads, cfg)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, red.Close()) }()
@@ -264,7 +272,7 @@ func testRandomReducer(t *testing.T, r *rand.Rand, m *model) {
 	for i := range all {
 		all[i] = true
 	}
-	for step := range 3 {
+	for step := range steps {
 		m.fill(t, r, all)
 		for i := range m.grads {
 			for _, j := range r.Perm(len(m.types)) {
@@ -281,4 +289,5 @@ func testRandomReducer(t *testing.T, r *rand.Rand, m *model) {
 			require.NoError(t, red.Rebuild(testgpu.Context(t)))
 		}
 	}
+	require.Equal(t, cfg.Autotune != nil, red.Measurements() != nil)
 }

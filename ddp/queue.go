@@ -38,6 +38,7 @@ type queue struct {
 
 	streams []*stream.Stream // the program's, by local rank, while a step ends
 	graphs  gpu.Graphs       // that have captured calls with a stream of the program
+	trial   *trial           // nil without Autotune
 }
 
 // A place is a bucket and the place in it.
@@ -319,6 +320,9 @@ func (q *queue) finish(streams []*stream.Stream) error {
 		}
 	}
 	q.order, q.last, q.ended = q.last, q.order, true
+	if q.trial != nil {
+		q.trial.ended++
+	}
 	q.rewind()
 	return nil
 }
@@ -390,6 +394,9 @@ func (q *queue) local(op string, s *stream.Stream) (int, error) {
 	}
 	for i := range q.g.Locals() {
 		if q.g.Device(i) == s.Device() {
+			if err := q.trial.refuseCapture(op, s); err != nil {
+				return 0, err
+			}
 			if err := q.graphs.Add(gpu.StreamOf(s)); err != nil {
 				return 0, fmt.Errorf("%s: %w", op, err)
 			}
@@ -401,4 +408,4 @@ func (q *queue) local(op string, s *stream.Stream) (int, error) {
 
 func (q *queue) rank(local int) int { return q.g.Communicator(local).Rank() }
 
-func (q *queue) close() error { return closeArrivals(q.arrived) }
+func (q *queue) close() error { return errors.Join(closeArrivals(q.arrived), q.trial.close()) }

@@ -35,6 +35,7 @@ type Reducer struct {
 	uneven   *uneven    // nil if all ranks have the same number of steps
 	verifier *verifier  // nil without ReducerConfig.Verify
 	replaced []replaced // until Close, for graphs that have captured them
+	order    []int      // of the gradients in the buckets
 }
 
 // NewReducer returns a reducer for the gradients of each local rank. grads has one list for
@@ -55,9 +56,12 @@ func NewReducer[G Gradient](g *comm.Group, grads [][]G, cfg *ReducerConfig) (*Re
 		c, err = filled(cfg, dtypes(all[0]))
 	}
 	if err == nil {
+		err = c.checkAutotune(op, g)
+	}
+	if err == nil {
 		given = describe("gradient", lengths(all[0]), dtypes(all[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op)
-		given.Given += fmt.Sprintf(", unused ones %v, a static graph %v, uneven %v %v %v, verified %v, on the wire %s%s",
-			c.FindUnused, c.StaticGraph, c.Uneven, c.DivideByActive, c.StopTogether, c.Verify, c.Compress, c.describeHook())
+		given.Given += fmt.Sprintf(", unused ones %v, a static graph %v, uneven %v %v %v, verified %v, on the wire %s%s%s",
+			c.FindUnused, c.StaticGraph, c.Uneven, c.DivideByActive, c.StopTogether, c.Verify, c.Compress, c.describeHook(), c.Autotune.describe())
 		if c.Hook != nil {
 			given.Shapes = shapes(all[0])
 		}
@@ -86,6 +90,9 @@ func (r *Reducer) open() (err error) {
 		if r.uneven, err = newUneven(r.g); err != nil {
 			return err
 		}
+	}
+	if a := r.cfg.Autotune; a != nil {
+		r.queue.trial = newTrial(a, r.g, r.settings(), r.change)
 	}
 	r.queue.any, r.queue.partly, r.queue.always = r.used != nil, r.cfg.Uneven, r.cfg.Verify
 	return r.arrange(backwards(n))
@@ -117,7 +124,7 @@ func (r *Reducer) arrange(order []int) error {
 		return errors.Join(err, verifier.close(), closeParts(parts))
 	}
 	old := replaced{r.buckets, r.verifier, r.parts}
-	r.parts, r.buckets, r.verifier = parts, hooked, verifier
+	r.parts, r.buckets, r.verifier, r.order = parts, hooked, verifier, order
 	if r.queue.graphs.Any() { // its launches use them
 		r.replaced = append(r.replaced, old)
 		return nil
@@ -137,7 +144,7 @@ func (x *replaced) close() error {
 }
 
 func (r *Reducer) split(order []int) []bucket {
-	return split(lengths(r.grads[0]), dtypes(r.grads[0]), order, r.cfg.FirstBucketBytes, r.cfg.BucketBytes)
+	return split(lengths(r.grads[0]), dtypes(r.grads[0]), order, min(r.cfg.FirstBucketBytes, r.cfg.BucketBytes), r.cfg.BucketBytes)
 }
 
 func closeParts(parts []contents) error {
@@ -228,7 +235,8 @@ func (r *Reducer) exchange(k int) error {
 // reduced; give one stream for each local rank. The host does not wait. Finish returns an
 // error that names the gradients that are not ready on the local ranks and should be, see
 // ReducerConfig. Even then the step ends, so that the ranks stay together: the missing
-// gradients count as zeros and get the result, and the next Ready begins another step.
+// gradients count as zeros and get the result, and the next Ready begins another step. With Autotune,
+// one Finish waits for the steps before.
 func (r *Reducer) Finish(streams ...*stream.Stream) error {
 	const op = "ddp: finish gradients"
 	if r == nil || r.owner.Closed() {
@@ -242,7 +250,10 @@ func (r *Reducer) Finish(streams ...*stream.Stream) error {
 	if stop := r.uneven.end(context.Background(), r); stop != nil {
 		err = errors.Join(err, fmt.Errorf("%s: %w", op, stop))
 	}
-	return r.verified("finish gradients", err)
+	err = r.verified("finish gradients", err)
+	r.queue.mu.Lock()
+	defer r.queue.mu.Unlock()
+	return errors.Join(err, r.queue.trial.advance(context.Background(), by))
 }
 
 // agreeUsed lets the ranks tell each other which gradients they use, if they do not know.

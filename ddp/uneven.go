@@ -67,7 +67,7 @@ func (r *Reducer) shadowAll(ctx context.Context, by []*stream.Stream) error {
 			r.uneven.announced = false
 			return err
 		}
-		if err := r.shadow(by); err != nil {
+		if err := errors.Join(r.shadow(by), r.queue.trial.advance(ctx, by)); err != nil {
 			return err
 		}
 		if r.cfg.StopTogether {

@@ -145,8 +145,12 @@ func TestJoin(t *testing.T) {
 		if r.IntN(4) == 0 {
 			j.cfg.Hook = sumIn[float64]()
 		}
+		most := 4
+		if j.cfg.Hook == nil && r.IntN(2) == 0 { // it chooses after 15 steps, in one of two epochs
+			j.cfg.Autotune, most = &ddp.Autotune{Steps: 1}, 16
+		}
 		for range devs {
-			j.steps = append(j.steps, r.IntN(4))
+			j.steps = append(j.steps, r.IntN(most))
 		}
 		last := make([]int, len(devs))
 		for rank, err := range processes(t, devs, func(g *comm.Group) (err error) {

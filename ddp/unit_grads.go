@@ -1,6 +1,7 @@
 package ddp
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"math"
@@ -296,6 +297,12 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 	if err := u.g.Err(); err != nil {
 		return errors.Join(lack, err)
 	}
+	lack = errors.Join(lack, u.endPass(op, by))
+	return errors.Join(lack, u.queue.trial.advance(context.Background(), by))
+}
+
+// endPass lets the streams wait for the group's, and frees the gradients that the next pass does not reuse.
+func (u *Units[M, P]) endPass(op string, by []*stream.Stream) error {
 	for i, s := range by {
 		l := &u.locals[i]
 		l.last, l.passes = -1, l.passes+1
@@ -305,10 +312,10 @@ func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 			err = errors.Join(err, u.replicas[i].Err(), u.await(s, u.replicas[i].Stream(0)))
 		}
 		if err != nil {
-			return errors.Join(lack, fmt.Errorf("%s: rank %d: %w", op, u.queue.rank(i), err))
+			return fmt.Errorf("%s: rank %d: %w", op, u.queue.rank(i), err)
 		}
 	}
-	return lack
+	return nil
 }
 
 // await lets s wait for the stream of the replicas, unless that has no part in the capture of s.

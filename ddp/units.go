@@ -37,6 +37,8 @@ type UnitsConfig struct {
 	// (hybrid sharding, HSDP): one for each local rank, whose only local rank is on the same
 	// device. All ranks of such a group have the same rank in the group of the Units. Default none.
 	Replicas []*comm.Group
+	// Autotune chooses the prefetch and the group by the times of the first passes. Default none.
+	Autotune *Autotune
 }
 
 // Units keep a model whose parameters, gradients and optimiser state are sharded, unit by unit
@@ -167,6 +169,13 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 		u.reduceAs = func(k int, grads comm.Shards[P]) error { return reduceUnit[M](u, k, grads) }
 	}
 	u.queue = newQueue(g, u, "unit", len(units))
+	if a := c.Autotune; a != nil {
+		others := a.Prefetch
+		if others == nil {
+			others = []int{u.prefetch + 1}
+		}
+		u.queue.trial = newTrial(a, g, a.settings(u.prefetch, others, func(n int) Measurement { return Measurement{Prefetch: n} }), u.change)
+	}
 	handle.Init(u, &u.owner, handle.About{Kind: "units", On: g.Device(0)})
 	if err := u.open(units, c.Keep); err != nil {
 		return nil, errors.Join(fmt.Errorf("ddp: %s: %w", op, err), u.Close())
@@ -191,6 +200,12 @@ func checkUnits[M, P memory.Element](op string, g *comm.Group, units [][]int, c 
 	}
 	if k := slices.IndexFunc(c.Keep, func(k int) bool { return k < 0 || k >= len(units) }); k >= 0 {
 		return refuse(op, "unit %d is to be kept, and there are %d units", c.Keep[k], len(units))
+	}
+	if c.Autotune != nil && c.Autotune.BucketBytes != nil {
+		return refuse(op, "Autotune tries buckets of %v bytes: a unit is one bucket", c.Autotune.BucketBytes)
+	}
+	if err := c.Autotune.check(op, g); err != nil {
+		return err
 	}
 	if c.Reduce != m && c.Reduce != p {
 		return refuse(op, "gradients reduced in %s: want %s or %s, the types of the gathered parameters and of the master copy", c.Reduce, p, m)
@@ -224,8 +239,8 @@ func (c *UnitsConfig) describe(m, p memory.DType, units [][]int) arguments {
 	}
 	all := slices.Concat(units...)
 	x := describe("parameter", all, slices.Repeat([]memory.DType{m}, len(all)), 0, 0, *c.Op)
-	x.Given = fmt.Sprintf("units of %v parameters, gathered as %s and reduced in %s by %v, with a prefetch of %d, keeping %v, with %d groups of replicas",
-		counts, p, c.Reduce, *c.Op, *c.Prefetch, c.Keep, min(len(c.Replicas), 1))
+	x.Given = fmt.Sprintf("units of %v parameters, gathered as %s and reduced in %s by %v, with a prefetch of %d, keeping %v, with %d groups of replicas%s",
+		counts, p, c.Reduce, *c.Op, *c.Prefetch, c.Keep, min(len(c.Replicas), 1), c.Autotune.describe())
 	return x
 }
 

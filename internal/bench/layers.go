@@ -8,6 +8,7 @@ import (
 	"log"
 	"math"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/gochorus/chorus/comm"
@@ -25,7 +26,8 @@ import (
 // optimizer. Every rank prints whether its reduced gradients are the same as those of rank 0.
 // With -beside, steps without reduction are measured while all-reduces of other memory run all the time, instead of with reduction.
 // With -sharded the weights and their gradients are sharded, each layer by itself, and the largest amount of memory
-// in use is printed, too.
+// in use is printed, too. With -autotune, the same steps follow once more with ddp.Autotune, which chooses the
+// size of buckets, or the prefetch, and the group, among those of -also. All settings are printed, the fastest first.
 //
 //	chorus run --nproc-per-node 2 -- bench layers -tokens 1024
 //
@@ -43,7 +45,12 @@ func layersMain() {
 	flag.IntVar(&m.blocks, "ctas", 0, "`number` of thread blocks that a collective may have; 0 is its choice")
 	flag.IntVar(&m.others, "beside", 0, "`bytes` of all-reduces that run beside steps without reduction")
 	flag.IntVar(&m.carveout, "carveout", 0, "`number` of multiprocessors that products of the backward pass leave to collectives")
+	flag.BoolVar(&m.autotune, "autotune", false, "measure also with the settings that ddp chooses by the first steps")
+	flag.Func("also", "`groups` that -autotune tries too, such as copy-engines,nccl/ctas=4/high-priority: a strategy, the number of thread blocks and the priority of each", m.parseGroups)
 	flag.Parse()
+	if m.also != nil && !m.autotune {
+		log.Fatal("-also names groups for -autotune: give both")
+	}
 	if m.carveout > 0 {
 		settings, err := tensor.MatMulDefaults()
 		if err != nil {
@@ -63,6 +70,9 @@ type model struct {
 	sharded, priority                   bool
 	blocks, carveout, others            int
 	beside                              *tensor.MatMulConfig // of products that run beside collectives
+	autotune                            bool
+	also                                []comm.Config // of groups that ddp may choose
+	names                               []string      // of these groups
 
 	g       *comm.Group
 	s       *stream.Stream
@@ -89,7 +99,7 @@ func (m *model) run(ctx context.Context) (err error) {
 	}
 	defer m.s.Close()
 	if m.sharded {
-		return m.runSharded(ctx)
+		return errors.Join(m.runSharded(ctx), m.g.Shutdown(ctx))
 	}
 	flat, parts, err := memory.MakeFlat[memory.BFloat16Bits](m.s, slices.Repeat([]int{m.width * m.width}, m.depth)...)
 	if err != nil {
@@ -105,18 +115,104 @@ func (m *model) run(ctx context.Context) (err error) {
 	if m.others > 0 {
 		return m.measureBeside(ctx)
 	}
-	r, err := ddp.NewReducer(m.g, [][]memory.Slice[memory.BFloat16Bits]{parts}, nil)
-	if err != nil {
+	reduced := func(name string, cfg *ddp.ReducerConfig) error {
+		r, err := ddp.NewReducer(m.g, [][]memory.Slice[memory.BFloat16Bits]{parts}, cfg)
+		if err != nil {
+			return err
+		}
+		defer r.Close()
+		step := func() error { return m.step(r) }
+		if err := m.choose(cfg != nil, step, r.Measurements); err != nil {
+			return err
+		}
+		return errors.Join(m.measure(ctx, name, step), m.check(ctx, flat))
+	}
+	if err := reduced("with reduction", nil); err != nil {
 		return err
 	}
-	defer r.Close()
-	if err := m.measure(ctx, "with reduction", func() error { return m.step(r) }); err != nil {
-		return err
-	}
-	if err := m.check(ctx, flat); err != nil {
-		return err
+	if m.autotune {
+		a, err := m.tuning(ctx)
+		if err != nil {
+			return err
+		}
+		defer closeAll(a.Groups)
+		if err := reduced("with reduction as chosen", &ddp.ReducerConfig{Autotune: a}); err != nil {
+			return err
+		}
+		if err := shutdownAll(ctx, a.Groups); err != nil {
+			return err
+		}
 	}
 	return m.g.Shutdown(ctx)
+}
+
+// parseGroups parses the flag -also.
+func (m *model) parseGroups(text string) error {
+	for _, group := range strings.Split(text, ",") {
+		parts := strings.Split(group, "/")
+		c := comm.Config{Strategy: comm.Strategy(parts[0])}
+		for _, part := range parts[1:] {
+			var n int
+			if part == "high-priority" {
+				c.HighPriority = true
+			} else if _, err := fmt.Sscanf(part, "ctas=%d", &n); err == nil && n > 0 {
+				c.NCCL = &nccl.Config{MaxCTAs: &n}
+			} else {
+				return fmt.Errorf("%q in %q: want ctas=NUMBER or high-priority", part, group)
+			}
+		}
+		m.also, m.names = append(m.also, c), append(m.names, group)
+	}
+	return nil
+}
+
+// tuning opens the groups of -also.
+func (m *model) tuning(ctx context.Context) (*ddp.Autotune, error) {
+	a := &ddp.Autotune{}
+	for i := range m.also {
+		g, err := comm.Join(ctx, m.g.Session(), m.g.Device(0), &m.also[i])
+		if err != nil {
+			return nil, errors.Join(err, closeAll(a.Groups))
+		}
+		a.Groups = append(a.Groups, g)
+		if want := m.also[i].Strategy; g.Strategy() != want {
+			log.Printf("%s: the devices do not support %s: the group uses %s", m.names[i], want, g.Strategy())
+		}
+	}
+	return a, nil
+}
+
+func closeAll(groups []*comm.Group) (err error) {
+	for _, g := range groups {
+		err = errors.Join(err, g.Close())
+	}
+	return err
+}
+
+func shutdownAll(ctx context.Context, groups []*comm.Group) (err error) {
+	for _, g := range groups {
+		err = errors.Join(err, g.Shutdown(ctx))
+	}
+	return err
+}
+
+// choose runs steps until ddp has chosen a setting, and prints the times of all.
+func (m *model) choose(autotune bool, step func() error, measurements func() []ddp.Measurement) error {
+	for autotune && measurements() == nil {
+		if err := step(); err != nil {
+			return err
+		}
+	}
+	for _, x := range measurements() {
+		if m.g.Rank() == 0 {
+			name := "its own"
+			if x.Group > 0 {
+				name = m.names[x.Group-1]
+			}
+			fmt.Printf("%v (%s): %.3f ms a step\n", x, name, float64(x.Step)/1e6)
+		}
+	}
+	return nil
 }
 
 // draw returns a tensor of normal random numbers.
@@ -194,8 +290,24 @@ func (m *model) step(r *ddp.Reducer) error {
 
 // runSharded measures steps with sharded weights, and prints the largest amount of memory in use.
 func (m *model) runSharded(ctx context.Context) error {
-	lens := slices.Repeat([][]int{{m.width * m.width}}, m.depth)
-	u, err := ddp.NewUnits[memory.BFloat16Bits, memory.BFloat16Bits](m.g, lens, &ddp.UnitsConfig{Keep: []int{m.depth - 1}})
+	cfg := &ddp.UnitsConfig{Keep: []int{m.depth - 1}}
+	if err := m.measureSharded(ctx, "sharded", cfg); err != nil || !m.autotune {
+		return err
+	}
+	a, err := m.tuning(ctx)
+	if err != nil {
+		return err
+	}
+	defer closeAll(a.Groups)
+	cfg.Autotune = a
+	if err := m.measureSharded(ctx, "sharded as chosen", cfg); err != nil {
+		return err
+	}
+	return shutdownAll(ctx, a.Groups)
+}
+
+func (m *model) measureSharded(ctx context.Context, name string, cfg *ddp.UnitsConfig) error {
+	u, err := ddp.NewUnits[memory.BFloat16Bits, memory.BFloat16Bits](m.g, slices.Repeat([][]int{{m.width * m.width}}, m.depth), cfg)
 	if err != nil {
 		return err
 	}
@@ -211,17 +323,23 @@ func (m *model) runSharded(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	defer x.Close()
 	if m.dy, err = m.draw(uint64(1000*(m.g.Rank()+1)+1), 1, m.tokens, m.width); err != nil {
 		return err
 	}
+	defer m.dy.Close()
 	m.inputs = []tensor.Tensor{x}
 	if err := u.Refresh(m.s); err != nil {
+		return err
+	}
+	step := func() error { return m.shardedStep(u) }
+	if err := m.choose(cfg.Autotune != nil, step, u.Measurements); err != nil {
 		return err
 	}
 	if err := memory.ResetPeakStats(m.g.Device(0)); err != nil {
 		return err
 	}
-	if err := m.measure(ctx, "sharded", func() error { return m.shardedStep(u) }); err != nil {
+	if err := m.measure(ctx, name, step); err != nil {
 		return err
 	}
 	most, err := memory.MaxAllocated(m.g.Device(0))
@@ -231,7 +349,7 @@ func (m *model) runSharded(ctx context.Context) error {
 	if m.g.Rank() == 0 {
 		fmt.Printf("largest amount of memory in use: %.3f GB\n", float64(most)/1e9)
 	}
-	return m.g.Shutdown(ctx)
+	return nil
 }
 
 // shardedStep is step with sharded weights, whose gradients it always reduces. It allocates the outputs of

@@ -3,13 +3,16 @@ package main
 import (
 	"bytes"
 	"os"
+	"regexp"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/launch"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/nccl"
 )
 
 // Two processes measure both kinds of steps, and their gradients agree; otherwise the program fails.
@@ -30,6 +33,29 @@ func TestShardedLayers(t *testing.T) {
 	out := runLayers(t, "-sharded")
 	require.Contains(t, out, "2 ranks, 3 layers of 16, 8 tokens, sharded: ")
 	require.Contains(t, out, "largest amount of memory in use: ")
+}
+
+// The steps run once more with settings that ddp chooses among its own and those of two further groups.
+func TestAutotunedLayers(t *testing.T) {
+	for _, flag := range []string{"-sharded=false", "-sharded"} {
+		name, of, settings := "with reduction", `buckets of \d+ bytes`, 9
+		if flag == "-sharded" {
+			name, of, settings = "sharded", `a prefetch of \d units`, 6
+		}
+		out := runLayers(t, flag, "-autotune", "-also", "copy-engines,nccl/ctas=4/high-priority")
+		require.Contains(t, out, "8 tokens, "+name+": ")
+		require.Contains(t, out, "8 tokens, "+name+" as chosen: ")
+		require.Len(t, regexp.MustCompile(`group (0, `+of+` \(its own|1, `+of+` \(copy-engines|2, `+of+` \(nccl/ctas=4/high-priority)\): [0-9.]+ ms a step`).FindAllString(out, -1), settings, out)
+	}
+}
+
+func TestGroupsOfLayers(t *testing.T) {
+	var m model
+	require.NoError(t, m.parseGroups("pipelined/ctas=8,nccl/high-priority"))
+	require.Equal(t, []comm.Config{{Strategy: "pipelined", NCCL: &nccl.Config{MaxCTAs: new(8)}}, {Strategy: "nccl", HighPriority: true}}, m.also)
+	for _, bad := range []string{"nccl/ctas=0", "nccl/fast"} {
+		require.ErrorContains(t, m.parseGroups(bad), "want ctas=NUMBER or high-priority")
+	}
 }
 
 func runLayers(t *testing.T, flags ...string) string {

@@ -16,7 +16,8 @@ import (
 )
 
 // Autotune lets a Reducer or Units try settings in the program's own first steps, and keep the one
-// with the fastest steps. Measurements returns the times. PyTorch has no counterpart.
+// with the fastest steps. Measurements returns the times. PyTorch's
+// DistributedDataParallel and fully_shard do not have this.
 //
 // The first 3 steps warm up. Then each setting runs Steps steps twice, the second time in the reverse order, so
 // that a drift of the clocks cancels out; the step after a change is not measured. A step is timed by

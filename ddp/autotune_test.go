@@ -455,6 +455,67 @@ func TestAutotuneOfUnits(t *testing.T) {
 	})
 }
 
+// Shards of gradients that are reduced over replicas, too, stay in use while the group of the shards changes.
+func TestAutotuneOfHybridUnits(t *testing.T) {
+	testgpu.Each(t, 4, func(t *testing.T, devs []*device.Device) {
+		ctx := testgpu.Context(t)
+		var wg sync.WaitGroup
+		gs, errs := join(t, ctx, devs[:4])
+		require.NoError(t, errors.Join(errs...))
+		subs := make([][]*comm.Group, 4)
+		for i, g := range gs {
+			wg.Go(func() {
+				for _, color := range []int{i / 2, i % 2, i / 2} {
+					sub, err := g.Split(ctx, []int{color}, nil)
+					if errs[i] = errors.Join(errs[i], err); err != nil {
+						return
+					}
+					subs[i] = append(subs[i], sub[0])
+				}
+			})
+		}
+		wg.Wait()
+		require.NoError(t, errors.Join(errs...))
+		for i, all := range subs {
+			wg.Go(func() {
+				x := newSharding(t, all[0], &ddp.UnitsConfig{Replicas: all[1:2], Autotune: &ddp.Autotune{Groups: all[2:], Steps: 1}}, 7, memory.BFloat16Of, memory.BFloat16Bits.Float32)
+				x.offset = i / 2 * 2
+				x.u.InjectTimes(func(m ddp.Measurement) time.Duration { return time.Duration(10 - m.Group - m.Prefetch) })
+				for range 5 { // of 4 passes
+					x.steps(4, 0.25)
+				}
+				require.Len(t, x.u.Measurements(), 4)
+				require.Equal(t, ddp.Measurement{Group: 1, Prefetch: 2, Step: 7}, x.u.Measurements()[0])
+				require.NoError(t, x.u.Close())
+			})
+		}
+		wg.Wait()
+		for _, all := range subs {
+			for _, g := range all {
+				require.NoError(t, g.Close())
+			}
+		}
+	})
+}
+
+// Rebuild keeps its order while the sizes of buckets change.
+func TestAutotuneAfterRebuild(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
+	g := local(t, devs)
+	r, err := ddp.NewReducer(g, separateGrads(t, g, 4), &ddp.ReducerConfig{BucketBytes: 400, Autotune: &ddp.Autotune{BucketBytes: []int{800}, Steps: 1}})
+	require.NoError(t, err)
+	defer r.Close()
+	r.InjectTimes(func(m ddp.Measurement) time.Duration { return time.Duration(1000 - m.BucketBytes) })
+	for step := range r.TrialSteps() {
+		require.NoError(t, stepInOrder(g, r, 0, 3, 1, 2))
+		if step == 4 {
+			require.NoError(t, r.Rebuild(testgpu.Context(t)))
+		}
+	}
+	require.Equal(t, 800, r.Measurements()[0].BucketBytes)
+	require.Equal(t, [][]int{{0}, {1, 3}, {2}}, r.BucketGrads())
+}
+
 // A Reducer may be closed before the choice, and nil has no measurements.
 func TestAutotuneEndsEarly(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})

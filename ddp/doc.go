@@ -21,6 +21,7 @@
 //	gradient_as_bucket_view        memory.MakeFlat
 //	find_unused_parameters         ReducerConfig.FindUnused
 //	static_graph                   ReducerConfig.StaticGraph
+//	bucket_cap_mb                  ReducerConfig.BucketBytes, ReducerConfig.Autotune
 //	fp16_compress_hook             ReducerConfig.Compress
 //	register_comm_hook             ReducerConfig.Hook
 //	powerSGD_hook                  PowerSGD
@@ -33,6 +34,16 @@
 // gradient is ready on all local ranks, and buckets are reduced in the same order on all
 // ranks. The host waits for nothing and allocates nothing. In a group with
 // [comm.Config.Deterministic] the bits of reduced gradients do not depend on the buckets.
+//
+// [Autotune] chooses the size of the buckets, or the prefetch of Units, and the priority, strategy and number of multiprocessors
+// of collectives by the times of the first steps:
+//
+//	fast, err := comm.Join(ctx, g.Session(), dev, &comm.Config{HighPriority: true})
+//	r, err := ddp.NewReducer(g, grads, &ddp.ReducerConfig{Autotune: &ddp.Autotune{Groups: []*comm.Group{fast}}})
+//	...
+//	for _, m := range r.Measurements() { // nil until the choice
+//		fmt.Println(m, m.Step)
+//	}
 //
 // An error that matches [comm.ErrMismatch] is the error of a wrong argument. When the group
 // is broken, every later call returns an error that matches [comm.ErrBroken].

@@ -59,6 +59,15 @@ var instead = map[string]string{
 	wanted     []checkpoint.Part
 	step       int64
 )`,
+	"ddp/doc.go": `var (
+	ctx   context.Context
+	err   error
+	dev   *device.Device
+	s     *stream.Stream
+	g     *comm.Group
+	grads [][]memory.Slice[float32]
+	i     int
+)`,
 	"ddp/gradient.go": `var (
 	err   error
 	s     *stream.Stream

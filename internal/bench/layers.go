@@ -51,6 +51,9 @@ func layersMain() {
 	if m.also != nil && !m.autotune {
 		log.Fatal("-also names groups for -autotune: give both")
 	}
+	if m.autotune && m.others > 0 {
+		log.Fatal("-beside measures steps without reduction, which -autotune does not have: give one of them")
+	}
 	if m.carveout > 0 {
 		settings, err := tensor.MatMulDefaults()
 		if err != nil {

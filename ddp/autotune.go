@@ -20,17 +20,17 @@ import (
 // DistributedDataParallel and fully_shard do not have this.
 //
 // The first 3 steps warm up. Then each setting runs Steps steps twice, the second time in the reverse order, so
-// that a drift of the clocks cancels out; the step after a change is not measured. A step is timed by
+// that a drift of the clocks cancels out. The step after a change is not measured. A step is timed by
 // events on the streams of Finish, from the end of a Finish to the end of the next one, so the time includes everything
-// that the program does in a step. The Finish after the last of these steps waits for them on all ranks, which exchange their times and choose the
-// same setting: the one with the smallest median over all ranks. After that nothing changes: to measure again,
-// close the Reducer and create another one.
+// that the program does in a step. The last Finish of these steps waits for them on all ranks, which exchange
+// their times and choose the setting with the smallest median over all ranks. After that nothing changes: to
+// measure again, close the Reducer and create another one.
 //
-// All ranks change at the same step, because a step counts when its reductions have ended with Finish or Join, also if Finish
-// returns an error. In a group with comm.Config.Deterministic the settings give the same bits; otherwise the sums
-// of the steps may be rounded differently. A graph cannot capture a step before the choice.
-// If a rank cannot change, for example for lack of memory, its Finish returns the error, and groups of several processes are
-// broken, so that no rank waits for it.
+// All ranks change at the same step, because a step counts when its reductions are enqueued and Finish or Join ends it, also
+// with an error. In a group with comm.Config.Deterministic, and not OnRequest, all settings give the same bits. Otherwise the
+// sums may be rounded differently from step to step. A graph cannot capture a step before the choice. If a rank
+// cannot change, for example for lack of memory, its Finish returns the error, and groups of several processes
+// are broken, so that no rank waits for it.
 type Autotune struct {
 	// Groups are further groups whose streams and communicators may reduce. They have the same ranks on the same devices, and the
 	// same comm.Config.Deterministic, but another HighPriority, Strategy or NCCL.MaxCTAs (the number of
@@ -38,7 +38,7 @@ type Autotune struct {
 	// use them otherwise before the choice. Afterwards those that were not chosen may be closed; the Reducer's
 	// own group stays open. Default none.
 	Groups []*comm.Group
-	// BucketBytes are further values of ReducerConfig.BucketBytes. Default a fourth and four times of it.
+	// BucketBytes are further values of ReducerConfig.BucketBytes, except those that give the same buckets. Default a fourth and four times of it.
 	BucketBytes []int
 	// Prefetch are further values of UnitsConfig.Prefetch. Default one more, which takes the memory of another unit.
 	Prefetch []int
@@ -135,11 +135,11 @@ func (a *Autotune) describe() string {
 	return fmt.Sprintf(", with Autotune of %d further groups, buckets of %v bytes, a prefetch of %v and %d steps", len(a.Groups), a.BucketBytes, a.Prefetch, a.Steps)
 }
 
-// settings returns the settings to try: each group with each value, the configured one first.
-func (a *Autotune) settings(own int, others []int, setting func(value int) Measurement) []Measurement {
+// settings returns the settings to try: each group with each value, the configured one first, but with one of those that are the same.
+func (a *Autotune) settings(own int, others []int, same func(a, b int) bool, setting func(value int) Measurement) []Measurement {
 	values := []int{own}
 	for _, x := range others {
-		if !slices.Contains(values, x) {
+		if !slices.ContainsFunc(values, func(y int) bool { return same(x, y) }) {
 			values = append(values, x)
 		}
 	}
@@ -171,7 +171,9 @@ func (r *Reducer) settings() []Measurement {
 	if others == nil {
 		others = []int{max(own/4, 1), 4 * own}
 	}
-	return r.cfg.Autotune.settings(own, others, func(n int) Measurement { return Measurement{BucketBytes: n} })
+	order := backwards(len(r.grads[0]))
+	same := func(a, b int) bool { return sameBuckets(r.split(order, a), r.split(order, b)) }
+	return r.cfg.Autotune.settings(own, others, same, func(n int) Measurement { return Measurement{BucketBytes: n} })
 }
 
 // change reduces by another group in other buckets from the next step on.

@@ -70,6 +70,11 @@ func split(lens []int, types []memory.DType, order []int, firstBytes, bytes int)
 	return bs
 }
 
+// sameBuckets reports whether the buckets have the same gradients in the same order.
+func sameBuckets(a, b []bucket) bool {
+	return slices.EqualFunc(a, b, func(x, y bucket) bool { return slices.Equal(x.grads, y.grads) })
+}
+
 // backwards is the expected order of n gradients in the backward pass: from the last to the
 // first.
 func backwards(n int) []int {
@@ -130,7 +135,7 @@ func (r *Reducer) Rebuild(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("%s: %w", op, err)
 	}
-	if slices.EqualFunc(r.split(order), r.queue.buckets, func(a, b bucket) bool { return slices.Equal(a.grads, b.grads) }) {
+	if sameBuckets(r.split(order, r.cfg.BucketBytes), r.queue.buckets) {
 		return nil
 	}
 	if err := r.arrange(order); err != nil {

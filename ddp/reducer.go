@@ -100,7 +100,7 @@ func (r *Reducer) open() (err error) {
 
 // arrange replaces the buckets by buckets of the gradients in an order.
 func (r *Reducer) arrange(order []int) error {
-	buckets := r.split(order)
+	buckets := r.split(order, r.cfg.BucketBytes)
 	parts := make([]contents, 0, len(buckets))
 	for k := range buckets {
 		x, err := contentsOf(r.g, &r.cfg, &buckets[k], r.grads)
@@ -143,8 +143,8 @@ func (x *replaced) close() error {
 	return errors.Join(closeBuckets(x.buckets), x.verifier.close(), closeParts(x.parts))
 }
 
-func (r *Reducer) split(order []int) []bucket {
-	return split(lengths(r.grads[0]), dtypes(r.grads[0]), order, min(r.cfg.FirstBucketBytes, r.cfg.BucketBytes), r.cfg.BucketBytes)
+func (r *Reducer) split(order []int, bytes int) []bucket {
+	return split(lengths(r.grads[0]), dtypes(r.grads[0]), order, min(r.cfg.FirstBucketBytes, bytes), bytes)
 }
 
 func closeParts(parts []contents) error {

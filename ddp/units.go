@@ -174,7 +174,7 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 		if others == nil {
 			others = []int{u.prefetch + 1}
 		}
-		u.queue.trial = newTrial(a, g, a.settings(u.prefetch, others, func(n int) Measurement { return Measurement{Prefetch: n} }), u.change)
+		u.queue.trial = newTrial(a, g, a.settings(u.prefetch, others, func(a, b int) bool { return a == b }, func(n int) Measurement { return Measurement{Prefetch: n} }), u.change)
 	}
 	handle.Init(u, &u.owner, handle.About{Kind: "units", On: g.Device(0)})
 	if err := u.open(units, c.Keep); err != nil {

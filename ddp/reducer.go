@@ -144,7 +144,7 @@ func (x *replaced) close() error {
 }
 
 func (r *Reducer) split(order []int, bytes int) []bucket {
-	return split(lengths(r.grads[0]), dtypes(r.grads[0]), order, min(r.cfg.FirstBucketBytes, bytes), bytes)
+	return split(lengths(r.grads[0]), dtypes(r.grads[0]), order, r.cfg.FirstBucketBytes, bytes)
 }
 
 func closeParts(parts []contents) error {

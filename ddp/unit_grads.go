@@ -280,7 +280,7 @@ func add[T, S memory.Element](s *stream.Stream, sum memory.Slice[T], x memory.Sl
 // shards of the gradients reduced; give one stream for each local rank. The host does not
 // wait. Finish returns an error that names the units that are not ready on the local ranks.
 // Even then the pass ends: the missing gradients count as zeros, and the next Ready begins
-// another pass.
+// another pass. With Autotune, one Finish waits for the passes before.
 func (u *Units[M, P]) Finish(streams ...*stream.Stream) error {
 	const op = "ddp: finish units"
 	by, err := u.sorted(op, streams)

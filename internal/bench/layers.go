@@ -102,7 +102,10 @@ func (m *model) run(ctx context.Context) (err error) {
 	}
 	defer m.s.Close()
 	if m.sharded {
-		return errors.Join(m.runSharded(ctx), m.g.Shutdown(ctx))
+		if err := m.runSharded(ctx); err != nil {
+			return err
+		}
+		return m.g.Shutdown(ctx)
 	}
 	flat, parts, err := memory.MakeFlat[memory.BFloat16Bits](m.s, slices.Repeat([]int{m.width * m.width}, m.depth)...)
 	if err != nil {
@@ -128,7 +131,10 @@ func (m *model) run(ctx context.Context) (err error) {
 		if err := m.choose(cfg != nil, step, r.Measurements); err != nil {
 			return err
 		}
-		return errors.Join(m.measure(ctx, name, step), m.check(ctx, flat))
+		if err := m.measure(ctx, name, step); err != nil {
+			return err
+		}
+		return m.check(ctx, flat)
 	}
 	if err := reduced("with reduction", nil); err != nil {
 		return err

@@ -217,7 +217,7 @@ func (u *Units[M, P]) change(g *comm.Group, m Measurement) error {
 			errs = append(errs, on.WaitStream(u.g.Stream(i)), l.params.RecordStream(on), l.copies.RecordStream(on))
 			for k := range l.units {
 				x := &l.units[k]
-				errs = append(errs, x.whole.RecordStream(on), x.grad.whole.RecordStream(on), x.shard.RecordStream(on))
+				errs = append(errs, x.whole.RecordStream(on), x.shard.RecordStream(on))
 			}
 			for k := range l.retired {
 				errs = append(errs, l.retired[k].whole.RecordStream(on))

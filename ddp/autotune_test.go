@@ -455,11 +455,17 @@ func TestAutotuneFreesBehindAllGroups(t *testing.T) {
 				Groups: []*comm.Group{other}, Steps: 1}})
 			require.NoError(t, err)
 			r.InjectTimes(slower)
+			streams := newStreams(t, g)
+			for i, s := range streams {
+				require.NoError(t, s.WaitStream(g.Stream(i)))
+			}
 			for range r.TrialSteps() + 1 {
-				require.NoError(t, stepInOrder(g, r, 2, 0))
+				for _, s := range streams {
+					require.NoError(t, errors.Join(r.Ready(s, 2), r.Ready(s, 0)))
+				}
+				require.NoError(t, r.Finish(streams...))
 			}
 			require.Equal(t, 1, r.Measurements()[0].Group)
-			require.NoError(t, stepInOrder(g, r, 2, 0))
 			require.NoError(t, r.Close())
 			for _, s := range g.Streams() {
 				reuse(t, s, 3, 4, 1200)

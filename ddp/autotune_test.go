@@ -55,7 +55,7 @@ func TestAutotuneChoosesTheFastest(t *testing.T) {
 						tr.step(step, used, backwardOrder)
 					}
 					require.Equal(t, sorted, tr.red.Measurements())
-					require.Equal(t, settings[fastest].BucketBytes, tr.red.Setting().BucketBytes)
+					require.Equal(t, settings[fastest], tr.red.Setting())
 					if fastest < 2 {
 						require.NoError(t, other.Close())
 					}
@@ -488,21 +488,37 @@ func TestAutotuneFreesBehindAllGroups(t *testing.T) {
 					reuse(t, s, 4*u.Len(), 4*1024, 4*512, 4*1000, 4*500, 64, 32, 4096+512, 2048+512)
 				}
 			}
-			for range 12 {
+			sinks := make([]memory.Slice[float32], len(streams))
+			use := func(k int) {
+				for i, s := range streams {
+					ps, err := u.Use(s, k)
+					require.NoError(t, err)
+					for _, p := range ps {
+						require.NoError(t, memory.Copy(s, sinks[i].Slice(0, p.Len()), p))
+					}
+					require.NoError(t, u.Done(s, k))
+				}
+			}
+			for i, s := range streams {
+				sinks[i], err = memory.Make[float32](s, 1000)
+				require.NoError(t, err)
+			}
+			for pass := range 12 { // the group changes after the passes 4, 8 and 10
+				use(0)
 				for k := len(unitLens) - 1; k >= 0; k-- {
 					for _, s := range streams {
 						_, err := u.Grads(s, k)
 						require.NoError(t, err)
 						require.NoError(t, u.Ready(s, k))
 					}
+					again()
 				}
-				for _, s := range streams { // the kept unit is gathered when the group changes
-					_, err := u.Use(s, 3)
-					require.NoError(t, err)
-					require.NoError(t, u.Done(s, 3))
-				}
+				use(3) // which stays gathered
 				require.NoError(t, u.Finish(streams...))
 				again()
+				if pass%2 == 0 { // gradients add up
+					continue
+				}
 				for i, s := range streams {
 					for _, x := range u.ShardGrads(i) {
 						require.NoError(t, x.Zero(s))
@@ -512,10 +528,10 @@ func TestAutotuneFreesBehindAllGroups(t *testing.T) {
 				again()
 			}
 			require.Equal(t, 1, u.Measurements()[0].Group)
-			for _, s := range streams {
-				_, err := u.Use(s, 0) // and gathers the next one
-				require.NoError(t, err)
-				require.NoError(t, u.Done(s, 0))
+			use(0) // and gathers the next one
+			for i, s := range streams {
+				require.NoError(t, s.Sync(testgpu.Context(t)))
+				require.NoError(t, sinks[i].Close())
 			}
 			require.NoError(t, u.Close())
 			again()
@@ -552,7 +568,7 @@ func TestAutotuneOfUnits(t *testing.T) {
 				}
 			}
 			require.Equal(t, sorted, x.u.Measurements())
-			require.Equal(t, settings[fastest].Prefetch, x.u.Setting().Prefetch)
+			require.Equal(t, settings[fastest], x.u.Setting())
 			if len(passes) > 0 {
 				x.update(passes, 2, 0.5)
 			}
@@ -631,7 +647,9 @@ func TestAutotuneEndsEarly(t *testing.T) {
 		require.NoError(t, m.step(1))
 	}
 	require.Nil(t, m.red.Measurements())
+	require.Equal(t, 6, m.red.OpenEvents())
 	require.NoError(t, m.close())
+	require.Zero(t, m.red.OpenEvents())
 	require.Nil(t, m.red.Measurements())
 	require.Nil(t, (*ddp.Reducer)(nil).Measurements())
 	require.Nil(t, (*ddp.Units[float32, float32])(nil).Measurements())

@@ -1,6 +1,7 @@
 package ddp
 
 import (
+	"slices"
 	"testing"
 	"time"
 
@@ -46,10 +47,17 @@ func (p *PowerSGD) CompressedRank(grad tensor.Tensor) int {
 }
 
 // Setting returns the setting in use.
-func (r *Reducer) Setting() Measurement { return r.queue.trial.settings[r.queue.trial.current] }
+func (r *Reducer) Setting() Measurement {
+	return Measurement{Group: slices.Index(r.queue.trial.groups, r.g), BucketBytes: r.cfg.BucketBytes}
+}
 
 // Setting returns the setting in use.
-func (u *Units[M, P]) Setting() Measurement { return u.queue.trial.settings[u.queue.trial.current] }
+func (u *Units[M, P]) Setting() Measurement {
+	return Measurement{Group: slices.Index(u.queue.trial.groups, u.g), Prefetch: u.prefetch}
+}
+
+// OpenEvents returns the number of steps whose ends have events.
+func (r *Reducer) OpenEvents() int { return len(r.queue.trial.marks) }
 
 // TrialSteps returns the number of steps before the choice.
 func (r *Reducer) TrialSteps() int { return r.queue.trial.plan.end() }

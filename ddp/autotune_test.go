@@ -472,71 +472,76 @@ func TestAutotuneFreesBehindAllGroups(t *testing.T) {
 			}
 			require.NoError(t, other.Close())
 		})
-		t.Run("units", func(t *testing.T) {
-			g, other := local(t, devs), localWith(t, devs, nil)
-			u, err := ddp.NewUnits[float32, float32](g, unitLens, &ddp.UnitsConfig{Keep: []int{3}, Autotune: &ddp.Autotune{
-				Groups: []*comm.Group{other}, Prefetch: []int{}, Steps: 1}})
-			require.NoError(t, err)
-			u.InjectTimes(slower)
-			streams := newStreams(t, g)
-			for i, s := range streams {
-				require.NoError(t, s.WaitStream(g.Stream(i)))
-			}
-			require.NoError(t, u.Refresh(streams...))
-			again := func() {
-				for _, s := range g.Streams() {
-					reuse(t, s, 4*u.Len(), 4*1024, 4*512, 4*1000, 4*500, 64, 32, 4096+512, 2048+512)
-				}
-			}
-			sinks := make([]memory.Slice[float32], len(streams))
-			use := func(k int) {
-				for i, s := range streams {
-					ps, err := u.Use(s, k)
-					require.NoError(t, err)
-					for _, p := range ps {
-						require.NoError(t, memory.Copy(s, sinks[i].Slice(0, p.Len()), p))
-					}
-					require.NoError(t, u.Done(s, k))
-				}
-			}
-			for i, s := range streams {
-				sinks[i], err = memory.Make[float32](s, 1000)
+		for _, passes := range []int{5, 12} { // the group changes after the passes 4, 8 and 10
+			t.Run(fmt.Sprintf("units/%d", passes), func(t *testing.T) {
+				g, other := local(t, devs), localWith(t, devs, nil)
+				u, err := ddp.NewUnits[float32, memory.BFloat16Bits](g, [][]int{{500}, {500}, {500}, {500}}, &ddp.UnitsConfig{Keep: []int{3}, Reduce: memory.Float32, Autotune: &ddp.Autotune{
+					Groups: []*comm.Group{other}, Prefetch: []int{}, Steps: 1}})
 				require.NoError(t, err)
-			}
-			for pass := range 12 { // the group changes after the passes 4, 8 and 10
-				use(0)
-				for k := len(unitLens) - 1; k >= 0; k-- {
-					for _, s := range streams {
-						_, err := u.Grads(s, k)
-						require.NoError(t, err)
-						require.NoError(t, u.Ready(s, k))
-					}
-					again()
-				}
-				use(3) // which stays gathered
-				require.NoError(t, u.Finish(streams...))
-				again()
-				if pass%2 == 0 { // gradients add up
-					continue
-				}
+				u.InjectTimes(slower)
+				streams := newStreams(t, g)
 				for i, s := range streams {
-					for _, x := range u.ShardGrads(i) {
-						require.NoError(t, x.Zero(s))
-					}
+					require.NoError(t, s.WaitStream(g.Stream(i)))
 				}
 				require.NoError(t, u.Refresh(streams...))
+				again := func() {
+					for _, s := range g.Streams() {
+						reuse(t, s, 4*u.Len(), 2*u.Len(), 1000, 500)
+					}
+				}
+				sinks := make([]memory.Slice[memory.BFloat16Bits], len(streams))
+				use := func(k int) {
+					for i, s := range streams {
+						ps, err := u.Use(s, k)
+						require.NoError(t, err)
+						for _, p := range ps {
+							require.NoError(t, memory.Copy(s, sinks[i].Slice(0, p.Len()), p))
+						}
+						require.NoError(t, u.Done(s, k))
+					}
+				}
+				for i, s := range streams {
+					sinks[i], err = memory.Make[memory.BFloat16Bits](s, 1000)
+					require.NoError(t, err)
+				}
+				for pass := range passes {
+					use(0)
+					for k := 3; k >= 0; k-- {
+						for _, s := range streams {
+							for j := k; j >= 0 && pass%4 == 0; j-- { // the memory of four gradients, and later of two
+								_, err := u.Grads(s, j)
+								require.NoError(t, err)
+							}
+							_, err := u.Grads(s, k)
+							require.NoError(t, err)
+							require.NoError(t, u.Ready(s, k))
+						}
+						again()
+					}
+					use(3) // which stays gathered
+					require.NoError(t, u.Finish(streams...))
+					again()
+					if pass%2 == 0 { // gradients add up
+						continue
+					}
+					for i, s := range streams {
+						for _, x := range u.ShardGrads(i) {
+							require.NoError(t, x.Zero(s))
+						}
+					}
+					require.NoError(t, u.Refresh(streams...))
+					again()
+				}
+				require.Equal(t, 1, u.Setting().Group)
+				require.NoError(t, u.Refresh(streams...)) // converts the parameters
+				for _, x := range sinks {
+					require.NoError(t, x.Close())
+				}
+				require.NoError(t, u.Close())
 				again()
-			}
-			require.Equal(t, 1, u.Measurements()[0].Group)
-			use(0) // and gathers the next one
-			for i, s := range streams {
-				require.NoError(t, s.Sync(testgpu.Context(t)))
-				require.NoError(t, sinks[i].Close())
-			}
-			require.NoError(t, u.Close())
-			again()
-			require.NoError(t, other.Close())
-		})
+				require.NoError(t, other.Close())
+			})
+		}
 	})
 }
 

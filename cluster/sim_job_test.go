@@ -441,7 +441,7 @@ func (l *simLauncher) supervise(ctx context.Context, a *job.Agent) error {
 	if l.isOver(a) {
 		return context.Cause(a.Context())
 	}
-	if l.draining { // the other hosts go on
+	if l.draining && !l.finished { // the other hosts go on
 		ctx, cancel := context.WithCancel(ctx)
 		cancel()
 		_ = a.Shutdown(ctx)

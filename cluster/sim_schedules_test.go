@@ -241,6 +241,12 @@ job seed=441694811 hosts=5 late=0 least=2 local=1 seeds=3 restarts=0 pace=648129
 job seed=440695182 hosts=5 late=0 least=2 local=1 seeds=1 restarts=0 pace=941310 latency=59µs lost-after=3s calm=1m40s
 +2.21s reset * ^* 0s 1ns
 +2.278252s replace a - 368.465ms 1ns`},
+	{"a launcher that was drained at the end of the program did not wait for a host that it had lost", `
+job seed=433666382 hosts=4 late=0 least=1 local=1 seeds=2 restarts=2 pace=113981 latency=99µs lost-after=3s calm=1m40s
++5.119s split a ^a 2.813291s 740.268ms
+end1+189µs drain a - 0s 0s
+end1+912µs split a ^a 2.813291s 740.268ms
++5.119001s complete - - 0s 0s`},
 }
 
 func TestSimulatedSchedules(t *testing.T) {

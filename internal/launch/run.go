@@ -533,7 +533,7 @@ func (j *launcher) each(sig syscall.Signal) {
 func (j *launcher) awaitOthers() {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	if j.draining {
+	if j.draining && !j.finished {
 		cancel() // the other hosts go on
 	}
 	done := make(chan error, 1)

@@ -4,24 +4,17 @@ import (
 	"bytes"
 	"fmt"
 	"math/rand/v2"
-	"os/exec"
 	"strings"
 	"testing"
-	"unsafe"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
-
-// hostRead reads a kernel's inputs.
-const hostRead = `template <class T> static void read(T* p, size_t n) { if (fread(p, sizeof(T), n, stdin) != n) perror("read"); }
-`
 
 // One operation in floats: what is computed in float64 and then rounded is what
 // float has.
@@ -141,65 +134,34 @@ func hostTrialOf(t *testing.T, s *stream.Stream, e *Elementwise, in, out [2]memo
 // runHost compiles the kernels of all trials into one program and compares.
 func runHost(t *testing.T, e *Elementwise, trials []*hostTrial) {
 	t.Helper()
-	var code, calls strings.Builder
-	var in bytes.Buffer
-	code.WriteString(cudacc.HostShim() + hostRead)
+	var code strings.Builder
+	var names []string
 	for i, tr := range trials {
 		source := strings.NewReplacer(`extern "C" `, "", "::pick<", "pick<").Replace(e.source(tr.v, tr.common))
 		fmt.Fprintf(&code, "namespace v%d {\n%s\n}\n", i, source)
-		fmt.Fprintf(&calls, "{ using namespace v%d; unsigned long long n = %d;\n", i, tr.n)
-		args := ""
-		for j := range e.arity() {
-			a := tr.v.args[j]
-			switch a.role {
-			case input, output:
-				fmt.Fprintf(&calls, "auto* p%d = new v%d::%s[n]();\n", j, i, cType(a.dtype))
-			default:
-				fmt.Fprintf(&calls, "%s p%d;\n", map[Param]string{F64: "double", I64: "long long"}[paramOf(a.role, a.dtype)], j)
-			}
-			switch a.role {
-			case input:
-				fmt.Fprintf(&calls, "read(p%d, n);\n", j)
-				in.Write(tr.in[j])
-			case number:
-				fmt.Fprintf(&calls, "read(&p%d, 1);\n", j)
-				in.Write(unsafe.Slice((*byte)(unsafe.Pointer(&tr.number.bits)), 8))
-			case scalar:
-				fmt.Fprintf(&calls, "read(&p%d, 1);\n", j)
-				in.Write(unsafe.Slice((*byte)(unsafe.Pointer(&tr.by.bits)), 8))
-			}
-			args += fmt.Sprintf(", p%d", j)
-		}
-		fmt.Fprintf(&calls, "for (blockIdx.x = 0; blockIdx.x < n / 256 + 1; blockIdx.x++)\nfor (threadIdx.x = 0; threadIdx.x < 256; threadIdx.x++) chorus_elementwise(n, 0%s);\n", args)
-		for j := range e.arity() {
-			if tr.v.args[j].role == output {
-				fmt.Fprintf(&calls, "fwrite(p%d, sizeof *p%[1]d, n, stdout);\n", j)
-			}
-		}
-		calls.WriteString("}\n")
+		names = append(names, fmt.Sprintf("v%d::%s", i, elementwiseKernel))
 	}
-	// Fundamental types have no namespace.
-	text := calls.String()
-	for t := range dtype.All() {
-		if c := cType(memory.DType(t)); !strings.HasPrefix(c, "chorus::") {
-			for i := range trials {
-				text = strings.ReplaceAll(text, fmt.Sprintf("v%d::%s[", i, c), c+"[")
-			}
-		}
-	}
-	code.WriteString("int main() {\n" + text + "}\n")
-	cmd := exec.Command(testgpu.BuildForHost(t, code.String(), "-fwrapv", "-Wno-unknown-pragmas"))
-	cmd.Stdin = &in
-	got, err := cmd.Output()
-	require.NoError(t, err)
+	h := testgpu.CompileForHost(t, code.String(), nil, names...)
 	for i, tr := range trials {
+		args, outputs := []any{uint64(tr.n), uint32(0)}, [][]byte(nil)
+		for j := range e.arity() {
+			switch a := tr.v.args[j]; a.role {
+			case input:
+				args = append(args, tr.in[j])
+			case output:
+				outputs = append(outputs, make([]byte, tr.n*a.dtype.Size()))
+				args = append(args, outputs[len(outputs)-1])
+			case number:
+				args = append(args, tr.number.bits)
+			case scalar:
+				args = append(args, tr.by.bits)
+			}
+		}
+		h.Run(names[i], tr.n/elementwiseBlock+1, elementwiseBlock, args...)
 		for k, want := range tr.out {
-			require.GreaterOrEqual(t, len(got), len(want))
-			require.True(t, bytes.Equal(want, got[:len(want)]), "trial %d, output %d:\n% x\n% x", i, k, want[:64], got[:64])
-			got = got[len(want):]
+			require.True(t, bytes.Equal(want, outputs[k]), "trial %d, output %d:\n% x\n% x", i, k, want[:64], outputs[k][:64])
 		}
 	}
-	require.Empty(t, got)
 }
 
 // What a launch does before the kernel's own allocates nothing.

@@ -1,16 +1,10 @@
 package rng
 
 import (
-	"bufio"
 	"bytes"
 	"context"
-	_ "embed"
-	"fmt"
-	"io"
 	"math/rand/v2"
-	"os/exec"
 	"slices"
-	"strings"
 	"testing"
 	"unsafe"
 
@@ -24,61 +18,43 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A host runs kernels that were compiled as C++.
-type host struct {
-	in     io.WriteCloser
-	out    *bufio.Reader
-	stderr bytes.Buffer
-}
+// The sources use CUDA's instructions for these functions.
+const (
+	hostFunctions = `
+struct Half;
+static Half half_of(float);
+static float wide(Half);
+static float fast_rsqrt(float x) { return (float)(1 / sqrt((double)x)); }
+static float fast_exp2(float x) { return (float)exp2((double)x); }
+static float fast_log2(float x) { return (float)log2((double)x); }
+static float fast_reciprocal(float x) { return 1 / x; }
+`
+	hostHalf = `
+static Half half_of(float x) { return Half{half_bits(x)}; }
+static float wide(Half h) { return half_value(h.bits); }
+`
+)
 
-//go:embed testdata/launch_host.cc
-var launchMain string
-
-// hostProgram compiles a program that includes a source, without warnings, and returns its path.
-func hostProgram(t *testing.T, main, name, source string, flags ...string) string {
+// onTheHost compiles a source for the host, or skips the test if there is no compiler.
+func onTheHost(t *testing.T, src *kernel.Source) *testgpu.HostKernels {
 	t.Helper()
-	include := fmt.Sprintf("#include %q\n", name)
-	require.Contains(t, main, include)
-	return testgpu.BuildForHost(t, strings.Replace(main, include, source, 1),
-		append([]string{"-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-unused-function"}, flags...)...)
-}
-
-// startHost compiles a source for the host, or skips the test if there is no compiler.
-func startHost(t *testing.T, src *kernel.Source) *host {
-	t.Helper()
-	flags := []string{"-Wno-unused-variable", "-Wno-sign-compare"}
-	for _, o := range src.Options {
-		flags = append(flags, "-D"+strings.TrimPrefix(o, "--define-macro="))
-	}
-	kernels := "-DKERNELS="
+	var names []string
 	for _, k := range src.Kernels {
-		kernels += "KERNEL(" + k.Name + ") "
+		names = append(names, k.Name)
 	}
-	h, cmd := &host{}, exec.Command(hostProgram(t, launchMain, "kernels.cu", src.CUDA, append(flags, kernels)...))
-	var err error
-	h.in, err = cmd.StdinPipe()
-	require.NoError(t, err)
-	stdout, err := cmd.StdoutPipe()
-	require.NoError(t, err)
-	h.out, cmd.Stderr = bufio.NewReader(stdout), &h.stderr
-	require.NoError(t, cmd.Start())
-	t.Cleanup(func() {
-		require.NoError(t, h.in.Close())
-		require.NoError(t, cmd.Wait(), "%s", &h.stderr)
-	})
-	return h
+	return testgpu.CompileForHost(t, hostFunctions+src.CUDA+hostHalf, src.Options, names...)
 }
 
 // A bench runs the same launches on the host and on a virtual device.
 type bench struct {
 	t *testing.T
-	h *host
+	h *testgpu.HostKernels
 	s *stream.Stream
 	l launcher
 }
 
 func newBench[T memory.Element](t *testing.T, kind moduleKind) *bench {
-	h := startHost(t, sourceOf[T](kind))
+	h := onTheHost(t, sourceOf[T](kind))
 	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
 	s, err := stream.New(dev, nil)
 	require.NoError(t, err)
@@ -91,36 +67,27 @@ func newBench[T memory.Element](t *testing.T, kind moduleKind) *bench {
 // run launches a kernel on both and returns the memory of its pointers, first from the host. An
 // argument is a slice, which is copied, nil for a null pointer, or a number.
 func (b *bench) run(name string, blocks, threads int, args ...any) (fromHost, fromGo [][]byte) {
-	var in bytes.Buffer
-	fmt.Fprintf(&in, "%s %d %d %d\n", name, blocks, threads, len(args))
+	args = slices.Clone(args)
 	var passed []kernel.Arg
 	var memories []memory.Slice[uint8]
-	for _, a := range args {
+	for i, a := range args {
 		raw, arg := rawOf(a)
-		switch {
-		case a == nil:
-			fmt.Fprintln(&in, "n")
-			arg = kernel.Address(0)
-		case raw != nil:
-			fmt.Fprintf(&in, "p %d\n%s", len(raw), raw)
+		if raw != nil {
 			x, err := memory.MakeFrom(b.s, raw)
 			require.NoError(b.t, err)
 			memories = append(memories, x)
-			arg = kernel.Address(x.Ptr())
-		default:
-			fmt.Fprintf(&in, "v %s\n", hexOf(a))
+			raw = bytes.Clone(raw)
+			args[i], arg, fromHost = raw, kernel.Address(x.Ptr()), append(fromHost, raw)
 		}
 		passed = append(passed, arg)
 	}
-	go func() { _, _ = b.h.in.Write(in.Bytes()) }()
+	b.h.Run(name, blocks, threads, args...)
 	require.NoError(b.t, b.l.launch(name, blocks, threads, passed...))
 	for _, x := range memories {
-		got, want := make([]byte, x.Len()), make([]byte, x.Len())
-		_, err := io.ReadFull(b.h.out, want)
-		require.NoError(b.t, err, "%s: %s", name, &b.h.stderr)
+		got := make([]byte, x.Len())
 		require.NoError(b.t, x.CopyTo(b.s, got))
 		require.NoError(b.t, x.Close())
-		fromHost, fromGo = append(fromHost, want), append(fromGo, got)
+		fromGo = append(fromGo, got)
 	}
 	require.NoError(b.t, b.s.Sync(context.Background()))
 	return fromHost, fromGo
@@ -149,6 +116,7 @@ func (b *bench) few(share float64, size int, name string, blocks, threads int, a
 	require.LessOrEqual(b.t, float64(differ), share*float64(n), "%s: %d of %d elements differ between C++ and Go", name, differ, n)
 }
 
+// rawOf returns the memory of a slice, or the argument of a number or of nil.
 func rawOf(a any) ([]byte, kernel.Arg) {
 	switch a := a.(type) {
 	case []uint64:
@@ -168,17 +136,7 @@ func rawOf(a any) ([]byte, kernel.Arg) {
 	case float64:
 		return nil, kernel.Scalar(a)
 	}
-	return nil, kernel.Arg{}
-}
-
-func hexOf(a any) string {
-	if v, ok := a.(float64); ok {
-		return fmt.Sprintf("%x", number(v))
-	}
-	if v, ok := a.(int32); ok {
-		return fmt.Sprintf("%x", uint32(v))
-	}
-	return fmt.Sprintf("%x", a)
+	return nil, kernel.Address(0)
 }
 
 // as returns the memory of x as elements of another type.

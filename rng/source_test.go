@@ -2,23 +2,19 @@ package rng
 
 import (
 	"bytes"
-	_ "embed"
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 	"unsafe"
 
-	"github.com/stretchr/testify/require"
-
+	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
+	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 )
-
-//go:embed testdata/host.cc
-var fillMain string
 
 // A trial is one fill that both rng.cu, compiled for the host, and the Go
 // functions carry out.
@@ -27,6 +23,49 @@ type trial struct {
 	f    *format
 	c    call
 	fill func(call) []byte // in Go
+}
+
+// kernel returns the name of a kernel with the fill.
+func (tr *trial) kernel() string { return templates[tr.d] + "_" + tr.f.Short }
+
+// The fill that the macros name is that of fill_kernel, which gets the numbers in halves.
+const macroDist, macroType = randomFar, memory.Int64
+
+// run runs the fill on the host. In a graph, as with an odd seed, the seed and the offset are in memory.
+func (tr *trial) run(h *testgpu.HostKernels) []byte {
+	c, out := tr.c, bytes.Repeat([]byte{0xa5}, (tr.c.n+1)*tr.f.dtype.Size()) // the last one shows a write too far
+	if tr.d != macroDist || tr.f.dtype != macroType {
+		h.Run(tr.kernel(), c.threads/block, block, out, uint32(c.n), c.seed, c.offset, c.a, c.b, c.c)
+		return out
+	}
+	args, place := []any{out, int32(c.n)}, any(nil)
+	numbers := []uint64{c.seed, c.offset, c.a, c.b, c.c}
+	if c.seed&1 != 0 {
+		numbers[0], numbers[1], place = 7<<32|7, 4, []uint64{c.seed, c.offset - 4}
+	}
+	for _, v := range numbers {
+		args = append(args, int32(uint32(v)), int32(uint32(v>>32)))
+	}
+	h.Run("fill_kernel", c.threads/block, block, append(args, place)...)
+	return out
+}
+
+// fillsOnTheHost compiles rng.cu with a kernel for each of the trials.
+func fillsOnTheHost(t *testing.T, all []*trial) *testgpu.HostKernels {
+	t.Helper()
+	src := &kernel.Source{Options: macros(macroDist, formatOf[int64]()), Kernels: []kernel.Def{{Name: "fill_kernel"}}}
+	var code strings.Builder
+	for _, tr := range all {
+		if d := (kernel.Def{Name: tr.kernel()}); !slices.ContainsFunc(src.Kernels, func(k kernel.Def) bool { return k.Name == d.Name }) {
+			src.Kernels = append(src.Kernels, d)
+			fmt.Fprintf(&code, `static void %s(%s* out, u32 n, u64 seed, u64 offset, u64 a, u64 b, u64 c) {
+	fill<%s<%[2]s>>(out, n, (u32)seed, (u32)(seed >> 32), offset, Params{{a, b, c}});
+}
+`, d.Name, tr.f.Short, templates[tr.d])
+		}
+	}
+	src.CUDA = source + code.String()
+	return onTheHost(t, src)
 }
 
 func newTrial[T memory.Element](d dist, a, b, c uint64) *trial {
@@ -90,12 +129,8 @@ func trials() []*trial {
 func TestSourceAgreesWithGo(t *testing.T) {
 	testhost.Serial(t)
 	t.Parallel()
-	// Go has no contraction on amd64 and writes it out where rng.cu has it.
-	bin := hostProgram(t, fillMain, "rng.cu", source, "-DCHORUS_DIST=RandomFar", "-DCHORUS_TYPE=i64")
-
+	h := fillsOnTheHost(t, trials())
 	random := rand.New(rand.NewPCG(1, 2))
-	var in strings.Builder
-	var all []*trial
 	for _, shape := range []struct {
 		n, blocks int
 		seed      uint64
@@ -105,27 +140,12 @@ func TestSourceAgreesWithGo(t *testing.T) {
 			if shape.seed == 0 { // the others have a first draw that is 1, or next to it, or next to 0
 				tr.c.seed, tr.c.offset = random.Uint64(), random.Uint64()>>random.IntN(60)&^3
 			}
-			fmt.Fprintf(&in, "%s %s %d %d %x %x %x %x %x\n", templates[tr.d], tr.f.Short, shape.n, shape.blocks,
-				tr.c.seed, tr.c.offset, tr.c.a, tr.c.b, tr.c.c)
-			all = append(all, tr)
+			compareTrial(t, tr, tr.run(h), tr.fill(tr.c))
+			if t.Failed() {
+				return
+			}
 		}
 	}
-	cmd := exec.Command(bin)
-	cmd.Stdin = strings.NewReader(in.String())
-	var stderr bytes.Buffer
-	cmd.Stderr = &stderr
-	got, err := cmd.Output()
-	require.NoError(t, err, "%s", &stderr)
-	for _, tr := range all {
-		want := tr.fill(tr.c)
-		require.GreaterOrEqual(t, len(got), len(want))
-		compareTrial(t, tr, got[:len(want)], want)
-		got = got[len(want):]
-		if t.Failed() {
-			return
-		}
-	}
-	require.Empty(t, got)
 }
 
 func compareTrial(t *testing.T, tr *trial, got, want []byte) {

@@ -1,19 +1,15 @@
 package tensor_test
 
 import (
-	"encoding/binary"
-	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"os/exec"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
-	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/kernel"
@@ -425,25 +421,9 @@ func sourceOnTheHost(t *testing.T) func(name string, g kernel.Grid, args ...any)
 	for _, d := range tensor.RowSource().Kernels {
 		names = append(names, d.Name)
 	}
-	program, err := cudacc.CompileHost(t.Context(), tensor.RowSource().CUDA, nil, names)
-	if errors.Is(err, exec.ErrNotFound) {
-		t.Skip("no g++")
-	}
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, program.Close()) })
+	h := testgpu.CompileForHost(t, tensor.RowSource().CUDA, nil, names...)
 	return func(name string, g kernel.Grid, args ...any) {
-		var list []cudacc.HostArg
-		for _, a := range args {
-			switch a := a.(type) {
-			case []byte:
-				list = append(list, cudacc.HostArg{Memory: a, Null: a == nil})
-			case uint64:
-				list = append(list, cudacc.HostArg{Value: binary.LittleEndian.AppendUint64(nil, a)})
-			case uint32:
-				list = append(list, cudacc.HostArg{Value: binary.LittleEndian.AppendUint32(nil, a)})
-			}
-		}
-		require.NoError(t, program.Run(t.Context(), name, g.Blocks, g.Threads, 0, list))
+		h.Run(name, int(g.Blocks[0]), int(g.Threads[0]), args...)
 	}
 }
 

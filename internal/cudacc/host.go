@@ -82,7 +82,7 @@ func HostKey() (*safe.Key, error) {
 	if err != nil {
 		return nil, err
 	}
-	return safe.NewKey("host 2", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, cores, main), nil
+	return safe.NewKey("host 3", cxx, fmt.Sprint(st.Size(), st.ModTime().UnixNano()), shim, block, cores, main), nil
 }
 
 // StoredHostProgram returns the program that the user's store has under a key, or builds it and stores it.
@@ -130,8 +130,8 @@ func CompileHost(ctx context.Context, cuda string, options, kernels []string) (*
 	for _, k := range kernels {
 		list += "KERNEL(" + k + ")"
 	}
-	// A misaligned access stops the program, as on a GPU.
-	flags := append(hostFlags(options), "-w", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", list)
+	// A misaligned access stops the program, as on a GPU. Integers wrap around.
+	flags := append(hostFlags(options), "-w", "-fwrapv", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", list)
 	return BuildHost(ctx, shim+block+cores+"#line 1 \"source\"\n"+cuda+main, flags...)
 }
 

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"math"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -57,6 +58,14 @@ extern "C" __global__ void dynamic(int* out) {
 	atomicAdd(out, bytes[blockDim.x - 1 - threadIdx.x]);
 }
 
+// The lanes with the same value, and counters that wrap around. The program itself has a function of this name.
+extern "C" __global__ void start(unsigned* peers, unsigned* up, unsigned* down, int* wrapped) {
+	peers[threadIdx.x] = __match_any_sync(0xffffffff, peers[threadIdx.x]);
+	atomicInc(up, 2);
+	atomicDec(down, 2);
+	if (*wrapped + 1 < *wrapped) *wrapped += 1;
+}
+
 extern "C" __global__ void apart(int* x) {
 	if (threadIdx.x == 0) __shfl_sync(0xffffffff, 1, 0);
 	else __syncthreads();
@@ -72,7 +81,7 @@ extern "C" __global__ void numbers(double* out, char a, short b, float c, unsign
 func compile(t *testing.T) *HostProgram {
 	t.Helper()
 	p, err := CompileHost(t.Context(), source, []string{"--use_fast_math", "-D", "FACTOR=1000", "--std=c++17"},
-		[]string{"where", "reversed", "warps", "dynamic", "apart", "endless", "numbers"})
+		[]string{"where", "reversed", "warps", "start", "dynamic", "apart", "endless", "numbers"})
 	if errors.Is(err, exec.ErrNotFound) {
 		t.Skip(err)
 	}
@@ -170,6 +179,16 @@ func TestWarps(t *testing.T) {
 	for _, got := range numbersOf(votes) {
 		require.Equal(t, int32(0x49249249), got)
 	}
+}
+
+func TestPeersAndCounters(t *testing.T) {
+	p := compile(t)
+	peers, up, down, wrapped := words(5, 7, 5, 5, 7), words(0), words(0), words(math.MaxInt32)
+	require.NoError(t, p.Run(t.Context(), "start", line(1), line(5), 0, []HostArg{{Memory: peers}, {Memory: up}, {Memory: down}, {Memory: wrapped}}))
+	require.Equal(t, []int32{0b01101, 0b10010, 0b01101, 0b01101, 0b10010}, numbersOf(peers))
+	require.Equal(t, words(2), up, "0 1 2 0 1 2")
+	require.Equal(t, words(1), down, "0 2 1 0 2 1")
+	require.Equal(t, words(math.MinInt32), wrapped, "integers wrap around")
 }
 
 func TestRunFails(t *testing.T) {

@@ -2,12 +2,9 @@ package fabric
 
 import (
 	"bytes"
-	"encoding/binary"
 	"fmt"
 	"math/rand/v2"
-	"os/exec"
 	"regexp"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -106,32 +103,17 @@ func isNaN(t memory.DType, b []byte) bool {
 	return false
 }
 
-// foldHostMain runs trials: a header, then the memory; it writes the memory.
-const foldHostMain = `
-int main() {
-	u64 h[11]; // stride, own, mine, ranks, block, dst, count, aligned, bytes, stage, all
-	while (fread(h, sizeof h, 1, stdin) == 1) {
-		std::vector<u64> mem((h[8] + 7) / 8 + 1);
-		char* const m = (char*)(((u64)mem.data() + 15) & ~(u64)15);
-		if (fread(m, 1, h[8], stdin) != h[8]) return 1;
-		gridDim.x = 2;
-		for (blockIdx.x = 0; blockIdx.x < gridDim.x; blockIdx.x++)
-			for (threadIdx.x = 0; threadIdx.x < FOLDERS; threadIdx.x++)
-				(h[9] == 0 ? fold : h[9] == 1 ? fold_block : fold_blocks)(m, h[0], m + h[1], h[2], h[3], h[4], m + h[5], h[6], h[7], h[10]);
-		fwrite(m, 1, h[8], stdout);
-	}
-}
-`
-
-// foldProgram compiles the kernels for the host.
-func foldProgram(t *testing.T, f *format, op collective.Reduction) string {
+// foldsOnTheHost compiles the kernels for the host.
+func foldsOnTheHost(t *testing.T, f *format, op collective.Reduction) *testgpu.HostKernels {
 	code := foldSource
 	for _, x := range onHost {
 		code = regexp.MustCompile(x.cuda).ReplaceAllLiteralString(code, x.host)
 	}
-	shim := strings.Replace(cudacc.HostShim(), "static Dim blockIdx", "static Dim gridDim, blockIdx", 1)
-	return testgpu.BuildForHost(t, shim+code+foldHostMain, "-w", "-ffp-contract=off", "-DCHORUS_TYPE="+f.c, "-DCHORUS_OP="+templates[op])
+	return testgpu.CompileForHost(t, code, []string{"-DCHORUS_TYPE=" + f.c, "-DCHORUS_OP=" + templates[op]}, foldKernels[:]...)
 }
+
+// foldKernels are the kernels by stage.
+var foldKernels = [...]string{WholeStage: "fold", BlockStage: "fold_block", BlocksStage: "fold_blocks"}
 
 // TestFoldSourceAgreesWithGo compares the kernel, compiled as C++, with the function that
 // implements it on virtual devices.
@@ -150,29 +132,18 @@ func TestFoldSourceAgreesWithGo(t *testing.T) {
 }
 
 func agreeOnFolds(t *testing.T, r *rand.Rand, f *format, op collective.Reduction) {
-	program := foldProgram(t, f, op)
-	var in bytes.Buffer
-	var trials []foldTrial
+	h := foldsOnTheHost(t, f, op)
 	for range 50 {
 		x := newFoldTrial(r, f, op)
-		aligned := uint64(0)
+		aligned := uint32(0)
 		if (x.Stride|x.Own|x.Dst)%16 == 0 {
 			aligned = 1
 		}
-		require.NoError(t, binary.Write(&in, binary.LittleEndian, []uint64{x.Stride, x.Own, uint64(x.Mine), uint64(x.Ranks), uint64(x.Block), x.Dst, uint64(x.Count), aligned, uint64(len(x.mem)), uint64(x.Stage), uint64(x.All)}))
-		in.Write(x.mem)
-		trials = append(trials, x)
+		at := func(offset uint64) cudacc.HostArg { return cudacc.HostArg{Owner: 1, Before: int(offset)} }
+		mem := bytes.Clone(x.mem)
+		h.Run(foldKernels[x.Stage], 2, foldThreads, mem, x.Stride, at(x.Own), uint32(x.Mine), uint32(x.Ranks), uint32(x.Block), at(x.Dst), uint64(x.Count), aligned, uint32(x.All))
+		require.True(t, x.same(f, x.want(f), mem), "%+v", x.Fold)
 	}
-	cmd := exec.CommandContext(testgpu.Context(t), program)
-	cmd.Stdin = &in
-	out, err := cmd.Output()
-	require.NoError(t, err)
-	for _, x := range trials {
-		n := len(x.mem)
-		require.True(t, x.same(f, x.want(f), out[:n]), "%+v", x.Fold)
-		out = out[n:]
-	}
-	require.Empty(t, out)
 }
 
 // BenchmarkFold adds what two ranks have of 16 MiB, as Pushed does of 32 MiB.

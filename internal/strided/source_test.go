@@ -2,36 +2,23 @@ package strided
 
 import (
 	"bytes"
-	"encoding/binary"
+	"fmt"
 	"math"
 	"math/rand/v2"
-	"os/exec"
+	"strings"
 	"testing"
-	"unsafe"
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/gochorus/chorus/internal/cudacc"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
 
-// hostMain calls the kernels: for each trial it reads the numbers, then both memories,
-// and writes the destination.
-const hostMain = `
-#include <cstdlib>
-#define ARGS n, count, L(0), L(1), L(2), L(3), L(4), L(5), L(6), L(7)
-#define L(k) (u32)h[7 + 3 * k], h[8 + 3 * k], h[9 + 3 * k]
-// The addresses of a table are offsets in the memories; those of a fan and of a sum have
-// the source's in words.
-template <class T> static T table(void* d, void* s) {
-	T t;
-	if (fread(&t, sizeof t, 1, stdin) != 1) exit(1);
-	move(t, (u64)d, (u64)s);
-	return t;
-}
+// hostTables has a kernel for each kernel that gets a table. The addresses of a table are offsets in the memories; those of
+// a fan and of a sum have the source's in words.
+const hostTables = `
 static void move(Pieces& t, u64 d, u64 s) { for (u32 i = 0; i < t.count; i++) t.to[i] += d, t.from[i] += s; }
 static void move(Fan& t, u64 d, u64 s) {
 	for (u32 i = 0; i < t.ways; i++) t.to[i] += d;
@@ -41,41 +28,9 @@ static void move(Sum& t, u64 d, u64 s) {
 	t.to += d;
 	for (u32 i = 0; i < t.count * t.places; i++) t.words[i] += s;
 }
-template <class T> static void all(void (*kernel)(T), const T& t, u32 n, u32 items) {
-	for (blockIdx.x = 0; blockIdx.x <= (n - 1) / (THREADS * items); blockIdx.x++)
-		for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) kernel(t);
-}
-#define TABLES(code, bytes) \
-	case code + bytes: { const Pieces t = table<Pieces>(d, s); all(pieces##bytes, t, t.n, ITEMS); break; } \
-	case code + 100 + bytes: { const Fan t = table<Fan>(d, s); all(fan##bytes, t, t.n, ITEMS); break; }
-static void plain(const i64* h, void* d, void* s, u32 n, u32 count) {
-	switch (h[0]) {
-	case 0: convert(d, s, ARGS, h[1], h[2]); break;
-	case 1: copy1((unsigned char*)d, (unsigned char*)s, ARGS); break;
-	case 2: copy2((unsigned short*)d, (unsigned short*)s, ARGS); break;
-	case 4: copy4((u32*)d, (u32*)s, ARGS); break;
-	case 8: copy8((u64*)d, (u64*)s, ARGS); break;
-	case 16: copy16((Wide*)d, (Wide*)s, ARGS); break;
-	}
-}
-int main() {
-	i64 h[31]; // width, 0 or the code of a kernel, two types, elements, loops, bytes of both memories, loops
-	while (fread(h, sizeof h, 1, stdin) == 1) {
-		std::vector<Wide> to((h[5] + 15) / 16), from((h[6] + 15) / 16);
-		if (fread(to.data(), 1, h[5], stdin) != (size_t)h[5] || fread(from.data(), 1, h[6], stdin) != (size_t)h[6]) return 1;
-		const u32 n = h[3], count = h[4];
-		void *d = to.data(), *s = from.data();
-		switch (h[0]) {
-		TABLES(1000, 1) TABLES(1000, 2) TABLES(1000, 4) TABLES(1000, 8) TABLES(1000, 16)
-		case 1201: { const Sum t = table<Sum>(d, s); all(sum1, t, t.n, 1); break; }
-		case 1216: { const Sum t = table<Sum>(d, s); all(sum16, t, t.n, 1); break; }
-		default:
-			for (blockIdx.x = 0; blockIdx.x <= (n - 1) / (THREADS * ITEMS); blockIdx.x++)
-				for (threadIdx.x = 0; threadIdx.x < THREADS; threadIdx.x++) plain(h, d, s, n, count);
-		}
-		fwrite(d, 1, h[5], stdout);
-	}
-}
+#define TABLE(kernel, T) static void kernel##_at(void* d, void* s, T t) { move(t, (u64)d, (u64)s); kernel(t); }
+#define TABLES(bytes) TABLE(pieces##bytes, Pieces) TABLE(fan##bytes, Fan)
+TABLES(1) TABLES(2) TABLES(4) TABLES(8) TABLES(16) TABLE(sum1, Sum) TABLE(sum16, Sum)
 `
 
 // The kernels, compiled as C++, and the functions that stand in for them give the
@@ -83,11 +38,14 @@ int main() {
 func TestSourceAgreesWithGo(t *testing.T) {
 	testhost.Serial(t)
 	t.Parallel()
-	program := testgpu.BuildForHost(t, cudacc.HostShim()+source+hostMain)
+	names := []string{"convert", "sum1_at", "sum16_at"}
+	for width := 1; width <= 16; width *= 2 {
+		names = append(names, fmt.Sprint("copy", width), fmt.Sprintf("pieces%d_at", width), fmt.Sprintf("fan%d_at", width))
+	}
+	h := testgpu.CompileForHost(t, source+hostTables, nil, names...)
 	seed := rand.Uint64()
 	t.Log("seed", seed)
 	r := rand.New(rand.NewPCG(seed, 4))
-	var in bytes.Buffer
 	var trials []trial
 	for width := 1; width <= 16; width *= 2 {
 		for range 8 {
@@ -123,35 +81,51 @@ func TestSourceAgreesWithGo(t *testing.T) {
 		}
 	}
 	for _, x := range trials {
-		x.write(&in)
+		x.compare(t, x.run(h))
 	}
-	cmd := exec.Command(program)
-	cmd.Stdin = &in
-	got, err := cmd.Output()
-	require.NoError(t, err)
-	for _, x := range trials {
-		require.GreaterOrEqual(t, len(got), len(x.want))
-		x.compare(t, got[:len(x.want)])
-		got = got[len(x.want):]
-	}
-	require.Empty(t, got)
 }
 
 type trial struct {
-	width        int
+	kernel       string
 	to, from     memory.DType
 	loops        []loop // from the outermost
-	code         int    // of a kernel that has a table
-	table        []byte // with places in dst and src for addresses
+	table        any    // of a kernel that has one, with places in dst and src for addresses
 	dst, src     []byte
 	want         []byte
-	elements     int
+	elements     int // of all threads
 	floatResults bool
+}
+
+// run runs the kernel on the host, and returns the destination.
+func (x *trial) run(h *testgpu.HostKernels) []byte {
+	dst, perThread := bytes.Clone(x.dst), 4
+	args := []any{dst, x.src}
+	switch {
+	case x.table != nil:
+		args = append(args, x.table)
+	default:
+		args = append(args, uint32(x.elements), uint32(len(x.loops)))
+		for i := range maxLoops {
+			l := loop{n: 1}
+			if at := len(x.loops) - 1 - i; at >= 0 {
+				l = x.loops[at]
+			}
+			args = append(args, uint32(l.n), int64(l.dst), int64(l.src))
+		}
+	}
+	switch {
+	case x.kernel == "convert":
+		args = append(args, uint32(x.to), uint32(x.from))
+	case strings.HasPrefix(x.kernel, "sum"):
+		perThread = 1
+	}
+	h.Run(x.kernel, (x.elements-1)/(threads*perThread)+1, threads, args...)
+	return dst
 }
 
 // copyTrial copies elements of a width between random places.
 func copyTrial(r *rand.Rand, width int) trial {
-	x := trial{width: width, elements: 1}
+	x := trial{kernel: fmt.Sprint("copy", width), elements: 1}
 	dst, src := 1, 1
 	for range r.IntN(maxLoops) {
 		l := loop{1 + r.IntN(5), dst, src}
@@ -174,7 +148,7 @@ func copyTrial(r *rand.Rand, width int) trial {
 
 // piecesTrial copies rows of elements of a width.
 func piecesTrial(r *rand.Rand, width, count int) trial {
-	x := trial{code: 1000 + width}
+	x := trial{kernel: fmt.Sprintf("pieces%d_at", width)}
 	t := pieceTable{count: uint32(count)}
 	dst, src := 0, 0
 	type rows struct{ n, row, dst, src, toStep, fromStep int }
@@ -189,7 +163,7 @@ func piecesTrial(r *rand.Rand, width, count int) trial {
 		t.row[i], t.toStep[i], t.fromStep[i] = uint32(p.row), uint32(p.toStep), uint32(p.fromStep)
 	}
 	x.dst, x.src = noise(r, (dst+2)*width), noise(r, (src+2)*width)
-	x.want, x.table = bytes.Clone(x.dst), tableBytes(&t)
+	x.want, x.table, x.elements = bytes.Clone(x.dst), t, int(t.n)
 	for _, p := range all {
 		for k := range p.n {
 			copy(x.want[(p.dst+k*p.toStep)*width:][:p.row*width], x.src[(p.src+k*p.fromStep)*width:])
@@ -200,7 +174,7 @@ func piecesTrial(r *rand.Rand, width, count int) trial {
 
 // fanTrial copies pieces of elements of a width to several places.
 func fanTrial(r *rand.Rand, width, count, ways int) trial {
-	x := trial{code: 1100 + width}
+	x := trial{kernel: fmt.Sprintf("fan%d_at", width)}
 	t := fanTable{count: uint32(count), ways: uint32(ways)}
 	src := 0
 	for i := range count {
@@ -222,7 +196,7 @@ func fanTrial(r *rand.Rand, width, count, ways int) trial {
 			begin = end
 		}
 	}
-	x.table = tableBytes(&t)
+	x.table, x.elements = t, int(t.n)
 	return x
 }
 
@@ -232,10 +206,10 @@ var sumTypes = []memory.DType{memory.Bool, memory.Uint8, memory.Uint16, memory.U
 
 // sumTrial adds pieces of elements, single ones or 16 bytes at once.
 func sumTrial(r *rand.Rand, d memory.DType, places, count int, wide bool) trial {
-	x := trial{code: 1201, to: d}
+	x := trial{kernel: "sum1_at", to: d}
 	pack := d.Size()
 	if wide {
-		x.code, pack = 1216, 16
+		x.kernel, pack = "sum16_at", 16
 	}
 	t := sumTable{count: uint32(count), places: uint32(places), kind: uint32(d)}
 	ends := make([]uint32, count)
@@ -264,7 +238,7 @@ func sumTrial(r *rand.Rand, d memory.DType, places, count int, wide bool) trial 
 			dtype.Of(d).Store(x.src, i, dtype.FloatValue(math.Ldexp(r.Float64()*2-1, r.IntN(12)-6)))
 		}
 	}
-	x.want, x.table = bytes.Clone(x.dst), tableBytes(&t)
+	x.want, x.table, x.elements = bytes.Clone(x.dst), t, int(t.n)
 	begin := uint32(0)
 	for i, end := range ends {
 		for at := range int(end-begin) * pack / size {
@@ -285,15 +259,11 @@ func sumTrial(r *rand.Rand, d memory.DType, places, count int, wide bool) trial 
 	return x
 }
 
-func tableBytes[T table](t *T) []byte {
-	return bytes.Clone(unsafe.Slice((*byte)(unsafe.Pointer(t)), unsafe.Sizeof(*t)))
-}
-
 // convertTrial converts numbers that the type can hold, and what torch has an answer
 // for otherwise.
 func convertTrial(r *rand.Rand, to, from memory.DType) trial {
 	const n = 1500
-	x := trial{to: to, from: from, elements: n, loops: []loop{{n, 1, 1}}, floatResults: dtype.Of(to).IsFloat()}
+	x := trial{kernel: "convert", to: to, from: from, elements: n, loops: []loop{{n, 1, 1}}, floatResults: dtype.Of(to).IsFloat()}
 	x.dst, x.src = noise(r, n*to.Size()), noise(r, n*from.Size())
 	for i := range n {
 		if from == memory.Bool {
@@ -329,26 +299,10 @@ func noise(r *rand.Rand, n int) []byte {
 	return b
 }
 
-func (x *trial) write(out *bytes.Buffer) {
-	h := [7 + 3*maxLoops]int64{int64(x.width + x.code), int64(x.to), int64(x.from), int64(x.elements),
-		int64(len(x.loops)), int64(len(x.dst)), int64(len(x.src))}
-	for i := range maxLoops {
-		h[7+3*i] = 1
-		if at := len(x.loops) - 1 - i; at >= 0 {
-			l := x.loops[at]
-			h[7+3*i], h[8+3*i], h[9+3*i] = int64(l.n), int64(l.dst), int64(l.src)
-		}
-	}
-	_ = binary.Write(out, binary.LittleEndian, h) // to memory
-	out.Write(x.dst)
-	out.Write(x.src)
-	out.Write(x.table)
-}
-
 func (x *trial) compare(t *testing.T, got []byte) {
 	t.Helper()
-	if x.width != 0 || !x.floatResults {
-		require.Equal(t, x.want, got, "width %d, kernel %d, %s from %s, %v", x.width, x.code, x.to, x.from, x.loops)
+	if !x.floatResults {
+		require.Equal(t, x.want, got, "%s, %s from %s, %v", x.kernel, x.to, x.from, x.loops)
 		return
 	}
 	size := x.to.Size()

@@ -9,9 +9,11 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
+	"unsafe"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudacc"
@@ -240,7 +242,18 @@ func loadOn(dev *device.Device, text []byte) error {
 // skips the test without a suitable compiler.
 func BuildForHost(t *testing.T, code string, flags ...string) (program string) {
 	t.Helper()
-	p, err := host(t, code, flags)
+	return stored(t, append(flags, code), func() (*cudacc.HostProgram, error) { return cudacc.BuildHost(t.Context(), code, flags...) }).Path
+}
+
+// stored returns a program of the user's store, or builds it.
+func stored(t *testing.T, key []string, build func() (*cudacc.HostProgram, error)) *cudacc.HostProgram {
+	t.Helper()
+	k, err := cudacc.HostKey()
+	var p *cudacc.HostProgram
+	if err == nil {
+		k.Add(key...)
+		p, err = cudacc.StoredHostProgram(k.Sum(), build)
+	}
 	switch {
 	case err == nil:
 		t.Cleanup(func() { _ = p.Close() })
@@ -249,17 +262,45 @@ func BuildForHost(t *testing.T, code string, flags ...string) (program string) {
 	default:
 		t.Fatal(err)
 	}
-	return p.Path
+	return p
 }
 
-func host(t *testing.T, code string, flags []string) (*cudacc.HostProgram, error) {
-	key, err := cudacc.HostKey()
-	if err != nil {
-		return nil, err
+// HostKernels runs the kernels of a CUDA source on the host.
+type HostKernels struct {
+	t       *testing.T
+	program *cudacc.HostProgram
+}
+
+// CompileForHost compiles the named kernels of a source, like BuildForHost.
+func CompileForHost(t *testing.T, cuda string, options []string, names ...string) *HostKernels {
+	t.Helper()
+	key := slices.Concat([]string{"kernels", cuda}, options, names)
+	return &HostKernels{t, stored(t, key, func() (*cudacc.HostProgram, error) { return cudacc.CompileHost(t.Context(), cuda, options, names) })}
+}
+
+// Run runs a kernel. A slice is memory, which the kernel may write, and nil is a null pointer. A cudacc.HostArg is
+// passed as it is, and everything else as a number or a struct.
+func (k *HostKernels) Run(name string, blocks, threads int, args ...any) {
+	k.t.Helper()
+	list := make([]cudacc.HostArg, len(args))
+	for i, a := range args {
+		switch v := reflect.ValueOf(a); {
+		case a == nil:
+			list[i].Null = true
+		case v.Kind() == reflect.Slice:
+			list[i].Memory = unsafe.Slice((*byte)(v.UnsafePointer()), v.Len()*int(v.Type().Elem().Size()))
+			list[i].Null = v.Len() == 0
+		case v.Type() == reflect.TypeFor[cudacc.HostArg]():
+			list[i] = a.(cudacc.HostArg)
+		default:
+			x := reflect.New(v.Type())
+			x.Elem().Set(v)
+			list[i].Value = unsafe.Slice((*byte)(x.UnsafePointer()), v.Type().Size())
+		}
 	}
-	key.Add(code)
-	key.Add(flags...)
-	return cudacc.StoredHostProgram(key.Sum(), func() (*cudacc.HostProgram, error) { return cudacc.BuildHost(t.Context(), code, flags...) })
+	if err := k.program.Run(k.t.Context(), name, [3]uint32{uint32(blocks), 1, 1}, [3]uint32{uint32(threads), 1, 1}, 0, list); err != nil {
+		k.t.Fatal(err)
+	}
 }
 
 var updatePTXSums = flag.Bool("ptx-sums", false, "write the digests of the PTX texts that the archives have")

@@ -1,5 +1,6 @@
 // Package testgpu runs the same tests on virtual devices and, if there are GPUs, on
 // CUDA. It also generates the archives of Chorus kernels (internal/cudacc) and checks that they match their sources.
+// For tests that compare kernels with Go functions, it runs kernels on the host.
 package testgpu
 
 import (

@@ -33,7 +33,7 @@ static __attribute__((section("shared"), used)) char some_shared = 1; // so that
 struct Fiber {
 	ucontext_t context;
 	jmp_buf jump;
-	std::vector<char> stack;
+	std::unique_ptr<char[]> stack;
 	Dim thread;
 	bool entered, done, atBarrier, released; // released from the exchange of its warp
 	unsigned long long exchanged;
@@ -131,22 +131,35 @@ static unsigned __ballot_sync(unsigned mask, int on) {
 	warp_wait(mask);
 	return all;
 }
+static unsigned __match_any_sync(unsigned mask, unsigned x) {
+	unsigned all = 0;
+	fibers[current].exchanged = x;
+	warp_wait(mask);
+	for (unsigned l = 0; l < 32 && current / 32 * 32 + l < fibers.size(); l++) {
+		const Fiber& f = fibers[current / 32 * 32 + l];
+		if (mask & 1u << l && !f.done) all |= unsigned(f.exchanged == x) << l;
+	}
+	warp_wait(mask);
+	return all;
+}
 static int __any_sync(unsigned mask, int on) { return __ballot_sync(mask, on) != 0; }
 static int __all_sync(unsigned mask, int on) { return __ballot_sync(mask, !on) == 0; }
 
 static void __threadfence() {}
 static void __threadfence_block() {}
 static void __threadfence_system() {}
-template <class T> struct Same { typedef T Type; };
-template <class T> static T atomicAdd(T* p, typename Same<T>::Type x) { const T was = *p; *p = was + x; return was; }
-template <class T> static T atomicSub(T* p, typename Same<T>::Type x) { const T was = *p; *p = was - x; return was; }
-template <class T> static T atomicMin(T* p, typename Same<T>::Type x) { const T was = *p; if (x < was) *p = x; return was; }
-template <class T> static T atomicMax(T* p, typename Same<T>::Type x) { const T was = *p; if (was < x) *p = x; return was; }
-template <class T> static T atomicAnd(T* p, typename Same<T>::Type x) { const T was = *p; *p = was & x; return was; }
-template <class T> static T atomicOr(T* p, typename Same<T>::Type x) { const T was = *p; *p = was | x; return was; }
-template <class T> static T atomicXor(T* p, typename Same<T>::Type x) { const T was = *p; *p = was ^ x; return was; }
-template <class T> static T atomicExch(T* p, typename Same<T>::Type x) { const T was = *p; *p = x; return was; }
-template <class T> static T atomicCAS(T* p, typename Same<T>::Type old, typename Same<T>::Type x) {
+template <class T> struct NotDeduced { typedef T Type; };
+template <class T> static T atomicAdd(T* p, typename NotDeduced<T>::Type x) { const T was = *p; *p = was + x; return was; }
+template <class T> static T atomicSub(T* p, typename NotDeduced<T>::Type x) { const T was = *p; *p = was - x; return was; }
+template <class T> static T atomicMin(T* p, typename NotDeduced<T>::Type x) { const T was = *p; if (x < was) *p = x; return was; }
+template <class T> static T atomicMax(T* p, typename NotDeduced<T>::Type x) { const T was = *p; if (was < x) *p = x; return was; }
+template <class T> static T atomicAnd(T* p, typename NotDeduced<T>::Type x) { const T was = *p; *p = was & x; return was; }
+template <class T> static T atomicOr(T* p, typename NotDeduced<T>::Type x) { const T was = *p; *p = was | x; return was; }
+template <class T> static T atomicXor(T* p, typename NotDeduced<T>::Type x) { const T was = *p; *p = was ^ x; return was; }
+template <class T> static T atomicExch(T* p, typename NotDeduced<T>::Type x) { const T was = *p; *p = x; return was; }
+static unsigned atomicInc(unsigned* p, unsigned most) { const unsigned was = *p; *p = was >= most ? 0 : was + 1; return was; }
+static unsigned atomicDec(unsigned* p, unsigned most) { const unsigned was = *p; *p = was == 0 || was > most ? most : was - 1; return was; }
+template <class T> static T atomicCAS(T* p, typename NotDeduced<T>::Type old, typename NotDeduced<T>::Type x) {
 	const T was = *p;
 	if (was == old) *p = x;
 	return was;
@@ -175,6 +188,12 @@ static float __fdividef(float a, float b) { return a / b; }
 #define __sinf sinf
 #define __cosf cosf
 #define __powf powf
+#define __tanf tanf
+#define __sincosf sincosf
+static void sincospi(double x, double* s, double* c) {
+	const long double angle = x * 3.14159265358979323846264338327950288L;
+	*s = (double)sinl(angle), *c = (double)cosl(angle);
+}
 static int __float_as_int(float x) { return bits_of<int>(x); }
 static float __int_as_float(int x) { return bits_of<float>(x); }
 static long long __double_as_longlong(double x) { return bits_of<long long>(x); }

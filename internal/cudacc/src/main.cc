@@ -1,5 +1,7 @@
 
-// Runs the kernel that standard input names, and writes the memory at its pointers.
+// Runs the kernel that standard input names, and writes the memory at its pointers. Sources may have functions of
+// the same names.
+namespace chorus_host {
 template <class X> static X number() {
 	X x;
 	if (fread(&x, sizeof x, 1, stdin) != 1) exit(2);
@@ -59,10 +61,10 @@ static void start() {
 		Fiber& f = fibers[t];
 		f.done = f.atBarrier = f.released = false;
 		if (f.entered) continue;
-		f.stack.resize(1 << 16);
+		f.stack.reset(new char[1 << 16]);
 		f.thread = {t % blockDim.x, t / blockDim.x % blockDim.y, t / blockDim.x / blockDim.y};
 		getcontext(&f.context);
-		f.context.uc_stack.ss_sp = f.stack.data(), f.context.uc_stack.ss_size = f.stack.size(), f.context.uc_link = nullptr;
+		f.context.uc_stack.ss_sp = f.stack.get(), f.context.uc_stack.ss_size = 1 << 16, f.context.uc_link = nullptr;
 		makecontext(&f.context, body, 0);
 	}
 }
@@ -116,15 +118,18 @@ static void watchParent() {
 }
 
 // The argument is the parent's process identifier: getppid is another process's if the parent was killed before main.
-int main(int, char** args) {
+static int runNamed(char** args) {
 	parent = atoi(args[1]);
 	watchParent();
 	std::string name(number<unsigned>(), 0);
 	if (fread(&name[0], 1, name.size(), stdin) != name.size()) return 2;
 	gridDim = number<Dim>(), blockDim = number<Dim>();
 	dynamicShared.resize(number<unsigned>() + 16);
-#define KERNEL(k) if (name == #k) return run(k), 0;
+#define KERNEL(k) if (name == #k) return run(::k), 0;
 	KERNELS
 	fprintf(stderr, "the program has no kernel %s", name.c_str());
 	return 4;
 }
+}
+
+int main(int, char** args) { return chorus_host::runNamed(args); }

@@ -2,6 +2,7 @@ package nccl
 
 import (
 	"runtime"
+	"slices"
 	"sync"
 	"testing"
 	"unsafe"
@@ -338,5 +339,31 @@ func TestGroupOfStreams(t *testing.T) {
 			}
 		}
 	}
+	require.Empty(t, c.m.Reports())
+}
+
+// The order of a sum depends on the size of an all-reduce, on the place of the element and on the root of a reduction, as on GPUs: a
+// program that compares bits of different operations is wrong there, too.
+func TestOrderOfSums(t *testing.T) {
+	c := newClan(t, machine.Config{Devices: 3})
+	const most = 48
+	sums := func(call ncclapi.Call) []float32 {
+		var dst []cudadrv.DevicePtr
+		for rank, x := range []float32{1, 1 << 24, -1 << 24} { // the sum is 0 if the 1 is added to the first large number
+			call.Comm, call.Stream = c.comms[rank], c.streams[rank]
+			call.Send, call.Recv = c.Alloc(rank, 4*most), c.Alloc(rank, 4*most)
+			virtualtest.Upload(c.Rig, rank, c.streams[rank], call.Send, slices.Repeat([]float32{x}, most))
+			c.good(c.api.Collective(call))
+			dst = append(dst, call.Recv)
+		}
+		return virtualtest.Download[float32](c.Rig, int(call.Root), c.streams[call.Root], dst[call.Root], int(call.Count))
+	}
+	one, two := ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: 1, Type: ncclapi.Float32, Op: ncclapi.Sum}, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: 2, Type: ncclapi.Float32, Op: ncclapi.Sum}
+	require.NotEqual(t, sums(one)[0], sums(two)[0])
+	many := one
+	many.Count = most
+	require.Len(t, slices.Compact(slices.Sorted(slices.Values(sums(many)))), 2)
+	one.Func, two.Func, two.Count, two.Root = ncclapi.FuncReduce, ncclapi.FuncReduce, 1, 2
+	require.NotEqual(t, sums(one), sums(two))
 	require.Empty(t, c.m.Reports())
 }

@@ -89,24 +89,26 @@ const (
 	connectRecv
 )
 
+// treeLimit is the size of all-reduces up to which NCCL uses the tree between hosts.
+const treeLimit = 64 << 10
+
 // connections are the connections that a work uses. NCCL chooses the ring or the tree for an
 // all-reduce by its size and the topology: between hosts the tree has fewer hops, so that the first all-reduce of
 // another size may block, too. All-to-alls, gathers and scatters consist of transfers.
 func (w *work) connections(yield func(connection) bool) {
 	c, root := w.c, int(w.sig.Root)
-	sends, recvs := false, false // with the root, or if this is the root, with all other ranks
 	switch w.sig.Kind {
 	case kindSend, kindRecv:
 		if root != c.rank {
 			yield(connection{transferKind(w.sig.Kind == kindSend), root})
 		}
-		return
-	case kindAlltoAll:
-		sends, recvs, root = true, true, c.rank
-	case kindGather:
-		sends, recvs = root != c.rank, root == c.rank
-	case kindScatter:
-		sends, recvs = root == c.rank, root != c.rank
+	case kindAlltoAll, kindGather, kindScatter:
+		for peer := range c.n {
+			sends, recvs := w.sig.moves(c.rank, peer)
+			if peer != c.rank && (sends && !yield(connection{connectSend, peer}) || recvs && !yield(connection{connectRecv, peer})) {
+				return
+			}
+		}
 	case kindAllReduce:
 		if w.sendBytes <= treeLimit && c.lib.cfg.hosts() {
 			yield(connection{Kind: connectTree})
@@ -115,15 +117,6 @@ func (w *work) connections(yield func(connection) bool) {
 		fallthrough
 	default:
 		yield(connection{Kind: connectRing})
-		return
-	}
-	for peer := range c.n {
-		if peer == c.rank || root != c.rank && root != peer {
-			continue
-		}
-		if sends && !yield(connection{connectSend, peer}) || recvs && !yield(connection{connectRecv, peer}) {
-			return
-		}
 	}
 }
 

@@ -321,20 +321,13 @@ func (c *comm) collective(o *machine.Op, w *work) error {
 	if w.sig.Kind.reduces() {
 		return c.reduction(o, w, src, dst)
 	}
-	root := int(w.sig.Root)
 	switch w.sig.Kind {
 	case kindBroadcast:
-		return c.broadcast(root, src, dst)
+		return c.broadcast(int(w.sig.Root), src, dst)
 	case kindAllGather:
 		return c.allGather(src, dst)
-	case kindAlltoAll:
-		return c.allToAll(src, dst)
-	case kindGather:
-		return c.gather(root, src, dst)
-	case kindScatter:
-		return c.scatter(root, src, dst)
 	}
-	return nil
+	return c.exchangeBlocks(&w.sig, src, dst)
 }
 
 // reduction performs a collective that combines elements. PreMulSum and the
@@ -383,13 +376,11 @@ func (c *comm) reduce(w *work, f combiner, src, dst []byte) error {
 		copy(dst, src)
 		return nil
 	case w.sig.Kind == kindReduceScatter:
-		return c.ringReduceScatter(f, src, dst)
-	case len(src) <= treeLimit:
-		return c.treeReduce(w, f, src, dst)
+		return c.reduceScatter(f, src, dst)
 	case w.sig.Kind == kindReduce:
-		return c.chainReduce(int(w.sig.Root), f, src, dst)
+		return c.reduceTo(int(w.sig.Root), f, src, dst)
 	}
-	return c.ringAllReduce(f, src, dst)
+	return c.allReduce(f, src, dst)
 }
 
 // oneRankBytes returns how many bytes NCCL's kernel for a single rank multiplies. The kernel divides the

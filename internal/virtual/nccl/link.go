@@ -172,46 +172,53 @@ func (k *link) write(p []byte) error {
 	return nil
 }
 
-// A sender writes slices to a link in order, in the background.
+// A sender writes slices to a link in order. If the buffers of the connection may be too small for them, it writes in the
+// background.
 type sender struct {
-	queue chan []byte
-	wrote chan struct{}
-	acked int
-	err   error // valid after wrote is closed
+	link  *link
+	queue chan []byte   // to the background, or nil
+	done  chan struct{} // closed when the background has ended
+	err   error         // of the background until done is closed
 }
 
-// newSender creates a sender for at most n slices.
-func newSender(k *link, n int) *sender {
-	s := &sender{queue: make(chan []byte, n), wrote: make(chan struct{}, n)}
+// directBytes is what a sender writes at once. All ranks of a ring may do that before one of them reads.
+const directBytes = 64 << 10
+
+// newSender creates a sender for at most n slices, which are parts of total bytes that go around a ring at most twice.
+func newSender(k *link, n, total int) *sender {
+	s := &sender{link: k}
+	if total <= directBytes {
+		return s
+	}
+	s.queue, s.done = make(chan []byte, n), make(chan struct{})
 	go func() {
-		defer close(s.wrote)
+		defer close(s.done)
 		for p := range s.queue {
-			if s.err = k.write(p); s.err != nil {
-				return
-			}
-			s.wrote <- struct{}{}
+			s.write(p)
 		}
 	}()
 	return s
 }
 
-func (s *sender) send(p []byte) { s.queue <- p }
-
-// await returns when n slices are written, so that their bytes may change.
-func (s *sender) await(n int) error {
-	for ; s.acked < n; s.acked++ {
-		if _, ok := <-s.wrote; !ok {
-			return s.err
-		}
+func (s *sender) write(p []byte) {
+	if s.err == nil {
+		s.err = s.link.write(p)
 	}
-	return nil
+}
+
+func (s *sender) send(p []byte) {
+	if s.queue != nil {
+		s.queue <- p
+		return
+	}
+	s.write(p)
 }
 
 // finish waits for all writes and stops the sender.
 func (s *sender) finish() error {
-	close(s.queue)
-	for range s.wrote {
-		s.acked++
+	if s.queue != nil {
+		close(s.queue)
+		<-s.done
 	}
 	return s.err
 }

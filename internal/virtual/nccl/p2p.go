@@ -155,48 +155,40 @@ func selfPaired(works []*work) *failure {
 	return nil
 }
 
-func (c *comm) allToAll(src, dst []byte) error {
-	block := len(src) / c.n
-	var list []transfer
-	for peer := range c.n {
-		from, to := src[peer*block:(peer+1)*block], dst[peer*block:(peer+1)*block]
-		if peer == c.rank {
-			copy(to, from)
-			continue
-		}
-		list = append(list, transfer{peer: peer, out: true, data: from}, transfer{peer: peer, data: to})
+// moves reports whether a rank sends a block to a peer, and receives one from it, in an all-to-all, a gather or a scatter.
+func (s *signature) moves(rank, peer int) (sends, recvs bool) {
+	root := int(s.Root)
+	switch s.Kind {
+	case kindAlltoAll:
+		return true, true
+	case kindGather:
+		return peer == root, rank == root
 	}
-	return c.exchange(list)
+	return rank == root, peer == root
 }
 
-func (c *comm) gather(root int, src, dst []byte) error {
-	if c.rank != root {
-		return c.exchange([]transfer{{peer: root, out: true, data: src}})
+// exchangeBlocks performs an all-to-all, a gather or a scatter. An operand has a block for each rank, or one.
+func (c *comm) exchangeBlocks(s *signature, src, dst []byte) error {
+	n := int(s.Count) * int(ncclapi.DType(s.DType).Size())
+	block := func(p []byte, peer int) []byte {
+		if len(p) == n {
+			return p
+		}
+		return p[peer*n:][:n]
 	}
 	var list []transfer
 	for peer := range c.n {
-		to := dst[peer*len(src) : (peer+1)*len(src)]
-		if peer == root {
-			copy(to, src)
+		sends, recvs := s.moves(c.rank, peer)
+		if sends && recvs && peer == c.rank {
+			copy(block(dst, peer), block(src, peer))
 			continue
 		}
-		list = append(list, transfer{peer: peer, data: to})
-	}
-	return c.exchange(list)
-}
-
-func (c *comm) scatter(root int, src, dst []byte) error {
-	if c.rank != root {
-		return c.exchange([]transfer{{peer: root, data: dst}})
-	}
-	var list []transfer
-	for peer := range c.n {
-		from := src[peer*len(dst) : (peer+1)*len(dst)]
-		if peer == root {
-			copy(dst, from)
-			continue
+		if sends {
+			list = append(list, transfer{peer: peer, out: true, data: block(src, peer)})
 		}
-		list = append(list, transfer{peer: peer, out: true, data: from})
+		if recvs {
+			list = append(list, transfer{peer: peer, data: block(dst, peer)})
+		}
 	}
 	return c.exchange(list)
 }

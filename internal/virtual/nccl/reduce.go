@@ -19,32 +19,35 @@ type number interface {
 // watch device memory, so the loops are without its calls.
 type combiner func(dst, a, b []byte)
 
-// combinerOf returns the combiner of a type for Sum, Prod, Max or Min.
-func combinerOf(t ncclapi.DType, op ncclapi.RedOp) combiner {
-	switch t {
-	case ncclapi.Int8:
-		return numbers[int8](op)
-	case ncclapi.Uint8:
-		return numbers[uint8](op)
-	case ncclapi.Int32:
-		return numbers[int32](op)
-	case ncclapi.Uint32:
-		return numbers[uint32](op)
-	case ncclapi.Int64:
-		return numbers[int64](op)
-	case ncclapi.Uint64:
-		return numbers[uint64](op)
-	case ncclapi.Float32:
-		return numbers[float32](op)
-	case ncclapi.Float64:
-		return numbers[float64](op)
-	}
-	return coded(t, op)
+// An arithmetic has the functions of a type that Go supports natively.
+type arithmetic struct {
+	combine func(op ncclapi.RedOp) combiner
+	scale   func(dst, src, scalar []byte)
+	divide  func(p []byte, n int)
 }
 
-func numbers[T number](op ncclapi.RedOp) combiner {
-	f := loop[T](op)
-	return func(dst, a, b []byte) { f(machine.View[T](dst), machine.View[T](a), machine.View[T](b)) }
+func arithmeticOf[T number]() arithmetic {
+	return arithmetic{
+		combine: func(op ncclapi.RedOp) combiner {
+			f := loop[T](op)
+			return func(dst, a, b []byte) { f(machine.View[T](dst), machine.View[T](a), machine.View[T](b)) }
+		},
+		scale:  scaleNumbers[T],
+		divide: func(p []byte, n int) { divideNumbers(machine.View[T](p), T(n)) },
+	}
+}
+
+var arithmetics = map[ncclapi.DType]arithmetic{
+	ncclapi.Int8: arithmeticOf[int8](), ncclapi.Uint8: arithmeticOf[uint8](), ncclapi.Int32: arithmeticOf[int32](), ncclapi.Uint32: arithmeticOf[uint32](),
+	ncclapi.Int64: arithmeticOf[int64](), ncclapi.Uint64: arithmeticOf[uint64](), ncclapi.Float32: arithmeticOf[float32](), ncclapi.Float64: arithmeticOf[float64](),
+}
+
+// combinerOf returns the combiner of a type for Sum, Prod, Max or Min.
+func combinerOf(t ncclapi.DType, op ncclapi.RedOp) combiner {
+	if a, ok := arithmetics[t]; ok {
+		return a.combine(op)
+	}
+	return coded(t, op)
 }
 
 func loop[T number](op ncclapi.RedOp) func(dst, a, b []T) {
@@ -122,26 +125,11 @@ func coded(t ncclapi.DType, op ncclapi.RedOp) combiner {
 
 // scale sets dst to src times the scalar, an element of the type.
 func scale(t ncclapi.DType, dst, src, scalar []byte) {
-	switch t {
-	case ncclapi.Int8:
-		scaleNumbers[int8](dst, src, scalar)
-	case ncclapi.Uint8:
-		scaleNumbers[uint8](dst, src, scalar)
-	case ncclapi.Int32:
-		scaleNumbers[int32](dst, src, scalar)
-	case ncclapi.Uint32:
-		scaleNumbers[uint32](dst, src, scalar)
-	case ncclapi.Int64:
-		scaleNumbers[int64](dst, src, scalar)
-	case ncclapi.Uint64:
-		scaleNumbers[uint64](dst, src, scalar)
-	case ncclapi.Float32:
-		scaleNumbers[float32](dst, src, scalar)
-	case ncclapi.Float64:
-		scaleNumbers[float64](dst, src, scalar)
-	default:
-		scaleCoded(t, dst, src, scalar)
+	if a, ok := arithmetics[t]; ok {
+		a.scale(dst, src, scalar)
+		return
 	}
+	scaleCoded(t, dst, src, scalar)
 }
 
 //go:norace
@@ -186,25 +174,10 @@ func reciprocal(t ncclapi.DType, n int) []byte {
 }
 
 // divide divides integers in place and rounds toward zero, like NCCL's average.
-func divide(t ncclapi.DType, p []byte, n int) {
-	switch t {
-	case ncclapi.Int8:
-		divideNumbers(machine.View[int8](p), int8(n))
-	case ncclapi.Uint8:
-		divideNumbers(machine.View[uint8](p), uint8(n))
-	case ncclapi.Int32:
-		divideNumbers(machine.View[int32](p), int32(n))
-	case ncclapi.Uint32:
-		divideNumbers(machine.View[uint32](p), uint32(n))
-	case ncclapi.Int64:
-		divideNumbers(machine.View[int64](p), int64(n))
-	case ncclapi.Uint64:
-		divideNumbers(machine.View[uint64](p), uint64(n))
-	}
-}
+func divide(t ncclapi.DType, p []byte, n int) { arithmetics[t].divide(p, n) }
 
 //go:norace
-func divideNumbers[T int8 | uint8 | int32 | uint32 | int64 | uint64](p []T, n T) {
+func divideNumbers[T number](p []T, n T) {
 	for i := range p {
 		p[i] /= n
 	}

@@ -1,27 +1,14 @@
 package nccl
 
+import (
+	"cmp"
+	"math/bits"
+	"slices"
+)
+
 // sliceBytes is the unit of transfer: small enough for a core's cache, large
 // enough to amortize system calls and switches between processes.
 const sliceBytes = 512 << 10
-
-// A ring is this rank's position in the ring of all ranks.
-type ring struct {
-	c    *comm
-	next *link
-	prev *link
-}
-
-func (c *comm) ring() (r ring, err error) {
-	r.c = c
-	if r.next, err = c.to((c.rank + 1) % c.n); err != nil {
-		return r, err
-	}
-	r.prev, err = c.from((c.rank + c.n - 1) % c.n)
-	return r, err
-}
-
-// place returns the rank that is back positions before this one.
-func (r *ring) place(back int) int { return ((r.c.rank-back)%r.c.n + r.c.n) % r.c.n }
 
 // A cut divides bytes into chunks, one for each rank, and each chunk into slices.
 // The last chunks may be shorter or empty.
@@ -47,137 +34,123 @@ func (k cut) bounds(chunk, slice int) (lo, hi int) {
 	return lo, min(lo+k.slice, end)
 }
 
-// of returns one slice of a chunk of p.
-func (k cut) of(p []byte, chunk, slice int) []byte {
-	lo, hi := k.bounds(chunk, slice)
-	return p[lo:hi]
+// A step is what a rank does with a chunk. It receives it from the rank before it in the ring, adds its own input, keeps the
+// result in its output, and sends it to the next rank. Each of these is optional. A chunk that is not received is the rank's own
+// input.
+type step struct {
+	chunk                    int
+	receive, add, keep, send bool
 }
 
-// ringAllReduce passes chunks around the ring twice. In the first round each rank
-// adds its input, so that it ends with one chunk of the result. In the second
-// round the ranks forward the results.
-func (c *comm) ringAllReduce(f combiner, src, dst []byte) error {
-	k := cutEvenly(len(src), c.n)
-	return c.around(2*(c.n-1)*k.slices, func(r *ring, out *sender) error { return r.allReduce(k, out, f, src, dst) })
-}
-
-// around runs fn with a sender of n slices to the next rank of the ring.
-func (c *comm) around(n int, fn func(r *ring, out *sender) error) error {
-	r, err := c.ring()
-	if err != nil {
-		return err
+// pass executes the steps, slice by slice. src has the whole cut, and dst has it, too, or the chunk of this rank. They may be the
+// same memory.
+func (c *comm) pass(k cut, f combiner, src, dst []byte, steps []step) (err error) {
+	var prev *link
+	var out *sender
+	if slices.ContainsFunc(steps, func(s step) bool { return s.send }) {
+		next, err := c.to((c.rank + 1) % c.n)
+		if err != nil {
+			return err
+		}
+		out = newSender(next, len(steps)*k.slices, k.total)
+		defer func() {
+			end := out.finish()
+			err = cmp.Or(err, end)
+		}()
 	}
-	out := newSender(r.next, n)
-	if err := fn(&r, out); err != nil {
-		_ = out.finish()
-		return err
-	}
-	return out.finish()
-}
-
-func (r *ring) allReduce(k cut, out *sender, f combiner, src, dst []byte) error {
-	n := r.c.n
-	scratch := make([]byte, k.slice)
-	for j := range k.slices {
-		out.send(k.of(src, r.place(0), j))
-	}
-	for step := 1; step < n; step++ {
-		for j := range k.slices {
-			to := k.of(dst, r.place(step), j)
-			got := scratch[:len(to)]
-			if err := r.prev.read(got); err != nil {
-				return err
-			}
-			f(to, k.of(src, r.place(step), j), got)
-			out.send(to)
+	if slices.ContainsFunc(steps, func(s step) bool { return s.receive }) {
+		if prev, err = c.from((c.rank + c.n - 1) % c.n); err != nil {
+			return err
 		}
 	}
-	for step := range n - 1 {
+	first, scratch := 0, make([]byte, k.slice)
+	if len(dst) < k.total {
+		first = c.rank * k.chunk
+	}
+	for _, s := range steps {
 		for j := range k.slices {
-			// This slice was sent in the first round as number step·slices+j.
-			// Wait for that before overwriting it.
-			if err := out.await(step*k.slices + j + 1); err != nil {
-				return err
-			}
-			to := k.of(dst, r.place(step), j)
-			if err := r.prev.read(to); err != nil {
-				return err
-			}
-			if step < n-2 {
-				out.send(to)
-			}
-		}
-	}
-	return nil
-}
-
-// ringReduceScatter is the first round of ringAllReduce, shifted by one rank so
-// that each rank ends with its own chunk.
-func (c *comm) ringReduceScatter(f combiner, src, dst []byte) error {
-	k := cutBy(len(src), len(dst))
-	return c.around((c.n-1)*k.slices, func(r *ring, out *sender) error { return r.reduceScatter(k, out, f, src, dst) })
-}
-
-func (r *ring) reduceScatter(k cut, out *sender, f combiner, src, dst []byte) error {
-	n := r.c.n
-	scratch := make([]byte, k.slice)
-	// Send the partial sums of a step while receiving the sums of the next step.
-	partial := [2][]byte{}
-	for i := range min(2, n-2) {
-		partial[i] = make([]byte, len(dst))
-	}
-	for j := range k.slices {
-		out.send(k.of(src, r.place(1), j))
-	}
-	for step := 1; step < n; step++ {
-		chunk := r.place(step + 1)
-		for j := range k.slices {
-			lo := j * k.slice
-			hi := min(lo+k.slice, len(dst))
-			to := dst[lo:hi]
-			if step < n-1 {
-				to = partial[(step-1)%2][lo:hi]
-				if err := out.await((step-2)*k.slices + j + 1); err != nil {
+			lo, hi := k.bounds(s.chunk, j)
+			p := src[lo:hi]
+			if s.receive {
+				mine := p
+				if s.keep { // what this rank has sent from here has arrived: it is in what comes now
+					p = dst[lo-first : hi-first]
+				} else {
+					p = make([]byte, hi-lo) // until it is sent
+				}
+				got := p
+				if s.add {
+					got = scratch[:hi-lo] // p may be the rank's own input
+				}
+				if err := prev.read(got); err != nil {
 					return err
 				}
+				if s.add {
+					f(p, mine, got)
+				}
 			}
-			got := scratch[:len(to)]
-			if err := r.prev.read(got); err != nil {
-				return err
-			}
-			f(to, k.of(src, chunk, j), got)
-			if step < n-1 {
-				out.send(to)
+			if s.send {
+				out.send(p)
 			}
 		}
 	}
 	return nil
+}
+
+// back returns the rank that is some positions before this one in the ring.
+func (c *comm) back(n int) int { return ((c.rank-n)%c.n + c.n) % c.n }
+
+// allReduce passes chunks around the ring twice. In the first round each rank adds its input, so that it ends with one chunk of the
+// result. In the second round the ranks forward the results. The order of a sum depends on the element's place and on the size, as
+// it does if NCCL chooses its algorithm by the size.
+func (c *comm) allReduce(f combiner, src, dst []byte) error {
+	shift := bits.Len(uint(len(src)))
+	steps := []step{{chunk: c.back(shift), send: true}}
+	for i := 1; i < c.n; i++ {
+		steps = append(steps, step{chunk: c.back(shift + i), receive: true, add: true, keep: true, send: true})
+	}
+	for i := range c.n - 1 {
+		steps = append(steps, step{chunk: c.back(shift + i), receive: true, keep: true, send: i < c.n-2})
+	}
+	return c.pass(cutEvenly(len(src), c.n), f, src, dst, steps)
+}
+
+// reduceScatter is the first round of allReduce, after which each rank has its own chunk.
+func (c *comm) reduceScatter(f combiner, src, dst []byte) error {
+	steps := []step{{chunk: c.back(1), send: true}}
+	for i := 1; i < c.n; i++ {
+		steps = append(steps, step{chunk: c.back(i + 1), receive: true, add: true, keep: i == c.n-1, send: i < c.n-1})
+	}
+	return c.pass(cutBy(len(src), len(dst)), f, src, dst, steps)
 }
 
 // allGather passes each rank's block around the ring.
 func (c *comm) allGather(src, dst []byte) error {
-	k := cutBy(len(dst), len(src))
 	copy(dst[c.rank*len(src):], src)
 	if c.n == 1 {
 		return nil
 	}
-	return c.around((c.n-1)*k.slices, func(r *ring, out *sender) error { return r.allGather(k, out, dst) })
+	steps := []step{{chunk: c.rank, send: true}}
+	for i := 1; i < c.n; i++ {
+		steps = append(steps, step{chunk: c.back(i), receive: true, keep: true, send: i < c.n-1})
+	}
+	return c.pass(cutBy(len(dst), len(src)), nil, dst, dst, steps)
 }
 
-func (r *ring) allGather(k cut, out *sender, dst []byte) error {
-	for j := range k.slices {
-		out.send(k.of(dst, r.place(0), j))
+// broadcast passes the root's data around the ring once.
+func (c *comm) broadcast(root int, src, dst []byte) error {
+	if c.rank == root {
+		copy(dst, src)
 	}
-	for step := 1; step < r.c.n; step++ {
-		for j := range k.slices {
-			to := k.of(dst, r.place(step), j)
-			if err := r.prev.read(to); err != nil {
-				return err
-			}
-			if step < r.c.n-1 {
-				out.send(to)
-			}
-		}
+	if c.n == 1 {
+		return nil
 	}
-	return nil
+	at := c.back(root)
+	return c.pass(cutBy(len(dst), len(dst)), nil, dst, dst, []step{{receive: at > 0, keep: at > 0, send: at < c.n-1}})
+}
+
+// reduceTo passes partial sums around the ring once, ending at the root.
+func (c *comm) reduceTo(root int, f combiner, src, dst []byte) error {
+	at := c.back(root + 1)
+	return c.pass(cutBy(len(src), len(src)), f, src, dst, []step{{receive: at > 0, add: at > 0, keep: at == c.n-1, send: at < c.n-1}})
 }

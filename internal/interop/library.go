@@ -114,8 +114,8 @@ func chorus_all_reduce(managed *unsafe.Pointer, unversioned C.int) C.int {
 	return 0
 }
 
-// chorus_time_all_reduce returns the median microseconds of an in-place all-reduce of tensors that are taken over anew for each one, or
-// of memory that Chorus has allocated. Each of the rounds enqueues many of them, as a program does.
+// chorus_time_all_reduce returns the median microseconds of an in-place all-reduce of memory that Chorus has allocated (adopt 0), of
+// tensors that are taken over anew for each one (1), or once (2). Each of the rounds enqueues many of them, as a program does.
 //
 //export chorus_time_all_reduce
 func chorus_time_all_reduce(adopt, elements, rounds C.int) C.double {
@@ -129,22 +129,36 @@ func chorus_time_all_reduce(adopt, elements, rounds C.int) C.double {
 		}
 	}
 	defer closeAll(own)
-	reduce := func() error {
-		if adopt == 0 {
-			return comm.OfTensors(group).AllReduce(comm.Avg, own...)
-		}
-		var adopted []tensor.Tensor
-		defer func() { closeAll(adopted) }()
-		for i, x := range own { // export and take over: the ways of both directions
+	take := func() (adopted []tensor.Tensor, err error) { // export and take over: the ways of both directions
+		for i, x := range own {
 			p, err := x.ToDLPack(nil, false)
 			if err != nil {
-				return err
+				return adopted, err
 			}
 			y, err := tensor.FromDLPack(group.Stream(i), p)
 			if err != nil {
-				return err
+				return adopted, err
 			}
 			adopted = append(adopted, y)
+		}
+		return adopted, nil
+	}
+	list := own
+	if adopt == 2 {
+		var err error
+		if list, err = take(); failed(err) {
+			return -1
+		}
+		defer func() { closeAll(list) }()
+	}
+	reduce := func() error {
+		if adopt != 1 {
+			return comm.OfTensors(group).AllReduce(comm.Avg, list...)
+		}
+		adopted, err := take()
+		defer func() { closeAll(adopted) }()
+		if err != nil {
+			return err
 		}
 		return comm.OfTensors(group).AllReduce(comm.Avg, adopted...)
 	}

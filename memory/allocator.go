@@ -534,6 +534,13 @@ func (e *uncached) RecordStream(addr uint64, s alloc.Stream) error {
 		if !l.Retain() {
 			return alloc.ErrEnded
 		}
+		x.users = slices.DeleteFunc(x.users, func(u *streamCache) bool {
+			done := u.Done()
+			if done {
+				u.Release()
+			}
+			return done
+		})
 		x.users = append(x.users, l)
 	}
 	return nil

@@ -103,6 +103,9 @@ func (b *Buffer) RecordStream(s *stream.Stream) error {
 		return gpu.CheckStream("memory: record stream", s, nil)
 	}
 	used, err := b.addUser(s, l)
+	if b.heap != nil {
+		b.heap.releasePending()
+	}
 	if !used {
 		err = errors.Join(err, gpu.StreamOf(s).Release())
 	}
@@ -124,6 +127,13 @@ func (b *Buffer) addUser(s *stream.Stream, l *streamCache) (added bool, err erro
 			return false, b.heap.pointer("record stream", uint64(b.ptr), err)
 		}
 	}
+	b.users = slices.DeleteFunc(b.users, func(u *stream.Stream) bool { // otherwise a long-lived buffer keeps all of them
+		done := isDone(u)
+		if done {
+			_ = b.letGo(u) // a stream that cannot be destroyed does no harm
+		}
+		return done
+	})
 	b.users = append(b.users, s)
 	return true, nil
 }

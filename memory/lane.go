@@ -167,7 +167,13 @@ func (l *streamCache) Sync() error {
 
 func (l *streamCache) Number() uint64 { return uint64(gpu.StreamOf(l.s).Raw()) }
 func (l *streamCache) Ended() bool    { return l.ended.Load() }
+func (l *streamCache) Done() bool     { return isDone(l.s) }
 func (l *streamCache) Retain() bool   { return gpu.StreamOf(l.s).Retain() }
+
+// isDone reports whether a retained stream is closed and all its operations have completed.
+func isDone(s *stream.Stream) bool {
+	return !gpu.StreamOf(s).Open() && !gpu.AnyCapture() && !gpu.InCallback() && idle(s)
+}
 
 // Release retires the stream. It is called with the allocator's locks held, and the
 // destruction of the stream needs these locks, so releasePending releases the stream later.

@@ -197,3 +197,31 @@ func TestRecordStreamIsReusedAtOnce(t *testing.T) {
 		require.NoError(t, x.Close())
 	})
 }
+
+// A buffer that lives long does not keep the closed streams that have used it, nor the memory that was cached for them.
+func TestClosedStreamsAreForgotten(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		a := newStream(t, d)
+		x, err := memory.Make[int32](a, 1000)
+		require.NoError(t, err)
+		require.NoError(t, x.Zero(a))
+		var reserved int64
+		for i := range 20 {
+			s, err := stream.New(d, nil)
+			require.NoError(t, err)
+			require.NoError(t, s.WaitStream(a))
+			own, err := memory.Make[int32](s, 1000)
+			require.NoError(t, err)
+			require.NoError(t, memory.Copy(s, own, x))
+			require.NoError(t, x.RecordStream(s))
+			require.NoError(t, own.Close())
+			require.NoError(t, s.Sync(t.Context()))
+			require.NoError(t, s.Close())
+			if i == 1 {
+				reserved = statsOf(t, d).ReservedBytes.All.Current
+			}
+		}
+		require.Equal(t, reserved, statsOf(t, d).ReservedBytes.All.Current)
+		require.NoError(t, x.Close())
+	})
+}

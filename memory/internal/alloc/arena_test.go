@@ -116,6 +116,7 @@ func (quietStream) Wait(Event) error       { return nil }
 func (quietStream) Sync() error            { return nil }
 func (s quietStream) Number() uint64       { return s.number }
 func (quietStream) Ended() bool            { return false }
+func (quietStream) Done() bool             { return false }
 func (quietStream) Retain() bool           { return true }
 func (quietStream) Release()               {}
 

@@ -354,6 +354,13 @@ func (b block) addUser(s Stream) error {
 		s.Release()
 		return nil
 	}
+	r.users = slices.DeleteFunc(r.users, func(u Stream) bool { // a long-lived block would keep all streams that have ever used it
+		done := u.Done()
+		if done {
+			u.Release()
+		}
+		return done
+	})
 	*list = append(*list, s)
 	return nil
 }
@@ -527,6 +534,8 @@ type Stream interface {
 	// Ended reports whether the stream is about to be destroyed: Device.End follows, or
 	// was called.
 	Ended() bool
+	// Done reports whether no operation follows, because the stream is closed, and all have completed.
+	Done() bool
 	// Retain keeps the stream usable until Release. It returns false if the stream is
 	// destroyed.
 	Retain() bool

@@ -318,6 +318,7 @@ type fakeStream struct {
 	clock    clock
 	refs     int
 	ended    bool
+	closed   bool
 	refuses  bool // to record, as a captured one does
 	waits    []wait
 }
@@ -414,6 +415,7 @@ func (s *fakeStream) Sync() error {
 
 func (s *fakeStream) Number() uint64 { return s.number }
 func (s *fakeStream) Ended() bool    { return false }
+func (s *fakeStream) Done() bool     { return s.closed && s.done >= s.enqueued }
 func (s *fakeStream) Retain() bool   { s.refs++; return true }
 func (s *fakeStream) Release()       { s.refs-- }
 

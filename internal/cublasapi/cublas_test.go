@@ -1,7 +1,6 @@
 package cublasapi
 
 import (
-	"fmt"
 	"maps"
 	"strings"
 	"testing"
@@ -9,6 +8,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/dl/dltest"
 )
@@ -24,39 +24,24 @@ var signatures = dltest.Signatures{
 	"cublasSetPointerMode_v2":    "w i",
 	"cublasSetSmCountTarget":     "w i",
 	"cublasGemmEx":               "w i i i i i p4 w i i w i i p4 w i i i i",
-	"cublasGemmStridedBatchedEx": "w i i i i i w w i i w w i i w w w i i w i i i",
+	"cublasGemmStridedBatchedEx": "w i i i i i p4 w i i w w i i w p4 w i i w i i i",
 }
+
+var alpha, beta float32 = 0.5, 2
 
 func TestRecordedCalls(t *testing.T) {
 	rec := dltest.NewRecorder(t, signatures, 0x1234_0000_0001) // the upper half is noise
 	lib, err := newLib(rec.Resolve, "recorded")
 	require.NoError(t, err)
-
-	var a API = lib
-	var b strings.Builder
-	line := func(method string, results ...any) {
-		fmt.Fprintf(&b, "%-20s %-50s %v\n", method, rec.Take(), results)
-	}
-	alpha, beta := float32(0.5), float32(2)
-	h, r := a.Create()
-	line("Create", uintptr(h), int32(r))
-	line("Destroy", int32(a.Destroy(0xa1)))
-	line("SetStream", int32(a.SetStream(0xa1, 0x51)))
-	line("SetWorkspace", int32(a.SetWorkspace(0xa1, 0xd4, 1<<33)))
-	line("SetMathMode", int32(a.SetMathMode(0xa1, MathDisallowReducedPrecisionReduction)))
-	line("SetPointerMode", int32(a.SetPointerMode(0xa1, PointerModeDevice)))
-	line("SetSmCountTarget", int32(a.SetSmCountTarget(0xa1, 100)))
-	x, y, z := Matrix{0xd1, R16F, 21, -1 << 40}, Matrix{0xd2, R16BF, 22, 1 << 41}, Matrix{0xd3, R64F, 23, 1 << 42}
-	line("GemmEx", int32(a.GemmEx(0xa1, Trans, NoTrans, 11, 12, 13, Scalar{Host: unsafe.Pointer(&alpha)},
-		x, y, Scalar{Host: unsafe.Pointer(&beta)}, z, Compute32F, GemmDefault)))
-	line("GemmStridedBatchedEx", int32(a.GemmStridedBatchedEx(0xa1, Trans, NoTrans, 11, 12, 13, Scalar{Device: 0xe1},
-		x, y, Scalar{Device: 0xe2}, z, 14, Compute16F, GemmDefault)))
-
-	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
-	dltest.Golden(t, "testdata/record.golden", b.String())
+	c := dltest.NewCalls(rec, MathDisallowReducedPrecisionReduction, PointerModeDevice, Compute16F)
+	dltest.Methods[API](c, lib)
+	onDevice := func(p *float32) Scalar { return Scalar{Device: cudadrv.DevicePtr(uintptr(unsafe.Pointer(p)))} }
+	c.Call("GemmEx, scalars of the device", lib.GemmEx, Handle(1), Trans, NoTrans, int32(2), int32(3), int32(4), onDevice(&alpha),
+		Matrix{Type: R16F}, Matrix{Type: R16BF}, onDevice(&beta), Matrix{Type: R64F}, Compute32F, GemmDefault)
+	dltest.Golden(t, "testdata/record.golden", c.Text())
 	one, m := Scalar{Host: unsafe.Pointer(&alpha)}, Matrix{Ptr: 1, LD: 1}
 	require.Zero(t, testing.AllocsPerRun(200, func() {
-		a.GemmEx(1, NoTrans, NoTrans, 1, 1, 1, one, m, m, one, m, Compute32F, GemmDefault)
+		lib.GemmEx(1, NoTrans, NoTrans, 1, 1, 1, one, m, m, one, m, Compute32F, GemmDefault)
 	}))
 }
 
@@ -69,10 +54,7 @@ func TestOpenRefusesOtherLibrary(t *testing.T) {
 }
 
 func TestTables(t *testing.T) {
-	require.Len(t, signatures, len(symbols))
-	for i, f := range symbols {
-		require.Contains(t, signatures, f.Name, "function %d", i)
-	}
+	signatures.Require(t, symbols[:])
 	for r, name := range names {
 		require.Equal(t, name, r.Error())
 		require.True(t, strings.HasPrefix(name, "CUBLAS_STATUS_"), name)

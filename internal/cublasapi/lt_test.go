@@ -2,8 +2,6 @@ package cublasapi
 
 import (
 	"errors"
-	"fmt"
-	"strings"
 	"testing"
 	"unsafe"
 
@@ -40,65 +38,14 @@ func TestLtRecordedCalls(t *testing.T) {
 	rec := dltest.NewRecorder(t, ltSignatures, 0x1234_0000_0001) // the upper half is noise
 	lib, err := newLtLib(rec.Resolve, "recorded")
 	require.NoError(t, err)
-
-	var a LtAPI = lib
-	var b strings.Builder
-	line := func(method string, results ...any) {
-		fmt.Fprintf(&b, "%-28s %s %v\n", method, rec.Take(), results)
-	}
-	line("GetVersion", a.GetVersion())
-	h, r := a.Create()
-	line("Create", uintptr(h), int32(r))
-	line("Destroy", int32(a.Destroy(0xa1)))
-	recordDescriptors(a, line)
-	recordAlgorithms(t, a, line)
-
-	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
-	dltest.Golden(t, "testdata/record_lt.golden", b.String())
-}
-
-func recordDescriptors(a LtAPI, line func(string, ...any)) {
-	v4, v8 := int32(0x11121314), int64(0x2122232425262728)
-	d, r := a.MatmulDescCreate(Compute32F, R32F)
-	line("MatmulDescCreate", uintptr(d), int32(r))
-	line("MatmulDescDestroy", int32(a.MatmulDescDestroy(0xd1)))
-	line("MatmulDescSetAttribute", int32(a.MatmulDescSetAttribute(0xd1, DescBiasDataType, unsafe.Pointer(&v4), 4)))
-	l, r := a.MatrixLayoutCreate(R16BF, 1<<33, 1<<34, -1<<35)
-	line("MatrixLayoutCreate", uintptr(l), int32(r))
-	line("MatrixLayoutDestroy", int32(a.MatrixLayoutDestroy(0xb1)))
-	line("MatrixLayoutSetAttribute", int32(a.MatrixLayoutSetAttribute(0xb1, LayoutStridedBatchOffset, unsafe.Pointer(&v8), 8)))
-	p, r := a.MatmulPreferenceCreate()
-	line("MatmulPreferenceCreate", uintptr(p), int32(r))
-	line("MatmulPreferenceDestroy", int32(a.MatmulPreferenceDestroy(0xc1)))
-	line("MatmulPreferenceSetAttribute", int32(a.MatmulPreferenceSetAttribute(0xc1, PreferenceMaxWorkspaceBytes, unsafe.Pointer(&v8), 8)))
-}
-
-func recordAlgorithms(t *testing.T, a LtAPI, line func(string, ...any)) {
-	o := &Operation{Desc: 0xd1, A: 0xb1, B: 0xb2, C: 0xb3, D: 0xb4}
-	types := &Types{Compute32F, R32F, R16F, R16BF, R64F, R8FE4M3}
-	algo := &Algo{1, 2, 3, 4, 5, 6, 7, 8}
-	results := make([]HeuristicResult, 2)
-	n, r := a.MatmulAlgoGetHeuristic(0xa1, o, 0xc1, results)
-	line("MatmulAlgoGetHeuristic", n, int32(r), fmt.Sprintf("%x", results[1].WorkspaceSize))
-	x := new(HeuristicResult)
-	line("MatmulAlgoCheck", int32(a.MatmulAlgoCheck(0xa1, o, algo, x)), fmt.Sprintf("%x", int32(x.State)))
-	ids := make([]int32, 4)
-	line("MatmulAlgoInit", int32(a.MatmulAlgoInit(0xa1, types, 21, new(Algo))))
-	v := uint32(0x31323334)
-	line("MatmulAlgoConfigSetAttribute", int32(a.MatmulAlgoConfigSetAttribute(algo, ConfigStagesID, unsafe.Pointer(&v), 4)))
-	w, r := a.MatmulAlgoConfigGetAttribute(algo, ConfigStagesID, unsafe.Pointer(&v), 4)
-	line("MatmulAlgoConfigGetAttribute", w, int32(r))
-	w, r = a.MatmulAlgoCapGetAttribute(algo, CapTileIDs, unsafe.Pointer(&ids[0]), 8)
-	line("MatmulAlgoCapGetAttribute", w, int32(r))
-
-	alpha, beta := float32(0.5), float32(2)
-	one, two := Scalar{Host: unsafe.Pointer(&alpha)}, Scalar{Host: unsafe.Pointer(&beta)}
-	product := func() Result {
-		return a.Matmul(0xa1, 0xd1, one, LtMatrix{0xe1, 0xb1}, LtMatrix{0xe2, 0xb2}, two, LtMatrix{0xe3, 0xb3}, LtMatrix{0xe4, 0xb4},
-			algo, 0xf00, 1<<33, 0x51)
-	}
-	line("Matmul", int32(product()))
-	require.Zero(t, testing.AllocsPerRun(200, func() { product() }))
+	c := dltest.NewCalls(rec, Compute32F, DescBiasDataType, LayoutStridedBatchOffset, PreferenceMaxWorkspaceBytes, ConfigStagesID, CapTileIDs)
+	dltest.Methods[LtAPI](c, lib)
+	c.Call("MatmulAlgoInit, constants", lib.MatmulAlgoInit, LtHandle(1), &Types{Compute32F, R32F, R16F, R16BF, R64F, R8FE4M3}, int32(2), new(Algo))
+	dltest.Golden(t, "testdata/record_lt.golden", c.Text())
+	one, algo := Scalar{Host: unsafe.Pointer(&alpha)}, new(Algo)
+	require.Zero(t, testing.AllocsPerRun(200, func() {
+		lib.Matmul(1, 2, one, LtMatrix{3, 4}, LtMatrix{5, 6}, one, LtMatrix{7, 8}, LtMatrix{9, 10}, algo, 11, 12, 13)
+	}))
 }
 
 func TestLtOpenRefusesOtherLibrary(t *testing.T) {
@@ -111,10 +58,7 @@ func TestLtOpenRefusesOtherLibrary(t *testing.T) {
 }
 
 func TestLtTables(t *testing.T) {
-	require.Len(t, ltSignatures, len(ltSymbols))
-	for i, f := range ltSymbols {
-		require.Contains(t, ltSignatures, f.Name, "function %d", i)
-	}
+	ltSignatures.Require(t, ltSymbols[:])
 	require.Equal(t, uintptr(64), unsafe.Sizeof(Algo{}))
 	var x HeuristicResult
 	require.Equal(t, []uintptr{96, 64, 72, 76}, []uintptr{unsafe.Sizeof(x), unsafe.Offsetof(x.WorkspaceSize), unsafe.Offsetof(x.State), unsafe.Offsetof(x.WavesCount)})

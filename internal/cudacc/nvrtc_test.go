@@ -1,8 +1,6 @@
 package cudacc
 
 import (
-	"fmt"
-	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -31,30 +29,10 @@ func TestRecordedCalls(t *testing.T) {
 	rec := dltest.NewRecorder(t, signatures, 0x1234_0000_0000) // the upper half is noise
 	lib, err := newLib(rec.Resolve, "recorded")
 	require.NoError(t, err)
-
-	var a NVRTC = lib
-	var b strings.Builder
-	line := func(method string, results ...any) {
-		fmt.Fprintf(&b, "%-16s %-70s %v\n", method, rec.Take(), results)
-	}
-	major, minor, r := a.Version()
-	line("Version", major, minor, int32(r))
-	archs, r := a.SupportedArchs()
-	line("SupportedArchs", archs, int32(r))
-	p, r := a.CreateProgram("__global__ void f() {}", "f.cu")
-	line("CreateProgram", uintptr(p), int32(r))
-	line("CompileProgram", int32(a.CompileProgram(0xa1, []string{"-arch=sm_90", "--fmad=false"})))
-	line("CompileProgram", int32(a.CompileProgram(0xa1, nil)))
-	code, r := a.GetCUBIN(0xa1)
-	line("GetCUBIN", string(code), int32(r))
-	code, r = a.GetPTX(0xa1)
-	line("GetPTX", fmt.Sprintf("%q", code), int32(r))
-	log, r := a.GetProgramLog(0xa1)
-	line("GetProgramLog", log, int32(r))
-	line("DestroyProgram", int32(a.DestroyProgram(0xa1)))
-
-	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
-	dltest.Golden(t, "testdata/record.golden", b.String())
+	c := dltest.NewCalls(rec)
+	dltest.Methods[NVRTC](c, lib)
+	c.Call("CompileProgram, without options", lib.CompileProgram, NVRTCProgram(1), []string(nil))
+	dltest.Golden(t, "testdata/record.golden", c.Text())
 }
 
 // A failure to tell the size is the result, and nothing is fetched.
@@ -78,10 +56,7 @@ func TestOpenRefusesOtherLibrary(t *testing.T) {
 }
 
 func TestTables(t *testing.T) {
-	require.Len(t, signatures, len(symbols))
-	for i, f := range symbols {
-		require.Contains(t, signatures, f.Name, "function %d", i)
-	}
+	signatures.Require(t, symbols[:])
 	require.Equal(t, "NVRTC_SUCCESS", Success.Error())
 	require.Equal(t, "NVRTC_ERROR_COMPILATION", ErrorCompilation.Error())
 	require.Equal(t, "nvrtcResult 99", Result(99).Error())

@@ -1,7 +1,6 @@
 package cudadrv
 
 import (
-	"fmt"
 	"runtime"
 	"strings"
 	"testing"
@@ -118,197 +117,27 @@ var signatures = dltest.Signatures{
 	"cuOccupancyMaxPotentialBlockSize":            "o4 o4 w w w i",
 }
 
-// The golden file shows for each method what C received and what the method
-// returned; every value below is different, so a swapped argument shows.
+// The golden file shows for each method what C received and what the method returned.
 func TestRecordedCalls(t *testing.T) {
 	rec := dltest.NewRecorder(t, signatures, 0x1234_0000_0001) // the upper half is noise
 	lib, err := newLib(rec.Resolve, "recorded")
 	require.NoError(t, err)
-	rec.Take()
-
-	var d Driver = lib
-	data := []byte("abcd")
-	src := unsafe.Pointer(&data[0])
-	dst := unsafe.Pointer(new([4]byte))
-	var b strings.Builder
-	line := func(method string, results ...any) {
-		fmt.Fprintf(&b, "%-26s %-66s %v\n", method, rec.Take(), results)
-	}
-	one := func(method string, r Result) { line(method, int32(r)) }
-	two := func(method string, v any, r Result) { line(method, fmt.Sprintf("%v", v), int32(r)) }
-
-	one("Init", d.Init())
-	n, r := d.DriverGetVersion()
-	two("DriverGetVersion", n, r)
-	n, r = d.DeviceGetCount()
-	two("DeviceGetCount", n, r)
-	dev, r := d.DeviceGet(3)
-	two("DeviceGet", dev, r)
-	name, r := d.DeviceGetName(3)
-	two("DeviceGetName", name, r)
-	uuid, r := d.DeviceGetUUID(3)
-	two("DeviceGetUUID", uuid, r)
-	n, r = d.DeviceGetAttribute(AttrWarpSize, 3)
-	two("DeviceGetAttribute", n, r)
-	size, r := d.DeviceTotalMem(3)
-	two("DeviceTotalMem", size, r)
-	name, r = d.DeviceGetPCIBusID(3)
-	two("DeviceGetPCIBusID", name, r)
-	n, r = d.DeviceCanAccessPeer(3, 4)
-	two("DeviceCanAccessPeer", n, r)
-	pool, r := d.DeviceGetDefaultMemPool(3)
-	two("DeviceGetDefaultMemPool", pool, r)
-	ctx, r := d.DevicePrimaryCtxRetain(3)
-	two("DevicePrimaryCtxRetain", ctx, r)
-	one("DevicePrimaryCtxRelease", d.DevicePrimaryCtxRelease(3))
-	flags, active, r := d.DevicePrimaryCtxGetState(3)
-	two("DevicePrimaryCtxGetState", []int64{int64(flags), int64(active)}, r)
-	n, r = d.DeviceGetP2PAttribute(P2PNativeAtomics, 5, 6)
-	two("DeviceGetP2PAttribute", n, r)
-	one("CtxSetCurrent", d.CtxSetCurrent(0xc1))
-	ctx, r = d.CtxGetCurrent()
-	two("CtxGetCurrent", ctx, r)
-	one("CtxSynchronize", d.CtxSynchronize())
-	least, greatest, r := d.CtxGetStreamPriorityRange()
-	two("CtxGetStreamPriorityRange", []int32{least, greatest}, r)
-	one("CtxEnablePeerAccess", d.CtxEnablePeerAccess(0xc1, 2))
-	one("ProfilerStart", d.ProfilerStart())
-	one("ProfilerStop", d.ProfilerStop())
-
-	free, total, r := d.MemGetInfo()
-	two("MemGetInfo", []uintptr{free, total}, r)
-	p, r := d.MemAlloc(4096)
-	two("MemAlloc", p, r)
-	one("MemFree", d.MemFree(0xd1))
-	p, r = d.MemAllocAsync(4096, 0x51)
-	two("MemAllocAsync", p, r)
-	one("MemFreeAsync", d.MemFreeAsync(0xd1, 0x51))
-	one("MemPoolSetAttribute", d.MemPoolSetAttribute(0xb1, MemPoolAttrReleaseThreshold, 1<<63))
-	one("MemPoolSetAccess", d.MemPoolSetAccess(0xb1, 5))
-	one("MemPoolTrimTo", d.MemPoolTrimTo(0xb1, 4096))
-	value, r := d.MemPoolGetAttribute(0xb1, MemPoolAttrUsedHigh)
-	two("MemPoolGetAttribute", value, r)
-	p, size, r = d.MemGetAddressRange(0xd1)
-	two("MemGetAddressRange", []uint64{uint64(p), uint64(size)}, r)
-	n, r = d.PointerGetAttribute(PointerDevice, 0xd1)
-	two("PointerGetAttribute", n, r)
-	mem, r := d.IpcGetMemHandle(0xd1)
-	two("IpcGetMemHandle", fmt.Sprintf("%x…%x", mem[:8], mem[60:]), r)
-	for i := range mem {
-		mem[i] = byte(i + 1)
-	}
-	p, r = d.IpcOpenMemHandle(mem, IpcMemLazyEnablePeerAccess)
-	two("IpcOpenMemHandle", p, r)
-	one("IpcCloseMemHandle", d.IpcCloseMemHandle(0xd1))
-
-	prop := MemAllocationProp{Device: 5, HandleTypes: MemHandlePosixFD, GPUDirectRDMACapable: true}
-	size, r = d.MemGetAllocationGranularity(prop, MemGranularityRecommended)
-	two("MemGetAllocationGranularity", size, r)
-	p, r = d.MemAddressReserve(4096, 512, 0xd1)
-	two("MemAddressReserve", p, r)
-	one("MemAddressFree", d.MemAddressFree(0xd1, 4096))
-	physical, r := d.MemCreate(4096, prop)
-	two("MemCreate", physical, r)
-	one("MemRelease", d.MemRelease(0xa1))
-	one("MemMap", d.MemMap(0xd1, 4096, 512, 0xa1))
-	one("MemUnmap", d.MemUnmap(0xd1, 4096))
-	one("MemSetAccess", d.MemSetAccess(0xd1, 4096, MemAccessReadWrite, 5, 6))
-	fd, r := d.MemExportToShareableHandle(0xa1, MemHandlePosixFD)
-	two("MemExportToShareableHandle", fd, r)
-	physical, r = d.MemImportFromShareableHandle(7, MemHandlePosixFD)
-	two("MemImportFromShareableHandle", physical, r)
-
-	host, r := d.MemHostAlloc(4096, MemHostAllocPortable)
-	two("MemHostAlloc", host, r)
-	one("MemFreeHost", d.MemFreeHost(src))
-	one("MemHostRegister", d.MemHostRegister(src, 4096, MemHostRegisterPortable))
-	one("MemHostUnregister", d.MemHostUnregister(src))
-	one("MemcpyHtoDAsync", d.MemcpyHtoDAsync(0xd1, src, 4, 0x51))
-	r = d.MemcpyDtoHAsync(dst, 0xd1, 4, 0x51)
-	two("MemcpyDtoHAsync", *(*[4]byte)(dst), r)
-	one("MemcpyDtoDAsync", d.MemcpyDtoDAsync(0xd1, 0xd2, 4, 0x51))
-	one("MemcpyPeerAsync", d.MemcpyPeerAsync(0xd1, 0xc1, 0xd2, 0xc2, 4, 0x51))
-	one("Memcpy2DAsync", d.Memcpy2DAsync(Memcpy2D{Dst: 0xd1, Src: 0xd2, DstPitch: 0xe1, SrcPitch: 0xe2, WidthInBytes: 0xb3, Height: 0xb4}, 0x51))
-	one("MemsetD8Async", d.MemsetD8Async(0xd1, 0xff, 4, 0x51))
-
-	s, r := d.StreamCreateWithPriority(StreamNonBlocking, -5)
-	two("StreamCreateWithPriority", s, r)
-	one("StreamDestroy", d.StreamDestroy(0x51))
-	one("StreamSynchronize", d.StreamSynchronize(0x51))
-	one("StreamQuery", d.StreamQuery(0x51))
-	one("StreamWaitEvent", d.StreamWaitEvent(0x51, 0xe1, 1))
-	one("StreamBatchMemOp", d.StreamBatchMemOp(0x51, []StreamMemOp{{At: 0xd1, Value: 0xa1, Waits: true}, {At: 0xd2, Value: 0xa2}}))
-	e, r := d.EventCreate(EventDisableTiming)
-	two("EventCreate", e, r)
-	one("EventDestroy", d.EventDestroy(0xe1))
-	one("EventRecord", d.EventRecord(0xe1, 0x51))
-	one("EventRecordWithFlags", d.EventRecordWithFlags(0xe1, 0x51, 1))
-	one("EventQuery", d.EventQuery(0xe1))
-	one("EventSynchronize", d.EventSynchronize(0xe1))
-	ms, r := d.EventElapsedTime(0xe1, 0xe2)
-	two("EventElapsedTime", ms, r)
-
-	priority, r := d.StreamGetPriority(0x51)
-	two("StreamGetPriority", priority, r)
-	ctx, r = d.StreamGetCtx(0x51)
-	two("StreamGetCtx", ctx, r)
-	one("LaunchHostFunc", d.LaunchHostFunc(0x51, 0xf2))
-	ipc, r := d.IpcGetEventHandle(0xe1)
-	two("IpcGetEventHandle", fmt.Sprintf("%x…%x", ipc[:8], ipc[60:]), r)
-	for i := range ipc {
-		ipc[i] = byte(i + 1)
-	}
-	e, r = d.IpcOpenEventHandle(ipc)
-	two("IpcOpenEventHandle", e, r)
-
-	m, r := d.ModuleLoadData([]byte(".version 8.0"))
-	two("ModuleLoadData", m, r)
-	m, r = d.ModuleLoadData([]byte(".version 8.0 and more")[:12]) // what follows in memory is not the module's
-	two("ModuleLoadData, slice", m, r)
-	m, r = d.ModuleLoadData(nil)
-	two("ModuleLoadData, empty", m, r)
-	one("ModuleUnload", d.ModuleUnload(0x31))
-	f, r := d.ModuleGetFunction(0x31, "saxpy")
-	two("ModuleGetFunction", f, r)
-	one("LaunchKernel", d.LaunchKernel(0xf1, [3]uint32{11, 12, 13}, [3]uint32{21, 22, 23}, 31, 0x51, src))
-	one("LaunchCooperativeKernel", d.LaunchCooperativeKernel(0xf1, [3]uint32{11, 12, 13}, [3]uint32{21, 22, 23}, 31, 0x51, src))
-	v, r := d.FuncGetAttribute(FuncRegisters, 0xf1)
-	two("FuncGetAttribute", v, r)
-	one("FuncSetAttribute", d.FuncSetAttribute(0xf1, FuncMaxDynamicSharedBytes, 65536))
-	v, r = d.OccupancyMaxActiveBlocksPerMultiprocessor(0xf1, 256, 4096)
-	two("OccupancyMaxActiveBlocksPerMultiprocessor", v, r)
-	grid, block, r := d.OccupancyMaxPotentialBlockSize(0xf1, 4096, 512)
-	two("OccupancyMaxPotentialBlockSize", []int32{grid, block}, r)
-
-	one("StreamBeginCapture", d.StreamBeginCapture(0x51, CaptureRelaxed))
-	g, r := d.StreamEndCapture(0x51)
-	two("StreamEndCapture", g, r)
-	status, r := d.StreamIsCapturing(0x51)
-	two("StreamIsCapturing", status, r)
-	status, id, r := d.StreamGetCaptureInfo(0x51)
-	two("StreamGetCaptureInfo", []uint64{uint64(status), id}, r)
-	g, r = d.StreamGetCaptureGraph(0x51)
-	two("StreamGetCaptureGraph", g, r)
-	mode, r := d.ThreadExchangeStreamCaptureMode(CaptureRelaxed)
-	two("ThreadExchangeStreamCaptureMode", mode, r)
-	nodes, r := d.GraphGetNodes(0x61)
-	two("GraphGetNodes", nodes, r)
-	x, r := d.GraphInstantiateWithFlags(0x61, GraphInstantiateNodePriority)
-	two("GraphInstantiateWithFlags", x, r)
-	one("GraphLaunch", d.GraphLaunch(0x71, 0x51))
-	one("GraphUpload", d.GraphUpload(0x71, 0x51))
-	update, r := d.GraphExecUpdate(0x71, 0x61)
-	two("GraphExecUpdate", update, r)
-	one("GraphExecDestroy", d.GraphExecDestroy(0x71))
-	one("GraphDestroy", d.GraphDestroy(0x61))
-	object, r := d.UserObjectCreate(0xf2)
-	two("UserObjectCreate", object, r)
-	one("UserObjectRelease", d.UserObjectRelease(0x81, 3))
-	one("GraphRetainUserObject", d.GraphRetainUserObject(0x61, 0x81, 3, GraphUserObjectMove))
-	one("GraphDebugDotPrint", d.GraphDebugDotPrint(0x61, "graph.dot", GraphDotVerbose))
-
-	require.Empty(t, rec.Uncalled(), "every function of the table has a line")
-	dltest.Golden(t, "testdata/record.golden", b.String())
+	c := dltest.NewCalls(rec, AttrWarpSize, P2PNativeAtomics, PointerDevice, FuncMaxDynamicSharedBytes, CaptureRelaxed,
+		MemHandlePosixFD, MemGranularityRecommended, MemAccessReadWrite)
+	dltest.Methods[Driver](c, lib)
+	c.Call("ModuleLoadData, slice", lib.ModuleLoadData, []byte(".version 8.0 and more")[:12]) // what follows in memory is not the module's
+	c.Call("ModuleLoadData, empty", lib.ModuleLoadData, []byte(nil))
+	c.Call("MemHostAlloc, portable", lib.MemHostAlloc, uintptr(1), MemHostAllocPortable)
+	c.Call("MemHostRegister, portable", lib.MemHostRegister, unsafe.Pointer(new(int32)), uintptr(1), MemHostRegisterPortable)
+	c.Call("MemPoolSetAttribute, threshold", lib.MemPoolSetAttribute, MemPool(1), MemPoolAttrReleaseThreshold)
+	c.Call("MemPoolGetAttribute, highest use", lib.MemPoolGetAttribute, MemPool(1), MemPoolAttrUsedHigh)
+	c.Call("IpcOpenMemHandle, lazy", lib.IpcOpenMemHandle, IpcMemHandle{}, IpcMemLazyEnablePeerAccess)
+	c.Call("StreamCreateWithPriority, non-blocking", lib.StreamCreateWithPriority, StreamNonBlocking)
+	c.Call("EventCreate, without timing", lib.EventCreate, EventDisableTiming)
+	c.Call("GraphInstantiateWithFlags, priority", lib.GraphInstantiateWithFlags, Graph(1), GraphInstantiateNodePriority)
+	c.Call("GraphRetainUserObject, move", lib.GraphRetainUserObject, Graph(1), UserObject(2), uint32(3), GraphUserObjectMove)
+	c.Call("GraphDebugDotPrint, verbose", lib.GraphDebugDotPrint, Graph(1), "graph.dot", GraphDotVerbose)
+	dltest.Golden(t, "testdata/record.golden", c.Text())
 }
 
 // A bound driver makes the context current before each call, on one thread, and
@@ -362,16 +191,7 @@ func TestCallsDoNotAllocate(t *testing.T) {
 	}
 }
 
-func TestSymbolTable(t *testing.T) {
-	seen := map[string]bool{}
-	for i, s := range symbols {
-		require.NotEmpty(t, s.Name, "function %d", i)
-		require.False(t, seen[s.Name], s.Name)
-		require.Contains(t, signatures, s.Name)
-		seen[s.Name] = true
-	}
-	require.Len(t, signatures, len(symbols))
-}
+func TestSymbolTable(t *testing.T) { signatures.Require(t, symbols[:]) }
 
 // An old driver lacks functions and says its version.
 func TestOpenRefusesOldDriver(t *testing.T) {

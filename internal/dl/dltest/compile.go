@@ -14,6 +14,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
+	"strings"
 	"testing"
 
 	"github.com/gochorus/chorus/internal/dl"
@@ -65,9 +67,15 @@ func Golden(t *testing.T, path, got string) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got != string(want) {
-		t.Errorf("differs from %s (-update writes it)\ngot:\n%s\nwant:\n%s", path, got, want)
+	if got == string(want) {
+		return
 	}
+	gotLines, wantLines := strings.Split(got, "\n"), strings.Split(string(want), "\n")
+	only := func(lines, other []string) string {
+		return strings.Join(slices.DeleteFunc(slices.Clone(lines), func(l string) bool { return slices.Contains(other, l) }), "\n")
+	}
+	t.Errorf("differs from %s, perhaps in the order of lines (-update writes it)\ngot:\n%s\nwant:\n%s", path,
+		only(gotLines, wantLines), only(wantLines, gotLines))
 }
 
 func compiler(t *testing.T, names ...string) string {

@@ -47,6 +47,22 @@ type recordedCall struct {
 // two ints; with -, nothing.
 type Signatures map[string]string
 
+// Require checks that each function of a table of symbols has a name of its own and a signature, and each signature
+// a function.
+func (sigs Signatures) Require(t *testing.T, symbols []dl.Func) {
+	t.Helper()
+	seen := map[string]bool{}
+	for i, f := range symbols {
+		if _, ok := sigs[f.Name]; !ok || seen[f.Name] {
+			t.Errorf("function %d, %q, has no signature, or the name of another function", i, f.Name)
+		}
+		seen[f.Name] = true
+	}
+	if len(seen) != len(sigs) {
+		t.Errorf("%d functions have %d signatures", len(seen), len(sigs))
+	}
+}
+
 // A Recorder is a library whose functions record their arguments.
 type Recorder struct {
 	t      *testing.T

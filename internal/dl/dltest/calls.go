@@ -12,19 +12,20 @@ import (
 // the method returned. A golden file compares the lines.
 //
 // Arguments are generated. Those of a call differ, so that the line shows which of them are
-// swapped, and numbers need 17 bits, or 41 bits if their type has 64, so that it shows a
-// conversion to a narrower type. Signed numbers are negative. Slices have two elements, of
-// which only the first has true fields. Memory at an unsafe.Pointer has 64 bytes.
+// swapped. Numbers need 17 bits, or 41 bits if their type has 64, so that it shows a conversion
+// to a narrower type; signed ones are negative. Slices have two elements, of which only the
+// first has true fields. Memory at an unsafe.Pointer has 64 bytes.
 type Calls struct {
 	rec   *Recorder
 	given map[reflect.Type]reflect.Value
-	n     uint64 // values generated for the call so far
-	yes   bool   // the next generated bool
+	used  map[reflect.Type]bool // the types of given that the call has
+	n     uint64                // values generated for the call so far
+	yes   bool                  // the next generated bool
 	text  strings.Builder
 }
 
 // NewCalls returns a Calls whose arguments of the types of given are these values, not
-// generated ones. Types that a method takes twice should not be among them.
+// generated ones. A method that takes such a type twice fails the test, because a swap would not show.
 func NewCalls(rec *Recorder, given ...any) *Calls {
 	c := &Calls{rec: rec, given: map[reflect.Type]reflect.Value{}}
 	for _, v := range given {
@@ -49,7 +50,7 @@ func Methods[I any](c *Calls, lib I, except ...string) {
 func (c *Calls) Call(name string, f any, args ...any) {
 	c.rec.t.Helper()
 	fn := reflect.ValueOf(f)
-	c.n, c.yes = 0, true
+	c.n, c.yes, c.used = 0, true, map[reflect.Type]bool{}
 	var in []reflect.Value
 	for i := range fn.Type().NumIn() {
 		v := reflect.New(fn.Type().In(i)).Elem()
@@ -93,6 +94,10 @@ func (c *Calls) Text() string {
 // fill gives v, and what it contains or points at, generated values.
 func (c *Calls) fill(v reflect.Value) {
 	if given, ok := c.given[v.Type()]; ok {
+		if c.used[v.Type()] {
+			c.rec.t.Errorf("a method takes two %s: generate them", v.Type())
+		}
+		c.used[v.Type()] = true
 		v.Set(given)
 		return
 	}

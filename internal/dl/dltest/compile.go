@@ -74,7 +74,7 @@ func Golden(t *testing.T, path, got string) {
 	only := func(lines, other []string) string {
 		return strings.Join(slices.DeleteFunc(slices.Clone(lines), func(l string) bool { return slices.Contains(other, l) }), "\n")
 	}
-	t.Errorf("differs from %s, perhaps in the order of lines (-update writes it)\ngot:\n%s\nwant:\n%s", path,
+	t.Errorf("differs from %s, only in the sequence of its lines if none follows (-update writes it)\ngot:\n%s\nwant:\n%s", path,
 		only(gotLines, wantLines), only(wantLines, gotLines))
 }
 

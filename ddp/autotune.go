@@ -5,6 +5,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"slices"
 	"time"
 
@@ -38,11 +39,13 @@ type Autotune struct {
 	// use them otherwise before the choice. Afterwards those that were not chosen may be closed; the Reducer's
 	// own group stays open. Default none.
 	Groups []*comm.Group
-	// BucketBytes are further values of ReducerConfig.BucketBytes, except those that give the same buckets. Default a fourth and four times of it.
+	// BucketBytes are further values of ReducerConfig.BucketBytes, except those that give the same buckets. Default, also if
+	// empty, a fourth and four times of it. To try only ReducerConfig.BucketBytes, give that value.
 	BucketBytes []int
-	// Prefetch are further values of UnitsConfig.Prefetch. Default one more, which takes the memory of another unit.
+	// Prefetch are further values of UnitsConfig.Prefetch, except those that gather the same units. Default, also if empty, one
+	// more, which takes the memory of another unit. To try only UnitsConfig.Prefetch, give that value.
 	Prefetch []int
-	// Steps is the number of steps that are measured at a time. Units count each Finish as a step,
+	// Steps is the number of steps that are measured at a time, at most 1,000. Units count each Finish as a step,
 	// so choose a multiple of the passes whose gradients add up. Default 6.
 	Steps int
 }
@@ -86,8 +89,8 @@ func (a *Autotune) check(op string, g *comm.Group) error {
 	if a == nil {
 		return nil
 	}
-	if a.Steps < 0 {
-		return refuse(op, "Autotune measures %d steps: want 1 or more, or 0 for the default", a.Steps)
+	if a.Steps < 0 || a.Steps > mostSteps {
+		return refuse(op, "Autotune measures %d steps at a time: want 1 to %d, or 0 for the default", a.Steps, mostSteps)
 	}
 	if k := slices.IndexFunc(a.BucketBytes, func(n int) bool { return n <= 0 }); k >= 0 {
 		return refuse(op, "Autotune tries buckets of %d bytes: want a positive size", a.BucketBytes[k])
@@ -127,12 +130,31 @@ func unlike(g, other *comm.Group) string {
 	return ""
 }
 
-// describe describes the options to other ranks.
-func (a *Autotune) describe() string {
+// filled returns a copy with the defaults, for a Reducer with buckets of so many bytes or Units with a prefetch.
+func (a *Autotune) filled(bytes, prefetch int) *Autotune {
+	if a == nil {
+		return nil
+	}
+	c := Autotune{slices.Clone(a.Groups), slices.Clone(a.BucketBytes), slices.Clone(a.Prefetch), cmp.Or(a.Steps, 6)}
+	if len(c.BucketBytes) == 0 {
+		c.BucketBytes = []int{max(bytes/4, 1), 4 * min(bytes, math.MaxInt/4)}
+	}
+	if len(c.Prefetch) == 0 {
+		c.Prefetch = []int{prefetch + 1}
+	}
+	return &c
+}
+
+// describe describes the options, which are filled, to other ranks.
+func (a *Autotune) describe(units bool) string {
 	if a == nil {
 		return ""
 	}
-	return fmt.Sprintf(", with Autotune of %d further groups, buckets of %v bytes, a prefetch of %v and %d steps", len(a.Groups), a.BucketBytes, a.Prefetch, a.Steps)
+	tried := fmt.Sprintf("buckets of %v bytes", a.BucketBytes)
+	if units {
+		tried = fmt.Sprintf("a prefetch of %v units", a.Prefetch)
+	}
+	return fmt.Sprintf(", with Autotune of %d further groups, %s and %d steps", len(a.Groups), tried, a.Steps)
 }
 
 // settings returns the settings to try: each group with each value, the configured one first, but with one of those that are the same.
@@ -159,7 +181,7 @@ func (c *ReducerConfig) checkAutotune(op string, g *comm.Group) error {
 	switch {
 	case c.Autotune != nil && c.Hook != nil:
 		return refuse(op, "Autotune with a hook, whose state belongs to buckets that Autotune replaces")
-	case c.Autotune != nil && c.Autotune.Prefetch != nil:
+	case c.Autotune != nil && len(c.Autotune.Prefetch) > 0:
 		return refuse(op, "Autotune tries a prefetch of %v units, which a Reducer does not have", c.Autotune.Prefetch)
 	}
 	return c.Autotune.check(op, g)
@@ -167,13 +189,9 @@ func (c *ReducerConfig) checkAutotune(op string, g *comm.Group) error {
 
 // settings returns the settings that Autotune tries.
 func (r *Reducer) settings() []Measurement {
-	own, others := r.cfg.BucketBytes, r.cfg.Autotune.BucketBytes
-	if others == nil {
-		others = []int{max(own/4, 1), 4 * own}
-	}
 	order := backwards(len(r.grads[0]))
 	same := func(a, b int) bool { return sameBuckets(r.split(order, a), r.split(order, b)) }
-	return r.cfg.Autotune.settings(own, others, same, func(n int) Measurement { return Measurement{BucketBytes: n} })
+	return r.cfg.Autotune.settings(r.cfg.BucketBytes, r.cfg.Autotune.BucketBytes, same, func(n int) Measurement { return Measurement{BucketBytes: n} })
 }
 
 // change reduces by another group in other buckets from the next step on.
@@ -206,6 +224,12 @@ func (r *Reducer) orderBehind(g *comm.Group) error {
 		}
 	}
 	return errors.Join(errs...)
+}
+
+// settings returns the settings that Autotune tries. A prefetch of all other units gathers the same as a longer one.
+func (u *Units[M, P]) settings(a *Autotune, units int) []Measurement {
+	same := func(a, b int) bool { return min(a, units-1) == min(b, units-1) }
+	return a.settings(u.prefetch, a.Prefetch, same, func(n int) Measurement { return Measurement{Prefetch: n} })
 }
 
 // change gathers and reduces by another group, with another prefetch, from the next pass on.
@@ -247,7 +271,7 @@ type trial struct {
 }
 
 func newTrial(a *Autotune, g *comm.Group, settings []Measurement, use func(*comm.Group, Measurement) error) *trial {
-	t := &trial{groups: append([]*comm.Group{g}, a.Groups...), settings: settings, use: use, plan: plan{len(settings), cmp.Or(a.Steps, 6)}}
+	t := &trial{groups: append([]*comm.Group{g}, a.Groups...), settings: settings, use: use, plan: plan{len(settings), a.Steps}}
 	t.elapsed = t.betweenMarks
 	return t
 }
@@ -433,3 +457,6 @@ func medians(times [][][]time.Duration) []time.Duration {
 	}
 	return all
 }
+
+// mostSteps is the limit of Autotune.Steps. More would not make a median better, and their times are kept.
+const mostSteps = 1000

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"math"
 	"math/rand/v2"
 	"sync"
 	"testing"
@@ -227,7 +228,7 @@ func TestAutotuneOfUnevenRanks(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for steps := range 12 { // of rank 1; the choice is in one of these steps
 			for rank, err := range inGroups(t, devs[:2], 2, func(gs []*comm.Group) error {
-				m, err := newOneGradient(gs[0], &ddp.ReducerConfig{Uneven: true, Autotune: &ddp.Autotune{Groups: gs[1:], BucketBytes: []int{}, Steps: 1}})
+				m, err := newOneGradient(gs[0], &ddp.ReducerConfig{Uneven: true, Autotune: &ddp.Autotune{Groups: gs[1:], BucketBytes: []int{25 << 20}, Steps: 1}})
 				if err != nil {
 					return err
 				}
@@ -362,7 +363,9 @@ func TestAutotuneErrors(t *testing.T) {
 			grads = append(grads, b.grads)
 		}
 		for want, a := range map[string]ddp.Autotune{
-			"Autotune measures -1 steps: want 1 or more, or 0 for the default":        {Steps: -1},
+			"Autotune measures -1 steps at a time: want 1 to 1000, or 0":              {Steps: -1},
+			"Autotune measures 1001 steps at a time: want 1 to 1000":                  {Steps: 1001},
+			"Autotune measures 9223372036854775807 steps at a time":                   {Steps: math.MaxInt},
 			"Autotune tries buckets of 0 bytes: want a positive size":                 {BucketBytes: []int{8, 0}},
 			"Autotune tries a prefetch of [2] units, which a Reducer does not have":   {Prefetch: []int{2}},
 			"no group given (Autotune.Groups[0])":                                     groups(nil),
@@ -393,6 +396,25 @@ func TestAutotuneErrors(t *testing.T) {
 		}) {
 			require.ErrorIs(t, err, comm.ErrMismatch)
 			require.ErrorContains(t, err, "and 1 steps and rank 1 ")
+		}
+		// The defaults are the same whether they are given or not, and an error shows them.
+		for _, err := range processes(t, devs, func(g *comm.Group) error {
+			m, err := newOneGradient(g, &ddp.ReducerConfig{Autotune: &ddp.Autotune{Steps: 6 * g.Rank()}})
+			return errors.Join(err, m.close())
+		}) {
+			require.NoError(t, err)
+		}
+		for _, err := range processes(t, devs, func(g *comm.Group) error {
+			m, err := newOneGradient(g, &ddp.ReducerConfig{Autotune: &ddp.Autotune{Steps: 7 * g.Rank()}})
+			return errors.Join(err, m.close())
+		}) {
+			require.ErrorContains(t, err, "with Autotune of 0 further groups, buckets of [6553600 104857600] bytes and 6 steps and rank 1 ")
+		}
+		for _, err := range processes(t, devs, func(g *comm.Group) error {
+			u, err := ddp.NewUnits[float32, float32](g, unitLens, &ddp.UnitsConfig{Autotune: &ddp.Autotune{Steps: 7 * g.Rank()}})
+			return errors.Join(err, u.Close())
+		}) {
+			require.ErrorContains(t, err, "with Autotune of 0 further groups, a prefetch of [2] units and 6 steps and rank 1 ")
 		}
 	})
 }
@@ -476,7 +498,7 @@ func TestAutotuneFreesBehindAllGroups(t *testing.T) {
 			t.Run(fmt.Sprintf("units/%d", passes), func(t *testing.T) {
 				g, other := local(t, devs), localWith(t, devs, nil)
 				u, err := ddp.NewUnits[float32, memory.BFloat16Bits](g, [][]int{{500}, {500}, {500}, {500}}, &ddp.UnitsConfig{Keep: []int{3}, Reduce: memory.Float32, Autotune: &ddp.Autotune{
-					Groups: []*comm.Group{other}, Prefetch: []int{}, Steps: 1}})
+					Groups: []*comm.Group{other}, Prefetch: []int{1}, Steps: 1}})
 				require.NoError(t, err)
 				u.InjectTimes(slower)
 				streams := newStreams(t, g)

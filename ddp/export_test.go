@@ -62,6 +62,9 @@ func (r *Reducer) OpenEvents() int { return len(r.queue.trial.marks) }
 // TrialSteps returns the number of steps before the choice.
 func (r *Reducer) TrialSteps() int { return r.queue.trial.plan.end() }
 
+// TrialSteps returns the number of passes before the choice.
+func (u *Units[M, P]) TrialSteps() int { return u.queue.trial.plan.end() }
+
 // InjectTimes replaces the times of steps by those of their settings.
 func (r *Reducer) InjectTimes(times func(m Measurement) time.Duration) { r.queue.trial.inject(times) }
 

@@ -58,10 +58,11 @@ func NewReducer[G Gradient](g *comm.Group, grads [][]G, cfg *ReducerConfig) (*Re
 	if err == nil {
 		err = c.checkAutotune(op, g)
 	}
+	c.Autotune = c.Autotune.filled(c.BucketBytes, 0)
 	if err == nil {
 		given = describe("gradient", lengths(all[0]), dtypes(all[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op)
 		given.Given += fmt.Sprintf(", unused ones %v, a static graph %v, uneven %v %v %v, verified %v, on the wire %s%s%s",
-			c.FindUnused, c.StaticGraph, c.Uneven, c.DivideByActive, c.StopTogether, c.Verify, c.Compress, c.describeHook(), c.Autotune.describe())
+			c.FindUnused, c.StaticGraph, c.Uneven, c.DivideByActive, c.StopTogether, c.Verify, c.Compress, c.describeHook(), c.Autotune.describe(false))
 		if c.Hook != nil {
 			given.Shapes = shapes(all[0])
 		}

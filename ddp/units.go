@@ -153,6 +153,7 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 	c.Prefetch, c.Op = cmp.Or(c.Prefetch, new(1)), cmp.Or(c.Op, new(comm.Avg))
 	c.Reduce = cmp.Or(c.Reduce, memory.DTypeOf[P]())
 	err := checkUnits[M, P](op, g, units, &c)
+	c.Autotune = c.Autotune.filled(0, *c.Prefetch)
 	mine := c.describe(memory.DTypeOf[M](), memory.DTypeOf[P](), units)
 	err = agree(context.Background(), g, op, mine, err)
 	for _, r := range c.Replicas { // also after an error, which the other ranks wait for
@@ -170,11 +171,7 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 	}
 	u.queue = newQueue(g, u, "unit", len(units))
 	if a := c.Autotune; a != nil {
-		others := a.Prefetch
-		if others == nil {
-			others = []int{u.prefetch + 1}
-		}
-		u.queue.trial = newTrial(a, g, a.settings(u.prefetch, others, func(a, b int) bool { return a == b }, func(n int) Measurement { return Measurement{Prefetch: n} }), u.change)
+		u.queue.trial = newTrial(a, g, u.settings(a, len(units)), u.change)
 	}
 	handle.Init(u, &u.owner, handle.About{Kind: "units", On: g.Device(0)})
 	if err := u.open(units, c.Keep); err != nil {
@@ -201,7 +198,7 @@ func checkUnits[M, P memory.Element](op string, g *comm.Group, units [][]int, c 
 	if k := slices.IndexFunc(c.Keep, func(k int) bool { return k < 0 || k >= len(units) }); k >= 0 {
 		return refuse(op, "unit %d is to be kept, and there are %d units", c.Keep[k], len(units))
 	}
-	if c.Autotune != nil && c.Autotune.BucketBytes != nil {
+	if c.Autotune != nil && len(c.Autotune.BucketBytes) > 0 {
 		return refuse(op, "Autotune tries buckets of %v bytes: a unit is one bucket", c.Autotune.BucketBytes)
 	}
 	if err := c.Autotune.check(op, g); err != nil {
@@ -240,7 +237,7 @@ func (c *UnitsConfig) describe(m, p memory.DType, units [][]int) arguments {
 	all := slices.Concat(units...)
 	x := describe("parameter", all, slices.Repeat([]memory.DType{m}, len(all)), 0, 0, *c.Op)
 	x.Given = fmt.Sprintf("units of %v parameters, gathered as %s and reduced in %s by %v, with a prefetch of %d, keeping %v, with %d groups of replicas%s",
-		counts, p, c.Reduce, *c.Op, *c.Prefetch, c.Keep, min(len(c.Replicas), 1), c.Autotune.describe())
+		counts, p, c.Reduce, *c.Op, *c.Prefetch, c.Keep, min(len(c.Replicas), 1), c.Autotune.describe(true))
 	return x
 }
 

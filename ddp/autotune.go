@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/comm"
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/route"
@@ -32,6 +33,9 @@ import (
 // sums may be rounded differently from step to step. A graph cannot capture a step before the choice. If a rank
 // cannot change, for example for lack of memory, its Finish returns the error, and groups of several processes
 // are broken, so that no rank waits for it.
+//
+// Whichever group is in use, Finish, Join, Refresh and Close let the streams of the Reducer's own group wait for its work,
+// so that these streams may be used as without Autotune then. In a graph, only the streams of its capture wait.
 type Autotune struct {
 	// Groups are further groups whose streams and communicators may reduce. They have the same ranks on the same devices, and the
 	// same comm.Config.Deterministic, but another HighPriority, Strategy or NCCL.MaxCTAs (the number of
@@ -213,17 +217,19 @@ func (r *Reducer) orderBehind(g *comm.Group) error {
 	if g == r.g {
 		return nil
 	}
-	var errs []error
 	for i, on := range g.Streams() {
-		errs = append(errs, on.WaitStream(r.g.Stream(i)))
+		errs := []error{on.WaitStream(r.g.Stream(i))}
 		if x := r.used; x != nil {
 			errs = append(errs, x.locals[i].own.RecordStream(on), x.all[i].RecordStream(on))
 		}
 		if x := r.uneven; x != nil {
 			errs = append(errs, x.locals[i].no.RecordStream(on), x.locals[i].yes.RecordStream(on), x.active[i].RecordStream(on), x.factors[i].RecordStream(on))
 		}
+		if err := cmp.Or(errs...); err != nil {
+			return err
+		}
 	}
-	return errors.Join(errs...)
+	return nil
 }
 
 // settings returns the settings that Autotune tries. A prefetch of all other units gathers the same as a longer one.
@@ -235,9 +241,9 @@ func (u *Units[M, P]) settings(a *Autotune, units int) []Measurement {
 // change gathers and reduces by another group, with another prefetch, from the next pass on.
 func (u *Units[M, P]) change(g *comm.Group, m Measurement) error {
 	if g != u.g {
-		var errs []error
 		for i, on := range g.Streams() {
 			l := &u.locals[i]
+			var errs []error
 			errs = append(errs, on.WaitStream(u.g.Stream(i)), l.params.RecordStream(on), l.copies.RecordStream(on))
 			for k := range l.units {
 				x := &l.units[k]
@@ -246,9 +252,9 @@ func (u *Units[M, P]) change(g *comm.Group, m Measurement) error {
 			for k := range l.retired {
 				errs = append(errs, l.retired[k].whole.RecordStream(on))
 			}
-		}
-		if err := errors.Join(errs...); err != nil {
-			return err
+			if err := cmp.Or(errs...); err != nil {
+				return err
+			}
 		}
 	}
 	u.g, u.queue.g, u.prefetch = g, g, m.Prefetch
@@ -327,7 +333,10 @@ func (t *trial) change(k int, streams []*stream.Stream) error {
 		return nil
 	}
 	from, to := t.groups[t.settings[t.current].Group], t.groups[t.settings[k].Group]
-	err := t.use(to, t.settings[k])
+	err := t.checkOpen(to)
+	if err == nil {
+		err = t.use(to, t.settings[k])
+	}
 	for i, s := range streams {
 		if err == nil {
 			err = s.WaitStream(to.Stream(i))
@@ -338,11 +347,76 @@ func (t *trial) change(k int, streams []*stream.Stream) error {
 		return nil
 	}
 	t.over = true
-	err = fmt.Errorf("rank %d cannot change to %v: %w: give the best known setting without Autotune", from.Rank(), t.settings[k], err)
-	if from.Locals() < from.Size() { // the other ranks have changed
-		err = errors.Join(err, route.GroupOf(from).Fail(err), route.GroupOf(to).Fail(err))
+	err = fmt.Errorf("rank %d cannot change to %v: %w", from.Rank(), t.settings[k], err)
+	if _, closed := errors.AsType[*closedGroup](err); !closed {
+		err = fmt.Errorf("%w: give the best known setting without Autotune", err)
+	}
+	if from.Locals() == from.Size() {
+		return err
+	}
+	cause := err
+	for _, g := range []*comm.Group{from, to} { // the other ranks have changed
+		if t.checkOpen(g) == nil {
+			err = errors.Join(err, route.GroupOf(g).Fail(cause))
+		}
 	}
 	return err
+}
+
+// A closedGroup is the error of one of Autotune.Groups that the program has closed. It matches device.ErrClosed.
+type closedGroup struct {
+	k      int
+	chosen bool
+}
+
+func (e *closedGroup) Error() string {
+	if e.chosen {
+		return fmt.Sprintf("the program closed Autotune.Groups[%d], which Autotune has chosen: close only the others", e.k)
+	}
+	return fmt.Sprintf("the program closed Autotune.Groups[%d] during the trial: keep it open until Measurements returns the choice", e.k)
+}
+
+func (e *closedGroup) Unwrap() error { return device.ErrClosed }
+
+// checkOpen returns an error if g is one of Autotune.Groups and the program has closed it.
+func (t *trial) checkOpen(g *comm.Group) error {
+	if t == nil {
+		return nil
+	}
+	if k := slices.Index(t.groups, g); k > 0 && errors.Is(route.GroupOf(g).Check("autotune"), device.ErrClosed) {
+		return &closedGroup{k - 1, t.measured != nil && g == t.groups[t.settings[t.current].Group]}
+	}
+	return nil
+}
+
+// follow lets the streams of the first group wait for those of g, whose work they would have without Autotune. It
+// leaves out streams of different captures: the launch of a graph is not ordered with the first group's streams.
+func (t *trial) follow(g *comm.Group) error {
+	if t == nil || t.groups[0] == g {
+		return nil
+	}
+	for i, own := range t.groups[0].Streams() {
+		of, err := gpu.StreamOf(g.Stream(i)).CaptureID()
+		if err != nil {
+			return err
+		}
+		id, err := gpu.StreamOf(own).CaptureID()
+		if err == nil && id == of {
+			err = own.WaitStream(g.Stream(i))
+		}
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// followClosing is follow for Close. Streams that are closed have no pending work.
+func (t *trial) followClosing(g *comm.Group) error {
+	if err := t.follow(g); !errors.Is(err, device.ErrClosed) {
+		return err
+	}
+	return nil
 }
 
 // choose waits for the steps on all ranks and uses the fastest setting, or after an error the configured one.
@@ -421,6 +495,9 @@ func (t *trial) close() error {
 	return errors.Join(errs...)
 }
 
+// mostSteps is the limit of Autotune.Steps. More would not make a median better, and their times are kept.
+const mostSteps = 1000
+
 // warmUp is the number of first steps that are not measured.
 const warmUp = 3
 
@@ -457,6 +534,3 @@ func medians(times [][][]time.Duration) []time.Duration {
 	}
 	return all
 }
-
-// mostSteps is the limit of Autotune.Steps. More would not make a median better, and their times are kept.
-const mostSteps = 1000

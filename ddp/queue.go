@@ -121,8 +121,8 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 	if i < 0 || i >= len(q.seen[0]) {
 		return fmt.Errorf("%s: %s %d of %d does not exist", op, q.what, i, len(q.seen[0]))
 	}
-	if err := route.GroupOf(q.g).Check(q.what + " ready"); err != nil {
-		return fmt.Errorf("ddp: %w", err)
+	if err := q.check(q.what + " ready"); err != nil {
+		return err
 	}
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -145,6 +145,17 @@ func (q *queue) ready(op string, s *stream.Stream, i int) error {
 		q.order = append(q.order, i)
 	}
 	return q.launch()
+}
+
+// check returns an error if the group in use is closed or broken.
+func (q *queue) check(op string) error {
+	if err := q.trial.checkOpen(q.g); err != nil {
+		return fmt.Errorf("ddp: %s: %w", op, err)
+	}
+	if err := route.GroupOf(q.g).Check(op); err != nil {
+		return fmt.Errorf("ddp: %w", err)
+	}
+	return nil
 }
 
 // arrive notes that n of the bucket's gradients are complete on s.
@@ -173,8 +184,8 @@ func (q *queue) launch() error {
 		if slices.ContainsFunc(as, func(a arrival) bool { return a.pending > 0 }) {
 			return nil
 		}
-		if err := route.GroupOf(q.g).Check("reduce a bucket of gradients"); err != nil {
-			return fmt.Errorf("ddp: %w", err)
+		if err := q.check("reduce a bucket of gradients"); err != nil {
+			return err
 		}
 		for i := range as {
 			if err := q.g.Stream(i).Wait(as[i].ready); err != nil {
@@ -311,6 +322,9 @@ func (q *queue) conclude(streams []*stream.Stream, agree func() error) error {
 // finish ends the step: the streams wait for the last bucket, and with it for
 // all, as the group's streams reduce in order.
 func (q *queue) finish(streams []*stream.Stream) error {
+	if err := q.trial.checkOpen(q.g); err != nil {
+		return fmt.Errorf("ddp: end a step: %w", err)
+	}
 	if err := q.g.Err(); err != nil { // a broken group lets the streams pass without a result
 		return err
 	}
@@ -318,6 +332,9 @@ func (q *queue) finish(streams []*stream.Stream) error {
 		if err := a.reduced.wait(streams[i]); err != nil {
 			return err
 		}
+	}
+	if err := q.trial.follow(q.g); err != nil {
+		return err
 	}
 	q.order, q.last, q.ended = q.last, q.order, true
 	if q.trial != nil {

@@ -265,8 +265,9 @@ func (r *Reducer) agreeUsed() error {
 	return r.reduceUsed()
 }
 
-// Close frees the buckets once pending work on the group's streams has finished. While a graph that has captured a step is open, Close
-// fails and the Reducer stays open. It is idempotent and safe on nil.
+// Close frees the buckets once pending work on the group's streams has finished. Within a step, some buckets may be reduced and
+// others not. Work that is enqueued on the group's streams after Close follows the reductions, also if Autotune
+// has used another group. While a graph that has captured a step is open, Close fails and the Reducer stays open. It is idempotent and safe on nil.
 func (r *Reducer) Close() error {
 	if r == nil || r.owner.Closed() {
 		return nil
@@ -277,7 +278,7 @@ func (r *Reducer) Close() error {
 	if !r.owner.Close() {
 		return nil
 	}
-	errs := []error{closeBuckets(r.buckets), closeParts(r.parts), r.queue.close(), r.used.close(), r.uneven.close(), r.verifier.close()}
+	errs := []error{r.queue.trial.followClosing(r.g), closeBuckets(r.buckets), closeParts(r.parts), r.queue.close(), r.used.close(), r.uneven.close(), r.verifier.close()}
 	for i := range r.replaced {
 		errs = append(errs, r.replaced[i].close())
 	}

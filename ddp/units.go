@@ -544,6 +544,9 @@ func (u *Units[M, P]) Refresh(streams ...*stream.Stream) error {
 		}
 		return nil
 	})
+	if err == nil {
+		err = u.queue.trial.follow(u.g)
+	}
 	if err != nil {
 		return fmt.Errorf("%s: %w", op, err)
 	}
@@ -603,7 +606,8 @@ func (u *Units[M, P]) check(op string) error {
 }
 
 // Close frees the shards and the memory of all units once pending work on the streams that use
-// them has finished. While a graph that has captured calls of the Units is open, Close fails and they stay open. It is idempotent
+// them has finished. Work that is enqueued on the group's streams after Close follows the gathers and reductions, also if
+// Autotune has used another group. While a graph that has captured calls of the Units is open, Close fails and they stay open. It is idempotent
 // and safe on nil.
 func (u *Units[M, P]) Close() error {
 	if u == nil || u.owner.Closed() {
@@ -615,7 +619,7 @@ func (u *Units[M, P]) Close() error {
 	if !u.owner.Close() {
 		return nil
 	}
-	errs := []error{u.queue.close()}
+	errs := []error{u.queue.trial.followClosing(u.g), u.queue.close()}
 	for i := range u.locals {
 		l, on := &u.locals[i], u.g.Stream(i)
 		for k := range l.units {

@@ -40,6 +40,7 @@ type Publisher struct {
 	to      []string            // the subscribers in link
 	changed <-chan struct{}     // closed when the list is not that of link any more; of rank 0's process
 	retired sync.WaitGroup      // links of earlier lists that end
+	closed  bool
 }
 
 // NewPublisher prepares to publish the parts src of each local rank of g. The process of rank 0 serves a registry as
@@ -91,8 +92,12 @@ func NewPublisher(ctx context.Context, g *comm.Group, cfg *cluster.RegistryConfi
 // is broken (comm.Group.Err), the next call begins again.
 //
 // A subscriber on the list that does not call Next also makes the push fail: after cfg.Timing.Join if the list has changed, and otherwise at
-// the deadline of operations (nccl.Config.Timeout), unless ctx ends first.
+// the deadline of operations (nccl.Config.Timeout), unless ctx ends first. After Close or Shutdown in this process, the error matches
+// device.ErrClosed, and Publish does not wait for the other ranks.
 func (p *Publisher) Publish(ctx context.Context, version int64) (subscribers []string, err error) {
+	if p.closed {
+		return nil, fmt.Errorf("checkpoint: %s on rank %d: the publisher: %w", publishing, p.peers.group.Rank(), device.ErrClosed)
+	}
 	for {
 		if err = p.publish(ctx, version); err == nil {
 			return slices.Clone(p.to), nil
@@ -240,7 +245,7 @@ func (p *Publisher) retire() {
 
 // Shutdown ends the publication together with the subscribers of the last push, and closes the Publisher: Next returns an error that
 // matches cluster.ErrEnded in each of them. It waits until they have called Next. If ctx ends first, or one of them leaves or is lost, it returns
-// the cause, which is no failure of the group. Collective.
+// the cause, which is no failure of the group. After Close it does nothing. Collective.
 func (p *Publisher) Shutdown(ctx context.Context) error {
 	if p == nil || p.link == nil {
 		return p.Close()
@@ -262,6 +267,7 @@ func (p *Publisher) Close() error {
 	if p == nil {
 		return nil
 	}
+	p.closed = true
 	err := p.link.close()
 	p.link = nil
 	p.retired.Wait()
@@ -275,6 +281,7 @@ type Subscriber struct {
 	alone  *nccl.Communicator // of one rank; it has loaded NCCL's kernels
 	member *cluster.Enlistment
 	link   *link // nil before the first push, and after one that failed
+	closed bool
 }
 
 // Subscribe puts this process on the list of the Publisher whose registry is at cfg.Addr, as cluster.Enlist does, until Close. dst are the
@@ -305,7 +312,11 @@ func Subscribe(ctx context.Context, s *stream.Stream, cfg *cluster.EnlistConfig,
 // If the error matches cluster.ErrEnded, the publication has ended, and the parts have the version of the last call. If it matches
 // cluster.ErrDelisted, this process is not on the list any more; see cluster.Enlistment.World. Otherwise ctx has ended or a push has
 // failed, for example because another subscriber was lost: the parts are undefined until Next returns a version. Call it again.
+// After Close, the error matches device.ErrClosed and cluster.ErrDelisted.
 func (s *Subscriber) Next(ctx context.Context) (version int64, err error) {
+	if s.closed {
+		return 0, fmt.Errorf("checkpoint: next version: the subscriber: %w: %w", device.ErrClosed, cluster.ErrDelisted)
+	}
 	for {
 		header, err := s.begin(ctx)
 		switch {
@@ -355,6 +366,7 @@ func (s *Subscriber) Close() error {
 	if s == nil {
 		return nil
 	}
+	s.closed = true
 	err := errors.Join(s.member.Close(), s.link.close()) // in this order, so that the Publisher knows why the link breaks
 	s.link = nil
 	err = errors.Join(err, s.alone.Close())

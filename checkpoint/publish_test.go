@@ -366,3 +366,51 @@ func TestPublishArguments(t *testing.T) {
 	require.NoError(t, (*Publisher)(nil).Close())
 	require.NoError(t, (*Subscriber)(nil).Close())
 }
+
+// After Close and Shutdown, a call returns at once, also with an invitation that has come before.
+func TestPublishAfterClose(t *testing.T) {
+	eachTraining(t, func(t *testing.T, gs []*comm.Group, devs []*device.Device) {
+		for name, end := range map[string]func(*Publisher) error{
+			"close":    (*Publisher).Close,
+			"shutdown": func(x *Publisher) error { return x.Shutdown(t.Context()) },
+		} {
+			for pushes := range int64(3) {
+				p := newPublication(t, gs)
+				if pushes == 1 {
+					names, err := p.publish(t.Context(), pushes)
+					require.NoError(t, err)
+					require.Empty(t, names)
+				}
+				a := p.subscribe("a", devs[0], memory.BFloat16, publishedLen)
+				if pushes == 2 {
+					during(t, pushes, func() { _, _ = p.publish(t.Context(), pushes) }, a)
+					ended := make(chan error, 1)
+					go func() {
+						_, err := a.Next(t.Context())
+						ended <- err
+					}()
+					onEach(t, gs, func(k int) error { return end(p.pubs[k]) })
+					require.ErrorIs(t, <-ended, cluster.ErrEnded)
+				} else {
+					onEach(t, gs, func(k int) error { return end(p.pubs[k]) })
+				}
+				ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+				for k, x := range p.pubs { // one after the other: none waits for the others
+					names, err := x.Publish(ctx, pushes)
+					require.ErrorIs(t, err, device.ErrClosed, "%s after %d pushes", name, pushes)
+					require.ErrorContains(t, err, fmt.Sprintf("publish on rank %d: the publisher", k))
+					require.Empty(t, names)
+					require.NoError(t, errors.Join(x.Shutdown(ctx), x.Close(), x.Shutdown(ctx)))
+				}
+				require.NoError(t, errors.Join(a.Close(), a.Close()))
+				for range 2 {
+					_, err := a.Next(ctx)
+					require.ErrorIs(t, err, device.ErrClosed)
+					require.ErrorIs(t, err, cluster.ErrDelisted)
+				}
+				require.NoError(t, ctx.Err())
+				cancel()
+			}
+		}
+	})
+}

@@ -39,15 +39,20 @@
 // A program that calls [Run] instead keeps its processes when others are lost, join or leave:
 //
 //	var weights memory.Slice[float32] // the state lives as long as the process
-//	var steps int64
+//	steps := int64(-1)                // no state yet
 //	err := cluster.Run(ctx, nil, func(ctx context.Context, w *cluster.World) error {
 //		g, err := comm.Join(ctx, w, dev, nil) // the group of this epoch
 //		if err != nil {
 //			return err
 //		}
 //		defer g.Close()
-//		if _, err := comm.SyncState(ctx, g, steps, &steps, weights.AsBytes()); err != nil {
+//		from, err := comm.SyncState(ctx, g, steps, &steps, weights.AsBytes())
+//		if err != nil {
 //			return err // new ranks receive the state of the most advanced rank
+//		}
+//		if from < 0 {
+//			... // no rank has a state: initialise it, alike on all ranks
+//			steps = 0
 //		}
 //		for steps < 1000 {
 //			if err := w.Step(); err != nil {
@@ -74,6 +79,12 @@
 // each survivor is valid, and survivors differ by at most one step. LocalRank does not
 // change while a process lives, so that the device stays the same.
 //
+// If all processes of an epoch are lost and started again, no rank has a state in the next epoch, as in the first one:
+// comm.SyncState then returns -1, and the program must initialise its memory or load a checkpoint.
+//
+// The group of the next epoch has other streams. An update that was enqueued on the old group's stream, and work that was aborted,
+// may still use the state when the function returns. Wait for it, or order the next epoch's work after it, as comm.Group.Close describes.
+//
 // The coordinator tells the launchers to start lost workers again, at most
 // --max-restarts times in the whole job, with a growing delay for each worker. Without
 // restarts the job goes on with the survivors, if at least MIN hosts of --nnodes and
@@ -99,7 +110,9 @@
 // workers have exited. The other part ends with a [*MemberLostError] that
 // says so. Hosts whose launchers are known to have ended do not count: the kernel of such a host
 // refuses connections to the launcher's port, or another launcher of the job has it. This must be found within CHORUS_LOST_AFTER
-// of a time at which the launcher has heard from the finder. Therefore a job with --nnodes 1:2 goes on
+// of a time at which the launcher has heard from the finder. A host still counts if its launcher ends
+// while the coordinator is silent or has ended, and no other one has been chosen: it may have agreed to an epoch of which the others do
+// not know. Therefore a job with --nnodes 1:2 goes on
 // when the launcher of either host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
 // power, the other host waits for it for twice CHORUS_LOST_AFTER and 4 s, and ends then. It cannot know whether the
 // coordinator goes on.
@@ -119,6 +132,9 @@
 //	coordinator's launcher and others   more than half of the other      the others go on; if fewer are left, the job ends, because a
 //	are killed within a moment          hosts are left, or half of them  launcher may have coordinated after the first one's end and
 //	                                    with the next coordinator        before its own
+//	coordinator is silent, and another  more than half of all hosts      the others go on; if fewer are left, such as 2 of 4, the job
+//	launcher is killed before the next  are left, such as 3 of 5         ends, because both still count: the killed one may have agreed
+//	one is chosen                                                        to an epoch of the silent one
 //	host is lost, drained or stopped    all functions have returned nil  the job has succeeded; what processes of the others do
 //	at the end of the program                                            after Run is not disturbed
 //	host is cut off at that time        it is back within LOST_AFTER     it learns that the job has succeeded: launchers that know it

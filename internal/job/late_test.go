@@ -181,3 +181,30 @@ func TestLauncherThatMovesHasNotEnded(t *testing.T) {
 		require.True(t, j.ended["c"])
 	})
 }
+
+// A launcher that ends after the coordinator has become silent, or has ended, still counts: it may have agreed to an epoch.
+func TestEndOfAHostWithoutCoordinator(t *testing.T) {
+	for _, c := range []struct {
+		hosts, here voterSet
+		how         Loss
+		goesOn      bool
+	}{
+		{voterSet{"a", "b", "c", "d"}, voterSet{"b", "c"}, lostSilent, false}, // 2 of 4
+		{voterSet{"a", "b", "c", "d", "e"}, voterSet{"b", "c", "d"}, lostSilent, true},
+		{voterSet{"a", "b", "c", "d"}, voterSet{"b", "c"}, lostEnded, true}, // 2 of 3
+		{voterSet{"a", "b", "c"}, voterSet{"c"}, lostEnded, false},          // b counts, too
+	} {
+		v, by, all := newVoter(1), Leader{Term: 1, Agent: "a", Run: "r"}, plan{}
+		for _, uuid := range c.hosts {
+			all.Hosts = append(all.Hosts, host{UUID: uuid})
+		}
+		_, err := v.begins("c", 1, news{By: by, Plan: all, Voters: c.hosts}, 0)
+		require.NoError(t, err)
+		v.candidacy(c.how, Welcome{Agent: "a", Epoch: 1}, "lost", 0)
+		for _, uuid := range c.hosts.without(c.here) {
+			v.haveEnded("a", uuid)
+		}
+		h := v.candidacy(c.how, Welcome{Agent: "a", Epoch: 1}, "lost", 0)
+		require.Equal(t, c.goesOn, allow(h.voterSets(), setOf(c.here), setOf(h.Ended)), c)
+	}
+}

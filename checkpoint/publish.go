@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"regexp"
 	"slices"
+	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -138,8 +141,39 @@ func (p *Publisher) publish(ctx context.Context, version int64) error {
 	}
 	if err != nil {
 		p.drop() // before this rank waits for the others, which may still wait for subscribers
+		err = p.nameSubscribers(err)
 	}
 	return p.agree(ctx, err)
+}
+
+var (
+	ranksInText  = regexp.MustCompile(`\branks? \d+(?:(?:, | and | to )\d+)*`)
+	numberInText = regexp.MustCompile(`\d+`)
+)
+
+// nameSubscribers adds to an error of the link which subscribers the ranks in its text are. The caller knows only their names.
+func (p *Publisher) nameSubscribers(err error) error {
+	named := map[string]bool{}
+	for _, ranks := range ranksInText.FindAllString(err.Error(), -1) {
+		for _, n := range numberInText.FindAllString(ranks, -1) {
+			named[n] = true
+		}
+	}
+	var list []string
+	for i, name := range p.to {
+		rank, process := p.peers.ranks+i, len(p.names)+i // in the group of the link, and in its session
+		switch {
+		case !named[strconv.Itoa(rank)] && !named[strconv.Itoa(process)]:
+		case rank == process:
+			list = append(list, fmt.Sprintf("rank %d is subscriber %s", rank, name))
+		default:
+			list = append(list, fmt.Sprintf("subscriber %s is rank %d of the devices and %d of the processes", name, rank, process))
+		}
+	}
+	if list == nil {
+		return err
+	}
+	return fmt.Errorf("%w: %s", err, strings.Join(list, ", "))
 }
 
 // agree returns the error of this process, or that of another one.
@@ -262,7 +296,9 @@ func (p *Publisher) Shutdown(ctx context.Context) error {
 }
 
 // Close ends the publication at once. In the process of rank 0 it also closes the registry, and Next then returns an error that matches
-// cluster.ErrEnded, perhaps after an error of the push. Close the Publisher before the group. Close is idempotent and safe on nil.
+// cluster.ErrEnded, perhaps after an error of the push. Before the first push of the subscriber, a Next that waits returns at once. Later
+// it may need 3 s, whatever the Timing, in which its group looks for the cause of its end, and then the time of comm.Group.Close. Shutdown
+// avoids that. Close the Publisher before the group. Close is idempotent and safe on nil.
 func (p *Publisher) Close() error {
 	if p == nil {
 		return nil

@@ -79,8 +79,8 @@
 // each survivor is valid, and survivors differ by at most one step. LocalRank does not
 // change while a process lives, so that the device stays the same.
 //
-// If all processes of an epoch are lost and started again, no rank has a state in the next epoch, as in the first one:
-// comm.SyncState then returns -1, and the program must initialise its memory or load a checkpoint.
+// If all processes of an epoch are lost and started again, no rank has a state in the next epoch, as in the first one.
+// Then comm.SyncState returns -1, and the program must initialise its memory or load a checkpoint.
 //
 // The group of the next epoch has other streams. An update that was enqueued on the old group's stream, and work that was aborted,
 // may still use the state when the function returns. Wait for it, or order the next epoch's work after it, as comm.Group.Close describes.
@@ -111,7 +111,7 @@
 // says so. Hosts whose launchers are known to have ended do not count: the kernel of such a host
 // refuses connections to the launcher's port, or another launcher of the job has it. This must be found within CHORUS_LOST_AFTER
 // of a time at which the launcher has heard from the finder. A host still counts if its launcher ends
-// while the coordinator is silent or has ended, and no other one has been chosen: it may have agreed to an epoch of which the others do
+// while the coordinator is silent or has ended, and no other one has been chosen. It may have agreed to an epoch of which the others do
 // not know. Therefore a job with --nnodes 1:2 goes on
 // when the launcher of either host is killed. If the coordinator of two hosts becomes silent, for example because it loses its
 // power, the other host waits for it for twice CHORUS_LOST_AFTER and 4 s, and ends then. It cannot know whether the

@@ -4,9 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -16,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/gpu"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -146,35 +145,17 @@ func (p *Publisher) publish(ctx context.Context, version int64) error {
 	return p.agree(ctx, err)
 }
 
-var (
-	ranksInText  = regexp.MustCompile(`\branks? \d+(?:(?:, | and | to )\d+)*`)
-	numberInText = regexp.MustCompile(`\d+`)
-)
-
-// nameSubscribers adds to an error of the link which subscribers the ranks in its text are. The caller knows only their names.
+// nameSubscribers adds to an error of the link which subscribers its ranks are. The caller knows only their names.
 func (p *Publisher) nameSubscribers(err error) error {
-	named := map[string]bool{}
-	for _, ranks := range ranksInText.FindAllString(err.Error(), -1) {
-		for _, n := range numberInText.FindAllString(ranks, -1) {
-			named[n] = true
-		}
+	which := fmt.Sprintf("ranks from %d on", p.peers.ranks)
+	if n := len(p.names); n != p.peers.ranks { // the session of the link has processes
+		which += fmt.Sprintf(", or processes from %d on", n)
 	}
-	var list []string
-	for i, name := range p.to {
-		rank, process := p.peers.ranks+i, len(p.names)+i // in the group of the link, and in its session
-		switch {
-		case !named[strconv.Itoa(rank)] && !named[strconv.Itoa(process)]:
-		case rank == process:
-			list = append(list, fmt.Sprintf("rank %d is subscriber %s", rank, name))
-		default:
-			list = append(list, fmt.Sprintf("subscriber %s is rank %d of the devices and %d of the processes", name, rank, process))
-		}
-	}
-	if list == nil {
-		return err
-	}
-	return fmt.Errorf("%w: %s", err, strings.Join(list, ", "))
+	return fmt.Errorf("%w (%s are the subscribers %s)", err, which, safe.Clip(strings.Join(p.to, ", "), maxNamed))
 }
+
+// maxNamed limits the names of subscribers in an error.
+const maxNamed = 500
 
 // agree returns the error of this process, or that of another one.
 func (p *Publisher) agree(ctx context.Context, err error) error {

@@ -78,7 +78,7 @@ func (t *trainer) epoch(ctx context.Context, w *cluster.World) (err error) {
 	if err != nil {
 		return err
 	}
-	defer func() { err = leave(ctx, g, err) }()
+	defer func() { err = t.leave(ctx, g, err) }()
 	if err := t.synchronise(ctx, g); err != nil {
 		return err
 	}
@@ -104,8 +104,9 @@ func (t *trainer) epoch(ctx context.Context, w *cluster.World) (err error) {
 }
 
 // leave ends the group of an epoch. If no rank is lost, all ranks leave it together, so that
-// none of them breaks an operation of another one.
-func leave(ctx context.Context, g *comm.Group, err error) error {
+// none of them breaks an operation of another one. What is enqueued later begins after the group's work, also if that was aborted.
+func (t *trainer) leave(ctx context.Context, g *comm.Group, err error) error {
+	err = cmp.Or(err, t.model.Stream.WaitStream(g.Stream(0)))
 	_, planned := errors.AsType[*cluster.ChangeError](err)
 	if err == nil || planned {
 		return cmp.Or(g.Shutdown(ctx), err)

@@ -54,7 +54,7 @@ func BuildHost(ctx context.Context, code string, flags ...string) (*HostProgram,
 		args := append([]string{"-std=c++17", "-O1", "-ffp-contract=off", "-U_FORTIFY_SOURCE"}, flags...)
 		var out []byte
 		if out, err = exec.CommandContext(ctx, cxx, append(args, "-o", p.Path, file)...).CombinedOutput(); err != nil {
-			err = fmt.Errorf("cudahost: compile for the host: %w:\n%s", errors.Join(err, context.Cause(ctx)), out)
+			err = fmt.Errorf("cudacc: compile for the host: %w:\n%s", errors.Join(err, context.Cause(ctx)), out)
 		}
 	}
 	if err != nil {
@@ -66,7 +66,7 @@ func BuildHost(ctx context.Context, code string, flags ...string) (*HostProgram,
 func compiler() (string, error) {
 	cxx, err := exec.LookPath("g++")
 	if err != nil {
-		err = fmt.Errorf("cudahost: compile for the host: needs a C++ compiler: %w", err)
+		err = fmt.Errorf("cudacc: compile for the host: needs a C++ compiler: %w", err)
 	}
 	return cxx, err
 }
@@ -222,10 +222,10 @@ func (p *HostProgram) Run(ctx context.Context, kernel string, blocks, threads [3
 	var out, messages bytes.Buffer
 	cmd.Stdin, cmd.Stdout, cmd.Stderr = &in, &out, &messages
 	if err := p.execute(cmd); err != nil {
-		return fmt.Errorf("cudahost: run %s on the host: %w: %s", kernel, errors.Join(err, context.Cause(ctx)), messages.Bytes())
+		return fmt.Errorf("cudacc: run %s on the host: %w: %s", kernel, errors.Join(err, context.Cause(ctx)), messages.Bytes())
 	}
 	if out.Len() != size {
-		return fmt.Errorf("cudahost: run %s on the host: it wrote %d bytes: want the %d bytes of its memory", kernel, out.Len(), size)
+		return fmt.Errorf("cudacc: run %s on the host: it wrote %d bytes: want the %d bytes of its memory", kernel, out.Len(), size)
 	}
 	for _, a := range args {
 		copy(a.Memory, out.Next(len(a.Memory)))

@@ -39,7 +39,7 @@ import (
 type Autotune struct {
 	// Groups are further groups whose streams and communicators may reduce. They have the same ranks on the same devices, and the
 	// same comm.Config.Deterministic, but another HighPriority, Strategy or NCCL.MaxCTAs (the number of
-	// multiprocessors). comm.Join creates them, with the Session of the first group. Give them in the same order on all ranks. Do not
+	// multiprocessors). comm.Join creates them, with the Session of the first group. Give them in the same order on all ranks; NewReducer and NewUnits refuse another one. Do not
 	// use them otherwise before the choice. Afterwards those that were not chosen may be closed; the Reducer's
 	// own group stays open. Default none.
 	Groups []*comm.Group
@@ -159,6 +159,16 @@ func (a *Autotune) describe(units bool) string {
 		tried = fmt.Sprintf("a prefetch of %v units", a.Prefetch)
 	}
 	return fmt.Sprintf(", with Autotune of %d further groups, %s and %d steps", len(a.Groups), tried, a.Steps)
+}
+
+// identities returns what tells each of the groups, which are valid, from the others, alike on all ranks.
+func (a *Autotune) identities() (list []string) {
+	if a != nil {
+		for _, g := range a.Groups {
+			list = append(list, collective.Of(g.Communicator(0)).Identity())
+		}
+	}
+	return list
 }
 
 // settings returns the settings to try: each group with each value, the configured one first, but with one of those that are the same.

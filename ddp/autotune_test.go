@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
+	"slices"
+	"strings"
 	"sync"
 	"testing"
 	"time"
@@ -182,6 +184,29 @@ func TestAutotuneOfProcesses(t *testing.T) {
 		require.Equal(t, chosen[0], chosen[2])
 		for _, m := range chosen[0] { // the others wait for rank 1
 			require.Equal(t, m.Group == 0, m.Step >= 50*time.Millisecond, "%v: %v", m, m.Step)
+		}
+	})
+}
+
+// Ranks that give the groups in another order would wait for each other in different groups.
+func TestAutotuneOfGroupsInAnotherOrder(t *testing.T) {
+	const want = "Autotune.Groups[0] is one group on rank 0 and another one on rank 1: give the same on all ranks"
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		for rank, err := range inGroups(t, devs[:2], 3, func(gs []*comm.Group) error {
+			tried := &ddp.Autotune{Groups: slices.Clone(gs[1:])}
+			if gs[0].Rank() == 1 {
+				slices.Reverse(tried.Groups)
+			}
+			m, reducing := newOneGradient(gs[0], &ddp.ReducerConfig{Autotune: tried})
+			u, sharding := ddp.NewUnits[float32, float32](gs[0], [][]int{{2}}, &ddp.UnitsConfig{Autotune: tried})
+			for _, err := range []error{reducing, sharding} {
+				if err == nil || !errors.Is(err, comm.ErrMismatch) || !strings.HasSuffix(err.Error(), want) {
+					return fmt.Errorf("accepted, or an unclear error: %w", err)
+				}
+			}
+			return errors.Join(m.close(), u.Close())
+		}) {
+			require.NoError(t, err, rank)
 		}
 	})
 }

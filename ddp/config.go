@@ -218,7 +218,8 @@ type arguments struct {
 	What    string // the things that have Lengths, such as "gradient"
 	Lengths []int
 	Types   []memory.DType
-	Shapes  [][]int // or none
+	Shapes  [][]int  // or none
+	Groups  []string // the identities of Autotune.Groups
 }
 
 // agree compares the arguments of all ranks. It returns an error on all ranks if the
@@ -260,6 +261,13 @@ func (x *arguments) differ(other *arguments, rank int) string {
 			}
 			if len(x.Shapes) > i && len(other.Shapes) > i && !slices.Equal(x.Shapes[i], other.Shapes[i]) {
 				return fmt.Sprintf("%s %d has shape %v on rank 0 and %v on rank %d", x.What, i, x.Shapes[i], other.Shapes[i], rank)
+			}
+		}
+	}
+	if len(x.Groups) == len(other.Groups) {
+		for k, g := range x.Groups {
+			if g != other.Groups[k] {
+				return fmt.Sprintf("Autotune.Groups[%d] is one group on rank 0 and another one on rank %d", k, rank)
 			}
 		}
 	}

@@ -63,6 +63,7 @@ func NewReducer[G Gradient](g *comm.Group, grads [][]G, cfg *ReducerConfig) (*Re
 		given = describe("gradient", lengths(all[0]), dtypes(all[0]), c.FirstBucketBytes, c.BucketBytes, *c.Op)
 		given.Given += fmt.Sprintf(", unused ones %v, a static graph %v, uneven %v %v %v, verified %v, on the wire %s%s%s",
 			c.FindUnused, c.StaticGraph, c.Uneven, c.DivideByActive, c.StopTogether, c.Verify, c.Compress, c.describeHook(), c.Autotune.describe(false))
+		given.Groups = c.Autotune.identities()
 		if c.Hook != nil {
 			given.Shapes = shapes(all[0])
 		}

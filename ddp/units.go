@@ -155,6 +155,9 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 	err := checkUnits[M, P](op, g, units, &c)
 	c.Autotune = c.Autotune.filled(0, *c.Prefetch)
 	mine := c.describe(memory.DTypeOf[M](), memory.DTypeOf[P](), units)
+	if err == nil {
+		mine.Groups = c.Autotune.identities()
+	}
 	err = agree(context.Background(), g, op, mine, err)
 	for _, r := range c.Replicas { // also after an error, which the other ranks wait for
 		if r != nil && route.GroupOf(r).Check(op) == nil {

@@ -377,6 +377,8 @@ func (x internals) WriteTraces() {
 	x.c.writeTraces()
 }
 
+func (x internals) Identity() string { return x.c.rec.Group }
+
 func (x internals) RecordEnd(end string, follows bool) { x.c.rec.SetEnd(end, follows) }
 
 func (x internals) Noticed() error {

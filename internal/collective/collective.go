@@ -34,6 +34,8 @@ type Inside interface {
 	// Dump returns the last operations of the communicators on its device as JSON that internal/analyze
 	// reads. It has at most n operations of each, and fewer if it would have more than limit bytes.
 	Dump(n, limit int) []byte
+	// Identity returns the same text on all ranks of the communicator, and another one for every other communicator.
+	Identity() string
 	// SetWorld sets the world ranks of the communicator's ranks, by rank, and the world size,
 	// for the dumps of the flight recorder.
 	SetWorld(ranks []int, size int)

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/cudacc"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/internal/inside"
@@ -306,7 +307,7 @@ var formats = [...]format{
 var formatOf = indexOf(formats[:])
 
 // indexOf returns the index of each type in a list, or -1.
-func indexOf(list []format) (at [memory.Float8E5M2 + 1]int) {
+func indexOf(list []format) (at [dtype.Count]int) {
 	for t := range at {
 		at[t] = -1
 	}

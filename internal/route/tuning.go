@@ -17,6 +17,7 @@ import (
 	"time"
 
 	"github.com/gochorus/chorus/internal/collective"
+	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/safe"
@@ -465,10 +466,7 @@ func (f *tuningFile) check() error {
 }
 
 // An Index has the strategies for every operation, by measured times.
-type Index [collective.NumKinds][numDTypes][collective.NumReductions]*Measurements
-
-// numDTypes is the number of element types plus one.
-const numDTypes = memory.Float8E5M2 + 1
+type Index [collective.NumKinds][dtype.Count][collective.NumReductions]*Measurements
 
 // Measurements has the strategies for one operation, by size.
 type Measurements struct {
@@ -493,7 +491,7 @@ func isOdd(bytes int) bool { return bytes%16 != 0 }
 // nearest logarithm.
 func (t *Index) find(x *collective.Op) []Strategy {
 	bytes := x.Bytes()
-	if t == nil || bytes == 0 || x.DType >= numDTypes {
+	if t == nil || bytes == 0 || x.DType >= dtype.Count {
 		return nil
 	}
 	m := t[x.Kind][0][0]

@@ -217,6 +217,11 @@ func TestRegistryLoss(t *testing.T) {
 			ss[0].Close()
 			x := enlistAs(t, r, "x")
 			greet(t, begin(t, r, x, a))
+			if deed == "stop" { // the registry lives: it is not this process that has ended
+				require.NoError(t, cmd.Process.Signal(syscall.SIGCONT))
+				require.Error(t, cmd.Wait())
+				require.Contains(t, out.String(), "the registry in it closed the connection, and then refused this process: this process is not a member of the job any more")
+			}
 		})
 	}
 }

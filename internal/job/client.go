@@ -146,11 +146,14 @@ func (k *Client) disconnected(err error) {
 		who = "its launcher, which coordinates the job,"
 	}
 	reason := fmt.Sprintf("the connection to %s failed: %v", who, err)
+	refused, isRefused := errors.AsType[*RefusedError](err)
 	switch {
 	case silent:
 		reason = fmt.Sprintf("%s was %s", who, reasonOf(err, k.silenceLimit()))
-	case isClosedByPeer(err):
+	case errors.Is(err, errProcessEnded) && isClosedByPeer(err):
 		reason = "the coordinator's connection closed: its process ended"
+	case isRefused && isClosedByPeer(err):
+		reason = fmt.Sprintf("%s closed the connection, and then refused this process: %s", who, refused.Reason)
 	}
 	switch {
 	case down: // by this process

@@ -131,6 +131,9 @@ func (k *Client) reconnect(err error) (renewal, error) {
 	}
 }
 
+// errProcessEnded says that an attempt to connect again has shown that the coordinator's process has ended.
+var errProcessEnded = errors.New("its process ended")
+
 // redialOrGiveUp reports an attempt whose error no other attempt can fix.
 func (k *Client) redialOrGiveUp(broken error) {
 	err := k.redial()
@@ -139,8 +142,9 @@ func (k *Client) redialOrGiveUp(broken error) {
 	switch {
 	case isRefused:
 		k.Loss.Store(int32(lostByIt))
-		broken = fmt.Errorf("%w; connected again: %s", broken, refused.Reason)
+		broken = fmt.Errorf("%w; connected again: %w", broken, refused)
 	case provesEnd(err, k.To.Addr, k.ip):
+		broken = fmt.Errorf("%w: %w", broken, errProcessEnded)
 		// After a longer silence it may have gone on with other hosts before it ended, and they may go on now.
 		if k.Stream.isCertain(k.Hello.LostAfter) {
 			k.Loss.Store(int32(lostEnded))

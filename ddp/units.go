@@ -159,6 +159,7 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 		mine.Groups = c.Autotune.identities()
 	}
 	err = agree(context.Background(), g, op, mine, err)
+	mine.Groups = nil // the replicas reduce in groups of their own
 	for _, r := range c.Replicas { // also after an error, which the other ranks wait for
 		if r != nil && route.GroupOf(r).Check(op) == nil {
 			err = agree(context.Background(), r, op, mine, err)

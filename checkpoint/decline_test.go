@@ -17,9 +17,9 @@ import (
 // twoSavers are the savers of two processes in this one, each with one rank.
 func twoSavers(t *testing.T, devs []*device.Device, cfg *SaverConfig) (vs [2]*Saver) {
 	ctx, folder := testgpu.Context(t), t.TempDir()
-	boards := testgpu.Exchanges(ctx, 2)
+	exchanges := testgpu.Exchanges(ctx, 2)
 	onBoth(t, func(i int) error {
-		g, err := comm.Join(ctx, boards[i], devs[i], nil)
+		g, err := comm.Join(ctx, exchanges[i], devs[i], nil)
 		if err != nil {
 			return err
 		}

@@ -436,9 +436,9 @@ func (c *pipeline) begin(d *worker, s *phase, r *sequencer) error {
 	}
 	for _, l := range lists {
 		s.left.Add(1)
-		r.run(func(spare func()) {
+		r.run(func(allStarted func()) {
 			defer s.left.Done()
-			c.setError(d, c.move(files.Of(c.m.files[l.file]), c.ctx, d.files, l.pieces, files.Hooks{Moved: c.m.moved, Spare: spare, Devices: c.m.devices()}))
+			c.setError(d, c.move(files.Of(c.m.files[l.file]), c.ctx, d.files, l.pieces, files.Hooks{Moved: c.m.moved, AllStarted: allStarted, Devices: c.m.devices()}))
 		})
 	}
 	return nil
@@ -509,13 +509,13 @@ type sequencer struct {
 }
 
 // run returns when the move has nothing left to begin, and those before it have ended.
-func (r *sequencer) run(move func(spare func())) {
+func (r *sequencer) run(move func(allStarted func())) {
 	begun, ended, before := make(chan struct{}), make(chan struct{}), r.ended
-	spare := sync.OnceFunc(func() { close(begun) })
+	allStarted := sync.OnceFunc(func() { close(begun) })
 	go func() {
 		defer close(ended)
-		defer spare()
-		move(spare)
+		defer allStarted()
+		move(allStarted)
 	}()
 	<-begun
 	if before != nil {

@@ -23,18 +23,18 @@ func TestSequencer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		var r sequencer
 		var done [4]bool
-		var holds, spares [3]chan struct{}
+		var holds, starts [3]chan struct{}
 		for i := range holds {
-			holds[i], spares[i] = make(chan struct{}), make(chan struct{})
+			holds[i], starts[i] = make(chan struct{}), make(chan struct{})
 		}
 		begun := 0
 		go func() {
 			for i := range holds {
-				r.run(func(spare func()) {
+				r.run(func(allStarted func()) {
 					begun = i + 1
-					<-spares[i]
-					spare()
-					spare()
+					<-starts[i]
+					allStarted()
+					allStarted()
 					<-holds[i]
 					done[i] = true
 				})
@@ -49,16 +49,16 @@ func TestSequencer(t *testing.T) {
 			require.Equal(t, what, done[:])
 		}
 		expect(1, false, false, false, false)
-		close(spares[0])
+		close(starts[0])
 		expect(2, false, false, false, false)
-		close(spares[1])
+		close(starts[1])
 		expect(2, false, false, false, false)
 		close(holds[0])
 		expect(3, true, false, false, false)
 		close(holds[2])
 		close(holds[1])
 		expect(3, true, true, false, false)
-		close(spares[2])
+		close(starts[2])
 		expect(3, true, true, true, true)
 
 		r = sequencer{}

@@ -95,8 +95,8 @@ func (d *mortal) check() {
 	d.reset()
 }
 
-// spare reports whether the coordinator lives. From then on it does not die any more.
-func (d *mortal) spare() bool {
+// protect reports whether the coordinator lives. From then on it is not killed any more.
+func (d *mortal) protect() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.armed = false
@@ -167,7 +167,7 @@ func (j *deathJob) await(hosts ...int) bool {
 	for {
 		j.obey()
 		dead := j.isDead()
-		if j.runs(hosts, dead) && j.spare() == !dead {
+		if j.runs(hosts, dead) && j.protect() == !dead {
 			return !dead
 		}
 		select {

@@ -20,9 +20,9 @@ import (
 	"github.com/gochorus/chorus/internal/safe"
 )
 
-// strangerMain is a process of another user, who knows all but a secret. It joins a job as
+// otherUserMain is a process of another user, who knows all but a secret. It joins a job as
 // rank 1, or coordinates it, until its standard input ends.
-func strangerMain(deed, name, addr string) int {
+func otherUserMain(deed, name, addr string) int {
 	keys, err := job.DeriveKeys(nil, name)
 	if err != nil {
 		return 1
@@ -43,7 +43,7 @@ func strangerMain(deed, name, addr string) int {
 			return 1
 		}
 		ln = trusting{ln}
-		c := job.NewServer(ln, job.ServerConfig{Job: name, Key: keys.Control, Notify: func(string) {}, CoordConfig: job.CoordConfig{Size: 2, Self: job.Welcome{Host: "stranger", PID: os.Getpid(), Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}}})
+		c := job.NewServer(ln, job.ServerConfig{Job: name, Key: keys.Control, Notify: func(string) {}, CoordConfig: job.CoordConfig{Size: 2, Self: job.Welcome{Host: "other-user", PID: os.Getpid(), Heartbeat: quick.Heartbeat, LostAfter: quick.LostAfter}}})
 		fmt.Println("listening")
 		_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
 		c.Close()
@@ -51,7 +51,7 @@ func strangerMain(deed, name, addr string) int {
 	return 0
 }
 
-// trusting hides that connections are of Unix sockets: a stranger's coordinator takes all.
+// trusting hides that connections are of Unix sockets: another user's coordinator takes all.
 type trusting struct{ net.Listener }
 
 func (l trusting) Accept() (net.Conn, error) {
@@ -59,13 +59,13 @@ func (l trusting) Accept() (net.Conn, error) {
 	return struct{ net.Conn }{c}, err
 }
 
-// startStranger starts strangerMain as another user.
-func startStranger(t *testing.T, deed, job, addr string) (out *bufio.Reader, end func()) {
+// startOtherUser starts otherUserMain as another user.
+func startOtherUser(t *testing.T, deed, job, addr string) (out *bufio.Reader, end func()) {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start a process of another user")
 	}
-	cmd := exec.Command("/proc/self/exe", "stranger", deed, job, addr) // a link that needs no path
+	cmd := exec.Command("/proc/self/exe", "other-user", deed, job, addr) // a link that needs no path
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534, NoSetGroups: true}}
 	cmd.Stderr = os.Stderr
 	in, err := cmd.StdinPipe()
@@ -98,8 +98,8 @@ func oneHostConfig(t *testing.T, launcher, port string, rank int) *JoinConfig {
 	return cfg
 }
 
-// TestOneHostNeedsNoSecret runs a world of two by each launcher's environment, while a
-// stranger tries to be one of them.
+// TestOneHostNeedsNoSecret runs a world of two by each launcher's environment, while another
+// user tries to be one of them.
 func TestOneHostNeedsNoSecret(t *testing.T) {
 	for launcher := range oneHostEnvs {
 		t.Run(launcher, func(t *testing.T) {
@@ -124,7 +124,7 @@ func TestOneHostNeedsNoSecret(t *testing.T) {
 				for to.SameJob(t.Context()) != nil { // until rank 0 listens
 					require.NoError(t, t.Context().Err())
 				}
-				out, _ := startStranger(t, "join", c.Job, c.at)
+				out, _ := startOtherUser(t, "join", c.Job, c.at)
 				text, err := out.ReadString('\n')
 				require.NoError(t, err)
 				require.Contains(t, text, "kept out:")
@@ -144,13 +144,13 @@ func TestOneHostNeedsNoSecret(t *testing.T) {
 	}
 }
 
-// TestStrangerCoordinates takes the place of rank 0 before it comes.
-func TestStrangerCoordinates(t *testing.T) {
+// TestOtherUserCoordinates takes the place of rank 0 before it comes.
+func TestOtherUserCoordinates(t *testing.T) {
 	_, port, _ := net.SplitHostPort(freeAddr(t))
 	c := oneHostConfig(t, "torchrun", port, 1)
 	_, err := c.key()
 	require.NoError(t, err)
-	out, _ := startStranger(t, "coordinate", c.Job, c.at)
+	out, _ := startOtherUser(t, "coordinate", c.Job, c.at)
 	text, err := out.ReadString('\n')
 	require.NoError(t, err)
 	require.Equal(t, "listening\n", text)

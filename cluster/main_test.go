@@ -41,8 +41,8 @@ func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == "good" {
 		os.Exit(goodMain())
 	}
-	if len(os.Args) > 4 && os.Args[1] == "stranger" {
-		os.Exit(strangerMain(os.Args[2], os.Args[3], os.Args[4]))
+	if len(os.Args) > 4 && os.Args[1] == "other-user" {
+		os.Exit(otherUserMain(os.Args[2], os.Args[3], os.Args[4]))
 	}
 	if len(os.Args) > 1 && !strings.HasPrefix(os.Args[1], "-") {
 		fmt.Fprintf(os.Stderr, "no role of this test program: %q\n", os.Args[1:]) // otherwise it would run all tests, and start programs for ever

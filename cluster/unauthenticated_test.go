@@ -13,8 +13,8 @@ import (
 	"github.com/gochorus/chorus/internal/job"
 )
 
-// TestStrangers lets everybody who is no member talk to a running job's port.
-func TestStrangers(t *testing.T) {
+// TestUnauthenticatedPeers lets everybody who is no member talk to a running job's port.
+func TestUnauthenticatedPeers(t *testing.T) {
 	t.Parallel()
 	ss := joinWorld(t, 2, nil)
 	addr := ss[1].k.Addr

@@ -55,7 +55,7 @@ var _, _ comm.Deleter = (*cluster.World)(nil), (*cluster.Session)(nil)
 // TestDumpsAreDeleted checks that the dumps stay while a rank may read them, and not longer.
 func TestDumpsAreDeleted(t *testing.T) {
 	ctx := testgpu.Context(t)
-	gs, dumps := joinBoards(t, func(_ int, b *testgpu.Exchange) comm.Rendezvous { return b })
+	gs, dumps := joinExchanges(t, func(_ int, b *testgpu.Exchange) comm.Rendezvous { return b })
 	for rank := range 2 {
 		_ = comm.Analyzed(ctx, gs[rank], time.Minute, errors.New("late"))
 	}
@@ -73,11 +73,11 @@ func TestDumpsStayForALateRank(t *testing.T) {
 	goOn := make(chan struct{})
 	release := sync.OnceFunc(func() { close(goOn) })
 	defer release()
-	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Exchange) comm.Rendezvous {
+	gs, dumps := joinExchanges(t, func(rank int, b *testgpu.Exchange) comm.Rendezvous {
 		if rank == 0 {
 			return b
 		}
-		return &dumpBoard{b, func() error { <-goOn; return nil }}
+		return &dumpExchange{b, func() error { <-goOn; return nil }}
 	})
 	_ = comm.Analyzed(ctx, gs[0], time.Millisecond, errors.New("late"))
 	require.NoError(t, gs[0].Close())
@@ -92,11 +92,11 @@ func TestDumpsStayForALateRank(t *testing.T) {
 // TestDumpsStayWithoutOneOfThem has a rank that cannot write its dump.
 func TestDumpsStayWithoutOneOfThem(t *testing.T) {
 	ctx := testgpu.Context(t)
-	gs, dumps := joinBoards(t, func(rank int, b *testgpu.Exchange) comm.Rendezvous {
+	gs, dumps := joinExchanges(t, func(rank int, b *testgpu.Exchange) comm.Rendezvous {
 		if rank != 2 {
 			return b
 		}
-		return &dumpBoard{b, func() error { return errors.New("the store is full") }}
+		return &dumpExchange{b, func() error { return errors.New("the store is full") }}
 	})
 	for rank := range 2 {
 		_ = comm.Analyzed(ctx, gs[rank], time.Millisecond, errors.New("late"))
@@ -107,23 +107,23 @@ func TestDumpsStayWithoutOneOfThem(t *testing.T) {
 	require.Equal(t, []int{0, 1}, dumps())
 }
 
-// joinBoards joins a group of three ranks whose boards are wrapped, and returns a function that lists the ranks
+// joinExchanges joins a group of three ranks whose exchanges are wrapped, and returns a function that lists the ranks
 // whose dumps are in the store.
-func joinBoards(t *testing.T, wrap func(rank int, b *testgpu.Exchange) comm.Rendezvous) (gs []*comm.Group, dumps func() []int) {
+func joinExchanges(t *testing.T, wrap func(rank int, b *testgpu.Exchange) comm.Rendezvous) (gs []*comm.Group, dumps func() []int) {
 	t.Helper()
 	ctx := testgpu.Context(t)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	boards := testgpu.Exchanges(ctx, len(devs))
+	exchanges := testgpu.Exchanges(ctx, len(devs))
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup
-	for i, b := range boards {
+	for i, b := range exchanges {
 		wg.Go(func() { gs[i], errs[i] = comm.Join(ctx, wrap(i, b), devs[i], nil) })
 	}
 	wg.Wait()
 	require.NoError(t, errors.Join(errs...))
 	return gs, func() (list []int) {
 		for rank := range gs {
-			if boards[0].Has(comm.DumpKey(gs[0], rank)) {
+			if exchanges[0].Has(comm.DumpKey(gs[0], rank)) {
 				list = append(list, rank)
 			}
 		}
@@ -131,13 +131,13 @@ func joinBoards(t *testing.T, wrap func(rank int, b *testgpu.Exchange) comm.Rend
 	}
 }
 
-// A dumpBoard calls a function before its rank writes its dump, and does not write it if the function fails.
-type dumpBoard struct {
+// A dumpExchange calls a function before its rank writes its dump, and does not write it if the function fails.
+type dumpExchange struct {
 	*testgpu.Exchange
 	before func() error
 }
 
-func (b *dumpBoard) Set(ctx context.Context, key string, value []byte) error {
+func (b *dumpExchange) Set(ctx context.Context, key string, value []byte) error {
 	if strings.HasSuffix(key, fmt.Sprint("dump/", b.Rank())) {
 		if err := b.before(); err != nil {
 			return err

@@ -17,10 +17,10 @@ import (
 	"github.com/gochorus/chorus/nccl"
 )
 
-// An impatient board limits each wait for a request, as the store of a job does.
-type impatient struct{ *testgpu.Exchange }
+// A limitedExchange limits each wait for a request, as the store of a job does.
+type limitedExchange struct{ *testgpu.Exchange }
 
-func (b impatient) Get(ctx context.Context, key string) ([]byte, error) {
+func (b limitedExchange) Get(ctx context.Context, key string) ([]byte, error) {
 	if strings.HasSuffix(key, "dump/wanted") {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, shortTimeout/100)
@@ -29,14 +29,14 @@ func (b impatient) Get(ctx context.Context, key string) ([]byte, error) {
 	return b.Exchange.Get(ctx, key)
 }
 
-// joinImpatient makes a group of one rank for each device over impatient boards.
-func joinImpatient(t *testing.T, devs []*device.Device, limit time.Duration) []*comm.Group {
+// joinLimited returns a group of one rank for each device, over exchanges whose waits are limited.
+func joinLimited(t *testing.T, devs []*device.Device, limit time.Duration) []*comm.Group {
 	t.Helper()
 	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
 	var wg sync.WaitGroup
 	for i, b := range testgpu.Exchanges(testgpu.Context(t), len(devs)) {
 		wg.Go(func() {
-			gs[i], errs[i] = comm.Join(testgpu.Context(t), impatient{b}, devs[i], &comm.Config{NCCL: &nccl.Config{Timeout: limit}})
+			gs[i], errs[i] = comm.Join(testgpu.Context(t), limitedExchange{b}, devs[i], &comm.Config{NCCL: &nccl.Config{Timeout: limit}})
 		})
 	}
 	wg.Wait()
@@ -54,7 +54,7 @@ func joinImpatient(t *testing.T, devs []*device.Device, limit time.Duration) []*
 // than its store permits.
 func TestTimeoutHasTheVerdict(t *testing.T) {
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
-		gs := joinImpatient(t, devs, shortTimeout)
+		gs := joinLimited(t, devs, shortTimeout)
 		xs, _ := shards(t, gs[0], 8)
 		err := comm.AllReduce(gs[0], comm.Sum, xs...)
 		if err == nil {
@@ -72,7 +72,7 @@ func TestVerdictOfASubgroup(t *testing.T) {
 	late := errors.New("late")
 	for name, hangs := range map[string]bool{"subgroup hangs": true, "only the world group hangs": false} {
 		t.Run(name, func(t *testing.T) {
-			gs := joinImpatient(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), time.Minute)
+			gs := joinLimited(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), time.Minute)
 			issuers := []*comm.Group{gs[0], gs[1]}
 			sub := splitPair(t, gs)
 			if hangs {

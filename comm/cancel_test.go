@@ -116,7 +116,7 @@ func TestJoinIsCancelledAtAnyTime(t *testing.T) {
 			join := func(each func(rank int) (context.Context, context.CancelFunc)) []error {
 				errs := make([]error, len(devs))
 				var all sync.WaitGroup
-				for i, b := range boards(t.Context(), len(devs)) {
+				for i, b := range exchanges(t.Context(), len(devs)) {
 					all.Go(func() {
 						ctx, cancel := each(i)
 						defer cancel()

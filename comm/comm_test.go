@@ -89,9 +89,9 @@ func TestMismatches(t *testing.T) {
 	})
 }
 
-type board = testgpu.Exchange
+type exchange = testgpu.Exchange
 
-var boards = testgpu.Exchanges
+var exchanges = testgpu.Exchanges
 
 func TestJoin(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
@@ -232,7 +232,7 @@ func TestJoinEndsWithContext(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Millisecond)
 	defer cancel()
-	_, err := comm.Join(ctx, boards(context.Background(), 2)[0], devs[0], nil)
+	_, err := comm.Join(ctx, exchanges(context.Background(), 2)[0], devs[0], nil)
 	require.ErrorIs(t, err, context.DeadlineExceeded)
 	require.ErrorContains(t, err, "wait for rank 1")
 }
@@ -254,7 +254,7 @@ func TestJoinNamesWhoFails(t *testing.T) {
 			if early {
 				ranks = 3
 			}
-			bs, errs := boards(t.Context(), ranks), make([]error, 2)
+			bs, errs := exchanges(t.Context(), ranks), make([]error, 2)
 			var wg sync.WaitGroup
 			for i := range errs {
 				cfg, ctx := &device.SystemConfig{VirtualDevices: 2}, testgpu.Context(t)

@@ -28,7 +28,7 @@ func TestEveryRankWritesItsRecorder(t *testing.T) {
 	t.Setenv(env.NCCLTraceFile.Name, filepath.Join(dir, "trace-"))
 	t.Setenv(env.CommStrategy.Name, "nccl") // a rank with Chorus kernels holds a lock while its stream sleeps, which stops virtual time
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
-		gs := joinImpatient(t, devs, time.Minute)
+		gs := joinLimited(t, devs, time.Minute)
 		reduce := func(gs ...*comm.Group) {
 			errs := make([]error, len(gs))
 			var wg sync.WaitGroup
@@ -124,7 +124,7 @@ func TestEveryEndLeavesFiles(t *testing.T) {
 func TestMemoryAfterABrokenGroup(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
-		gs := joinImpatient(t, devs, time.Minute)
+		gs := joinLimited(t, devs, time.Minute)
 		var bufs [2]comm.Shards[float32]
 		var errs [2]error
 		var wg sync.WaitGroup

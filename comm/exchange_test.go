@@ -18,26 +18,26 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// A countingBoard counts the calls of all ranks.
-type countingBoard struct {
+// A countingExchange counts the calls of all ranks.
+type countingExchange struct {
 	*testgpu.Exchange
 	calls *atomic.Int64
 }
 
-func (b countingBoard) Set(ctx context.Context, key string, value []byte) error {
+func (b countingExchange) Set(ctx context.Context, key string, value []byte) error {
 	b.calls.Add(1)
 	return b.Exchange.Set(ctx, key, value)
 }
 
-func (b countingBoard) Get(ctx context.Context, key string) ([]byte, error) {
+func (b countingExchange) Get(ctx context.Context, key string) ([]byte, error) {
 	b.calls.Add(1)
 	return b.Exchange.Get(ctx, key)
 }
 
-// A gatheringBoard gets several values by one call, as a store of package cluster does.
-type gatheringBoard struct{ countingBoard }
+// A gatheringExchange gets several values by one call, as a store of package cluster does.
+type gatheringExchange struct{ countingExchange }
 
-func (b gatheringBoard) GetAll(ctx context.Context, keys ...string) (all [][]byte, err error) {
+func (b gatheringExchange) GetAll(ctx context.Context, keys ...string) (all [][]byte, err error) {
 	b.calls.Add(1)
 	for _, key := range keys {
 		value, err := b.Exchange.Get(ctx, key)
@@ -49,14 +49,14 @@ func (b gatheringBoard) GetAll(ctx context.Context, keys ...string) (all [][]byt
 	return all, nil
 }
 
-// eachRank calls fn for all ranks of a board at the same time, and returns the number of calls.
+// eachRank calls fn for all ranks of an exchange at the same time, and returns the number of calls.
 func eachRank(t *testing.T, ranks int, gathers bool, fn func(rank int, r comm.Rendezvous) error) int {
 	var calls atomic.Int64
 	var wg sync.WaitGroup
 	for rank, b := range testgpu.Exchanges(t.Context(), ranks) {
-		var r comm.Rendezvous = countingBoard{b, &calls}
+		var r comm.Rendezvous = countingExchange{b, &calls}
 		if gathers {
-			r = gatheringBoard{countingBoard{b, &calls}}
+			r = gatheringExchange{countingExchange{b, &calls}}
 		}
 		wg.Go(func() {
 			if err := fn(rank, r); err != nil {
@@ -128,13 +128,13 @@ func TestCallsOfAJoin(t *testing.T) {
 	}
 }
 
-// A hostBoard has the name of a host, as sessions do.
-type hostBoard struct {
+// A hostExchange has the name of a host, as sessions do.
+type hostExchange struct {
 	*testgpu.Exchange
 	host string
 }
 
-func (b hostBoard) Host() string { return b.host }
+func (b hostExchange) Host() string { return b.host }
 
 // TestJoinNamesHosts has two ranks on one GPU. The error has the name of the host in the job.
 func TestJoinNamesHosts(t *testing.T) {
@@ -142,7 +142,7 @@ func TestJoinNamesHosts(t *testing.T) {
 	errs := make([]error, 2)
 	var wg sync.WaitGroup
 	for i, b := range testgpu.Exchanges(t.Context(), 2) {
-		wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), hostBoard{b, "pod-a"}, devs[0], nil) })
+		wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), hostExchange{b, "pod-a"}, devs[0], nil) })
 	}
 	wg.Wait()
 	for _, err := range errs {

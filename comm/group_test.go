@@ -155,10 +155,10 @@ func TestNaNOfASingleOperation(t *testing.T) {
 	})
 }
 
-// A nanBoard returns the report of a NaN a moment after the end of the rank that has reported it.
-type nanBoard struct{ *testgpu.Exchange }
+// A nanExchange returns the report of a NaN a moment after the end of the rank that has reported it.
+type nanExchange struct{ *testgpu.Exchange }
 
-func (b nanBoard) Get(ctx context.Context, key string) ([]byte, error) {
+func (b nanExchange) Get(ctx context.Context, key string) ([]byte, error) {
 	v, err := b.Exchange.Get(ctx, key)
 	if prefix, ok := strings.CutSuffix(key, "nan"); ok && err == nil {
 		_, err = b.Exchange.Get(ctx, prefix+"ended")
@@ -172,18 +172,18 @@ func TestNaNAfterTheEnd(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv(env.NCCLTraceFile.Name, filepath.Join(dir, "trace-"))
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
-		gs, errs, boards := make([]*comm.Group, 2), make([]error, 2), testgpu.Exchanges(testgpu.Context(t), 2)
+		gs, errs, exchanges := make([]*comm.Group, 2), make([]error, 2), testgpu.Exchanges(testgpu.Context(t), 2)
 		cfg := &comm.Config{Strategy: comm.NCCLOnly, NCCL: &nccl.Config{NaNCheck: true}}
 		var wg sync.WaitGroup
-		for i, b := range boards {
-			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), nanBoard{b}, devs[i], cfg) })
+		for i, b := range exchanges {
+			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), nanExchange{b}, devs[i], cfg) })
 		}
 		wg.Wait()
 		require.NoError(t, errors.Join(errs...))
 		nan, ended := gs[0].NaNKey()
 		report := `{"Rank":1,"Size":2,"Device":"virtual:1","Record":7,"Operation":"ncclAllReduce","Index":3}`
-		require.NoError(t, boards[1].Set(t.Context(), nan, []byte(report)))
-		require.NoError(t, boards[1].Set(t.Context(), ended, []byte("1 failed: the input is not a number")))
+		require.NoError(t, exchanges[1].Set(t.Context(), nan, []byte(report)))
+		require.NoError(t, exchanges[1].Set(t.Context(), ended, []byte("1 failed: the input is not a number")))
 		var e *nccl.NaNError
 		require.ErrorAs(t, gs[0].RootCause(nccl.ErrorRemote), &e)
 		require.Equal(t, []any{1, uint64(7), 3}, []any{e.Rank, e.Record, e.Index})

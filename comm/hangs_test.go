@@ -154,7 +154,7 @@ func (h *hangCase) check(t *testing.T, devs []*device.Device, connected bool) {
 		t.Skip(h.virtual)
 	}
 	ctx := testgpu.Context(t)
-	gs := joinImpatient(t, devs, time.Minute)
+	gs := joinLimited(t, devs, time.Minute)
 	n := hangElements(devs)
 	errs, waits, bufs := make([]error, len(gs)), make([]error, len(gs)), make([][]memory.Slice[float32], len(gs))
 	both := func(call func(i int, g *comm.Group)) {

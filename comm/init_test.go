@@ -360,7 +360,7 @@ func requireEnded(t *testing.T, g *comm.Group) {
 
 // A keyed Rendezvous has keys of a secret, like a session of package cluster.
 type keyed struct {
-	*board
+	*exchange
 	key []byte
 	err error
 }
@@ -370,10 +370,10 @@ func (k *keyed) Key(string) ([]byte, error) { return k.key, k.err }
 func TestEncryptedJoin(t *testing.T) {
 	t.Setenv("CHORUS_NCCL_ENCRYPT", "yes")
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.32.3"})
-	joinBy := func(of func(b *board) comm.Rendezvous) []error {
+	joinBy := func(of func(b *exchange) comm.Rendezvous) []error {
 		gs, errs := make([]*comm.Group, 2), make([]error, 2)
 		var wg sync.WaitGroup
-		for i, b := range boards(t.Context(), 2) {
+		for i, b := range exchanges(t.Context(), 2) {
 			wg.Go(func() { gs[i], errs[i] = comm.Join(t.Context(), of(b), devs[i], nil) })
 		}
 		wg.Wait()
@@ -382,14 +382,14 @@ func TestEncryptedJoin(t *testing.T) {
 		}
 		return errs
 	}
-	for _, err := range joinBy(func(b *board) comm.Rendezvous { return b }) {
+	for _, err := range joinBy(func(b *exchange) comm.Rendezvous { return b }) {
 		require.ErrorContains(t, err, "CHORUS_NCCL_ENCRYPT is yes, but a")
 	}
 	none := errors.New("the job has no secret")
-	for _, err := range joinBy(func(b *board) comm.Rendezvous { return &keyed{board: b, err: none} }) {
+	for _, err := range joinBy(func(b *exchange) comm.Rendezvous { return &keyed{exchange: b, err: none} }) {
 		require.ErrorContains(t, err, none.Error()) // of this rank, or of the other one as text
 	}
-	require.NoError(t, errors.Join(joinBy(func(b *board) comm.Rendezvous { return &keyed{board: b, key: make([]byte, 32)} })...))
+	require.NoError(t, errors.Join(joinBy(func(b *exchange) comm.Rendezvous { return &keyed{exchange: b, key: make([]byte, 32)} })...))
 	require.ErrorContains(t, nccl.SetEncryption(devs[0], nil), "a key of 0 bytes")
 	require.ErrorIs(t, nccl.SetEncryption(devs[0], []byte("another key of 32 bytes or more..")), nccl.ErrorInvalidUsage, "the key is set")
 }
@@ -521,7 +521,7 @@ func subOfLists(t *testing.T, lists [][]int) {
 	devs, ctx := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), testgpu.Context(t)
 	var wg sync.WaitGroup
 	errs, ends := make([]error, 3), make([]error, 3)
-	for i, b := range boards(t.Context(), 3) {
+	for i, b := range exchanges(t.Context(), 3) {
 		wg.Go(func() {
 			g, err := comm.Join(ctx, b, devs[i], nil)
 			if err != nil {
@@ -547,7 +547,7 @@ func TestClosesOfRanksThatDiffer(t *testing.T) {
 	errs := make([]error, 3)
 	for range 20 {
 		var wg sync.WaitGroup
-		for i, b := range boards(t.Context(), 3) {
+		for i, b := range exchanges(t.Context(), 3) {
 			wg.Go(func() {
 				g, err := comm.Join(ctx, b, devs[i], nil)
 				if errs[i] = err; err == nil {

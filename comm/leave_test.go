@@ -107,13 +107,13 @@ func TestRankThatLeaves(t *testing.T) {
 	}
 }
 
-// A slowBoard needs a time for each value that its rank sets, and overwrites values, as the store of a job does.
-type slowBoard struct {
+// A slowExchange needs a time for each value that its rank sets, and overwrites values, as the store of a job does.
+type slowExchange struct {
 	*testgpu.Exchange
 	delay *atomic.Int64
 }
 
-func (b slowBoard) Set(ctx context.Context, key string, value []byte) error {
+func (b slowExchange) Set(ctx context.Context, key string, value []byte) error {
 	select {
 	case <-time.After(time.Duration(b.delay.Load())):
 		_, _ = b.Delete(ctx, key) // which cannot fail
@@ -131,7 +131,7 @@ func TestRankLeavesWithASlowStore(t *testing.T) {
 		gs, errs := make([]*comm.Group, 2), make([]error, 2)
 		var wg sync.WaitGroup
 		for i, b := range testgpu.Exchanges(testgpu.Context(t), 2) {
-			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), slowBoard{b, &delay}, devs[i], nil) })
+			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), slowExchange{b, &delay}, devs[i], nil) })
 		}
 		wg.Wait()
 		require.NoError(t, errors.Join(errs...))
@@ -152,14 +152,14 @@ func TestRankLeavesWithASlowStore(t *testing.T) {
 	})
 }
 
-// A stuckBoard is the board of a rank that hears of the others' agreement to shut down only after a delay.
-type stuckBoard struct {
-	slowBoard
+// A stuckExchange is the exchange of a rank that hears of the others' agreement to shut down only after a delay.
+type stuckExchange struct {
+	slowExchange
 	stuck time.Duration
 }
 
-func (b stuckBoard) Get(ctx context.Context, key string) ([]byte, error) {
-	v, err := b.slowBoard.Get(ctx, key)
+func (b stuckExchange) Get(ctx context.Context, key string) ([]byte, error) {
+	v, err := b.slowExchange.Get(ctx, key)
 	if strings.HasSuffix(key, "leave/answer") {
 		time.Sleep(b.stuck)
 	}
@@ -172,9 +172,9 @@ func joinThree(t *testing.T, devs []*device.Device, stuck time.Duration) []*comm
 	gs, errs := make([]*comm.Group, 3), make([]error, 3)
 	var wg sync.WaitGroup
 	for i, b := range testgpu.Exchanges(testgpu.Context(t), 3) {
-		var r comm.Rendezvous = &slowBoard{b, new(atomic.Int64)}
+		var r comm.Rendezvous = &slowExchange{b, new(atomic.Int64)}
 		if i == 1 {
-			r = &stuckBoard{slowBoard{b, new(atomic.Int64)}, stuck}
+			r = &stuckExchange{slowExchange{b, new(atomic.Int64)}, stuck}
 		}
 		wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), r, devs[i], nil) })
 	}

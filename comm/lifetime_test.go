@@ -76,7 +76,7 @@ func TestJoinTwice(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		errs := make([]error, 2)
 		var wg sync.WaitGroup
-		for i, b := range boards(t.Context(), 2) {
+		for i, b := range exchanges(t.Context(), 2) {
 			wg.Go(func() {
 				for n := range 2 {
 					g, err := comm.Join(testgpu.Context(t), b, devs[i], nil)

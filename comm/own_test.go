@@ -346,7 +346,7 @@ func TestStrategiesThatDisagree(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	errs := make([]error, 2)
 	var wg sync.WaitGroup
-	for i, b := range boards(t.Context(), 2) {
+	for i, b := range exchanges(t.Context(), 2) {
 		wg.Go(func() {
 			_, errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: []comm.Strategy{comm.OwnKernels, comm.NCCLOnly}[i]})
 		})
@@ -421,7 +421,7 @@ func TestWindowsThatCannotBeAborted(t *testing.T) {
 func TestVersionsThatDisagree(t *testing.T) {
 	errs := make([]error, 2)
 	var wg sync.WaitGroup
-	for i, b := range boards(t.Context(), 2) {
+	for i, b := range exchanges(t.Context(), 2) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: []string{"2.28.3", "2.26.2"}[i]})
 		wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), b, devs[i], nil) })
 	}

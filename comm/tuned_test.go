@@ -73,7 +73,7 @@ func TestTuningOfRankZero(t *testing.T) {
 	gs, errs := make([]*comm.Group, 3), make([]error, 3)
 	tunings := make([]*comm.Tuning, 3)
 	var wg sync.WaitGroup
-	for i, b := range boards(t.Context(), 3) {
+	for i, b := range exchanges(t.Context(), 3) {
 		tunings[i] = anyTuning(at, rand.New(rand.NewPCG(5, uint64(i))))
 		wg.Go(func() {
 			gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: tunings[i]})
@@ -98,15 +98,15 @@ func TestTuningOfRankZero(t *testing.T) {
 	require.NoError(t, errors.Join(errs...))
 }
 
-// A farBoard is the rendezvous of a rank on another host than this process is on: what it
+// A farExchange is the rendezvous of a rank on another host than this process is on: what it
 // says of its own is said of that one.
-type farBoard struct {
-	*board
+type farExchange struct {
+	*exchange
 	host string
 }
 
-func (b farBoard) Set(ctx context.Context, key string, value []byte) error {
-	return b.board.Set(ctx, key, bytes.ReplaceAll(value, []byte(fabric.Host()), []byte(b.host)))
+func (b farExchange) Set(ctx context.Context, key string, value []byte) error {
+	return b.exchange.Set(ctx, key, bytes.ReplaceAll(value, []byte(fabric.Host()), []byte(b.host)))
 }
 
 // TestSitesOfSeveralHosts joins ranks of three hosts, and groups of some of them: a tuning
@@ -117,11 +117,11 @@ func TestSitesOfSeveralHosts(t *testing.T) {
 	t.Setenv(env.TuningFile.Name, filepath.Join(t.TempDir(), "tuning.json"))
 	var wg sync.WaitGroup
 	errs := make([]error, 4)
-	for i, b := range boards(t.Context(), 4) {
+	for i, b := range exchanges(t.Context(), 4) {
 		wg.Go(func() {
 			errs[i] = func() error {
 				ctx := testgpu.Context(t)
-				g, err := comm.Join(ctx, farBoard{b, hosts[i]}, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
+				g, err := comm.Join(ctx, farExchange{b, hosts[i]}, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
 				if err != nil {
 					return err
 				}

@@ -152,7 +152,7 @@ func TestTunePlansThatDiffer(t *testing.T) {
 	gs, errs := make([]*comm.Group, 2), make([]error, 2)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	var wg sync.WaitGroup
-	for i, b := range boards(t.Context(), 2) {
+	for i, b := range exchanges(t.Context(), 2) {
 		wg.Go(func() {
 			gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
 		})

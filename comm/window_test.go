@@ -153,7 +153,7 @@ func TestWindowsThatOneRankCannotHave(t *testing.T) {
 				devs = testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: fault})
 				errs := make([]error, 3)
 				var wg sync.WaitGroup
-				for i, b := range boards(t.Context(), 3) {
+				for i, b := range exchanges(t.Context(), 3) {
 					wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), b, devs[i], cfg) })
 				}
 				wg.Wait()

@@ -66,7 +66,7 @@ func (w *worker) read() error {
 		}
 		win, ok := t.claim()
 		if !ok {
-			t.spare()
+			t.allStarted()
 			return w.all(w.awaitCopies)
 		}
 		if err := t.fetch(win, w.held[i].slot); err != nil {
@@ -172,7 +172,7 @@ func (w *worker) write() error {
 		}
 		win, ok := t.claim()
 		if !ok {
-			t.spare()
+			t.allStarted()
 			return w.all(w.store)
 		}
 		if err := w.copy(i, win, w.copyStream.download); err != nil {

@@ -257,10 +257,10 @@ func (t *transfer) tell(bytes int64) {
 	}
 }
 
-// spare reports that a worker has no window left to start.
-func (t *transfer) spare() {
-	if t.hooks.Spare != nil {
-		t.hooks.Spare()
+// allStarted reports that a worker has no window left to start.
+func (t *transfer) allStarted() {
+	if t.hooks.AllStarted != nil {
+		t.hooks.AllStarted()
 	}
 }
 

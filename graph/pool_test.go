@@ -150,7 +150,7 @@ func TestPoolKeepsStreamsApart(t *testing.T) {
 		b := newBench(t, devs[0])
 		side := newStream(t, devs[0])
 		v := b.make(3)
-		var first, stranger, shared, last memory.Slice[float32]
+		var first, unrelated, shared, last memory.Slice[float32]
 		x, err := graph.Capture([]*stream.Stream{b.s, side}, func() (err error) {
 			make := func(s *stream.Stream) memory.Slice[float32] {
 				y, e := memory.Make[float32](s, elems)
@@ -159,9 +159,9 @@ func TestPoolKeepsStreamsApart(t *testing.T) {
 			}
 			first = make(b.s)
 			err = errors.Join(err, memory.Copy(b.s, first, v), first.Close())
-			stranger = make(side)
-			require.NotEqual(t, first.Ptr(), stranger.Ptr())
-			err = errors.Join(err, memory.Copy(side, stranger, v))
+			unrelated = make(side)
+			require.NotEqual(t, first.Ptr(), unrelated.Ptr())
+			err = errors.Join(err, memory.Copy(side, unrelated, v))
 			shared = make(b.s)
 			require.Equal(t, first.Ptr(), shared.Ptr())
 			err = errors.Join(err, shared.RecordStream(side), shared.Close())
@@ -171,9 +171,9 @@ func TestPoolKeepsStreamsApart(t *testing.T) {
 		}, nil)
 		require.NoError(t, err)
 		require.NoError(t, x.Launch(b.s))
-		b.want(3, stranger)
+		b.want(3, unrelated)
 		require.Equal(t, 2*4096, x.Pool().Allocated())
-		require.NoError(t, errors.Join(stranger.Close(), last.Close(), x.Close()))
+		require.NoError(t, errors.Join(unrelated.Close(), last.Close(), x.Close()))
 	})
 }
 

@@ -324,7 +324,7 @@ func TestSanitizerMemory(t *testing.T) {
 			arg := kernel.Ptr(x)
 			require.NoError(t, x.Close())
 			require.True(t, y.judged(func() { y.launch(1, arg, none, none, none, none, none) }))
-			require.Contains(t, strings.Join(y.sys.Reports(), "\n"), "freed by MemReturn")
+			require.Contains(t, strings.Join(y.sys.Reports(), "\n"), "freed by MemFreed")
 		},
 		"reuse without RecordStream": func(t *testing.T, y *yard) { require.True(t, y.reused(false)) },
 		"reuse with RecordStream":    func(t *testing.T, y *yard) { require.False(t, y.reused(true)) },

@@ -31,11 +31,11 @@ type heap struct {
 	hasPending atomic.Bool // retired is not empty
 	closed     atomic.Bool // the System was closed
 
-	mu      sync.Mutex
-	spare   []*event
-	retired []*stream.Stream // streams to release
-	engines []*uncached      // every engine this heap has ever had
-	used    bool             // memory was allocated
+	mu         sync.Mutex
+	freeEvents []*event
+	retired    []*stream.Stream // streams to release
+	engines    []*uncached      // every engine this heap has ever had
+	used       bool             // memory was allocated
 
 	adopted adoptions
 
@@ -263,12 +263,12 @@ func (h *heap) owner(addr uint64) freer {
 // auditor reports allocations to virtual devices.
 type auditor struct{ cudadrv.Auditor }
 
-func (a auditor) Lend(s alloc.Stream, addr, bytes uint64) {
-	a.MemLend(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
+func (a auditor) Allocated(s alloc.Stream, addr, bytes uint64) {
+	a.MemAllocated(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
 }
 
-func (a auditor) Return(s alloc.Stream, addr, bytes uint64) {
-	a.MemReturn(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
+func (a auditor) Freed(s alloc.Stream, addr, bytes uint64) {
+	a.MemFreed(cudadrv.DevicePtr(addr), uintptr(bytes), gpu.StreamOf(s.(*streamCache).s).Raw())
 }
 
 // EmptyCache returns all cached memory that is not in use to the driver

@@ -236,12 +236,12 @@ func (h *heap) allocated() []Use {
 		to.Bytes += used
 		list[3].Bytes += s.Size - used
 	}
-	list[0].Bytes += h.lent()
+	list[0].Bytes += h.uncachedBytes()
 	return list
 }
 
-// lent returns the bytes that Allocators without a cache have allocated for the device.
-func (h *heap) lent() (bytes uint64) {
+// uncachedBytes returns the bytes that Allocators without a cache have allocated for the device.
+func (h *heap) uncachedBytes() (bytes uint64) {
 	h.mu.Lock()
 	engines := slices.Clone(h.engines)
 	h.mu.Unlock()

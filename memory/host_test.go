@@ -187,7 +187,7 @@ func TestHostEventsAreShared(t *testing.T) {
 		require.Zero(t, h.counts().ActiveRequests.Current)
 		require.Empty(t, h.marks.watches)
 		require.Empty(t, h.pending)
-		require.Equal(t, 2, h.marks.spare.Len(gpu.DeviceOf(devs[0])), "the events are used again")
+		require.Equal(t, 2, h.marks.free.Len(gpu.DeviceOf(devs[0])), "the events are used again")
 	})
 }
 

@@ -18,7 +18,7 @@ type hostMarks struct {
 	watches map[watchKey]*hostWatch // guarded by the allocator's lock
 
 	mu     sync.Mutex // held while querying; not needed to end a lease
-	spare  gpu.Events
+	free   gpu.Events
 	closed bool
 }
 
@@ -153,12 +153,12 @@ func (m *hostMarks) record(w *hostWatch) bool {
 	if err != nil || captured {
 		return false
 	}
-	e, err := m.spare.Take(d)
+	e, err := m.free.Take(d)
 	if err != nil {
 		return false
 	}
 	if d.RecordEvent(e, gpu.StreamOf(w.s).Raw()) != nil {
-		m.spare.Give(d, e)
+		m.free.Give(d, e)
 		return false
 	}
 	w.events = append(w.events, numbered{e, w.last})
@@ -176,18 +176,18 @@ func (m *hostMarks) query(w *hostWatch) (passed uint64) {
 			break // not reached yet, or the device is lost
 		}
 		passed, w.events = x.number, w.events[1:]
-		m.spare.Give(d, x.event)
+		m.free.Give(d, x.event)
 	}
 	return passed
 }
 
-// close destroys the spare events. Events that streams have not passed yet are
+// close destroys the free events. Events that streams have not passed yet are
 // destroyed with their contexts.
 func (m *hostMarks) close() error {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	m.closed = true
-	return m.spare.Close()
+	return m.free.Close()
 }
 
 // pollEvery is the interval of the background polling, the same as torch's.

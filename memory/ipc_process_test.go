@@ -57,7 +57,7 @@ func TestIPCWorker(t *testing.T) {
 	s, err := stream.New(dev, nil)
 	require.NoError(t, err)
 	defer s.Close()
-	patient(dev)
+	lengthenClose(dev)
 	w := &worker{t: t, s: s}
 	in := json.NewDecoder(os.Stdin)
 	for {
@@ -219,7 +219,7 @@ func eachShareable(t *testing.T, fn func(t *testing.T, s *stream.Stream, kind st
 				s, err := stream.New(devs[0], nil)
 				require.NoError(t, err)
 				defer s.Close()
-				patient(devs[0])
+				lengthenClose(devs[0])
 				fn(t, s, kind)
 			})
 		})

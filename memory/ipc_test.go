@@ -142,12 +142,12 @@ func aside(t testing.TB) *stream.Stream {
 	s, err := stream.New(testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0], nil)
 	require.NoError(t, err)
 	t.Cleanup(func() { require.NoError(t, s.Close()) })
-	patient(s.Device())
+	lengthenClose(s.Device())
 	return s
 }
 
-// patient gives other processes much time to answer a request to close.
-func patient(dev *device.Device) { ipcOf(dev).closeTimeout = time.Minute }
+// lengthenClose gives other processes much time to answer a request to close.
+func lengthenClose(dev *device.Device) { ipcOf(dev).closeTimeout = time.Minute }
 
 // ints returns numbers that ascend. Nobody else has the slice yet, so the race detector need
 // not look at it.

@@ -134,7 +134,7 @@ func (p *Pool) part(h *heap, captured bool) (*alloc.Pool, error) {
 	if x := p.parts[key]; x != nil {
 		return x, nil
 	}
-	cfg := alloc.PoolConfig{ID: p.id, NoSplit: p.cfg.NoSplit, Spare: p.cfg.UseOnOOM && !captured, Graphs: captured}
+	cfg := alloc.PoolConfig{ID: p.id, NoSplit: p.cfg.NoSplit, UseOnOOM: p.cfg.UseOnOOM && !captured, Graphs: captured}
 	if p.cfg.Allocator != nil {
 		cfg.Source = allocatorSource{p.cfg.Allocator}
 	}

@@ -40,19 +40,19 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 				p := cudadrv.DevicePtr(m.x.Ptr())
 				require.NoError(t, m.x.Close())
 				return set(m.a, p, 4)
-			}, "freed by MemReturn"},
+			}, "freed by MemFreed"},
 			"use of a part after free": {func(t *testing.T, m *bench) error {
 				part := cudadrv.DevicePtr(m.x.Slice(100, 200).Ptr())
 				require.NoError(t, m.x.Close())
 				return set(m.a, part, 4)
-			}, "freed by MemReturn"},
+			}, "freed by MemFreed"},
 			"use beyond the end": {func(t *testing.T, m *bench) error {
 				y, err := memory.Make[int32](m.a, 128)
 				require.NoError(t, err)
 				p := cudadrv.DevicePtr(y.Ptr())
 				require.NoError(t, y.Close())
 				return set(m.a, p-4, 8)
-			}, "MemReturn"},
+			}, "MemFreed"},
 			"use before free": {func(t *testing.T, m *bench) error {
 				err := set(m.a, cudadrv.DevicePtr(m.x.Ptr()), 4000)
 				require.NoError(t, m.x.Close())
@@ -82,7 +82,7 @@ func TestStrictDevicesKnowTheBlocks(t *testing.T) {
 				require.NoError(t, m.a.Sync(testgpu.Context(t)))
 				open()
 				return err
-			}, "MemReturn"},
+			}, "MemFreed"},
 			"a record of another stream": {func(t *testing.T, m *bench) error {
 				require.NoError(t, m.b.WaitStream(m.a))
 				require.NoError(t, m.x.RecordStream(m.b))
@@ -162,7 +162,7 @@ func TestMissingRecordStreamIsReported(t *testing.T) {
 		errA, errB := a.Sync(testgpu.Context(t)), b.Sync(testgpu.Context(t))
 		require.Error(t, errorsOf(err, errA, errB))
 		require.NotEmpty(t, sys.Reports())
-		for _, use := range []string{"cuMemsetD8Async on " + streamName(b), "MemReturn on " + streamName(a)} {
+		for _, use := range []string{"cuMemsetD8Async on " + streamName(b), "MemFreed on " + streamName(a)} {
 			require.Contains(t, sys.Reports()[0], use)
 		}
 	}

@@ -94,8 +94,8 @@ func TestBoundGivesWay(t *testing.T) {
 					for range 5 * nccl.MostInFlight {
 						require.NoError(t, issue(ranks[0], xs[0]))
 					}
-					require.GreaterOrEqual(t, time.Since(begun), nccl.RoomPatience)
-					require.Less(t, time.Since(begun), nccl.RoomPatience*5/4)
+					require.GreaterOrEqual(t, time.Since(begun), nccl.RoomTimeout)
+					require.Less(t, time.Since(begun), nccl.RoomTimeout*5/4)
 					for range 5 * nccl.MostInFlight {
 						require.NoError(t, issue(ranks[1], xs[1]))
 					}
@@ -117,7 +117,7 @@ func TestNoBound(t *testing.T) {
 		for range 5 * nccl.MostInFlight {
 			require.NoError(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum))
 		}
-		require.Less(t, time.Since(begun), nccl.RoomPatience)
+		require.Less(t, time.Since(begun), nccl.RoomTimeout)
 		for _, r := range ranks {
 			require.NoError(t, r.c.Abort())
 		}

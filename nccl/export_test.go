@@ -50,7 +50,7 @@ func (c *Communicator) LeaveLocalRanks() { c.leaveLocalRanks() }
 const (
 	MostInFlight = roomOfSharers
 	RoomParts    = roomParts
-	RoomPatience = roomPatience
+	RoomTimeout  = roomTimeout
 )
 
 // Closed reports whether the communicator has ended.

@@ -21,7 +21,7 @@ var configuredLaunchers sync.Once
 // configureLaunchers reads the options of the threads that enqueue operations concurrently
 // from the environment.
 func configureLaunchers() error {
-	d, err := env.LaunchPatience.Duration()
+	d, err := env.LaunchPollTime.Duration()
 	if err == nil {
 		configuredLaunchers.Do(func() { osthread.Launchers.PollTime = d })
 	}

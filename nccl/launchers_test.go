@@ -106,7 +106,7 @@ func apply(kind, root int, in [][]int64) {
 }
 
 // A duration that is none is refused.
-func TestLaunchPatience(t *testing.T) {
+func TestLaunchPollTime(t *testing.T) {
 	t.Setenv("CHORUS_LAUNCH_PATIENCE", "long")
 	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
 	id, err := nccl.NewUniqueID(dev)

@@ -23,8 +23,8 @@ import (
 // process or a host callback. A wait must therefore end by itself: if no operation ends for some time, the launches go on
 // without a bound until one does.
 type room struct {
-	part     int64         // launches from one check to the next; 0 means no bound
-	patience time.Duration // 0: processes share GPUs, and a wait has no limit
+	part    int64         // launches from one check to the next; 0 means no bound
+	timeout time.Duration // 0: processes share GPUs, and a wait has no limit
 
 	launches atomic.Int64
 
@@ -38,7 +38,7 @@ type room struct {
 const (
 	roomParts     = 4           // a launch waits for the launches before those of so many parts
 	roomOfSharers = 64          // launches in flight if processes share GPUs
-	roomPatience  = time.Second // longer than the time between two operations that end, if nothing is wrong
+	roomTimeout   = time.Second // longer than the time between two operations that end, if nothing is wrong
 )
 
 // setRoom sets the bound. It has no effect on a process that has all ranks.
@@ -53,7 +53,7 @@ func (c *Communicator) setRoom() error {
 	if err != nil {
 		return fmt.Errorf("nccl: %w", err)
 	}
-	c.room.part, c.room.patience = int64(most/roomParts), roomPatience
+	c.room.part, c.room.timeout = int64(most/roomParts), roomTimeout
 	return nil
 }
 
@@ -66,7 +66,7 @@ func (c *Communicator) awaitRoom(captured bool) {
 	}
 	// If processes share GPUs, a wait has no limit, so a rank does not wait if the same goroutine may issue the operations of
 	// others next.
-	if others := c.countOthers(); others+1 == c.size || others > 0 && c.room.patience == 0 {
+	if others := c.countOthers(); others+1 == c.size || others > 0 && c.room.timeout == 0 {
 		return
 	}
 	r := &c.room
@@ -93,7 +93,7 @@ func (c *Communicator) awaitRoom(captured bool) {
 			return true, err
 		case now > ended:
 			ended, moved = now, time.Now()
-		case r.patience > 0 && time.Since(moved) >= r.patience:
+		case r.timeout > 0 && time.Since(moved) >= r.timeout:
 			r.lifted, r.stalled = true, now
 			return true, err
 		}

@@ -129,7 +129,7 @@ func TestGraphIsRecorded(t *testing.T) {
 		}
 		require.Len(t, nodes, 2)
 		for i, n := range nodes {
-			require.True(t, n.Lane)
+			require.True(t, n.Branch)
 			require.GreaterOrEqual(t, n.Begin, launches[i].Begin)
 			require.LessOrEqual(t, n.End, launches[i].End)
 		}

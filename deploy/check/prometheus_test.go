@@ -99,12 +99,12 @@ scrape_configs:
 		}, time.Minute, 200*time.Millisecond, "%s", expr)
 		t.Log(expr, last)
 	}
-	board, err := os.ReadFile(filepath.Join("..", "grafana", "chorus.json"))
+	dashboard, err := os.ReadFile(filepath.Join("..", "grafana", "chorus.json"))
 	require.NoError(t, err)
 	var panels struct {
 		Panels []struct{ Targets []struct{ Expr string } }
 	}
-	require.NoError(t, json.Unmarshal(board, &panels))
+	require.NoError(t, json.Unmarshal(dashboard, &panels))
 	shown := 0
 	for _, p := range panels.Panels {
 		for _, x := range p.Targets {

@@ -19,7 +19,7 @@ import (
 var oneRank = testhost.RASAnswer(testhost.RASRank{Host: "10.0.0.1", PID: 1})
 
 func TestAsk(t *testing.T) {
-	a, err := analyze.AskRASPatiently(testhost.ServeRAS(t, oneRank), time.Minute)
+	a, err := analyze.AskRASWithin(testhost.ServeRAS(t, oneRank), time.Minute)
 	require.NoError(t, err)
 	require.Len(t, a.Communicators, 1)
 	require.Equal(t, analyze.RASRank{Host: "10.0.0.1", PID: 1, Counts: map[string]uint64{"AllGather": 1, "AllReduce": 0, "Broadcast": 0, "Reduce": 0, "ReduceScatter": 0}}, a.Communicators[0].Ranks[0])
@@ -36,7 +36,7 @@ func TestAskTriesAnotherProcess(t *testing.T) {
 		}
 		testhost.SpeakRAS(c, true, func() string { return oneRank })
 	})
-	_, err := analyze.AskRASPatiently(addr, 2*time.Second)
+	_, err := analyze.AskRASWithin(addr, 2*time.Second)
 	require.NoError(t, err)
 	require.GreaterOrEqual(t, count.Load(), int32(3))
 }
@@ -75,7 +75,7 @@ func TestAskRefuses(t *testing.T) {
 				_, err = analyze.AskRAS(addr)
 				require.Less(t, time.Since(begin), 10*time.Second)
 			} else {
-				_, err = analyze.AskRASPatiently(addr, time.Minute)
+				_, err = analyze.AskRASWithin(addr, time.Minute)
 			}
 			require.ErrorContains(t, err, c.want)
 			require.NotContains(t, err.Error(), "\x1b")
@@ -102,7 +102,7 @@ func TestAskSlowService(t *testing.T) {
 }
 
 func TestAskWithoutService(t *testing.T) {
-	_, err := analyze.AskRASPatiently(fmt.Sprint("127.0.0.1:", testhost.Reserve(t)), time.Minute)
+	_, err := analyze.AskRASWithin(fmt.Sprint("127.0.0.1:", testhost.Reserve(t)), time.Minute)
 	require.ErrorContains(t, err, "connection refused")
 	_, err = analyze.AskRAS("not an address")
 	require.ErrorContains(t, err, "not an address")

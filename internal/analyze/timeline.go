@@ -46,7 +46,7 @@ type TimelineRank struct {
 // A stream names a stream of a rank.
 type stream struct {
 	handle uint64
-	lane   bool
+	branch bool
 }
 
 // A track is what a stream did.
@@ -141,7 +141,7 @@ func (j *Timeline) addRecord(r *TimelineRank, x timeline.Record) {
 }
 
 func (r *TimelineRank) addSlice(x timeline.Record) {
-	at := stream{x.Stream, x.Lane}
+	at := stream{x.Stream, x.Branch}
 	t := r.streams[at]
 	if t == nil {
 		t = &track{stream: at}

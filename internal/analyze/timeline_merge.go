@@ -17,7 +17,7 @@ const (
 	firstHost   = 1 // calls of the host
 	mostHosts   = 99
 	firstStream = 100 // streams
-	firstLane   = 600 // branches of graphs; later if there are more streams
+	firstBranch = 600 // branches of graphs; later if there are more streams
 )
 
 // An event is an event of Chrome's trace format, which Perfetto reads.
@@ -118,13 +118,13 @@ func (w *writer) rank(r *TimelineRank) {
 	w.meta(r.Number, 0, "process_sort_index", "sort_index", r.Number)
 	w.host(r)
 	tracks := slices.SortedFunc(maps.Values(r.streams), func(a, b *track) int { return cmp.Compare(a.slices[0].Order, b.slices[0].Order) })
-	next := map[bool]int{false: firstStream, true: max(firstLane, firstStream+len(tracks))}
+	next := map[bool]int{false: firstStream, true: max(firstBranch, firstStream+len(tracks))}
 	for i, t := range tracks {
-		tid := next[t.lane]
-		next[t.lane]++
+		tid := next[t.branch]
+		next[t.branch]++
 		w.tid[t] = tid
 		name := fmt.Sprintf("stream %#x", t.handle)
-		if t.lane {
+		if t.branch {
 			name = fmt.Sprintf("graph on stream %#x", t.handle)
 		}
 		w.thread(r, tid, name, firstStream+i)

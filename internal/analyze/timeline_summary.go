@@ -123,13 +123,13 @@ func (r *TimelineRank) launchedSteps() (list []interval) {
 // only if its operations are not recorded one by one.
 func (r *TimelineRank) busy() (work, comm set) {
 	var works, comms []interval
-	lanes := slices.ContainsFunc(r.slices, func(s *slice) bool { return s.Lane })
+	branches := slices.ContainsFunc(r.slices, func(s *slice) bool { return s.Branch })
 	for _, s := range r.slices {
 		x := interval{s.Begin, s.End}
 		switch {
 		case s.Kind == timeline.Collective:
 			comms = append(comms, x)
-		case s.Parent != 0 || s.Kind == timeline.Callback || s.Kind == timeline.Graph && lanes:
+		case s.Parent != 0 || s.Kind == timeline.Callback || s.Kind == timeline.Graph && branches:
 		default:
 			works = append(works, x)
 		}

@@ -107,10 +107,10 @@ func TestSlicesNest(t *testing.T) {
 	dir := t.TempDir()
 	part := kern(3, 7, 190, 420)
 	part.Parent = 2
-	lane := kern(5, 7, 500, 600)
-	lane.Lane = true
+	branch := kern(5, 7, 500, 600)
+	branch.Branch = true
 	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, memberRecord(0, 1),
-		kern(1, 7, 0, 210), coll(2, 200, 400, operationRecord(0, -1, 1, "ncclAllReduce")), part, kern(4, 7, 395, 500), lane,
+		kern(1, 7, 0, 210), coll(2, 200, 400, operationRecord(0, -1, 1, "ncclAllReduce")), part, kern(4, 7, 395, 500), branch,
 		timeline.Record{Kind: timeline.Graph, Name: "cuGraphLaunch", Order: 6, Stream: 7, Begin: 450, End: 650},
 		timeline.Record{Kind: timeline.Range, Name: "a", Device: timeline.NoDevice, Begin: 0, End: 20},
 		timeline.Record{Kind: timeline.Range, Name: "b", Device: timeline.NoDevice, Begin: 10, End: 30},
@@ -213,12 +213,12 @@ func TestOffsetsAreLimited(t *testing.T) {
 func TestManyStreams(t *testing.T) {
 	dir := t.TempDir()
 	var list []timeline.Record
-	for i := range uint64(firstLane - firstStream + 1) {
+	for i := range uint64(firstBranch - firstStream + 1) {
 		list = append(list, kern(i+1, i+1, 0, 10))
 	}
-	lane := kern(1000, 1, 0, 10)
-	lane.Lane = true
-	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, append(list, lane)...)
+	branch := kern(1000, 1, 0, 10)
+	branch.Branch = true
+	write(t, dir, "a", timeline.Header{Host: "a", Boot: "A"}, append(list, branch)...)
 	names := map[int]any{}
 	for _, e := range trace(t, load(t, dir)).Events {
 		if e.Name == "thread_name" {

@@ -201,18 +201,18 @@ type Watcher interface {
 // CUDA is not.
 //
 // The calls need no context and take effect in stream order: operations before a
-// MemReturn may use the piece, and so may operations after a MemLend. Another stream may
+// MemFreed may use the piece, and so may operations after a MemAllocated. Another stream may
 // use a piece only after an event, as for any other use. If the stream is being captured,
 // a piece named by either call stays usable from then on, since the graph uses it at every
 // launch.
 type Auditor interface {
-	// MemLend reports that the piece was allocated. Memory without any reported piece may
+	// MemAllocated reports that the piece was allocated. Memory without any reported piece may
 	// be used freely.
-	MemLend(p DevicePtr, bytes uintptr, s Stream) Result
-	// MemReturn reports that the piece was freed.
-	MemReturn(p DevicePtr, bytes uintptr, s Stream) Result
+	MemAllocated(p DevicePtr, bytes uintptr, s Stream) Result
+	// MemFreed reports that the piece was freed.
+	MemFreed(p DevicePtr, bytes uintptr, s Stream) Result
 	// MemShare reports that operations on the allocated piece are ordered by what they write there or elsewhere, and not by
-	// events: until MemReturn, an access without an order is no mistake.
+	// events: until MemFreed, an access without an order is no mistake.
 	MemShare(p DevicePtr, bytes uintptr, s Stream) Result
 }
 

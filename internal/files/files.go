@@ -28,9 +28,9 @@ func (p Piece) End() int64 { return p.Off + int64(p.Mem.Len()) }
 // Hooks connect a transfer with its caller. Any thread of the transfer calls the functions
 // that are not nil.
 type Hooks struct {
-	Moved   func(bytes int) // bytes of pieces have arrived
-	Spare   func()          // a thread has no work left to start: the next transfer may begin
-	Devices int             // number of devices that move bytes at the same time; 0 means one
+	Moved      func(bytes int) // bytes of pieces have arrived
+	AllStarted func()          // a thread has no work left to start: the next transfer may begin
+	Devices    int             // number of devices that move bytes at the same time; 0 means one
 }
 
 // A Mover reads or writes bytes at an offset of a descriptor.

@@ -21,8 +21,8 @@ func EventOf(x handle.Has[Event]) cudadrv.Event { return handle.Of(x).Raw }
 
 // Events is a pool of unused events of a System, without timing. The zero value is empty.
 type Events struct {
-	mu    sync.Mutex
-	spare map[*Device][]cudadrv.Event
+	mu   sync.Mutex
+	free map[*Device][]cudadrv.Event
 }
 
 var eventsKey handle.Key
@@ -35,9 +35,9 @@ func (s *System) Events() *Events {
 // Take returns an unused event.
 func (p *Events) Take(d *Device) (cudadrv.Event, error) {
 	p.mu.Lock()
-	if list := p.spare[d]; len(list) > 0 {
+	if list := p.free[d]; len(list) > 0 {
 		e := list[len(list)-1]
-		p.spare[d] = list[:len(list)-1]
+		p.free[d] = list[:len(list)-1]
 		p.mu.Unlock()
 		return e, nil
 	}
@@ -50,17 +50,17 @@ func (p *Events) Take(d *Device) (cudadrv.Event, error) {
 func (p *Events) Give(d *Device, e cudadrv.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.spare == nil {
-		p.spare = map[*Device][]cudadrv.Event{}
+	if p.free == nil {
+		p.free = map[*Device][]cudadrv.Event{}
 	}
-	p.spare[d] = append(p.spare[d], e)
+	p.free[d] = append(p.free[d], e)
 }
 
 // Len returns the number of unused events of a device.
 func (p *Events) Len(d *Device) int {
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	return len(p.spare[d])
+	return len(p.free[d])
 }
 
 // Close destroys the events when the System is closed.
@@ -68,14 +68,14 @@ func (p *Events) Close() error {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	var errs []error
-	for d, list := range p.spare {
+	for d, list := range p.free {
 		for _, e := range list {
 			if d.Err() == nil {
 				errs = append(errs, d.DestroyEvent(e))
 			}
 		}
 	}
-	p.spare = nil
+	p.free = nil
 	return errors.Join(errs...)
 }
 

@@ -36,7 +36,7 @@ type timing struct {
 	timed atomic.Pointer[timed] // the decorated driver that was used last
 
 	mu      sync.Mutex
-	spare   []cudadrv.Event
+	free    []cudadrv.Event
 	events  int                             // that exist
 	pending map[cudadrv.Stream][]*eventPair // in stream order
 	whole   map[cudadrv.Stream]*eventPair   // collectives that are being enqueued; nil without events
@@ -134,9 +134,9 @@ func (t *timing) moment(drv cudadrv.Driver) *moment {
 // event returns an unused event, or 0.
 func (t *timing) event(drv cudadrv.Driver) cudadrv.Event {
 	t.mu.Lock()
-	if n := len(t.spare); n > 0 {
-		e := t.spare[n-1]
-		t.spare = t.spare[:n-1]
+	if n := len(t.free); n > 0 {
+		e := t.free[n-1]
+		t.free = t.free[:n-1]
 		t.mu.Unlock()
 		return e
 	}
@@ -165,7 +165,7 @@ func (t *timing) give(p *eventPair) {
 	closed := t.closed
 	t.mu.Unlock()
 	if closed {
-		t.destroySpare()
+		t.destroyFree()
 	}
 }
 
@@ -173,7 +173,7 @@ func (t *timing) give(p *eventPair) {
 func (t *timing) keep(p *eventPair) {
 	for _, m := range []*moment{p.start, p.end} {
 		if m != nil {
-			t.spare = append(t.spare, m.event)
+			t.free = append(t.free, m.event)
 		}
 	}
 }
@@ -408,21 +408,21 @@ func (t *timing) close() {
 	clear(t.behind)
 	t.marks.forget(t.rec)
 	if t.anchor != 0 {
-		t.spare = append(t.spare, t.anchor)
+		t.free = append(t.free, t.anchor)
 	}
 	t.mu.Unlock()
-	t.destroySpare()
+	t.destroyFree()
 	if t.side != 0 && !t.lost() {
 		_ = t.relaxed(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamDestroy(t.side) })
 	}
 	t.d.timing.CompareAndSwap(t, nil)
 }
 
-// destroySpare destroys the events of the pool.
-func (t *timing) destroySpare() {
+// destroyFree destroys the free events.
+func (t *timing) destroyFree() {
 	t.mu.Lock()
-	list := t.spare
-	t.spare = nil
+	list := t.free
+	t.free = nil
 	t.mu.Unlock()
 	if len(list) == 0 || t.lost() {
 		return

@@ -328,7 +328,7 @@ func TestCandidateHasNotNoticed(t *testing.T) {
 
 // Strangers at the ports of hosts that have ended refuse a host that looks for the next coordinator. That
 // proves nothing, and the candidate after them is found.
-func TestRefusalOfAStrangerDuringAChoice(t *testing.T) {
+func TestUnauthenticatedRefusalDuringAChoice(t *testing.T) {
 	refuses := answered{refused: true, err: errOtherJob}
 	c, _ := choosing([]string{"stranger", "stranger 2", "next"}, time.Second, time.Minute, func(addr string) (answered, bool) {
 		if addr == "next" {
@@ -349,7 +349,7 @@ func TestRefusalOfAStrangerDuringAChoice(t *testing.T) {
 }
 
 // At the join, a stranger at one seed's port keeps no host from another seed. If all seeds refuse a host, it fails.
-func TestRefusalOfAStrangerAtTheJoin(t *testing.T) {
+func TestUnauthenticatedRefusalAtTheJoin(t *testing.T) {
 	t.Parallel()
 	cfgs := onLoopback(t, 2, 1)
 	refusing := refusingHost(t)

@@ -86,9 +86,9 @@ func (s *Server) expireSilent() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	limit := s.silenceLimit()
-	spares := s.sparesOthers(limit)
+	excused := s.silenceExcused(limit)
 	for _, k := range s.conns {
-		if k.isTooSilent(limit) && !(spares && s.isElsewhere(k.peer)) || s.isLate(k.peer, limit) {
+		if k.isTooSilent(limit) && !(excused && s.isElsewhere(k.peer)) || s.isLate(k.peer, limit) {
 			k.expire()
 		}
 	}
@@ -99,10 +99,10 @@ func (s *Server) isElsewhere(p *peer) bool {
 	return !p.isUnregistered() && p.member().Host != s.cfg.Self.Host
 }
 
-// sparesOthers reports whether no silence of a member on another host counts, because the network of this host is the likely
+// silenceExcused reports whether no silence of a member on another host counts, because the network of this host is the likely
 // cause: all of them are silent, or were a moment ago. They are lost at the same time, when the last one has been silent for the limit.
 // If one of them is heard before that, the others have the time to connect again. With one other host, the cause cannot be known.
-func (s *Server) sparesOthers(limit time.Duration) bool {
+func (s *Server) silenceExcused(limit time.Duration) bool {
 	var last *conn
 	several := false
 	for _, k := range s.conns {
@@ -118,9 +118,9 @@ func (s *Server) sparesOthers(limit time.Duration) bool {
 		return false
 	}
 	if last.silent() > limit/2 {
-		s.spared = s.now() + limit/4
+		s.excusedUntil = s.now() + limit/4
 	}
-	return s.now() < s.spared
+	return s.now() < s.excusedUntil
 }
 
 // resumeGrace is the time limit for a process to connect again after its connection closed.

@@ -24,9 +24,9 @@ func (s *silent) SetDeadline(time.Time) error { return nil }
 
 func (s *silent) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.ParseIP(s.from), Port: 7} }
 
-// TestLimitOfStrangers admits more connections than the limiter permits. The oldest one of the address that has most of
+// TestLimitOfUnauthenticatedPeers admits more connections than the limiter permits. The oldest one of the address that has most of
 // them is closed, but not before this process had time to read its first message.
-func TestLimitOfStrangers(t *testing.T) {
+func TestLimitOfUnauthenticatedPeers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newConnLimiter()
 		var open atomic.Int64
@@ -73,7 +73,7 @@ func TestLimitOfStrangers(t *testing.T) {
 }
 
 // A connection that leaves makes room at once.
-func TestRoomForStrangers(t *testing.T) {
+func TestRoomForUnauthenticatedPeers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g := newConnLimiter()
 		var open atomic.Int64

@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func TestElectorate(t *testing.T) {
+func TestVoters(t *testing.T) {
 	for name, tc := range map[string]struct {
 		present, ended string
 		goesOn         bool
@@ -41,7 +41,7 @@ func TestElectorate(t *testing.T) {
 }
 
 // Of all ways to split five hosts of which one has ended or not, at most one part goes on.
-func TestElectorateIsExclusive(t *testing.T) {
+func TestVotersAreExclusive(t *testing.T) {
 	e := voterSet(strings.Split("abcde", ""))
 	pick := func(mask int) map[string]bool {
 		m := map[string]bool{}

@@ -41,16 +41,16 @@ type ServerConfig struct {
 // events, and carries out the coordinator's actions. It also has the store. One lock protects all state; it is never held during
 // a wait.
 type Server struct {
-	cfg     ServerConfig
-	ln      net.Listener
-	limiter *connLimiter
-	clock   *runClock
-	quit    chan struct{}
-	wg      sync.WaitGroup
-	Drains  time.Duration // drainTime; longer in tests
-	starved time.Duration // how long the clock had stood still when the coordinator learned that last
-	timer   *time.Timer   // runs at the coordinator's next deadline
-	spared  instant       // until then, no member on another host is lost for its silence
+	cfg          ServerConfig
+	ln           net.Listener
+	limiter      *connLimiter
+	clock        *runClock
+	quit         chan struct{}
+	wg           sync.WaitGroup
+	Drains       time.Duration // drainTime; longer in tests
+	starved      time.Duration // how long the clock had stood still when the coordinator learned that last
+	timer        *time.Timer   // runs at the coordinator's next deadline
+	excusedUntil instant       // until then, no member on another host is lost for its silence
 
 	mu sync.Mutex
 	*coordinator

@@ -41,11 +41,11 @@ func TestSilence(t *testing.T) {
 
 		const pause = 200 * time.Millisecond
 		once := silence(limit, map[time.Duration]time.Duration{time.Second: pause})
-		require.Greater(t, once, exact+pause+pause/4, "the clock stands still, and as much patience more")
+		require.Greater(t, once, exact+pause+pause/4, "the clock stands still, and the limit grows as much again")
 		require.LessOrEqual(t, once, exact+2*pause)
 
 		long := silence(limit, map[time.Duration]time.Duration{time.Second: time.Minute})
 		require.Greater(t, long, time.Minute+limit-time.Second/10)
-		require.LessOrEqual(t, long, time.Minute+limit+ExtraSilence(limit)+time.Second/10, "extra patience is limited")
+		require.LessOrEqual(t, long, time.Minute+limit+ExtraSilence(limit)+time.Second/10, "the extra time is limited")
 	})
 }

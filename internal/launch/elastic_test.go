@@ -163,7 +163,7 @@ func TestElasticBudgetIsNamed(t *testing.T) {
 }
 
 // A worker that was started again and fails after the others have finished is not a failure of the job.
-func TestElasticSpare(t *testing.T) {
+func TestElasticFailureAfterTheOthersFinished(t *testing.T) {
 	t.Parallel()
 	self, err := os.Executable()
 	require.NoError(t, err)

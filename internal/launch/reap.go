@@ -131,8 +131,8 @@ type process struct {
 	zombie bool
 }
 
-// adopted lists the children of this process except spare.
-func adopted(spare map[int]bool) []process {
+// adopted lists the children of this process but those in except.
+func adopted(except map[int]bool) []process {
 	dir, err := os.Open("/proc")
 	if err != nil {
 		return nil
@@ -146,7 +146,7 @@ func adopted(spare map[int]bool) []process {
 	var out []process
 	for _, n := range names {
 		pid, err := strconv.Atoi(n)
-		if err != nil || spare[pid] {
+		if err != nil || except[pid] {
 			continue
 		}
 		if p := job.ProcessOf(pid); p.Parent == self {

@@ -551,10 +551,10 @@ func TestLogsFollowNoPlantedLinks(t *testing.T) {
 		}, "is a symbolic link, which is not followed"},
 	}
 	if os.Geteuid() == 0 { // only root can give a file to another user
-		const stranger = 65534
-		cases["another user's folder"] = planted{func(dir, _ string) error { return os.Chown(dir, stranger, stranger) }, "belongs to the user with id 65534"}
+		const otherUser = 65534
+		cases["another user's folder"] = planted{func(dir, _ string) error { return os.Chown(dir, otherUser, otherUser) }, "belongs to the user with id 65534"}
 		cases["another user's log"] = planted{func(_, file string) error {
-			return errors.Join(os.WriteFile(file, nil, 0o666), os.Chown(file, stranger, stranger))
+			return errors.Join(os.WriteFile(file, nil, 0o666), os.Chown(file, otherUser, otherUser))
 		}, "belongs to the user with id 65534"}
 	}
 	for name, c := range cases {

@@ -102,7 +102,7 @@ func TestOver(t *testing.T) {
 func TestTryDeclines(t *testing.T) {
 	processors(t, 7)
 	job := &parts{times: make([]atomic.Int32, 4)}
-	require.False(t, (&Pool{}).Try(2, job), "without patience")
+	require.False(t, (&Pool{}).Try(2, job), "without a time to poll")
 	c := newPool(t)
 	require.False(t, c.Try(1, job), "one part")
 	require.False(t, c.Try(4, job), "four parts on seven processors")

@@ -280,7 +280,7 @@ func (b *Batch) Do(i int) {
 // executeGroup executes the operations of NCCL in one group of NCCL, and launches the Chorus
 // kernels before NCCL's. NCCL may refuse an operation before any kernel is launched.
 func (b *Batch) executeGroup() {
-	lent, err := b.copyAllIn()
+	copied, err := b.copyAllIn()
 	if err == nil {
 		err = b.in.StartGroup()
 	}
@@ -295,7 +295,7 @@ func (b *Batch) executeGroup() {
 		if err != nil && service != collective.Kernels && service != collective.Ordered {
 			b.errs[i] = err
 		}
-		if service == collective.Windows && i < lent {
+		if service == collective.Windows && i < copied {
 			b.copyOut(i)
 		}
 	}

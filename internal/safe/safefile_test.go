@@ -13,8 +13,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// stranger is the id of a user who is neither root nor the one who runs the tests.
-const stranger = 65534
+// otherUser is the id of a user who is neither root nor the one who runs the tests.
+const otherUser = 65534
 
 func needRoot(t *testing.T) {
 	t.Helper()
@@ -142,7 +142,7 @@ func TestCreateLeavesFilesOfOthers(t *testing.T) {
 	needRoot(t)
 	path := filepath.Join(t.TempDir(), "theirs")
 	require.NoError(t, os.WriteFile(path, []byte("theirs"), 0o666))
-	require.NoError(t, os.Chown(path, stranger, stranger))
+	require.NoError(t, os.Chown(path, otherUser, otherUser))
 	_, err := Create(path)
 	require.ErrorContains(t, err, "belongs to the user with id 65534")
 	b, err := os.ReadFile(path)
@@ -173,7 +173,7 @@ func TestFolderOfThisUserOnly(t *testing.T) {
 		require.ErrorContains(t, err, "is a symbolic link, which is not followed")
 	}
 	if os.Geteuid() == 0 {
-		require.NoError(t, os.Chown(dir, stranger, stranger))
+		require.NoError(t, os.Chown(dir, otherUser, otherUser))
 		_, err = OpenFolder(dir)
 		require.ErrorContains(t, err, "the directory belongs to the user with id 65534")
 	}
@@ -226,7 +226,7 @@ func TestFilesOfAFolder(t *testing.T) {
 	require.NoError(t, d.Remove("f"))
 	require.ErrorIs(t, d.Remove("f"), fs.ErrNotExist)
 	if os.Geteuid() == 0 {
-		require.NoError(t, os.Chown(filepath.Join(dir, "g"), stranger, stranger))
+		require.NoError(t, os.Chown(filepath.Join(dir, "g"), otherUser, otherUser))
 		require.NoError(t, os.Chmod(filepath.Join(dir, "g"), 0o600))
 		_, _, err = d.Read("g", 10)
 		require.ErrorContains(t, err, "the file belongs to the user with id 65534")

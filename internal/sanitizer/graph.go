@@ -57,7 +57,7 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, g cudadrv.Graph) (cudadrv.G
 	defer d.t.mu.Unlock()
 	c, x := d.t.graphs[g], d.t.execs[h]
 	if r == cudadrv.Success && x != nil && c != nil {
-		d.t.endLanes(x)
+		d.t.endBranches(x)
 		next := d.t.instantiate(c)
 		next.ends = x.ends
 		d.t.execs[h] = next
@@ -70,7 +70,7 @@ func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
 	x := d.t.execs[h]
 	delete(d.t.execs, h)
 	if x != nil {
-		d.t.endLanes(x)
+		d.t.endBranches(x)
 	}
 	d.t.mu.Unlock()
 	return d.Driver.GraphExecDestroy(h)
@@ -94,7 +94,7 @@ func (d driver) GraphLaunch(h cudadrv.GraphExec, s cudadrv.Stream) cudadrv.Resul
 
 // A capture is a capture in progress, and later its graph.
 type capture struct {
-	streams []*queue // that have joined; the index is a lane of the graph
+	streams []*queue // that have joined; the index is a branch of the graph
 	names   []queue  // the streams of the graph, after the capture
 	nodes   []*node
 }
@@ -107,27 +107,27 @@ type node struct {
 	act   func(q *queue) // records an event or waits for it; may be nil
 	last  *Stamp         // of the previous operation of the communicator, or nil
 
-	lanes []int // of its captured streams
-	deps  []int // predecessors in the graph, in ascending order
+	branches []int // of its captured streams
+	deps     []int // predecessors in the graph, in ascending order
 }
 
-// An exec is an executable graph. Each lane is a queue, so that operations without an order in
+// An exec is an executable graph. Each branch is a queue, so that operations without an order in
 // the graph conflict.
 type exec struct {
-	graph *capture
-	lanes []*queue
-	ends  Clock // of the last launch: launches of one executable run in order
+	graph    *capture
+	branches []*queue
+	ends     Clock // of the last launch: launches of one executable run in order
 }
 
 // add records an operation after the current tails of its streams.
 func (c *capture) add(n *node, on []*queue) {
 	n = &node{name: n.name, where: n.where, uses: n.uses, act: n.act, last: n.last}
 	for _, q := range on {
-		lane := slices.Index(c.streams, q)
-		if lane < 0 {
+		branch := slices.Index(c.streams, q)
+		if branch < 0 {
 			return // NCCL refuses a group with streams outside of the capture
 		}
-		n.lanes = append(n.lanes, lane)
+		n.branches = append(n.branches, branch)
 		n.deps = union(n.deps, q.tail)
 	}
 	c.nodes = append(c.nodes, n)
@@ -166,31 +166,31 @@ func (t *tracker) instantiate(g *capture) *exec {
 	for _, s := range g.names {
 		q := &queue{ctx: s.ctx, handle: s.handle, now: t.slots.Take()}
 		t.contexts[q.now.Slot] = q.ctx
-		x.lanes = append(x.lanes, q)
+		x.branches = append(x.branches, q)
 	}
 	return x
 }
 
-// endLanes forgets the lanes of an executable.
-func (t *tracker) endLanes(x *exec) {
-	for _, q := range x.lanes {
+// endBranches forgets the branches of an executable.
+func (t *tracker) endBranches(x *exec) {
+	for _, q := range x.branches {
 		t.ended = append(t.ended, ended{q.ctx, q.now})
 	}
 	t.reap()
 }
 
-// launch performs the nodes of a graph on its lanes, after all earlier operations of the
+// launch performs the nodes of a graph on its branches, after all earlier operations of the
 // stream and before all later ones. t.mu is held.
 func (t *tracker) launch(x *exec, s *queue) {
 	t.forked(s)
-	for _, lane := range x.lanes {
-		lane.now.Seen = lane.now.Seen.Join(x.ends).JoinStamp(s.now)
+	for _, branch := range x.branches {
+		branch.now.Seen = branch.now.Seen.Join(x.ends).JoinStamp(s.now)
 	}
 	done := make([]Stamp, len(x.graph.nodes))
 	for i, n := range x.graph.nodes {
-		on := make([]*queue, len(n.lanes))
-		for k, lane := range n.lanes {
-			on[k] = x.lanes[lane]
+		on := make([]*queue, len(n.branches))
+		for k, branch := range n.branches {
+			on[k] = x.branches[branch]
 		}
 		for _, dep := range n.deps {
 			on[0].now.Seen = on[0].now.Seen.JoinStamp(done[dep])
@@ -199,9 +199,9 @@ func (t *tracker) launch(x *exec, s *queue) {
 		done[i] = on[0].now
 	}
 	s.now.Epoch++
-	for _, lane := range x.lanes {
-		x.ends = x.ends.JoinStamp(lane.now)
-		s.now.Seen = s.now.Seen.JoinStamp(lane.now)
+	for _, branch := range x.branches {
+		x.ends = x.ends.JoinStamp(branch.now)
+		s.now.Seen = s.now.Seen.JoinStamp(branch.now)
 	}
 }
 

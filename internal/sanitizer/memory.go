@@ -242,18 +242,18 @@ func (x *blocks) deleteOf(ctx cudadrv.Context) {
 	x.list = slices.DeleteFunc(x.list, func(b *block) bool { return b.ctx == ctx })
 }
 
-func (d driver) MemLend(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
-	d.t.audit("MemLend", p, n, s, Run{State: Lent}, Here())
+func (d driver) MemAllocated(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	d.t.audit("MemAllocated", p, n, s, Run{State: Allocated}, Here())
 	if a, ok := d.Driver.(cudadrv.Auditor); ok {
-		return a.MemLend(p, n, s)
+		return a.MemAllocated(p, n, s)
 	}
 	return cudadrv.Success
 }
 
-func (d driver) MemReturn(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
-	d.t.audit("MemReturn", p, n, s, Run{State: Returned, By: s}, Here())
+func (d driver) MemFreed(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	d.t.audit("MemFreed", p, n, s, Run{State: Freed, By: s}, Here())
 	if a, ok := d.Driver.(cudadrv.Auditor); ok {
-		return a.MemReturn(p, n, s)
+		return a.MemFreed(p, n, s)
 	}
 	return cudadrv.Success
 }

@@ -24,15 +24,15 @@ type State uint8
 
 // The states.
 const (
-	Never    State = iota // never allocated
-	Lent                  // allocated
-	Returned              // freed
-	Captured              // used by a graph; not tracked
-	Shared                // allocated, and accesses need no order
+	Never State = iota // never allocated
+	Allocated
+	Freed
+	Captured // used by a graph; not tracked
+	Shared   // allocated, and accesses need no order
 )
 
 // Usable reports whether operations may use bytes with the state.
-func (s State) Usable() bool { return s == Lent || s == Captured || s == Shared }
+func (s State) Usable() bool { return s == Allocated || s == Captured || s == Shared }
 
 // Unordered reports whether accesses of the byte at an offset need no order.
 func (p *Pieces) Unordered(at uint64) bool {
@@ -47,7 +47,7 @@ func (p *Pieces) Unordered(at uint64) bool {
 type Run struct {
 	Lo, Hi uint64
 	State  State
-	By     cudadrv.Stream // stream of the last MemReturn
+	By     cudadrv.Stream // stream of the last MemFreed
 }
 
 // NewPieces returns the pieces of a block that an allocator has not used yet.
@@ -171,6 +171,6 @@ func (p *Pieces) Says(block fmt.Stringer, base uint64, part Run) string {
 		return fmt.Sprintf("which includes bytes from %#x on of %v that the allocator has not allocated", base+part.Lo, block)
 	}
 	part = p.Whole(part)
-	return fmt.Sprintf("which lies in %d bytes at %#x of %v that were freed by MemReturn on stream %#x",
+	return fmt.Sprintf("which lies in %d bytes at %#x of %v that were freed by MemFreed on stream %#x",
 		part.Hi-part.Lo, base+part.Lo, block, uintptr(part.By))
 }

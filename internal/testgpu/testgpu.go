@@ -286,7 +286,7 @@ type Exchange struct {
 	size   int
 }
 
-// Exchanges returns the boards of size ranks.
+// Exchanges returns the exchanges of size ranks.
 func Exchanges(ctx context.Context, size int) []*Exchange {
 	mu := &sync.Mutex{}
 	values, posted := map[string][]byte{}, sync.NewCond(mu)

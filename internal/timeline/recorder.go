@@ -408,7 +408,7 @@ type Record struct {
 	End    int64  `json:"end_ns,omitempty"`
 	Device int    `json:"device"` // ordinal, or NoDevice
 	Stream uint64 `json:"stream,omitempty"`
-	Lane   bool   `json:"lane,omitempty"`   // a branch of a graph that was captured on the stream
+	Branch bool   `json:"branch,omitempty"` // a branch of a graph that was captured on the stream
 	Order  uint64 `json:"order,omitempty"`  // of the call that enqueued it, among all of the process
 	Parent uint64 `json:"parent,omitempty"` // order of the collective that it is a part of
 	Bytes  uint64 `json:"bytes,omitempty"`
@@ -443,7 +443,7 @@ type Membership struct {
 type Stream struct {
 	Device int
 	Handle uint64
-	Lane   bool
+	Branch bool
 }
 
 // A scope is a collective that is being enqueued on a stream. Everything that is enqueued on the
@@ -467,7 +467,7 @@ type Ticket struct {
 
 // Enqueue announces an operation that is about to be enqueued on a stream.
 func (r *Recorder) Enqueue(kind, name string, on Stream, bytes uint64) *Ticket {
-	t := &Ticket{r: r, rec: Record{Kind: kind, Name: name, Device: on.Device, Stream: on.Handle, Lane: on.Lane, Bytes: bytes}}
+	t := &Ticket{r: r, rec: Record{Kind: kind, Name: name, Device: on.Device, Stream: on.Handle, Branch: on.Branch, Bytes: bytes}}
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	t.rec.Order = r.order.Add(1)

@@ -9,13 +9,13 @@ import (
 
 var _ cudadrv.Auditor = driver{}
 
-// MemLend marks the piece as allocated and poisons it.
-func (d driver) MemLend(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
-	return d.audit("MemLend", p, bytes, s, (*Op).lend)
+// MemAllocated marks the piece as allocated and poisons it.
+func (d driver) MemAllocated(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
+	return d.audit("MemAllocated", p, bytes, s, (*Op).markAllocated)
 }
 
-func (d driver) MemReturn(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
-	return d.audit("MemReturn", p, bytes, s, (*Op).takeBack)
+func (d driver) MemFreed(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
+	return d.audit("MemFreed", p, bytes, s, (*Op).markFreed)
 }
 
 func (d driver) MemShare(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) cudadrv.Result {
@@ -91,8 +91,8 @@ func (s *Stream) step(name string, do func(*Op)) {
 	}
 }
 
-// lend marks a piece as allocated.
-func (o *Op) lend(b *Block, offset, n uint64) *Trouble {
+// markAllocated marks a piece as allocated.
+func (o *Op) markAllocated(b *Block, offset, n uint64) *Trouble {
 	if t := o.order(b, offset, n, true); t != nil {
 		return t
 	}
@@ -101,7 +101,7 @@ func (o *Op) lend(b *Block, offset, n uint64) *Trouble {
 			return o.blame("allocated %d bytes at %#x of %v, but nothing is mapped from byte %d on", n, b.addr+offset, b, at)
 		}
 	}
-	if part, found := b.pieces.Seek(offset, offset+n, func(s sanitizer.State) bool { return s == sanitizer.Lent }); found {
+	if part, found := b.pieces.Seek(offset, offset+n, func(s sanitizer.State) bool { return s == sanitizer.Allocated }); found {
 		return o.blame("allocated %d bytes at %#x of %v, but the bytes at %#x are already allocated",
 			n, b.addr+offset, b, b.addr+max(part.Lo, offset))
 	}
@@ -109,13 +109,13 @@ func (o *Op) lend(b *Block, offset, n uint64) *Trouble {
 	if _, found := b.pieces.Seek(offset, offset+n, func(s sanitizer.State) bool { return s == sanitizer.Captured }); !found {
 		b.stain(offset, n)
 	}
-	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Lent}, false)
+	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Allocated}, false)
 	return nil
 }
 
-// takeBack marks a piece as free. It counts as a write, which merges the history
+// markFreed marks a piece as free. It counts as a write, which merges the history
 // of the bytes into one span.
-func (o *Op) takeBack(b *Block, offset, n uint64) *Trouble {
+func (o *Op) markFreed(b *Block, offset, n uint64) *Trouble {
 	if t := o.order(b, offset, n, true); t != nil {
 		return t
 	}
@@ -123,7 +123,7 @@ func (o *Op) takeBack(b *Block, offset, n uint64) *Trouble {
 		return o.blame("freed %d bytes at %#x of %v, %s", n, b.addr+offset, b, b.pieces.Says(b, b.addr, part))
 	}
 	b.pieces.Audited = true
-	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Returned, By: o.s.handle}, false)
+	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Freed, By: o.s.handle}, false)
 	return nil
 }
 

@@ -9,12 +9,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-func (r *rig) lend(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
-	return r.Drv.(cudadrv.Auditor).MemLend(p, n, s)
+func (r *rig) markAllocated(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	return r.Drv.(cudadrv.Auditor).MemAllocated(p, n, s)
 }
 
-func (r *rig) giveBack(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
-	return r.Drv.(cudadrv.Auditor).MemReturn(p, n, s)
+func (r *rig) markFreed(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudadrv.Result {
+	return r.Drv.(cudadrv.Auditor).MemFreed(p, n, s)
 }
 
 // segments are what an allocator divides: a block, and mappings side by side.
@@ -29,7 +29,7 @@ var segments = map[string]func(*rig) cudadrv.DevicePtr{
 	},
 }
 
-// TestPiecesAreStrict touches memory of which bytes 0 to 4096 are lent and bytes 4096
+// TestPiecesAreStrict touches memory of which bytes 0 to 4096 are allocated and bytes 4096
 // to 8192 and 4 MiB more from the second unit on were.
 func TestPiecesAreStrict(t *testing.T) {
 	for kind, segment := range segments {
@@ -37,10 +37,10 @@ func TestPiecesAreStrict(t *testing.T) {
 			at, n uintptr
 			want  string
 		}{
-			"lent":            {at: 0, n: 4096},
+			"allocated":       {at: 0, n: 4096},
 			"part of it":      {at: 100, n: 5},
 			"returned":        {at: 4096, n: 8, want: "which lies in 4096 bytes at 0x"},
-			"over the end":    {at: 4090, n: 7, want: "that were freed by MemReturn on stream 0x"},
+			"over the end":    {at: 4090, n: 7, want: "that were freed by MemFreed on stream 0x"},
 			"its last byte":   {at: 8191, n: 1, want: "which lies in 4096 bytes"},
 			"never given out": {at: 8192, n: 8, want: "that the allocator has not allocated"},
 			"over two chunks": {at: 2*unit - 8, n: 16, want: "which lies in 4194304 bytes"},
@@ -49,11 +49,11 @@ func TestPiecesAreStrict(t *testing.T) {
 			t.Run(kind+"/"+name, func(t *testing.T) {
 				r := newRig(t, Config{Devices: 1})
 				s, p := r.Stream(0), segment(r)
-				r.OK(r.lend(p, 8192, s))
-				r.OK(r.lend(p+unit, 2*unit, s))
-				r.OK(r.giveBack(p+4096, 4096, s))
-				r.OK(r.giveBack(p+unit, unit/2, s))
-				r.OK(r.giveBack(p+unit+unit/2, unit+unit/2, s))
+				r.OK(r.markAllocated(p, 8192, s))
+				r.OK(r.markAllocated(p+unit, 2*unit, s))
+				r.OK(r.markFreed(p+4096, 4096, s))
+				r.OK(r.markFreed(p+unit, unit/2, s))
+				r.OK(r.markFreed(p+unit+unit/2, unit+unit/2, s))
 				r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p+cudadrv.DevicePtr(c.at), 1, c.n, s) })
 				res := r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) })
 				if c.want == "" {
@@ -62,31 +62,31 @@ func TestPiecesAreStrict(t *testing.T) {
 				}
 				require.Equal(t, cudadrv.ErrorIllegalAddress, res)
 				require.Contains(t, r.m.Explain(0), c.want)
-				require.Equal(t, cudadrv.ErrorIllegalAddress, r.lend(p, 1, s), "the error stays")
+				require.Equal(t, cudadrv.ErrorIllegalAddress, r.markAllocated(p, 1, s), "the error stays")
 			})
 		}
 	}
 }
 
-// What is lent again does not show what was there; what stays lent does.
-func TestLentMemoryIsPoisoned(t *testing.T) {
+// What is allocated again does not show what was there; what stays allocated does.
+func TestAllocatedMemoryIsPoisoned(t *testing.T) {
 	for kind, segment := range segments {
 		t.Run(kind, func(t *testing.T) {
 			r := newRig(t, Config{Devices: 1})
 			s, p := r.Stream(0), segment(r)
 			for _, piece := range []struct{ at, n uintptr }{{512, 512}, {unit - 512, 1024}, {0, 3 * unit}, {4096, 2*unit + 4096}} {
-				r.OK(r.lend(p, 512, s))
+				r.OK(r.markAllocated(p, 512, s))
 				r.OK(r.fill(0, s, p, 7, 512))
 				at := p + 512 + cudadrv.DevicePtr(piece.at)
 				for range 2 {
-					r.OK(r.lend(at, piece.n, s))
+					r.OK(r.markAllocated(at, piece.n, s))
 					number := func(x float32) bool { return x == x }
 					require.False(t, slices.ContainsFunc(virtualtest.Download[float32](r.Rig, 0, s, at, int(piece.n/4)), number), "not a NaN")
 					r.OK(r.fill(0, s, at, 0, piece.n))
-					r.OK(r.giveBack(at, piece.n, s))
+					r.OK(r.markFreed(at, piece.n, s))
 				}
 				require.Equal(t, byte(7), virtualtest.Download[byte](r.Rig, 0, s, p+511, 1)[0])
-				r.OK(r.giveBack(p, 512, s))
+				r.OK(r.markFreed(p, 512, s))
 			}
 		})
 	}
@@ -94,7 +94,7 @@ func TestLentMemoryIsPoisoned(t *testing.T) {
 
 // Both calls take effect where the stream has come to them, and are uses of the
 // bytes: nothing but an event orders them with another stream.
-func TestLendingIsInStreamOrder(t *testing.T) {
+func TestAllocationIsStreamOrdered(t *testing.T) {
 	for name, ordered := range map[string]bool{"ordered": true, "unordered": false} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, Config{Devices: 1})
@@ -102,15 +102,15 @@ func TestLendingIsInStreamOrder(t *testing.T) {
 			p := r.Alloc(0, unit)
 			gate := make(chan bool)
 			f := r.function(0, Kernel{Name: "gate", Func: func(*KernelCall) { <-gate }})
-			r.OK(r.lend(p, 1024, a))
+			r.OK(r.markAllocated(p, 1024, a))
 			r.Do(0, func() cudadrv.Result { // on a busy stream the calls are late
 				return r.Drv.LaunchKernel(f, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, a, nil)
 			})
 			r.OK(r.fill(0, a, p, 1, 1024))
-			r.OK(r.giveBack(p, 1024, a))
-			r.OK(r.lend(p, 512, a))
+			r.OK(r.markFreed(p, 1024, a))
+			r.OK(r.markAllocated(p, 512, a))
 			r.OK(r.fill(0, a, p, 2, 512))
-			r.OK(r.giveBack(p, 512, a))
+			r.OK(r.markFreed(p, 512, a))
 			r.Do(0, func() cudadrv.Result { return r.Drv.EventRecord(e, a) })
 			if ordered {
 				r.Do(0, func() cudadrv.Result { return r.Drv.StreamWaitEvent(b, e, 0) })
@@ -120,19 +120,19 @@ func TestLendingIsInStreamOrder(t *testing.T) {
 				for r.m.running(e) { // the host looks, but not through the driver
 				}
 			}
-			res := r.lend(p, 256, b)
+			res := r.markAllocated(p, 256, b)
 			if !ordered {
 				require.Equal(t, cudadrv.ErrorLaunchFailed, res)
-				require.Contains(t, r.m.Explain(0), "race: MemLend on stream")
-				require.Contains(t, r.m.Explain(0), "which MemReturn on stream")
+				require.Contains(t, r.m.Explain(0), "race: MemAllocated on stream")
+				require.Contains(t, r.m.Explain(0), "which MemFreed on stream")
 				return
 			}
 			r.OK(res)
 			r.OK(r.fill(0, b, p, 3, 256))
 			r.Do(0, r.Drv.CtxSynchronize)
 			// The host has waited, which orders as well.
-			r.OK(r.giveBack(p, 256, b))
-			r.OK(r.lend(p, 1024, a))
+			r.OK(r.markFreed(p, 256, b))
+			r.OK(r.markAllocated(p, 1024, a))
 			r.Do(0, func() cudadrv.Result { return r.Drv.MemFree(p) })
 			require.Empty(t, r.m.Reports())
 		})
@@ -140,18 +140,18 @@ func TestLendingIsInStreamOrder(t *testing.T) {
 }
 
 // A stream that happens to be idle orders nothing: the host did not wait for it.
-func TestLendingByLuck(t *testing.T) {
+func TestAllocationByLuck(t *testing.T) {
 	r := newRig(t, Config{Devices: 1})
 	a, b, e := r.Stream(0), r.Stream(0), r.Event(0)
 	p := r.Alloc(0, unit)
-	r.OK(r.lend(p, 512, a))
+	r.OK(r.markAllocated(p, 512, a))
 	r.OK(r.fill(0, a, p, 1, 512))
 	r.Do(0, func() cudadrv.Result { return r.Drv.EventRecord(e, a) })
 	for r.m.running(e) {
 	}
-	r.OK(r.giveBack(p, 512, a))
-	require.Equal(t, cudadrv.ErrorLaunchFailed, r.lend(p, 512, b))
-	require.Contains(t, r.m.Explain(0), "race: MemLend")
+	r.OK(r.markFreed(p, 512, a))
+	require.Equal(t, cudadrv.ErrorLaunchFailed, r.markAllocated(p, 512, b))
+	require.Contains(t, r.m.Explain(0), "race: MemAllocated")
 }
 
 // Who waited before a piece went back need not wait for that.
@@ -160,10 +160,10 @@ func TestUnmapAfterReturn(t *testing.T) {
 	s, p := r.Stream(0), r.Reserve(0, 1)
 	for range 2 {
 		r.Map(0, p, 1, 0)
-		r.OK(r.lend(p, unit, s))
+		r.OK(r.markAllocated(p, unit, s))
 		r.OK(r.fill(0, s, p, 1, unit))
 		r.Sync(0, s)
-		r.OK(r.giveBack(p, unit, s))
+		r.OK(r.markFreed(p, unit, s))
 		r.Do(0, func() cudadrv.Result { return r.Drv.MemUnmap(p, unit) })
 	}
 	require.Empty(t, r.m.Reports())
@@ -179,24 +179,26 @@ func TestAllocatorIsBlamed(t *testing.T) {
 		do   func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result
 		want string
 	}{
-		"lend twice": {func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result { return r.lend(p+512, 1024, s) },
+		"allocate twice": {func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
+			return r.markAllocated(p+512, 1024, s)
+		},
 			"but the bytes at"},
 		"return twice": {func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
-			r.OK(r.giveBack(p, 1024, s))
-			return r.giveBack(p, 1024, s)
-		}, "MemReturn on stream"},
-		"return what was not lent": {func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
-			return r.giveBack(p+4096, 512, s)
+			r.OK(r.markFreed(p, 1024, s))
+			return r.markFreed(p, 1024, s)
+		}, "MemFreed on stream"},
+		"free what was not allocated": {func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
+			return r.markFreed(p+4096, 512, s)
 		}, "that the allocator has not allocated"},
-		"lend what is not mapped": {func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
-			return r.lend(p+unit-512, 1024, s)
+		"allocate what is not mapped": {func(r *rig, p cudadrv.DevicePtr, s cudadrv.Stream) cudadrv.Result {
+			return r.markAllocated(p+unit-512, 1024, s)
 		}, "nothing is mapped from byte 512 on"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			r := newRig(t, Config{Devices: 1})
 			s, p := r.Stream(0), r.Reserve(0, 2)
 			r.Map(0, p, 1, 0)
-			r.OK(r.lend(p, 1024, s))
+			r.OK(r.markAllocated(p, 1024, s))
 			require.Equal(t, cudadrv.ErrorIllegalAddress, c.do(r, p, s))
 			require.Contains(t, r.m.Explain(0), c.want)
 			require.Len(t, r.m.Reports(), 1)
@@ -204,10 +206,10 @@ func TestAllocatorIsBlamed(t *testing.T) {
 	}
 	r := newRig(t, Config{Devices: 1})
 	s, p := r.Stream(0), r.Alloc(0, 64)
-	for _, res := range []cudadrv.Result{r.lend(1, 8, s), r.lend(p, 0, s), r.giveBack(p+60, 8, s), r.giveBack(p+64, 1, s)} {
+	for _, res := range []cudadrv.Result{r.markAllocated(1, 8, s), r.markAllocated(p, 0, s), r.markFreed(p+60, 8, s), r.markFreed(p+64, 1, s)} {
 		require.Equal(t, cudadrv.ErrorInvalidValue, res)
 	}
-	require.Equal(t, cudadrv.ErrorInvalidHandle, r.lend(p, 8, 1))
+	require.Equal(t, cudadrv.ErrorInvalidHandle, r.markAllocated(p, 8, 1))
 }
 
 // Memory that a graph was captured with is valid at each launch, whatever the
@@ -215,12 +217,12 @@ func TestAllocatorIsBlamed(t *testing.T) {
 func TestPiecesOfGraphs(t *testing.T) {
 	r := newRig(t, Config{Devices: 1})
 	s, p := r.Stream(0), r.Alloc(0, unit)
-	r.OK(r.lend(p, 2048, s))
-	r.OK(r.giveBack(p, 2048, s))
+	r.OK(r.markAllocated(p, 2048, s))
+	r.OK(r.markFreed(p, 2048, s))
 	r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureRelaxed) })
-	r.OK(r.lend(p, 1024, s))
+	r.OK(r.markAllocated(p, 1024, s))
 	r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 5, 1024, s) })
-	r.OK(r.giveBack(p, 1024, s))
+	r.OK(r.markFreed(p, 1024, s))
 	var g cudadrv.Graph
 	var x cudadrv.GraphExec
 	r.Do(0, func() (res cudadrv.Result) { g, res = r.Drv.StreamEndCapture(s); return res })
@@ -233,10 +235,10 @@ func TestPiecesOfGraphs(t *testing.T) {
 	for range 3 {
 		r.OK(r.replay(x, s))
 		require.Equal(t, byte(5), virtualtest.Download[byte](r.Rig, 0, s, p+1023, 1)[0])
-		r.OK(r.giveBack(p, 1024, s))
-		r.OK(r.lend(p, 1024, s))
+		r.OK(r.markFreed(p, 1024, s))
+		r.OK(r.markAllocated(p, 1024, s))
 		require.Equal(t, byte(5), virtualtest.Download[byte](r.Rig, 0, s, p, 1)[0], "not poisoned")
-		r.OK(r.giveBack(p, 1024, s))
+		r.OK(r.markFreed(p, 1024, s))
 	}
 	r.OK(r.fill(0, s, p+1024, 1, 1))
 	require.Equal(t, cudadrv.ErrorIllegalAddress, r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) }))
@@ -245,18 +247,18 @@ func TestPiecesOfGraphs(t *testing.T) {
 
 // No plan counts the calls, and they want no context.
 func TestAuditIsNoDriverCall(t *testing.T) {
-	_, err := New(&Config{Devices: 1, Faults: "MemLend#1=CUDA_ERROR_UNKNOWN"})
+	_, err := New(&Config{Devices: 1, Faults: "MemAllocated#1=CUDA_ERROR_UNKNOWN"})
 	require.Error(t, err)
 	r := newRig(t, Config{Devices: 1, Blocking: true, Faults: "cuMemAlloc#2=CUDA_ERROR_OUT_OF_MEMORY"})
 	s, p := r.Stream(0), r.Alloc(0, unit)
-	r.OK(r.lend(p, 512, 0))
+	r.OK(r.markAllocated(p, 512, 0))
 	r.OK(r.fill(0, 0, p, 1, 512))
-	r.OK(r.giveBack(p, 512, 0))
+	r.OK(r.markFreed(p, 512, 0))
 	r.Do(0, func() cudadrv.Result { return r.Drv.StreamQuery(s) })
 	require.Equal(t, cudadrv.ErrorIllegalAddress, r.fill(0, 0, p, 1, 512), "a driver that blocks says so at once")
 }
 
-func BenchmarkLend(b *testing.B) {
+func BenchmarkMemAllocated(b *testing.B) {
 	m, err := New(&Config{Devices: 1})
 	if err != nil {
 		b.Fatal(err)
@@ -270,12 +272,12 @@ func BenchmarkLend(b *testing.B) {
 	p, _ := drv.MemAlloc(20 << 20)
 	a := drv.(cudadrv.Auditor)
 	for i := range cudadrv.DevicePtr(20 << 20 / 1024) { // every other piece stays out
-		a.MemLend(p+i*1024, 512, s)
+		a.MemAllocated(p+i*1024, 512, s)
 	}
 	b.ReportAllocs()
 	for i := 0; b.Loop(); i++ {
 		q := p + cudadrv.DevicePtr(i%20000)*1024 + 512
-		a.MemLend(q, 512, s)
-		a.MemReturn(q, 512, s)
+		a.MemAllocated(q, 512, s)
+		a.MemFreed(q, 512, s)
 	}
 }

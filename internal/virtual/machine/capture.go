@@ -16,7 +16,7 @@ type Capture struct {
 	mode    cudadrv.CaptureMode
 	tid     uintptr // the OS thread that started it
 	origin  *Stream
-	streams []*Stream // that have joined, origin first; the index is a lane of the graph
+	streams []*Stream // that have joined, origin first; the index is a branch of the graph
 	nodes   []*node
 	invalid bool // an illegal call invalidated it; it can only be ended
 	ended   bool
@@ -24,15 +24,15 @@ type Capture struct {
 
 // A node is one operation of a graph.
 type node struct {
-	name string
-	lane int   // of its captured stream
-	deps []int // its predecessors, in ascending order
-	run  func(*Op)
+	name   string
+	branch int   // of its captured stream
+	deps   []int // its predecessors, in ascending order
+	run    func(*Op)
 	// priority is the stream's priority, which a kernel keeps in its graph.
 	priority int32
-	// launch is set for a launch on several streams; lanes holds their lanes.
-	launch Launch
-	lanes  []int
+	// launch is set for a launch on several streams; branches holds their branches.
+	launch   Launch
+	branches []int
 	// check tells at a launch whether the resources of the node still exist.
 	check func() cudadrv.Result
 	// uses has the device memory of a copy or a fill, which must be mapped when the graph
@@ -58,14 +58,14 @@ type Launch interface {
 func (c *Capture) AddLaunch(name string, uses [2]cudadrv.DevicePtr, l Launch, on []*Stream) {
 	n := &node{name: name, uses: uses, launch: l}
 	for _, s := range on {
-		n.lanes = append(n.lanes, c.lane(s))
+		n.branches = append(n.branches, c.branch(s))
 	}
 	c.add(n, on...)
 }
 
 // add records an operation after the current tails of its streams. m.mu is held.
 func (c *Capture) add(n *node, on ...*Stream) {
-	n.lane, n.priority = c.lane(on[0]), on[0].priority
+	n.branch, n.priority = c.branch(on[0]), on[0].priority
 	for _, s := range on {
 		n.deps = union(n.deps, s.tail)
 	}
@@ -75,7 +75,7 @@ func (c *Capture) add(n *node, on ...*Stream) {
 	}
 }
 
-func (c *Capture) lane(s *Stream) int { return slices.Index(c.streams, s) }
+func (c *Capture) branch(s *Stream) int { return slices.Index(c.streams, s) }
 
 // union merges ascending lists.
 func union(a, b []int) []int {

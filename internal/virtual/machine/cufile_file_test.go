@@ -80,12 +80,12 @@ func TestCuFileMemoryIsChecked(t *testing.T) {
 		illegal(t, func(r *fileRig, h cufileapi.Handle) error {
 			p, s := r.Alloc(0, 4096), r.Stream(0)
 			audit := r.Drv.(cudadrv.Auditor)
-			r.OK(audit.MemLend(p, 4096, s))
-			r.OK(audit.MemReturn(p, 4096, s))
+			r.OK(audit.MemAllocated(p, 4096, s))
+			r.OK(audit.MemFreed(p, 4096, s))
 			r.Sync(0, s)
 			_, err := r.read(h, p, 4096)
 			return err
-		}, "were freed by MemReturn")
+		}, "were freed by MemFreed")
 	})
 	r := newFileRig(t, Config{Devices: 2})
 	h := r.register(r.open(4096, os.O_RDWR))

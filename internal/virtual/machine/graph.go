@@ -12,26 +12,26 @@ import (
 
 // A graph is the result of a capture. Its nodes are immutable.
 type graph struct {
-	lanes []*Device // the device of each captured stream
-	names []cudadrv.Stream
-	nodes []*node
+	branches []*Device // the device of each captured stream
+	names    []cudadrv.Stream
+	nodes    []*node
 
 	objects []*userObject
 	users   int // references: its handle, executables, and launches in progress
 }
 
-// A graphExec is an executable graph. Each lane is a separate stream, so that
+// A graphExec is an executable graph. Each branch is a separate stream, so that
 // operations without an order in the graph run out of step and race.
 type graphExec struct {
-	graph *graph
-	lanes []*Stream
-	ends  []*Mark // of the last launch: launches of one executable run in order
+	graph    *graph
+	branches []*Stream
+	ends     []*Mark // of the last launch: launches of one executable run in order
 }
 
 func (m *Machine) newGraph(x *Capture) cudadrv.Graph {
 	g := &graph{nodes: x.nodes, objects: x.objects}
 	for _, s := range x.streams {
-		g.lanes, g.names = append(g.lanes, s.dev), append(g.names, s.handle)
+		g.branches, g.names = append(g.branches, s.dev), append(g.names, s.handle)
 	}
 	m.graphs[x.handle] = g
 	g.hold(1)
@@ -91,7 +91,7 @@ func (d driver) GraphInstantiateWithFlags(h cudadrv.Graph, flags uint64) (cudadr
 	if flags&^(cudadrv.GraphInstantiateAutoFree|cudadrv.GraphInstantiateNodePriority) != 0 {
 		return 0, cudadrv.ErrorInvalidValue
 	}
-	for _, dev := range g.lanes {
+	for _, dev := range g.branches {
 		if dev.status != cudadrv.Success {
 			return 0, dev.status
 		}
@@ -99,7 +99,7 @@ func (d driver) GraphInstantiateWithFlags(h cudadrv.Graph, flags uint64) (cudadr
 	if !d.m.mappedAll(g) {
 		return 0, cudadrv.ErrorInvalidValue
 	}
-	x := &graphExec{graph: g, lanes: d.m.newLanes(g)}
+	x := &graphExec{graph: g, branches: d.m.newBranches(g)}
 	eh := cudadrv.GraphExec(d.m.Handle())
 	d.m.execs[eh] = x
 	g.hold(1)
@@ -136,16 +136,16 @@ func (m *Machine) mapped(p cudadrv.DevicePtr) bool {
 	return b != nil && !b.freeing && (b.space == nil || len(b.space.within(uint64(p)-b.addr, 1)) > 0)
 }
 
-// newLanes creates the streams for launches of a graph. m.mu is held.
-func (m *Machine) newLanes(g *graph) []*Stream {
-	lanes := make([]*Stream, len(g.lanes))
-	for i, dev := range g.lanes {
-		lanes[i] = &Stream{
-			dev: dev, handle: g.names[i], now: m.slots.Take(), lane: true,
-			rng: rand.New(rand.NewPCG(m.seed, uint64(m.Handle()))), // for the delays of this lane
+// newBranches creates the streams for launches of a graph. m.mu is held.
+func (m *Machine) newBranches(g *graph) []*Stream {
+	branches := make([]*Stream, len(g.branches))
+	for i, dev := range g.branches {
+		branches[i] = &Stream{
+			dev: dev, handle: g.names[i], now: m.slots.Take(), branch: true,
+			rng: rand.New(rand.NewPCG(m.seed, uint64(m.Handle()))), // for the delays of this branch
 		}
 	}
-	return lanes
+	return branches
 }
 
 func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
@@ -166,12 +166,12 @@ func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
 func (m *Machine) destroyExec(h cudadrv.GraphExec, x *graphExec) {
 	delete(m.execs, h)
 	x.graph.hold(-1)
-	x.endLanes()
+	x.endBranches()
 }
 
-// endLanes destroys the streams. Enqueued operations still run. m.mu is held.
-func (x *graphExec) endLanes() {
-	for _, s := range x.lanes {
+// endBranches destroys the streams. Enqueued operations still run. m.mu is held.
+func (x *graphExec) endBranches() {
+	for _, s := range x.branches {
 		s.destroyed = true
 		s.release()
 	}
@@ -189,12 +189,12 @@ func (d *Device) resetGraphs() {
 		}
 	}
 	for h, x := range d.m.execs {
-		if slices.Contains(x.graph.lanes, d) {
+		if slices.Contains(x.graph.branches, d) {
 			d.m.destroyExec(h, x)
 		}
 	}
 	for h, g := range d.m.graphs {
-		if slices.Contains(g.lanes, d) {
+		if slices.Contains(g.branches, d) {
 			delete(d.m.graphs, h)
 			g.hold(-1)
 		}
@@ -219,8 +219,8 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.
 	}
 	g.hold(1)
 	x.graph.hold(-1)
-	x.endLanes()
-	x.graph, x.lanes = g, d.m.newLanes(g)
+	x.endBranches()
+	x.graph, x.branches = g, d.m.newBranches(g)
 	return cudadrv.GraphUpdateSuccess, cudadrv.Success
 }
 
@@ -247,9 +247,9 @@ func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
 
 // devices returns the devices of a node.
 func (g *graph) devices(n *node) []*Device {
-	list := []*Device{g.lanes[n.lane]}
-	for _, i := range n.lanes {
-		list = append(list, g.lanes[i])
+	list := []*Device{g.branches[n.branch]}
+	for _, i := range n.branches {
+		list = append(list, g.branches[i])
 	}
 	return list
 }
@@ -278,7 +278,7 @@ func (g *graph) dot() string {
 	var b strings.Builder
 	b.WriteString("digraph graph_1 {\n")
 	for i, n := range g.nodes {
-		fmt.Fprintf(&b, "\tn%d [label=\"%d\\n%s\\ndevice %d\"];\n", i, i, n.name, g.lanes[n.lane].ordinal)
+		fmt.Fprintf(&b, "\tn%d [label=\"%d\\n%s\\ndevice %d\"];\n", i, i, n.name, g.branches[n.branch].ordinal)
 		for _, dep := range n.deps {
 			fmt.Fprintf(&b, "\tn%d -> n%d;\n", dep, i)
 		}
@@ -332,9 +332,9 @@ func (d driver) beginLaunch(name string, h cudadrv.GraphExec, sh cudadrv.Stream)
 	case s.capture != nil:
 		r = s.Refused()
 	default:
-		for _, lane := range x.lanes {
-			if lane.dev.status != cudadrv.Success {
-				r = lane.dev.status
+		for _, branch := range x.branches {
+			if branch.dev.status != cudadrv.Success {
+				r = branch.dev.status
 			}
 		}
 	}
@@ -344,35 +344,35 @@ func (d driver) beginLaunch(name string, h cudadrv.GraphExec, sh cudadrv.Stream)
 	return c, s, x, r
 }
 
-// replay enqueues the nodes on the lanes, after all earlier operations of the
+// replay enqueues the nodes on the branches, after all earlier operations of the
 // stream and before all later ones. m.mu is held.
 func (m *Machine) replay(x *graphExec, s *Stream) {
 	const name = "cuGraphLaunch"
 	start, ticket := s.Mark(), s.ticket(name, 0)
-	for _, lane := range x.lanes {
-		lane.launchedBy(s.handle)
+	for _, branch := range x.branches {
+		branch.launchedBy(s.handle)
 		for _, end := range x.ends {
-			lane.Wait(name, end)
+			branch.Wait(name, end)
 		}
-		lane.Wait(name, start)
+		branch.Wait(name, start)
 	}
 	awaited := x.graph.awaited()
 	done := make([]*Mark, len(x.graph.nodes))
 	for i, n := range x.graph.nodes {
-		lane := x.lanes[n.lane]
+		branch := x.branches[n.branch]
 		for _, dep := range n.deps {
-			if k := done[dep]; k != nil && x.graph.nodes[dep].lane != n.lane {
-				lane.Wait(name, k)
+			if k := done[dep]; k != nil && x.graph.nodes[dep].branch != n.branch {
+				branch.Wait(name, k)
 			}
 		}
-		n.enqueue(x, lane)
+		n.enqueue(x, branch)
 		if awaited[i] {
-			done[i] = lane.Mark()
+			done[i] = branch.Mark()
 		}
 	}
 	x.ends = x.ends[:0]
-	for _, lane := range x.lanes {
-		end := lane.Mark()
+	for _, branch := range x.branches {
+		end := branch.Mark()
 		x.ends = append(x.ends, end)
 		s.Wait(name, end)
 	}
@@ -387,7 +387,7 @@ func (m *Machine) replay(x *graphExec, s *Stream) {
 	}
 }
 
-// launchedBy attributes the operations of a lane that are enqueued from now on to the stream
+// launchedBy attributes the operations of a branch that are enqueued from now on to the stream
 // that launches the graph, in reports. m.mu is held.
 func (s *Stream) launchedBy(launch cudadrv.Stream) {
 	if s.lastLauncher == launch {
@@ -405,12 +405,12 @@ func (s *Stream) launchedBy(launch cudadrv.Stream) {
 	}
 }
 
-// awaited returns, for each node, whether a node of another lane waits for it.
+// awaited returns, for each node, whether a node of another branch waits for it.
 func (g *graph) awaited() []bool {
 	awaited := make([]bool, len(g.nodes))
 	for _, n := range g.nodes {
 		for _, dep := range n.deps {
-			if g.nodes[dep].lane != n.lane {
+			if g.nodes[dep].branch != n.branch {
 				awaited[dep] = true
 			}
 		}
@@ -419,14 +419,14 @@ func (g *graph) awaited() []bool {
 }
 
 // enqueue enqueues the node's operation. m.mu is held.
-func (n *node) enqueue(x *graphExec, lane *Stream) {
+func (n *node) enqueue(x *graphExec, branch *Stream) {
 	if n.launch == nil {
-		lane.enqueueBytes(n.name, n.bytes, n.run)
+		branch.enqueueBytes(n.name, n.bytes, n.run)
 		return
 	}
-	on := make([]*Stream, len(n.lanes))
-	for i, lane := range n.lanes {
-		on[i] = x.lanes[lane]
+	on := make([]*Stream, len(n.branches))
+	for i, branch := range n.branches {
+		on[i] = x.branches[branch]
 	}
 	n.launch.Enqueue(on)
 }

@@ -178,12 +178,12 @@ func TestDestroyedGraphs(t *testing.T) {
 	require.Empty(t, r.m.execs)
 	require.Empty(t, r.m.captures)
 
-	slots := r.m.slots.Made() + 1 // the lane of x may still be busy with its end
+	slots := r.m.slots.Made() + 1 // the branch of x may still be busy with its end
 	for range 50 {
 		z := r.captured(s, func() { r.set(s, p) })
 		r.Do(0, func() cudadrv.Result { return r.Drv.GraphExecDestroy(z) })
 	}
-	require.LessOrEqual(t, r.m.slots.Made(), slots, "the lanes' slots are used again")
+	require.LessOrEqual(t, r.m.slots.Made(), slots, "the branches' slots are used again")
 
 	// Resetting a device takes its graphs and captures.
 	y := r.captured(s, func() { r.set(s, p) })

@@ -104,7 +104,7 @@ func TestSharedMemoryNeedsNoOrder(t *testing.T) {
 		audit := r.Drv.(cudadrv.Auditor)
 		a, b, p := r.Stream(0), r.Stream(0), r.Alloc(0, 4096)
 		fill := func(s cudadrv.Stream) { r.Do(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 0, 64, s) }) }
-		r.OK(audit.MemLend(p, 64, a))
+		r.OK(audit.MemAllocated(p, 64, a))
 		r.OK(audit.MemShare(p, 64, a))
 		r.Sync(0, a)
 		fill(a)
@@ -112,8 +112,8 @@ func TestSharedMemoryNeedsNoOrder(t *testing.T) {
 		r.OK(r.On(0, r.Drv.CtxSynchronize))
 		require.Empty(t, r.m.Reports())
 		if !shared {
-			r.OK(audit.MemReturn(p, 64, a))
-			r.OK(audit.MemLend(p, 64, a))
+			r.OK(audit.MemFreed(p, 64, a))
+			r.OK(audit.MemAllocated(p, 64, a))
 			r.Sync(0, a)
 			fill(a)
 			r.On(0, func() cudadrv.Result { return r.Drv.MemsetD8Async(p, 0, 64, b) })

@@ -32,11 +32,11 @@ type Stream struct {
 	released  bool           // its slot was released
 	capture   *Capture       // the capture of the stream, or nil
 	tail      []int          // predecessors of the next node
-	lane      bool           // of an executable graph
-	hardware  *hardwareQueue // nil for lanes
+	branch    bool           // of an executable graph
+	hardware  *hardwareQueue // nil for branches
 	running   *Op            // nil between operations
 
-	launcher     cudadrv.Stream // of a lane: the stream that has launched the running operations; 0 is none
+	launcher     cudadrv.Stream // of a branch: the stream that has launched the running operations; 0 is none
 	lastLauncher cudadrv.Stream // and the operations that were enqueued last
 }
 
@@ -61,7 +61,7 @@ type Op struct {
 
 func (s *Stream) String() string { return sanitizer.NameOf(s.reported()) }
 
-// reported returns the stream that reports name: for a lane of a graph, the stream of its launch. m.mu is held.
+// reported returns the stream that reports name: for a branch of a graph, the stream of its launch. m.mu is held.
 func (s *Stream) reported() cudadrv.Stream {
 	if s.launcher != 0 {
 		return s.launcher
@@ -401,7 +401,7 @@ func (s *Stream) ticket(name string, bytes uint64) *timeline.Ticket {
 	}
 	for _, k := range kindsOfNames {
 		if strings.HasPrefix(name, k.prefix) {
-			on := timeline.Stream{Device: int(s.dev.ordinal), Handle: uint64(s.handle), Lane: s.lane}
+			on := timeline.Stream{Device: int(s.dev.ordinal), Handle: uint64(s.handle), Branch: s.branch}
 			return r.Enqueue(k.kind, strings.TrimPrefix(name, "kernel "), on, bytes)
 		}
 	}

@@ -30,14 +30,14 @@ type failure struct {
 // around this ring. Data uses links, one for each direction between two
 // ranks, created at their first use.
 type comm struct {
-	lib     *lib
-	handle  ncclapi.Comm
-	dev     *machine.Device
-	token   token
-	rank, n int
-	members []member
-	door    *acceptor
-	clique  *clique // guarded by the lock of the machine
+	lib        *lib
+	handle     ncclapi.Comm
+	dev        *machine.Device
+	token      token
+	rank, n    int
+	members    []member
+	door       *acceptor
+	localRanks *localRanks // guarded by the lock of the machine
 
 	stop   chan struct{} // closed when running operations must stop
 	failed chan struct{} // closed when failure is set
@@ -376,28 +376,28 @@ func (c *comm) closeLinks() {
 	}
 }
 
-// The ranks of a communicator on one machine share a clique. It has the clocks
+// localRanks is shared by the ranks of a communicator on one machine. It has the clocks
 // of the points where their operations began, by rank.
-type clique struct {
+type localRanks struct {
 	refs  int
 	began map[int]sanitizer.Clock
 }
 
-// enterClique and leaveClique require the lock of the machine.
-func (c *comm) enterClique() {
-	q := c.lib.cliques[c.token]
+// enterLocalRanks and leaveLocalRanks require the lock of the machine.
+func (c *comm) enterLocalRanks() {
+	q := c.lib.localRanks[c.token]
 	if q == nil {
-		q = &clique{began: map[int]sanitizer.Clock{}}
-		c.lib.cliques[c.token] = q
+		q = &localRanks{began: map[int]sanitizer.Clock{}}
+		c.lib.localRanks[c.token] = q
 	}
 	q.refs++
-	c.clique = q
+	c.localRanks = q
 	c.enterOrders()
 }
 
-func (c *comm) leaveClique() {
+func (c *comm) leaveLocalRanks() {
 	c.leaveOrders()
-	if c.clique.refs--; c.clique.refs == 0 {
-		delete(c.lib.cliques, c.token)
+	if c.localRanks.refs--; c.localRanks.refs == 0 {
+		delete(c.lib.localRanks, c.token)
 	}
 }

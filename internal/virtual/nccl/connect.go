@@ -32,20 +32,20 @@ func (c *comm) connect(v *verdict) error {
 		return err
 	}
 	forward := c.attend(next, conn)
-	patience := time.NewTimer(rootPatience)
-	defer patience.Stop()
-	if err := c.awaitNeighbour(c.left, patience); err != nil {
+	timeout := time.NewTimer(rootTimeout)
+	defer timeout.Stop()
+	if err := c.awaitNeighbour(c.left, timeout); err != nil {
 		return err
 	}
 	if c.rank == 0 {
 		forward.send(&notice{Kind: noticeConnected})
 	}
-	if err := c.awaitNeighbour(c.counted, patience); err != nil {
+	if err := c.awaitNeighbour(c.counted, timeout); err != nil {
 		return err
 	}
 	if c.rank > 0 {
 		forward.send(&notice{Kind: noticeConnected})
-		return c.awaitNeighbour(c.joined, patience)
+		return c.awaitNeighbour(c.joined, timeout)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -56,7 +56,7 @@ func (c *comm) connect(v *verdict) error {
 }
 
 // awaitNeighbour waits for a step of connect, or until all ranks are connected.
-func (c *comm) awaitNeighbour(step <-chan struct{}, patience *time.Timer) error {
+func (c *comm) awaitNeighbour(step <-chan struct{}, timeout *time.Timer) error {
 	select {
 	case <-step:
 		return nil
@@ -67,7 +67,7 @@ func (c *comm) awaitNeighbour(step <-chan struct{}, patience *time.Timer) error 
 			return nil
 		}
 		return errors.New(c.state().Text)
-	case <-patience.C:
+	case <-timeout.C:
 		return fmt.Errorf("rank %d did not connect", (c.rank+c.n-1)%c.n)
 	}
 }

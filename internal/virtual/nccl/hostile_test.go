@@ -100,8 +100,8 @@ func FuzzParseID(f *testing.F) {
 	})
 }
 
-// TestStrangersOfACommunicator opens more connections than there are places, and says too much.
-func TestStrangersOfACommunicator(t *testing.T) {
+// TestUnauthenticatedPeersOfACommunicator opens more connections than there are places, and says too much.
+func TestUnauthenticatedPeersOfACommunicator(t *testing.T) {
 	ln, err := net.Listen("unix", "@chorus-test-"+randomToken().String())
 	require.NoError(t, err)
 	secret := randomToken()

@@ -64,11 +64,11 @@ func inLaunches(works []*work) [][]*work {
 		lists[i] = append(lists[i], w)
 	}
 	if len(at) > 1 {
-		first := map[*clique]int{}
+		first := map[*localRanks]int{}
 		for i, list := range slices.Backward(lists) {
-			first[list[0].c.clique] = i
+			first[list[0].c.localRanks] = i
 		}
-		slices.SortStableFunc(lists, func(a, b []*work) int { return first[a[0].c.clique] - first[b[0].c.clique] })
+		slices.SortStableFunc(lists, func(a, b []*work) int { return first[a[0].c.localRanks] - first[b[0].c.localRanks] })
 	}
 	return lists
 }
@@ -139,7 +139,7 @@ func (l *launch) run(o *machine.Op) {
 		o.After(c.before)
 		c.before = o.Now()
 	}
-	c.clique.began[c.rank] = c.clique.began[c.rank].JoinStamp(o.Now())
+	c.localRanks.began[c.rank] = c.localRanks.began[c.rank].JoinStamp(o.Now())
 	l.startOrder()
 	m.Unlock()
 	if lost {
@@ -152,7 +152,7 @@ func (l *launch) run(o *machine.Op) {
 	}
 	m.Lock()
 	defer m.Unlock()
-	for rank, began := range c.clique.began {
+	for rank, began := range c.localRanks.began {
 		if l.needs(rank) {
 			o.AfterAll(began)
 		}

@@ -30,14 +30,14 @@ func (c *Config) hosts() bool { return c.Network != "" && c.Network != InProcess
 
 // lib implements ncclapi.API. Its methods are in the files of the objects that they use.
 type lib struct {
-	m       *machine.Machine
-	cfg     Config
-	cliques map[token]*clique        // guarded by the lock of the machine
-	loaded  map[*machine.Device]bool // devices that have NCCL's kernels; guarded by the lock of the machine
-	adopted map[*comm]bool           // the live communicators; guarded by the lock of the machine
-	orders  orders
-	groups  groups
-	process string // see member
+	m          *machine.Machine
+	cfg        Config
+	localRanks map[token]*localRanks    // guarded by the lock of the machine
+	loaded     map[*machine.Device]bool // devices that have NCCL's kernels; guarded by the lock of the machine
+	adopted    map[*comm]bool           // the live communicators; guarded by the lock of the machine
+	orders     orders
+	groups     groups
+	process    string // see member
 
 	mu        sync.Mutex
 	comms     map[ncclapi.Comm]*comm
@@ -51,7 +51,7 @@ func New(m *machine.Machine, cfg Config) ncclapi.API {
 		cfg.Version = defaultVersion
 	}
 	l := &lib{
-		m: m, cfg: cfg, cliques: map[token]*clique{}, loaded: map[*machine.Device]bool{}, comms: map[ncclapi.Comm]*comm{},
+		m: m, cfg: cfg, localRanks: map[token]*localRanks{}, loaded: map[*machine.Device]bool{}, comms: map[ncclapi.Comm]*comm{},
 		groups:  groups{threads: map[uintptr]*group{}},
 		adopted: map[*comm]bool{}, orders: orders{devices: map[string]*deviceOrder{}, comms: map[token][]*comm{}, reports: map[[2]token]string{}},
 		process: randomToken().String(),
@@ -275,7 +275,7 @@ func (l *lib) free(c *comm, abort bool) {
 	l.mu.Unlock()
 	if first {
 		l.m.Lock()
-		c.leaveClique()
+		c.leaveLocalRanks()
 		l.m.Unlock()
 	}
 }
@@ -283,7 +283,7 @@ func (l *lib) free(c *comm, abort bool) {
 // adopt assigns a handle to a connected communicator.
 func (l *lib) adopt(c *comm) ncclapi.Comm {
 	l.m.Lock()
-	c.enterClique()
+	c.enterLocalRanks()
 	c.handle = ncclapi.Comm(l.m.Handle())
 	l.m.Unlock()
 	l.mu.Lock()

@@ -134,7 +134,7 @@ func TestInitMistakes(t *testing.T) {
 	}
 }
 
-func TestInitOverTCPAmongStrangers(t *testing.T) {
+func TestInitOverTCPAmongUnauthenticatedPeers(t *testing.T) {
 	r := newNetworkRig(t, machine.Config{Devices: 2}, "127.0.0.1")
 	id := r.uniqueID()
 	_, address, err := parseID(&id)

@@ -13,12 +13,12 @@ import (
 	"github.com/gochorus/chorus/internal/ncclapi"
 )
 
-// rootPatience is the time that the root of a unique id waits for its ranks.
-const rootPatience = 10 * time.Minute
+// rootTimeout is the time that the root of a unique id waits for its ranks.
+const rootTimeout = 10 * time.Minute
 
-// failedPatience is the time that a failed meeting stays open for ranks that come
+// failedGrace is the time that a failed meeting stays open for ranks that come
 // late.
-const failedPatience = 3 * time.Second
+const failedGrace = 3 * time.Second
 
 // A meeting gathers the ranks that create communicators together: one
 // communicator for a unique id, and one for each color for a split.
@@ -169,7 +169,7 @@ func (g *meeting) close() {
 var failedRoots sync.Map
 
 // startRoot opens the meeting of a new unique id. It closes when all ranks have
-// joined, after rootPatience, or when the process exits.
+// joined, after rootTimeout, or when the process exits.
 func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 	ln, address, err := l.listen()
 	if err != nil {
@@ -177,9 +177,9 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 	}
 	t := randomToken()
 	id, err := makeID(t, address)
-	// The spare descriptor is for a reply if there are no others: ranks of this process would wait for ever.
-	spare, errSpare := os.Open(os.DevNull)
-	if err := errors.Join(err, withCure(errSpare)); err != nil {
+	// The reserved descriptor is for a reply if there are no others: ranks of this process would wait for ever.
+	reserved, errReserved := os.Open(os.DevNull)
+	if err := errors.Join(err, withCure(errReserved)); err != nil {
 		_ = ln.Close()
 		return id, err
 	}
@@ -187,7 +187,7 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 	over := make(chan struct{})
 	var once sync.Once
 	end := func() { once.Do(func() { close(over) }) }
-	timer := time.AfterFunc(rootPatience, end)
+	timer := time.AfterFunc(rootTimeout, end)
 	a := newAcceptor(ln, t, func(conn net.Conn, h *hello) {
 		switch {
 		case h.Join == nil || h.Join.Ranks < 1:
@@ -195,15 +195,15 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 		case g.admit(conn, h.Join):
 			end()
 		case g.hasFailed():
-			timer.Reset(failedPatience)
+			timer.Reset(failedGrace)
 		}
 	}, func(err error) {
 		if !g.hasFailed() {
 			v := &verdict{Result: ncclapi.SystemError, Text: fmt.Sprintf("the root cannot accept a connection: %v", err)}
 			failedRoots.Store(t, v)
 			g.fail(v)
-			_ = spare.Close()
-			timer.Reset(failedPatience)
+			_ = reserved.Close()
+			timer.Reset(failedGrace)
 		}
 	})
 	go func() {
@@ -211,7 +211,7 @@ func (l *lib) startRoot() (ncclapi.UniqueID, error) {
 		timer.Stop()
 		a.close()
 		g.close()
-		_ = spare.Close() // perhaps again
+		_ = reserved.Close() // perhaps again
 	}()
 	return id, nil
 }

@@ -20,19 +20,19 @@ type transfer struct {
 // order, all others concurrently, so that no order of sends and receives can
 // block.
 func (c *comm) exchange(list []transfer) error {
-	type lane struct {
+	type direction struct {
 		peer int
 		out  bool
 	}
-	lanes := map[lane][]transfer{}
+	directions := map[direction][]transfer{}
 	for _, t := range list {
-		at := lane{t.peer, t.out}
-		lanes[at] = append(lanes[at], t)
+		d := direction{t.peer, t.out}
+		directions[d] = append(directions[d], t)
 	}
 	var wg sync.WaitGroup
-	errs := make(chan error, len(lanes))
-	for at, transfers := range lanes {
-		wg.Go(func() { errs <- c.lane(at.peer, at.out, transfers) })
+	errs := make(chan error, len(directions))
+	for d, transfers := range directions {
+		wg.Go(func() { errs <- c.transferAll(d.peer, d.out, transfers) })
 	}
 	wg.Wait()
 	close(errs)
@@ -44,7 +44,8 @@ func (c *comm) exchange(list []transfer) error {
 	return nil
 }
 
-func (c *comm) lane(peer int, out bool, list []transfer) error {
+// transferAll performs transfers with one peer in one direction, in order.
+func (c *comm) transferAll(peer int, out bool, list []transfer) error {
 	if out {
 		k, err := c.to(peer)
 		if err != nil {

@@ -69,7 +69,7 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 			return 0, err
 		}
 		if b.s.domain != a.domain {
-			a = b.arena() // of a pool with PoolConfig.Spare
+			a = b.arena() // of a pool with PoolConfig.UseOnOOM
 		}
 	}
 	addr = a.hand(s, b, size, n, stack)
@@ -174,7 +174,7 @@ func (a *Arena) markAllocated(b block, x *slot, size, requested uint64, stack *S
 	}
 	a.domain.meter.markAllocated(b.s.kind, int64(size), int64(requested))
 	if a.audits {
-		a.device.cfg.Auditor.Lend(a.stream, addr, size)
+		a.device.cfg.Auditor.Allocated(a.stream, addr, size)
 	}
 	a.device.note(ActionAlloc, addr, requested, a, stack)
 	return addr
@@ -439,12 +439,12 @@ func (d *Device) grant(domains []*domain, g Gauge, s kind) {
 	}
 	// First use the part of the peak that no domain has, then lower the largest unused
 	// caps.
-	for spare := *peak - caps; spare < over; {
+	for available := *peak - caps; available < over; {
 		r := slackest(domains, g, s)
 		slack := r.cap - r.now
-		give := min(slack, over-spare)
+		give := min(slack, over-available)
 		r.cap -= give
-		spare += give
+		available += give
 	}
 	for _, dom := range domains {
 		r := &dom.meter.r[g][s]

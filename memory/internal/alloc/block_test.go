@@ -14,7 +14,7 @@ import (
 
 // Pages of slots come back when their segments are gone, and are zero again.
 func TestSlotPagesComeBack(t *testing.T) {
-	spare := func() int {
+	freePages := func() int {
 		slabs.mu.Lock()
 		defer slabs.mu.Unlock()
 		return len(slabs.free)
@@ -30,14 +30,14 @@ func TestSlotPagesComeBack(t *testing.T) {
 			segments[i].slots[k] = slot{size: 1, under: uint32(k)}
 		}
 	}
-	before := spare()
+	before := freePages()
 	runtime.KeepAlive(segments)
 	segments = nil
 	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 	defer cancel()
 	require.NoError(t, poll.Until(ctx, func() (bool, error) {
 		runtime.GC()
-		return spare() >= before+pages, nil
+		return freePages() >= before+pages, nil
 	}))
 	for range pages {
 		p := takeSlotPage()

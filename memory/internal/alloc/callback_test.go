@@ -70,7 +70,7 @@ func TestCallbacksFreeWhileTheHostWaits(t *testing.T) {
 			require.NoError(t, d.Empty())
 			require.EqualValues(t, 1, d.Counts().Given)
 		}},
-		"the ladder, for those that used memory": {total: 64 * mib, wait: func(t *testing.T, d *Device, a *Arena, other Stream) {
+		"the fallbacks, for those that used memory": {total: 64 * mib, wait: func(t *testing.T, d *Device, a *Arena, other Stream) {
 			shared := must(a.Alloc(22 * mib))
 			require.NoError(t, d.RecordStream(shared, other))
 			require.NoError(t, d.Free(shared))
@@ -145,8 +145,8 @@ func TestPlaceIsTakenMeanwhile(t *testing.T) {
 	d := m.device("expandable_segments:True")
 	var call func()
 	a := must(d.Default().Arena(callingStream{quietStream{1}, &call}))
-	spare, between, end := must(a.Alloc(20*mib)), must(a.Alloc(2*mib)), must(a.Alloc(12*mib))
-	require.NoError(t, d.Free(spare))
+	freed, between, end := must(a.Alloc(20*mib)), must(a.Alloc(2*mib)), must(a.Alloc(12*mib))
+	require.NoError(t, d.Free(freed))
 	require.NoError(t, d.Free(end))
 	var other uint64
 	call = func() {

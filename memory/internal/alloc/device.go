@@ -552,8 +552,8 @@ type Event interface {
 // An Auditor is informed of every allocation and free, as the stream orders them.
 // Virtual devices have one.
 type Auditor interface {
-	Lend(s Stream, addr, bytes uint64)
-	Return(s Stream, addr, bytes uint64)
+	Allocated(s Stream, addr, bytes uint64)
+	Freed(s Stream, addr, bytes uint64)
 }
 
 // A Watcher is called for each segment that a pool allocates, before its memory is
@@ -643,7 +643,7 @@ func (a *Arena) reportFreed(addr, bytes uint64) {
 		a.owed = append(a.owed, piece{addr, bytes})
 		return
 	}
-	a.device.cfg.Auditor.Return(a.stream, addr, bytes)
+	a.device.cfg.Auditor.Freed(a.stream, addr, bytes)
 }
 
 // reportPostponed sends the postponed reports, ordered on the arena's new stream.

@@ -178,13 +178,13 @@ type ledger struct {
 	out map[piece]Stream
 }
 
-func (l *ledger) Lend(s Stream, addr, bytes uint64) {
+func (l *ledger) Allocated(s Stream, addr, bytes uint64) {
 	require.NotNil(l.t, s)
 	require.NotContains(l.t, l.out, piece{addr, bytes})
 	l.out[piece{addr, bytes}] = s
 }
 
-func (l *ledger) Return(s Stream, addr, bytes uint64) {
+func (l *ledger) Freed(s Stream, addr, bytes uint64) {
 	require.NotNil(l.t, s)
 	require.Contains(l.t, l.out, piece{addr, bytes})
 	delete(l.out, piece{addr, bytes})

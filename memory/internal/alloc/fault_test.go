@@ -14,7 +14,7 @@ import (
 // scenario uses everything that asks the driver, and goes on after errors.
 func scenario(m *machine, d *Device) (errs []error) {
 	s, other := m.stream(), m.stream()
-	spare := d.NewPool(PoolConfig{ID: PoolID{0, 1}, Source: asyncSource{m}})
+	asyncPool := d.NewPool(PoolConfig{ID: PoolID{0, 1}, Source: asyncSource{m}})
 	var live []uint64
 	alloc := func(p *Pool, s Stream, n uint64) {
 		a, err := p.Arena(s)
@@ -35,19 +35,19 @@ func scenario(m *machine, d *Device) (errs []error) {
 	for range 3 {
 		for _, n := range []uint64{1000, 3 << 20, 30 << 20, 1 << 20} {
 			alloc(d.Default(), s, n)
-			alloc(spare, s, n)
+			alloc(asyncPool, s, n)
 			alloc(d.Default(), other, n)
 		}
 		free()
 		alloc(d.Default(), s, 90<<20) // more than there is without the cache
-		alloc(spare, other, 40<<20)
+		alloc(asyncPool, other, 40<<20)
 		free()
 		errs = append(errs, d.Empty())
 		d.End(other)
 		other.ended = true
 		other = m.stream()
 	}
-	errs = append(errs, spare.Close())
+	errs = append(errs, asyncPool.Close())
 	own := d.NewPool(PoolConfig{ID: PoolID{0, 2}})
 	alloc(own, s, 30<<20)
 	errs = append(errs, own.Close())

@@ -54,7 +54,7 @@ func init() {
 	fallbacks = []step{
 		(*Arena).afterCollecting,
 		(*Arena).afterCollectingGarbage,
-		(*Arena).fromSpare,
+		(*Arena).fromPoolsOnOOM,
 		(*Arena).afterReleasingLarger,
 		(*Arena).afterClaiming,
 		(*Arena).afterReleasingAll,
@@ -169,13 +169,13 @@ func (a *Arena) gave(k kind, n uint64, segments int64) {
 	a.domain.meter.down(k, Segments, segments)
 }
 
-// fromSpare searches the pools whose memory others may use when they are out of memory.
-func (a *Arena) fromSpare(s *Settings, k kind, size uint64) (block, error) {
+// fromPoolsOnOOM searches the pools whose memory others may use when they are out of memory.
+func (a *Arena) fromPoolsOnOOM(s *Settings, k kind, size uint64) (block, error) {
 	if a.pool != a.device.def || a.stream == nil {
 		return block{}, nil
 	}
 	for _, p := range a.device.pools {
-		if !p.spare || p.closed.Load() {
+		if !p.useOnOOM || p.closed.Load() {
 			continue
 		}
 		o, err := p.arenaOf(a.stream)

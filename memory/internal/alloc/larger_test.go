@@ -31,17 +31,17 @@ func TestLargestSegmentsGo(t *testing.T) {
 
 // Nobody takes from a pool that others may use and that is closed, although it has
 // memory and could get more.
-func TestSparePoolThatIsClosed(t *testing.T) {
+func TestUseOnOOMOfAClosedPool(t *testing.T) {
 	m, rich := newMachine(t, 20*mib), newMachine(t, 1<<30)
 	rich.next = 1 << 40
 	d := m.device("")
-	p := d.NewPool(PoolConfig{ID: PoolID{0, 1}, Source: asyncSource{rich}, Spare: true})
+	p := d.NewPool(PoolConfig{ID: PoolID{0, 1}, Source: asyncSource{rich}, UseOnOOM: true})
 	s := m.stream()
 	mine, theirs := must(d.Default().Arena(s)), must(p.Arena(s))
 	x, y := must(mine.Alloc(20*mib)), must(theirs.Alloc(2*mib))
-	spare := must(mine.Alloc(12 * mib))
-	require.GreaterOrEqual(t, spare, uint64(1<<40), "of the pool")
-	require.NoError(t, d.Free(spare))
+	pooled := must(mine.Alloc(12 * mib))
+	require.GreaterOrEqual(t, pooled, uint64(1<<40), "of the pool")
+	require.NoError(t, d.Free(pooled))
 	require.NoError(t, p.Close())
 	for _, n := range []uint64{2 * mib, 12 * mib} { // what it has free, and what it does not
 		_, err := mine.Alloc(n)

@@ -19,12 +19,12 @@ type PoolID [2]uint64
 // A Pool has the memory of one purpose. The memory is not used for anything else, and
 // is returned to the driver only after the pool is closed.
 type Pool struct {
-	device  *Device
-	id      PoolID
-	source  Source
-	noSplit bool
-	spare   bool // others may use its memory before they fail
-	closed  atomic.Bool
+	device   *Device
+	id       PoolID
+	source   Source
+	noSplit  bool
+	useOnOOM bool // others may use its memory before they fail
+	closed   atomic.Bool
 
 	// Only for a pool of graphs: all arenas share one lock, and base has the blocks
 	// that any of their streams may use, which are all blocks that are free when a
@@ -40,10 +40,10 @@ type Pool struct {
 
 // PoolConfig are the properties of a pool.
 type PoolConfig struct {
-	ID      PoolID
-	Source  Source // nil means the device's
-	NoSplit bool   // each block is a whole segment
-	Spare   bool   // others may use its memory before they fail
+	ID       PoolID
+	Source   Source // nil means the device's
+	NoSplit  bool   // each block is a whole segment
+	UseOnOOM bool   // others may use its memory before they fail
 	// Graphs returns a pool for captures: see Pool.Rejoin.
 	Graphs bool
 }
@@ -59,7 +59,7 @@ func (d *Device) newPool(cfg PoolConfig) *Pool {
 	if cfg.Source == nil {
 		cfg.Source = d.cfg.Source
 	}
-	p := &Pool{device: d, id: cfg.ID, source: cfg.Source, noSplit: cfg.NoSplit, spare: cfg.Spare}
+	p := &Pool{device: d, id: cfg.ID, source: cfg.Source, noSplit: cfg.NoSplit, useOnOOM: cfg.UseOnOOM}
 	p.closed.Store(d.closed)
 	if cfg.Graphs {
 		p.domain = d.newDomain()

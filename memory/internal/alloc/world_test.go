@@ -22,7 +22,7 @@ type world struct {
 	settings atomic.Pointer[Settings]
 	running  []*fakeStream
 	pools    []*fakePool
-	live     []*lent
+	live     []*liveBlock
 	captures int
 	broken   error // what the driver fails with
 	failed   bool  // it has, in this operation
@@ -36,8 +36,8 @@ type fakePool struct {
 	closed  bool
 }
 
-// A lent block is one that the program has.
-type lent struct {
+// A liveBlock is one that the program has allocated.
+type liveBlock struct {
 	addr, n uint64
 	pool    *fakePool
 	s       *fakeStream
@@ -176,16 +176,16 @@ func (w *world) alloc() {
 		return
 	}
 	for _, l := range w.live {
-		require.True(w.t, addr+n <= l.addr || l.addr+l.n <= addr, "%s: at %#x, where %#x is lent", w.what, addr, l.addr)
+		require.True(w.t, addr+n <= l.addr || l.addr+l.n <= addr, "%s: at %#x, where %#x is allocated", w.what, addr, l.addr)
 	}
 	w.machine.begin(s, addr, n, p.capture)
-	l := &lent{addr: addr, n: n, pool: p, s: s, capture: p.capture}
+	l := &liveBlock{addr: addr, n: n, pool: p, s: s, capture: p.capture}
 	w.live = append(w.live, l)
 	l.use(s)
 }
 
 // use lets s work on the block, in a capture if it takes part in one.
-func (l *lent) use(s *fakeStream) {
+func (l *liveBlock) use(s *fakeStream) {
 	if !s.refuses {
 		if l.capture == 0 || s != l.s {
 			l.uses = append(l.uses, s.work(l.addr, l.n))
@@ -293,7 +293,7 @@ func (w *world) newPool() {
 	case 1:
 		cfg.NoSplit = true
 	case 2:
-		cfg.Spare = true
+		cfg.UseOnOOM = true
 	case 3:
 		cfg.Graphs = true
 	case 4:

@@ -69,7 +69,7 @@ func requireMetrics(t *testing.T, names map[string][]string, expr string) (used 
 func TestDashboard(t *testing.T) {
 	text, err := os.ReadFile(filepath.Join(deployed, "grafana", "chorus.json"))
 	require.NoError(t, err)
-	var board struct {
+	var dashboard struct {
 		Panels []struct {
 			ID      int
 			Title   string
@@ -81,10 +81,10 @@ func TestDashboard(t *testing.T) {
 			List []struct{ Name string }
 		}
 	}
-	require.NoError(t, json.Unmarshal(text, &board))
+	require.NoError(t, json.Unmarshal(text, &dashboard))
 	names, used := metricNames(t), map[string]bool{}
 	titles, ids := map[string]bool{}, map[int]bool{}
-	for _, p := range board.Panels {
+	for _, p := range dashboard.Panels {
 		require.False(t, titles[p.Title] || ids[p.ID], p.Title)
 		titles[p.Title], ids[p.ID] = true, true
 		require.LessOrEqual(t, p.GridPos.X+p.GridPos.W, 24, p.Title)
@@ -101,7 +101,7 @@ func TestDashboard(t *testing.T) {
 			}
 		}
 	}
-	require.Equal(t, "job", board.Templating.List[1].Name)
+	require.Equal(t, "job", dashboard.Templating.List[1].Name)
 	require.Greater(t, len(used), 20)
 }
 

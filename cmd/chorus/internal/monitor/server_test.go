@@ -586,9 +586,9 @@ func TestListenersHaveTheirOwnLimits(t *testing.T) {
 		})
 	}
 	<-begun
-	impatient := http.Client{Timeout: 200 * time.Millisecond} // it may come before the others
+	client := http.Client{Timeout: 200 * time.Millisecond} // it may come before the others
 	require.Eventually(t, func() bool {
-		resp, err := impatient.Get("http://" + public.Addr().String() + "/status.json")
+		resp, err := client.Get("http://" + public.Addr().String() + "/status.json")
 		if err != nil {
 			return false
 		}

@@ -220,9 +220,9 @@ type event struct {
 func (h *heap) event() (*event, error) {
 	h.mu.Lock()
 	defer h.mu.Unlock()
-	if n := len(h.spare); n > 0 {
-		e := h.spare[n-1]
-		h.spare = h.spare[:n-1]
+	if n := len(h.freeEvents); n > 0 {
+		e := h.freeEvents[n-1]
+		h.freeEvents = h.freeEvents[:n-1]
 		return e, nil
 	}
 	raw, err := gpu.DeviceOf(h.dev).NewEvent(cudadrv.EventDisableTiming)
@@ -240,7 +240,7 @@ func (e *event) Sync() error {
 func (e *event) Close() {
 	e.heap.mu.Lock()
 	defer e.heap.mu.Unlock()
-	e.heap.spare = append(e.heap.spare, e)
+	e.heap.freeEvents = append(e.heap.freeEvents, e)
 }
 
 // do is gpu.Device.DoBeside.

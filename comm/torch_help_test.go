@@ -41,8 +41,8 @@ func bytesOf(r *rand.Rand, d memory.DType, n int) []byte {
 	return b
 }
 
-// sampleOf makes a sample on a rank's device, or on the host where rank is -1, in the
-// order of the group's stream. A strided one lies in a larger tensor.
+// sampleOf makes a sample on a rank's device, or on the host where rank is -1. Work
+// on the group's stream writes it. A strided one lies in a larger tensor.
 func sampleOf(t testing.TB, g *comm.Group, r *rand.Rand, rank int, d memory.DType, shape []int, strided bool) *sample {
 	t.Helper()
 	m := &sample{dtype: d, shape: shape}
@@ -99,8 +99,8 @@ func onDevice(t testing.TB, s *stream.Stream, d memory.DType, shape []int, b []b
 	return x
 }
 
-// bytesIn returns the elements of a tensor in row-major order, read in the order of s,
-// or of rank 0's stream for one of the host.
+// bytesIn returns the elements of a tensor in row-major order, read on s,
+// or on rank 0's stream for one of the host.
 func bytesIn(t testing.TB, g *comm.Group, s *stream.Stream, x tensor.Tensor) []byte {
 	t.Helper()
 	if s == nil {

@@ -620,7 +620,7 @@ func reduceAddByNCCL(t *testing.T, most int) {
 	}
 }
 
-// What is broadcast to may be closed at once, in the order of a stream of its owner's.
+// An output of a broadcast may be closed right after the call. Its memory is freed stream-ordered, on a stream of its owner's.
 func TestBroadcastKeepsItsOutputs(t *testing.T) { bothWays(t, broadcastKeepsItsOutputs) }
 
 func broadcastKeepsItsOutputs(t *testing.T, _ bool) {

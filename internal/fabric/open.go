@@ -441,8 +441,9 @@ func Host() string {
 //
 //   - Kernels and copies of operations: Close waits for their streams before free.
 //   - Copies of probe, on the stream of Open. Open does not wait for them when its context ends. That stream is a recorded user
-//     of the memory of a rank of this process, which is freed in the order of that stream. Memory of another process belongs to the
-//     stream of Open here: its Close waits for the stream before that process may free the memory.
+//     of the memory of a rank of this process, which is therefore reused only once the pending work of that stream has finished.
+//     Memory of another process belongs to the stream of Open here: its Close waits for the stream before that process may free
+//     the memory.
 //
 // So no rank waits for another one, and an end of the context, a failure or a lost rank may come at any time.
 type scratch struct {

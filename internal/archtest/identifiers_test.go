@@ -22,15 +22,20 @@ var metaphors = map[string]string{
 	"patience": "timeout", "clique": "local ranks", "board": "table, exchange", "confer": "agree", "mourn": "coordinator lost",
 	"heir": "successor", "charter": "epoch record", "electorate": "voters", "lend": "allocate", "lent": "allocated",
 	"owe": "pending", "owes": "pending", "tidy": "release", "farewell": "close", "desk": "server", "carrier": "link",
-	"stranger": "unauthenticated peer",
+	"stranger": "unauthenticated peer", "lane": "branch, stream, direction", "spare": "free, cached", "spared": "excused",
+	"lending": "allocation", "patient": "timeout", "impatient": "timeout", "patiently": "timeout",
 }
 
-// part matches the words of an identifier in mixed caps.
-var part = regexp.MustCompile(`[A-Z]?[a-z]+|[A-Z]+`)
+// part matches the words of an identifier in mixed caps. capital matches one-letter words and
+// initialisms together with the word that follows, such as AStranger or OOMSpare.
+var (
+	part    = regexp.MustCompile(`[A-Z]?[a-z]+|[A-Z]+`)
+	capital = regexp.MustCompile(`([A-Z])([A-Z][a-z])`)
+)
 
-// metaphorsIn returns the metaphors in an identifier.
+// metaphorsIn returns the metaphors in an identifier or in the name of a file.
 func metaphorsIn(name string) (found []string) {
-	for _, w := range part.FindAllString(name, -1) {
+	for _, w := range part.FindAllString(capital.ReplaceAllString(name, "${1}_${2}"), -1) {
 		w = strings.ToLower(w)
 		for _, w := range []string{w, strings.TrimSuffix(w, "s")} {
 			if metaphors[w] != "" && !slices.Contains(found, w) {
@@ -44,12 +49,18 @@ func metaphorsIn(name string) (found []string) {
 func TestMetaphorsInIdentifiers(t *testing.T) {
 	require.Equal(t, []string{"patience"}, metaphorsIn("openPatience"))
 	require.Equal(t, []string{"heir"}, metaphorsIn("Heirs"))
+	require.Equal(t, []string{"lend"}, metaphorsIn("MemLend"))
+	require.Equal(t, []string{"lane"}, metaphorsIn("endLanes"))
+	require.Equal(t, []string{"stranger"}, metaphorsIn("RefusalOfAStranger"))
+	require.Equal(t, []string{"spare"}, metaphorsIn("OOMSpare_pools.go"))
 	require.Empty(t, metaphorsIn("theirWidth"))
 	require.Empty(t, metaphorsIn("dashboards"))
+	require.Empty(t, metaphorsIn("planes"))
+	require.Empty(t, metaphorsIn("silentPeers"))
 }
 
-// TestIdentifiersAreTerms checks that identifiers of the product are the field's words.
-// testdata/identifier_exceptions.txt has the folders that may use a metaphor, and why.
+// TestIdentifiersAreTerms checks that identifiers of the product and its tests, and the names of
+// all files of the repository, are the field's words. testdata/identifier_exceptions.txt has the folders that may use a metaphor, and why.
 func TestIdentifiersAreTerms(t *testing.T) {
 	needSource(t)
 	type exception struct{ folder, word string }
@@ -64,14 +75,24 @@ func TestIdentifiersAreTerms(t *testing.T) {
 			allowed[exception{fields[0], fields[1]}] = false
 		}
 	}
-	list := exec.Command("git", "ls-files", "*.go")
+	check := func(file, name string) {
+		for _, w := range metaphorsIn(name) {
+			e := exception{path.Dir(file), w}
+			if _, ok := allowed[e]; ok {
+				allowed[e] = true
+				continue
+			}
+			t.Errorf("%s: %s has the metaphor %q: write %q", file, name, w, metaphors[w])
+		}
+	}
+	list := exec.Command("git", "ls-files", "-z")
 	list.Dir = "../.."
 	out, err := list.Output()
 	require.NoError(t, err)
-	files := strings.Fields(string(out))
-	require.Greater(t, len(files), 300)
-	for _, file := range files {
-		if strings.HasSuffix(file, "_test.go") {
+	files, tests := 0, 0
+	for file := range strings.SplitSeq(strings.TrimSuffix(string(out), "\x00"), "\x00") {
+		check(file, path.Base(file))
+		if !strings.HasSuffix(file, ".go") {
 			continue
 		}
 		parsed, err := parser.ParseFile(token.NewFileSet(), "../../"+file, nil, parser.SkipObjectResolution)
@@ -79,24 +100,20 @@ func TestIdentifiersAreTerms(t *testing.T) {
 			continue // deleted, and not yet committed
 		}
 		require.NoError(t, err)
+		if files++; strings.HasSuffix(file, "_test.go") {
+			tests++
+		}
 		told := map[string]bool{}
 		ast.Inspect(parsed, func(n ast.Node) bool {
-			id, ok := n.(*ast.Ident)
-			if !ok || told[id.Name] {
-				return true
-			}
-			told[id.Name] = true
-			for _, w := range metaphorsIn(id.Name) {
-				e := exception{path.Dir(file), w}
-				if _, ok := allowed[e]; ok {
-					allowed[e] = true
-					continue
-				}
-				t.Errorf("%s: %s has the metaphor %q: write %q", file, id.Name, w, metaphors[w])
+			if id, ok := n.(*ast.Ident); ok && !told[id.Name] {
+				told[id.Name] = true
+				check(file, id.Name)
 			}
 			return true
 		})
 	}
+	require.Greater(t, files, 600)
+	require.Greater(t, tests, 300)
 	for e, used := range allowed {
 		if !used {
 			t.Errorf("identifier_exceptions.txt: %s needs no exception for %q", e.folder, e.word)

@@ -68,7 +68,8 @@ func Open(paths []string, cfg *gds.FileConfig) (*Checkpoint, error) {
 	return c, nil
 }
 
-// openIn is Open for files in the folder of a Saver. It follows no link out of the folder.
+// openIn is Open for files in the folder of a Saver, without following a link
+// out of the folder.
 func openIn(folder string, names []string, cfg *gds.FileConfig) (*Checkpoint, error) {
 	root, err := os.OpenRoot(folder)
 	if err != nil {
@@ -145,8 +146,8 @@ func escape(path string) string {
 	return strings.NewReplacer(`\`, `\\`, `*`, `\*`, `?`, `\?`, `[`, `\[`).Replace(path)
 }
 
-// openFile opens a file. only selects the tensors that belong to the checkpoint; nil selects
-// all.
+// openFile opens a file, and adds the tensors that only selects, or all if only
+// is nil, to the checkpoint.
 func (c *Checkpoint) openFile(cfg *gds.FileConfig, path string, only func(name string) bool) (*safetensors.Header, error) {
 	f, err := gds.Open(path, cfg)
 	if err != nil {
@@ -269,8 +270,9 @@ func (c *Checkpoint) Info(name string) (Info, bool) {
 
 func before(a, b place) bool { return a.file < b.file || a.file == b.file && a.tensor < b.tensor }
 
-// Metadata returns the texts in the headers of the files. If two files have the same key, the
-// first file's text counts. The caller may change the map.
+// Metadata returns the texts in the headers of the files, as a map that the
+// caller may change. If two files have the same key, the first file's text
+// counts.
 func (c *Checkpoint) Metadata() map[string]string {
 	m := map[string]string{}
 	for k, v := range c.metadata {
@@ -296,7 +298,8 @@ func (c *Checkpoint) Status() []gds.Status {
 	return all
 }
 
-// Close closes the files. Loaded tensors stay. It is idempotent and safe on nil.
+// Close closes the files, but not the tensors that were loaded from them. It is
+// idempotent and safe on nil.
 func (c *Checkpoint) Close() error {
 	if c == nil {
 		return nil
@@ -399,7 +402,8 @@ func (o *opening) file(name string) (int, error) {
 	return o.files[name], nil
 }
 
-// add adds a tensor. If it has one chunk in row-major order, it is a run of the file.
+// add adds a tensor, as a run of the file if it has one chunk in row-major
+// order.
 func (o *opening) add(t *torchfile.Distributed) error {
 	s := &scattered{shape: t.Shape, size: t.DType.Bits() / 8}
 	whole := false
@@ -454,7 +458,8 @@ func (o *opening) chunk(t *torchfile.Distributed, k *torchfile.Chunk, file int) 
 	return &x.Tensors[0], nil
 }
 
-// addTorch adds the tensors of a file of torch.save. It returns a header that describes them.
+// addTorch adds the tensors of a file of torch.save, and returns a header that
+// describes them.
 func (c *Checkpoint) addTorch(f *gds.File, size int64, only func(name string) bool) (*safetensors.Header, error) {
 	x, err := torchfile.Read(hostReader{f}, size)
 	if err != nil {

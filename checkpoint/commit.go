@@ -147,7 +147,8 @@ func replacedName(final string) string {
 	return filepath.Join(filepath.Dir(final), tempPrefix+filepath.Base(final)+replacedSuffix)
 }
 
-// finalName returns the name of a checkpoint. name is its temporary name.
+// finalName returns the final name of a checkpoint that is being replaced,
+// given its temporary name.
 func finalName(name string) (final string, ok bool) {
 	name, temp := strings.CutPrefix(name, tempPrefix)
 	final, replaced := strings.CutSuffix(name, replacedSuffix)
@@ -164,9 +165,10 @@ func folderOf(folder string, step int64) string {
 	return final
 }
 
-// trade lets a complete folder trade names with the checkpoint that it replaces. File systems such
-// as NFS cannot do so at once. The checkpoint then gets a temporary name first. If the process ends
-// before the new folder has its name, Latest opens the checkpoint by its temporary name, and
+// trade lets a complete folder trade names with the checkpoint that it
+// replaces. File systems such as NFS cannot do so at once, so the checkpoint
+// gets a temporary name first. If the process ends before the new folder has
+// its name, Latest opens the checkpoint by its temporary name, and
 // removeLeftovers gives the checkpoint its name back.
 func trade(fs fileSystem, temp, final string) error {
 	err := fs.Exchange(temp, final)

@@ -50,9 +50,10 @@ func (d *Difference) String() string {
 	return fmt.Sprintf("tensor %q: %d elements differ, the first at %v, by at most %g", d.Name, d.Elements, d.First, d.MaxAbs)
 }
 
-// Compare compares two checkpoints of any formats on the host, without a device: names, types,
-// shapes and the bytes of elements. It returns the differences by name. It reads tensors at the
-// same time with 8 MiB of memory for each, at most 16.
+// Compare compares two checkpoints of any formats on the host, without a
+// device: names, types, shapes and the bytes of elements. It returns the
+// differences by name. It reads at most 16 tensors at the same time, with 8 MiB
+// of memory for each.
 func Compare(ctx context.Context, a, b *Checkpoint) ([]Difference, error) {
 	if err := cmp.Or(a.check("compare"), b.check("compare")); err != nil {
 		return nil, err
@@ -323,8 +324,8 @@ func (c *Checkpoint) read(ctx context.Context, name string, p []byte, off int64)
 	return err
 }
 
-// SHA256 returns the digest of a tensor's bytes in its file, in row-major order and in
-// hexadecimal. It ends early if ctx ends.
+// SHA256 returns the digest of a tensor's bytes in its file, in row-major order
+// and in hexadecimal, unless ctx ends first.
 func (c *Checkpoint) SHA256(ctx context.Context, name string) (string, error) {
 	info, ok := c.Info(name)
 	if !ok {

@@ -155,8 +155,8 @@ func (m *executor) load(ctx context.Context) {
 	}
 }
 
-// store is load backwards. The ranks gather the bytes of a round while they write the
-// round before.
+// store is load backwards: the ranks gather the bytes of a round while they
+// write the round before.
 func (m *executor) store(ctx context.Context) {
 	c := m.start(ctx, files.File.Write)
 	defer c.end()
@@ -458,7 +458,8 @@ type run struct {
 	pieces []files.Piece
 }
 
-// pieces returns the pieces of reads. Tensors that share bytes of a file are in different runs.
+// pieces returns the pieces of reads, with tensors that share bytes of a file
+// in different runs.
 func (d *worker) pieces(list reads, buf, count int) ([]run, error) {
 	pieces := make([][]files.Piece, count)
 	for _, r := range list {

@@ -41,9 +41,10 @@ type LoadConfig struct {
 
 const defaultRound = 256 << 20
 
-// Load brings the checkpoint to the devices of the group: each rank gets the part of every
-// tensor that the plan gives it. The result has one Weights for each local rank. Load returns
-// when all bytes have arrived. All ranks open the same files. Collective.
+// Load brings the checkpoint to the devices of the group: each rank gets the
+// part of every tensor that the plan gives it. The result has one Weights for
+// each local rank. Load returns when all bytes have arrived. All ranks must
+// open the same files. Collective.
 //
 // One rank reads each byte of the files, once, in few large reads. Tensors for several ranks,
 // and tensors that are cut along another dimension than the first, go from device to device
@@ -234,8 +235,8 @@ func (l reads) bytes() (n int64) {
 	return n
 }
 
-// fingerprint returns a digest of the plan, so that processes can compare their plans. It
-// returns "" if there is one process.
+// fingerprint returns a digest of the plan, by which processes compare their
+// plans, or "" if there is one process.
 func (w *peers) fingerprint(tensors []*placed, round int) string {
 	if !w.remote() {
 		return ""
@@ -282,13 +283,14 @@ type Placement struct {
 	skip bool
 }
 
-// Replicate gives all ranks the whole tensor. It is read once, in parts, and the
-// ranks exchange the parts.
+// Replicate gives all ranks the whole tensor, which is read once, in parts that
+// the ranks exchange.
 func Replicate() Placement { return Placement{} }
 
-// Shard cuts the tensor along a dimension and gives each rank one part, by the rule of
-// torch.chunk. The length of a part is the length of the dimension divided by the number of
-// ranks, rounded up. The last parts are shorter or empty. A negative dimension counts from the end.
+// Shard cuts the tensor along a dimension and gives each rank one part, by the
+// rule of torch.chunk. The length of a part is the length of the dimension
+// divided by the number of ranks, rounded up, so the last parts may be shorter
+// or empty. A negative dimension counts from the end.
 func Shard(dim int) Placement {
 	return Placement{what: "shard", dim: dim, cut: chunkOf}
 }

@@ -104,8 +104,9 @@ func messageContext(ctx context.Context) (context.Context, context.CancelFunc) {
 	return long, func() { stop(); cancel(nil) }
 }
 
-// agree exchanges a value of each rank, or why the rank cannot go on, and returns on all ranks what judge returns. mine and
-// errs are by local rank.
+// agree exchanges a value of each rank, or why the rank cannot go on, and
+// returns on all ranks what judge returns. The lists mine and errs are by local
+// rank.
 func agree[T any](ctx context.Context, w *peers, op string, mine []T, errs []error, judge func(all []collective.Said[T]) error) error {
 	if !w.remote() {
 		all := make([]collective.Said[T], len(mine))
@@ -119,8 +120,9 @@ func agree[T any](ctx context.Context, w *peers, op string, mine []T, errs []err
 	return route.Agree(ctx, w.group, op, mine, errs, judge)
 }
 
-// agree exchanges the failures of all processes. It returns the error of the first rank that
-// failed, or an error if the processes have different plans. errs are by local rank.
+// agree exchanges the failures of all processes. It returns the error of the
+// first rank that failed, or an error if the processes have different plans.
+// The errors are by local rank.
 func (w *peers) agree(ctx context.Context, op, path string, errs []error, plan string) error {
 	return agree(ctx, w, fmt.Sprintf("checkpoint: %s %s", op, path), slices.Repeat([]string{plan}, len(errs)), errs, func(all []collective.Said[string]) error {
 		if err := firstFailed(w, op, all, errs); err != nil {

@@ -145,7 +145,8 @@ func (p *Publisher) publish(ctx context.Context, version int64) error {
 	return p.agree(ctx, err)
 }
 
-// nameSubscribers adds to an error of the link which subscribers its ranks are. The caller knows only their names.
+// nameSubscribers adds to an error of the link which subscribers its ranks are,
+// because the caller knows only their names.
 func (p *Publisher) nameSubscribers(err error) error {
 	which := fmt.Sprintf("ranks from %d on", p.peers.ranks)
 	if n := len(p.names); n != p.peers.ranks { // the session of the link has processes
@@ -244,7 +245,8 @@ func isClosed(c <-chan struct{}) bool {
 	}
 }
 
-// drop ends the link. Its errors are those of a push that has failed already, or of one whose subscribers have all they want.
+// drop ends the link, and ignores its errors, which are those of a push that
+// has failed already, or of one whose subscribers have all they want.
 func (p *Publisher) drop() {
 	_ = p.link.close()
 	p.link = nil
@@ -258,9 +260,11 @@ func (p *Publisher) retire() {
 	}
 }
 
-// Shutdown ends the publication together with the subscribers of the last push, and closes the Publisher: Next returns an error that
-// matches cluster.ErrEnded in each of them. It waits until they have called Next. If ctx ends first, or one of them leaves or is lost, it returns
-// the cause, which is no failure of the group. After Close it does nothing. Collective.
+// Shutdown ends the publication together with the subscribers of the last push,
+// and closes the Publisher: Next returns an error that matches cluster.ErrEnded
+// in each of them. It waits until they have called Next. If ctx ends first, or
+// one of them leaves or is lost, it returns the cause, which is no failure of
+// the group. Shutdown does nothing after Close. Collective.
 func (p *Publisher) Shutdown(ctx context.Context) error {
 	if p == nil || p.link == nil {
 		return p.Close()
@@ -276,10 +280,13 @@ func (p *Publisher) Shutdown(ctx context.Context) error {
 	return errors.Join(err, p.Close())
 }
 
-// Close ends the publication at once. In the process of rank 0 it also closes the registry, and Next then returns an error that matches
-// cluster.ErrEnded, perhaps after an error of the push. Before the first push of the subscriber, a Next that waits returns at once. Later
-// it may need 3 s, whatever the Timing, in which its group looks for the cause of its end, and then the time of comm.Group.Close. Shutdown
-// avoids that. Close the Publisher before the group. Close is idempotent and safe on nil.
+// Close ends the publication at once. In the process of rank 0 it also closes
+// the registry, and Next then returns an error that matches cluster.ErrEnded,
+// perhaps after an error of the push. Before the first push of the subscriber,
+// a Next that waits returns at once. Later it may need 3 s, whatever the
+// Timing, in which its group looks for the cause of its end, and then the time
+// of comm.Group.Close. Shutdown avoids that. The Publisher must be closed
+// before the group. Close is idempotent and safe on nil.
 func (p *Publisher) Close() error {
 	if p == nil {
 		return nil

@@ -35,12 +35,13 @@ type ReshardConfig struct {
 	Progress func(done, total int64)
 }
 
-// Reshard writes the tensors of a checkpoint of any format that Open reads to another number of
-// files, on the host, without a device. The result is a folder as a Saver writes it, with
-// digests, and with an index for Hugging Face's readers. OpenSaved, Latest and Restore accept
-// it. Its tensors are whole. It keeps the step, the number of ranks and their values. The step
-// of a checkpoint that has none is the number in the name of the folder, such as step-00000100,
-// or 0.
+// Reshard writes the tensors of a checkpoint of any format that Open reads to
+// another number of files, on the host, without a device. The result is a
+// folder as a Saver writes it, with digests, and with an index for Hugging
+// Face's readers. OpenSaved, Latest and Restore accept it. Its tensors are
+// whole, and it keeps the step, the number of ranks and their values. The step
+// of a checkpoint that has none is the number in the name of the folder, such
+// as step-00000100, or 0.
 //
 // If from is the folder of a Saver, Reshard first verifies its digests, so that a damaged byte
 // does not get a new digest.
@@ -278,7 +279,8 @@ func numbers(n int) []string {
 	return all
 }
 
-// writeFile writes a safetensors file. digest returns the hash of a tensor, or digest is nil.
+// writeFile writes a safetensors file, and adds each tensor to the hash that
+// digest returns unless digest is nil.
 func (c *Checkpoint) writeFile(ctx context.Context, w io.Writer, start []byte, h *safetensors.Header, digest func(name string) hash.Hash, moved func(int)) error {
 	if _, err := w.Write(start); err != nil {
 		return err
@@ -372,8 +374,9 @@ func (w *Weights) part(name string) (*placed, error) {
 	return nil, fmt.Errorf("checkpoint: weights: there is no tensor %q", name)
 }
 
-// Get returns the rank's part of a tensor as a slice of its elements, in the memory of the
-// weights. The elements must be of type T. If a shape is given, the part must have it.
+// Get returns the rank's part of a tensor as a slice of its elements, in the
+// memory of the weights. The elements must be of type T, and the part must have
+// the shape if one is given.
 func Get[T memory.Element](w *Weights, name string, shape ...int) (memory.Slice[T], error) {
 	x, err := w.Tensor(name)
 	if err != nil {

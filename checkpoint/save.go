@@ -91,8 +91,8 @@ func (s *saving) begin(weights []*Weights) error {
 	return err
 }
 
-// steps does the work that all processes do together. err is the error of begin. All processes
-// agree at the end of each step, so that none goes on alone.
+// steps does the work that all processes do together, after begin has returned
+// err. All processes agree at the end of each step, so that none goes on alone.
 func (s *saving) steps(ctx context.Context, err error) error {
 	if err := s.agreeAlone(ctx, err, s.fingerprint(s.tensors, s.cfg.RoundBytes)); err != nil {
 		return err
@@ -200,7 +200,8 @@ func sameLoad(a, b *Weights) bool {
 	return len(a.order) == len(b.order) && (len(a.order) == 0 || &a.order[0] == &b.order[0])
 }
 
-// savedAs returns the file's description of a tensor. The ranks must have all its elements.
+// savedAs returns the file's description of a tensor, and fails unless the
+// ranks have all its elements.
 func (t *placed) savedAs(ranks int) (safetensors.Tensor, error) {
 	format, ok := formats[t.to]
 	if !ok {
@@ -296,8 +297,8 @@ func describe(s *stream.Stream, path string, tensors map[string]tensor.Tensor, m
 	return infos, nil
 }
 
-// writeTensors writes the tensors of a header. It copies tensors that are not contiguous first,
-// one at a time.
+// writeTensors writes the tensors of a header. It first copies tensors that are
+// not contiguous, one at a time.
 func writeTensors(ctx context.Context, f *gds.File, s *stream.Stream, h *safetensors.Header, tensors map[string]tensor.Tensor, moved func(int)) error {
 	var rows []files.Piece
 	for i := range h.Tensors {

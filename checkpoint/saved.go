@@ -29,9 +29,10 @@ type Saved struct {
 	byFile map[string]*safetensors.Header // by name
 }
 
-// OpenSaved opens the checkpoint in a folder such as step-00000100, and checks that its files
-// have the tensors that the manifest names. If the name of the folder is the name of a step, the
-// manifest must have the same step. Verify compares the digests.
+// OpenSaved opens the checkpoint in a folder such as step-00000100, and checks
+// that its files have the tensors that the manifest names. If the name of the
+// folder is the name of a step, the manifest must have the same step. OpenSaved
+// does not read the tensors; Verify compares their digests.
 func OpenSaved(folder string) (*Saved, error) { return openSaved(folder, nil) }
 
 func openSaved(folder string, cfg *gds.FileConfig) (*Saved, error) {
@@ -96,7 +97,8 @@ func (s *Saved) Bytes() int64 { return s.files.Bytes() }
 // Files returns how many safetensors files it has.
 func (s *Saved) Files() int { return len(s.m.Files) }
 
-// Tensors describes the tensors, each as a whole, by name. File is the file of the first part.
+// Tensors describes the tensors, each as a whole, by name, where File is the
+// file of the first part.
 func (s *Saved) Tensors() []Info {
 	all := make([]Info, 0, len(s.m.Tensors))
 	for i := range s.m.Tensors {
@@ -138,10 +140,10 @@ func (s *Saved) Close() error {
 	return s.files.Close()
 }
 
-// Verify compares all bytes with the digests that the save computed, in parallel and with at most
-// 128 MiB of memory. The error joins a *TensorError for each damaged block, up to 20. Each names
-// the file, the tensor, and the offset in the file where the block begins. A block has at most
-// 16 MiB.
+// Verify compares all bytes with the digests that the save computed, in
+// parallel and with at most 128 MiB of memory. The error joins a *TensorError
+// for each damaged block, up to 20, which names the file, the tensor, and the
+// offset in the file where the block, of at most 16 MiB, begins.
 func (s *Saved) Verify(ctx context.Context) error {
 	if err := s.given("verify"); err != nil {
 		return err
@@ -233,10 +235,10 @@ type Skipped struct {
 	Reason string
 }
 
-// Latest opens the newest complete checkpoint in a folder that a Saver used. The ranks verify
-// all digests together, and agree on the result: if one of them cannot read a checkpoint, all
-// use the one before it. skipped says why. If there is no checkpoint, saved is nil without an
-// error. Collective.
+// Latest opens the newest complete checkpoint in a folder that a Saver used.
+// The ranks verify all digests together, and agree on the result: if one of
+// them cannot read a checkpoint, all use the one before it, and skipped says
+// why. If there is no checkpoint, saved is nil without an error. Collective.
 func Latest(ctx context.Context, g *comm.Group, folder string) (saved *Saved, skipped []Skipped, err error) {
 	w, err := peersOf(g)
 	if err != nil {
@@ -350,10 +352,10 @@ func agreedSteps(ctx context.Context, w *peers, folder string) (steps []int64, e
 	return steps, err
 }
 
-// List returns the folders of the checkpoints in a folder that a Saver used, the oldest first. A checkpoint
-// whose replacement was interrupted on a file system such as NFS has a folder such as
-// .saving-step-00000100-replaced.
-// OpenSaved says which are complete.
+// List returns the folders of the checkpoints in a folder that a Saver used,
+// the oldest first. A checkpoint whose replacement was interrupted on a file
+// system such as NFS has a folder such as .saving-step-00000100-replaced. List
+// does not check that they are complete, which OpenSaved does.
 func List(folder string) ([]string, error) {
 	steps, err := stepsIn(folder)
 	if err != nil {
@@ -467,7 +469,8 @@ func digest(b []byte) string {
 	return hex.EncodeToString(sum[:])
 }
 
-// readManifest reads and checks the manifest of a folder. Its error names the file.
+// readManifest reads and checks the manifest of a folder, whose path its error
+// names.
 func readManifest(folder string) (*manifest, error) {
 	path := filepath.Join(folder, manifestName)
 	text, err := readIn(folder, manifestName)
@@ -556,7 +559,8 @@ func (t *savedTensor) checkRead(files int) error {
 // block of a large tensor. Tests change it.
 var blockBytes = int64(16 << 20)
 
-// seal notes the digests of the part's blocks. It returns false if there are none.
+// seal notes the digests of the part's blocks, and returns false if there are
+// none.
 func (p *savedPart) seal(blocks []string) bool {
 	switch len(blocks) {
 	case 0:
@@ -615,7 +619,8 @@ func (s *Saved) blocks() []savedBlock {
 	return all
 }
 
-// verifyBlock compares a block with its digest. damage is nil if they are equal.
+// verifyBlock compares a block with its digest, and returns a nil damage if
+// they are equal.
 func (s *Saved) verifyBlock(ctx context.Context, b savedBlock) (damage *TensorError, err error) {
 	f, h := s.files.files[b.file], sha256.New()
 	tensor := s.files.begin(b.key)

@@ -36,7 +36,8 @@ type fileWriter struct {
 // fileWorkers is how many goroutines hash and write the runs of one file.
 const fileWorkers = 4
 
-// writeFile writes the runs that the snapshot brings. After an error it still frees their slots.
+// writeFile writes the runs that the snapshot brings, and frees their slots
+// even after an error.
 func (v *Saver) writeFile(job *saveJob, s *snapshotter) error {
 	if s.file < 0 {
 		return nil
@@ -100,7 +101,8 @@ func (w *fileWriter) hash(data []byte, off int64) {
 	}
 }
 
-// write writes bytes at an offset of the file. The error names the tensor.
+// write writes bytes at an offset of the file, and names the tensor there in
+// its error.
 func (w *fileWriter) write(data []byte, off int64) error {
 	n, err := w.out.WriteAt(data, off)
 	if err == nil && n < len(data) {
@@ -290,7 +292,8 @@ func (f systemFiles) open(path string, fn func(*os.File) error) error {
 
 type systemFile struct{ *os.File }
 
-// WriteAt also lets the disk begin, so that Sync is short. Sync returns the errors of the disk.
+// WriteAt also makes the disk begin to write, so that Sync, which returns the
+// errors of the disk, is short.
 func (f systemFile) WriteAt(data []byte, off int64) (int, error) {
 	n, err := f.File.WriteAt(data, off)
 	if err == nil {

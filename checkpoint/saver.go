@@ -91,12 +91,14 @@ type saveJob struct {
 	err    error // after done
 }
 
-// NewSaver prepares saves of parts to folders step-00000100 within folder. parts has the parts
-// of each local rank. The memory of the parts stays the same for all saves. The ranks exchange
-// descriptions of their parts here, and not in Save. Together the parts must be whole tensors.
-// If several ranks have the same part, the rank with the least work writes it. All processes
-// must see the folder, and no other job may save to it. In a job of package cluster, NewSaver ends the saves of earlier
-// epochs: a process that runs on in one cannot complete a save or remove a checkpoint any more. Collective.
+// NewSaver prepares saves of parts to folders step-00000100 within folder.
+// parts has the parts of each local rank, whose memory stays the same for all
+// saves, because the ranks exchange descriptions of their parts here, and not
+// in Save. Together the parts must be whole tensors. If several ranks have the
+// same part, the rank with the least work writes it. All processes must see the
+// folder, and no other job may save to it. In a job of package cluster,
+// NewSaver ends the saves of earlier epochs: a process that runs on in one
+// cannot complete a save or remove a checkpoint any more. Collective.
 func NewSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part, cfg *SaverConfig) (*Saver, error) {
 	return newSaver(ctx, g, folder, parts, cfg, systemFiles{folder})
 }
@@ -321,7 +323,8 @@ func (v *Saver) check(op string) error {
 	return nil
 }
 
-// wait waits for the last save, and returns its error once. err is the end of ctx.
+// wait waits for the last save, and returns its error once as failed. If ctx
+// ends first, err is its cause.
 func (v *Saver) wait(ctx context.Context) (failed, err error) {
 	v.mu.Lock()
 	job := v.last
@@ -384,9 +387,10 @@ func (v *Saver) release() error {
 	return errors.Join(errs...)
 }
 
-// assignWriters decides which rank writes which part. by has the parts of each rank. A part that
-// several ranks have goes to the one that writes the fewest bytes so far, the largest parts
-// first. All ranks compute the same. Together the parts must be whole tensors.
+// assignWriters decides which rank writes which of the parts, which are given
+// by rank, and which together must be whole tensors. A part that several ranks
+// have goes to the one that writes the fewest bytes so far, the largest parts
+// first, which all ranks compute alike.
 func assignWriters(by [][]partInfo) (*manifest, error) {
 	m := &manifest{Version: manifestVersion, Ranks: len(by), Block: blockBytes}
 	names := map[string]int{}

@@ -127,8 +127,8 @@ func (g *gatherer) intersect(b *filed, at, n, rows []int, from int) error {
 	return g.copy(b.file, b.off+int64(off)*int64(g.size), out, merge(axes))
 }
 
-// merge sorts the axes, the shortest steps in the file last, and joins axes that are one run.
-// Axes that repeat the same elements come first.
+// merge sorts the axes, the shortest steps in the file last, and joins axes
+// that are one run. The axes that repeat the same elements come first.
 func merge(axes []axis) []axis {
 	slices.SortStableFunc(axes, func(a, b axis) int {
 		if a.in == 0 || b.in == 0 {
@@ -236,7 +236,8 @@ func scatteredBytes(locals []*local, tensors []*placed) (n int64) {
 	return n
 }
 
-// fillOne fills a rank's part of a tensor. The part is a run of each row of the tensor.
+// fillOne fills a rank's part of a tensor, which is a run of each row of the
+// tensor.
 func (m *executor) fillOne(ctx context.Context, c *Checkpoint, w *Weights, d *worker, t *placed) error {
 	f := &t.flat
 	run := f.ranges[d.rank]

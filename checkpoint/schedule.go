@@ -162,8 +162,8 @@ func (s *scheduler) flush() {
 	}
 }
 
-// room returns how much each of the ranks may still move in the open round. If that is
-// nothing, it opens another round.
+// room returns how much each of the ranks may still move in the open round, and
+// opens another round if that is nothing.
 func (s *scheduler) room(who []int) int {
 	most := 0
 	if s.open != nil {

@@ -196,7 +196,8 @@ func apartFromAll(op string, dst, src []Part) error {
 	return nil
 }
 
-// build allocates the scratch memory and prepares the work of the local ranks. It returns errors by local rank.
+// build allocates the scratch memory and prepares the work of the local ranks.
+// Its errors are by local rank.
 func (t *Transfer) build(rounds []*transferRound, scratch []int) []error {
 	errs := make([]error, len(t.locals))
 	t.rounds = make([][]transferWork, len(rounds))

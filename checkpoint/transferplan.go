@@ -59,8 +59,8 @@ func rectsOfRun(at, n, width int) (list []rect) {
 	return list
 }
 
-// rects returns the elements of a part as rectangles of rows of the given width, in ascending order. The width
-// divides that of the box's rows.
+// rects returns the elements of a part as rectangles of rows of the given
+// width, which must divide the width of the box's rows, in ascending order.
 func (b box) rects(width int) (list []rect) {
 	if b.elements() == 0 {
 		return nil
@@ -208,7 +208,8 @@ func (p *transferPlanner) add(name string, wants, has []*holder) error {
 	return nil
 }
 
-// fits reports whether the box describes a part of a tensor of the shape, and the format is a type of device memory. The
+// fits reports whether the box describes a part of a tensor of the shape, and
+// the format is a type of device memory. It trusts no number, because the
 // description may be another process's.
 func (p *partInfo) fits() bool {
 	size := dtypes[p.Format].Size()

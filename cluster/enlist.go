@@ -207,8 +207,8 @@ func (m *Enlistment) delisted() error {
 	return fmt.Errorf("cluster: registry %q: member %s: %w: %w", m.cfg.Job, m.cfg.Name, ErrDelisted, context.Cause(m.ctx))
 }
 
-// Close takes this process off the list. It does not end the sessions of World. It is idempotent and safe
-// on nil, and its error is always nil.
+// Close takes this process off the list, without ending the sessions of World.
+// It is idempotent and safe on nil, and its error is always nil.
 func (m *Enlistment) Close() error {
 	if m == nil || !m.owner.Close() {
 		return nil

@@ -281,9 +281,9 @@ func (r *reader) slurmLocalSize(cfg *JoinConfig, hosts int) error {
 	return nil
 }
 
-// slurmPort returns a port that all processes of a step compute alike and that
-// two steps on one host rarely share. It starts at 61440, above Linux's ephemeral
-// ports.
+// slurmPort returns a port from 61440 on, above Linux's ephemeral ports, that
+// all processes of a step compute alike and that two steps on one host rarely
+// share.
 func (r *reader) slurmPort() int {
 	job, step := r.Number("SLURM_JOB_ID", 0), job.Deref(r.Optional("SLURM_STEP_ID", 0), 0)
 	return 61440 + (job+step)%4096
@@ -471,7 +471,8 @@ func product(heads, tails []string) []string {
 	return out
 }
 
-// expandRanges expands "01-03,7". Leading zeros set the width, as in Slurm.
+// expandRanges expands "01-03,7", where leading zeros set the width, as in
+// Slurm.
 func expandRanges(s string) ([]string, error) {
 	var out []string
 	for part := range strings.SplitSeq(s, ",") {

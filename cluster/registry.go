@@ -71,8 +71,9 @@ type Listed struct {
 	Value []byte // of EnlistConfig
 }
 
-// Serve starts a registry in this process. It returns when members can come. ctx is used only for that; Close ends
-// the registry. One port serves the list and all worlds.
+// Serve starts a registry in this process, whose one port serves the list and
+// all worlds. It returns when members can come. ctx is used only until then;
+// Close ends the registry.
 func Serve(ctx context.Context, cfg *RegistryConfig) (*Registry, error) {
 	if cfg == nil || cfg.Addr == "" {
 		return nil, job.BadConfig("serve a registry: no address: set RegistryConfig.Addr to host:port")
@@ -104,7 +105,8 @@ func Serve(ctx context.Context, cfg *RegistryConfig) (*Registry, error) {
 	return r, nil
 }
 
-// listen opens the coordinator's port. If Addr has port 0, the system chooses a free one, and Addr gets its number.
+// listen opens the coordinator's port. If Addr has port 0, the system chooses a
+// free one, whose number replaces it in Addr.
 func (cfg *JoinConfig) listen(ctx context.Context) (net.Listener, error) {
 	host, port, _ := net.SplitHostPort(cfg.Addr)
 	if port == "0" && cfg.at != cfg.Addr { // a Unix socket has no port, but the name of another one has another number
@@ -143,8 +145,8 @@ func worldJob(registry, run string, number int) string {
 // Addr returns the host:port for EnlistConfig.Addr.
 func (r *Registry) Addr() string { return r.cfg.Addr }
 
-// Members returns the list in the order in which the members came. The channel is closed as soon as the list changes. The
-// caller owns the list.
+// Members returns the list in the order in which the members came. The channel
+// is closed as soon as the list changes, and the caller owns the list.
 func (r *Registry) Members() (list []Listed, changed <-chan struct{}) {
 	all, changed := r.list.List()
 	for _, m := range all {
@@ -226,8 +228,9 @@ func (r *Registry) Begin(names ...string) error {
 	return nil
 }
 
-// countWorlds returns the number of worlds whose members have come or may come. delisted may not have run yet for members that the list has
-// no more. The caller holds mu.
+// countWorlds returns the number of worlds whose members have come or may come.
+// It consults the list, because delisted may not have run yet for members that
+// have left it. The caller holds mu.
 func (r *Registry) countWorlds() (n int) {
 	list, _ := r.list.List()
 	listed := map[string]bool{}
@@ -296,9 +299,10 @@ func (r *Registry) delisted(d Departure, departure int) {
 	}
 }
 
-// Close ends the registry and all its worlds: calls of World return errors that match ErrDelisted, and calls that wait in a session
-// return ErrEnded. It returns when all goroutines have ended. Close is idempotent and safe on nil, and its error
-// is always nil. The list is empty afterwards.
+// Close ends the registry and all its worlds: calls of World return errors that
+// match ErrDelisted, and calls that wait in a session return ErrEnded. Close
+// returns when all goroutines have ended, with an empty list. It is idempotent
+// and safe on nil, and its error is always nil.
 func (r *Registry) Close() error {
 	if r == nil || !r.owner.Close() {
 		return nil

@@ -41,12 +41,13 @@ func newSoloSession(cfg *JoinConfig) *Session {
 // RANK=3, WORLD_SIZE=16".
 func (s *Session) Source() string { return s.source }
 
-// Shutdown waits until all processes of the world have called Shutdown or Close,
-// and then closes the session. It returns nil if all have called it. If ctx or the
-// default deadline ends first, it returns a *BarrierError with the missing ranks. After a
-// loss it returns the *MemberLostError. It returns ErrEnded if the process with the
-// coordinator has called Close before the others came. It closes the session in all
-// cases. If the session was closed before, Shutdown returns nil.
+// Shutdown waits until all processes of the world have called Shutdown or
+// Close, and then closes the session. It returns nil if all have called it. If
+// ctx or the default deadline ends first, it returns a *BarrierError with the
+// missing ranks. After a loss it returns the *MemberLostError. It returns
+// ErrEnded if the process with the coordinator has called Close before the
+// others came. It closes the session in all cases, and returns nil if the
+// session was closed before.
 func (s *Session) Shutdown(ctx context.Context) error {
 	if s == nil || s.ctx.Err() != nil && errors.Is(context.Cause(s.ctx), ErrClosed) {
 		return nil
@@ -132,10 +133,11 @@ func (s *membership) Host() string { return s.me.Host }
 // Job returns the name of the job.
 func (s *membership) Job() string { return s.job }
 
-// Fence returns a token for data outside of the job, such as files. Each start of the job has another run. Within a run, a later epoch
-// has a greater number. Processes that were cut off may still be in an earlier epoch than the job: refuse
-// what they write if a later epoch has written. The term counts the coordinators of the job. In a world of one process,
-// run is "".
+// Fence returns a token for data outside of the job, such as files. Each start
+// of the job has another run, within which a later epoch has a greater number.
+// Processes that were cut off may still be in an earlier epoch than the job:
+// refuse what they write if a later epoch has written. The term counts the
+// coordinators of the job. In a world of one process, run is "".
 func (s *membership) Fence() (run string, term, epoch uint64) {
 	return s.by.Run, s.by.Term, s.number
 }
@@ -148,13 +150,13 @@ func (s *membership) Key(purpose string) ([]byte, error) {
 	return s.key.Derive(s.job, s.by.Run, purpose)
 }
 
-// Members returns all processes of the world, by rank. The caller
-// may change the slice.
+// Members returns all processes of the world, by rank, in a slice that the
+// caller may change.
 func (s *membership) Members() []Member { return slices.Clone(s.members) }
 
-// Context is cancelled when a process of the job is lost, with a *MemberLostError
-// as its cause, or when the session is closed, with ErrClosed. It has no values
-// and no deadline.
+// Context is cancelled when a process of the job is lost, with a
+// *MemberLostError as its cause, or when the session is closed, with ErrClosed.
+// The context has neither values nor a deadline.
 func (s *membership) Context() context.Context { return s.ctx }
 
 // deadline adds the default deadline if ctx has none.

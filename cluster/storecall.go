@@ -28,8 +28,9 @@ type Store struct {
 // view is embedded by membership: the name of an embedded Store would be exported.
 type view = Store
 
-// Prefix returns the part of the store whose keys begin with prefix and a slash. Its methods
-// add them to all keys (torch.distributed.PrefixStore). An empty prefix adds nothing.
+// Prefix returns the part of the store whose keys begin with prefix and a
+// slash, which its methods add to all keys (torch.distributed.PrefixStore). An
+// empty prefix adds nothing.
 func (s *Store) Prefix(prefix string) *Store {
 	part := *s
 	if prefix != "" {
@@ -62,7 +63,8 @@ func (s *Store) Append(ctx context.Context, key string, more []byte) (int, error
 	return int(r.N), err
 }
 
-// Get waits until key has a value and returns it. The caller owns the result.
+// Get waits until key has a value and returns it, as a slice that the caller
+// owns.
 func (s *Store) Get(ctx context.Context, key string) ([]byte, error) {
 	values, err := s.values(ctx, key, 1, job.Call{Op: job.OpGet, Fields: [][]byte{s.key(key)}})
 	if err != nil {
@@ -71,8 +73,9 @@ func (s *Store) Get(ctx context.Context, key string) ([]byte, error) {
 	return values[0], nil
 }
 
-// GetAll waits until all keys have values, and returns the values that they have at one
-// moment, one for each key (multi_get). The caller owns the result.
+// GetAll waits until all keys have values, and returns the values that they
+// have at one moment, one for each key, as slices that the caller owns
+// (multi_get).
 func (s *Store) GetAll(ctx context.Context, keys ...string) ([][]byte, error) {
 	var once []string
 	for _, k := range keys {
@@ -147,7 +150,8 @@ func (s *Store) Delete(ctx context.Context, key string) (bool, error) {
 	return r.N == 1, err
 }
 
-// key returns a key as the coordinator knows it. An empty key stays empty, and is refused.
+// key returns a key as the coordinator knows it, except that an empty key stays
+// empty, and is refused.
 func (s *Store) key(key string) []byte {
 	if key == "" {
 		return []byte{}
@@ -211,7 +215,7 @@ func (s *membership) Last(ctx context.Context, key string) ([]byte, error) {
 	return nil, e
 }
 
-// Barrier waits until all ranks have called Barrier with the same name. The name
+// Barrier waits until all ranks have called Barrier with the same name, which
 // can be reused afterwards. If ctx ends first, the *BarrierError lists the
 // missing ranks, and this rank no longer counts as arrived.
 func (s *membership) Barrier(ctx context.Context, name string) error {
@@ -238,7 +242,8 @@ func (s *membership) barrierError(name string, r job.Call, err error) error {
 	return e
 }
 
-// do runs one call with the default deadline. Its error describes the call.
+// do runs one call with the default deadline, and returns an error that
+// describes the call.
 func (s *Store) do(ctx context.Context, op, key string, c job.Call) (job.Call, error) {
 	ctx, cancel := s.deadline(ctx)
 	defer cancel()

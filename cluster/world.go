@@ -53,12 +53,12 @@ func newWorld(parent context.Context, r *runner, m job.Message) (*World, error) 
 	return w, nil
 }
 
-// Epoch returns the number of the epoch, from 1 on. Numbers grow with each change of the
-// world.
+// Epoch returns the number of the epoch, from 1 on, which grows with each
+// change of the world.
 func (w *World) Epoch() int { return int(w.epoch) }
 
-// New returns the ranks that were not in the epoch before, in ascending order. In the first
-// epoch it returns nil.
+// New returns the ranks that were not in the epoch before, in ascending order,
+// or nil in the first epoch.
 func (w *World) New() []int { return slices.Clone(w.new) }
 
 // Left returns the processes that have left the job since the last epoch that this process took part
@@ -81,11 +81,13 @@ func (w *World) addMissed(last *World) {
 	}
 }
 
-// Step begins a step of the program. If a planned change of the world is due, it returns a
-// *ChangeError after the same number of steps on all ranks, and the function of Run must
-// return. Step does not communicate unless a change is due. Then it returns when all ranks have called it, so
-// that no rank closes its group while another one still waits for an operation of the last step. All ranks must
-// call Step equally often. If the epoch has ended because of a loss, Step returns the cause.
+// Step begins a step of the program. If a planned change of the world is due,
+// it returns a *ChangeError after the same number of steps on all ranks, and
+// the function of Run must return. Step does not communicate unless a change is
+// due. Then it returns when all ranks have called it, so that no rank closes
+// its group while another one still waits for an operation of the last step.
+// All ranks must call Step equally often. If the epoch has ended because of a
+// loss, Step returns the cause.
 //
 // A program that does not call Step loses the step that it is in at each planned change,
 // which waits for CHORUS_DRAIN_TIMEOUT.

@@ -106,7 +106,8 @@ type deleter interface {
 // dumpsEnded counts the processes that have written their dumps and have ended their group.
 func (w *reporter) dumpsEnded() string { return fmt.Sprint(w.prefix, "dump/ended") }
 
-// end returns true once, if this process has written its dumps. A dump that is being written counts.
+// end returns true once, if this process has written its dumps or is writing
+// one.
 func (d *dumps) end() bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -115,8 +116,9 @@ func (d *dumps) end() bool {
 	return first && d.written
 }
 
-// deleteDumps deletes the dumps of all size ranks if each rank has written one and this process is the last one
-// to end its group. Before that, a rank may still read them. If a rank writes none, they stay until the job ends.
+// deleteDumps deletes the dumps of all size ranks if each rank has written one
+// and this process is the last one to end its group, because a rank may still
+// read them before that. If a rank writes none, they stay until the job ends.
 func (w *reporter) deleteDumps(size int) {
 	r, ok := w.r.(deleter)
 	if !w.dumps.end() || !ok || w.r.Context().Err() != nil {
@@ -167,7 +169,8 @@ func (w *reporter) analyzed(ctx context.Context, c *nccl.Communicator, service <
 	return found
 }
 
-// readDumps returns the dumps by rank. A rank that does not answer before ctx ends has none.
+// readDumps returns the dumps by rank, with none for a rank that does not
+// answer before ctx ends.
 func (w *reporter) readDumps(ctx context.Context, c *nccl.Communicator) [][]byte {
 	list := make([][]byte, c.Size())
 	var wg sync.WaitGroup
@@ -182,8 +185,9 @@ func (w *reporter) readDumps(ctx context.Context, c *nccl.Communicator) [][]byte
 	return list
 }
 
-// askService asks NCCL's RAS service about the ranks of a communicator. The channel receives its
-// findings, and is closed if there are none. The call returns at once.
+// askService asks NCCL's RAS service about the ranks of a communicator, and
+// returns at once. The channel receives its findings, and is closed if there
+// are none.
 func (w *reporter) askService(c *nccl.Communicator) <-chan []string {
 	found := make(chan []string, 1)
 	addr := serviceAddress(c)

@@ -23,12 +23,13 @@ type BroadcastConfig struct {
 	Out []tensor.Tensor
 }
 
-// Broadcast enqueues copies of t, which is on a device of the group or on the host, to the
-// devices (torch.cuda.comm.broadcast), and returns the copies, one for each device.
-// The result for the device of t shares the memory of t. The other results are contiguous.
-// With Out, whose strides and types may differ, the results share the memory of the
-// tensors of Out. Each result owns a reference to its memory: the caller closes all
-// results, and closing a result closes neither t nor a tensor of Out.
+// Broadcast enqueues copies of t, which is on a device of the group or on the
+// host, to the devices (torch.cuda.comm.broadcast), and returns the copies, one
+// for each device. The result for the device of t shares the memory of t, and
+// the other results are contiguous. With Out, whose strides and types may
+// differ, the results share the memory of the tensors of Out. Each result owns
+// a reference to its memory: the caller closes all results, and closing a
+// result closes neither t nor a tensor of Out.
 //
 // For one other device, Broadcast enqueues a copy. For more devices it launches one kernel,
 // or NCCL's broadcast if each device of the group has one contiguous tensor of the same
@@ -157,13 +158,13 @@ type BroadcastCoalescedConfig struct {
 	BufferSize int
 }
 
-// BroadcastCoalesced enqueues copies of tensors, which may be many and small, to the
-// devices, with few transfers (torch.cuda.comm.broadcast_coalesced), and returns the
-// tensors of each device in their order. For the first device the results are new
-// references to the memory of the given tensors. The other results are contiguous. Results
-// of one flat buffer share its memory, which is freed when all these results are closed. The
-// caller closes all results. If one kernel copies contiguous tensors directly, they are
-// not flattened first.
+// BroadcastCoalesced enqueues copies of tensors, which may be many and small,
+// to the devices, with few transfers (torch.cuda.comm.broadcast_coalesced), and
+// returns the tensors of each device in their order. For the first device the
+// results are new references to the memory of the given tensors. The other
+// results are contiguous. Those of one flat buffer share its memory, which is
+// freed when all of them are closed. The caller closes all results. If one
+// kernel copies contiguous tensors directly, they are not flattened first.
 func BroadcastCoalesced(g *Group, ts []tensor.Tensor, cfg *BroadcastCoalescedConfig) ([][]tensor.Tensor, error) {
 	const op = "broadcast-coalesced"
 	c := *cmp.Or(cfg, new(BroadcastCoalescedConfig))
@@ -316,8 +317,8 @@ type ReduceAddCoalescedConfig struct {
 // of a contiguous tensor that fills a buffer alone is a new reference to its memory. The
 // caller closes all results.
 //
-// The tensors of a buffer are added as in ReduceAdd. If one kernel adds them, they are not
-// flattened first.
+// The tensors of a buffer are added as in ReduceAdd. If one kernel adds them,
+// it does so without flattening them first.
 func ReduceAddCoalesced(g *Group, tss [][]tensor.Tensor, cfg *ReduceAddCoalescedConfig) ([]tensor.Tensor, error) {
 	const op = "reduce-add-coalesced"
 	c := *cmp.Or(cfg, new(ReduceAddCoalescedConfig))

@@ -65,8 +65,8 @@ func AllReduce[T memory.Element](on Issuer, op Op, xs ...memory.Slice[T]) error 
 	})
 }
 
-// AllGather enqueues the concatenation of src over all ranks, by rank, into each dst. dst
-// is Size times as long as src. Collective.
+// AllGather enqueues the concatenation of src over all ranks, by rank, into
+// each dst, which must be Size times as long as src. Collective.
 func AllGather[T memory.Element](on Issuer, dst, src Shards[T]) error {
 	g, b := groupOf(on)
 	if err := checkPair(g, "all-gather", dst, src); err != nil {
@@ -77,8 +77,8 @@ func AllGather[T memory.Element](on Issuer, dst, src Shards[T]) error {
 	})
 }
 
-// ReduceScatter enqueues the reduction of src over all ranks; each rank gets its part in
-// dst. src is Size times as long as dst. Collective.
+// ReduceScatter enqueues the reduction of src, which must be Size times as long
+// as dst, over all ranks; each rank gets its part in dst. Collective.
 func ReduceScatter[T memory.Element](on Issuer, op Op, dst, src Shards[T]) error {
 	g, b := groupOf(on)
 	if err := checkPair(g, "reduce-scatter", dst, src); err != nil {
@@ -99,8 +99,9 @@ func (g *Group) issue(b *Batch, issue func(i int, m *member) error) error {
 	return g.enqueueAll(issue)
 }
 
-// enqueueAll enqueues one operation of every local rank, as one batch if there are several. The
-// caller holds issuing.
+// enqueueAll enqueues one operation of every local rank, as one batch if there
+// are several, and breaks the group if a backend refuses one. The caller holds
+// issuing.
 func (g *Group) enqueueAll(issue func(i int, m *member) error) error {
 	if len(g.members) == 1 && len(g.routers) == 0 {
 		return g.breakIfRefused(issue(0, &g.firstDirect))
@@ -246,7 +247,8 @@ type Batch struct {
 	ended    bool      // Group.Batch has returned
 }
 
-// NewBatch returns an empty Batch of g. A loop that reuses one Batch allocates nothing.
+// NewBatch returns an empty Batch of g, which a loop can reuse to allocate
+// nothing.
 func (g *Group) NewBatch() *Batch {
 	if g == nil {
 		return &Batch{batch: route.Routers(nil).NewBatch()}
@@ -333,10 +335,11 @@ func (b *Batch) SetTimeout(d time.Duration) {
 	}
 }
 
-// SetDeterministic selects deterministic reductions for the batch until Enqueue or Reset, in a
-// group whose Config.Deterministic has OnRequest: see Order. All ranks must call it for the same
-// batches. In other deterministic groups it changes nothing. Without Config.Deterministic it
-// returns an error that matches ErrMismatch, and the batch fails.
+// SetDeterministic selects deterministic reductions for the batch until Enqueue
+// or Reset, in a group whose Config.Deterministic has OnRequest: see Order. All
+// ranks must call it for the same batches. It changes nothing in other
+// deterministic groups. Without Config.Deterministic it returns an error that
+// matches ErrMismatch, and the batch fails.
 func (b *Batch) SetDeterministic() error {
 	const op = "set deterministic"
 	switch {
@@ -361,7 +364,8 @@ func (b *Batch) Reset() {
 	b.refused = nil
 }
 
-// markRefused records that an operation was refused, so that the batch fails. b may be nil.
+// markRefused records that an operation was refused, so that the batch fails,
+// and returns err. b may be nil.
 func (b *Batch) markRefused(err error) error {
 	if b != nil && b.refused == nil {
 		b.refused = err

@@ -43,8 +43,8 @@ type gatherer interface {
 // maxGathered is the number of values that one call gets.
 const maxGathered = 128
 
-// gather waits for the values of all of size ranks but 0, whose keys are their numbers after a prefix. Only rank 0
-// calls it.
+// gather waits, on rank 0 only, for the values of the other of size ranks,
+// whose keys are their numbers after a prefix.
 func gather(ctx context.Context, r Rendezvous, prefix string, size int) ([][]byte, error) {
 	all := make([][]byte, 1, size)
 	several, _ := r.(gatherer)

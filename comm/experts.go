@@ -175,9 +175,11 @@ func (e *Experts) prepare(ctx context.Context, i int) error {
 	return nil
 }
 
-// Close frees the memory. Call it when all ranks have completed their operations, for example after Group.Wait, and before the group is
-// closed. It waits for this process's operations. While a graph has captured operations, Close fails and the Experts stays open.
-// It is idempotent and safe on nil.
+// Close frees the memory. Call it when all ranks have completed their
+// operations, for example after Group.Wait, and before the group is closed.
+// Close waits for this process's operations. While a graph has captured
+// operations, it fails and the Experts stays open. It is idempotent and safe on
+// nil.
 func (e *Experts) Close() error {
 	if e == nil || e.owner.Closed() {
 		return nil
@@ -240,7 +242,8 @@ func (g *Group) exchanges() func(i int) collective.Exchange {
 	}
 }
 
-// Make allocates what a dispatch gives the local ranks, on the group's streams. The contents are undefined. The caller closes it.
+// Make allocates what a dispatch gives the local ranks, on the group's streams
+// and with undefined contents. The caller closes it.
 func (e *Experts) Make() (rows []ExpertRows, err error) {
 	if err := e.check("make rows of experts"); err != nil {
 		return nil, err

@@ -95,8 +95,8 @@ func (g *Group) Device(i int) *device.Device { return g.members[i].comm.Device()
 // do not close it.
 func (g *Group) Communicator(i int) *nccl.Communicator { return g.members[i].comm }
 
-// Stream returns the stream of local rank i. Collectives are enqueued on it. It belongs to
-// the group: do not close it.
+// Stream returns the stream of local rank i, on which collectives are enqueued.
+// It belongs to the group, so do not close it.
 func (g *Group) Stream(i int) *stream.Stream { return g.members[i].stream }
 
 // Streams returns the streams of all local ranks.
@@ -127,7 +127,8 @@ func (g *Group) Err() error {
 	return err
 }
 
-// firstAnswer returns the answer of ask, or what was noticed if that comes earlier. It gives up after answerTime.
+// firstAnswer returns the answer of ask, or what was noticed if that comes
+// earlier. It waits at most answerTime.
 func firstAnswer(ask, noticed func() error) (err error, answered bool) {
 	answer := make(chan error, 1)
 	go func() { answer <- ask() }()
@@ -226,14 +227,15 @@ func (g *Group) wait(ctx context.Context) error {
 	return nil
 }
 
-// Close ends the group at once: it aborts pending operations on the local ranks and frees
-// the group's streams. It does not wait for other ranks, except for a moment to inform
-// other processes. It does not wait for the devices, unless they ran Chorus kernels
-// (OwnKernels). The group of the other ranks is then broken: if it was intact here, their errors match ErrLeft and name
-// this rank, and a later Session.Close here is no loss for their sessions. To leave without an error on the
-// other ranks, use Shutdown. While a graph uses the group's collectives, the group stays
-// open and Close returns a *nccl.InUseError. Close also closes the session of Init. It is
-// idempotent.
+// Close ends the group at once: it aborts pending operations on the local ranks
+// and frees the group's streams. It does not wait for other ranks, except for a
+// moment to inform other processes, or for the devices, unless they ran Chorus
+// kernels (OwnKernels). The group of the other ranks is then broken: if it was
+// intact here, their errors match ErrLeft and name this rank, and a later
+// Session.Close here is no loss for their sessions. To leave without an error
+// on the other ranks, use Shutdown. While a graph uses the group's collectives,
+// the group stays open and Close returns a *nccl.InUseError. Close, which is
+// idempotent, also closes the session of Init.
 //
 // The work of a broken group that was enqueued, also if it was aborted, may use its memory until the group's streams have passed it.
 // To use the memory again on another stream s, call s.WaitStream(g.Stream(i)) for each local rank before Close: the work
@@ -355,8 +357,9 @@ func (g *Group) fail(cause error) error {
 	return g.broken.Load()
 }
 
-// recordEnd records in the flight recorders how the group ended here, and whether it did because another rank had ended. Only the
-// first call counts.
+// recordEnd records in the flight recorders how the group ended here, and
+// whether it did because another rank had ended, unless an end is recorded
+// already.
 func (g *Group) recordEnd(end string, follows bool) {
 	for i := range g.members {
 		collective.Of(g.members[i].comm).RecordEnd(end, follows)
@@ -518,8 +521,8 @@ func (g *Group) watchChild(ctx context.Context, w *reporter, parents []int) erro
 	return nil
 }
 
-// stopWatching undoes watch. It tells the other processes how the group ends here, if it
-// has not ended before.
+// stopWatching undoes watch, and informs the other processes how the group ends
+// here, if it has not ended before.
 func (g *Group) stopWatching(end string) {
 	if g.unwatch != nil {
 		g.unwatch()
@@ -675,11 +678,12 @@ func (x internals) UseWhole(ctx context.Context, strategy string) error {
 	return x.g.changeStrategy(ctx, Strategy(strategy), func(s route.Strategy) { x.g.routers.UseOnly(s) })
 }
 
-// SetTimeout changes the timeout of the operations that this process issues from now on
-// (torch's _set_pg_timeout). Operations that are already issued keep their timeout. d is as in
-// nccl.Config.Timeout: 0 means CHORUS_NCCL_TIMEOUT, and a negative value no timeout. Use
-// Batch.SetTimeout for single operations. SetTimeout enqueues nothing, may be called at any
-// time, and does not affect groups of Split and Sub.
+// SetTimeout changes the timeout of the operations that this process issues
+// from now on (torch's _set_pg_timeout). Operations that are already issued
+// keep their timeout. d is as in nccl.Config.Timeout: 0 means
+// CHORUS_NCCL_TIMEOUT, and a negative value no timeout. Batch.SetTimeout is for
+// single operations. SetTimeout enqueues nothing, may be called at any time,
+// and does not affect groups of Split and Sub.
 func (g *Group) SetTimeout(d time.Duration) error {
 	if err := g.check("set timeout"); err != nil {
 		return err

@@ -34,11 +34,12 @@ type InitConfig struct {
 	AllDevices bool
 }
 
-// Init joins this process to the job that started it and returns the group of all
-// processes of the job. It mirrors torch.distributed.init_process_group. Init is
-// cluster.Attach, the choice of the device, and Join in one call: the rank uses the device
-// with the ordinal of its local rank, or the only device that the process sees. A process
-// that no launcher has started gets a group of one rank, or of all devices; see InitConfig.
+// Init joins this process to the job that started it and returns the group of
+// all processes of the job, like torch.distributed.init_process_group. Init is
+// cluster.Attach, the choice of the device, and Join in one call: the rank uses
+// the device with the ordinal of its local rank, or the only device that the
+// process sees. A process that no launcher has started gets a group of one
+// rank, or of all devices; see InitConfig.
 //
 // Init returns when all processes have called it, or with the cause when ctx ends. If one
 // process fails, Init closes the session and the group, and returns an error in all processes
@@ -64,10 +65,12 @@ func Init(ctx context.Context, cfg *InitConfig) (*Group, error) {
 	return g, nil
 }
 
-// JoinEnlisted waits until the registry begins the next world with this process, and returns the group of
-// its members. It is Enlistment.World and Join in one call (the next rendezvous of torch's elastic agent). The
-// session belongs to the group, as after Init: Shutdown and Close end both. The enlistment goes on. If the
-// error matches cluster.ErrDelisted, the enlistment is over. Otherwise that world has failed: call JoinEnlisted again.
+// JoinEnlisted waits until the registry begins the next world with this
+// process, and returns the group of its members. It is Enlistment.World and
+// Join in one call (the next rendezvous of torch's elastic agent). The session
+// belongs to the group, as after Init: Shutdown and Close end both, while the
+// enlistment goes on. If the error matches cluster.ErrDelisted, the enlistment
+// is over. Otherwise that world has failed: call JoinEnlisted again.
 func JoinEnlisted(ctx context.Context, m *cluster.Enlistment, dev *device.Device, cfg *Config) (*Group, error) {
 	if m == nil {
 		return nil, errors.New("comm: join: no enlistment given")
@@ -435,10 +438,10 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 	return groups, nil
 }
 
-// Sub returns a group of some ranks, which get the new ranks 0, 1, 2... as they stand in the
-// list (torch.distributed.new_group). All ranks of g must call it with the same list, or
-// all get an error. It returns nil if none of the ranks is local. Otherwise Sub behaves
-// like Split. Collective.
+// Sub returns a group of some ranks, which get the new ranks 0, 1, 2... as they
+// stand in the list (torch.distributed.new_group). All ranks of g must call it
+// with the same list, or all get an error. It returns nil if none of the ranks
+// is local, and otherwise behaves like Split. Collective.
 func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	const op = "sub-group"
 	if err := g.checkSame(ctx, op, fmt.Sprint("the ranks ", ranks), sameArguments); err != nil {

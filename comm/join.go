@@ -435,7 +435,7 @@ func (w *reporter) readKey(rank int) string { return fmt.Sprint(w.prefix, "leave
 
 func (w *reporter) answerKey() string { return w.prefix + "leave/answer" }
 
-// leave writes how a rank leaves. Only the first call has an effect.
+// leave writes how a rank leaves, at its first call only.
 func (w *reporter) leave(ctx context.Context, rank int, how string) (err error) {
 	w.leaving.Do(func() {
 		if rank == 0 && how != shutDown {

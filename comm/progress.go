@@ -114,8 +114,9 @@ func (x *report) service(collective uint64) (s collective.Service, found bool) {
 	return x.Services[collective-x.First], true
 }
 
-// differentService describes the first collective, beginning with number from, that this rank
-// and another one execute with different backends, or returns "". Both ranks then wait forever.
+// differentService describes the first collective, beginning with number from,
+// that this rank and another one execute with different backends, so that both
+// wait forever, or returns "".
 func (x *report) differentService(from uint64, other *report) string {
 	for n := max(from, x.First, other.First); ; n++ {
 		mine, here := x.service(n)
@@ -271,7 +272,8 @@ type comparison struct {
 	suspect     uint64 // the collective that differed at the last look: the report may be older than a refused operation
 }
 
-// compare is called at each tick without progress. It returns the error of a mismatch that two looks have found.
+// compare is called at each tick without progress, and returns the error of a
+// mismatch that two looks have found.
 func (x *comparison) compare(ctx context.Context, w *reporter, c *nccl.Communicator, mine *report) error {
 	if x.ticks++; x.ticks < x.next || c.Size() == 1 || mine.Collectives == c.Progress().Completed.Collective {
 		return nil
@@ -387,8 +389,8 @@ func (w *reporter) readAll(c *nccl.Communicator) map[int]report {
 	return all
 }
 
-// last returns the value of a key. If the Rendezvous has a method Last, it can still be read
-// after a rank is lost.
+// last returns the value of a key, which can still be read after a rank is lost
+// if the Rendezvous has a method Last.
 func (w *reporter) last(ctx context.Context, key string) ([]byte, error) {
 	if r, ok := w.r.(interface {
 		Last(ctx context.Context, key string) ([]byte, error)
@@ -398,7 +400,8 @@ func (w *reporter) last(ctx context.Context, key string) ([]byte, error) {
 	return w.r.Get(ctx, key)
 }
 
-// await waits for a key until ctx ends. A call of the Rendezvous may have a shorter limit.
+// await waits for a key until ctx ends, with repeated calls of the Rendezvous,
+// because each may have a shorter limit.
 func (w *reporter) await(ctx context.Context, key string) ([]byte, bool) {
 	for ctx.Err() == nil {
 		if b, err := w.r.Get(ctx, key); err == nil {

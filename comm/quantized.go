@@ -62,11 +62,14 @@ type QuantizedConfig struct {
 // the owner of a share has not received from it, and in its own share what the rounding of the sums has
 // taken away. After an error, xs and the errors are undefined.
 //
-// With the strategies of Chorus kernels and Tuned, Chorus kernels do everything, whatever the length, in the
-// group's scratch memory. In other groups, in deterministic ones, and where GPUs
-// cannot access each other's memory, there are three kernels, and NCCL moves the blocks in an
-// all-to-all and an all-gather of bytes. That takes memory for about 33/16 bytes of each element from the group's streams
-// until they have passed the call. The bits are the same. The flight recorder, metrics and the timeline show one AllReduceQuantized in both cases.
+// With the strategies of Chorus kernels and Tuned, Chorus kernels do
+// everything, whatever the length, in the group's scratch memory. In other
+// groups, in deterministic ones, and where GPUs cannot access each other's
+// memory, there are three kernels, and NCCL moves the blocks in an all-to-all
+// and an all-gather of bytes. That takes memory for about 33/16 bytes of each
+// element from the group's streams until they have passed the call. In both
+// cases the bits are the same, and the flight recorder, metrics and the
+// timeline show one AllReduceQuantized.
 //
 // All ranks must give the same op, type, length and format. Ranks of one process that differ get a *nccl.MismatchError at once. Of
 // ranks of several processes, those that wait for each other are found within seconds, as with other collectives: the error is a
@@ -74,10 +77,12 @@ type QuantizedConfig struct {
 // blocks, ranks whose blocks have the same size do not wait. The results then are NaN on all ranks, and usually no error says so.
 // Lengths that differ by less than 512·Size may have blocks of the same size.
 //
-// The call does not wait for the device. A group of one rank does nothing. The first call for a type and a
-// format compiles the kernels, which needs NVRTC on GPUs; without it, the error matches errors.ErrUnsupported,
-// and nothing is enqueued. Graphs capture later calls. On GPUs below compute capability 8.9 the kernels convert 8-bit
-// floats in software, with the same bits.
+// The call does not wait for the device, and does nothing in a group of one
+// rank. The first call for a type and a format compiles the kernels, which
+// needs NVRTC on GPUs; without it, the error matches errors.ErrUnsupported, and
+// nothing is enqueued. Graphs capture later calls. On GPUs below compute
+// capability 8.9 the kernels convert 8-bit floats in software, with the same
+// bits.
 func AllReduceQuantized[T memory.Element](g *Group, op Op, xs Shards[T], cfg *QuantizedConfig) error {
 	const name = "quantized all-reduce"
 	c := *cmp.Or(cfg, new(QuantizedConfig))

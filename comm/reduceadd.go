@@ -268,7 +268,8 @@ func (l limit) buckets(ts []tensor.Tensor) (buckets [][]int) {
 	return buckets
 }
 
-// selectAt returns the elements of xs at the indexes. The result may be xs itself.
+// selectAt returns the elements of xs at the indexes, in a slice that may be xs
+// itself.
 func selectAt[E any](xs []E, indexes []int) []E {
 	if len(indexes) == len(xs) && slices.IsSorted(indexes) {
 		return xs // all elements in order
@@ -292,8 +293,8 @@ func storeAt[E any](all []E, indexes []int, parts []E) []E {
 	return all
 }
 
-// flatten returns the elements of tensors of one type and device in one flat tensor. A
-// single contiguous tensor is not copied.
+// flatten returns the elements of tensors of one type and device in one flat
+// tensor, without copying a single contiguous tensor.
 func (g *Group) flatten(ts []tensor.Tensor) (flat tensor.Tensor, err error) {
 	if len(ts) == 1 && ts[0].Contiguous() {
 		flat, err := ts[0].View(-1)

@@ -36,15 +36,16 @@ type ScatterConfig struct {
 	Out []tensor.Tensor
 }
 
-// Scatter enqueues copies of the chunks of t, which is on a device of the group or on the
-// host, to the devices (torch.cuda.comm.scatter), and returns them in their order. The
-// chunk for the device of t is a view of t. The other chunks have the strides that torch
-// gives to copies. With Out, whose strides and types may differ, the results share the
-// memory of the tensors of Out. Each result owns a reference to its memory: the caller
-// closes all results, and closing a result closes neither t nor a tensor of Out.
+// Scatter enqueues copies of the chunks of t, which is on a device of the group
+// or on the host, to the devices (torch.cuda.comm.scatter), and returns them in
+// their order. The chunk for the device of t is a view of t, and the other
+// chunks have the strides that torch gives to copies. With Out, whose strides
+// and types may differ, the results share the memory of the tensors of Out.
+// Each result owns a reference to its memory: the caller closes all results,
+// and closing a result closes neither t nor a tensor of Out.
 //
-// If one kernel of the device of t cannot copy all chunks, Scatter copies them one by one.
-// Scatter does not use NCCL.
+// If one kernel of the device of t cannot copy all chunks, Scatter copies them
+// one by one. It does not use NCCL.
 func Scatter(g *Group, t tensor.Tensor, cfg *ScatterConfig) ([]tensor.Tensor, error) {
 	c := *cmp.Or(cfg, new(ScatterConfig))
 	x := &scattering{g: g, t: t, streams: c.Streams, out: c.Out}
@@ -216,7 +217,7 @@ func (x *scattering) enqueue() (results []tensor.Tensor, err error) {
 	return results, nil
 }
 
-// allocate allocates the results. Chunks that need no copy are complete then.
+// allocate allocates the results; chunks that need no copy are then complete.
 func (x *scattering) allocate() (results []tensor.Tensor, err error) {
 	results = make([]tensor.Tensor, 0, len(x.chunks))
 	for i, c := range x.chunks {
@@ -277,13 +278,14 @@ type GatherConfig struct {
 	Out *tensor.Tensor
 }
 
-// Gather enqueues the concatenation of tensors, which are on devices of the group, on the
-// destination (torch.cuda.comm.gather), and returns it; the caller closes it. The shapes
-// must be the same except along Dim. The result has the type of the first tensor, and the
-// other tensors are converted to it. The result is contiguous, or channels-last if all
-// tensors are. With Out the result shares the memory of Out. The result owns a reference
-// to its memory: closing it does not close Out. If one kernel of the destination cannot
-// copy all tensors, Gather copies them one by one. Gather does not use NCCL.
+// Gather enqueues the concatenation of tensors, which are on devices of the
+// group, on the destination (torch.cuda.comm.gather), and returns it; the
+// caller closes it. The shapes must be the same except along Dim. The result
+// has the type of the first tensor, and the other tensors are converted to it.
+// The result is contiguous, or channels-last if all tensors are. With Out the
+// result shares the memory of Out, but owns a reference to it: closing the
+// result does not close Out. If one kernel of the destination cannot copy all
+// tensors, Gather copies them one by one. Gather does not use NCCL.
 //
 // The host waits only if the result is in host memory.
 func Gather(g *Group, ts []tensor.Tensor, cfg *GatherConfig) (tensor.Tensor, error) {

@@ -29,8 +29,8 @@ func (g *Group) checkWhole(op string) error {
 	return nil
 }
 
-// locked runs fn, which enqueues operations of all ranks, while g enqueues nothing else. All
-// ranks must be in this process.
+// locked runs fn, which enqueues operations of all ranks, while g enqueues
+// nothing else. All ranks must be in this process.
 func locked[R any](g *Group, op string, fn func() (R, error)) (r R, err error) {
 	if err := g.checkWhole(op); err != nil {
 		return r, err
@@ -126,8 +126,8 @@ func (g *Group) checkOuts(op string, list []tensor.Tensor) error {
 	return nil
 }
 
-// onePerDevice reports whether all tensors are contiguous, have the same type, and are on
-// different devices of the group. Then NCCL can transfer them.
+// onePerDevice reports whether all tensors are contiguous, have the same type,
+// and are on different devices of the group, so that NCCL can transfer them.
 func (g *Group) onePerDevice(ts ...tensor.Tensor) bool {
 	seen := make([]bool, g.size)
 	for _, t := range ts {
@@ -148,8 +148,8 @@ func (g *Group) byRank(ts ...tensor.Tensor) []tensor.Tensor {
 	return list
 }
 
-// recordStreams records that the group's streams use the tensors. Copies from the host do so
-// themselves.
+// recordStreams records that the group's streams use the tensors, except host
+// tensors, whose copies do so themselves.
 func (g *Group) recordStreams(ts ...tensor.Tensor) error {
 	var last *device.Device
 	var s *stream.Stream
@@ -168,10 +168,11 @@ func (g *Group) recordStreams(ts ...tensor.Tensor) error {
 	return nil
 }
 
-// transfer enqueues a copy of src, whose use is ordered by from, to dst, whose use is
-// ordered by to. The stream of a host tensor is nil. The copy runs on the device whose
-// tensor has strides, so that contiguous data goes over the link. Otherwise it runs on the
-// source, as in torch, so that copies from one device follow each other without gaps.
+// transfer enqueues a copy of src, whose use is ordered by from, to dst, whose
+// use is ordered by to. The stream of a host tensor is nil. If only one of the
+// tensors has strides, the copy runs on its device, so that contiguous data
+// goes over the link. Otherwise it runs on the source, as in torch, so that
+// copies from one device follow each other without gaps.
 func transfer(dst, src tensor.Tensor, to, from *stream.Stream) error {
 	if to == nil || from == nil || to == from {
 		if to == nil {

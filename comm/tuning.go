@@ -82,12 +82,13 @@ func (g *Group) plan(c route.PlanConfig) ([]Choice, error) {
 	return plan, nil
 }
 
-// Tune measures which strategy is the fastest for each operation and size between the
-// ranks of g. g must use the strategy Tuned. From now on g uses the result; other groups
-// use it if it is their Config.Tuning. All ranks return the same Tuning. Tune takes
-// seconds, over slow links minutes, and waits for all operations on the group's streams;
-// the devices must run nothing else. If NCCL is the only possibility, the Tuning is empty.
-// If an error occurs while ranks may wait for others, the group is broken. Collective.
+// Tune measures which strategy is the fastest for each operation and size
+// between the ranks of g. g must use the strategy Tuned. All ranks return the
+// same Tuning, which g uses from now on, and other groups if it is their
+// Config.Tuning. Tune takes seconds, over slow links minutes, and waits for all
+// operations on the group's streams; the devices must run nothing else. If NCCL
+// is the only possibility, the Tuning is empty. If an error occurs while ranks
+// may wait for others, the group is broken. Collective.
 func Tune(ctx context.Context, g *Group, cfg *TuneConfig) (*Tuning, error) {
 	options := cfg.plan()
 	plan, err := g.plan(options)
@@ -204,10 +205,11 @@ func (g *Group) setInitialTuning(ctx context.Context) error {
 	return nil
 }
 
-// SetTuning sets rank 0's t on all ranks of a group with the strategy Tuned. If t is
-// empty, NCCL runs everything. If rank 0's t is nil, the group uses the entry of rank 0's
-// TuningFile, or an empty Tuning if the file has none. If the Tuning was not made for such
-// a group, all ranks return an error and the group is closed. Collective.
+// SetTuning sets rank 0's t on all ranks of a group with the strategy Tuned.
+// NCCL runs everything if t is empty. If rank 0's t is nil, the group uses the
+// entry of rank 0's TuningFile, or an empty Tuning if the file has none. If the
+// Tuning was not made for such a group, all ranks return an error and the group
+// is closed. Collective.
 func SetTuning(ctx context.Context, g *Group, t *Tuning) error {
 	const op = "set tuning"
 	if err := g.check(op); err != nil {
@@ -372,8 +374,8 @@ func (c *Config) strategy() (route.Strategy, error) {
 	return route.ParseStrategy(Strategy(name))
 }
 
-// Strategy returns the strategy in use. It is NCCLOnly if the configured strategy is not
-// supported.
+// Strategy returns the strategy in use, which is NCCLOnly if the configured
+// strategy is not supported.
 func (g *Group) Strategy() Strategy { return g.routers.Strategy().Name() }
 
 // Strategies returns the strategies that the group can use, NCCLOnly first. Only the

@@ -58,13 +58,14 @@ func (e *ValueError) Error() string {
 	return fmt.Sprintf("comm: %s: the value of rank %d: %s", e.Op, e.Rank, e.Reason)
 }
 
-// BroadcastValue sends rank root's value to all ranks. In the process of root, v points to
-// the value; in the other processes, to the variable that receives it
-// (torch.distributed.broadcast_object_list). A nil codec means Gob. The interface types in
-// the value must be registered with gob. BroadcastValue is for small host data such as
-// names, counts and settings: it waits for all operations on the group's streams. It ends
-// early under the same conditions as Wait. If the value cannot be encoded, all ranks
-// return a *ValueError. Collective.
+// BroadcastValue sends rank root's value to all ranks. In the process of root,
+// v points to the value; in the other processes, to the variable that receives
+// it (torch.distributed.broadcast_object_list). A nil codec means Gob, which
+// requires that the interface types in the value are registered. BroadcastValue
+// is for small host data such as names, counts and settings: it waits for all
+// operations on the group's streams. It ends early under the same conditions as
+// Wait. If the value cannot be encoded, all ranks return a *ValueError.
+// Collective.
 func BroadcastValue[T any](ctx context.Context, g *Group, root int, v *T, codec Codec) error {
 	const op = "broadcast value"
 	if err := checkValue(g, op, root, v != nil); err != nil {
@@ -117,8 +118,8 @@ func broadcastHost[T memory.Element](ctx context.Context, g *Group, root int, fr
 }
 
 // GatherValues returns the values of all ranks on all ranks, by rank
-// (torch.distributed.all_gather_object). values has one value for each local rank.
-// Otherwise it behaves like BroadcastValue.
+// (torch.distributed.all_gather_object). It takes one value for each local
+// rank, and otherwise behaves like BroadcastValue.
 func GatherValues[T any](ctx context.Context, g *Group, codec Codec, values ...T) ([]T, error) {
 	const op = "gather values"
 	if err := checkValue(g, op, 0, true); err != nil {
@@ -163,8 +164,9 @@ func gatherEncoded[T any](ctx context.Context, g *Group, op string, codec Codec,
 	return out, nil
 }
 
-// gatherHost returns the elements of all ranks on all ranks. lists has one list for each
-// local rank. counts are the lengths by rank; nil means that they are equal.
+// gatherHost returns the elements of all ranks on all ranks. lists has one list
+// for each local rank. counts are the lengths by rank, or nil if they are
+// equal.
 func gatherHost[T memory.Element](ctx context.Context, g *Group, lists [][]T, counts []int) ([]T, error) {
 	src := make(Shards[T], len(lists))
 	dst := make(Shards[T], len(lists))
@@ -236,7 +238,8 @@ func (p *encodedValue) header() []int64 {
 	return h
 }
 
-// checkHeader validates the length that a rank has sent. All ranks have the same numbers.
+// checkHeader validates the length that a rank has sent. It fails on all ranks
+// or on none, because they have the same numbers.
 func checkHeader(op string, rank int, n int64) error {
 	if n < 0 || n > MaxValueBytes {
 		return &ValueError{op, rank, fmt.Sprintf("its size is %d bytes: want 0 to %d", n, MaxValueBytes)}
@@ -244,8 +247,8 @@ func checkHeader(op string, rank int, n int64) error {
 	return nil
 }
 
-// encodeValue encodes a value. If that fails or panics, the encodedValue is the error, because the
-// other ranks wait for it.
+// encodeValue encodes a value. If that fails or panics, the encodedValue is the
+// error, because the other ranks wait for one.
 func encodeValue[T any](codec Codec, v *T) (p encodedValue) {
 	defer func() {
 		if r := recover(); r != nil {
@@ -361,7 +364,7 @@ type scattered struct {
 	data   []byte // of all ranks
 }
 
-// encodeAll encodes the list of the root. If that fails, it returns one error, and the rank
+// encodeAll encodes the list of the root, or returns one error, and the rank
 // that the error is about.
 func encodeAll[T any](codec Codec, root, size int, values []T) (list []encodedValue, about int) {
 	if len(values) != size {

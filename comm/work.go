@@ -37,10 +37,11 @@ type tail struct {
 	point collective.Point
 }
 
-// Start runs fn, which enqueues operations of g, and returns a Work that is done when they
-// are. The Work owns the given closers, such as the slices that the operations use: it
-// closes them when the operations are done or the group is broken, and also if fn fails or
-// panics. owned may contain nil. The caller must close the Work or wait for it.
+// Start runs fn, which enqueues operations of g, and returns a Work that is
+// done when they are. The Work owns the given closers, such as the slices that
+// the operations use: it closes them when the operations are done or the group
+// is broken, and also if fn fails or panics. The caller must close the Work or
+// wait for it; owned may contain nil.
 //
 //	w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Sum, xs...) }, xs)
 //	...
@@ -183,7 +184,7 @@ func (w *Work) wait(ctx context.Context) error {
 	return w.close(w.setResult(err)) // in this order: a closed Work always has its result
 }
 
-// close closes the Work. err is its result.
+// close closes the Work, whose result is err.
 func (w *Work) close(err error) error {
 	if failed := w.Close(); failed != nil {
 		return errors.Join(err, failed)
@@ -202,11 +203,11 @@ func (w *Work) setResult(err error) error {
 }
 
 // WaitOn orders operations that are enqueued on s from now on after the group's
-// streams have passed the Work's operations (torch's wait of a Work). The host does not
-// wait. A nil error does not mean that the operations complete: if the group ends before
-// they do, s continues too, and the outputs are undefined. Wait and Done report that,
-// before or after. If it is already known that the operations will not complete, WaitOn
-// returns the error and s does not wait.
+// streams have passed the Work's operations (torch's wait of a Work). The host
+// does not wait. A nil error does not mean that the operations complete: if the
+// group ends before they do, s continues too, and the outputs are undefined,
+// which Wait and Done report, before or after. If it is already known that the
+// operations will not complete, WaitOn returns the error and s does not wait.
 func (w *Work) WaitOn(s *stream.Stream) error {
 	const op = "wait on a stream"
 	if w == nil {
@@ -229,8 +230,8 @@ func (w *Work) WaitOn(s *stream.Stream) error {
 	return nil
 }
 
-// Close closes the Work and the closers that it owns. The operations continue, and keep their
-// memory until they are done. Close is idempotent.
+// Close closes the Work and the closers that it owns, while the operations
+// continue and keep their memory until they are done. Close is idempotent.
 func (w *Work) Close() error {
 	if w == nil || !w.owner.Close() {
 		return nil
@@ -276,9 +277,10 @@ func AllToAll[T memory.Element](on Issuer, dst, src Shards[T]) error {
 	})
 }
 
-// AllToAllV is AllToAll for parts of different lengths. sends and recvs have, for each
-// local rank, the number of elements to send to each rank and to receive from each rank.
-// Both ranks of a pair must agree on the number. Collective.
+// AllToAllV is AllToAll for parts of different lengths. sends and recvs have,
+// for each local rank, the number of elements to send to each rank and to
+// receive from each rank. Both ranks of a pair must agree on the number.
+// Collective.
 func AllToAllV[T memory.Element](on Issuer, dst Shards[T], recvs [][]int, src Shards[T], sends [][]int) error {
 	g, b := groupOf(on)
 	const op = "all-to-all"

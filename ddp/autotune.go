@@ -242,7 +242,8 @@ func (r *Reducer) orderBehind(g *comm.Group) error {
 	return nil
 }
 
-// settings returns the settings that Autotune tries. A prefetch of all other units gathers the same as a longer one.
+// settings returns the settings that Autotune tries, up to a prefetch of all
+// other units, because a longer one gathers the same.
 func (u *Units[M, P]) settings(a *Autotune, units int) []Measurement {
 	same := func(a, b int) bool { return min(a, units-1) == min(b, units-1) }
 	return a.settings(u.prefetch, a.Prefetch, same, func(n int) Measurement { return Measurement{Prefetch: n} })
@@ -421,7 +422,8 @@ func (t *trial) follow(g *comm.Group) error {
 	return nil
 }
 
-// followClosing is follow for Close. Streams that are closed have no pending work.
+// followClosing is follow for Close. It ignores an error of streams that are
+// closed, because they have no pending work.
 func (t *trial) followClosing(g *comm.Group) error {
 	if err := t.follow(g); !errors.Is(err, device.ErrClosed) {
 		return err
@@ -531,7 +533,8 @@ func (p plan) complete(times [][]time.Duration) bool {
 	return len(times) == p.settings && !slices.ContainsFunc(times, func(ds []time.Duration) bool { return len(ds) != 2*p.steps })
 }
 
-// medians returns the median time of each setting over all ranks and steps. times are by rank and setting.
+// medians returns the median time of each setting over all ranks and steps,
+// from times by rank and setting.
 func medians(times [][][]time.Duration) []time.Duration {
 	all := make([]time.Duration, len(times[0]))
 	for k := range all {

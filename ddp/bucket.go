@@ -85,8 +85,9 @@ func backwards(n int) []int {
 	return order
 }
 
-// adjacent returns the memory over the gradients of a bucket if they lie in it exactly as
-// on the wire. Gradients of memory.MakeFlat do, and need no copies.
+// adjacent returns the memory over the gradients of a bucket if they lie in it
+// exactly as on the wire, as those of memory.MakeFlat do, so that they need no
+// copies.
 func adjacent[T memory.Element](b *bucket, grads []gradient) (memory.Slice[T], bool) {
 	first := &grads[b.grads[0]]
 	size := b.dtype.Size()
@@ -108,12 +109,13 @@ func pick(xs, indexes []int) []int {
 	return part
 }
 
-// Rebuild replaces the buckets. Gradients are ordered as in rank 0's last step, so that the
-// bucket that is complete first is reduced first; unused gradients come last. torch rebuilds
-// by itself after the first step. Here the program decides when, because all ranks wait for
-// rank 0's order. Call Rebuild between steps. It returns when the group's streams have passed
-// the earlier steps. If ctx ends first, Rebuild returns the cause and keeps the buckets. It
-// also keeps them if the order is the same. Collective.
+// Rebuild replaces the buckets. Gradients are ordered as in rank 0's last step,
+// so that the bucket that is complete first is reduced first; unused gradients
+// come last. torch rebuilds by itself after the first step. Here the program
+// decides when, because all ranks wait for rank 0's order. Call Rebuild between
+// steps. It returns when the group's streams have passed the earlier steps.
+// Rebuild keeps the buckets if the order is the same. If ctx ends first, it
+// also keeps them, and returns the cause. Collective.
 //
 // Gradients of memory.MakeFlat are reduced in place as long as the gradients of a bucket are
 // neighbours. New buffers are allocated before the old ones are freed. If a graph has captured a step, the old buffers stay until Close,

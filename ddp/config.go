@@ -222,9 +222,9 @@ type arguments struct {
 	Groups  []string // the identities of Autotune.Groups
 }
 
-// agree compares the arguments of all ranks. It returns an error on all ranks if the
-// arguments differ or if one rank has a mistake. The rank with the mistake gets its own
-// error. If all ranks are local, agree only returns mistake. Collective.
+// agree compares the arguments of all ranks. It returns an error on all ranks
+// if the arguments differ or if one rank has a mistake, and that rank gets its
+// own error. If all ranks are local, agree only returns mistake. Collective.
 func agree(ctx context.Context, g *comm.Group, op string, mine arguments, mistake error) error {
 	if g.Locals() == g.Size() {
 		return mistake

@@ -356,11 +356,12 @@ type Piece struct {
 	At    int // the first element in the shard
 }
 
-// Pieces returns the elements of parameters that the shard of a local rank has, by At. The padding
-// has no piece. An optimiser with a parameter for each piece has a state that a checkpoint
-// stores by the names of the whole parameters, so that any number of ranks can load it. A
-// parameter without elements has no piece. If there are fewer elements than ranks, some ranks have no
-// piece: their optimiser has a group without parameters.
+// Pieces returns the elements of parameters that the shard of a local rank has,
+// by At. An optimiser with a parameter for each piece has a state that a
+// checkpoint stores by the names of the whole parameters, so that any number of
+// ranks can load it. Padding and parameters without elements have no piece. If
+// there are fewer elements than ranks, some ranks have no piece: their
+// optimiser has a group without parameters.
 func (sh *Sharder[T]) Pieces(local int) []Piece {
 	var all []Piece
 	rank := sh.queue.rank(local)
@@ -386,9 +387,10 @@ func (sh *Sharder[T]) Pieces(local int) []Piece {
 //	norm, factor, err := grads.Coef(s, 1)
 //	err = opt.Step(s, &optim.StepConfig{Clip: factor})
 //
-// grads[i] has the gradients of local rank i. Each gradient is on one rank only. streams[i] is
-// the stream that has computed them; it waits for the result. The host does not wait. Gradients
-// that a Reducer has reduced are the same on all ranks and need no Powers. Collective.
+// grads[i] has the gradients of local rank i, each of which is on one rank
+// only. The stream that has computed them, streams[i], waits for the result,
+// but the host does not. Gradients that a Reducer has reduced are the same on
+// all ranks and need no Powers. Collective.
 //
 // p must be the same on all ranks: Powers does not compare it, and norms of different p are wrong.
 // After an error, such as closed Grads, the process has enqueued no all-reduce, and the other

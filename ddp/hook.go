@@ -100,7 +100,8 @@ func closeBuckets(bs []Bucket) error {
 	return errors.Join(errs...)
 }
 
-// reduceByHook lets the hook reduce bucket k. After an error the step is over.
+// reduceByHook calls the hook to reduce bucket k, and ends the step if that
+// fails.
 func (r *Reducer) reduceByHook(k int) error {
 	b := &r.buckets[k]
 	if *r.cfg.Op == comm.Avg {
@@ -134,7 +135,8 @@ func (r *Reducer) reduceByHook(k int) error {
 	return nil
 }
 
-// hookFailed ends the step with an error on this rank. Other processes would wait for it.
+// hookFailed ends the step with an error on this rank, and breaks the group if
+// it has other processes, which would otherwise wait for this one.
 func (r *Reducer) hookFailed(err error) error {
 	r.queue.failed = err
 	if r.g.Locals() < r.g.Size() {

@@ -394,11 +394,12 @@ func drawUnit[T float32 | float64](r *rand.Rand, row []T) {
 	}
 }
 
-// orthonormal orthonormalizes rows of equal length, by Gram-Schmidt in two passes. What the
-// first pass leaves of a row that depends on earlier rows is rounding error, made a unit vector
-// of any direction. The second pass corrects it. If less than a tenth is left then, the row
-// depends on the others: it becomes a row of fresh, or zeros if there is none. Without
-// fresh, numbers that are not finite make rows NaN.
+// orthonormal orthonormalizes rows of equal length, by Gram-Schmidt in two
+// passes. What the first pass leaves of a row that depends on earlier rows is
+// rounding error, made a unit vector of any direction, which the second pass
+// corrects. If less than a tenth is left then, the row depends on the others:
+// it becomes a row of fresh, or zeros if there is none. Without fresh, numbers
+// that are not finite make rows NaN.
 func (l *powerLocal[T]) orthonormal(rows, fresh memory.Slice[T], count int) error {
 	n := rows.Len() / count
 	for _, least := range []float64{tiny, 0.01}[:min(count, 2)] {
@@ -415,7 +416,8 @@ func (l *powerLocal[T]) orthonormal(rows, fresh memory.Slice[T], count int) erro
 	return nil
 }
 
-// normalize divides a row by its norm. A row whose squared norm is at most least has no direction.
+// normalize divides a row by its norm, unless the row has no direction because
+// its squared norm is at most least.
 func (l *powerLocal[T]) normalize(row, fresh memory.Slice[T], at int, least float64) error {
 	x, err := tensor.Of(row, 1, row.Len())
 	if err != nil {

@@ -70,8 +70,8 @@ func newQueue(g *comm.Group, work worker, what string, grads int) *queue {
 	return q
 }
 
-// fill gives the queue buckets. Work that is already on the group's streams counts as the
-// reduction of the step before.
+// fill gives the queue buckets, and counts work that is already on the group's
+// streams as the reduction of the step before.
 func (q *queue) fill(buckets []bucket) error {
 	arrived := make([][]arrival, len(buckets))
 	for k := range buckets {

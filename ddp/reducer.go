@@ -38,12 +38,14 @@ type Reducer struct {
 	order    []int      // of the gradients in the buckets
 }
 
-// NewReducer returns a reducer for the gradients of each local rank. grads has one list for
-// each local rank, with the same lengths and types in the same order on all ranks of the group.
-// A list of tensor.Tensor may have several types: each bucket has one. Two gradients must not
-// share memory: shared weights have one gradient. All ranks give the same configuration. If the
-// group has several processes, they wait for each other and compare their arguments, and all of
-// them return an error if the arguments differ. Collective.
+// NewReducer returns a reducer for the gradients of each local rank. grads has
+// one list for each local rank, with the same lengths and types in the same
+// order on all ranks of the group. A list of tensor.Tensor may have several
+// types, but each bucket has one. Two gradients must not share memory, so
+// shared weights have one gradient. All ranks must give the same configuration.
+// If the group has several processes, they wait for each other and compare
+// their arguments, and all of them return an error if the arguments differ.
+// Collective.
 func NewReducer[G Gradient](g *comm.Group, grads [][]G, cfg *ReducerConfig) (*Reducer, error) {
 	const op = "new reducer"
 	if err := checkGroup(g, op); err != nil {

@@ -79,11 +79,12 @@ type Part[T memory.Element] struct {
 	At    int             // its first element in the shard
 }
 
-// NewSharder allocates parameters and gradients of the given lengths on each local rank, on
-// the group's streams, and fills them with zeros. Other streams wait for that with WaitOn.
-// The lengths are the same on all ranks. If the group has several processes, they wait for
-// each other and compare their arguments, and all processes return an error if the arguments
-// differ. Write the initial parameters to Params; comm.BroadcastFrom of Flat gives all ranks
+// NewSharder allocates parameters and gradients of the given lengths on each
+// local rank, on the group's streams, and fills them with zeros. Other streams
+// wait for that with WaitOn. The lengths must be the same on all ranks. If the
+// group has several processes, they wait for each other and compare their
+// arguments, and all processes return an error if the arguments differ. Write
+// the initial parameters to Params; comm.BroadcastFrom of Flat gives all ranks
 // the parameters of one rank. Collective.
 func NewSharder[T memory.Element](g *comm.Group, lens []int, cfg *ShardConfig) (*Sharder[T], error) {
 	const op = "new sharder"
@@ -183,7 +184,8 @@ func (l *localShard[T]) open(s *stream.Stream, buckets []bucket, spans []span[T]
 	return nil
 }
 
-// Len returns the elements of a shard, with its padding. It is the same on all ranks.
+// Len returns the elements of a shard, with its padding, the same number on all
+// ranks.
 func (sh *Sharder[T]) Len() int { return sh.len }
 
 // Params returns the parameters of a local rank.
@@ -191,8 +193,8 @@ func (sh *Sharder[T]) Params(local int) []memory.Slice[T] {
 	return slices.Clone(sh.locals[local].params)
 }
 
-// Grads returns the gradients of a local rank. From Ready to Finish they belong to the
-// group. After Finish only the shard of the rank is valid.
+// Grads returns the gradients of a local rank. They belong to the group from
+// Ready to Finish, and only the shard of the rank is valid after Finish.
 func (sh *Sharder[T]) Grads(local int) []memory.Slice[T] { return slices.Clone(sh.locals[local].grads) }
 
 // Flat returns the memory of all parameters of a local rank, with gaps of zeros.
@@ -292,9 +294,9 @@ func (sh *Sharder[T]) AllGather(streams ...*stream.Stream) error {
 	return nil
 }
 
-// WaitOn lets work that is enqueued on s after WaitOn wait for parameter i of the last
-// AllGather. The host does not wait. The device of s names the local rank. In the capture of
-// a graph, s waits for an AllGather of the same capture only.
+// WaitOn orders work that is enqueued on s from now on after parameter i of the
+// last AllGather. The host does not wait. The device of s names the local rank.
+// In the capture of a graph, s waits for an AllGather of the same capture only.
 func (sh *Sharder[T]) WaitOn(s *stream.Stream, i int) error {
 	const op = "ddp: wait for a parameter"
 	if err := sh.check(op); err != nil {

@@ -15,13 +15,15 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Join ends the steps of the local ranks, which have no more input, while other ranks have (the
-// end of torch's Join context; needs ReducerConfig.Uneven). Call it instead of a step. Join takes
-// part in the reductions of the other ranks with zeros until all ranks have called it. The
-// gradients get the results of these steps. Give one stream for each local rank, as for Finish.
-// After the error of a step with Verify, all ranks are in step, and Join may be called again.
+// Join ends the steps of the local ranks, which have no more input, while other
+// ranks have (the end of torch's Join context; needs ReducerConfig.Uneven).
+// Call it instead of a step. Join takes part in the reductions of the other
+// ranks with zeros, whose results the gradients get, until all ranks have
+// called it. Give one stream for each local rank, as for Finish. After the
+// error of a step with Verify, all ranks are in step, and Join may be called
+// again.
 //
-// Join returns the highest rank that has taken part in all steps. All ranks return the same one.
+// Join returns on all ranks the highest rank that has taken part in all steps.
 // Its parameters are the model, because the others have missed updates:
 //
 //	last, err := r.Join(ctx, s)
@@ -137,8 +139,8 @@ func newUneven(g *comm.Group) (*uneven, error) {
 	return u, nil
 }
 
-// announce tells all ranks which local ranks have gradients in this step. It comes before the
-// first bucket.
+// announce tells all ranks, before the first bucket, which local ranks have
+// gradients in this step.
 func (u *uneven) announce(r *Reducer) error {
 	u.announced = true
 	for i, l := range u.locals {
@@ -211,7 +213,8 @@ func (u *uneven) begin(r *Reducer) error {
 	return u.announce(r)
 }
 
-// end ends the step. With StopTogether it waits, and returns an error if another rank has joined.
+// end ends the step. With StopTogether it waits for the other ranks, and
+// returns an error if one of them has joined.
 func (u *uneven) end(ctx context.Context, r *Reducer) error {
 	if u == nil {
 		return nil

@@ -159,7 +159,7 @@ func NewUnits[M, P memory.Element](g *comm.Group, units [][]int, cfg *UnitsConfi
 		mine.Groups = c.Autotune.identities()
 	}
 	err = agree(context.Background(), g, op, mine, err)
-	mine.Groups = nil // the replicas reduce in groups of their own
+	mine.Groups = nil              // the replicas reduce in groups of their own
 	for _, r := range c.Replicas { // also after an error, which the other ranks wait for
 		if r != nil && route.GroupOf(r).Check(op) == nil {
 			err = agree(context.Background(), r, op, mine, err)
@@ -317,11 +317,13 @@ func (l *localUnits[M, P]) load(s *stream.Stream) error {
 	return errors.Join(l.convert(s), divide(s, x, l.copies.Slice(0, 1), 1), x.Close())
 }
 
-// Len returns the elements of a shard, with its padding. It is the same on all ranks.
+// Len returns the elements of a shard, with its padding, the same number on all
+// ranks.
 func (u *Units[M, P]) Len() int { return u.len }
 
-// Shard returns the shard of a local rank: the master copy of its parameters. Padding belongs to it; it
-// is zeros. Write to it behind Finish, or when the stream has waited for the group's.
+// Shard returns the shard of a local rank: the master copy of its parameters,
+// and padding, which is zeros. Write to it behind Finish, or when the stream
+// has waited for the group's.
 func (u *Units[M, P]) Shard(local int) memory.Slice[M] { return u.locals[local].params.Slice(0, u.len) }
 
 // ShardGrads returns the reduced gradients of the parameters in the shard of a local rank, one tensor
@@ -345,9 +347,10 @@ func (u *Units[M, P]) ShardGrads(local int) []tensor.Tensor {
 	return all
 }
 
-// Pieces returns the elements of parameters that the shard of a local rank has, by At, as
-// Sharder.Pieces does. Param counts within the unit. A checkpoint that stores the pieces as
-// checkpoint.Part with Flat can be loaded by any number of ranks.
+// Pieces returns the elements of parameters that the shard of a local rank has,
+// by At, as Sharder.Pieces does, where Param counts within the unit. A
+// checkpoint that stores the pieces as checkpoint.Part with Flat can be loaded
+// by any number of ranks.
 func (u *Units[M, P]) Pieces(local int) []Piece {
 	var all []Piece
 	rank := u.queue.rank(local)
@@ -363,12 +366,13 @@ func (u *Units[M, P]) Pieces(local int) []Piece {
 	return all
 }
 
-// Use returns the parameters of unit k on the local rank that is on the device of s. Work that
-// is enqueued on s after Use sees them, until Done. If they are not gathered, Use enqueues the
-// all-gather on the group's streams. It also enqueues the all-gathers of the next Prefetch
-// units in the direction of the pass: upwards, or downwards if k is below the unit used before or is
-// the last one for the second time. The host does not wait. The parameters are read only; the
-// program writes to Shard.
+// Use returns the parameters of unit k on the local rank that is on the device
+// of s. Work that is enqueued on s after Use sees them, until Done. If they are
+// not gathered, Use enqueues the all-gather on the group's streams. It also
+// enqueues the all-gathers of the next Prefetch units in the direction of the
+// pass: upwards, or downwards if k is below the unit used before or is the last
+// one for the second time. The host does not wait. The parameters are read
+// only, because the program writes to Shard.
 //
 // After an error, such as a lack of memory, other processes may wait for an all-gather that
 // this one has not enqueued: close the group. Collective.
@@ -419,8 +423,8 @@ func (l *localUnits[M, P]) direct(k, n int) int {
 	return 1
 }
 
-// gather enqueues the all-gather of unit k, unless local rank i has it. In a capture the
-// group's streams join s.
+// gather enqueues the all-gather of unit k, unless local rank i has it. In a
+// capture, it lets the group's streams join s.
 func (u *Units[M, P]) gather(op string, i int, s *stream.Stream, k int) error {
 	if u.locals[i].units[k].whole.Buffer() != nil {
 		return nil

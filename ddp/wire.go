@@ -33,8 +33,9 @@ type wire[T memory.Element] interface {
 	close() error
 }
 
-// newWire allocates a wire of n elements. wholes has the gradients' own memory of each local
-// rank: it is the wire if they lie in it as on the wire and are not converted.
+// newWire allocates a wire of n elements. The gradients' own memory of each
+// local rank, wholes, is the wire if they lie in it as on the wire and are not
+// converted.
 func newWire[T memory.Element](g *comm.Group, c *ReducerConfig, wholes []memory.Slice[T], n int) (wire[T], error) {
 	by := 1
 	if *c.Op == comm.Avg {
@@ -61,8 +62,8 @@ func newWire[T memory.Element](g *comm.Group, c *ReducerConfig, wholes []memory.
 	return w, nil
 }
 
-// zeroed allocates a wire's memory. The gaps between gradients are reduced too:
-// they must be numbers.
+// zeroed allocates a wire's memory and fills it with zeros, because the gaps
+// between gradients are reduced too, and so must be numbers.
 func zeroed[T memory.Element](s *stream.Stream, n int) (memory.Slice[T], error) {
 	x, err := memory.Make[T](s, n)
 	if err != nil {

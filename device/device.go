@@ -48,10 +48,10 @@ func (d *Device) Active() (bool, error) {
 	return active != 0, err
 }
 
-// Sync waits until all work on all streams of the device has completed. It mirrors
-// torch.cuda.synchronize. If ctx ends first, Sync returns its cause; the work continues,
-// and one OS thread stays blocked until it completes. Prefer Stream.Sync, which blocks no
-// thread.
+// Sync waits until all work on all streams of the device has completed, like
+// torch.cuda.synchronize. If ctx ends first, Sync returns its cause; the work
+// continues, and one OS thread stays blocked until it completes. Prefer
+// Stream.Sync, which blocks no thread.
 func (d *Device) Sync(ctx context.Context) error {
 	if err := gpu.DeviceOf(d).RefuseSync("device: synchronize " + d.String()); err != nil {
 		return err
@@ -77,7 +77,7 @@ func (d *Device) Sync(ctx context.Context) error {
 }
 
 // MemoryInfo returns the free and the total memory of the device in bytes, as
-// the driver sees them. It mirrors torch.cuda.mem_get_info.
+// the driver sees them, like torch.cuda.mem_get_info.
 func (d *Device) MemoryInfo() (free, total uint64, err error) {
 	bytes, err := gpu.ValueInTime(gpu.DeviceOf(d), func(drv cudadrv.Driver) ([2]uint64, cudadrv.Result) {
 		f, t, r := drv.MemGetInfo()
@@ -120,7 +120,8 @@ var (
 	Float8      = Feature{"8-bit float matrix products", 8, 9}
 )
 
-// Supports reports whether the device has a feature. No context is created.
+// Supports reports whether the device has a feature, without creating a
+// context.
 func (d *Device) Supports(f Feature) (bool, error) {
 	major, minor, err := d.Capability()
 	if err != nil {
@@ -175,8 +176,8 @@ func NewContext(ctx context.Context, dev *Device) context.Context {
 	return context.WithValue(ctx, currentKey{}, dev)
 }
 
-// Current returns the device that NewContext made current, or nil if there is none.
-// torch.cuda.current_device would return the first device then.
+// Current returns the device that NewContext made current, or nil if there is
+// none, where torch.cuda.current_device would return the first device.
 func Current(ctx context.Context) *Device {
 	d, _ := ctx.Value(currentKey{}).(*Device)
 	return d
@@ -203,7 +204,7 @@ type Properties struct {
 	MemoryPoolsSupported bool   `json:"memory_pools_supported"`
 }
 
-// Properties queries the driver for all properties. No context is created.
+// Properties queries the driver for all properties, without creating a context.
 func (d *Device) Properties() (*Properties, error) {
 	p := new(Properties)
 	var err error
@@ -311,14 +312,15 @@ func (d *Device) PeerAtomics(peer *Device) (bool, error) {
 	return v != 0, err
 }
 
-// PeerWorks reports whether a copy between the devices over peer access transfers the data
-// correctly: on some machines the driver supports peer access but an IOMMU corrupts it, so
-// that zeros arrive. The first call for two devices enables the access, copies a pattern
-// in both directions and compares it. That takes some milliseconds and waits for these
-// copies only; the result is cached. A corrupted copy is logged once through log/slog.
-// PeerWorks also returns false if the devices cannot access each other. CHORUS_P2P set to
-// off or force decides without a test. PeerWorks must not be called by a goroutine that
-// captures a graph.
+// PeerWorks reports whether a copy between the devices over peer access
+// transfers the data correctly: on some machines the driver supports peer
+// access but an IOMMU corrupts it, so that zeros arrive. The first call for two
+// devices enables the access, copies a pattern in both directions and compares
+// it. That takes some milliseconds and waits for these copies only; the result
+// is cached, and a corrupted copy is logged once through log/slog. PeerWorks
+// also returns false if the devices cannot access each other. CHORUS_P2P set to
+// off or force decides without a test. PeerWorks must not be called by a
+// goroutine that captures a graph.
 func (d *Device) PeerWorks(peer *Device) (bool, error) {
 	if err := d.sameSystem("test the peer", peer); err != nil {
 		return false, err

@@ -45,7 +45,7 @@ type SystemConfig struct {
 
 var defaultSystem = sync.OnceValues(func() (*System, error) { return NewSystem(nil) })
 
-// Default returns the process's System. The first call opens it according to
+// Default returns the process's System, which the first call opens according to
 // CHORUS_BACKEND. Later calls return the same result or the same error.
 func Default() (*System, error) { return defaultSystem() }
 
@@ -130,12 +130,14 @@ func (s *System) Open(ordinal int) (*Device, error) {
 	return s.devs[ordinal], nil
 }
 
-// Reports returns the errors that strict virtual devices have detected so far. These are
-// accesses to memory that the stream must not use, with the earlier free or use, and accesses
-// of two streams to a block of memory without an event between them. The cause of a sticky error
-// is always among them, unless a fault plan made it. On CUDA it has the reports of the sanitizer,
-// which CHORUS_SANITIZER=1 switches on (torch.cuda._sanitizer). They name both calls, with file
-// and line. The sanitizer does not lose the device.
+// Reports returns the errors that strict virtual devices have detected so far.
+// These are accesses to memory that the stream must not use, with the earlier
+// free or use, and accesses of two streams to a block of memory without an
+// event between them. The cause of a sticky error is always among them, unless
+// a fault plan made it. On CUDA it has the reports of the sanitizer, which
+// CHORUS_SANITIZER=1 switches on (torch.cuda._sanitizer). They name both calls,
+// with file and line. Unlike virtual devices, the sanitizer does not lose the
+// device.
 func (s *System) Reports() []string {
 	var reports []string
 	if m := gpu.SystemOf(s).Machine; m != nil {
@@ -147,9 +149,10 @@ func (s *System) Reports() []string {
 	return reports
 }
 
-// Close releases the primary contexts that were used. Close every object on the devices
-// first: later calls that need a context return ErrClosed. Close is idempotent. The System
-// of Default stays open until the process ends.
+// Close releases the primary contexts that were used. Close every object on the
+// devices first: later calls that need a context return ErrClosed. Close is
+// idempotent, and does not close the System of Default, which stays open until
+// the process ends.
 func (s *System) Close() error {
 	if s == nil {
 		return nil

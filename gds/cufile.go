@@ -150,7 +150,8 @@ func (f *File) registered(dev *device.Device) (*registration, error) {
 	return x, nil
 }
 
-// forget removes the registrations with cuFile. f.mu is held, and nothing uses them.
+// forget removes the registrations with cuFile, which nothing uses. f.mu is
+// held.
 func (f *File) forget() {
 	for _, r := range f.known {
 		r.lib.mu.Lock()
@@ -182,8 +183,9 @@ func (f *File) Register(dev *device.Device) error {
 	return nil
 }
 
-// Deregister undoes Register (torch.cuda.gds.GdsFile.deregister_handle). Close does it
-// too. Calls that use the file must have returned.
+// Deregister undoes Register, as Close does, too
+// (torch.cuda.gds.GdsFile.deregister_handle). Calls that use the file must have
+// returned.
 func (f *File) Deregister() error {
 	const op = "deregister"
 	if err := f.use(op); err != nil {
@@ -379,8 +381,9 @@ func (c *cuFile) find(x memory.Slice[byte]) *buffer {
 	return nil
 }
 
-// within returns how cuFile names a part of a file's bytes in device memory: by the
-// buffer that it lies in, if there is one, and an offset. The caller leaves that.
+// within returns how cuFile names a part of a file's bytes in device memory: by
+// the buffer that it lies in, if there is one, and an offset. The buffer counts
+// as in use until the caller leaves it.
 func (c *cuFile) within(x part) (b *buffer, base cudadrv.DevicePtr, off int64) {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -249,7 +249,8 @@ func (f *File) resident(from, to int64) bool {
 	return st.Cache*uint64(os.Getpagesize())*2 >= uint64(to-from)
 }
 
-// refuse records why an engine does not work for the file. The first reason is kept.
+// refuse records why an engine does not work for the file, unless a reason is
+// known already.
 func (f *File) refuse(e Engine, why error) { f.why[e].CompareAndSwap(nil, &why) }
 
 func (f *File) refuses(e Engine) bool { return f.why[e].Load() != nil }

@@ -63,8 +63,8 @@ type File struct {
 	known  []*registration
 }
 
-// Open opens a file for reading. It must be a regular file. If another process changes the
-// file, later reads return an error that matches ErrChanged.
+// Open opens a regular file for reading. If another process changes the file,
+// later reads return an error that matches ErrChanged.
 func Open(path string, cfg *FileConfig) (*File, error) {
 	return open("open", path, os.O_RDONLY, cfg)
 }
@@ -99,7 +99,8 @@ func open(op, path string, flag int, cfg *FileConfig) (*File, error) {
 	return f, nil
 }
 
-// start opens the descriptor. If folder is not nil, the path is relative to it.
+// start opens the file at its path, which is relative to folder unless that is
+// nil.
 func (f *File) start(folder *os.Root, flag int) (err error) {
 	var plain *os.File
 	if folder != nil {
@@ -167,8 +168,8 @@ func (f *File) Sync(ctx context.Context) error {
 	return nil
 }
 
-// flush waits for the disk. The wait cannot be interrupted: if ctx ends first, a goroutine
-// continues it.
+// flush waits for the disk. Because the wait cannot be interrupted, a goroutine
+// continues it if ctx ends first.
 func (f *File) flush(ctx context.Context) error {
 	if err := f.use("sync"); err != nil {
 		return err
@@ -341,12 +342,13 @@ func (f *File) begin(start []byte, size int64) error {
 	return nil
 }
 
-// ReadAt reads the file's bytes from offset off into dst and returns the number of bytes:
-// fewer than dst has, with io.EOF, if the file ends earlier. memory.Slice's AsBytes
-// converts slices of other types. dst is written after the operations that are already
-// enqueued on s, and ReadAt returns when the bytes are in dst, so that operations enqueued
-// later see them. After another error, an *Error, the contents of dst are undefined, and
-// no transfer is pending. ReadAt checks ctx between parts of some MiB.
+// ReadAt reads the file's bytes from offset off into dst and returns the number
+// of bytes: fewer than dst has, with io.EOF, if the file ends earlier. The
+// method AsBytes of memory.Slice converts slices of other types. dst is written
+// after the operations that are already enqueued on s, and ReadAt returns when
+// the bytes are in dst, so that operations enqueued later see them. After
+// another error, an *Error, the contents of dst are undefined, and no transfer
+// is pending. ReadAt checks ctx between parts of some MiB.
 func (f *File) ReadAt(ctx context.Context, s *stream.Stream, dst memory.Slice[byte], off int64) (n int, err error) {
 	size, err := f.size("read")
 	if err != nil {

@@ -99,8 +99,8 @@ func (w *worker) awaitCopies(i int) error {
 	return err
 }
 
-// readRun reads the bytes between two offsets into a slot that begins at base. After an
-// error n bytes were read.
+// readRun reads the bytes between two offsets into a slot that begins at base.
+// After an error, n is how many it has read.
 func (f *File) readRun(ctx context.Context, buf []byte, base, from, to int64) (e Engine, n int, err error) {
 	for {
 		e = f.readEngine(from, to)
@@ -198,8 +198,8 @@ func (w *worker) store(i int) error {
 	return nil
 }
 
-// writeRun writes the bytes between two offsets from a slot that begins at base. After an
-// error n bytes were written.
+// writeRun writes the bytes between two offsets from a slot that begins at
+// base. After an error, n is how many it has written.
 func (f *File) writeRun(ctx context.Context, buf []byte, base, from, to int64) (e Engine, n int, err error) {
 	e = f.writeEngine()
 	if e == Direct {
@@ -296,10 +296,11 @@ func target(path string) (final string, mode fs.FileMode, err error) {
 	return final, info.Mode().Perm(), nil
 }
 
-// Commit flushes the file to the disk, renames it to its path, and closes it. After an
-// error the old file is unchanged and the new one is removed. The exception is a failure of
-// the last step, flushing the directory: then a crash may leave either file. Calls that write
-// the file must have returned. ctx can end Commit until the file is renamed.
+// Commit flushes the file to the disk, renames it to its path, and closes it.
+// After an error the old file is unchanged and the new one is removed, unless
+// the last step failed, flushing the directory: then a crash may leave either
+// file. Calls that write the file must have returned. ctx can end Commit until
+// the file is renamed.
 func (f *File) Commit(ctx context.Context) error {
 	const op = "commit"
 	x, err := f.takeFresh(op)

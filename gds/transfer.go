@@ -318,8 +318,9 @@ func cut(pieces []piece, size int64) []window {
 // within returns the part of a piece that lies in the window.
 func (w window) within(p piece) (from, to int64) { return max(p.Off, w.off), min(p.End(), w.end) }
 
-// rangeOf returns the range of file bytes, beginning with piece i, that one system call moves:
-// pieces that are at most gap bytes apart. next is the piece after them.
+// rangeOf returns the range of file bytes, beginning with piece i, that one
+// system call moves, and the next piece after it. The range has pieces that are
+// at most gap bytes apart.
 func (w window) rangeOf(pieces []piece, i int, gap int64) (from, to int64, next int) {
 	from, to = w.within(pieces[i])
 	for i++; i < w.last && pieces[i].Off-to <= gap; i++ {

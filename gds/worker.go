@@ -225,8 +225,8 @@ func (l *copyStream) allocate() (err error) {
 	return err
 }
 
-// close destroys the resources that open has created. Resources that the driver does not
-// destroy are released with the context.
+// close destroys the resources that open has created, except those that the
+// driver does not destroy, which are released with the context.
 func (l *copyStream) close() {
 	for _, e := range l.events {
 		if e != 0 {
@@ -258,7 +258,8 @@ func (l *copyStream) mark(i int) error { return l.dev.RecordEvent(l.events[i], l
 // Tests change it.
 var pollTime = 200 * time.Microsecond
 
-// await waits for event i. Only copies precede it, so the wait is short.
+// await waits for event i, which takes a short time, because only copies
+// precede it.
 func (l *copyStream) await(i int) error {
 	for start := time.Now(); time.Since(start) < pollTime; runtime.Gosched() {
 		if passed, err := l.passed(i); passed || err != nil {

@@ -110,8 +110,9 @@ type run struct {
 	results []Result
 }
 
-// Run runs the checks of a host. Checks that do not finish before ctx ends are unknown. Text in
-// the results has no control characters. Run leaves out the checks of [Compare].
+// Run runs the checks of a host, except those of [Compare]. Checks that do not
+// finish before ctx ends are unknown. Text in the results has no control
+// characters.
 func Run(ctx context.Context, h *Host, checks []*Check) []Result {
 	named := make(map[string]*run, len(checks))
 	var runs []*run
@@ -172,9 +173,10 @@ func (r *run) start(ctx context.Context, h *Host, runs map[string]*run) {
 	}
 }
 
-// failedNeed waits for the needs of the check and returns the first that failed, or "". Needs
-// that do not run do not matter. Needs that are not done when ctx ends, such as two checks that need each other, do not
-// matter either: the check is then not done.
+// failedNeed waits for the needs of the check and returns the first that
+// failed, or "". It ignores needs that do not run, or that are not done when
+// ctx ends, such as two checks that need each other: the check is then not
+// done.
 func (r *run) failedNeed(ctx context.Context, runs map[string]*run) string {
 	for _, id := range r.Needs {
 		need := runs[id]
@@ -249,7 +251,8 @@ func unknown(reason string) Result { return Result{Verdict: Unknown, Cause: reas
 // unread is unknown for an error.
 func unread(err error) Result { return unknown(reasonOf(err)) }
 
-// reasonOf returns the first line of an error. The others list the places of a search.
+// reasonOf returns the first line of an error, whose other lines list the
+// places of a search.
 func reasonOf(err error) string {
 	line, _, _ := strings.Cut(err.Error(), "\n")
 	return strings.TrimSuffix(line, "; tried:")

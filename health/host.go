@@ -168,8 +168,8 @@ func (h *Host) read(name string) (string, error) {
 	return strings.TrimSpace(string(b)), err
 }
 
-// readBytes returns the content of a file. Files other than regular files are errors: a pipe
-// could block.
+// readBytes returns the content of a regular file. Any other file is an error,
+// because a pipe could block.
 func (h *Host) readBytes(name string) ([]byte, error) {
 	f, err := h.Root.Open(name)
 	if err != nil {
@@ -266,8 +266,8 @@ func bytesText(n uint64) string {
 	return fmt.Sprintf("%d B", n)
 }
 
-// NewHost returns this machine. It reads only the name of the host and the environment. The checks read
-// everything else, each time that they run.
+// NewHost returns this machine. It reads only the name of the host and the
+// environment, and the checks read everything else, each time that they run.
 func NewHost() (*Host, error) {
 	name, err := os.Hostname()
 	if err != nil {
@@ -405,7 +405,7 @@ func kernelLine(record string, now time.Duration) (logLine, bool) {
 	return logLine{Age: now - time.Duration(us)*time.Microsecond, Text: text}, true
 }
 
-// startCUDA initializes the driver. It does not create a context.
+// startCUDA initializes the driver, without creating a context.
 func startCUDA() *cudaStatus {
 	lib, err := cudadrv.Open()
 	if err != nil {

@@ -237,8 +237,8 @@ func (h *Host) cgroups(controller string) (dirs []string, v2 bool, err error) {
 	}
 }
 
-// smallest returns the smallest value of a file in the control groups, and noLimit if no group
-// has the file. parse reads the file's text.
+// smallest returns the smallest value of a file in the control groups, which
+// parse reads from its text, and noLimit if no group has the file.
 func (h *Host) smallest(dirs []string, name string, parse func(string) (float64, error)) (float64, error) {
 	least := float64(noLimit)
 	for _, dir := range dirs {

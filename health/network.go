@@ -57,7 +57,8 @@ func portName(port string) string {
 	return path.Base(path.Dir(path.Dir(port))) + ":" + path.Base(port)
 }
 
-// checkPort checks the state of a port. The files begin with a number, such as "4: ACTIVE".
+// checkPort checks the state of a port, whose files begin with a number, such
+// as "4: ACTIVE".
 func (h *Host) checkPort(port, fastest string) Result {
 	var v [3]string
 	for i, name := range []string{"state", "phys_state", "rate"} {
@@ -85,7 +86,8 @@ func rate(text string) (gbits float64) {
 	return gbits
 }
 
-// portErrors returns the sum of the error counters of a port. Devices have different counters.
+// portErrors returns the sum of the error counters that a port has, which
+// differ by device.
 func (h *Host) portErrors(port string) (sum int) {
 	for _, name := range []string{"counters/link_downed", "counters/symbol_error", "hw_counters/rnr_nak_retry_err", "hw_counters/packet_seq_err", "hw_counters/local_ack_timeout_err"} {
 		if n, err := h.readInt(port + "/" + name); err == nil {

@@ -154,9 +154,10 @@ func PinnedPtr[T memory.Element](h *memory.Pinned[T]) Arg {
 	return Arg{kind: Pointer, elem: memory.DTypeOf[T](), bits: uint64(uintptr(unsafe.Pointer(unsafe.SliceData(data)))), argDevice: inside.ArgOn(nil, len(data)*int(unsafe.Sizeof(data[0])))}
 }
 
-// Bytes passes a struct by value, or a C array in a struct: b is its memory, with as many
-// bytes as the type of Struct has. Launch copies it. The caller is responsible for
-// addresses in it: nothing checks that their memory is open and on the right device.
+// Bytes passes a struct by value, or a C array in a struct: b is its memory,
+// with as many bytes as the type of Struct has, which Launch copies. The caller
+// is responsible for addresses in it: nothing checks that their memory is open
+// and on the right device.
 func Bytes(b []byte) Arg {
 	if len(b) == 0 {
 		return Arg{err: errors.New("a struct without bytes")}
@@ -451,11 +452,12 @@ const (
 	scalar // for a named parameter
 )
 
-// In is the next input. A slice with one element is used for every element of the other
-// slices.
+// In is the next input. If the slice has one element, it is used for every
+// element of the other slices.
 func In[T memory.Element](x memory.Slice[T]) Operand { return slice(x, input) }
 
-// Out is the next output. It may be one of the inputs, but not a part of one.
+// Out is the next output, which may be one of the inputs, but not a part of
+// one.
 func Out[T memory.Element](x memory.Slice[T]) Operand { return slice(x, output) }
 
 func slice[T memory.Element](x memory.Slice[T], r role) Operand {
@@ -472,7 +474,8 @@ type Value interface {
 // integers, then floats.
 func Number[T Value](v T) Operand { return value(number, "", v) }
 
-// Set replaces the default of a parameter. It does not affect the type of the computation.
+// Set replaces the default of a parameter, without effect on the type of the
+// computation.
 func Set[T Value](name string, v T) Operand { return value(scalar, name, v) }
 
 func value[T Value](r role, name string, v T) Operand {

@@ -29,22 +29,23 @@ func (c *Call) Grid() Grid {
 	return Grid{Blocks: blocks, Threads: threads, SharedBytes: shared}
 }
 
-// Address returns argument i, a Pointer, as a number. It is 0 for a null pointer.
+// Address returns argument i, a Pointer, as a number, which is 0 for a null
+// pointer.
 func (c *Call) Address(i int) uint64 { return uint64(inside.CallOf(c).Ptr(i)) }
 
-// Bytes returns argument i, a Struct. It must not be written.
+// Bytes returns argument i, a Struct, as memory that must not be written.
 func (c *Call) Bytes(i int) []byte { return inside.CallOf(c).Struct(i) }
 
-// Get returns argument i, a number. T is the Go type of the parameter, such as int32 for
-// I32.
+// Get returns argument i, a number, as a T: the Go type of the parameter, such
+// as int32 for I32.
 func Get[T memory.Element](c *Call, i int) (v T) {
 	bits := inside.CallOf(c).Bits(i, scalarParam[T]().virtual())
 	return *(*T)(unsafe.Pointer(&bits)) // little-endian: a narrower value is the first bytes
 }
 
-// Read returns n elements at the pointer that is argument i. The function must not write
-// them. Request only elements that the kernel reads: others may be written by another
-// kernel at the same time.
+// Read returns n elements at the pointer that is argument i, which the function
+// must not write. Request only elements that the kernel reads: others may be
+// written by another kernel at the same time.
 func Read[T memory.Element](c *Call, i, n int) []T { return ReadAddress[T](c, c.Address(i), n) }
 
 // Update returns n elements at the pointer that is argument i, which the function may read
@@ -119,8 +120,8 @@ func GencodeFlags() string {
 	return fmt.Sprintf("-gencode compute=compute_%[1]d,code=compute_%[1]d", cudacc.Arch)
 }
 
-// embedded returns the source's PTX. While the archive is empty it returns none and no
-// error; NVRTC then compiles the source.
+// embedded returns the source's PTX, or nil without an error while the archive
+// is empty, so that NVRTC compiles the source.
 func embedded(dev *device.Device, src *Source) ([]byte, error) {
 	archive := inside.Archive(src)
 	if n, err := archive.Len(); err != nil || n == 0 {

@@ -184,7 +184,8 @@ type definition struct {
 	mangled bool // it is not extern "C", so that its name in the binary is another one
 }
 
-// definitions reads the kernels of a source. It omits what it cannot read with certainty.
+// definitions reads the kernels of a source, except what it cannot read with
+// certainty.
 func definitions(cuda string) map[string]definition {
 	cuda = withoutComments(cuda)
 	all, macros := map[string]definition{}, defined(cuda)
@@ -452,8 +453,8 @@ func mayHave(src *Source, name string) bool {
 	return inside.Archive(src) != nil || len(src.Options) > 0 || strings.Contains(src.CUDA, "##") || includeLine.MatchString(src.CUDA) || slices.Contains(words.FindAllString(src.CUDA, -1), name)
 }
 
-// checkText finds mistakes that NVRTC would find in the options and the names of headers. It is for
-// machines without NVRTC.
+// checkText finds, on machines without NVRTC, mistakes that NVRTC would find in
+// the options and the names of headers.
 func (src *Source) checkText() error {
 	for i := 0; i < len(src.Options); i++ {
 		name, _, _ := strings.Cut(src.Options[i], "=")

@@ -75,9 +75,10 @@ type variant struct {
 //
 //	template <typename T> void split(T x, T& whole, T& rest) { ... }
 //
-// Alternatively the code is an expression of the names in ElementwiseConfig.Inputs. There
-// may be 8 inputs and 8 outputs. Nothing is compiled yet: an error in the code is a
-// *CompileError of Launch, with the line of the code.
+// Alternatively the code is an expression of the names in
+// ElementwiseConfig.Inputs. There may be 8 inputs and 8 outputs. NewElementwise
+// compiles nothing, so an error in the code is a *CompileError of Launch, with
+// the line of the code.
 func NewElementwise(code string, cfg *ElementwiseConfig) (*Elementwise, error) {
 	e := &Elementwise{code: code, kernels: map[variant]*Kernel{}}
 	e.cfg = *cmp.Or(cfg, new(ElementwiseConfig))
@@ -140,7 +141,8 @@ func (e *Elementwise) read() (err error) {
 	return nil
 }
 
-// Close unloads the kernels. Launches must have completed. It is idempotent.
+// Close unloads the kernels, whose launches must have completed. It is
+// idempotent.
 func (e *Elementwise) Close() error {
 	if e == nil || !e.owner.Close() {
 		return nil
@@ -155,7 +157,7 @@ func (e *Elementwise) Close() error {
 	return errors.Join(errs...)
 }
 
-// kernel returns the kernel for a variant. The first call compiles it.
+// kernel returns the kernel for a variant, which the first call compiles.
 func (e *Elementwise) kernel(v *variant, common memory.DType) (*Kernel, error) {
 	e.mu.RLock()
 	k := e.kernels[*v]
@@ -174,7 +176,8 @@ func (e *Elementwise) kernel(v *variant, common memory.DType) (*Kernel, error) {
 	return e.build(*v, common)
 }
 
-// build compiles the kernel for a variant. e.mu is held.
+// build compiles the kernel for a variant, and on virtual devices also creates
+// its Go function. e.mu is held.
 func (e *Elementwise) build(v variant, common memory.DType) (*Kernel, error) {
 	def := Def{Name: elementwiseKernel, Params: []Param{U64, U32}}
 	for _, a := range v.args[:e.arity()] {
@@ -509,7 +512,8 @@ type statements struct {
 	widest                              int      // bytes of the widest element
 }
 
-// add adds parameter i. An output that is not passed is the result.
+// add adds parameter i, which is the result if it is an output that is not
+// passed.
 func (x *statements) add(i int, r role, t memory.DType, passed bool) {
 	switch r {
 	case input:

@@ -100,7 +100,8 @@ type span struct {
 	input    bool
 }
 
-// spansOf returns the memory of a kernel's arguments whose sizes the launch knows. They are behind the arguments.
+// spansOf returns the memory of a kernel's arguments whose sizes the launch
+// knows; the sizes follow the arguments.
 func spansOf(d *Def, call *machine.KernelCall, ps []declared) (spans []span) {
 	for i, p := range d.Params {
 		if p != Pointer {

@@ -192,9 +192,9 @@ func (m *Module) Kernel(name string) (*Kernel, error) {
 	return k, nil
 }
 
-// Close unloads the module. Launches must have completed. The driver waits for all work of the
-// device: do not call Close while a collective waits for a rank that is not enqueued yet. It is
-// idempotent.
+// Close unloads the module, whose launches must have completed. The driver
+// waits for all work of the device: do not call Close while a collective waits
+// for a rank that is not enqueued yet. It is idempotent.
 func (m *Module) Close() error {
 	if m == nil || !m.owner.Close() {
 		return nil
@@ -297,7 +297,8 @@ type Attributes struct {
 	MaxDynamicSharedBytes int // of a block: the maximum of Grid's shared bytes
 }
 
-// Attributes returns the properties of the compiled kernel. It does not call the driver.
+// Attributes returns the properties of the compiled kernel, without a call of
+// the driver.
 func (k *Kernel) Attributes() Attributes { return k.attrs }
 
 // limits are the limits of a device for launches.

@@ -110,8 +110,8 @@ func hasState(cuda string) bool {
 	}
 }
 
-// hostKey returns the key of a source that is compiled for the host. Without g++ the error matches
-// exec.ErrNotFound.
+// hostKey returns the key of a source that is compiled for the host, or an
+// error that matches exec.ErrNotFound if there is no g++.
 func hostKey(src *Source) (string, error) {
 	k, err := cudacc.HostKey()
 	if err != nil {

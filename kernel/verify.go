@@ -312,7 +312,7 @@ func (e *VerifyError) Error() string {
 	return text
 }
 
-// compare compares the memory of both sides. It returns nil if they agree.
+// compare compares the memory of both sides, and returns nil if they agree.
 func (v *verification) compare(kernel string, cuda, goes []testArg) error {
 	e := &VerifyError{Kernel: kernel, CUDA: v.cuda.String()}
 	for i := range cuda {
@@ -531,7 +531,8 @@ func (d *deviceSide) run(ctx context.Context, kernel string, g Grid, args []test
 	return d.reports()
 }
 
-// arg returns the argument of a launch. x has the memory of a pointer that is not null.
+// arg returns the argument of a launch, which points to x if the argument is a
+// pointer that is not null.
 func (a *testArg) arg(x memory.Slice[byte]) Arg {
 	if _, ok := a.param.isStruct(); ok {
 		return Bytes(a.value)

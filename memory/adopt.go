@@ -18,20 +18,22 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Adopt returns n elements of device memory that other code has allocated, such as PyTorch,
-// CuPy, or a C library in the same process. Nothing is copied. The address must be a multiple
-// of the size of T, and the memory that of the device of s. It may be adopted any number of
-// times, also in parts that overlap.
+// Adopt returns n elements of device memory that other code has allocated, such
+// as PyTorch, CuPy, or a C library in the same process, without copying it. The
+// address must be a multiple of the size of T, and the memory that of the
+// device of s. It may be adopted any number of times, also in parts that
+// overlap.
 //
 // Operations that are enqueued on s from now on may use the memory. If work of others is
 // still pending on it, order s after that work first: stream.External and stream.ExternalEvent
 // wrap their streams and events.
 //
-// Close enqueues nothing and returns at once. When s and the streams of RecordStream have
-// completed the operations that were enqueued until then, release is called once, on a
-// goroutine of its own unless they had already completed. It is also called if a device is
-// lost. It may be nil. Until then the memory must not be freed. If release gives the memory to
-// work on another stream, no event is needed: the operations have completed.
+// Close enqueues nothing and returns at once. When s and the streams of
+// RecordStream have completed the operations that were enqueued until then,
+// release is called once, on a goroutine of its own unless they had already
+// completed. It is also called if a device is lost, and may be nil. Until then
+// the memory must not be freed. If release gives the memory to work on another
+// stream, no event is needed: the operations have completed.
 //
 // The statistics of the caching allocator do not count the memory; Ledger shows it as adopted
 // memory. Slice.IPCHandle shares it with other processes only if cuMemAlloc allocated it.
@@ -266,8 +268,9 @@ func cudaIPCHandle(x Slice[byte]) (h CUDAIPCHandle, offset int, err error) {
 // The handle is the CUipcMemHandle alone. PyTorch's storage._share_cuda_ returns it behind one
 // byte for its kind, which is 'c', and CuPy's ipcGetMemHandle as it is.
 //
-// Close waits until s and the streams of RecordStream have completed their work. Handles of
-// one allocation share a mapping, also with those of OpenIPC. A process cannot open a handle of its own.
+// Close waits until s and the streams of RecordStream have completed their
+// work. Handles of one allocation share a mapping, also with those of OpenIPC.
+// A process cannot open a handle of its own.
 func OpenCUDAIPC[T Element](s *stream.Stream, h CUDAIPCHandle, offset, n int) (Slice[T], error) {
 	const op = "memory: open cuda ipc handle"
 	if err := gpu.CheckStream(op, s, nil); err != nil {
@@ -300,7 +303,8 @@ func OpenCUDAIPC[T Element](s *stream.Stream, h CUDAIPCHandle, offset, n int) (S
 	return Slice[T]{buf: b, n: n, root: true}, nil
 }
 
-// mapSegment maps an allocation of another process. exit undoes it.
+// mapSegment maps an allocation of another process, or shares the mapping that
+// exists. exit undoes it.
 func (x *ipc) mapSegment(dev *device.Device, h cudadrv.IpcMemHandle) (*ipcMapped, error) {
 	key := ipcKey{dev: dev, segment: h}
 	x.mapping.Lock()

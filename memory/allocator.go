@@ -316,10 +316,11 @@ func (p *plugin) call(s *stream.Stream, fn func(*device.Device)) error {
 	})
 }
 
-// ChangeAllocator installs a as the allocator of all memory of the device that is neither in
-// a Pool nor allocated by a capture. Each block is one call of a, and freed memory is
-// not cached (torch.cuda.memory.change_current_allocator). ChangeAllocator fails after
-// the first allocation on the device. It may be called by any goroutine.
+// ChangeAllocator installs a as the allocator of all memory of the device that
+// is neither in a Pool nor allocated by a capture. Each block is one call of a,
+// and freed memory is not cached (torch.cuda.memory.change_current_allocator).
+// Any goroutine may call ChangeAllocator, which fails after the first
+// allocation on the device.
 func ChangeAllocator(d *device.Device, a Allocator) error {
 	h, err := heapOf(d)
 	if err != nil {
@@ -381,7 +382,8 @@ type loan struct {
 	users []*streamCache // other streams that use the block
 }
 
-// uncached returns an engine without a cache. The heap is locked, or not shared yet.
+// uncached returns an engine that passes every call to a and caches nothing.
+// The heap is locked, or not shared yet.
 func (h *heap) uncached(a Allocator) *uncached {
 	e := &uncached{h: h, a: a, loans: map[uint64]*loan{}}
 	h.engines = append(h.engines, e)
@@ -466,8 +468,8 @@ func (e *uncached) addLoan(l *streamCache, addr uint64, bytes int, err error) er
 	return nil
 }
 
-// explain is heap.explain with the engine's statistics. An *OutOfMemoryError of the
-// Allocator itself is returned unchanged.
+// explain is heap.explain with the engine's statistics, except that it returns
+// an *OutOfMemoryError of the Allocator itself unchanged.
 func (e *uncached) explain(bytes int, err error) error {
 	if !errors.Is(err, device.ErrorOutOfMemory) {
 		return e.h.explain(bytes, err)

@@ -41,7 +41,8 @@ type Buffer struct {
 //lint:ignore U1000 the field above is of this type
 type bufferRef = inside.BufferRef
 
-// newBuffer returns a buffer that is freed behind the work of s. Its owner is not armed yet.
+// newBuffer returns a buffer that is freed behind the work of s, and whose
+// owner is not armed yet.
 func newBuffer(s *stream.Stream, bytes int) *Buffer {
 	b := &Buffer{bytes: uintptr(bytes)}
 	b.in().Stream = s
@@ -50,10 +51,11 @@ func newBuffer(s *stream.Stream, bytes int) *Buffer {
 
 func (b *Buffer) in() *inside.Buffer { return inside.BufferOf(b) }
 
-// Alloc returns stream-ordered device memory, like cudaMallocAsync: any work enqueued
-// on s after Alloc returns may use it. If memory of that size was freed on s before,
-// Alloc reuses it at once, without calling the driver and without waiting
-// (torch.empty). The contents are undefined. A size of zero allocates nothing.
+// Alloc returns stream-ordered device memory, like cudaMallocAsync: any work
+// enqueued on s after Alloc returns may use it. If memory of that size was
+// freed on s before, Alloc reuses it at once, without calling the driver and
+// without waiting. Its contents are undefined, as with torch.empty. A size of
+// zero allocates nothing.
 //
 // While s is captured into a graph the memory comes from the Pool of the capture
 // and stays with the graph: every launch uses the same.
@@ -85,9 +87,9 @@ func (b *Buffer) Bytes() int { return int(b.bytes) }
 // Device returns the device whose memory it is.
 func (b *Buffer) Device() *device.Device { return b.in().Stream.Device() }
 
-// RecordStream records that operations on s use the buffer. Close then frees the memory
-// only after the operations that are enqueued on s at the time of Close
-// (torch.Tensor.record_stream). RecordStream enqueues nothing.
+// RecordStream records that operations on s use the buffer, so that Close frees
+// the memory only after the operations that are enqueued on s at the time of
+// Close (torch.Tensor.record_stream). RecordStream itself enqueues nothing.
 func (b *Buffer) RecordStream(s *stream.Stream) error {
 	if s == nil || !gpu.StreamOf(s).Open() {
 		return gpu.CheckStream("memory: record stream", s, nil)
@@ -138,12 +140,13 @@ func (b *Buffer) addUser(s *stream.Stream, l *streamCache) (added bool, err erro
 	return true, nil
 }
 
-// Close frees the memory once pending work has finished: after the operations that are
-// already enqueued on that stream and on the streams of RecordStream. The host does not
-// wait. Close is idempotent. While one of these streams is captured into a graph, Close
-// returns a *device.CaptureError and the buffer stays open. Two buffers can be closed
-// during a capture: memory that the capture itself allocated, which later allocations
-// of the same capture then reuse, and an empty buffer.
+// Close frees the memory once pending work has finished: after the operations
+// that are already enqueued on that stream and on the streams of RecordStream.
+// The host does not wait. Close is idempotent. While one of these streams is
+// captured into a graph, Close returns a *device.CaptureError and the buffer
+// stays open. Two buffers can be closed during a capture: memory that the
+// capture itself allocated, which later allocations of the same capture then
+// reuse, and an empty buffer.
 func (b *Buffer) Close() error {
 	if b == nil || b.in().Owner.Closed() {
 		return nil
@@ -229,8 +232,8 @@ const (
 	_ = -uint(unsafe.Offsetof(Slice[byte]{}.n) ^ unsafe.Offsetof(inside.SliceHeader{}.Len))
 )
 
-// Make allocates n stream-ordered elements on s; see Alloc. The contents are
-// undefined, as with torch.empty.
+// Make allocates n stream-ordered elements on s, as Alloc does; like those of
+// torch.empty, their contents are undefined.
 func Make[T Element](s *stream.Stream, n int) (Slice[T], error) {
 	size := sizeOf[T]()
 	if n < 0 || n > math.MaxInt/size {
@@ -327,7 +330,7 @@ func (x Slice[T]) Buffer() *Buffer { return x.buf }
 func (x Slice[T]) Offset() int { return int(x.off) }
 
 // Ptr returns the device address of the first element, for code that calls CUDA
-// directly. It is 0 for an empty allocation.
+// directly, or 0 for an empty allocation.
 func (x Slice[T]) Ptr() uint64 { return uint64(x.raw()) }
 
 func (x Slice[T]) raw() cudadrv.DevicePtr {
@@ -337,7 +340,7 @@ func (x Slice[T]) raw() cudadrv.DevicePtr {
 	return x.buf.ptr + cudadrv.DevicePtr(x.off)
 }
 
-// Slice returns the elements i to j-1. They share x's memory. Like a Go slice
+// Slice returns the elements i to j-1, which share x's memory. Like a Go slice
 // expression it panics if the bounds are out of range.
 func (x Slice[T]) Slice(i, j int) Slice[T] {
 	if i < 0 || j < i || j > x.n {
@@ -357,8 +360,8 @@ func (x Slice[T]) RecordStream(s *stream.Stream) error {
 	return x.buf.RecordStream(s)
 }
 
-// Close frees the memory; see Buffer.Close. If Make did not return the slice, the error
-// matches ErrView.
+// Close frees the memory, as Buffer.Close does. If Make did not return the
+// slice, the error matches ErrView.
 func (x Slice[T]) Close() error {
 	if x.buf == nil {
 		return nil
@@ -383,8 +386,8 @@ func sizeOf[T Element]() int {
 // before, it neither calls the driver nor allocates Go memory. The caller frees it
 // with FreeRaw and keeps s open until then. For 0 bytes it returns 0.
 //
-// It may be called by several goroutines. Goroutines that use different streams do not
-// wait for each other.
+// It may be called by several goroutines, which do not wait for each other if
+// they use different streams.
 func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
 	l, err := streamCacheOf("memory: allocate", s)
 	if err != nil {
@@ -403,10 +406,11 @@ func AllocRaw(s *stream.Stream, bytes int) (ptr uint64, err error) {
 	return g.addr, errors.Join(err, gpu.StreamOf(s).Release())
 }
 
-// FreeRaw frees memory that AllocRaw has returned on a stream of the device, behind
-// its pending work: operations already enqueued on it may still use the memory
-// (torch.cuda.caching_allocator_delete). The host does not wait. FreeRaw of 0 does
-// nothing. If the address is not allocated, the error is a *PointerError.
+// FreeRaw frees memory that AllocRaw has returned on a stream of the device,
+// behind its pending work: operations already enqueued on it may still use the
+// memory (torch.cuda.caching_allocator_delete). The host does not wait. FreeRaw
+// of 0 does nothing. If the address is not allocated, the error is a
+// *PointerError.
 func FreeRaw(d *device.Device, ptr uint64) error {
 	h, err := heapOf(d)
 	if err != nil || ptr == 0 {
@@ -418,8 +422,8 @@ func FreeRaw(d *device.Device, ptr uint64) error {
 	return nil
 }
 
-// RecordStreamRaw is Buffer.RecordStream for memory of AllocRaw. ptr may be any address
-// within the memory. s may be on another device.
+// RecordStreamRaw is Buffer.RecordStream for memory of AllocRaw. ptr may be any
+// address within the memory, and s may be on another device.
 func RecordStreamRaw(ptr uint64, s *stream.Stream) error {
 	l, err := streamCacheOf("memory: record stream", s)
 	if err != nil {

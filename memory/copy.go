@@ -17,10 +17,11 @@ import (
 // notPinned is the advice for a copy of ordinary host memory in a capture.
 const notPinned = "the host would wait or its memory be gone in a later launch: copy from and to pinned memory, or before the capture"
 
-// CopyFrom enqueues a copy of src to x on s and returns when src may be reused; the
-// copy may still be in progress (cuMemcpyHtoDAsync). src is ordinary memory of length
-// x.Len(). With CopyFromPinned the host does not wait at all. If only a part of src is
-// pinned, the error matches device.ErrorInvalidValue, as it does for CopyTo.
+// CopyFrom enqueues a copy of src to x on s and returns when src may be reused;
+// the copy may still be in progress (cuMemcpyHtoDAsync). src is ordinary memory
+// of length x.Len(); with CopyFromPinned the host does not wait at all. If only
+// a part of src is pinned, the error matches device.ErrorInvalidValue, as it
+// does for CopyTo.
 func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	const op = "memory: copy from host"
 	if err := x.checkHost(op, s, len(src)); err != nil || x.n == 0 {
@@ -48,9 +49,9 @@ func (x Slice[T]) CopyFrom(s *stream.Stream, src []T) error {
 	return syncBeside(s)
 }
 
-// CopyTo enqueues a copy of x to dst on s and returns when dst is filled. It waits for
-// all operations that are enqueued on s before it; to bound that wait, call Sync(ctx)
-// on s first. dst has length x.Len().
+// CopyTo enqueues a copy of x to dst on s and returns when dst is filled. It
+// waits for all operations that are enqueued on s before it; to bound that
+// wait, call Sync(ctx) on s first. dst must have length x.Len().
 func (x Slice[T]) CopyTo(s *stream.Stream, dst []T) error {
 	const op = "memory: copy to host"
 	if err := x.checkHost(op, s, len(dst)); err != nil || x.n == 0 {
@@ -84,13 +85,14 @@ func pinnedMemory(op string, s *stream.Stream, p unsafe.Pointer, bytes int) (boo
 	return whole, nil
 }
 
-// syncBeside waits for a stream that is not captured. The caller has called Blocking.
+// syncBeside waits for a stream that is not captured, after the caller has
+// called Blocking.
 func syncBeside(s *stream.Stream) error {
 	return gpu.DeviceOf(s.Device()).DoBeside(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamSynchronize(gpu.StreamOf(s).Raw()) })
 }
 
-// CopyFromPinned enqueues the copy of src to x on s. The host does not wait. src must
-// not change until s has passed the copy, but may be closed.
+// CopyFromPinned enqueues the copy of src to x on s without making the host
+// wait. src must not change until s has passed the copy, but may be closed.
 func (x Slice[T]) CopyFromPinned(s *stream.Stream, src *Pinned[T]) error {
 	const op = "memory: copy from pinned memory"
 	if err := src.check(op); err != nil {
@@ -106,8 +108,8 @@ func (x Slice[T]) CopyFromPinned(s *stream.Stream, src *Pinned[T]) error {
 	return x.upload(s, src.p)
 }
 
-// CopyToPinned enqueues the copy of x to dst on s. The host does not wait. dst is
-// filled when s has passed the copy.
+// CopyToPinned enqueues the copy of x to dst on s without making the host wait.
+// dst is filled once s has passed the copy.
 func (x Slice[T]) CopyToPinned(s *stream.Stream, dst *Pinned[T]) error {
 	const op = "memory: copy to pinned memory"
 	if err := dst.check(op); err != nil {

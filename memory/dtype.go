@@ -99,8 +99,8 @@ func (t DType) String() string {
 // exact. The functions whose names end in Of round to nearest, ties to even, and
 // convert a NaN to a NaN.
 
-// Float16Of rounds x to a Float16Bits, as x.to(torch.float16) does. Numbers of 65520
-// and more become infinity.
+// Float16Of rounds x to a Float16Bits, as x.to(torch.float16) does, so numbers
+// of 65520 and more become infinity.
 func Float16Of(x float32) Float16Bits { return Float16Bits(dtype.Half.Encode(x)) }
 
 // BFloat16Of rounds x to a BFloat16Bits, as x.to(torch.bfloat16) does. Numbers that are
@@ -112,9 +112,9 @@ func BFloat16Of(x float32) BFloat16Bits { return BFloat16Bits(dtype.BFloat.Encod
 // conversions of CUDA and NCCL return the largest number, 448, instead.
 func Float8E4M3Of(x float32) Float8E4M3Bits { return Float8E4M3Bits(dtype.E4M3.Encode(x)) }
 
-// Float8E5M2Of rounds x to a Float8E5M2Bits, as x.to(torch.float8_e5m2) does. Numbers
-// of 61440 and more become infinity. The conversions of CUDA and NCCL return the
-// largest number, 57344, instead.
+// Float8E5M2Of rounds x to a Float8E5M2Bits, as x.to(torch.float8_e5m2) does.
+// Numbers of 61440 and more become infinity, whereas the conversions of CUDA
+// and NCCL return the largest number, 57344.
 func Float8E5M2Of(x float32) Float8E5M2Bits { return Float8E5M2Bits(dtype.E5M2.Encode(x)) }
 
 // Float32 returns the number.

@@ -452,10 +452,10 @@ func MaxReserved(d *device.Device) (int64, error) {
 	return s.ReservedBytes.All.Peak, err
 }
 
-// SetFraction limits how much memory the allocator reserves from the driver: a fraction
-// of the device's memory, from 0 to 1. Allocations beyond it are out of memory
-// (torch.cuda.set_per_process_memory_fraction). Memory that is already reserved stays
-// reserved. 1 means no limit.
+// SetFraction limits how much memory the allocator reserves from the driver: a
+// fraction of the device's memory, from 0 to 1. Allocations beyond it are out
+// of memory (torch.cuda.set_per_process_memory_fraction). Memory that is
+// already reserved stays reserved. 1 means no limit.
 func SetFraction(d *device.Device, fraction float64) error {
 	h, err := heapOf(d)
 	if err != nil {
@@ -509,7 +509,8 @@ var environment = sync.OnceValue(func() error {
 	return nil
 })
 
-// settings returns the options. The error reports invalid options in the environment.
+// settings returns the options, or an error if those in the environment are
+// invalid.
 func settings() (alloc.Settings, error) {
 	if s := options.Load(); s != nil {
 		return *s, nil
@@ -520,11 +521,12 @@ func settings() (alloc.Settings, error) {
 	return *options.Load(), nil
 }
 
-// SetAllocatorSettings changes the options of the allocators, in torch's format, such
-// as "max_split_size_mb:128,expandable_segments:True", for later allocations
-// (torch.cuda.memory._set_allocator_settings). Options that the text does not name get
-// their defaults. The backend changes only for devices that this package has not used
-// yet. If it fails, the options do not change. It may be called at any time.
+// SetAllocatorSettings changes the options of the allocators, in torch's
+// format, such as "max_split_size_mb:128,expandable_segments:True", for later
+// allocations (torch.cuda.memory._set_allocator_settings). Options that the
+// text does not name get their defaults. The backend changes only for devices
+// that this package has not used yet. If it fails, the options do not change.
+// SetAllocatorSettings may be called at any time.
 func SetAllocatorSettings(conf string) error {
 	s, err := alloc.ParseSettings(conf)
 	if err != nil {

@@ -25,8 +25,8 @@ type HistoryConfig struct {
 }
 
 // RecordHistory starts to record the operations of the device's allocator, for
-// TakeSnapshot and for errors (torch.cuda.memory._record_memory_history). It discards
-// the earlier history. A nil cfg stops the recording.
+// TakeSnapshot and for errors (torch.cuda.memory._record_memory_history). It
+// discards the earlier history. A nil cfg stops the recording.
 func RecordHistory(d *device.Device, cfg *HistoryConfig) error {
 	h, err := heapOf(d)
 	if err != nil {
@@ -175,11 +175,12 @@ const (
 	useOthers  = "everything else: contexts, modules, libraries that do not tell, other processes"
 )
 
-// Ledger returns what uses the memory of d. It counts the program's buffers, the memory that
-// Chorus keeps for products and for its kernels, NCCL's memory of each communicator, the cache
-// of the allocator, and the rest. The rest has NCCL's memory too if NCCL is older than 2.29.7, or
-// while another goroutine calls NCCL for the communicator. Ledger waits for no work on the
-// device. torch has no counterpart.
+// Ledger returns what uses the memory of d. It counts the program's buffers,
+// the memory that Chorus keeps for products and for its kernels, NCCL's memory
+// of each communicator, the cache of the allocator, and the rest. The rest has
+// NCCL's memory too if NCCL is older than 2.29.7, or while another goroutine
+// calls NCCL for the communicator. Ledger waits for no work on the device.
+// torch has no counterpart.
 func Ledger(d *device.Device) (*Usage, error) {
 	h, err := heapOf(d)
 	if err != nil {
@@ -216,7 +217,8 @@ func (h *heap) uses() []Use {
 	return slices.DeleteFunc(list, func(x Use) bool { return x.Bytes == 0 })
 }
 
-// allocated divides the reserved memory. Its first element has the buffers outside of pools.
+// allocated divides the reserved memory among its uses, the buffers outside of
+// pools first.
 func (h *heap) allocated() []Use {
 	list := []Use{{Owner: useBuffers, Reserved: true}, {Owner: usePools, Reserved: true}, {Owner: useGraphs, Reserved: true}, {Owner: useCached, Reserved: true}}
 	for _, s := range h.native.Segments() {

@@ -120,8 +120,8 @@ func (h *host) make(dev *device.Device, size uintptr, opts *alloc.Settings) (*ho
 	return b, err
 }
 
-// over frees the block of a lease, after its users have passed. The lease's lock is not
-// held.
+// over frees the block of a lease once its users have passed. The lease's lock
+// is not held.
 func (h *host) over(l *hostLease, b *hostBlock) {
 	if len(l.users) == 0 {
 		h.giveBack(b)
@@ -252,8 +252,8 @@ func (h *host) takeDoomed() []*hostBlock {
 	return list
 }
 
-// Close frees the cached blocks when the System is closed. The remaining blocks are
-// freed with the contexts.
+// Close frees the cached blocks when the System is closed, and leaves the
+// remaining blocks, which are freed with the contexts.
 func (h *host) Close() error {
 	h.endPassed()
 	err := errors.Join(h.discardAll(append(h.unused(), h.takeDoomed()...)), h.marks.close())
@@ -266,11 +266,13 @@ func (h *host) Close() error {
 	return errors.Join(err, h.slab.close())
 }
 
-// EmptyHostCache returns the unused pinned memory of dev's System to the operating
-// system (torch._C._host_emptyCache). It does not wait for streams: memory that they
-// may still use stays, so call Device.Sync before if all of it should go. The driver waits for all devices when it frees pinned memory. If a stream
-// of a device is busy, EmptyHostCache returns at once, and a goroutine frees the memory as soon as
-// all streams are idle. Any goroutine may call it.
+// EmptyHostCache returns the unused pinned memory of dev's System to the
+// operating system (torch._C._host_emptyCache). It does not wait for streams:
+// memory that they may still use stays, so call Device.Sync before if all of it
+// should go. The driver waits for all devices when it frees pinned memory. If a
+// stream of a device is busy, EmptyHostCache returns at once, and a goroutine
+// frees the memory as soon as all streams are idle. Any goroutine may call
+// EmptyHostCache.
 func EmptyHostCache(dev *device.Device) error {
 	if dev == nil {
 		return fmt.Errorf("memory: empty host cache: no device given")
@@ -318,8 +320,9 @@ type hostLease struct {
 // long-lived memory does not keep every stream alive that ever used it.
 const manyUsers = 8
 
-// beginUse records that the caller is about to enqueue an operation on s that uses the
-// memory. The caller then calls done. It fails if the owner has closed the memory.
+// beginUse records that the caller is about to enqueue an operation on s that
+// uses the memory, and fails if the owner has closed the memory. The caller
+// calls done after it has enqueued the operation.
 func (l *hostLease) beginUse(op string, s *stream.Stream) error {
 	if err := l.addUser(s, false); err != nil {
 		return fmt.Errorf("%s: %w", op, err)
@@ -435,7 +438,7 @@ func (l *hostLease) Hold(g gpu.Holder) {
 	l.graphs = append(l.graphs, g)
 }
 
-// LetGo undoes Hold. Launches in progress are among the users.
+// LetGo undoes Hold, but launches in progress stay among the users.
 func (l *hostLease) LetGo(g gpu.Holder) {
 	l.mu.Lock()
 	if i := slices.Index(l.graphs, g); i >= 0 {
@@ -566,8 +569,8 @@ type hostSlab struct {
 	used  uintptr
 }
 
-// take allocates a part of the slab, or returns nil if the rest is too small. The first
-// call allocates the slab.
+// take allocates a part of the slab, which the first call allocates, or returns
+// nil if the rest is too small.
 func (s *hostSlab) take(dev *device.Device, size uintptr, opts *alloc.Settings) (*hostBlock, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -76,8 +76,8 @@ func (l *hostLease) passed() bool {
 	return true
 }
 
-// endPassed queries how far the streams have progressed, without waiting for them, and
-// ends the leases whose users have passed. It reports whether there were any.
+// endPassed queries, without waiting, how far the streams have progressed, ends
+// the leases whose users have passed, and reports whether it ended any.
 func (h *host) endPassed() bool {
 	m := &h.marks
 	m.mu.Lock()
@@ -255,7 +255,8 @@ func (t Timing) nested() map[string]any {
 }
 
 // ReadHostStats returns the statistics of the pinned memory of dev's System
-// (torch.cuda.host_memory_stats). They do not include memory of PinSlice. Without a device they are zero.
+// (torch.cuda.host_memory_stats). They do not include memory of PinSlice, and
+// without a device they are zero.
 func ReadHostStats(dev *device.Device) HostStats {
 	if dev == nil {
 		return HostStats{}

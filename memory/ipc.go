@@ -73,9 +73,9 @@ func ipcHandle(x Slice[byte], t DType) (IPCHandle, error) {
 	return h, nil
 }
 
-// AwaitIPC waits until handles of x's buffer have been opened n times in all. After it
-// x can be closed without breaking processes that are about to open a handle. If ctx
-// ends first it returns the cause.
+// AwaitIPC waits until handles of x's buffer have been opened n times in all.
+// After it x can be closed without breaking processes that are about to open a
+// handle. If ctx ends first, AwaitIPC returns the cause.
 func (x Slice[T]) AwaitIPC(ctx context.Context, n int) error { return awaitIPC(ctx, x.AsBytes(), n) }
 
 func awaitIPC(ctx context.Context, x Slice[byte], n int) error {
@@ -216,7 +216,7 @@ func ipcOf(dev *device.Device) *ipc {
 	}).(*ipc)
 }
 
-// serve returns the server. The first call starts it.
+// serve returns the server, which the first call starts.
 func (x *ipc) serve() (*ipcServer, error) {
 	x.mu.Lock()
 	defer x.mu.Unlock()
@@ -422,7 +422,8 @@ type ipcMapped struct {
 	uses  int
 }
 
-// mapHandle maps the memory of a handle. All openings of the same memory share one mapping.
+// mapHandle maps the memory of a handle, or shares the mapping of an earlier
+// opening of the same memory.
 func (x *ipc) mapHandle(dev *device.Device, l *ipcLink, h *IPCHandle, a *ipcAnswer) (*ipcMapped, error) {
 	key := ipcKey{dev: dev}
 	if a.Pages == 0 {
@@ -466,7 +467,8 @@ func (m *ipcMapped) close() error {
 	return gpu.DeviceOf(m.key.dev).DoInTime(func(drv cudadrv.Driver) cudadrv.Result { return drv.IpcCloseMemHandle(m.base) })
 }
 
-// exit undoes enter. All operations that used the memory have completed.
+// exit undoes enter for memory whose operations have all completed, and removes
+// the mapping after its last use.
 func (x *ipc) exit(m *ipcMapped) error {
 	x.mapping.Lock()
 	defer x.mapping.Unlock()
@@ -518,7 +520,8 @@ func (m *ipcMapped) openPages(x *ipc, l *ipcLink, a *ipcAnswer) error {
 	return nil
 }
 
-// askPages gets the pages as files and maps them. It returns the number of mapped bytes.
+// askPages asks the other process for the pages, which it sends as files, maps
+// them, and returns the number of mapped bytes.
 func (m *ipcMapped) askPages(x *ipc, l *ipcLink, a *ipcAnswer) (done uintptr, err error) {
 	page := uintptr(a.PageBytes)
 	for n := 0; n < a.Pages && err == nil; {
@@ -540,7 +543,8 @@ func (m *ipcMapped) askPages(x *ipc, l *ipcLink, a *ipcAnswer) (done uintptr, er
 	return done, err
 }
 
-// mapPage maps one page. The mapping alone keeps the physical memory alive.
+// mapPage maps one page and releases its handle, because the mapping alone
+// keeps the physical memory alive.
 func (m *ipcMapped) mapPage(at, bytes uintptr, file int) error {
 	dev := m.key.dev
 	var h cudadrv.MemHandle

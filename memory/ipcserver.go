@@ -533,8 +533,8 @@ type ipcAnswer struct {
 	PageBytes int `json:",omitempty"`
 }
 
-// fits reports whether the memory of the answer contains the memory of the handle. Another
-// process has written both.
+// fits reports whether the memory of the answer contains the memory of the
+// handle. Another process has written both, so neither can be trusted.
 func (a *ipcAnswer) fits(h *IPCHandle) bool {
 	switch {
 	case a.Low < 0 || a.Pages < 0 || (a.Pages > 0) != (len(h.Segment) == 0):

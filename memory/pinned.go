@@ -30,12 +30,13 @@ type Pinned[T Element] struct {
 	whole *Pinned[T]    // the memory that this is a part of, or nil
 }
 
-// MakePinned allocates n elements of pinned memory, which all devices of dev's System
-// can use (torch.Tensor.pin_memory). The contents are undefined. Closed memory is
-// reused; new memory takes the driver long (cuMemHostAlloc). If the system has no more memory,
-// MakePinned returns unused pinned memory to it first, which waits for all devices. The options pinned_* of
-// CHORUS_ALLOC_CONF control how it is allocated. Any goroutine may call MakePinned,
-// also while streams are captured.
+// MakePinned allocates n elements of pinned memory, which all devices of dev's
+// System can use (torch.Tensor.pin_memory), with undefined contents. It reuses
+// closed memory, because the driver takes long to allocate (cuMemHostAlloc). If
+// the system has no more memory, MakePinned returns unused pinned memory to it
+// first, which waits for all devices. The options pinned_* of CHORUS_ALLOC_CONF
+// control how it is allocated. Any goroutine may call MakePinned, also while
+// streams are captured.
 func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 	size := sizeOf[T]()
 	if dev == nil {
@@ -59,8 +60,9 @@ func MakePinned[T Element](dev *device.Device, n int) (*Pinned[T], error) {
 // Len returns the number of elements.
 func (h *Pinned[T]) Len() int { return h.n }
 
-// Slice returns the elements i to j-1. The result shares h's memory and only h can
-// close it. Like a Go slice expression it panics if the bounds are out of range.
+// Slice returns the elements i to j-1. The result shares h's memory, which only
+// h can close. Like a Go slice expression it panics if the bounds are out of
+// range.
 func (h *Pinned[T]) Slice(i, j int) *Pinned[T] {
 	if i < 0 || j < i || j > h.n {
 		panic(fmt.Sprintf("memory: slice bounds [%d:%d] out of range of %d pinned elements", i, j, h.n))
@@ -76,8 +78,8 @@ func (h *Pinned[T]) root() *Pinned[T] {
 	return h
 }
 
-// Data returns the memory as a Go slice, which is valid until Close. After Close it
-// returns nil.
+// Data returns the memory as a Go slice, which is valid until Close, and nil
+// after Close.
 func (h *Pinned[T]) Data() []T {
 	if h == nil || h.root().owner.Closed() || h.n == 0 {
 		return nil
@@ -103,10 +105,11 @@ func (h *Pinned[T]) RecordStream(s *stream.Stream) error {
 	return nil
 }
 
-// Close releases the memory and returns at once. Operations that are already enqueued,
-// and graphs that captured a copy from or to the memory, may still use it; the memory
-// is reused only after them. For memory of PinSlice, see there. Close is idempotent.
-// Closing a part returns an error that matches ErrView.
+// Close releases the memory and returns at once. Operations that are already
+// enqueued, and graphs that captured a copy from or to the memory, may still
+// use it; the memory is reused only after them. Memory of PinSlice is unlocked
+// as described there. Close is idempotent. Closing a part returns an error that
+// matches ErrView.
 func (h *Pinned[T]) Close() error {
 	if h != nil && h.whole != nil {
 		return fmt.Errorf("memory: close a part of pinned memory: %w", ErrView)
@@ -150,7 +153,7 @@ func (r *ranges) load() []extent {
 	return nil
 }
 
-// add adds a range. It returns false if the range overlaps another one.
+// add adds a range, or returns false if the range overlaps another one.
 func (r *ranges) add(p unsafe.Pointer, bytes uintptr) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -69,7 +69,7 @@ type poolOption = handle.Ref[inside.PoolOption]
 
 var lastPool atomic.Uint64
 
-// NewPool returns an empty pool. It allocates nothing.
+// NewPool returns an empty pool, which allocates nothing until it is used.
 func NewPool(cfg *PoolConfig) *Pool {
 	p := &Pool{}
 	p.poolRef = handle.NewRef[inside.CapturePool]((*capturePool)(p))
@@ -206,8 +206,8 @@ func (p *Pool) Snapshot() []Segment {
 	return list
 }
 
-// Close closes the handle. Graphs and buffers that use the memory keep it. Close is
-// idempotent.
+// Close closes the handle, but graphs and buffers that use the memory keep it.
+// Close is idempotent.
 func (p *Pool) Close() error {
 	if p == nil || !p.owner.Close() {
 		return nil
@@ -278,7 +278,8 @@ func (c *capturePool) Hold(gpu.Holder) {
 	c.refs++
 }
 
-// LetGo undoes Hold. An error of the device was reported before.
+// LetGo undoes Hold. It ignores an error of the device, which was reported
+// before.
 func (c *capturePool) LetGo(gpu.Holder) { _ = (*Pool)(c).release() }
 
 // A watcher is a callback for the segments of a pool.
@@ -321,7 +322,7 @@ func (w *watcher) add(key partKey, x *alloc.Pool) error {
 	return err
 }
 
-// stop stops watching. The pool is locked.
+// stop ends the watch of all parts of the pool. The pool is locked.
 func (w *watcher) stop(p *Pool) error {
 	var errs []error
 	for key, a := range w.parts {

@@ -116,9 +116,9 @@ type divisions [16]uint64
 // mostDevices bounds the ordinals, because there is one trace for each ordinal.
 const mostDevices = 4096
 
-// check validates the invariants that readers of the format rely on: segments do not
-// overlap and are sorted by address, and the blocks of each segment fill it.
-// WritePickle and WriteJSON call it.
+// check validates the invariants that readers of the format rely on: segments
+// do not overlap and are sorted by address, and the blocks of each segment fill
+// it.
 func (s *Snapshot) check() error {
 	if t := s.Settings.GarbageCollectionThreshold; math.IsNaN(t) || math.IsInf(t, 0) {
 		return fmt.Errorf("memory: snapshot: the garbage collection threshold is %v", t)
@@ -191,10 +191,11 @@ func (s *Snapshot) traces() [][]TraceEntry {
 // mostStacks is the number of stacks that WalkSnapshot keeps to share them between entries.
 const mostStacks = 1024
 
-// WalkSnapshot reads a snapshot like ReadSnapshot, but passes the entries of its traces to
-// fn, in their order, instead of keeping them. Histories that are larger than memory can
-// thus be read: an entry of JSON leaves nothing behind, and an entry of a pickle leaves about
-// fifty bytes. The result has no Traces. If fn returns an error, WalkSnapshot returns it.
+// WalkSnapshot reads a snapshot like ReadSnapshot, but passes the entries of
+// its traces to fn, in their order, instead of keeping them. Histories that are
+// larger than memory can thus be read: an entry of JSON leaves nothing behind,
+// and an entry of a pickle leaves about fifty bytes. The result has no Traces.
+// If fn returns an error, WalkSnapshot returns it.
 //
 // The limits are the limits of ReadSnapshot, except that the values of entries do not count.
 func WalkSnapshot(r io.Reader, fn func(device int, e TraceEntry) error) (*Snapshot, error) {
@@ -320,7 +321,8 @@ func (f frameLists) list(frames Stack) any {
 	return f[key]
 }
 
-// value converts an addressable field. The items of lists are converted while they are written.
+// value converts an addressable field, except the items of lists, which are
+// converted while they are written.
 func (f frameLists) value(v reflect.Value) any {
 	switch x := v.Addr().Interface().(type) {
 	case *Stack:

@@ -140,8 +140,8 @@ type summary struct {
 
 func (t *summary) line(text string) { t.text.WriteString("|" + text + "|\n") }
 
-// pools writes the rows of one quantity. The values of both pools together select the
-// unit of each column.
+// pools writes the rows of one quantity, in columns whose units the values of
+// both pools together select.
 func (t *summary) pools(name string, p PoolStats, format func(n, unit int64) string) {
 	t.line(singleLine)
 	t.row(name, p.All, p.All, format)
@@ -162,7 +162,8 @@ func (t *summary) row(name string, s, unit Stat, format func(n, unit int64) stri
 		format(s.Allocated, unit.Allocated), format(s.Freed, unit.Freed)))
 }
 
-// formatBytes writes n with the prefix for unit. The next prefix begins at 768.
+// formatBytes writes n with the prefix for unit, where the next prefix begins
+// at 768.
 func formatBytes(n, unit int64) string {
 	n, prefix := scale(n, unit, 1024, 768, "B  ", "KiB", "MiB", "GiB", "TiB", "PiB")
 	return fmt.Sprintf("%6d %s", n, prefix)
@@ -184,7 +185,8 @@ func scale(n, unit, step, most int64, prefixes ...string) (int64, string) {
 	return n, prefixes[i]
 }
 
-// register adds the heap to the status of the process. It does not keep the heap alive.
+// register adds the heap to the status of the process, which does not keep the
+// heap alive.
 func (h *heap) register() {
 	of := weak.Make(h)
 	h.forget = status.Add("the memory of "+h.dev.String(), func(p *status.Process) {

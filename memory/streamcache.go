@@ -187,7 +187,8 @@ func (h *heap) retire(s *stream.Stream) {
 	h.hasPending.Store(true)
 }
 
-// releasePending releases the retired streams. It is called after each operation.
+// releasePending releases the retired streams, outside of the allocator's
+// locks. It is called after each operation.
 func (h *heap) releasePending() {
 	if !h.hasPending.Load() || gpu.InCallback() {
 		return

@@ -92,7 +92,8 @@ func NewBatch() *Batch {
 	return b
 }
 
-// On returns the Issuer that adds operations of c to b. It stays valid after Enqueue.
+// On returns the Issuer that adds operations of c to b, and that stays valid
+// after Enqueue.
 func (b *Batch) On(c *Communicator) Issuer {
 	if b == nil {
 		return nil
@@ -154,7 +155,8 @@ func (b *Batch) append(o *operation) (err error) {
 	return nil
 }
 
-// markRefused records that an operation was refused, so that the batch fails. b may be nil.
+// markRefused records that an operation was refused, so that the batch fails,
+// and returns err. b may be nil.
 func (b *Batch) markRefused(err error) error {
 	if b != nil && b.refused == nil {
 		b.refused = err
@@ -322,8 +324,9 @@ func (b *Batch) execute(end func(ncclapi.API) ncclapi.Result) error {
 	return b.endGroup(end)
 }
 
-// startGroup starts a group of NCCL, which is bound to the OS thread, and gives it the
-// operations. After nil, endGroup must follow. If NCCL refuses an operation, it drops the group.
+// startGroup starts a group of NCCL, which is bound to the OS thread, and gives
+// it the operations. If NCCL refuses one, it drops the group; otherwise
+// endGroup must follow.
 func (b *Batch) startGroup() error {
 	runtime.LockOSThread()
 	var err error
@@ -440,7 +443,8 @@ func (b *Batch) unlock() {
 	}
 }
 
-// noteCapture determines whether the operation is captured. A capture holds the communicator.
+// noteCapture determines whether the operation is captured, because a capture
+// holds the communicator.
 func (o *operation) noteCapture() (err error) {
 	if o.Captured, err = o.Stream.Capturing(); err != nil {
 		return err
@@ -459,8 +463,9 @@ func (o *operation) checkCapture() error {
 	return nil
 }
 
-// checkCaptures refuses a group that is only partly captured, and a group whose operations
-// of one rank are in two captures. NCCL would break the communicators.
+// checkCaptures refuses a group that is only partly captured, and a group whose
+// operations of one rank are in two captures, because NCCL would break the
+// communicators.
 func (b *Batch) checkCaptures() error {
 	first := &b.ops[0]
 	for i := range b.ops {

@@ -91,7 +91,8 @@ func With(on Issuer, cfg *CallConfig) (Issuer, error) {
 	return &configured{comm: c, batch: b, config: callConfig{raw, cfg.LaunchEvent}}, nil
 }
 
-// check validates the options. NCCL would ignore a number that is out of range.
+// check validates the options, because NCCL would ignore a number that is out
+// of range.
 func (cfg *CallConfig) check(c *Communicator) error {
 	for _, f := range []struct {
 		name     string
@@ -232,10 +233,10 @@ type PreMulSum struct {
 	dtype memory.DType
 }
 
-// NewPreMulSum creates a reduction for operations of c on elements of T, with this rank's
-// factor. The ranks may have different factors. Close it after the last operation that
-// uses it is enqueued; the end of c closes it too. NewPreMulSum enqueues nothing and is
-// not collective.
+// NewPreMulSum creates a reduction for operations of c on elements of T, with
+// this rank's factor, which may differ from that of other ranks. Close it after
+// the last operation that uses it is enqueued; the end of c closes it too.
+// NewPreMulSum enqueues nothing and is not collective.
 func NewPreMulSum[T memory.Element](c *Communicator, factor T) (*PreMulSum, error) {
 	return c.newPreMulSum(memory.DTypeOf[T](), unsafe.Pointer(&factor), ncclapi.ScalarHostImmediate)
 }
@@ -303,9 +304,9 @@ func factorOf(t memory.DType, scalar unsafe.Pointer, residence int32) factor {
 // Op returns the reduction, for operations of its communicator.
 func (p *PreMulSum) Op() Op { return Op(p.op) }
 
-// Close frees the reduction (ncclRedOpDestroy). It does not affect operations that are
-// already enqueued. Close is idempotent, and does nothing after the end of the
-// communicator.
+// Close frees the reduction (ncclRedOpDestroy), without affecting operations
+// that are already enqueued. Close is idempotent, and does nothing after the
+// end of the communicator.
 func (p *PreMulSum) Close() error {
 	const name = "ncclRedOpDestroy"
 	if p == nil || !p.owner.Close() {

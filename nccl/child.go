@@ -24,10 +24,11 @@ import (
 // ErrRevoked is the error of operations after Revoke. Split, Shrink and Grow still work.
 var ErrRevoked = errors.New("the communicator was revoked")
 
-// Split creates one communicator for each color, with the ranks ordered by key and then by
-// rank (ncclCommSplit). All ranks of c must call it. For a negative color it returns nil
-// and a nil error. Colors and keys have 32 bits, as in NCCL. Split does not affect pending
-// operations or c, which may be closed before or after its children.
+// Split creates one communicator for each color, with the ranks ordered by key
+// and then by rank (ncclCommSplit). All ranks of c must call it; for a negative
+// color it returns nil and a nil error. Colors and keys have 32 bits, as in
+// NCCL. Split does not affect pending operations or c, which may be closed
+// before or after its children.
 //
 // A nil cfg means the configuration of c. If ctx ends first, Split returns the cause; the
 // attempt continues in the background and its result is aborted.
@@ -54,9 +55,10 @@ const (
 	ShrinkAbort = ShrinkMode(ncclapi.ShrinkAbort)
 )
 
-// Shrink creates a communicator of the ranks that are not excluded, in their order
-// (ncclCommShrink, NCCL 2.27.3 and newer). The remaining ranks must call it with the same
-// list; the excluded ranks must not. Close c afterwards. cfg and ctx are as in Split.
+// Shrink creates a communicator of the ranks that are not excluded, in their
+// order (ncclCommShrink, NCCL 2.27.3 and newer). The remaining ranks must call
+// it with the same list; the excluded ranks must not. The caller closes c
+// afterwards. The arguments cfg and ctx are as in Split.
 func (c *Communicator) Shrink(ctx context.Context, mode ShrinkMode, exclude []int, cfg *Config) (*Communicator, error) {
 	const f = ncclapi.FuncCommShrink
 	list := make([]int32, len(exclude))
@@ -104,10 +106,11 @@ func (c *Communicator) GrowID() (UniqueID, error) {
 	return UniqueID(id), err
 }
 
-// Grow creates a communicator with size ranks (ncclCommGrow, NCCL 2.29.2 and newer). All
-// ranks of c must call it and keep their numbers; the new ranks call JoinGrown. id is the
-// result of GrowID on the rank that called it, and nil on the other ranks of c. c must
-// have no pending operations; close it afterwards. cfg and ctx are as in Split.
+// Grow creates a communicator with size ranks (ncclCommGrow, NCCL 2.29.2 and
+// newer). All ranks of c must call it and keep their numbers; the new ranks
+// call JoinGrown. id is the result of GrowID on the rank that called it, and
+// nil on the other ranks of c. c must have no pending operations, and the
+// caller closes it afterwards. The arguments cfg and ctx are as in Split.
 func (c *Communicator) Grow(ctx context.Context, size int, id *UniqueID, cfg *Config) (*Communicator, error) {
 	const f = ncclapi.FuncCommGrow
 	if c != nil && size <= c.size {
@@ -272,9 +275,9 @@ func (c *Communicator) Revoke() error {
 	return relaxed(c.dev, func() error { return c.check(name, c.api.CommRevoke(*c.h, ncclapi.RevokeDefault)) })
 }
 
-// Suspend frees the memory that NCCL has allocated for c, until Resume (ncclCommSuspend,
-// NCCL 2.29.7 and newer). c must have no pending operations, and all ranks must call it.
-// Operations fail until Resume.
+// Suspend frees the memory that NCCL has allocated for c, so that operations
+// fail until Resume (ncclCommSuspend, NCCL 2.29.7 and newer). c must have no
+// pending operations, and all ranks must call it.
 func (c *Communicator) Suspend() error {
 	return c.manage(ncclapi.FuncCommSuspend, func() ncclapi.Result {
 		return c.api.CommSuspend(*c.h, ncclapi.SuspendMem)

@@ -185,9 +185,10 @@ func newUnconnected(dev *device.Device, rank, size int, cfg *Config) (*Communica
 	return c, raw, nil
 }
 
-// connect runs an initialization on its own goroutine, so that ctx can end the wait. The
-// initialization blocks until all ranks have joined. All ranks of a communicator have the
-// same key. If NCCL made a communicator without this rank, connect returns nil.
+// connect runs an initialization on its own goroutine, so that ctx can end the
+// wait: the initialization blocks until all ranks, which have the same key,
+// have joined. If NCCL made a communicator without this rank, connect returns
+// nil.
 func (c *Communicator) connect(ctx context.Context, op, key string, init func() ncclapi.Result) (*Communicator, error) {
 	begun := time.Now()
 	if err := poll.Guard(ctx, func() error { return startNetworking(c.dev) }); err != nil {
@@ -276,14 +277,16 @@ func (c *Communicator) wait(ctx context.Context, s *stream.Stream) error {
 }
 
 // Abort ends the communicator and all its pending operations on this rank only
-// (ncclCommAbort); outputs of unfinished operations are undefined. It may be called by any
-// goroutine, also while another one is blocked in an operation, and is idempotent. NCCL
-// waits for the enqueued operations. Each takes some milliseconds to abort, so Abort takes
-// seconds if CHORUS_NCCL_IN_FLIGHT does not bound their number. Abort returns after ten seconds at the latest; if NCCL is
-// still busy, it returns an error and leaks NCCL's communicator, and later calls return
-// that error too. Graphs that captured operations of c are closed with it. During a capture
-// of such a graph, the abort happens at the end of the capture, which then fails, unless an
-// operation is blocked in the capture.
+// (ncclCommAbort); outputs of unfinished operations are undefined. It may be
+// called by any goroutine, also while another one is blocked in an operation,
+// and is idempotent. NCCL waits for the enqueued operations, each of which
+// takes some milliseconds to abort, so Abort takes seconds if
+// CHORUS_NCCL_IN_FLIGHT does not bound their number. Abort returns after ten
+// seconds at the latest; if NCCL is still busy, it returns an error and leaks
+// NCCL's communicator, and later calls return that error too. Graphs that
+// captured operations of c are closed with it. During a capture of such a
+// graph, the abort happens at the end of the capture, which then fails, unless
+// an operation is blocked in the capture.
 func (c *Communicator) Abort() error { return c.abortAs("aborted the communicator") }
 
 // abortAs is Abort; how describes the call in errors.
@@ -365,8 +368,8 @@ func (c *Communicator) abort() ncclapi.Result {
 	return cmp.Or(r, c.api.GroupEnd())
 }
 
-// releaseResources releases the resources of the communicator outside of NCCL. The trace of a failure
-// stays until Close.
+// releaseResources releases the resources of the communicator outside of NCCL,
+// except the trace of a failure, which stays until Close.
 func (c *Communicator) releaseResources() {
 	c.marks.Close()
 	c.rec.Close()
@@ -484,9 +487,10 @@ func (c *Communicator) Shutdown(ctx context.Context) error {
 	}
 }
 
-// leave lets NCCL complete all operations, together with the other ranks, and frees the communicator.
-// It holds the lock all the time. If another call freed the communicator during ncclCommFinalize, NCCL
-// would end the process. After it, NCCL permits no operation.
+// leave lets NCCL complete all operations, together with the other ranks, and
+// frees the communicator. It holds the lock all the time, because NCCL would
+// end the process if another call freed the communicator during
+// ncclCommFinalize. After it, NCCL permits no operation.
 func (c *Communicator) leave() error {
 	c.leaving.Store(true)
 	c.mu.Lock()
@@ -528,8 +532,8 @@ func (c *Communicator) checkUsable(op string) error {
 	return c.errUnusable(op)
 }
 
-// errUnusable returns the error of a communicator that is not alive. It never becomes alive
-// again.
+// errUnusable returns the error of a communicator that has failed or was
+// closed, and so never becomes alive again.
 func (c *Communicator) errUnusable(op string) error {
 	if c != nil {
 		if f := c.failed.Load(); f != nil {

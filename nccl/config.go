@@ -129,10 +129,10 @@ func timeoutOf(d time.Duration) (time.Duration, error) {
 	return env.NCCLTimeout.Duration()
 }
 
-// SetTimeout changes Config.Timeout for operations that are issued from now on. Operations
-// that are already issued keep their timeout. It may be called at any time
-// (torch.distributed.distributed_c10d._set_pg_timeout). Batch.SetTimeout sets the timeout of
-// single operations.
+// SetTimeout changes Config.Timeout for operations that are issued from now on.
+// Operations that are already issued keep their timeout. SetTimeout may be
+// called at any time (torch.distributed.distributed_c10d._set_pg_timeout).
+// Batch.SetTimeout sets the timeout of single operations.
 func (c *Communicator) SetTimeout(d time.Duration) error {
 	if err := c.checkUsable("set timeout"); err != nil {
 		return err
@@ -361,12 +361,13 @@ func encryptionOf(dev *device.Device) *encryption {
 	return gpu.DeviceOf(dev).System().Local(&encryptionKey, func() any { return &encryption{} }).(*encryption)
 }
 
-// SetEncryption has NCCL encrypt its connections over TCP with TLS 1.3 and authenticate the
-// other ranks by a key (ncclSetEncryption). The key has at least 32 bytes, none of them 0. NCCL
-// must be 2.32.3 or newer, and built with OpenSSL 3. All processes of the job must call it with the same key before
-// they make the first id or communicator on the System of dev, and keep the key. A second call
-// must have the same key. If CHORUS_NCCL_ENCRYPT is yes, comm.Join calls it with a key of the
-// job.
+// SetEncryption has NCCL encrypt its connections over TCP with TLS 1.3 and
+// authenticate the other ranks by a key (ncclSetEncryption). The key has at
+// least 32 bytes, none of them 0. NCCL must be 2.32.3 or newer, and built with
+// OpenSSL 3. All processes of the job must call it with the same key before
+// they make the first id or communicator on the System of dev, and keep the
+// key, which a second call must repeat. If CHORUS_NCCL_ENCRYPT is yes,
+// comm.Join calls it with a key of the job.
 //
 // Only NCCL's own sockets are encrypted: its start-up and its socket transport. NVLink, shared
 // memory, InfiniBand and network plugins are not. Chorus's tests have run this on virtual devices

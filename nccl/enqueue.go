@@ -16,7 +16,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// execute gives the operation to NCCL. The communicator is locked.
+// execute gives the operation to NCCL, in relaxed capture mode while a graph is
+// captured. The communicator is locked.
 func (o *operation) execute() error {
 	if o.Captured || gpu.AnyCapture() {
 		return relaxed(o.comm.dev, o.checkedCall)
@@ -274,8 +275,9 @@ func (b *Batch) toItself(x, y extent) bool {
 		collective.Kinds[x.o.Kind].Peer && collective.Kinds[y.o.Kind].Peer && b.transferIndex(x.o) == b.transferIndex(y.o)
 }
 
-// transferIndex returns the number of similar transfers of the rank that precede o in the group.
-// Sends and receives with the same number match.
+// transferIndex returns the number of similar transfers of the rank that
+// precede o in the group, because sends and receives with the same number
+// match.
 func (b *Batch) transferIndex(o *operation) (n int) {
 	for i := range b.ops {
 		switch x := &b.ops[i]; {
@@ -430,8 +432,8 @@ func (c *Communicator) abortBackends() {
 	}
 }
 
-// move gives copies to NCCL in one group of NCCL. Package ranks documents it. The communicators
-// are locked.
+// move gives copies to NCCL in one group of NCCL, as package ranks documents.
+// The communicators are locked.
 func (b *Batch) move(list []collective.Move) error {
 	runtime.LockOSThread() // a group of NCCL belongs to a thread
 	defer runtime.UnlockOSThread()

@@ -111,9 +111,9 @@ func (c *Communicator) fail(cause error) {
 	}
 }
 
-// failAsync records a final error of an operation as the communicator's failure. The first
-// operations wait for the other ranks, and fail with such an error when these ranks have
-// failed. The communicator is entered.
+// failAsync records a final error of an operation as the communicator's
+// failure. The first operations wait for the other ranks, and so fail with such
+// an error when these ranks have failed. The communicator is entered.
 func (c *Communicator) failAsync(err error) {
 	if f := c.setFailure(err); f != nil {
 		go c.completeFailure(f) // waits until the operation has left the communicator
@@ -133,15 +133,15 @@ func (c *Communicator) bestCause(err error) error {
 	return err
 }
 
-// isFatal reports whether NCCL itself has failed within an operation. The state of the
-// communicator is then unknown.
+// isFatal reports whether NCCL itself has failed within an operation, so that
+// the state of the communicator is unknown.
 func isFatal(err error) bool {
 	e, ok := errors.AsType[*Error](err)
 	return ok && (e.Err == ErrorRemote || e.Err == ErrorInternal || e.Err == ErrorSystem)
 }
 
-// setFailure records a cause as the failure, or returns nil if the communicator has already failed.
-// completeFailure must follow.
+// setFailure records a cause as the failure, which the caller must pass to
+// completeFailure, or returns nil if the communicator has already failed.
 func (c *Communicator) setFailure(cause error) *failure {
 	f := &failure{first: cause, err: cause, done: make(chan struct{})}
 	if !c.failed.CompareAndSwap(nil, f) {
@@ -201,8 +201,8 @@ func (c *Communicator) observeBeforeTraces() {
 	}
 }
 
-// writeTraces writes all flight recorders of the process, once, if the environment asks for it.
-// The file is complete when it returns.
+// writeTraces writes all flight recorders of the process, once, if the
+// environment asks for it, and returns when the file is complete.
 func (c *Communicator) writeTraces() {
 	if prefix := env.NCCLTraceFile.Value(); prefix != "" {
 		c.traces.Do(func() { c.writeTracesTo(prefix) })
@@ -597,7 +597,7 @@ type Progress struct {
 	Completed Operation // the last operation that is known to have completed
 }
 
-// Progress returns the rank's progress. It may be called at any time by any goroutine,
+// Progress returns the rank's progress. Any goroutine may call it at any time,
 // also after the end of c.
 func (c *Communicator) Progress() Progress {
 	issued, completed := c.rec.Final()

@@ -208,7 +208,7 @@ func (cfg *DevCommConfig) requirements(version int32) (*ncclapi.DevCommRequireme
 	return r, nil
 }
 
-// create has NCCL create it. NCCL waits for all ranks.
+// create has NCCL create the DevComm, which waits for all ranks.
 func (d *DevComm) create(name string, reqs *ncclapi.DevCommRequirements) error {
 	c := d.comm
 	if err := c.enter(name); err != nil {
@@ -218,13 +218,14 @@ func (d *DevComm) create(name string, reqs *ncclapi.DevCommRequirements) error {
 	return relaxed(c.dev, func() error { return c.check(name, c.api.DevCommCreate(*c.h, reqs, d.d)) })
 }
 
-// Bytes returns the ncclDevComm, for kernel.Bytes. It must not be written.
+// Bytes returns the ncclDevComm, for kernel.Bytes, as memory that must not be
+// written.
 func (d *DevComm) Bytes() []byte {
 	return unsafe.Slice((*byte)(unsafe.Pointer(d.d)), d.bytes)
 }
 
-// Close destroys it (ncclDevCommDestroy). Kernels that use it must have completed. Close is
-// idempotent, and does nothing after the end of the communicator.
+// Close destroys the DevComm (ncclDevCommDestroy), which no kernel may still
+// use. Close is idempotent, and does nothing after the end of the communicator.
 func (d *DevComm) Close() error {
 	if d == nil || !d.owner.Close() {
 		return nil

@@ -123,7 +123,8 @@ type nanKernels [9]*kernel.Kernel
 
 var loadedNaNKernels inside.PerDevice[nanKernels]
 
-// nanKernelsOf returns the kernels of a device. The first call compiles and loads them.
+// nanKernelsOf returns the kernels of a device, which the first call compiles
+// and loads.
 func nanKernelsOf(dev *device.Device) (*nanKernels, error) {
 	return loadedNaNKernels.Of(dev, (*nanKernels).load)
 }
@@ -194,8 +195,9 @@ func (c *Communicator) openNaNCheck() (err error) {
 	return err
 }
 
-// checkInput enqueues the check of the operation's input, if there is something to check. Tokens without an expert may have any
-// contents.
+// checkInput enqueues the check of the operation's input, if the communicator
+// checks inputs and this one can contain a NaN. It omits dispatches and
+// combines, because tokens without an expert may have any contents.
 func (o *operation) checkInput() error {
 	if c := o.comm; c.nan != nil && canBeNaN(o.DType) && o.Src.Ptr != 0 && !o.Kind.OfExperts() {
 		return c.nan.Check(o.Stream, uint64(o.Src.Ptr), o.Src.Len, o.DType, o.Record)

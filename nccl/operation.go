@@ -300,8 +300,8 @@ func (c *Communicator) mark(s *stream.Stream, k collective.Mark) {
 	}
 }
 
-// unrecord undoes record. Operations that were recorded later on the same communicator
-// must be undone first.
+// unrecord undoes record. Operations that were recorded later on the same
+// communicator must be undone first.
 func (o *operation) unrecord() {
 	o.comm.localRanks.mismatches.Unpost(&o.Op.Call)
 	o.comm.rec.Remove(o.Record)
@@ -488,30 +488,31 @@ func (o *operation) errSelfTransfer() error {
 	return o.comm.errorf(o.Kind, "it is its own peer: issue the send and the receive within one Group: %w", ErrorInvalidUsage)
 }
 
-// AllGatherV is AllGather of parts of different lengths: counts has the number of elements
-// of each rank, which may be 0, and must be the same on all ranks. dst has room for all
-// parts, by rank; in place, src is the rank's part of dst. It is one group of broadcasts.
-// Collective.
+// AllGatherV is AllGather of parts of different lengths: counts has the number
+// of elements of each rank, which may be 0, and must be the same on all ranks.
+// dst has room for all parts, by rank; in place, src is the rank's part of dst.
+// It is one group of broadcasts. Collective.
 func AllGatherV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int) error {
 	c, b, config := communicatorOf(on)
 	o := operation{Op: collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllGatherV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
-// ReduceScatterV is ReduceScatter into parts of different lengths: counts has the number
-// of elements for each rank, which may be 0, and must be the same on all ranks. src has
-// all parts, by rank; in place, dst is the rank's part of src. It is one group of
-// reductions. Collective.
+// ReduceScatterV is ReduceScatter into parts of different lengths: counts has
+// the number of elements for each rank, which may be 0, and must be the same on
+// all ranks. src has all parts, by rank; in place, dst is the rank's part of
+// src. It is one group of reductions. Collective.
 func ReduceScatterV[T memory.Element](on Issuer, s *stream.Stream, dst, src memory.Slice[T], counts []int, op Op) error {
 	c, b, config := communicatorOf(on)
 	o := operation{Op: collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.ReduceScatterV, DType: memory.DTypeOf[T](), Reduction: collective.Reduction(op)}, Stream: s}, Sends: counts, Recvs: counts}, comm: c, config: config}
 	return issueUneven(b, &o, dst, src)
 }
 
-// AllToAllV is AllToAll of parts of different lengths: sends has the number of elements of
-// src to send to each rank, recvs the number of elements to receive in dst from each rank,
-// both by rank. Both ranks of a pair must agree on the number, which may be 0. dst and src
-// must not overlap. It is one group of sends and receives. Collective.
+// AllToAllV is AllToAll of parts of different lengths: sends has the number of
+// elements of src to send to each rank, recvs the number of elements to receive
+// in dst from each rank, both by rank. Both ranks of a pair must agree on the
+// number, which may be 0. dst and src must not overlap. It is one
+// group of sends and receives. Collective.
 func AllToAllV[T memory.Element](on Issuer, s *stream.Stream, dst memory.Slice[T], recvs []int, src memory.Slice[T], sends []int) error {
 	c, b, config := communicatorOf(on)
 	o := operation{Op: collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllToAllV, DType: memory.DTypeOf[T]()}, Stream: s}, Sends: sends, Recvs: recvs}, comm: c, config: config}

@@ -35,10 +35,10 @@ type pools struct {
 //
 //	p := memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
 //
-// RegisterPool enqueues nothing and is not collective. When p frees memory, NCCL
-// deregisters it. If NCCL refuses to register new memory of p, the allocation fails.
-// Registering a pool again does nothing. The registration ends with DeregisterPool or with
-// c.
+// RegisterPool enqueues nothing and is not collective. When p frees memory,
+// NCCL deregisters it. If NCCL refuses to register new memory of p, the
+// allocation fails. Registering a pool again does nothing. The registration
+// ends with DeregisterPool or with c.
 func (c *Communicator) RegisterPool(p *memory.Pool) error {
 	const op = "nccl: register a pool"
 	if c == nil || c.owner.Closed() {
@@ -77,8 +77,8 @@ func (c *Communicator) RegisterPool(p *memory.Pool) error {
 }
 
 // DeregisterPool deregisters the memory of p (ncclCommDeregister; torch's
-// ProcessGroupNCCL.deregister_mem_pool). Collectives that use it must have completed. It
-// does nothing if p is not registered, and after the end of c.
+// ProcessGroupNCCL.deregister_mem_pool). Collectives that use it must have
+// completed. It does nothing if p is not registered, and after the end of c.
 func (c *Communicator) DeregisterPool(p *memory.Pool) error {
 	if c == nil {
 		return fmt.Errorf("nccl: deregister a pool: %w", c.errClosed("ncclCommDeregister"))

@@ -101,8 +101,8 @@ func groupOf(r *collective.Recorder) status.Group {
 // strategies are the names of services in metrics.
 var strategies = [...]string{collective.NCCL: "nccl", collective.Kernels: "kernels", collective.Windows: "windows", collective.CopyEngines: "copy_engines", collective.Ordered: "ordered"}
 
-// Simulate returns NCCL's estimate of how long the operations that fn adds to the batch
-// would take (ncclGroupSimulateEnd). It does not enqueue them.
+// Simulate returns NCCL's estimate of how long the operations that fn adds to
+// the batch would take, without enqueueing them (ncclGroupSimulateEnd).
 func Simulate(fn func(b *Batch) error) (d time.Duration, err error) {
 	err = inBatch("ncclGroupSimulateEnd", fn, func(b *Batch) error {
 		d, err = b.simulate()
@@ -215,8 +215,8 @@ func IntParameter(dev *device.Device, key string) (value int64, err error) {
 	return value, err
 }
 
-// LogParameters writes the names and values of NCCL's parameters to NCCL's log
-// (ncclParamDumpAll, NCCL 2.30.4 and newer). NCCL_DEBUG must permit it.
+// LogParameters writes the names and values of NCCL's parameters to NCCL's log,
+// if NCCL_DEBUG permits it (ncclParamDumpAll, NCCL 2.30.4 and newer).
 func LogParameters(dev *device.Device) error {
 	return param(dev, ncclapi.FuncParamDumpAll, func(api ncclapi.API) ncclapi.Result { return api.ParamDumpAll() })
 }

@@ -40,11 +40,13 @@ type Window struct {
 // of NCCL 2.28.0 to before 2.30.7 are reported to read stale data in graphs behind another kernel. With these versions, test
 // graphs of collectives on symmetric windows before you rely on them.
 //
-// The memory must come from Allocator, begin at a multiple of 4096 bytes of an allocation (NCCL_WIN_REQUIRED_ALIGNMENT), and
-// stay allocated until the window is closed. A memory.Pool with Allocator aligns slices to 512 bytes, so allocate a
-// window's memory first in a separate pool, or make all sizes in the pool multiples of 4096 bytes. The end of the
-// communicator closes it too. If ctx ends first, RegisterWindow returns the cause, and c
-// must be closed.
+// The memory must come from Allocator, begin at a multiple of 4096 bytes of an
+// allocation (NCCL_WIN_REQUIRED_ALIGNMENT), and stay allocated until the window
+// is closed. A memory.Pool with Allocator aligns slices to 512 bytes, so
+// allocate a window's memory first in a separate pool, or make all sizes in the
+// pool multiples of 4096 bytes. The end of the communicator closes the window,
+// too. If ctx ends first, RegisterWindow returns the cause, and c must be
+// closed.
 func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, bytes int, symmetric bool) (*Window, error) {
 	const f = ncclapi.FuncCommWindowRegister
 	name := f.Name()
@@ -84,7 +86,7 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	}
 }
 
-// register has NCCL register the window. NCCL waits for all ranks.
+// register has NCCL register the window, which waits for all ranks.
 func (w *Window) register(name string, ptr cudadrv.DevicePtr) error {
 	c, flags := w.comm, ncclapi.WindowDefault
 	if w.span != nil {
@@ -137,9 +139,9 @@ func (w *Window) PeerPtr(peer int) (uint64, error) {
 	return uint64(p), c.check(f.Name(), r)
 }
 
-// Close deregisters the window on this rank (ncclCommWindowDeregister). Operations that
-// use it must have completed. Close is idempotent, and does nothing after the end of the
-// communicator.
+// Close deregisters the window on this rank (ncclCommWindowDeregister), which
+// no operation may still use. Close is idempotent, and does nothing after the
+// end of the communicator.
 func (w *Window) Close() error {
 	if w == nil || !w.owner.Close() {
 		return nil
@@ -195,8 +197,9 @@ func Signal(c *Communicator, s *stream.Stream, peer int) error {
 	})
 }
 
-// WaitSignal enqueues a wait of s for n signals of rank peer, and for all data that peer has put
-// before them (ncclWaitSignal, NCCL 2.29.2 and newer). The host does not wait.
+// WaitSignal enqueues a wait of s, but not of the host, for n signals of rank
+// peer, and for all data that peer has put before them (ncclWaitSignal, NCCL
+// 2.29.2 and newer).
 func WaitSignal(c *Communicator, s *stream.Stream, peer, n int) error {
 	const f = ncclapi.FuncWaitSignal
 	if err := c.oneSided(f, s, peer); err != nil {
@@ -252,10 +255,10 @@ type Registration struct {
 	id    ncclapi.RegID
 }
 
-// Register registers the memory of b, so that collectives can use it without copying it
-// first if all ranks have registered their operands (ncclCommRegister). It enqueues
-// nothing and is not collective. Close it before b; the end of the communicator closes it
-// too.
+// Register registers the memory of b, so that collectives can use it without
+// copying it first if all ranks have registered their operands
+// (ncclCommRegister). It enqueues nothing and is not collective. Close the
+// Registration before b; the end of the communicator closes it too.
 func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	const f = ncclapi.FuncCommRegister
 	if err := c.checkUsable(f.Name()); err != nil {
@@ -288,8 +291,9 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	return r, nil
 }
 
-// Close deregisters the memory (ncclCommDeregister). Operations that use it must have
-// completed. Close is idempotent, and does nothing after the end of the communicator.
+// Close deregisters the memory (ncclCommDeregister), which no operation may
+// still use. Close is idempotent, and does nothing after the end of the
+// communicator.
 func (r *Registration) Close() error {
 	if r == nil || !r.owner.Close() {
 		return nil
@@ -455,8 +459,8 @@ func (c *Communicator) noGraphs() bool {
 	return len(c.holds.by) == 0
 }
 
-// closeGraphs closes the graphs that use c. It reports false if one is being
-// captured: the abort then comes with the end of the capture.
+// closeGraphs closes the graphs that use c. It returns false if one is being
+// captured, because the abort then comes with the end of the capture.
 func (c *Communicator) closeGraphs() bool {
 	c.holds.mu.Lock()
 	by := slices.Clone(c.holds.by)

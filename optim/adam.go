@@ -18,14 +18,16 @@ type AdamConfig struct {
 	Maximize    bool       // ascend
 }
 
-// NewAdamW returns torch.optim.AdamW(fused=True) for the groups: weight decay is subtracted
-// from the parameters. The state is allocated on s, and is zero. A graph cannot capture the call.
+// NewAdamW returns torch.optim.AdamW(fused=True) for the groups: weight decay
+// is subtracted from the parameters. The state, which is zero, is allocated on
+// s. A graph cannot capture the call.
 func NewAdamW(s *stream.Stream, groups []Group, cfg *AdamConfig) (*Optimizer, error) {
 	return newAdam(s, "new AdamW", groups, cfg, flagDecoupled, 0.01)
 }
 
-// NewAdam returns torch.optim.Adam(fused=True) for the groups: weight decay is added to the
-// gradients. The state is allocated on s, and is zero. A graph cannot capture the call.
+// NewAdam returns torch.optim.Adam(fused=True) for the groups: weight decay is
+// added to the gradients. The state, which is zero, is allocated on s. A graph
+// cannot capture the call.
 func NewAdam(s *stream.Stream, groups []Group, cfg *AdamConfig) (*Optimizer, error) {
 	return newAdam(s, "new Adam", groups, cfg, 0, 0)
 }

@@ -148,12 +148,14 @@ func (g *Grads) enter(op string, s *stream.Stream) (*kernels, error) {
 
 func (g *Grads) value(place int) memory.Slice[float32] { return g.values.Slice(place, place+1) }
 
-// Powers enqueues on s the sum of |x|^p over all elements, or the largest |x| if p is +Inf,
-// and returns the number. Before the next call of Coef, ranks with different parts of a
-// model add these numbers over all ranks, or compute their maximum. Sums are of float64, and
-// the norm of each gradient is rounded to its type, as in torch. The returned number is rounded to
-// float32, also for gradients of float64, where torch keeps float64. Its relative error is then up to
-// 2^-24. A number above 3.4e38 is infinite: for p = 2, that is a norm above 1.8e19.
+// Powers enqueues on s the sum of |x|^p over all elements, or the largest |x|
+// if p is +Inf, and returns the number. Before the next call of Coef, ranks
+// with different parts of a model add these numbers over all ranks, or compute
+// their maximum. Sums are of float64, and the norm of each gradient is rounded
+// to its type, as in torch. The returned number is rounded to float32, also for
+// gradients of float64, where torch keeps float64, with a relative error of up
+// to 2^-24. A number above 3.4e38 is infinite: for p = 2, that is a norm above
+// 1.8e19.
 func (g *Grads) Powers(s *stream.Stream, p float64) (memory.Slice[float32], error) {
 	const op = "norm"
 	k, err := g.enter(op, s)
@@ -199,10 +201,11 @@ func (g *Grads) Coef(s *stream.Stream, limit float64) (norm, factor memory.Slice
 		kernel.Scalar[float64](g.order), kernel.Scalar[float32](float32(limit)), kernel.Scalar[uint32](uint32(g.dtype)))
 }
 
-// ClipNorm enqueues on s torch.nn.utils.clip_grad_norm_ with foreach=True: it multiplies all
-// gradients so that their norm of order p is at most limit, and returns the norm before.
-// Nothing waits for the device. A norm of NaN makes all
-// gradients NaN. An infinite norm makes infinite gradients NaN, and the others 0.
+// ClipNorm enqueues on s torch.nn.utils.clip_grad_norm_ with foreach=True: it
+// multiplies all gradients so that their norm of order p is at most limit, and
+// returns the norm before. Nothing waits for the device. A norm of NaN makes
+// all gradients NaN, and an infinite norm makes infinite gradients NaN, and the
+// others 0.
 func (g *Grads) ClipNorm(s *stream.Stream, limit, p float64) (norm memory.Slice[float32], err error) {
 	if _, err := g.Powers(s, p); err != nil {
 		return norm, err
@@ -230,8 +233,8 @@ func (g *Grads) Scale(s *stream.Stream, factor memory.Slice[float32]) error {
 	return watched(s, "kernel multiply", err, g.writes)
 }
 
-// ClipValue enqueues on s torch.nn.utils.clip_grad_value_: elements below -limit become
-// -limit, and elements above limit become limit. NaN stays.
+// ClipValue enqueues on s torch.nn.utils.clip_grad_value_: elements below
+// -limit become -limit, and elements above limit become limit, while NaN stays.
 func (g *Grads) ClipValue(s *stream.Stream, limit float64) error {
 	const op = "clip values"
 	k, err := g.enter(op, s)
@@ -246,9 +249,10 @@ func (g *Grads) ClipValue(s *stream.Stream, limit float64) error {
 	return watched(s, "kernel limit_size", err, g.writes)
 }
 
-// Unscale enqueues on s torch's _amp_foreach_non_finite_check_and_unscale_: it multiplies all
-// gradients by *inverse, and sets *found to 1 if an element was infinite or NaN; otherwise
-// *found stays. Both are one element. The zero Slice as inverse only checks.
+// Unscale enqueues on s torch's _amp_foreach_non_finite_check_and_unscale_: it
+// multiplies all gradients by *inverse, and sets *found to 1 if an element was
+// infinite or NaN; otherwise *found stays. Both are slices of one element. With
+// the zero Slice as inverse, Unscale only checks.
 func (g *Grads) Unscale(s *stream.Stream, inverse, found memory.Slice[float32]) error {
 	const op = "unscale"
 	k, err := g.enter(op, s)
@@ -270,8 +274,9 @@ func (g *Grads) Unscale(s *stream.Stream, inverse, found memory.Slice[float32]) 
 	return watched(s, "kernel unscale", err, g.writes)
 }
 
-// Close frees the table once pending work on its stream has finished. The gradients stay. While a graph that has captured operations of
-// g is open, Close fails and g stays open. Close does nothing if g is nil or closed.
+// Close frees the table, but not the gradients, once pending work on its stream
+// has finished. While a graph that has captured operations of g is open, Close
+// fails and g stays open. Close does nothing if g is nil or closed.
 func (g *Grads) Close() error {
 	if g == nil || g.owner.Closed() {
 		return nil
@@ -314,8 +319,8 @@ func (x spans) apart(op string) error {
 	return nil
 }
 
-// apartFrom returns an error if y and a span have common memory. The spans are sorted, as apart
-// leaves them.
+// apartFrom returns an error if y has memory in common with a span of x, which
+// must be sorted, as apart leaves it.
 func (x spans) apartFrom(op string, y span) error {
 	i, _ := slices.BinarySearchFunc(x, y.from, func(s span, from uint64) int { return cmp.Compare(s.end, from+1) })
 	if i < len(x) && x[i].from < y.end {
@@ -324,8 +329,8 @@ func (x spans) apartFrom(op string, y span) error {
 	return nil
 }
 
-// watched tells the sanitizer, if there is one, which tensors a launch found in its table. It
-// returns err, the error of the launch.
+// watched tells the sanitizer, if there is one, which tensors a launch found in
+// its table, and returns err, the error of the launch.
 func watched(s *stream.Stream, name string, err error, list func() []cudadrv.Use) error {
 	if err == nil {
 		gpu.StreamOf(s).Uses(name, false, list)

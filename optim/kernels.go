@@ -128,7 +128,7 @@ type table[R entry | list] struct {
 	memory memory.Slice[uint8] // the rows, and then the blocks
 }
 
-// add adds a row of n elements. A row without elements has a block too.
+// add adds a row of n elements, which has a block even if it has no elements.
 func (t *table[R]) add(row R, n, chunk int) {
 	for at := 0; at == 0 || at < n; at += chunk {
 		t.blocks = append(t.blocks, place{uint32(len(t.rows)), uint32(chunk), uint64(at)})

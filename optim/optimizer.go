@@ -338,7 +338,8 @@ func (o *Optimizer) LR(group int) memory.Slice[float64] {
 	return o.rates.Slice(group*optionWords, group*optionWords+1)
 }
 
-// SetLR enqueues on s the change of a group's learning rate. Steps enqueued later use it.
+// SetLR enqueues on s the change of a group's learning rate, which steps
+// enqueued later use.
 func (o *Optimizer) SetLR(s *stream.Stream, group int, lr float64) error {
 	const op = "set learning rate"
 	k, err := o.enter(op, s)
@@ -351,8 +352,10 @@ func (o *Optimizer) SetLR(s *stream.Stream, group int, lr float64) error {
 	return k.put64.Launch(s, one, kernel.Ptr(o.LR(group)), kernel.Scalar[float64](lr))
 }
 
-// Close frees the state once pending work on its stream has finished. The parameters stay. While a graph that has captured operations of
-// the optimiser is open, Close fails and the optimiser stays open. Close does nothing if the optimiser is nil or closed.
+// Close frees the state, but not the parameters, once pending work on its
+// stream has finished. While a graph that has captured operations of the
+// optimiser is open, Close fails and the optimiser stays open. Close does
+// nothing if the optimiser is nil or closed.
 func (o *Optimizer) Close() error {
 	if o == nil || o.owner.Closed() {
 		return nil

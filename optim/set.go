@@ -13,12 +13,13 @@ import (
 	"github.com/gochorus/chorus/tensor"
 )
 
-// SetGradients gives the parameters of all groups, in order, the gradients that later steps use, in
-// place of those of Param or of the last call. They are contiguous, and each has the length and the type
-// of the gradient before, or of the value if Param had none. Programs call it if gradients have other
-// memory in each step, as with ddp.Units (torch: p.grad = g). The addresses are stored on s, without a
-// wait of the host, and a graph can capture the call. Grads of the optimiser follow. An error changes
-// nothing.
+// SetGradients gives the parameters of all groups, in order, the gradients that
+// later steps use, in place of those of Param or of the last call. They are
+// contiguous, and each has the length and the type of the gradient before, or
+// of the value if Param had none. Programs call it if gradients have other
+// memory in each step, as with ddp.Units (torch: p.grad = g). The addresses are
+// stored on s, without a wait of the host, and a graph can capture the call.
+// Grads of the optimiser follow. An error changes nothing.
 func (o *Optimizer) SetGradients(s *stream.Stream, gradients ...tensor.Tensor) error {
 	const op = "set gradients"
 	k, err := o.enter(op, s)
@@ -66,8 +67,9 @@ func (o *Optimizer) SetGradients(s *stream.Stream, gradients ...tensor.Tensor) e
 	return nil
 }
 
-// Grads is NewGrads for the gradients of all groups, in order. It follows SetGradients. If a parameter
-// has no gradient yet, the operations of the result return errors until SetGradients was called.
+// Grads is NewGrads for the gradients of all groups, in order, and follows
+// SetGradients. If a parameter has no gradient yet, the operations of the
+// result return errors until SetGradients was called.
 func (o *Optimizer) Grads(s *stream.Stream) (*Grads, error) {
 	const op = "new gradients"
 	if _, err := o.enter(op, s); err != nil {

@@ -93,8 +93,8 @@ func (o *Optimizer) LoadState(s *stream.Stream, from []State) error {
 	return nil
 }
 
-// separate returns an error if a copy would overwrite the source of another copy. A state may be
-// loaded from itself.
+// separate returns an error if a copy would overwrite the source of another
+// copy, but permits loading a state from itself.
 func separate(op string, to, of []tensor.Tensor) error {
 	states := map[*memory.Buffer]int{}
 	for i := range to {

@@ -28,7 +28,7 @@ type call struct {
 // An issue adds an operation to a batch, or enqueues it if b is nil.
 type issue func(b *nccl.Batch) error
 
-// issue returns an issue of one operation. The group's strategy executes the operation.
+// issue returns an issue of one operation, which the group's strategy executes.
 func (x *call) issue(add func(on nccl.Issuer) error) issue {
 	return func(b *nccl.Batch) error {
 		if b != nil {

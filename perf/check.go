@@ -71,8 +71,8 @@ func (r *CheckReport) Of(rank int) (list []Finding) {
 	return list
 }
 
-// CheckDevices is [Check] for devices of this process. It creates a group of the devices and closes it. With one
-// device it runs only the test of the device.
+// CheckDevices is [Check] for devices of this process: it creates a group of
+// them, and closes it. With one device it runs only the test of the device.
 func CheckDevices(ctx context.Context, devs []*device.Device, cfg *CheckConfig) (*CheckReport, error) {
 	c, err := newChecker(devs, cfg)
 	if err != nil {
@@ -270,7 +270,8 @@ func exchange[T any](ctx context.Context, c *checker, name string, mine []T) (ma
 	return all, nil
 }
 
-// flatten returns values by rank. Each key of a process is its first rank.
+// flatten returns values by rank, from lists whose keys are the first ranks of
+// their processes.
 func flatten[T any](all map[int][]T) []T {
 	var list []T
 	firsts := make([]int, 0, len(all))

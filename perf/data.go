@@ -212,8 +212,8 @@ func exponents(t memory.DType) int {
 	return min(row.Digits-1, 30)
 }
 
-// preMulSum returns the reduction that multiplies the elements of odd ranks by two.
-// It is created once for each element type.
+// preMulSum returns the reduction that multiplies the elements of odd ranks by
+// two, and that is created once for each element type.
 func (r *rank) preMulSum(t memory.DType) (nccl.Op, error) {
 	if op, ok := r.factors[t]; ok {
 		return op, nil
@@ -329,7 +329,7 @@ func parseReductions(name string) (list []reduction, err error) {
 	return list, nil
 }
 
-// raw returns the NCCL operator. It is not valid for mulSum.
+// raw returns the NCCL operator, which is not valid for mulSum.
 func (r reduction) raw() nccl.Op {
 	return [...]nccl.Op{nccl.Sum, nccl.Sum, nccl.Prod, nccl.Max, nccl.Min, nccl.Avg, nccl.Sum}[r]
 }

@@ -217,7 +217,7 @@ func (b *byteData) wrong(ctx context.Context, x memory.Slice[uint8], n int, seed
 	return int64(out[0]), err
 }
 
-// close frees everything. The stream must be idle.
+// close frees everything, and requires that the stream is idle.
 func (b *byteData) close() error {
 	return errors.Join(b.count.Close(), b.tables.close(), b.kernels.module.Close())
 }
@@ -288,8 +288,8 @@ func (t *deviceTest) bandwidth(ctx context.Context, bytes int, issue func() erro
 	return float64(bytes) / max(best.Seconds(), 1e-9) / 1e9, err
 }
 
-// HostBandwidth measures copies of pinned memory from and to a device, in 10^9 bytes a second. It returns when the
-// copies have ended.
+// HostBandwidth measures copies of pinned memory from and to a device, in 10^9
+// bytes a second, and returns when the copies have ended.
 func HostBandwidth(ctx context.Context, d *device.Device, bytes int) (toGPU, fromGPU float64, err error) {
 	const repeats = 4
 	s, err := stream.New(d, nil)

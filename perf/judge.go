@@ -221,8 +221,9 @@ func (b *culprit) share() string {
 	return fmt.Sprintf("%d of its %d pairs", len(b.pairs), b.of)
 }
 
-// blame explains bad pairs by as few culprits as possible. If all pairs of all ranks are bad, no one is blamed: the
-// group is. A host or a GPU is blamed if all its pairs are bad and it has several. What remains are links.
+// blame explains bad pairs by as few culprits as possible. If all pairs of all
+// ranks are bad, it blames the group. It blames a host or a GPU if all its
+// pairs are bad and it has several, and otherwise links.
 func blame(gpus []GPU, pairs []PairResult, bad func(*PairResult) bool) (list []culprit) {
 	var rest []PairResult
 	for i := range pairs {

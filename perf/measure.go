@@ -336,7 +336,7 @@ func (r *rank) register(ctx context.Context, reg int) error {
 
 func (r *rank) later(undo func() error) { r.releases = append(r.releases, undo) }
 
-// close releases everything. The stream must be idle.
+// close releases everything, the latest first. The stream must be idle.
 func (r *rank) close() error {
 	if r == nil {
 		return nil

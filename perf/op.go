@@ -104,8 +104,8 @@ func Operations() []string {
 	return names
 }
 
-// find returns the operation with a name. It also accepts names of nccl-tests'
-// programs, such as all_reduce_perf.
+// find returns the operation with a name, which may also be that of an
+// nccl-tests' program, such as all_reduce_perf.
 func find(name string) (*operation, error) {
 	for _, o := range operations {
 		if o.name == strings.TrimSuffix(name, "_perf") {

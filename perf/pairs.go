@@ -40,7 +40,7 @@ func (p *PairPlan) Check(n int) error {
 // LatencyBytes is the size of a ping.
 const LatencyBytes = 8
 
-// MeasurePairs measures every pair of ranks. All ranks must call it.
+// MeasurePairs measures every pair of ranks, so all ranks must call it.
 func MeasurePairs(ctx context.Context, g *comm.Group, p *PairPlan) (*Report, error) {
 	switch {
 	case g == nil:

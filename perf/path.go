@@ -40,11 +40,13 @@ var recording struct {
 	file string
 }
 
-// RecordPaths lets NCCL log its connections to a file of this process in a folder, so that [Check] reports the
-// paths that NCCL uses. Without it, paths are unknown. Call it before the process uses NCCL, which reads its
-// variables once: it sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE, and fails if one of them is set. The
-// caller removes the folder. Only one group at a time may be created while Check runs, because the log has ranks
-// but no names of groups.
+// RecordPaths lets NCCL log its connections to a file of this process in a
+// folder, so that [Check] reports the paths that NCCL uses, which are otherwise
+// unknown. Call it before the process uses NCCL, which reads its variables
+// once: it sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS and NCCL_DEBUG_FILE, and fails if
+// one of them is set. The caller removes the folder. Only one group at a time
+// may be created while Check runs, because the log has ranks but no names of
+// groups.
 func RecordPaths(folder string) error {
 	for _, name := range []string{"NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE"} {
 		if v, ok := os.LookupEnv(name); ok {
@@ -61,8 +63,8 @@ func RecordPaths(folder string) error {
 // "n1:71:93 [0] NCCL INFO Channel 00/1 : 0[0] -> 1[1] via P2P/CUMEM/read".
 var connection = regexp.MustCompile(`NCCL INFO Channel \d+(?:/\d+)? : (\d+)\[[0-9a-f]+\] -> (\d+)\[[0-9a-f]+\](?: \[(?:send|receive)\])? via ([A-Za-z0-9]+)(?:/([A-Za-z]+))?`)
 
-// transports returns NCCL's transports of the connections in a log, by their ranks. A connection with several
-// transports has "".
+// transports returns NCCL's transports of the connections in a log, by their
+// ranks, or "" for a connection with several.
 func transports(log string) map[[2]int]string {
 	all := map[[2]int]string{}
 	lines := bufio.NewScanner(strings.NewReader(log))
@@ -106,7 +108,8 @@ func loggedTransports() map[[2]int]string {
 	return transports(string(text))
 }
 
-// pathOf returns the path of a pair, from what its ranks know. Both directions must agree.
+// pathOf returns the path of a pair, from what its ranks know, which must agree
+// for both directions.
 func pathOf(p *PairResult, byRank []*pairState) Path {
 	var paths [2]Path
 	for i, rank := range p.Ranks {

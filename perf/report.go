@@ -44,7 +44,8 @@ type Report struct {
 // Form is the format number of a report's JSON.
 const Form = 1
 
-// Describe returns a report with the machine and the group, but no results. It does not communicate.
+// Describe returns a report with the machine and the group, but no results,
+// without communicating.
 func Describe(g *comm.Group) (*Report, error) {
 	if g == nil {
 		return nil, errNoGroup

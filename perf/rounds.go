@@ -62,8 +62,9 @@ func (s *pairState) fail(err error, rank int) {
 	}
 }
 
-// roundsOf returns the partner of each rank in each round, or -1. Each pair meets once. On several hosts with as many
-// ranks each, ranks of a host meet first, and then those with the same place on each other host.
+// roundsOf returns the partner of each rank in each round, or -1, such that
+// each pair meets once. On several hosts with as many ranks each, ranks of a
+// host meet first, and then those with the same place on each other host.
 func roundsOf(gpus []GPU) (rounds [][]int) {
 	hosts := hostsOf(gpus)
 	places := make([][]int, len(hosts)) // ranks by host
@@ -123,7 +124,8 @@ func tournament(n int) (rounds [][]int) {
 	return rounds
 }
 
-// pairs measures the rounds on the local ranks, and exchanges the results. It reports whether all of them ended.
+// pairs measures the rounds on the local ranks, exchanges the results, and
+// reports whether all of them ended.
 func (c *checker) pairs(ctx context.Context, g *comm.Group) bool {
 	rounds := roundsOf(c.report.GPUs)
 	c.cfg.Log.Info("step", "name", "pairs", "rounds", len(rounds), "bytes", c.cfg.MaxBytes)

@@ -103,8 +103,9 @@ func (r *Report) run(ctx context.Context, g *comm.Group, p *Plan, jobs []job, ro
 	})
 }
 
-// spmd runs fn for all local ranks concurrently, each on a locked OS thread, with
-// buffers of the given size. The first error cancels the others.
+// spmd runs fn for all local ranks concurrently, each on a locked OS thread,
+// with buffers of the given size, until the first error, which cancels the
+// others.
 func spmd(ctx context.Context, g *comm.Group, bytes int, reg int, fn func(context.Context, *rank) error) error {
 	asked := ctx
 	ctx, cancel := context.WithCancelCause(ctx)

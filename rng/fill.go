@@ -37,9 +37,9 @@ func Uniform[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], from, t
 	return run(g, s, x, uniform, number(from), number(to), number(f.minus(to, from)))
 }
 
-// Normal fills x with normally distributed values (torch.Tensor.normal_; with a slice as mean or
-// std, torch.normal). It requires std >= 0. The numbers of a slice are not
-// checked: a negative std acts like a positive one.
+// Normal fills x with normally distributed values (torch.Tensor.normal_; with a
+// slice as mean or std, torch.normal). It requires std >= 0, but does not check
+// the numbers of a slice, where a negative std acts like a positive one.
 func Normal[T Float, M, S Param[T]](g *Generator, s *stream.Stream, x memory.Slice[T], mean M, std S) error {
 	m, d := paramOf[T](mean), paramOf[T](std)
 	if !d.isSlice() && !(d.number >= 0) {
@@ -51,8 +51,8 @@ func Normal[T Float, M, S Param[T]](g *Generator, s *stream.Stream, x memory.Sli
 	return run(g, s, x, normal, number(m.number), number(d.number), 0)
 }
 
-// LogNormal fills x with e to the power of normally distributed values
-// (torch.Tensor.log_normal_). It requires std > 0.
+// LogNormal fills x with e to the power of normally distributed values, whose
+// std must be > 0 (torch.Tensor.log_normal_).
 func LogNormal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean, std float64) error {
 	if !(std > 0) {
 		return refuse("log-normal", "std", std, "> 0")
@@ -60,8 +60,8 @@ func LogNormal[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], mean,
 	return run(g, s, x, logNormal, number(mean), number(std), 0)
 }
 
-// Cauchy fills x with values of the Cauchy distribution (torch.Tensor.cauchy_). It requires
-// sigma > 0.
+// Cauchy fills x with values of the Cauchy distribution, whose sigma must be >
+// 0 (torch.Tensor.cauchy_).
 func Cauchy[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], median, sigma float64) error {
 	if !(sigma > 0) {
 		return refuse("cauchy", "sigma", sigma, "> 0")
@@ -69,9 +69,9 @@ func Cauchy[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], median, 
 	return run(g, s, x, cauchy, number(median), number(sigma), 0)
 }
 
-// Exponential fills x with exponentially distributed values with mean 1/lambda
-// (torch.Tensor.exponential_). It requires lambda > 0. Values are positive unless
-// they are too small for T.
+// Exponential fills x with exponentially distributed values with mean 1/lambda,
+// where lambda must be > 0 (torch.Tensor.exponential_). Values are positive
+// unless they are too small for T.
 func Exponential[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], lambda float64) error {
 	if !(lambda > 0) {
 		return refuse("exponential", "lambda", lambda, "> 0")
@@ -85,8 +85,9 @@ func Exponential[T Float](g *Generator, s *stream.Stream, x memory.Slice[T], lam
 }
 
 // Bernoulli fills x with 1 or true with probability p, and otherwise with 0 or
-// false (torch.Tensor.bernoulli_). It requires 0 <= p <= 1. In a slice, which torch checks on the
-// device, smaller numbers and NaN give 0, and larger numbers give 1.
+// false, where p must be from 0 to 1 (torch.Tensor.bernoulli_). In a slice,
+// which torch checks on the device, smaller numbers and NaN give 0, and larger
+// numbers give 1.
 func Bernoulli[T Number | bool, P Param[T]](g *Generator, s *stream.Stream, x memory.Slice[T], p P) error {
 	q := paramOf[T](p)
 	if q.isSlice() {
@@ -99,8 +100,9 @@ func Bernoulli[T Number | bool, P Param[T]](g *Generator, s *stream.Stream, x me
 }
 
 // Geometric fills x with the number of trials up to the first success, if each
-// trial succeeds with probability p (torch.Tensor.geometric_). It requires 0 < p
-// < 1. If T cannot represent a value, the element is undefined.
+// trial succeeds with probability p, which must be above 0 and below 1
+// (torch.Tensor.geometric_). If T cannot represent a value, the element is
+// undefined.
 func Geometric[T Number](g *Generator, s *stream.Stream, x memory.Slice[T], p float64) error {
 	if !(p > 0 && p < 1) {
 		return refuse("geometric", "p", p, "0 < p < 1")
@@ -261,8 +263,8 @@ func checkFromTo(f *format, from, to int64) (int64, int64, error) {
 	return f0, t0, nil
 }
 
-// up returns from or, if rounding to the type could give a number below from, a
-// larger number. It implements torch's rule with torch's rounding.
+// up implements torch's rule with torch's rounding: it returns from or, if
+// rounding to the type could give a number below from, a larger number.
 func (f *format) up(from int64) int64 {
 	next := whole(f.of(from + 1))
 	if next >= from {
@@ -292,7 +294,7 @@ func magnitude(v int64) uint64 {
 	return uint64(v)
 }
 
-// whole converts like x86. torch's bounds depend on that: the result of an
+// whole converts like x86, on which torch's bounds depend: the result of an
 // overflow is the smallest int64.
 func whole(v float64) int64 {
 	if v >= 1<<63 || v < -1<<63 || v != v {

@@ -35,8 +35,9 @@ func New(dev *device.Device, seed uint64) *Generator { return &Generator{dev: de
 
 var defaultKey handle.Key
 
-// Default returns the default generator of the device, which is the same at every
-// call. It starts with a random seed, like torch.cuda.default_generators.
+// Default returns the default generator of the device, which is the same at
+// every call, and starts with a random seed, like
+// torch.cuda.default_generators.
 func Default(dev *device.Device) *Generator {
 	if dev == nil {
 		return New(nil, 0) // fills return an error
@@ -83,10 +84,10 @@ func (g *Generator) Offset() uint64 {
 	return g.offset + p.offset
 }
 
-// SetOffset moves to another offset of the same sequence
-// (torch.Generator.set_offset). It must be a multiple of 4. In a captured
-// function it is an error, as in torch, unless the function has set a seed or a
-// state, because the sequence is unknown before the launch.
+// SetOffset moves to another offset of the same sequence, which must be a
+// multiple of 4 (torch.Generator.set_offset). In a captured function it is an
+// error, as in torch, unless the function has set a seed or a state, because
+// the sequence is unknown before the launch.
 func (g *Generator) SetOffset(offset uint64) error {
 	if offset%4 != 0 {
 		return fmt.Errorf("rng: set offset %d: want a multiple of 4", offset)
@@ -214,7 +215,7 @@ func StateAll(devs ...*device.Device) ([][StateSize]byte, error) {
 }
 
 // SetStateAll sets the states of the devices' default generators, one for each
-// device (torch.cuda.set_rng_state_all). If it fails, no state has changed.
+// device, or none if it fails (torch.cuda.set_rng_state_all).
 func SetStateAll(states [][StateSize]byte, devs ...*device.Device) error {
 	devs, err := all("set state", devs)
 	if err != nil {

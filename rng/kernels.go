@@ -134,7 +134,8 @@ func kernelOf[T memory.Element](t *toolbox, dev *device.Device, d dist) (*kernel
 	return k, nil
 }
 
-// prepare reads the grid of the device. t.mu is held.
+// prepare reads from the device how many blocks fill it, unless that is known
+// already. t.mu is held.
 func (t *toolbox) prepare(dev *device.Device) error {
 	if t.policy.blocks != 0 {
 		return nil
@@ -285,7 +286,7 @@ type job struct {
 	a, b, c uint64
 }
 
-// run performs a fill. a, b and c are the parameters of the distribution.
+// run performs a fill, where a, b and c are the parameters of the distribution.
 func run[T memory.Element](g *Generator, s *stream.Stream, x memory.Slice[T], d dist, a, b, c uint64) error {
 	g, err := check(ops[d], g, s, x)
 	if err != nil || x.Len() == 0 {

@@ -180,9 +180,9 @@ func (m *sampling[T]) sorted(waits memory.Slice[T]) (err error) {
 	return m.each("sample_first", m.x.Len(), kernel.Ptr(m.x), kernel.Ptr(o.values[0]), kernel.Ptr(m.bad), count(m.rows), count(m.columns), count(m.samples))
 }
 
-// Permutation fills x with the numbers from 0 to x.Len()-1 in random order (torch.randperm). T
-// must represent x.Len()-1. It needs 24 bytes of temporary memory for each element, from the
-// caching allocator.
+// Permutation fills x with the numbers from 0 to x.Len()-1 in random order
+// (torch.randperm). T must be able to represent all of them. It needs 24 bytes
+// of temporary memory for each element, from the caching allocator.
 func Permutation[T Number](g *Generator, s *stream.Stream, x memory.Slice[T]) (err error) {
 	const op = "rng: permutation"
 	g, err = check(op, g, s, x)
@@ -298,7 +298,8 @@ func (o *sorter) close() error {
 	return errors.Join(o.keys[0].Close(), o.keys[1].Close(), o.values[0].Close(), o.values[1].Close(), o.counts.Close())
 }
 
-// sort sorts keys[0] by its low bits, with values[0]. Equal keys keep their order.
+// sort sorts keys[0] by its low bits, with values[0], and keeps the order of
+// equal keys.
 func (o *sorter) sort(bits int) error {
 	n := count(o.keys[0].Len())
 	part := count(o.part)

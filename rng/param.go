@@ -163,8 +163,8 @@ func placesOf(dev *device.Device) *places {
 	return p
 }
 
-// Close closes the streams. Package memory, which the System closes next, returns the
-// memory of the pools to the driver.
+// Close closes the streams, but not the pools, whose memory package memory,
+// which the System closes next, returns to the driver.
 func (a *allPlaces) Close() error {
 	a.mu.Lock()
 	defer a.mu.Unlock()
@@ -382,7 +382,7 @@ func (c *captured) write(s *stream.Stream) error {
 	return err
 }
 
-// follow orders s after o. It fails if another graph captures o, because the
+// follow orders s after o, or fails if another graph captures o, because the
 // wait would become part of that graph.
 func follow(s, o *stream.Stream) error {
 	if err := gpu.StreamOf(o).RefuseCapture("launch a graph", "a launch uses it too: launch the graph after the capture"); err != nil {

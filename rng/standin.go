@@ -130,9 +130,9 @@ func units64(w [4]uint32, v *[4]float64) int {
 	return 2
 }
 
-// gauss32 is the Box-Muller transform. The GPU's fast sine takes turns, computed
-// from the angle by a truncated product. The stand-in does the same and differs
-// only by the error of the sine's table.
+// gauss32 is the Box-Muller transform. The GPU's fast sine takes turns,
+// computed from the angle by a truncated product. The stand-in does the same,
+// and so differs only by the error of the sine's table.
 //
 //go:norace
 func gauss32(w [4]uint32, v *[4]float64) int {
@@ -161,8 +161,8 @@ func gauss64(w [4]uint32, v *[4]float64) int {
 	return 2
 }
 
-// sincospi returns the sine and cosine of x*pi for x from 0 to 2. It first
-// subtracts whole quarters, which is exact.
+// sincospi returns the sine and cosine of x*pi for x from 0 to 2, after
+// subtracting whole quarters, which is exact.
 func sincospi(x float64) (sine, cosine float64) {
 	quarters := math.Round(2 * x)
 	s, c := math.Sincos((x - quarters/2) * math.Pi)

@@ -27,9 +27,10 @@ func (e *CallbackError) Unwrap() error {
 	return err
 }
 
-// Callback calls fn when everything enqueued on s so far has completed, and makes
-// operations that are enqueued later wait until fn has returned (cuLaunchHostFunc). It
-// returns at once. If the device fails first, fn is not called.
+// Callback calls fn when everything enqueued on s so far has completed, and
+// makes operations that are enqueued later wait until fn has returned
+// (cuLaunchHostFunc). It returns at once. If the device fails before that, fn
+// is not called.
 //
 // One thread of the driver runs the callbacks of all streams of a device, one after the other. So fn
 // should be short, and must not wait for another callback. It must not use a device, nor wait for work on one, nor call
@@ -65,8 +66,8 @@ func (s *Stream) guard(fn func()) func() {
 	}
 }
 
-// seeCallbacks ends a wait for the stream. It returns err, or else the panic of a
-// callback.
+// seeCallbacks ends a wait for the stream, and returns err, or else the panic
+// of a callback.
 func (s *Stream) seeCallbacks(err error) error {
 	if s.called.Load() == 0 || err != nil { // the load makes writes of the callbacks visible
 		return err
@@ -104,8 +105,8 @@ func (e *Event) note(s *Stream) (captured bool, err error) {
 	return captured, err
 }
 
-// checkHost is check for calls that query or wait for the event on the host. They are
-// illegal for a captured event.
+// checkHost is check for calls that query or wait for the event on the host,
+// which are illegal for a captured event.
 func (e *Event) checkHost(op string) error {
 	if err := e.check(op); err != nil {
 		return err

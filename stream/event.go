@@ -76,8 +76,8 @@ type Event struct {
 
 type eventRef = handle.Ref[gpu.Event]
 
-// NewEvent creates an event on dev. Only streams of dev can record it; streams
-// of any device can wait for it.
+// NewEvent creates an event on dev. Only streams of dev can record it, but
+// streams of any device can wait for it.
 func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	if dev == nil {
 		return nil, fmt.Errorf("stream: new event: no device given")
@@ -96,9 +96,10 @@ func NewEvent(dev *device.Device, cfg *EventConfig) (*Event, error) {
 	return e, nil
 }
 
-// ExternalEvent wraps a CUevent that other code has made on dev, such as an event of PyTorch
-// in the same process. Close closes only the wrapper. The CUevent must live until then, and
-// so must it for graphs whose operations are on it. Handle returns it.
+// ExternalEvent wraps a CUevent that other code has made on dev, such as an
+// event of PyTorch in the same process. Close closes only the wrapper. The
+// CUevent, which Handle returns, must live until then, and as long as graphs
+// whose operations are on it.
 //
 // The other code may have recorded the event before. Elapsed needs two events that are both
 // made with Timing; ExternalEvent does not know that of others, so Elapsed refuses its events.
@@ -120,8 +121,9 @@ func ExternalEvent(dev *device.Device, cuEvent uintptr) (*Event, error) {
 	return e, nil
 }
 
-// Handle returns the CUevent, for code that calls CUDA directly. It is valid until Close.
-// Other code may wait for the event and record it on streams of its device.
+// Handle returns the CUevent, for code that calls CUDA directly. It is valid
+// until Close. Other code may wait for the event and record it on streams of
+// its device.
 func (e *Event) Handle() uintptr {
 	gpu.DeviceOf(e.dev).RecordedElsewhere(gpu.EventOf(e))
 	return uintptr(gpu.EventOf(e))
@@ -232,8 +234,9 @@ func (e *Event) Elapsed(start *Event) (time.Duration, error) {
 	return time.Duration(float64(ms) * float64(time.Millisecond)), err
 }
 
-// Close destroys the event. Waits that were enqueued for it stay valid. If graphs record it or
-// wait for it (External), it is destroyed when they are closed.
+// Close destroys the event, but waits that were enqueued for it stay valid. If
+// graphs record it or wait for it (External), it is destroyed when they are
+// closed.
 func (e *Event) Close() error {
 	if e == nil || !e.owner.Close() {
 		return nil
@@ -262,8 +265,9 @@ func (e *Event) check(op string) error {
 // (CUipcEventHandle). It is plain data that can be sent by any means.
 type EventHandle [64]byte
 
-// IPCHandle returns a handle that OpenEvent of another process opens (cuIpcGetEventHandle,
-// torch.cuda.Event.ipc_handle). The event must be made with EventConfig.Interprocess.
+// IPCHandle returns a handle that OpenEvent of another process opens
+// (cuIpcGetEventHandle, torch.cuda.Event.ipc_handle). The event must have been
+// created with EventConfig.Interprocess.
 func (e *Event) IPCHandle() (EventHandle, error) {
 	const op = "stream: handle of an event"
 	if err := e.check(op); err != nil {

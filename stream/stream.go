@@ -75,8 +75,8 @@ func (s *Stream) Equal(o *Stream) bool {
 	return s == o || s != nil && o != nil && s.dev == o.dev && gpu.StreamOf(s).Raw() == gpu.StreamOf(o).Raw()
 }
 
-// Handle returns the CUstream, for code that calls CUDA directly; the handle of the
-// default stream is 0. It is valid until Close.
+// Handle returns the CUstream, for code that calls CUDA directly; the handle of
+// the default stream is 0. The handle is valid until Close.
 func (s *Stream) Handle() uintptr { return uintptr(gpu.StreamOf(s).Expose()) }
 
 // check returns an error if the stream is nil or closed, for calls that enqueue nothing.
@@ -128,9 +128,9 @@ func (s *Stream) Query() (bool, error) {
 	return done && err == nil, err
 }
 
-// Wait orders work that is enqueued on s from now on after the latest record of e
-// (cuStreamWaitEvent). The host does not wait. If e was never recorded, s does not wait. e
-// may be on another device.
+// Wait orders work that is enqueued on s from now on after the latest record of
+// e (cuStreamWaitEvent). The host does not wait, and neither does s if e was
+// never recorded. e may be on another device.
 func (s *Stream) Wait(e *Event) error {
 	if err := s.check("stream: wait"); err != nil {
 		return err
@@ -225,10 +225,10 @@ const (
 	handlePerThread = 2
 )
 
-// External wraps a CUstream that other code has made on dev, such as a stream of PyTorch
-// in the same process (torch.cuda.ExternalStream). Close closes only the wrapper. The
-// CUstream must live until then and until the work on it has completed. Handle returns it.
-// 0 is Default.
+// External wraps a CUstream that other code has made on dev, such as a stream
+// of PyTorch in the same process (torch.cuda.ExternalStream). Close closes only
+// the wrapper. The CUstream, which Handle returns, must live until then and
+// until the work on it has completed. For 0, External returns Default.
 //
 // The stream must belong to the device's primary context, as all streams of the CUDA
 // runtime and of PyTorch do; External checks that. CUDA cannot check that cuStream is a

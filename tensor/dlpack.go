@@ -75,10 +75,11 @@ func callDeleter(deleter uintptr, managed unsafe.Pointer) {
 	}
 }
 
-// FromDLPack returns a tensor that has the memory of p, without a copy (torch.from_dlpack).
-// Shape and strides are kept. The tensor takes p over: when it is closed, and s and the
-// streams of RecordStream have completed their operations on it, p's deleter is called, on
-// any thread. If FromDLPack fails, p still belongs to the caller.
+// FromDLPack returns a tensor that has the memory of p, without a copy
+// (torch.from_dlpack), and keeps its shape and strides. The tensor takes p
+// over: when it is closed, and s and the streams of RecordStream have completed
+// their operations on it, p's deleter is called, on any thread. If FromDLPack
+// fails, p still belongs to the caller.
 //
 // Operations that are enqueued on s from now on may use the memory. The producer orders s
 // behind its own work: give s.Handle() to its __dlpack__(stream=...), with 1 instead of 0 for
@@ -235,8 +236,8 @@ func dlCode(t memory.DType) (dlType, bool) {
 	return dlType{}, false
 }
 
-// Delete calls the deleter of p, for a consumer that does not take it over. p must not be used
-// afterwards.
+// Delete calls the deleter of p, which must not be used afterwards, for a
+// consumer that does not take it over.
 func (p DLPack) Delete() {
 	switch {
 	case p.Managed == nil:

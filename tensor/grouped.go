@@ -15,11 +15,12 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// GroupedMatMul enqueues the products of groups of rows on s (torch.nn.functional.grouped_mm), such
-// as the tokens of each expert. Group i is the next rows[i] rows of a. These rows of c become their
-// product with the matrix b[i]. a has shape [m k], b [g k n], c [m n], and the numbers of
-// rows sum up to m. A group may have no rows. See MatMul for types, layouts, precision and errors;
-// cfg has no tensors.
+// GroupedMatMul enqueues the products of groups of rows on s
+// (torch.nn.functional.grouped_mm), such as the tokens of each expert. Group i
+// is the next rows[i] rows of a. These rows of c become their product with the
+// matrix b[i]. a has shape [m k], b [g k n], c [m n], and the numbers of rows,
+// which may be 0, sum up to m. See MatMul for types, layouts, precision and
+// errors; cfg has no tensors.
 //
 // Each group with rows is a product of its own, one after the other on s. If the sizes are on the device,
 // see GroupedMatMulAt.
@@ -108,7 +109,7 @@ func GroupedMatMulAt(s *stream.Stream, c, a, b, ends Tensor, cfg *MatMulConfig) 
 //	[m k]    [k n]    [g m n]  the columns of a and rows of b from the end of group i-1, or 0, to ends[i]
 //	[g m k]  [g k n]  [g m n]  the first ends[i] columns of matrix i of a, and rows of matrix i of b
 //
-// Ends are limited to 0 and k. What belongs to no group is not read.
+// Ends are limited to 0 and k, and what belongs to no group is not read.
 func GroupedMatMulInner(s *stream.Stream, c, a, b, ends Tensor, cfg *MatMulConfig) error {
 	return groupedAt("tensor: grouped matmul inner", s, c, a, b, ends, cfg, true)
 }

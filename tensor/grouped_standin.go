@@ -18,8 +18,9 @@ type groupedCall struct {
 	beta    float32
 }
 
-// standInGrouped implements a kernel of grouped.cu in Go. It accesses only elements that the kernel accesses. Sums
-// of float32 have its bits; those of other types are rounded after each product.
+// standInGrouped implements a kernel of grouped.cu in Go, and accesses only
+// elements that the kernel accesses. Sums of float32 have its bits; those of
+// other types are rounded after each product.
 func standInGrouped(kind groupedKind) func(*kernel.Call) {
 	return func(c *kernel.Call) {
 		g := &groupedCall{Call: c, kind: kind, flags: kernel.Get[uint32](c, 5), m: int(kernel.Get[int32](c, 6)), n: int(kernel.Get[int32](c, 7)), k: int(kernel.Get[int32](c, 8)),
@@ -70,8 +71,9 @@ func (g *groupedCall) multiply(group, from, to, lo, hi int) {
 	g.store(group, from, to, sums)
 }
 
-// matrix returns rows and a part of the inner dimension of a, or of b transposed, in row-major order. The arguments from
-// strides on are its strides.
+// matrix returns rows and a part of the inner dimension of a, or of b
+// transposed, in row-major order, where the arguments from strides on are the
+// strides of the operand.
 func (g *groupedCall) matrix(arg, strides, group int, innerLines bool, from, to, lo, hi int) []float32 {
 	elem := dtype.Of(g.kind.element)
 	ld, step := int(kernel.Get[int64](g.Call, strides)), int(kernel.Get[int64](g.Call, strides+1))

@@ -78,10 +78,10 @@ type MatMulConfig struct {
 //	8-bit floats, not both e5m2      bfloat16, float16,      float32
 //	                                 float32, e4m3fn; e5m2 if an input is e5m2
 //
-// The result is rounded once to the type of c; 8-bit floats saturate. If operands are not
-// aligned to 16 bytes, cuBLASLt may also round before it adds the bias and before the
-// epilogue. BiasGrad may be the sum of rounded elements. Integers and products of mixed types
-// are not supported.
+// The result is rounded once to the type of c; 8-bit floats saturate. If
+// operands are not aligned to 16 bytes, cuBLASLt may also round before it adds
+// the bias and before the epilogue, and BiasGrad may be the sum of rounded
+// elements. Integers and products of mixed types are not supported.
 //
 // cuBLASLt loads a kernel at its first use, and the driver may wait for all work of the device
 // then. If a collective waits for a rank that is not enqueued yet, such a product hangs, so compute
@@ -104,9 +104,9 @@ type MatMulConfig struct {
 // anything is enqueued. If c has no elements, MatMul enqueues nothing. If k is 0, the product is 0,
 // and MatMul still adds beta·c or Add and Bias, and applies the epilogue.
 //
-// In two cases SumA and SumB are a second product, of the input with ones in temporary memory. If
-// c has one row or one column, cuBLASLt stores wrong sums. For some layouts it has no algorithm
-// that also makes sums.
+// In two cases SumA and SumB are a second product, of the input with ones in
+// temporary memory. If c has one row or one column, cuBLASLt stores wrong sums,
+// and for some layouts it has no algorithm that also makes sums.
 //
 // MatMul returns when the product is enqueued. The first product of a kind on a stream
 // chooses an algorithm; later ones with the same shapes and alignments are enqueued without
@@ -255,9 +255,9 @@ func MatMulDefaults() (MatMulSettings, error) {
 	return *m, nil
 }
 
-// SetMatMulDefaults changes the settings of MatMulDefaults, for products that are enqueued
-// from now on by any goroutine, and returns the previous ones. Invalid settings are an error,
-// and change nothing.
+// SetMatMulDefaults changes the settings of MatMulDefaults, for products that
+// are enqueued from now on by any goroutine, and returns the previous ones. If
+// the settings are invalid, it returns an error and changes nothing.
 func SetMatMulDefaults(m MatMulSettings) (before MatMulSettings, err error) {
 	if before, err = MatMulDefaults(); err != nil {
 		return before, err
@@ -431,9 +431,10 @@ func WriteTuneResults(dev *device.Device, w io.Writer) error {
 }
 
 // ReadTuneResults reads results for a device, which products use from now on
-// (torch.cuda.tunable.read_file). A file with other validators, or an invalid line, is an
-// error and changes nothing. An algorithm that cuBLASLt does not accept for its product is
-// ignored. Results that the device already has stay.
+// (torch.cuda.tunable.read_file). A file with other validators, or an invalid
+// line, is an error and changes nothing. An algorithm that cuBLASLt does not
+// accept for its product is ignored, and results that the device already has
+// stay.
 func ReadTuneResults(dev *device.Device, r io.Reader) error {
 	if dev == nil {
 		return errors.New("tensor: read tune results: no device given")
@@ -457,9 +458,10 @@ func RecordMatMuls(dev *device.Device) (stop func(w io.Writer) error, err error)
 	return stop, nil
 }
 
-// TuneRecorded tunes the products that RecordMatMuls has written, on random operands that it
-// allocates on s (torch.cuda.tunable.tune_gemm_in_file). The host waits for the stream. It
-// stops at the first product that cannot be tuned, and returns the results so far.
+// TuneRecorded tunes the products that RecordMatMuls has written, on random
+// operands that it allocates on s (torch.cuda.tunable.tune_gemm_in_file). The
+// host waits for the stream. TuneRecorded stops at the first product that
+// cannot be tuned, and returns the results so far.
 func TuneRecorded(ctx context.Context, s *stream.Stream, r io.Reader, tune *TuneConfig) ([]TuneResult, error) {
 	const op = "tensor: tune recorded"
 	if err := gpu.CheckStream(op, s, nil); err != nil {

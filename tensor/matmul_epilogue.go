@@ -152,7 +152,8 @@ func (m *multiplication) setBias(t Tensor, rows, output bool) error {
 	return nil
 }
 
-// biasType returns the type of a bias. With 8-bit floats given may be one of two types.
+// biasType returns the type of a bias, which is given if two types are
+// possible, as in a product of 8-bit floats.
 func (m *multiplication) biasType(given memory.DType) memory.DType {
 	c := m.c.at().DType
 	switch {

@@ -224,7 +224,8 @@ func opOf(trans bool) cublasapi.Op {
 	return cublasapi.NoTrans
 }
 
-// addSide checks and reads Add. Without it the result can be row-major and column-major.
+// addSide checks and reads Add, without which the result may be row-major or
+// column-major.
 func (m *multiplication) addSide(cfg *MatMulConfig) (side, error) {
 	t := &cfg.Add
 	if t.at().DType == memory.Invalid {
@@ -354,8 +355,9 @@ func (m *multiplication) fold() {
 // operandNames are the tensors of a product, as checkOverlap numbers them.
 var operandNames = [...]string{"c", "BiasGrad", "AMax", "Aux", "a", "b", "Add", "Bias", "DeviceAlpha", "DeviceBeta", "ScaleA", "ScaleB", "ScaleResult"}
 
-// checkOverlap refuses an output that shares memory with another operand. Only Add may be c. The
-// names are another array, because tensors beside a string of the error would be on the heap.
+// checkOverlap refuses an output that shares memory with another operand,
+// except that Add may be c. The names are another array, because tensors beside
+// a string of the error would be on the heap.
 func (m *multiplication) checkOverlap(cfg *MatMulConfig) error {
 	all := [len(operandNames)]*Tensor{&m.c, &cfg.BiasGrad, &cfg.AMax, &cfg.Aux, &m.a, &m.b, &cfg.Add, &cfg.Bias,
 		&cfg.DeviceAlpha, &cfg.DeviceBeta, &cfg.ScaleA, &cfg.ScaleB, &cfg.ScaleResult}
@@ -485,9 +487,10 @@ func extent(dims []reach, width int64) int64 {
 	return width
 }
 
-// meet reports whether two sets of runs share a byte. The runs of a have wa bytes and begin at
-// Σ aᵢ·step, for 0 ≤ aᵢ < a[i].n. The runs of b have wb bytes and begin at distance + Σ bᵢ·step,
-// for 0 ≤ bᵢ < b[i].n. The steps are equal.
+// meet reports whether two sets of runs share a byte. The runs of a have wa
+// bytes and begin at Σ aᵢ·step, for 0 ≤ aᵢ < a[i].n. The runs of b have wb
+// bytes and begin at distance + Σ bᵢ·step, for 0 ≤ bᵢ < b[i].n, with equal
+// steps.
 func meet(a, b []reach, wa, wb, distance int64) bool {
 	if len(a) == 0 {
 		return distance < wa && -distance < wb

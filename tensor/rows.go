@@ -180,7 +180,8 @@ func TopK(s *stream.Stream, values, indexes, src Tensor) error {
 	})
 }
 
-// checkRows validates the operands of IndexSelect and IndexAdd. listed has a row for each entry.
+// checkRows validates the operands of IndexSelect and IndexAdd, where listed
+// has a row for each entry.
 func checkRows(op string, s *stream.Stream, dst, src, index, listed Tensor) error {
 	if err := gpu.CheckStream(op, s, nil); err != nil {
 		return err

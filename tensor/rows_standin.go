@@ -14,7 +14,8 @@ import (
 // The functions below implement rows.cu in Go, for virtual devices. They round where the
 // kernels round.
 
-// indexOf returns the rows that an index names. An entry that names no row stops the kernel.
+// indexOf returns the rows that an index names, and stops the kernel at an
+// entry that names no row.
 func indexOf(c *kernel.Call, arg int, n, rows uint64, wide uint32) []int {
 	index := make([]int, n)
 	if wide == 1 {

@@ -13,10 +13,11 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Softmax enqueues dst = softmax(src) along the last dimension on s (torch.softmax with dim=-1, with
-// out). Both have the same shape and type: float16, bfloat16, float32 or float64. Sums are in float32,
-// or in float64, and results are rounded once. dst shares no memory with src. Tensors, streams and the
-// return are as in [IndexSelect].
+// Softmax enqueues dst = softmax(src) along the last dimension on s
+// (torch.softmax with dim=-1, with out). Both have the same shape and type:
+// float16, bfloat16, float32 or float64. Sums are in float32, or in float64,
+// and results are rounded once. dst must not share memory with src. Tensors,
+// streams and the return are as in [IndexSelect].
 func Softmax(s *stream.Stream, dst, src Tensor) error {
 	return alongRows("tensor: softmax", s, dst, src, func(k *rowKernels, rows, n int, dst Tensor, in []Tensor) error {
 		return k.softmax[dst.DType()].Launch(s, gridOfTop(rows, n), pointer(dst), pointer(in[0]), kernel.Scalar(uint64(rows)), kernel.Scalar(uint32(n)))
@@ -32,12 +33,15 @@ func SoftmaxGrad(s *stream.Stream, dst, grad, out Tensor) error {
 	}, out)
 }
 
-// ScatterAdd enqueues dst[…][index[…][j]] += src[…][j] on s for each j (torch.Tensor.scatter_add_ along
-// the last dimension). src and index have the same shape, and all dimensions but the last are those of
-// dst. index is int32 or int64. dst and src have one type of Softmax. Entries that name one element are
-// added in their order, and each sum is rounded, so the result is reproducible. A thread adds all entries of a
-// row: ScatterAdd is meant for few, such as the gradients of what TopK has found. An entry that names no element stops the
-// kernel, as in [IndexSelect], which also describes tensors, streams and the return.
+// ScatterAdd enqueues dst[…][index[…][j]] += src[…][j] on s for each j
+// (torch.Tensor.scatter_add_ along the last dimension). src and index have the
+// same shape, and all dimensions but the last are those of dst. The index is
+// int32 or int64, and dst and src have one type of Softmax. Entries that name
+// one element are added in their order, and each sum is rounded, so the result
+// is reproducible. A thread adds all entries of a row: ScatterAdd is meant for
+// few, such as the gradients of what TopK has found. An entry that names no
+// element stops the kernel, as in [IndexSelect], which also describes tensors,
+// streams and the return.
 func ScatterAdd(s *stream.Stream, dst, src, index Tensor) error {
 	const op = "tensor: scatter add"
 	if err := checkFloats(op, s, dst, src, index); err != nil {

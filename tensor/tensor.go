@@ -28,8 +28,8 @@ func (t *Tensor) at() *strided.Array { return strided.At(&t.ref) }
 // of returns the tensor of an array.
 func of(a strided.Array, err error) (Tensor, error) { return Tensor{strided.New(a)}, err }
 
-// Of returns a row-major tensor of the given shape over all of x. It borrows the memory of
-// x.
+// Of returns a row-major tensor of the given shape over all of x, whose memory
+// it borrows.
 func Of[T memory.Element](x memory.Slice[T], shape ...int) (Tensor, error) {
 	if x.Buffer() == nil {
 		return Tensor{}, fmt.Errorf("tensor: the zero slice has no memory")
@@ -49,14 +49,16 @@ func OfPinned[T memory.Element](x *memory.Pinned[T], shape ...int) (Tensor, erro
 	return of(strided.OfPinned(x, shape))
 }
 
-// Make returns a stream-ordered row-major tensor of the given shape on s, for the
-// caller to close (torch.empty). The contents are undefined. See memory.Alloc.
+// Make returns a stream-ordered row-major tensor of the given shape on s, for
+// the caller to close. Like those of torch.empty and memory.Alloc, its contents
+// are undefined.
 func Make(s *stream.Stream, t memory.DType, shape ...int) (Tensor, error) {
 	shape = slices.Clone(shape)
 	return of(strided.Make(s, t, shape, strided.RowMajor(shape)))
 }
 
-// MakeFrom is Make with the elements of x, in row-major order (torch.tensor). x may change when it has returned.
+// MakeFrom is Make with the elements of x, in row-major order (torch.tensor).
+// The caller may change x once MakeFrom has returned.
 func MakeFrom[T memory.Element](s *stream.Stream, x []T, shape ...int) (Tensor, error) {
 	host, err := OfHost(x, shape...)
 	if err != nil {
@@ -87,8 +89,8 @@ func MakeLike(s *stream.Stream, x Tensor, t memory.DType) (Tensor, error) {
 // (torch.zeros on the CPU).
 func MakeHost(t memory.DType, shape ...int) (Tensor, error) { return of(strided.MakeHost(t, shape)) }
 
-// Data returns the elements of a contiguous tensor in host memory. The slice shares the
-// tensor's memory.
+// Data returns the elements of a contiguous tensor in host memory, as a slice
+// that shares the tensor's memory.
 func Data[T memory.Element](t Tensor) ([]T, error) { return strided.Data[T](t.at()) }
 
 // Slice returns the elements of a contiguous tensor in device memory. The slice shares the
@@ -115,7 +117,8 @@ func (t Tensor) Strides() []int { return append([]int{}, t.at().Strides...) }
 // Dims returns the number of dimensions (torch.Tensor.dim).
 func (t Tensor) Dims() int { return len(t.at().Shape) }
 
-// Size returns the length of one dimension. It panics if the dimension does not exist.
+// Size returns the length of one dimension, and panics if the dimension does
+// not exist.
 func (t Tensor) Size(dim int) int {
 	shape := t.at().Shape
 	if dim < 0 {
@@ -152,15 +155,15 @@ func (t Tensor) Buffer() *memory.Buffer { return t.at().Buffer() }
 func (t Tensor) Offset() int { return t.at().Offset }
 
 // Ptr returns the address of the first element, on the device or on the host
-// (torch.Tensor.data_ptr). It is 0 if nothing is allocated.
+// (torch.Tensor.data_ptr), or 0 if nothing is allocated.
 func (t Tensor) Ptr() uint64 { return t.at().Ptr() }
 
 // Contiguous reports whether the elements are in row-major order without gaps
 // (torch.Tensor.is_contiguous).
 func (t Tensor) Contiguous() bool { return t.at().Contiguous() }
 
-// Zero enqueues zeros for all elements on s, a stream of the device (torch.Tensor.zero_). The tensor is
-// contiguous.
+// Zero enqueues zeros for all elements on s, a stream of the device
+// (torch.Tensor.zero_). The tensor must be contiguous.
 func (t Tensor) Zero(s *stream.Stream) error {
 	const op = "tensor: zero"
 	if err := gpu.CheckStream(op, s, nil); err != nil {
@@ -179,9 +182,9 @@ func (t Tensor) Zero(s *stream.Stream) error {
 	return x.Zero(s)
 }
 
-// RecordStream records that operations on s use the memory. It is then freed only after
-// the operations that are enqueued on s at the time of Close (torch.Tensor.record_stream).
-// It does nothing for a Go slice.
+// RecordStream records that operations on s use the memory, so that Close frees
+// it only after the operations that are enqueued on s at that time
+// (torch.Tensor.record_stream). It does nothing for a Go slice.
 func (t Tensor) RecordStream(s *stream.Stream) error { return t.at().RecordStream(s) }
 
 // Copy enqueues the copy of src to dst on s, a stream of either's device, between any two
@@ -214,11 +217,12 @@ func Copy(s *stream.Stream, dst, src Tensor) error { return strided.Copy(s, *dst
 // each other or with tensors of src.
 func CopyAll(s *stream.Stream, dst, src []Tensor) error { return strided.CopyAll(s, dst, src) }
 
-// Add enqueues dst = a + b on s (torch.add with out), for tensors of one shape on the
-// device of s. The sum has the type that torch promotes a and b to; the 16-bit floats
-// are added in float. It is rounded to the type of dst, which must not be of a lower category.
-// Bools are or-ed. 8-bit floats, which torch does not add, are added in
-// float and rounded. dst may be a or b. The first sum may wait for the device, as in Copy.
+// Add enqueues dst = a + b on s (torch.add with out), for tensors of one shape
+// on the device of s. The sum has the type that torch promotes a and b to; the
+// 16-bit floats are added in float. It is rounded to the type of dst, which
+// must not be of a lower category. Bools are or-ed; 8-bit floats, which torch
+// does not add, are added in float and rounded. dst may be a or b. The first
+// sum may wait for the device, as in Copy.
 func Add(s *stream.Stream, dst, a, b Tensor) error {
 	return strided.Add(s, *dst.at(), *a.at(), *b.at())
 }
@@ -317,8 +321,8 @@ func (t Tensor) SplitSizes(sizes []int, dim int) ([]Tensor, error) {
 	return out, nil
 }
 
-// part is narrow for a divided dimension. Shapes and strides are immutable, so parts can
-// share them with the part before.
+// part is narrow for a divided dimension, where parts can share the shape and
+// strides of the part before, because these are immutable.
 func (t Tensor) part(d, from, n int, before []Tensor) Tensor {
 	a := t.at().Borrow()
 	a.Offset += from * a.Strides[d] * a.DType.Size()
@@ -331,7 +335,7 @@ func (t Tensor) part(d, from, n int, before []Tensor) Tensor {
 	return Tensor{strided.New(a)}
 }
 
-// Unflatten returns views of a one-dimensional tensor with the shapes of other tensors,
-// one after the other from its start (torch._utils._unflatten_dense_tensors). They are
-// contiguous.
+// Unflatten returns contiguous views of a one-dimensional tensor with the
+// shapes of other tensors, one after the other from its start
+// (torch._utils._unflatten_dense_tensors).
 func (t Tensor) Unflatten(like []Tensor) ([]Tensor, error) { return strided.Unflatten(t, like) }

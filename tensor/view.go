@@ -81,7 +81,7 @@ func (t Tensor) Permute(dims ...int) (Tensor, error) {
 }
 
 // Narrow returns the view of length n from start along a dimension, as torch's
-// narrow. A negative start counts from the end.
+// narrow, where a negative start counts from the end.
 func (t Tensor) Narrow(dim, start, n int) (Tensor, error) {
 	d, err := t.dim("narrow", dim)
 	if err != nil {
@@ -104,9 +104,10 @@ func (t Tensor) narrow(d, from, n int) strided.Array {
 	return v
 }
 
-// Step returns the view of every step-th of the elements from start to stop-1 along a
-// dimension, as torch's t[start:stop:step]: negative bounds count from the end, and bounds
-// that are out of range are clipped. step is at least 1.
+// Step returns the view of every step-th of the elements from start to stop-1
+// along a dimension, as torch's t[start:stop:step]: negative bounds count from
+// the end, and bounds that are out of range are clipped. The step must be at
+// least 1.
 func (t Tensor) Step(dim, start, stop, step int) (Tensor, error) {
 	d, err := t.dim("step", dim)
 	if err != nil {
@@ -162,8 +163,8 @@ func (t Tensor) Unsqueeze(dim int) (Tensor, error) {
 	return of(v, nil)
 }
 
-// Expand returns a view of the given shape (torch.Tensor.expand). It repeats dimensions of
-// length 1 and missing leading dimensions. The result is read-only.
+// Expand returns a read-only view of the given shape, which repeats dimensions
+// of length 1 and missing leading dimensions (torch.Tensor.expand).
 func (t Tensor) Expand(shape ...int) (Tensor, error) { return of(t.at().Expand(shape)) }
 
 // View returns the elements under another shape, without a copy (torch.Tensor.view). One

@@ -221,8 +221,8 @@ func shapeText(shape []int) string { return strings.ReplaceAll(fmt.Sprint(shape)
 // A section is the place of an archive of torch.save in a file.
 type section struct{ offset, length int64 }
 
-// checkSums compares the bytes of a checkpoint's files of torch with the CRC-32 in them. It counts
-// the files that have none.
+// checkSums compares the bytes of a checkpoint's files of torch with the CRC-32
+// in them, and counts the files that have none.
 func checkSums(ctx context.Context, path string, c *checkpoint.Checkpoint) (sums torchfile.Sums, others int, err error) {
 	archives, err := archivesOf(path, c)
 	for _, file := range slices.Sorted(maps.Keys(archives)) {

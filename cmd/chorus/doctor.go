@@ -106,7 +106,8 @@ func checkNames() string {
 	return strings.Join(safe.WrapNames(names, 80), "\n  ")
 }
 
-// print writes the report. Its error is the exit code of a host that is not ready.
+// print writes the report, and returns the exit code of a host that is not
+// ready as its error.
 func (f *doctorFlags) print(out io.Writer, r *health.Report) error {
 	var err error
 	switch {
@@ -154,7 +155,7 @@ type findings struct {
 	Facts   *health.Facts
 }
 
-// run checks this host, and in a job all hosts. Rank 0 prints.
+// run checks this host, and in a job all hosts, whose results rank 0 prints.
 func (f *doctorFlags) run(ctx context.Context, out io.Writer) error {
 	sess, err := cluster.Attach(ctx)
 	if err != nil {
@@ -175,7 +176,8 @@ func (f *doctorFlags) run(ctx context.Context, out io.Writer) error {
 	return errors.Join(err, sess.Shutdown(ctx))
 }
 
-// hostNames returns a name for each node. Two agents on one machine get different names.
+// hostNames returns a name for each node, different also for two agents on one
+// machine.
 func hostNames(members []cluster.Member) []string {
 	var list []string
 	for _, m := range members {
@@ -212,7 +214,8 @@ func (v *visit) prepare() (err error) {
 	return nil
 }
 
-// examine runs the checks. It returns the report on rank 0, and nil on the others.
+// examine runs the checks, and returns the report on rank 0 and nil on the
+// others.
 func (v *visit) examine(ctx context.Context) (*health.Report, error) {
 	if v.host != nil {
 		if err := v.read(ctx); err != nil {
@@ -397,7 +400,8 @@ func notMeasured(reason string) *health.Measured {
 	return &health.Measured{Peers: none, Pairs: none, AllReduce: none, Pinned: none}
 }
 
-// measured measures the GPUs of all processes together. All processes call it.
+// measured measures the GPUs of all processes together, so all processes must
+// call it.
 func (m *member) measured(ctx context.Context) *health.Measured {
 	if err := m.find(0); err != nil {
 		return notMeasured(err.Error())
@@ -443,7 +447,8 @@ func measureAllReduce(ctx context.Context, g *comm.Group, virtual bool) (*perf.R
 	return perf.Run(ctx, g, &perf.Plan{Operations: []string{"all_reduce"}, MinBytes: bytes, Iterations: iterations, Warmups: 2, Checks: 1}, nil)
 }
 
-// speedOf returns the verdict of a report. The times of virtual devices say nothing about a host.
+// speedOf returns the verdict of a report, unless the devices are virtual,
+// whose times say nothing about a host.
 func speedOf(r *perf.Report, err error) health.Speed {
 	switch {
 	case err != nil:

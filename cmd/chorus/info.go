@@ -238,7 +238,7 @@ type reading struct {
 	Missing        string           `json:"missing,omitempty"` // why a value is omitted
 }
 
-// read queries all sensors of a device. A missing sensor is not an error.
+// read queries all sensors of a device, where a missing sensor is not an error.
 func read(d *device.Device) (*reading, error) {
 	r := new(reading)
 	var wrong error
@@ -344,8 +344,8 @@ func versionOf(info *debug.BuildInfo) string {
 	return info.Main.Version
 }
 
-// printVersion prints one line for each fact. Settings that are not known are omitted: go install
-// of a released version records no commit.
+// printVersion prints one line for each fact. It omits settings that are not
+// known: go install of a released version records no commit.
 func printVersion(w io.Writer, info *debug.BuildInfo) error {
 	lines := []string{"chorus " + versionOf(info)}
 	settings := map[string]string{}

@@ -185,7 +185,7 @@ func owners(infos []checkpoint.Info, ranks int) checkpoint.Plan {
 	return func(t checkpoint.Info) checkpoint.Placement { return checkpoint.Own(owner[t.Name]) }
 }
 
-// run joins the other ranks and loads. Rank 0 prints.
+// run joins the other ranks and loads, and prints the results on rank 0.
 func (l *loading) run(ctx context.Context, out io.Writer) error {
 	c, err := checkpoint.Open(l.files, &l.file)
 	if err != nil {

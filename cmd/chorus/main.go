@@ -157,7 +157,8 @@ func strict(root *cobra.Command) {
 	}
 }
 
-// parentCommand returns a command that only has subcommands. Using it alone is a mistake.
+// parentCommand returns a command that only has subcommands, so that using it
+// alone is a mistake.
 func parentCommand(use, short string) *cobra.Command {
 	return &cobra.Command{
 		Use:   use,

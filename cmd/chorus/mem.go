@@ -195,7 +195,8 @@ type fileTrace struct {
 	file string
 }
 
-// read reads the files. The caller closes the recordings, also after an error.
+// read reads the files, and returns recordings that the caller closes, also
+// after an error.
 func (f *replayFlags) read(files []string) (recordings []*memtrace.Recording, traces []fileTrace, err error) {
 	for _, name := range files {
 		r, err := readTraces(name)

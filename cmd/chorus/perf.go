@@ -275,7 +275,7 @@ func (f *perfFlags) config() *comm.Config {
 	return cfg
 }
 
-// run joins the other ranks and measures. Rank 0 prints.
+// run joins the other ranks and measures, and prints the results on rank 0.
 func (f *perfFlags) run(ctx context.Context, out io.Writer, p *perfPlan) error {
 	m, err := attach(ctx, f.gpus)
 	if err != nil {
@@ -404,7 +404,8 @@ func (f *perfFlags) measure(ctx context.Context, t *perfTarget, g *comm.Group, p
 	return errors.Join(f.result(t, r), t.finish())
 }
 
-// writeIncomplete writes the report of a measurement that ended early. The tables of text were printed already.
+// writeIncomplete writes the report of a measurement that ended early, except
+// the tables of text, which were printed already.
 func (f *perfFlags) writeIncomplete(t *perfTarget, r *perf.Report) error {
 	var errs []error
 	if f.format != "text" {

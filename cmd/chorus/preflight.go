@@ -154,7 +154,8 @@ type preflight struct {
 	gang    time.Duration // 0: the default
 }
 
-// settings validates flags and variables. Its error names the source of the value that is wrong.
+// settings validates flags and variables, and names in its error the source of
+// the value that is wrong.
 func (f *preflightFlags) settings() (*preflight, error) {
 	p := &preflight{preflightFlags: *f, timeout: 5 * time.Minute}
 	switch f.profile {

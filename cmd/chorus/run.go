@@ -163,7 +163,8 @@ func (f *runFlags) add(cmd *cobra.Command) {
 	fs.BoolVar(&f.noPrefix, "no-prefix", false, "output without the rank at the start of each line")
 }
 
-// config builds the launcher's configuration. Flags override the environment.
+// config builds the launcher's configuration, in which flags override the
+// environment.
 func (f *runFlags) config(cmd *cobra.Command, args []string) (*launch.Config, error) {
 	if err := f.setPET(cmd); err != nil {
 		return nil, err
@@ -307,8 +308,8 @@ var petFlags = []struct{ name, flag string }{
 	{"PET_NNODES", "nnodes"}, {"PET_NPROC_PER_NODE", "nproc-per-node"}, {"PET_NODE_RANK", "node-rank"}, {"PET_MAX_RESTARTS", "max-restarts"},
 }
 
-// setPET sets the flags that the command line does not have to the values of torchrun's
-// variables. Chorus's own variables precede them.
+// setPET sets the flags that the command line does not have to the values of
+// torchrun's variables, which Chorus's own variables precede.
 func (f *runFlags) setPET(cmd *cobra.Command) error {
 	for _, p := range petFlags {
 		value, ok := os.LookupEnv(p.name)

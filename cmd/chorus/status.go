@@ -165,7 +165,8 @@ func watch(ctx context.Context, client *monitor.Client, j *monitor.Job) (err err
 	}
 }
 
-// frame returns the text for the whole screen. Long lines are cut, so that they take one row.
+// frame returns the text for the whole screen, and cuts long lines, so that
+// they take one row.
 func frame(text string, columns int) string {
 	var b strings.Builder
 	b.WriteString(screenStart)

@@ -132,7 +132,8 @@ func parseTunable(name string) ([]comm.Op, error) {
 
 var tunable = []comm.Op{comm.Sum, comm.Prod, comm.Max, comm.Min, comm.Avg}
 
-// run joins the other ranks and measures. Rank 0 writes the file and prints.
+// run joins the other ranks and measures, and on rank 0 writes the file and
+// prints.
 func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig) error {
 	path := f.output
 	if path == "" {
@@ -170,7 +171,7 @@ func (f *tuneFlags) run(ctx context.Context, out io.Writer, cfg *comm.TuneConfig
 	return m.leave(ctx, g)
 }
 
-// canSave checks that the file can be written. A dry run only reads it.
+// canSave checks that the file can be written, or, in a dry run, read.
 func (f *tuneFlags) canSave(ctx context.Context, path string) error {
 	if !f.dry {
 		return route.CanSave(ctx, path)
@@ -219,7 +220,8 @@ func (f *tuneFlags) report(ctx context.Context, out io.Writer, t *comm.Tuning, p
 	return err
 }
 
-// writeTuning writes a table of strategies for each operation. A star marks the fastest.
+// writeTuning writes a table of strategies for each operation, in which a star
+// marks the fastest.
 func writeTuning(out io.Writer, t *comm.Tuning, dry bool) error {
 	for choices := t.Choices; len(choices) > 0; {
 		n := 1

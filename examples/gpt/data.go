@@ -59,8 +59,9 @@ func chain(p *preset) func(to []int32, i int) {
 	return p.slices(text)
 }
 
-// slices returns the source that cuts a text. Sequences overlap by a token, which the first
-// predicts and the second reads. At the end it begins anew.
+// slices returns the source that cuts a text. Sequences overlap by a token,
+// which the first predicts and the second reads. At the end of the text, the
+// source begins anew.
 func (p *preset) slices(text []uint16) func(to []int32, i int) {
 	usable := len(text) - p.Context // places where a sequence can begin
 	return func(to []int32, i int) {
@@ -89,7 +90,8 @@ func (p *preset) readText(file string) (func(to []int32, i int), error) {
 	return p.slices(text), nil
 }
 
-// share returns the part of n that number i of size parts has. Parts differ by at most one.
+// share returns the part of n that number i of size parts has, where parts
+// differ by at most one.
 func share(n, i, size int) (from, to int) { return n * i / size, n * (i + 1) / size }
 
 // A feed copies a rank's part of each batch to its device, from pinned memory, so that the
@@ -110,7 +112,8 @@ type slot struct {
 	copied *stream.Event
 }
 
-// open allocates the memory. The fields text, line, batch, from and to are set.
+// open allocates the memory, after the fields text, line, batch, from and to
+// are set.
 func (f *feed) open(s *stream.Stream) (err error) {
 	n := (f.to - f.from) * f.line
 	if f.tokens, err = memory.Make[int32](s, n); err != nil {

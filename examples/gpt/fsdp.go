@@ -34,9 +34,9 @@ func newSharded[T kernels.Float](g *comm.Group, of *preset) (u *sharded[T], err 
 	return u, err
 }
 
-// params returns the parameters of a local rank, and draws the initial values of its shard.
-// Vectors and embeddings are used in float32. If T is another type, they have memory of their
-// own, and so have their gradients.
+// params returns the parameters of a local rank, and draws the initial values
+// of its shard. Vectors and embeddings are used in float32, so if T is another
+// type, they and their gradients have memory of their own.
 func (u *sharded[T]) params(s *stream.Stream, local int) (p *params[T], err error) {
 	shapes := u.of.shapes()
 	n := len(shapes)

@@ -132,7 +132,7 @@ func (r *result) String() string {
 		r.Losses[0], r.Losses[n-1], 1000*r.MedianSeconds, r.TokensPerSecond, float64(r.PeakBytes)/1e9, r.Seconds)
 }
 
-// write writes the result to a file in JSON. If file is empty, it does nothing.
+// write writes the result to a file in JSON, or nothing if file is empty.
 func (r *result) write(file string) error {
 	if file == "" {
 		return nil

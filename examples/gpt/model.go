@@ -289,7 +289,8 @@ func (m *model[T]) done(k int, backward bool) error {
 	return m.access.done(k, backward)
 }
 
-// first returns the first error of a list of calls. An error does not end the list.
+// first returns the first error of a list of calls, all of which run even if
+// one of them fails.
 func first(errs ...error) error {
 	for _, err := range errs {
 		if err != nil {

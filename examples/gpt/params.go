@@ -30,9 +30,10 @@ type params[T kernels.Float] struct {
 	owned []interface{ Close() error }
 }
 
-// newReplicated allocates parameters and gradients that the rank has as a whole, and draws the
-// initial parameters, which are PyTorch's for the seed. Each of the lists is one memory. The
-// loss is the last of the gradients, so that the reducer adds it up over the ranks, too.
+// newReplicated allocates parameters and gradients that the rank has as a
+// whole, and draws the initial parameters, which are PyTorch's for the seed.
+// Each of the lists is one memory, and the loss is the last of the gradients,
+// so that the reducer adds it up over the ranks, too.
 func newReplicated[T kernels.Float](s *stream.Stream, of *preset) (p *params[T], flat floats, err error) {
 	p = &params[T]{shapes: of.shapes()}
 	defer func() {
@@ -106,7 +107,8 @@ func (p *params[T]) narrowed(s *stream.Stream, lens []int) error {
 // rounds reports whether the copies are rounded.
 func rounds[T kernels.Float]() bool { return memory.DTypeOf[T]() != memory.Float32 }
 
-// refresh rounds the parameters to their copies. Later the optimiser does it.
+// refresh rounds the parameters to their copies, which the optimiser does
+// later.
 func (p *params[T]) refresh(s *stream.Stream) error {
 	if !rounds[T]() {
 		return nil

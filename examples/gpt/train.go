@@ -245,7 +245,7 @@ func (t *trainer[T]) launch() error {
 	return nil
 }
 
-// step enqueues a step on all local ranks. They go from unit to unit together.
+// step enqueues a step on all local ranks, which go from unit to unit together.
 func (t *trainer[T]) step() error {
 	for i := range t.accum {
 		for _, r := range t.replicas {
@@ -299,8 +299,9 @@ func (t *trainer[T]) pass() error {
 	return nil
 }
 
-// norms prepares the norm of the gradients, which are the same on all ranks or, if they are
-// sharded, are divided over them. Then the losses are not summed yet.
+// norms prepares the norm of the gradients, which are the same on all ranks or,
+// if they are sharded, are divided over them, in which case the losses are not
+// summed yet.
 func (t *trainer[T]) norms() error {
 	var grads []*optim.Grads
 	var losses comm.Shards[float32]
@@ -341,8 +342,8 @@ func (t *trainer[T]) report(ctx context.Context, res *result, done int) error {
 	return nil
 }
 
-// wait waits for all local ranks. It waits by the group, which returns an error if another
-// rank is lost.
+// wait waits for all local ranks, by the group, which returns an error if
+// another rank is lost.
 func (t *trainer[T]) wait(ctx context.Context) error {
 	for i, s := range t.streams {
 		if err := t.g.Stream(i).WaitStream(s); err != nil {
@@ -413,8 +414,8 @@ func (t *trainer[T]) restore(ctx context.Context, saved *checkpoint.Saved) error
 	return nil
 }
 
-// save saves the state after a number of steps, if the flags say so. The next step goes on
-// meanwhile.
+// save saves the state after a number of steps, if the flags say so, while the
+// next step goes on.
 func (t *trainer[T]) save(ctx context.Context, done int) error {
 	if t.saver == nil || done != t.cfg.steps && (t.cfg.every == 0 || done%t.cfg.every != 0) {
 		return nil

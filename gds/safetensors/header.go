@@ -259,8 +259,8 @@ func (t *table) find(tensors []Tensor, name string) (int, bool) {
 	return int(i) - 1, i != 0
 }
 
-// slot returns the slot of the name, or the free slot for it. There is always a
-// free slot.
+// slot returns the slot of the name, or the free slot for it, which always
+// exists.
 func (t *table) slot(tensors []Tensor, name string) int {
 	slot := int(maphash.String(t.seed, name) % uint64(len(t.slots)))
 	for t.slots[slot] != 0 && tensors[t.slots[slot]-1].Name != name {

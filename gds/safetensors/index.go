@@ -29,7 +29,7 @@ func (x *Index) Files() []string {
 }
 
 // TotalSize returns the total size of all tensors in bytes according to the
-// metadata. The value is not checked.
+// metadata, which is not checked.
 func (x *Index) TotalSize() (int64, bool) {
 	var m struct {
 		TotalSize *float64 `json:"total_size"` // some writers write a float
@@ -40,8 +40,8 @@ func (x *Index) TotalSize() (int64, bool) {
 	return int64(*m.TotalSize), true
 }
 
-// MarshalJSON returns the index as JSON. It fails if ReadIndex would reject the
-// result.
+// MarshalJSON returns the index as JSON, and fails if ReadIndex would reject
+// the result.
 func (x *Index) MarshalJSON() ([]byte, error) {
 	for name, file := range x.WeightMap {
 		if !utf8.ValidString(name) || !utf8.ValidString(file) {
@@ -184,7 +184,8 @@ func (p *indexParser) entry(at int, key string) {
 	}
 }
 
-// weights reads the map. It counts the entries first, so that the map does not grow.
+// weights reads the map, after it has counted the entries, so that the map does
+// not grow.
 func (p *indexParser) weights() {
 	n := p.members("for weight_map")
 	p.index.WeightMap = make(map[string]string, n)
@@ -212,8 +213,8 @@ type Shard struct {
 
 // Split divides tensors, in their order, into files with at most maxBytes of
 // tensors; a larger tensor gets a separate file. The file names are
-// name-00001-of-00003.safetensors or, for a single file, name.safetensors. The
-// usual name is "model".
+// name-00001-of-00003.safetensors or, for a single file, name.safetensors,
+// where name is usually "model".
 func Split(name string, tensors []Tensor, maxBytes int64) ([]Shard, error) {
 	if reason := local(name); reason != "" {
 		return nil, fmt.Errorf("safetensors: split: %s", reason)
@@ -235,7 +236,8 @@ func Split(name string, tensors []Tensor, maxBytes int64) ([]Shard, error) {
 	return shards, nil
 }
 
-// divide is Split without names. Without tensors it returns one empty file.
+// divide is Split without names, and returns one empty file if there are no
+// tensors.
 func divide(tensors []Tensor, maxBytes int64) ([]Shard, error) {
 	shards := make([]Shard, 1)
 	room := maxBytes

@@ -161,7 +161,8 @@ func (p *parser) shape() []int {
 	return dims
 }
 
-// backing returns a slice with space for n dimensions. Small shapes share one allocation.
+// backing returns a slice with space for n dimensions, in an allocation that
+// small shapes share.
 func (p *parser) backing(n int) []int {
 	const slab = 4096
 	if n > slab/8 {

@@ -89,7 +89,8 @@ func (s *scanner) open(c byte, where string) bool {
 	return s.err == nil
 }
 
-// object calls member for each key; member reads the value. at is the position of the key.
+// object calls member, which reads the value, for each key, with the position
+// of the key.
 func (s *scanner) object(where string, member func(at int, key string)) {
 	if !s.open('{', where) {
 		return
@@ -105,9 +106,9 @@ func (s *scanner) object(where string, member func(at int, key string)) {
 	s.depth--
 }
 
-// members counts the keys of the next object without reading it. A map of this
-// size does not grow. Duplicate keys cannot make it too large: after the first
-// hundred, an entry with a unique key takes at least 8 bytes.
+// members counts the keys of the next object without reading it, so that a map
+// of this size does not grow. Duplicate keys cannot make the count too large:
+// after the first hundred, an entry with a unique key takes at least 8 bytes.
 func (s *scanner) members(where string) int {
 	ahead, n := *s, 0
 	ahead.object(where, func(int, string) { n++; ahead.skip() })
@@ -185,7 +186,7 @@ func (s *scanner) numeral() (at int, text string) {
 }
 
 // count reads an integer from 0 to the largest int64, without sign, fraction or
-// exponent. what names it in errors.
+// exponent, and calls it what in errors.
 func (s *scanner) count(what string) int64 {
 	at, text := s.numeral()
 	if text == "" {
@@ -258,7 +259,7 @@ func numberGrammar(text string) bool {
 	return i == len(text)
 }
 
-// string reads a string. A string without escapes is part of the text.
+// string reads a string, which is part of the text if it has no escapes.
 func (s *scanner) string(where string) string {
 	raw, escapes := s.quoted(where)
 	if !escapes {

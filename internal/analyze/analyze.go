@@ -62,7 +62,8 @@ func (r *Report) conclude() {
 	}
 }
 
-// service adds the findings of NCCL's RAS service. Its ranks are ranks of communicators.
+// service adds the findings of NCCL's RAS service, whose ranks are ranks of
+// communicators.
 func (j *Job) service(r *Report) {
 	for _, a := range j.answers {
 		for _, text := range a.Findings(func(c *RASCommunicator, rank int) string {

@@ -32,9 +32,11 @@ func (t *Tally) Add(o Tally) {
 	t.Compared, t.OnStreams, t.Last, t.HeldUp = t.Compared+o.Compared, t.OnStreams+o.OnStreams, t.Last+o.Last, t.HeldUp+o.HeldUp
 }
 
-// CompareArrivals compares when the ranks of a group arrive at its collectives, to find the rank that the others wait for. It
-// compares all collectives after the given one that every rank has, and returns the tally of each rank and the last
-// collective that it compared. A collective whose times are not comparable does not count.
+// CompareArrivals compares when the ranks of a group arrive at its collectives,
+// to find the rank that the others wait for. It compares all collectives after
+// the given one that every rank has, and returns the tally of each rank and the
+// last collective that it compared. It ignores a collective whose times are not
+// comparable.
 //
 // There are two methods. A collective of all ranks ends at about the same moment everywhere, so the rank that arrives last is the
 // one on whose stream it took the shortest time. This needs no common clock, and holds between hosts. Where the times
@@ -80,7 +82,8 @@ func gatherArrivals(ranks []Arrivals, sequence uint64, row []Arrival) bool {
 	return true
 }
 
-// latest returns the rank that arrived last, and how long after the rank before it. Equal times have no last rank.
+// latest returns the rank that arrived last, and how long after the rank before
+// it, unless both arrived at the same time.
 func latest(row []Arrival, shared bool) (rank int, by time.Duration, onStreams, ok bool) {
 	at := func(i int) int64 { return -row[i].Took }
 	onStreams = !slices.ContainsFunc(row, func(a Arrival) bool { return a.Took <= 0 })

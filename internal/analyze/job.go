@@ -116,8 +116,8 @@ func (j *Job) add(d *dump) error {
 // mostJobEntries limits the memory of a job, to about a gigabyte.
 const mostJobEntries = 8 << 20
 
-// divide returns the entries by group. wrapped reports that PyTorch's ring, which all groups
-// share, has overwritten operations.
+// divide returns the entries by group, and wrapped if PyTorch's ring, which all
+// groups share, has overwritten operations.
 func (d *dump) divide() (byGroup map[string][]entry, wrapped bool) {
 	byGroup, wrapped = map[string][]entry{}, len(d.entries) > 0
 	for _, e := range d.entries {
@@ -207,7 +207,8 @@ func ranksOf(text string) (ranks []int, err error) {
 	return ranks, nil
 }
 
-// keep adds a member. If several files have it, the one that was written last counts.
+// keep adds a member; if several files have it, the one that was written last
+// counts.
 func (j *Job) keep(g *group, m *member) {
 	m.seal()
 	id := fmt.Sprint("world ", m.world)

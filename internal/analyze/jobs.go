@@ -96,9 +96,11 @@ func (j *Job) compares() bool {
 	return len(j.answers) > 0 && len(j.groups) == 0 || slices.ContainsFunc(j.groups, func(g *group) bool { return len(g.members) > 1 || g.size == 1 })
 }
 
-// divideJobs divides dumps by what files of one job have in common. Those of Chorus share the names of groups, which are unique, or a
-// process. Those of PyTorch, whose groups have the same names in all jobs, share the folder, the name without the rank, and the world.
-// Answers of NCCL's RAS service stand alone.
+// divideJobs divides dumps by what files of one job have in common. Those of
+// Chorus share the names of groups, which are unique, or a process. Those of
+// PyTorch, whose groups have the same names in all jobs, share the folder, the
+// name without the rank, and the world. Each answer of NCCL's RAS service is a
+// part alone.
 func divideJobs(dumps []*dump) (parts [][]*dump) {
 	keys := map[string]int{} // the part that has a key
 	for i, d := range dumps {

@@ -29,7 +29,8 @@ func stem(file string) string {
 // afterRank matches the rank in the name of a file.
 var afterRank = regexp.MustCompile(`rank_?([0-9]+)`)
 
-// worldOf returns the rank that a file's name contains. certain says that it follows the word rank.
+// worldOf returns the rank that a file's name contains, which is certain if it
+// follows the word rank.
 func worldOf(file string) (rank int, certain, ok bool) {
 	base := withoutExtension(filepath.Base(file))
 	// A copy may have more numbers, as in nccl_trace_rank_0.1 or rank_0_attempt_1.

@@ -53,7 +53,8 @@ func RASAddress(virtual bool) string {
 	return addr
 }
 
-// AskRAS returns the answer of the service at an address. It takes at most two seconds.
+// AskRAS returns the answer of the service at an address, within at most two
+// seconds.
 func AskRAS(addr string) (*RASAnswer, error) { return askLimits.ask(addr) }
 
 func (l rasLimits) ask(addr string) (*RASAnswer, error) {

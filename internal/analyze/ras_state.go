@@ -327,9 +327,10 @@ func failed(result int) bool { return result != 0 && result != 7 }
 
 func resultName(result int) string { return cmp.Or(results[result], fmt.Sprint("NCCL error ", result)) }
 
-// Findings describes the faults of the communicators, in sentences without a period: ranks that do not
-// answer, ranks with errors, and counts of operations that differ. The most important ones come
-// first. name names a rank of a communicator.
+// Findings describes the faults of the communicators, in sentences without a
+// period: ranks that do not answer, ranks with errors, and counts of operations
+// that differ. The most important ones come first. Ranks have the names that
+// name returns for them.
 func (a *RASAnswer) Findings(name func(c *RASCommunicator, rank int) string) (list []string) {
 	for i := range a.Communicators {
 		n := &namer{&a.Communicators[i], name}

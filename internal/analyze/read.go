@@ -187,8 +187,8 @@ func (d *dump) addEntry(read func(any) error) error {
 	return err
 }
 
-// setCoalesced gives the operations of a coalesced call the state of PyTorch's entry for the call, which follows them. Their own entries
-// have none.
+// setCoalesced gives the operations of a coalesced call, whose own entries have
+// no state, the state of PyTorch's entry for the call, which follows them.
 func (d *dump) setCoalesced(call *entry) {
 	for i := len(d.entries) - 1; i >= 0; i-- {
 		e := &d.entries[i]
@@ -211,7 +211,8 @@ func (d *dump) setQueued() {
 	}
 }
 
-// readPickle reads a dump of PyTorch. A pickle with classes or calls is refused.
+// readPickle reads a dump of PyTorch, and refuses a pickle with classes or
+// calls.
 func (d *dump) readPickle(r io.Reader) error {
 	v, err := torchfile.DecodePickle(r, &torchfile.PickleLimits{Bytes: mostFileBytes / 4, Values: mostValues})
 	if err != nil {
@@ -304,9 +305,11 @@ type File struct {
 	Job   string `json:"job,omitempty"` // if the files are of several jobs
 }
 
-// Load reads the dumps of all ranks. It reads all files of a folder, but not of folders in it. A file that cannot be read is a
-// finding, not an error. pattern finds the ranks of PyTorch's dumps in their paths by its first group in parentheses; with nil
-// they are found as [dump.setRank] describes. If the files are of several jobs, the report has a part for each.
+// Load reads the dumps of all ranks, in files and in folders, but not in
+// folders within them. A file that cannot be read is a finding, not an error.
+// pattern finds the ranks of PyTorch's dumps in their paths by its first group
+// in parentheses; with nil they are found as [dump.setRank] describes. If the
+// files are of several jobs, the report has a part for each.
 func Load(paths []string, pattern *regexp.Regexp) (*Job, error) {
 	names, err := list(paths)
 	if err != nil {

@@ -76,7 +76,8 @@ func newTimeline(files []*file) *Timeline {
 	return j
 }
 
-// addFile adds the ranks of a process: one for each device. Records of the process go to the first.
+// addFile adds a rank for each device of a process, and gives the records of
+// the process to the first.
 func (j *Timeline) addFile(f *file) {
 	byDevice := map[int]*TimelineRank{}
 	var devices []int
@@ -283,7 +284,7 @@ func (f *file) read(r io.Reader, most int) error {
 	}
 }
 
-// readLine returns the next line. With io.EOF it is incomplete.
+// readLine returns the next line, which is incomplete if the error is io.EOF.
 func readLine(b *bufio.Reader) ([]byte, error) {
 	var line []byte
 	for {
@@ -355,8 +356,8 @@ func check(x *timeline.Record) error {
 	return nil
 }
 
-// align moves the times of all hosts to the clock of the first rank's host, and its origin to the
-// first record. All processes of a host share a clock.
+// align moves the times of each host, whose processes share a clock, to the
+// clock of the first rank's host, and its origin to the first record.
 func (j *Timeline) align() {
 	offsets := j.offsets()
 	first := int64(math.MaxInt64)

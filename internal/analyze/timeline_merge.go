@@ -141,8 +141,8 @@ func (w *writer) thread(r *TimelineRank, tid int, name string, position int) {
 	w.meta(r.Number, tid, "thread_sort_index", "sort_index", position)
 }
 
-// host writes the calls that kept the host. Goroutines change their threads, so the first row that
-// is free shows a call.
+// host writes the calls that kept the host. Because goroutines change their
+// threads, the first row that is free shows a call.
 func (w *writer) host(r *TimelineRank) {
 	var free []int64 // when each row is free
 	for _, x := range r.host {

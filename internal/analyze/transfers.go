@@ -148,7 +148,8 @@ func firstOf(list []*entry) *entry {
 	return nil
 }
 
-// sent returns the send that belongs to a receive if it has completed, or nil. NCCL's buffers may have taken all its data.
+// sent returns the send that belongs to a receive if it has completed, because
+// NCCL's buffers may have taken all its data, or nil.
 func (c *channel) sent(recv *entry) *entry {
 	if i := slices.Index(c.recvs, recv); i >= 0 && i < len(c.sends) && c.sends[i].completed {
 		return c.sends[i]

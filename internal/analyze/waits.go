@@ -182,7 +182,8 @@ func newGraph(waits []wait) *graph {
 	return g
 }
 
-// cycle returns waits that form a cycle, or nil. It visits each rank once, without recursion.
+// cycle returns waits that form a cycle, or nil, and visits each rank once,
+// without recursion.
 func (g *graph) cycle() []*wait {
 	const onPath, done = 1, 2
 	state := map[string]int{}
@@ -395,7 +396,8 @@ func classify(list []*member, at []int, seq uint64) (classes []class) {
 	return classes
 }
 
-// culprits returns the members that differ from most. If there is no majority, all may be wrong.
+// culprits returns the members that differ from most, or all members if there
+// is no majority.
 func (x *mismatch) culprits() (list []*member) {
 	from := 1
 	if len(x.classes[0].members) == len(x.classes[1].members) {

@@ -60,8 +60,10 @@ func (e *ToldError) Unwrap() error { return e.Err }
 // An Exchange sends each rank's message to all ranks and returns all messages, by rank. All ranks call it equally often.
 type Exchange func(ctx context.Context, mine []byte) ([][]byte, error)
 
-// Agree exchanges values. If a rank has failed, all ranks return an error: that rank its own, and the
-// others one that names the first rank that failed. If their own context has ended, the error has its cause, too. All ranks agree on whether it matches errors.ErrUnsupported.
+// Agree exchanges values. If a rank has failed, all ranks return an error: that
+// rank its own, and the others one that names the first rank that failed. If
+// their own context has ended, the error has its cause, too. All ranks agree on
+// whether it matches errors.ErrUnsupported.
 func Agree[T any](ctx context.Context, exchange Exchange, ranks int, mine T, failed error) ([]T, error) {
 	text, err := json.Marshal(SaidOf(mine, failed))
 	if err != nil {

@@ -95,8 +95,8 @@ const (
 
 var settingClock sync.Mutex
 
-// SetClock compares the counter with the system's clock. Its result becomes more exact
-// with the age of the process.
+// SetClock compares the counter with the system's clock, with a result that
+// becomes more exact with the age of the process.
 func SetClock() {
 	settingClock.Lock()
 	defer settingClock.Unlock()
@@ -119,8 +119,8 @@ func SetClock() {
 	tick.Store(length)
 }
 
-// readBoth reads the system's clock and the counter. atOnce is false if every attempt was
-// interrupted between the two reads.
+// readBoth reads the system's clock and the counter, and returns a false atOnce
+// if every attempt was interrupted between the two reads.
 func readBoth() (nanos int64, count uint64, atOnce bool) {
 	for range 8 {
 		nanos, count = nanotime(), ticks()

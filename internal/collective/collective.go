@@ -216,8 +216,8 @@ const (
 	Ordered                    // copies by NCCL, and kernels that reduce in rank order
 )
 
-// ServiceName returns the name of a service for messages. The service may come from another
-// process.
+// ServiceName returns the name of a service for messages, also of one that
+// another process sent and that this version may not know.
 func ServiceName(s Service) string {
 	switch s {
 	case NCCL:

@@ -388,8 +388,9 @@ const mismatchSlots = 256
 // Ranks sets the number of ranks in this process.
 func (b *MismatchTable) Ranks(n int) { b.several.Store(n > 1) }
 
-// Post compares a scheduled collective with the collectives that other ranks of the
-// process issued under the same number, and records it for later ranks. It takes no lock.
+// Post compares a scheduled collective with the collectives that other ranks of
+// the process issued under the same number, and records it for later ranks,
+// without a lock.
 func (b *MismatchTable) Post(o *Call) (fits bool) {
 	if Kinds[o.Kind].Peer || !b.several.Load() {
 		return true
@@ -480,8 +481,8 @@ func (r *Recorder) Issued() (collectives uint64, last Entry) {
 	return r.collectives, last
 }
 
-// Final returns the latest operation that was issued to NCCL, and the latest that has
-// completed. If there is none, the record is 0.
+// Final returns the latest operation that was issued to NCCL, and the latest
+// that has completed, each with record 0 if there is none.
 func (r *Recorder) Final() (issued, completed Entry) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -518,7 +519,8 @@ func (r *Recorder) started() Entry {
 	return Entry{}
 }
 
-// withFinalState returns the entry with its final state. mu is held.
+// withFinalState returns the entry. If it was still scheduled, its state is the
+// one that the end of the communicator gave it. mu is held.
 func (r *Recorder) withFinalState(e *Entry) Entry {
 	x := *e
 	switch {

@@ -93,8 +93,8 @@ const (
 	fewEntries = 64
 )
 
-// NewRecorder returns a Recorder for that many operations. With 0 it keeps a few for error
-// messages.
+// NewRecorder returns a Recorder for that many operations, or for a few, which
+// error messages need, if entries is 0.
 func NewRecorder(entries int) *Recorder {
 	r := &Recorder{hidden: entries <= 0}
 	if r.hidden {
@@ -104,8 +104,8 @@ func NewRecorder(entries int) *Recorder {
 	return r
 }
 
-// SetWorld sets the world ranks of the communicator's ranks, by rank, and the world size.
-// The caller must not change the list later.
+// SetWorld sets the world ranks of the communicator's ranks, by rank, and the
+// world size. The caller must not change the list later.
 func (r *Recorder) SetWorld(ranks []int, size int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -119,8 +119,8 @@ func (r *Recorder) Clock() int64 { return Now() - r.blindTime.Load() }
 // StartWatch starts the queries of the watchdog.
 func (r *Recorder) StartWatch() { r.lastQuery.Store(Now()) }
 
-// RecordQuery records a query of the watchdog. blind says that the streams could not be queried,
-// so the time since the last query does not count.
+// RecordQuery records a query of the watchdog. If it was blind, because the
+// streams could not be queried, the time since the last query does not count.
 func (r *Recorder) RecordQuery(blind bool) {
 	t := Now()
 	if blind {
@@ -175,8 +175,8 @@ func (r *Recorder) Schedule(o *Call, t int64) (watch, leaves bool) {
 	return watch, leaves
 }
 
-// Remove removes an operation that NCCL has refused. All operations scheduled after it
-// must have been refused before.
+// Remove removes an operation that NCCL has refused. All operations scheduled
+// after it must have been refused before.
 func (r *Recorder) Remove(id uint64) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -267,9 +267,9 @@ func (r *Recorder) first(last uint64) uint64 {
 	return from
 }
 
-// Complete records that the operations on a stream up to a record have completed. If
-// operations complete in order, this includes operations on other streams. Only
-// Communicator.observed calls it.
+// Complete records that the operations on a stream up to a record have
+// completed. If operations complete in order, this includes operations on other
+// streams.
 func (r *Recorder) Complete(id uint64, on uintptr) {
 	t := Now()
 	r.mu.Lock()
@@ -501,7 +501,8 @@ func (r *Recorder) Latest() (last uint64, s *stream.Stream, behind, held bool) {
 	return r.running, r.stream, behind, behind && r.stream != nil && gpu.StreamOf(r.stream).Retain()
 }
 
-// StopWatch ends the watchdog if no operation is pending. It reports whether it did.
+// StopWatch ends the watchdog if no operation is pending, and reports whether
+// it did.
 func (r *Recorder) StopWatch() bool {
 	r.mu.Lock()
 	if r.running > r.resolved || r.last > r.enqueued && !r.at(r.last).refused {
@@ -557,7 +558,8 @@ func (t *totals) of(k Kind, s Service, bytes uint64) *Total {
 	return &t[min(k, NumKinds-1)][min(s, numServices-1)][sizeClass(bytes)]
 }
 
-// sizeClass returns the index in SizeNames. Each class is 32 times larger than the one before.
+// sizeClass returns the index in SizeNames of a size, whose classes are each 32
+// times larger than the one before.
 func sizeClass(bytes uint64) int {
 	if bytes <= 1<<10 {
 		return 0
@@ -619,8 +621,8 @@ func (r *Recorder) Totals(visit func(Kind, Service, int, Total)) {
 	}
 }
 
-// SetTimeout sets the timeout of operations that are scheduled from now on. 0 and less mean
-// none.
+// SetTimeout sets the timeout of operations that are scheduled from now on,
+// where 0 and less mean none.
 func (r *Recorder) SetTimeout(d time.Duration) { r.timeout.Store(int64(max(d, 0))) }
 
 // timeoutOf returns the timeout of an operation; 0 means none.

@@ -102,9 +102,10 @@ func (w *Watch) Run(ending <-chan struct{}) {
 	}
 }
 
-// Observe records completions. ahead has the marks that their streams have not passed, the
-// oldest first. blind reports that a capture prevents a query of the latest operation's
-// stream. If operations may have been aborted, Observe records nothing.
+// Observe records completions. ahead has the marks that their streams have not
+// passed, the oldest first. blind reports that a capture prevents a query of
+// the latest operation's stream. Observe records nothing if operations may have
+// been aborted.
 func (w *Watch) Observe() (ahead []Mark, blind bool, err error) {
 	passed, ahead, err := w.marks.Query(w.rec.InOrder())
 	if err != nil {
@@ -174,8 +175,9 @@ func (w *Watch) inspectUnaccepted() error {
 	return nil
 }
 
-// follow queries whether the latest operation has completed. If other work is enqueued
-// behind it, follow sets a mark. blind reports that a capture prevents the query.
+// follow queries whether the latest operation has completed, and sets a mark if
+// other work is enqueued behind it. blind reports that a capture prevents the
+// query.
 func (w *Watch) follow() (blind bool, err error) {
 	r := w.rec
 	last, s, behind, held := r.Latest()
@@ -370,7 +372,7 @@ func QueryDone(dev *device.Device, op string, query func(cudadrv.Driver) cudadrv
 	return err == nil && result == cudadrv.Success, err
 }
 
-// open begins the operation in the timeline. Accept ends it.
+// open begins the operation in the timeline, which Accept ends.
 func (r *Recorder) open(t *timeline.Recorder, o *Call) {
 	if r.shown.Swap(t) != t {
 		r.show(t, gpu.StreamOf(o.Stream).Place().Device)

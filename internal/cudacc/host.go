@@ -32,12 +32,12 @@ var cores string
 //go:embed src/main.cc
 var main string
 
-// HostShim has the names of CUDA that functions for one thread need. They set blockIdx and
-// threadIdx themselves.
+// HostShim has the names of CUDA that functions for one thread need, which set
+// blockIdx and threadIdx themselves.
 func HostShim() string { return shim }
 
-// BuildHost compiles C++. Floating-point contraction is disabled, as in Go. Without g++ the error
-// matches exec.ErrNotFound.
+// BuildHost compiles C++ with floating-point contraction disabled, as in Go.
+// Without g++ the error matches exec.ErrNotFound.
 func BuildHost(ctx context.Context, code string, flags ...string) (*HostProgram, error) {
 	cxx, err := compiler()
 	if err != nil {
@@ -71,8 +71,9 @@ func compiler() (string, error) {
 	return cxx, err
 }
 
-// HostKey returns the key of a program in a safe.Store. It has the compiler and what CompileHost adds to
-// a source; the caller adds the rest. Without g++ the error matches exec.ErrNotFound.
+// HostKey returns the key of a program in a safe.Store. It has the compiler and
+// what CompileHost adds to a source; the caller adds the rest. Without g++ the
+// error matches exec.ErrNotFound.
 func HostKey() (*safe.Key, error) {
 	cxx, err := compiler()
 	if err != nil {
@@ -198,7 +199,8 @@ type HostArg struct {
 	Owner int
 }
 
-// Run runs a kernel. threads has at most 1024 threads. The kernel is killed when ctx ends.
+// Run runs a kernel, whose blocks have at most 1024 threads, and kills it when
+// ctx ends.
 func (p *HostProgram) Run(ctx context.Context, kernel string, blocks, threads [3]uint32, shared uint32, args []HostArg) error {
 	var in bytes.Buffer
 	word := func(n uint32) { in.Write(binary.LittleEndian.AppendUint32(nil, n)) }

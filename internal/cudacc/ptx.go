@@ -154,7 +154,7 @@ const (
 
 const mostBytes = 64 << 20 // limit of an uncompressed archive
 
-// PackArchive returns an archive. It is deterministic.
+// PackArchive returns an archive, the same for the same entries.
 func PackArchive(entries []Entry) []byte {
 	var all bytes.Buffer
 	fmt.Fprintf(&all, layout, len(entries))

@@ -50,7 +50,7 @@ var frames = sync.Pool{New: func() any { return new(Frame) }}
 // Get returns an empty frame.
 func Get() *Frame { return frames.Get().(*Frame) }
 
-// Put returns the frame to the pool. The Do methods call it.
+// Put returns the frame to the pool, as the Do methods do.
 func (f *Frame) Put() {
 	clear(f.words[:f.nwords])
 	clear(f.kept[:f.nkept])
@@ -205,8 +205,8 @@ func (f *Frame) do2(fn uintptr) (uint64, uint64, uintptr) {
 	return v, w, r
 }
 
-// DoString calls a function that returns a NUL-terminated string, copies the string, and
-// returns the frame to the pool. NULL is "".
+// DoString calls a function that returns a NUL-terminated string, copies the
+// string, which is "" for NULL, and returns the frame to the pool.
 func (f *Frame) DoString(fn uintptr) string {
 	s := GoString(f.Call(fn))
 	f.Put()
@@ -235,8 +235,8 @@ type held struct {
 	once bool
 }
 
-// NewClosure returns a closure of fn with one reference, owned by the caller. It exists until the
-// last reference is released.
+// NewClosure returns a closure of fn with one reference, owned by the caller,
+// which exists until the last reference is released.
 func NewClosure(fn func()) Closure { return newClosure(fn, false) }
 
 // OnceClosure is NewClosure for a function whose call releases the reference.
@@ -250,8 +250,8 @@ func newClosure(fn func(), once bool) Closure {
 	return c
 }
 
-// Call calls the function, as C does through CallClosure. It does nothing for a released
-// closure.
+// Call calls the function, as C does through CallClosure, unless the closure is
+// released.
 func (c Closure) Call() {
 	h, ok := c.held()
 	if !ok {

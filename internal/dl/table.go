@@ -33,8 +33,8 @@ func NewTable[N ~int, R ~int32 | ~uint64](find Resolver, path string, funcs []Fu
 	return t, missing
 }
 
-// Require is NewTable for a library whose required functions all came with the version
-// spec.Needed. Its error is a *VersionError.
+// Require is NewTable for a library whose required functions all came with the
+// version spec.Needed. If one is missing, it returns a *VersionError.
 func Require[N ~int, R ~int32 | ~uint64](find Resolver, path string, spec *Spec, funcs []Func, absent R) (Table[N, R], error) {
 	t, missing := NewTable[N](find, path, funcs, absent)
 	if len(missing) > 0 {
@@ -49,7 +49,8 @@ type Versioned = struct {
 	Since int32
 }
 
-// Since returns the functions for NewTable. It requires the functions that the version min has.
+// Since returns the functions for NewTable, and requires those that the version
+// min has.
 func Since(all []Versioned, min int32) []Func {
 	funcs := make([]Func, len(all))
 	for i, f := range all {
@@ -123,8 +124,8 @@ func (t *Table[N, R]) Call2(n N, f *Frame) (uint64, uint64, R) {
 	return v, w, R(r)
 }
 
-// Text calls a function that returns a NUL-terminated string, and returns the frame to the
-// pool. A missing function's text is "".
+// Text calls a function that returns a NUL-terminated string, which is "" if
+// the function is missing, and returns the frame to the pool.
 func (t *Table[N, R]) Text(n N, f *Frame) string {
 	if !t.Has(n) {
 		f.Put()

@@ -197,7 +197,8 @@ func (r *Rank) expertsGrid(x *ExpertLayer) grid {
 	return x.grid(r.blocks)
 }
 
-// Dispatch enqueues a dispatch on s, a stream of the rank's device. The rank's slots have x.SlotBytes or more.
+// Dispatch enqueues a dispatch on s, a stream of the rank's device. The rank's
+// slots must have x.SlotBytes or more.
 func (r *Rank) Dispatch(s *stream.Stream, x *ExpertLayer, d *Dispatch) error {
 	return r.exchange(s, x, "dispatch", dispatchFn, d.uses(x), kernel.Address(d.X), kernel.Address(d.IDs), kernel.Address(d.Weights), kernel.Scalar(uint32(d.Tokens)),
 		kernel.Address(d.Rows), kernel.Address(d.Counts), kernel.Address(d.Routes))
@@ -246,8 +247,9 @@ func (x *ExpertLayer) signature(fn expertsFn) uint64 {
 	return scramble(scramble(scramble(h+uint64(x.Hidden))+uint64(x.MaxTokens)) + uint64(x.Experts))
 }
 
-// PackDispatch enqueues what the rank sends to all others, in DispatchBytes at to. ReceiveDispatch enqueues the rest of the dispatch, when
-// the bytes of all ranks are at in, by rank. They do without other ranks.
+// PackDispatch enqueues what the rank sends to all others, in DispatchBytes at
+// to. ReceiveDispatch enqueues the rest of the dispatch, when the bytes of all
+// ranks are at in, by rank. Neither communicates with other ranks.
 func (x *ExpertLayer) PackDispatch(s *stream.Stream, d *Dispatch, to uint64) error {
 	return x.launch(s, dispatchPackFn, x.grid(expertsBlocks), append([]kernel.Arg{
 		kernel.Address(d.X), kernel.Address(d.IDs), kernel.Address(d.Weights), kernel.Address(to), kernel.Scalar(uint32(d.Tokens))}, x.shape()...)...)

@@ -24,7 +24,8 @@ type expertsCall struct {
 // call32 returns the 32-bit parameter at i as a number.
 func call32(c *kernel.Call, i int) int { return int(kernel.Get[uint32](c, i)) }
 
-// expertsOf returns a launch whose shape begins with parameter at. For linked kernels that is after the rank.
+// expertsOf returns a launch whose shape begins with parameter at, which is
+// after the rank for linked kernels.
 func (f *normFormat) expertsOf(c *kernel.Call, rank, at int) *expertsCall {
 	return &expertsCall{f, &ExpertLayer{
 		DType: f.dtype, Rank: call32(c, rank), Ranks: call32(c, rank+1),
@@ -62,7 +63,8 @@ func (e *expertsCall) home(id int32) int { return int(id) / e.Own() }
 
 func (e *expertsCall) names(id int32) bool { return uint32(id) < uint32(e.Experts) }
 
-// sendTokens is the function of the source with the operands from in on. slot returns the memory of a rank.
+// sendTokens is the function of the source with the operands from in on. The
+// memory of each rank is in slots.
 func (e *expertsCall) sendTokens(in, tokensParam int, slots map[int][]byte, everyRow bool) {
 	tokens := call32(e.c, tokensParam)
 	ids, weights := e.ids(in+1, tokens*e.TopK), e.floats(in+2, tokens*e.TopK)
@@ -237,8 +239,9 @@ func (e *expertsCall) sendRows(in int, slot func(r int) []byte) {
 	}, func(int, int) {})
 }
 
-// receiveRows adds the rows of each token. The routes, the weights, the result, the rows of the choices and the number of tokens are parameters
-// from in on.
+// receiveRows adds the rows of each token. Its parameters from in on are the
+// routes, the weights, the result, the rows of the choices and the number of
+// tokens.
 func (e *expertsCall) receiveRows(slots [][]byte, in int) {
 	c, out, rows, n, tokens := e.c, in+2, in+3, e.MaxTokens*e.TopK, call32(e.c, in+4)
 	routes, weights := e.ids(in, e.Ranks*n)[e.Rank*n:], e.floats(in+1, tokens*e.TopK)

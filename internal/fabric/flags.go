@@ -169,7 +169,8 @@ func mapFlagPage(dev *device.Device, name string, f *os.File) (*flagPage, error)
 	return b, nil
 }
 
-// close ends a use. Unpinning waits for all devices, so it is left to a later call if these have work.
+// close ends a use. It leaves unpinning, which waits for all devices, to a
+// later call if these have work.
 func (b *flagPage) close(dev *device.Device) error {
 	if b == nil {
 		return nil
@@ -217,7 +218,8 @@ func (b *flagPage) taint(ranks int) {
 	}
 }
 
-// release sets all flags of a rank, so that no stream waits for them. It reports whether a stream had reset one.
+// release sets all flags of a rank, so that no stream waits for them, and
+// reports whether a stream had reset one.
 func (b *flagPage) release(rank int) (reset bool) {
 	for i := range clearFlag + 1 {
 		reset = atomic.SwapUint32(b.flag(rank, i), ^uint32(0)) != ^uint32(0) || reset

@@ -77,7 +77,8 @@ func CanFold(t memory.DType, op collective.Reduction) bool {
 	return int(t) < len(foldFormatOf) && foldFormatOf[t] >= 0 && op >= 0 && op < collective.NumReductions
 }
 
-// Enqueue enqueues the reduction on s. CanFold must have returned true for it.
+// Enqueue enqueues the reduction on s, and requires that CanFold has returned
+// true for it.
 func (f *Fold) Enqueue(s *stream.Stream) error {
 	k, err := foldKernel(s.Device(), f.DType, f.Op, f.Stage)
 	if err != nil {

@@ -47,7 +47,8 @@ const (
 	signalBytes = maxBlocks * maxRanks * signalWords * 8
 )
 
-// setsFor returns the number of sets of buffers. A rank of experts has no whole, and no lines.
+// setsFor returns the number of sets of buffers. A rank of experts needs fewer,
+// because it has no whole and no lines.
 func setsFor(whole int) int {
 	if whole == 0 {
 		return sets / 2
@@ -115,7 +116,7 @@ func macros(f *format, op collective.Reduction) []string {
 	return []string{"--define-macro=CHORUS_TYPE=" + f.c, "--define-macro=CHORUS_OP=" + templates[op]}
 }
 
-// kernel returns a kernel of a module of t. The first call loads the module.
+// kernel returns a kernel of a module of t, which the first call loads.
 func (t *toolbox) kernel(at *module, index int, load func() ([]*kernel.Kernel, error)) (*kernel.Kernel, error) {
 	if ks := at.Load(); ks != nil {
 		return (*ks)[index], nil
@@ -170,8 +171,9 @@ func (t *toolbox) mover(dev *device.Device, fn function) (*kernel.Kernel, error)
 	})
 }
 
-// load loads the module compiled for exactly this number of ranks or, if NVRTC is missing
-// or fails, the module for any number. Ranks need not use the same one.
+// load loads the module compiled for exactly this number of ranks or, if NVRTC
+// is missing or fails, the module for any number. The ranks need not use the
+// same module.
 func (t *toolbox) load(dev *device.Device, options []string, defs []kernel.Def) ([]*kernel.Kernel, error) {
 	x := kernel.Source{Name: "fabric.cu", CUDA: source, Options: t.exactly(options), Kernels: defs}
 	ks, failed := compile(dev, &x)

@@ -17,8 +17,8 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
-// Supports returns why r does not support an algorithm, the same on all ranks, or nil. The
-// error matches errors.ErrUnsupported.
+// Supports returns why r does not support an algorithm, the same on all ranks,
+// or nil. The reason is an error that matches errors.ErrUnsupported.
 func (r *Rank) Supports(a Algorithm) error {
 	if a != TwoShotLines || r.noLines == "" {
 		return nil
@@ -51,8 +51,8 @@ func (r *Rank) missesLines(infos []rankInfo) (string, error) {
 	return "", nil
 }
 
-// keepsLines reports whether GPUs of a compute capability write lines atomically. NCCL
-// relies on it for the same GPUs.
+// keepsLines reports whether GPUs of a compute capability write lines
+// atomically, which NCCL relies on for the same GPUs.
 func keepsLines(major, minor int) bool { return major >= 9 || major >= 7 && minor == 0 }
 
 // firstOf returns the first non-empty string.
@@ -96,7 +96,7 @@ func setLine(b []byte, i int, v *line) {
 	}
 }
 
-// sendLine sends the i-th line. Its mark shows that the rest has arrived.
+// sendLine sends the i-th line, whose mark shows that the rest has arrived.
 //
 //go:norace
 func (p *party) sendLine(to []uint64, i int, v *line) {
@@ -302,8 +302,8 @@ func (r *Rank) probe(ctx context.Context, s *stream.Stream) error {
 	return s.Sync(ctx)
 }
 
-// probed compares the received patterns and clears them. With CHORUS_P2P=force it trusts
-// the driver.
+// probed compares the received patterns and clears them, but trusts the driver
+// with CHORUS_P2P=force.
 func (r *Rank) probed(ctx context.Context, s *stream.Stream) error {
 	got := make([]uint64, probeWords)
 	for from := range r.ranks {

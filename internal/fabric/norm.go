@@ -68,8 +68,9 @@ func (x *Norm) Check() error {
 	return x.checkOverlap()
 }
 
-// checkOverlap returns an error if operands overlap that are not only read. Only Out may be In. In counts as written, because
-// an all-reduce in place replaces it if the one kernel does not run.
+// checkOverlap returns an error if operands overlap that are not only read,
+// except that Out may be In. In counts as written, because an all-reduce in
+// place replaces it if the one kernel does not run.
 func (x *Norm) checkOverlap() error {
 	names := [...]string{"the input", "the weight", "the residual", "the output", "the scale"}
 	uses := x.uses()
@@ -127,8 +128,8 @@ func LoadAddNorm(dev *device.Device, t memory.DType) error {
 	return err
 }
 
-// EnqueueNorm enqueues x on s, a stream of the rank's device. TakesNorm must have returned true
-// for it.
+// EnqueueNorm enqueues x on s, a stream of the rank's device, and fails unless
+// TakesNorm returns true for x.
 func (r *Rank) EnqueueNorm(s *stream.Stream, x *Norm) error {
 	const op = "all-reduce and norm"
 	if err := r.Err(); err != nil {
@@ -197,8 +198,8 @@ const (
 	teamThreads   = 128  // a team gets more blocks only while they have so many threads
 )
 
-// slotsOf returns the number of partial sums of the squares of so many words, in whole warps. The
-// order of additions depends on nothing else.
+// slotsOf returns the number of partial sums of the squares of so many words,
+// in whole warps, which determines the order of additions.
 func slotsOf(words int) int { return min(over(words, warp)*warp, maxSlots) }
 
 // grid returns the grid for teams of so many blocks: one for each row, up to a maximum of blocks.
@@ -417,8 +418,8 @@ func saturated(x float32) memory.Float8E4M3Bits {
 	return memory.Float8E4M3Of(x)
 }
 
-// factor returns 1 / sqrt(mean of squares + eps). Each slot adds the squares of its words. Then the
-// slots of each warp are added, and then the warps.
+// factor returns 1 / sqrt(mean of squares + eps). Each slot adds the squares of
+// its words, then the slots of each warp are added, and then the warps.
 func (n *normCall) factor(sums []uint64) float32 {
 	of := make([]float32, n.slots)
 	x := n.x[:n.count]
@@ -437,7 +438,8 @@ func (n *normCall) factor(sums []uint64) float32 {
 	return 1 / float32(math.Sqrt(float64(mean+n.eps)))
 }
 
-// treeSum adds the second half of a list to the first one, and so on. It overwrites the list.
+// treeSum adds the second half of a list, which it overwrites, to the first
+// one, and so on.
 func treeSum(list []float32) float32 {
 	for by := len(list) / 2; by > 0; by /= 2 {
 		for i := range by {

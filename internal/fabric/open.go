@@ -200,8 +200,8 @@ func (r *Rank) load() error {
 	return err
 }
 
-// allocate allocates the rank's memory and zeroes it. Zero is not a valid epoch: anyEpoch
-// is greater.
+// allocate allocates the rank's memory and zeroes it, because zero is not a
+// valid epoch: anyEpoch is greater.
 func (r *Rank) allocate(ctx context.Context, s *stream.Stream) (err error) {
 	if r.host, err = memory.MakePinned[uint32](r.dev, 2); err != nil {
 		return err
@@ -341,7 +341,7 @@ func (r *Rank) arm() {
 		kernel.Scalar(uint64(r.slot)), kernel.Scalar(uint64(r.whole)), kernel.Ptr(r.control), kernel.PinnedPtr(r.host)})
 }
 
-// free releases the rank's resources. Nothing uses them any more.
+// free releases the rank's resources, which nothing uses any more.
 func (r *Rank) free() error {
 	errs := []error{r.pusher.close(r)}
 	for _, p := range r.peers {

@@ -267,14 +267,16 @@ func (x *pushing) send(phase int, what func(to int) (src uint64, n int)) error {
 	return errors.Join(err, x.s.WaitStream(x.side)) // also after an error: a capture ends only if the side stream has joined
 }
 
-// share returns where the share of a rank is in an operand, and its size. A share begins at a cell.
+// share returns where the share of a rank is in an operand, and its size. Each
+// share begins at a multiple of a cell.
 func (x *pushing) share(rank int) (at uint64, n int) {
 	most := over(over(x.bytes, cellBytes), x.ranks) * cellBytes
 	first := min(rank*most, x.bytes)
 	return uint64(x.at + first), min(most, x.bytes-first)
 }
 
-// slotAt returns the address of a slot in the memory of the k-th rank after this one. The slots for results follow those for shares.
+// slotAt returns the address of a slot in the memory of the k-th rank after
+// this one, where the slots for results follow those for shares.
 func (x *pushing) slotAt(k, slot int) uint64 {
 	return x.peers[k].words.Ptr() + signalBytes + uint64(slot*x.slot)
 }

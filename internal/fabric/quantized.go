@@ -38,8 +38,8 @@ func (r *Rank) LoadQuantized(x *Quantized) error {
 	return err
 }
 
-// EnqueueQuantized enqueues x on s, a stream of the rank's device. TakesQuantized must have returned
-// true for it.
+// EnqueueQuantized enqueues x on s, a stream of the rank's device, and fails
+// unless TakesQuantized returns true for x.
 func (r *Rank) EnqueueQuantized(s *stream.Stream, x *Quantized) error {
 	const op = "quantized all-reduce"
 	if err := r.Err(); err != nil {

@@ -80,7 +80,7 @@ func (r *Rank) Abort() {
 	}
 }
 
-// abort is Abort. pending says whether operations may not be complete.
+// abort is Abort, where pending says whether operations may not be complete.
 func (r *Rank) abort(pending bool) {
 	r.aborted.Store(true)
 	r.ending.Lock()
@@ -144,7 +144,8 @@ func (r *Rank) Close() error {
 	return errors.Join(err, r.free())
 }
 
-// syncStream waits for a stream. A lost device uses no memory, so its error is ignored.
+// syncStream waits for a stream, and ignores the error of a lost device, which
+// uses no memory.
 func (r *Rank) syncStream(s *gpu.Stream) error {
 	err := gpu.DeviceOf(r.dev).SyncStream(s.Raw())
 	if err != nil && r.dev.Err() == nil {
@@ -182,9 +183,10 @@ func (r *Rank) Takes(x *collective.Op, a Algorithm) bool {
 	return ok && r.ranks > 1 && o.bytes() > 0
 }
 
-// Enqueue enqueues a collective on its stream, which is of the rank's device, with its Algorithm. Takes must have
-// returned true for it. Destination and source may be in place as in NCCL, except for AllToAlls,
-// whose operands must not overlap. The source may be missing if the rank only receives.
+// Enqueue enqueues a collective on its stream, which is of the rank's device,
+// with its Algorithm, and fails unless Takes returns true for it. Destination
+// and source may be in place as in NCCL, except for AllToAlls, whose operands
+// must not overlap. The source may be missing if the rank only receives.
 func (r *Rank) Enqueue(x *collective.Op) error {
 	if err := r.Err(); err != nil {
 		return err
@@ -204,7 +206,8 @@ type operation collective.Op
 // bytes returns the size of one rank's part.
 func (o *operation) bytes() int { return o.N * o.DType.Size() }
 
-// operands returns the addresses of the operands. A rank that only receives has no source.
+// operands returns the addresses of the operands, which are the same for a rank
+// that only receives and so has no source.
 func (o *operation) operands() (dst, src uint64) {
 	if dst, src = uint64(o.Dst.Ptr), uint64(o.Src.Ptr); src == 0 {
 		src = dst
@@ -334,7 +337,8 @@ func pick(a Algorithm, packets, chunks function) function {
 // chunkBytes is the size of the chunks of pipelined operations, of all ranks together, if the scratch memory has room for four.
 const chunkBytes = 4 << 20
 
-// chunkCells returns the number of cells of a rank's part of a chunk. The chunks are about equal.
+// chunkCells returns the number of cells of a rank's part of a chunk, such that
+// the chunks are about equal.
 func (r *Rank) chunkCells(o *operation) int {
 	most := min(chunkBytes, r.whole/4) / r.ranks / cellBytes
 	cells := over(o.bytes(), cellBytes)
@@ -513,7 +517,9 @@ func (r *Rank) grid(steps int) grid {
 // chunkThreads is the number of threads of many blocks of pipelined operations: with more, two H200s need up to 4 % more time.
 const chunkThreads = 256
 
-// chunkGrid returns the grid for a chunk of cells: all blocks, if each of their threads has a cell. The first warp of each block moves none.
+// chunkGrid returns the grid for a chunk of cells: all blocks, if each of their
+// threads has a cell, except those of the first warp of each block, which moves
+// none.
 func (r *Rank) chunkGrid(cells int) grid {
 	g := r.forced
 	if g.threads == 0 {

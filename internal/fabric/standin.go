@@ -181,8 +181,8 @@ func setWord(b []byte, i int, v uint64) {
 	copy(b, w[:])
 }
 
-// read returns n bytes of the input. Kernels read 8 bytes at once if the operands are
-// aligned.
+// read returns n bytes of the input, of which kernels read 8 bytes at once if
+// the operands are aligned.
 func (p *party) read(at, n int) []byte {
 	p.check(inParam, at, 8)
 	return kernel.ReadAddress[uint8](p.c, p.c.Address(inParam)+uint64(at), n)
@@ -417,8 +417,9 @@ func (c *chunked) part(operand func(at, n int) []byte, n, r int) ([]byte, int) {
 	return b, min(2*over(len(b), cellBytes), c.share)
 }
 
-// run calls do with the number of each chunk and of as many more as the steps of a chunk need, and with the number of chunks. A barrier
-// follows each call but the last.
+// run calls do with the number of each chunk and of as many more as the steps
+// of a chunk need, and with the number of chunks, with a barrier between two
+// calls.
 func (c *chunked) run(more int, do func(n, count int)) {
 	c.check(inParam, 0, 16)
 	c.check(outParam, 0, 16)

@@ -73,8 +73,8 @@ func (q *queue) choose(p *plan) error {
 	return nil
 }
 
-// suggest returns up to n algorithms that can run, the fastest first by cuBLASLt's estimate.
-// There is at least one, or an error.
+// suggest returns up to n algorithms that can run, the fastest first by
+// cuBLASLt's estimate, and at least one unless it returns an error.
 func (q *queue) suggest(p *plan, n int) ([]cublasapi.HeuristicResult, error) {
 	lt := q.site.lt
 	pref, r := lt.MatmulPreferenceCreate()

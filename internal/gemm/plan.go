@@ -79,7 +79,8 @@ const rowScalesVersion = 120900
 
 func versionText(v uintptr) string { return fmt.Sprintf("%d.%d.%d", v/10000, v/100%100, v%100) }
 
-// isRefusal reports whether cuBLASLt has no algorithm. It tells so by one of two results.
+// isRefusal reports whether cuBLASLt has no algorithm, which it says by one of
+// two results.
 func isRefusal(err error) bool {
 	s, ok := errors.AsType[*Status](err)
 	return ok && s.Call == heuristicCall && (s.Result == cublasapi.NotSupported || s.Result == cublasapi.InvalidValue)
@@ -372,8 +373,8 @@ func (c *scalars) of(p *Product) (alpha, beta cublasapi.Scalar) {
 	return cublasapi.Scalar{Host: at[0]}, cublasapi.Scalar{Host: at[1]}
 }
 
-// needsNoProduct reports whether cuBLASLt must not see that k is 0, or that alpha is 0. cuBLAS
-// accepts a k of 0.
+// needsNoProduct reports whether cuBLASLt must not see that k is 0, which
+// cuBLAS accepts, or that alpha is 0.
 func (p *Product) needsNoProduct() bool {
 	if p.K == 0 {
 		return !p.plain()

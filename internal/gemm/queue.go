@@ -63,8 +63,9 @@ func queueOf(s *stream.Stream) (*queue, error) {
 	return v.(*queue), nil
 }
 
-// Enqueue enqueues a product on s. The caller has checked the shapes and that the memory is
-// of the device of s. If s is being captured, the workspace belongs to the graph.
+// Enqueue enqueues a product on s, after the caller has checked the shapes and
+// that the memory is of the device of s. If s is being captured, the workspace
+// belongs to the graph.
 func Enqueue(s *stream.Stream, p *Product) error {
 	q, err := queueOf(s)
 	if err != nil {
@@ -122,9 +123,9 @@ func (q *queue) enqueueNow() error {
 	return err
 }
 
-// takeRoom sets the workspace of the call. A captured product gets one from the pool of the
-// capture, which the caller frees, so that later allocations of the capture reuse it. All
-// other products of the stream share one.
+// takeRoom sets the workspace of the call. A captured product gets one from the
+// pool of the capture, which the caller frees, so that later allocations of the
+// capture reuse it. All other products of the stream share one workspace.
 func (q *queue) takeRoom() (captured bool, err error) {
 	if q.room = 0; q.plan.need == 0 {
 		return false, nil

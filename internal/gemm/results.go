@@ -203,9 +203,9 @@ func readLines(r io.Reader) (lines []string, err error) {
 	return lines, s.Err()
 }
 
-// ReadResults reads a file of WriteResults. Products use the results from now on. The whole
-// file is refused if its validators differ from the device's, or if a line is invalid.
-// Results that the device already has stay.
+// ReadResults reads a file of WriteResults. Products use its results from now
+// on, except those for which the device already has a result. The whole file is
+// refused if its validators differ from the device's, or if a line is invalid.
 func ReadResults(dev *device.Device, r io.Reader) error {
 	lines, err := readLines(r)
 	if err != nil {
@@ -266,8 +266,8 @@ func parseResult(line string, workspace int64) (r Result, err error) {
 	return r, nil
 }
 
-// merge adds the results of a file. Choices of the heuristic are forgotten, so that results
-// replace them.
+// merge adds the results of a file, and forgets choices of the heuristic, so
+// that the results replace them.
 func (c *choices) merge(file map[string]Result) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -396,7 +396,8 @@ func (p *Problem) Op() string {
 	return fmt.Sprintf("%s_%s_%c%c", kind, typeName(p.A.Type), ops[p.TransA&1], ops[p.TransB&1])
 }
 
-// numbers lists the fields of a problem for its text. The workspace is a validator of the file.
+// numbers lists the fields of a problem for its text, without the workspace,
+// which is a validator of the file.
 func (p *Problem) numbers() []*int64 {
 	list := []*int64{&p.M, &p.N, &p.K, &p.Batch}
 	for _, l := range []*Layout{&p.A, &p.B, &p.C, &p.D, &p.Aux, &p.Bias} {
@@ -410,8 +411,8 @@ func (p *Problem) flags() []*bool {
 	return []*bool{&p.NoSplitK, &p.Separate, &p.DeviceScalars, &p.Float8, &p.RowScales, &p.FastAccum}
 }
 
-// Params returns the parameters of the problem in files of results. ParseProblem is the
-// inverse.
+// Params returns the parameters of the problem in files of results, which
+// ParseProblem parses.
 func (p *Problem) Params() string {
 	ops := [2]byte{'n', 't'}
 	parts := []string{string([]byte{ops[p.TransA&1], ops[p.TransB&1]})}
@@ -515,8 +516,8 @@ func parseSolution(text string) (*config, error) {
 	return c, nil
 }
 
-// splitsAsAllowed reports whether the algorithm reduces the parts of a split k by an allowed
-// scheme. cuBLASLt checks that only for its own suggestions.
+// splitsAsAllowed reports whether the algorithm reduces the parts of a split k
+// by an allowed scheme, which cuBLASLt checks only for its own suggestions.
 func (c *config) splitsAsAllowed(allowed cublasapi.ReductionScheme) bool {
 	if c.splitK == 0 || c.splitK == 1 {
 		return true

@@ -104,7 +104,7 @@ func SetOnline(o *TuneOptions) { online.Store(o) }
 // onlineTimeout is the limit of one tuning at the first use.
 const onlineTimeout = time.Minute
 
-// tuneFirst tunes the call in progress. If that fails, the default stays.
+// tuneFirst tunes the call in progress, or keeps the default if that fails.
 func (q *queue) tuneFirst(o *TuneOptions) error {
 	ctx, cancel := context.WithTimeout(context.Background(), onlineTimeout)
 	defer cancel()
@@ -204,8 +204,9 @@ func (t *tuning) playoff(list []cublasapi.HeuristicResult, fast []int, r *Result
 	return fast[fastest(times, r)], nil
 }
 
-// fastest returns the index of the fastest algorithm by its median time, and sets the times of r.
-// The first one is the default.
+// fastest returns the index of the fastest algorithm by its median time, and
+// sets the times of r. The first algorithm is the default, which another must
+// clearly beat.
 func fastest(times [][]time.Duration, r *Result) (best int) {
 	for i, all := range times {
 		slices.Sort(all)
@@ -336,8 +337,8 @@ func sizeOf(t cublasapi.DType) int64 {
 // alignUp keeps copies apart.
 const alignUp = 512
 
-// copyOperands allocates the copies, stream-ordered. The addresses have the same
-// alignments as the operands.
+// copyOperands allocates the copies, stream-ordered and at addresses with the
+// same alignments as the operands.
 func (t *tuning) copyOperands() error {
 	at := t.product.At
 	_, bytes := t.spans(&at)
@@ -370,7 +371,8 @@ func (t *tuning) copyOperands() error {
 	return nil
 }
 
-// fill copies an operand. The bias may be shorter than its span, which is the longer side.
+// fill copies an operand. The bias may be shorter than its span, which is the
+// longer side.
 func (t *tuning) fill(to, from cudadrv.DevicePtr, bytes int64) error {
 	if from == t.product.At.Bias {
 		bytes = t.biasBytes()
@@ -399,7 +401,8 @@ func (t *tuning) free() error {
 	return errors.Join(errs...)
 }
 
-// compare checks the result of the first copy. The default's is the reference.
+// compare checks the result of the first copy against that of the default
+// algorithm.
 func (t *tuning) compare() error {
 	at := t.product.At
 	list, sizes := t.spans(&at)
@@ -558,8 +561,8 @@ func narrow(t cublasapi.DType) bool { return t == cublasapi.R8FE4M3 || t == cubl
 // pattern is the number of random bytes that are repeated.
 const pattern = 1 << 20
 
-// fillRandom writes numbers between -1 and 1. Zeros would make products faster than real
-// data.
+// fillRandom writes numbers between -1 and 1, because zeros would make products
+// faster than real data.
 func fillRandom(s *stream.Stream, to cudadrv.DevicePtr, bytes int64, t cublasapi.DType) error {
 	n := min(bytes, pattern)
 	host := randomBytes(int(n/sizeOf(t)), t)

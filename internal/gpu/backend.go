@@ -259,8 +259,8 @@ func (s *Backend) CUBLASLt() (cublasapi.LtAPI, error) {
 	return library[cublasapi.LtAPI](cublasapi.OpenLt)
 }
 
-// CuFile opens cuFile at its first use. It does not open cuFile's driver or set
-// parameters.
+// CuFile opens cuFile at its first use, without opening cuFile's driver or
+// setting parameters.
 func (s *Backend) CuFile() (cufileapi.API, error) {
 	api, err := s.plainCuFile()
 	if err == nil && s.Sanitizer != nil {
@@ -310,8 +310,8 @@ type BackendChoice struct {
 	NoGPU   string // the reason for a fallback to virtual devices, or ""
 }
 
-// Note returns the line that tells the user of a fallback, or "". devices
-// describes them, such as "4 virtual devices".
+// Note returns the line that tells the user of a fallback to devices, such as
+// "4 virtual devices", or "".
 func (c *BackendChoice) Note(devices string) string {
 	if c.NoGPU == "" {
 		return ""
@@ -392,7 +392,7 @@ type VirtualConfig struct {
 	NCCL nccl.Config
 }
 
-// NewVirtual creates a machine. It fails only if the configuration is invalid.
+// NewVirtual creates a machine, and fails only if the configuration is invalid.
 func NewVirtual(cfg *VirtualConfig) (*VirtualMachine, error) {
 	m, err := machine.New(&cfg.Config)
 	if err != nil {
@@ -420,8 +420,8 @@ type visible struct {
 	uuids    []string // GPU-… or MIG-…, possibly only prefixes
 }
 
-// parseVisible parses a list like the driver. An invalid entry ends the list, and
-// a duplicate makes it empty.
+// parseVisible parses a list as the driver does: an invalid entry ends the
+// list, and a duplicate makes it empty.
 func parseVisible(list string) visible {
 	for _, prefix := range []string{"GPU-", "MIG-"} {
 		if strings.HasPrefix(list, prefix) {
@@ -489,9 +489,9 @@ func within(ordinals []int, have int) []int {
 	return ordinals
 }
 
-// CountDevices returns the number of devices that OpenBackend would find with the present
-// environment. It uses NVML, which does not start the driver, and the driver only
-// if NVML cannot tell. It does not create a context.
+// CountDevices returns the number of devices that OpenBackend would find with
+// the present environment. It uses NVML, which does not start the driver, and
+// the driver only if NVML cannot tell. Neither creates a context.
 func CountDevices() (int, error) {
 	b, err := env.Backend.OneOf(Auto, CUDA, Virtual)
 	if err != nil {

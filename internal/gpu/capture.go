@@ -13,9 +13,10 @@ import (
 // Capturing reports whether the stream is being captured into a graph.
 func (s *Stream) Capturing() (bool, error) { return s.dev.Capturing(s.h) }
 
-// BeginCapture captures operations that are enqueued on s from now on into the graph
-// (cuStreamBeginCapture). The graph's memory comes from the pool. In a mode other than the
-// relaxed one the goroutine is locked to its thread until EndCapture.
+// BeginCapture captures operations that are enqueued on s from now on into the
+// graph (cuStreamBeginCapture), whose memory comes from the pool. In a mode
+// other than the relaxed one the goroutine is locked to its thread until
+// EndCapture.
 func (s *Stream) BeginCapture(mode cudadrv.CaptureMode, graph Holder, pool Holdable) error {
 	const op = "stream: begin capture"
 	if err := s.Check(op, nil); err != nil {
@@ -197,7 +198,7 @@ func Make(fn func() error) error {
 // not made yet.
 func Pending() bool { return AnyCapture() || making.Load() != 0 }
 
-// Outside calls fn and prevents captures from beginning meanwhile. It does nothing if the
+// Outside calls fn and prevents captures from beginning meanwhile, unless the
 // process is capturing a graph on any stream. It reports whether it called fn.
 func Outside(fn func()) bool {
 	open.begin.RLock()
@@ -209,8 +210,8 @@ func Outside(fn func()) bool {
 	return true
 }
 
-// register calls begin, which begins the capture in the driver for the calling goroutine.
-// No call of Outside is in progress meanwhile.
+// register calls begin, which begins the capture in the driver for the calling
+// goroutine, while no call of Outside is in progress.
 func (c *Capture) register(begin func() error) error {
 	open.begin.Lock()
 	defer open.begin.Unlock()

@@ -158,8 +158,10 @@ func ValueInTime[T any](d *Device, call func(cudadrv.Driver) (T, cudadrv.Result)
 	return got, nil
 }
 
-// InTime calls fn, which makes rare calls of the driver or of a library, on another goroutine. It fails if fn
-// has not returned within CHORUS_DRIVER_TIMEOUT; fn then goes on by itself. op names the call for the error.
+// InTime calls fn, which makes rare calls of the driver or of a library, on
+// another goroutine. It fails if fn has not returned within
+// CHORUS_DRIVER_TIMEOUT; fn then goes on by itself. op names the call for the
+// error.
 func (d *Device) InTime(op func() string, fn func() error) error {
 	err, returned := poll.Within(d.sys.callTimeout, fn)
 	if !returned {
@@ -295,8 +297,8 @@ func (d *Device) Attribute(a cudadrv.Attribute) (value int32, err error) {
 	return value, err
 }
 
-// DefaultPool returns the driver's default memory pool of the device. cuMemAllocAsync
-// allocates from it.
+// DefaultPool returns the driver's default memory pool of the device, from
+// which cuMemAllocAsync allocates.
 func (d *Device) DefaultPool() (pool cudadrv.MemPool, err error) {
 	err = d.Ask(func(drv cudadrv.Driver) (r cudadrv.Result) {
 		pool, r = drv.DeviceGetDefaultMemPool(d.handle)
@@ -484,9 +486,9 @@ func refuseHost(op string, name func() string) error {
 		"in the mode %s %s wait for %s or ask for it: do so before or after the capture, or capture in the mode %s", c.modeName(), who, name(), mode))
 }
 
-// forbids returns the capture that forbids the calling goroutine calls that CUDA considers
-// unsafe in a capture, such as querying a stream, and whether another goroutine captures.
-// It returns nil if there is none.
+// forbids returns the capture that forbids the calling goroutine calls that
+// CUDA considers unsafe in a capture, such as querying a stream, and whether
+// another goroutine captures. If there is none, it returns nil.
 func forbids() (c *Capture, others bool) {
 	me := osthread.ID()
 	c = find(func(c *Capture) bool { return c.mode != cudadrv.CaptureRelaxed && c.goroutine == me })

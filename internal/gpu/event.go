@@ -45,8 +45,8 @@ func (p *Events) Take(d *Device) (cudadrv.Event, error) {
 	return d.NewEvent(cudadrv.EventDisableTiming)
 }
 
-// Give returns an event to the pool. Waits that were enqueued for it stay valid, because
-// CUDA keeps their state.
+// Give returns an event to the pool. Waits that were enqueued for the event
+// stay valid, because CUDA keeps their state.
 func (p *Events) Give(d *Device, e cudadrv.Event) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -106,8 +106,9 @@ type Sequence struct {
 	closed bool
 }
 
-// Begin orders s after the operations so far. Until End, other calls of Begin block. A
-// captured operation does not wait; the launch of its graph does.
+// Begin orders s after the operations so far. Until End, other calls of Begin
+// block. If the operation is captured, not it but each launch of its graph
+// waits.
 func (q *Sequence) Begin(s *Stream) error {
 	q.mu.Lock()
 	err := q.use(s)
@@ -149,8 +150,9 @@ func (q *Sequence) Prepare(x HasStream) error {
 	return q.follow(s)
 }
 
-// Launched ends what Prepare began. It records an event, so that later operations on other
-// streams wait for the graph only, and not for later operations on s.
+// Launched ends what Prepare began. It records an event, so that later
+// operations on other streams wait for the graph only, and not for later
+// operations on s.
 func (q *Sequence) Launched(x HasStream) {
 	s := x.stream()
 	q.mu.Lock()
@@ -175,9 +177,10 @@ func (q *Sequence) forget() {
 	q.behind = 0
 }
 
-// Close calls end with the streams that had operations, and releases them. It returns an
-// error if a graph with captured operations still exists, or if a stream is being
-// captured. No operation can begin meanwhile. name identifies the shared memory in errors.
+// Close calls end with the streams that had operations, and releases them. It
+// returns an error if a graph with captured operations still exists, or if a
+// stream is being captured. No operation can begin meanwhile. name identifies
+// the shared memory in errors.
 func (q *Sequence) Close(name string, end func(users []*Stream) error) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -213,7 +216,8 @@ func (q *Sequence) follow(s *Stream) error {
 	return s.WaitStream(last)
 }
 
-// use records that s gets an operation. The lock is held.
+// use records that s gets an operation, and keeps s until the end of the
+// sequence. The lock is held.
 func (q *Sequence) use(s *Stream) error {
 	if q.closed {
 		return fmt.Errorf("use the memory that the operations share: %w", ErrClosed)

@@ -18,8 +18,8 @@ import (
 // whose access is enabled, and the peers that may access its memory.
 var reachKey, peerKey, guestsKey handle.Key
 
-// CanAccessPeer reports whether kernels on d can read and write peer's memory. Both belong
-// to one System.
+// CanAccessPeer reports whether kernels on d can read and write the memory of
+// peer, which must belong to the same System.
 func (d *Device) CanAccessPeer(peer *Device) (bool, error) {
 	if d == peer {
 		return true, nil
@@ -39,9 +39,10 @@ func (d *Device) CanAccessPeer(peer *Device) (bool, error) {
 	return v != 0, err
 }
 
-// EnablePeer gives work on d access to the memory of peer, plain and pooled. It does
-// nothing if the access is enabled already, or if the hardware does not support it; copies
-// then go through the host. Both belong to one System.
+// EnablePeer gives work on d access to the memory of peer, plain and pooled. It
+// does nothing if the access is enabled already, or if the hardware does not
+// support it; copies then go through the host. Both devices must belong to one
+// System.
 func (d *Device) EnablePeer(peer *Device) error {
 	ok, err := d.CanAccessPeer(peer)
 	if err != nil || !ok || d == peer {

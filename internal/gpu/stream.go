@@ -191,9 +191,9 @@ type companion struct {
 	close func() error
 }
 
-// Keep returns the value for the key. The first call makes it with open, and the end of
-// the stream closes it. Other packages store one value per stream with it. Later calls
-// take no lock.
+// Keep returns the value for the key, with which other packages store one value
+// per stream. The first call creates it with open, the end of the stream closes
+// it, and later calls take no lock.
 func (s *Stream) Keep(key *handle.Key, open func() (value any, close func() error, err error)) (value any, err error) {
 	if v, ok := s.Kept(key); ok {
 		return v, nil
@@ -246,7 +246,8 @@ func (d *Device) NewStream(priority int32) (s cudadrv.Stream, err error) {
 	return s, err
 }
 
-// DestroyStream destroys a stream. Operations that are enqueued on it still run.
+// DestroyStream destroys a stream, but operations that are enqueued on it still
+// run.
 func (d *Device) DestroyStream(s cudadrv.Stream) error {
 	d.streams.remove(s)
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.StreamDestroy(s) })
@@ -272,7 +273,8 @@ func (d *Device) NewEvent(flags uint32) (e cudadrv.Event, err error) {
 	return e, err
 }
 
-// DestroyEvent destroys an event. Waits that were enqueued for it stay valid.
+// DestroyEvent destroys an event, but waits that were enqueued for it stay
+// valid.
 func (d *Device) DestroyEvent(e cudadrv.Event) error {
 	marksOf(d.sys).destroyed(e)
 	return d.Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.EventDestroy(e) })
@@ -319,8 +321,8 @@ func (d *Device) Capturing(s cudadrv.Stream) (bool, error) {
 	return status != cudadrv.CaptureNone, err
 }
 
-// Ready calls the driver to query progress. For CUDA_ERROR_NOT_READY it returns
-// false and a nil error.
+// Ready calls the driver to query progress, and returns false with a nil error
+// for CUDA_ERROR_NOT_READY.
 func (d *Device) Ready(query Call) (bool, error) { return d.ready(query, false) }
 
 // ReadyBeside is Ready by DoBeside.
@@ -399,8 +401,8 @@ type streamPointer interface {
 	HasStream
 }
 
-// checkGiven validates that the streams are not nil. If others is empty, s may be nil,
-// since nothing waits.
+// checkGiven validates that the streams are not nil, except that s may be nil
+// if others is empty, since nothing waits then.
 func checkGiven[S streamPointer](s S, others []S) error {
 	var none S
 	if slices.Contains(others, none) || s == none && len(others) > 0 {
@@ -409,8 +411,9 @@ func checkGiven[S streamPointer](s S, others []S) error {
 	return nil
 }
 
-// Join orders work that is enqueued on s from now on after everything enqueued on
-// the others so far, like WaitStream for each of the others. others may contain s.
+// Join orders work that is enqueued on s from now on after everything enqueued
+// on the others so far, like WaitStream for each of the others, which may
+// contain s.
 func Join[S streamPointer](s S, others []S) error {
 	if err := checkGiven(s, others); err != nil {
 		return err
@@ -424,8 +427,9 @@ func Join[S streamPointer](s S, others []S) error {
 }
 
 // Fork orders work that is enqueued on the others from now on after everything
-// enqueued on s so far. It uses one event, whereas WaitStream would use one for each.
-// others may contain s. If Fork fails for one stream, the later ones do not wait.
+// enqueued on s so far. It uses one event, whereas WaitStream would use one for
+// each of the others, which may contain s. If Fork fails for one stream, the
+// later ones do not wait.
 func Fork[S streamPointer](s S, others []S) error {
 	if err := checkGiven(s, others); err != nil || len(others) == 0 {
 		return err
@@ -506,10 +510,11 @@ func (d *Device) quiet() bool {
 	return true
 }
 
-// Settle waits until the streams of all devices have done the work that is enqueued on them now,
-// but at most for limit. It polls: some calls of the driver wait for the same work and meanwhile
-// block other calls, also the one that enqueues what the work waits for. Streams that are being
-// captured do not count.
+// Settle waits until the streams of all devices have done the work that is
+// enqueued on them now, but at most for limit. It polls: some calls of the
+// driver wait for the same work and meanwhile block other calls, also the one
+// that enqueues what the work waits for. It ignores streams that are being
+// captured.
 func (s *System) Settle(limit time.Duration) error {
 	if s.Quiet() {
 		return nil
@@ -542,8 +547,8 @@ func pollUntil(deadline time.Time, pending func() string) (last string) {
 	}
 }
 
-// settle waits for the streams of one device. It returns the name of a stream that is busy at the
-// deadline, or "".
+// settle waits for the streams of one device, and returns the name of a stream
+// that is busy at the deadline, or "".
 func (d *Device) settle(deadline time.Time) string {
 	if d.ctx.Load() == 0 || d.Err() != nil {
 		return ""

@@ -100,8 +100,8 @@ var callbacks osthread.Threads
 // EnterCallback records that a host callback runs on the calling OS thread, until leave.
 func EnterCallback() (leave func()) { return callbacks.Enter() }
 
-// InCallback reports whether the goroutine is in a host callback of a stream, which must
-// not wait for the driver. It costs almost nothing while no callback runs.
+// InCallback reports whether the goroutine is in a host callback of a stream,
+// which must not wait for the driver, at almost no cost while no callback runs.
 func InCallback() bool { return callbacks.Has() }
 
 // LaunchHostFunc enqueues a call of fn on the stream, after everything enqueued on s so
@@ -243,7 +243,8 @@ func (g *Graphs) Any() bool {
 	return len(g.list) > 0
 }
 
-// Refuse returns an error if a graph exists. op is what would free the memory.
+// Refuse returns an error for op, which would free the memory, if a graph
+// exists.
 func (g *Graphs) Refuse(op string) error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

@@ -87,12 +87,12 @@ func (d *Device) quietly(call Call) error {
 	return d.doWith(call, call, nil)
 }
 
-// relaxed is DoRelaxed without the decorated driver. The recorder's own calls use it, because a
-// program or another library may capture a graph meanwhile.
+// relaxed is DoRelaxed without the decorated driver, for the recorder's own
+// calls, because a program or another library may capture a graph meanwhile.
 func (t *timing) relaxed(call Call) error { return t.d.quietly(inRelaxedMode(call)) }
 
-// begin records the event before an operation. It returns nil if the operation is not recorded: the
-// stream is captured, or the pool is exhausted.
+// begin records the event before an operation. It returns nil if the operation
+// is not recorded, because the stream is captured or the pool is exhausted.
 func (t *timing) begin(drv cudadrv.Driver, kind, name string, s cudadrv.Stream, bytes uint64) *eventPair {
 	p := t.take(drv, s)
 	if p != nil {
@@ -202,8 +202,8 @@ func (t *timing) end(drv cudadrv.Driver, p *eventPair, accepted bool) {
 	t.forget(p.stream)
 }
 
-// await adds a pair to the pending ones. The next operation of the stream begins after it. It returns
-// false if the timing is closed.
+// await adds a pair to the pending ones, so that the next operation of the
+// stream begins after it. It returns false if the timing is closed.
 func (t *timing) await(p *eventPair) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -387,7 +387,8 @@ func (t *timing) moveAnchor(drv cudadrv.Driver) cudadrv.Result {
 	return cudadrv.Success
 }
 
-// close releases the events and the stream. A call that is in progress releases its own events.
+// close releases the events and the stream, except the events of a call in
+// progress, which releases them itself.
 func (t *timing) close() {
 	t.collecting.Lock()
 	defer t.collecting.Unlock()
@@ -472,8 +473,9 @@ func (m *moment) ahead(drv cudadrv.Driver) bool {
 	return m.when.Load() == nil && drv.EventQuery(m.event) == cudadrv.ErrorNotReady
 }
 
-// latest returns the latest of some moments. It is zero if the driver does not tell one, or the
-// device of one is lost. known is false if the time of one is not read yet.
+// latest returns the latest of some moments, or zero if the driver does not
+// tell one, or the device of one is lost. known is false if the time of one is
+// not read yet.
 func latest(list []*moment) (at time.Time, known bool) {
 	for i, m := range list {
 		when := m.when.Load()
@@ -506,7 +508,7 @@ func marksOf(s *System) *marks {
 	return s.Local(&marksKey, func() any { return &marks{of: map[cudadrv.Event][]*moment{}, never: map[cudadrv.Event]bool{}} }).(*marks)
 }
 
-// set sets the moments of an event. An empty list means that they are not known.
+// set sets the moments of an event, which are not known if the list is empty.
 func (m *marks) set(e cudadrv.Event, list []*moment) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -517,8 +519,9 @@ func (m *marks) set(e cudadrv.Event, list []*moment) {
 	m.of[e] = list
 }
 
-// exclude removes an event until it is destroyed, because graphs or other processes record it again
-// and the driver's decoration does not see them. A later recording needs to know this, too.
+// exclude removes an event until it is destroyed, also for later recordings,
+// because graphs or other processes record it again and the driver's decoration
+// does not see them.
 func (m *marks) exclude(e cudadrv.Event) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -526,7 +529,7 @@ func (m *marks) exclude(e cudadrv.Event) {
 	m.never[e] = true
 }
 
-// destroyed forgets an event. The driver may reuse its handle.
+// destroyed forgets an event, because the driver may reuse its handle.
 func (m *marks) destroyed(e cudadrv.Event) {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -255,15 +255,16 @@ func (a *Agent) WorkerEnv(local int) []string {
 	return out
 }
 
-// Context is cancelled when the processes must stop. Its cause is the *MemberLostError
-// of the first process that failed on any host, a *StopError, or ErrClosed. If the job
-// goes on, Restarting returns true, and Next returns when the processes can start again.
-// Then Context returns another context.
+// Context is cancelled when the processes must stop. Its cause is the
+// *MemberLostError of the first process that failed on any host, a *StopError,
+// or ErrClosed. If the job goes on, Restarting returns true, and Next returns
+// when the processes can start again, after which Context returns another
+// context.
 func (a *Agent) Context() context.Context { return a.Now.Load().ctx }
 
-// Note returns a loss that was reported to sessions but does not stop the hosts:
-// a worker exited with code 0 without closing its session. It may explain later
-// failures. Note returns nil if there was none.
+// Note returns a loss that was reported to sessions but does not stop the
+// hosts, or nil: a worker exited with code 0 without closing its session, which
+// may explain later failures.
 func (a *Agent) Note() *MemberLostError { return a.Now.Load().noted.Load() }
 
 // Report reports the exit of worker number local of this host. It sets Rank and
@@ -288,7 +289,7 @@ func (a *Agent) Report(local int, e Exit) error {
 
 // Stop stops the job on all hosts. reason completes the phrase "the launcher on
 // host a ...", for example "received SIGTERM". All launchers should exit with
-// code. If the coordinator is lost meanwhile, the next one learns it.
+// code. Stop also reaches the next coordinator if this one is lost meanwhile.
 func (a *Agent) Stop(reason string, code int) error {
 	f := Fault{Reason: safe.Clip(reason, MaxText), Code: code}
 	a.mu.Lock()
@@ -318,8 +319,8 @@ func (a *Agent) Kill() error {
 func (a *Agent) Killed() <-chan struct{} { return a.killed }
 
 // Shutdown reports that all workers of this host have exited, and waits for the
-// workers of the other hosts. If the job fails, it returns the cause. Close must
-// still be called.
+// workers of the other hosts. If the job fails, it returns the cause. Close
+// must be called also after Shutdown.
 func (a *Agent) Shutdown(ctx context.Context) error {
 	a.mu.Lock()
 	a.done = true
@@ -568,8 +569,8 @@ func (a *Agent) order(k *Client, o Order) {
 	}
 }
 
-// Orders returns the coordinator's commands, which the launcher must obey in their order.
-// They come only if the workers call Run.
+// Orders returns the coordinator's commands, which the launcher must obey in
+// their order, and which come only if the workers call Run.
 func (a *Agent) Orders() <-chan Order { return a.orders }
 
 // CanDrain reports whether the job can go on without this host: it has several hosts, and its workers call

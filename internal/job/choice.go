@@ -175,7 +175,8 @@ var (
 	errNoMajority = errors.New("too few hosts are left")
 )
 
-// step handles an event at a time, and what is due, and returns what must be done. A nil event lets only time pass.
+// step handles an event at a time, and what is due then, and returns what must
+// be done. A nil event only advances the time.
 func (c *choice) step(now instant, e choiceEvent) []action {
 	c.now = max(c.now, now)
 	if e != nil {
@@ -187,7 +188,8 @@ func (c *choice) step(now instant, e choiceEvent) []action {
 	return out
 }
 
-// next returns when something is due. Without anything, ok is false.
+// next returns when something is due. If nothing is due at any time, ok is
+// false.
 func (c *choice) next() (at instant, ok bool) {
 	if c.over {
 		return 0, false

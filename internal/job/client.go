@@ -43,7 +43,7 @@ type Client struct {
 }
 
 // newClient takes ownership of l and starts heartbeats. One goroutine delivers
-// all events, in order.
+// all events, one after the other.
 func newClient(l *Link, to Target, addr, host string, hello Welcome, events func(*Client, Message)) *Client {
 	clock := NewRunClock(hello.step())
 	k := &Client{Stream: NewStream(l, clock, hello.LostAfter), Clock: clock, To: to, Addr: addr, ip: addrIP(l.Conn.RemoteAddr()), host: host, Hello: hello, Since: time.Now(), events: events,
@@ -109,7 +109,8 @@ func (k *Client) dispatch(m Message) {
 	}
 }
 
-// leftBehind ends the client because the coordinator leaves the job. Another one follows.
+// leftBehind ends the client because the coordinator leaves the job and another
+// one follows.
 func (k *Client) leftBehind(m Message) {
 	var h handover
 	if err := m.Record(&h); err != nil {
@@ -167,9 +168,10 @@ func (k *Client) disconnected(err error) {
 }
 
 // isSuspended reports whether the coordinator is this host's launcher and is
-// stopped, for example by Ctrl-Z. It will either continue or close the
-// connection. The members of a registry do not wait for it. The other hosts of a job do not either: they go on
-// without this host or fail, and its processes must not run on beside them.
+// stopped, for example by Ctrl-Z, so that it will either continue or close the
+// connection. The members of a registry do not wait for it, and neither do the
+// other hosts of a job: they go on without this host or fail, and its processes
+// must not run on beside them.
 func (k *Client) isSuspended() bool {
 	if k.Hello.Several || k.Hello.Registry || k.Hello.Rank >= 0 || k.Hello.Host != k.host {
 		return false

@@ -21,7 +21,8 @@ type runClock struct {
 // NewRunClock returns a clock whose owner calls tick every step.
 func NewRunClock(step time.Duration) *runClock { return &runClock{step: step, begin: time.Now()} }
 
-// tick advances the clock. A tick that is late by more than half a step counts as one step.
+// tick advances the clock to the present, but only by one step if the tick is
+// late by more than half a step.
 func (c *runClock) tick() {
 	c.sys.await()
 	c.mu.Lock()

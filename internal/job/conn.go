@@ -170,9 +170,9 @@ func (s *Server) awaitLink(k *conn, err error) (renewal, error) {
 	}
 }
 
-// grace returns how long a peer has time to connect again. A process that exits closes its
-// connection. A reset may have reached only this end: then the peer notices it when it
-// sends the next heartbeat.
+// grace returns how long a peer has time to connect again. A process that exits
+// closes its connection, but a reset may have reached only this end: then the
+// peer notices it when it sends the next heartbeat.
 func (s *Server) grace(k *conn, err error) time.Duration {
 	limit := s.cfg.Self.LostAfter / 2
 	if _, local := k.reading.Conn.(*net.UnixConn); local {
@@ -224,8 +224,10 @@ func (s *Server) mustProve(k *conn, err error) bool {
 	return s.cfg.probes && p.role == roleAgent && s.isDeciding() && s.counts(p) && !s.closed && !s.handedOver && isClosedByPeer(err) && p.host.Control != ""
 }
 
-// isCutOffWith reports whether nothing was heard from the launcher of a worker since its connection has ended. The network is then the
-// likely cause, and the worker may live: its launcher would report its exit. The limit of silence still applies.
+// isCutOffWith reports whether nothing was heard from the launcher of a worker
+// since its connection has ended. The network is then the likely cause, and the
+// worker may live, because its launcher would report its exit. The limit of
+// silence still applies.
 func (s *Server) isCutOffWith(k *conn, since instant) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -63,7 +63,7 @@ func newConnLimiter() *connLimiter {
 	return g
 }
 
-// enter admits a new connection. It waits at most minConnectionTime.
+// enter admits a new connection, after waiting at most minConnectionTime.
 func (g *connLimiter) enter(c net.Conn) *limitedConn {
 	s := &limitedConn{Conn: c, limiter: g, source: sourceOf(c), stage: stageLeft}
 	_ = c.SetDeadline(time.Now().Add(HandshakeTimeout)) // reading fails, too, if this does

@@ -119,8 +119,9 @@ type record struct {
 // say returns a message with a record.
 func say(k Kind, v any) msg { return msg{kind: k, epoch: FirstEpoch, rec: &record{value: v}} }
 
-// step handles an event at a time, after the deadlines until then, and returns what must be done. A nil event lets only time
-// pass. An error means that the peer of the event has violated the protocol.
+// step handles an event at a time, after the deadlines until then, and returns
+// what must be done. A nil event only advances the time. An error means that
+// the peer of the event has violated the protocol.
 func (c *coordinator) step(now instant, e event) ([]action, error) {
 	c.now = max(c.now, now)
 	for !c.closed && !c.handedOver && len(c.deadlines) > 0 && c.deadlines[0].at <= c.now {
@@ -135,7 +136,7 @@ func (c *coordinator) step(now instant, e event) ([]action, error) {
 	return out, err
 }
 
-// next returns the next deadline. Without any, ok is false.
+// next returns the next deadline. If there is none, ok is false.
 func (c *coordinator) next() (at instant, ok bool) {
 	if c.closed || c.handedOver || len(c.deadlines) == 0 {
 		return 0, false
@@ -731,7 +732,7 @@ func (p *peer) member() Member {
 	return p.reg.Member
 }
 
-// admit registers a peer as a member. The event is a message of the peer.
+// admit registers a peer as a member, because of a message of the peer.
 func (c *coordinator) admit(p *peer) {
 	p.state = peerJoined
 	c.act(admit{p})

@@ -39,8 +39,9 @@ func (to Target) Dial(ctx context.Context) (*Link, Welcome, error) {
 	return greet(ctx, conn, to)
 }
 
-// Register registers a process with the coordinator at the other end of a link. addr names the coordinator in messages, and id tells
-// what reg is: a registration or a host. An error does not close the client.
+// Register registers a process with the coordinator at the other end of a link.
+// addr names the coordinator in messages, and id tells what reg is: a
+// registration or a host. The client stays open after an error.
 func (to Target) Register(l *Link, hello Welcome, addr, name string, id uint64, reg any, events func(*Client, Message)) (*Client, error) {
 	k := newClient(l, to, addr, name, hello, events)
 	m := Note(kindRegister, reg)
@@ -51,7 +52,8 @@ func (to Target) Register(l *Link, hello Welcome, addr, name string, id uint64, 
 	return k, nil
 }
 
-// greet authenticates a new connection and returns its link. It takes ownership of conn.
+// greet authenticates a new connection, which it takes ownership of, and
+// returns its link.
 func greet(ctx context.Context, conn net.Conn, to Target) (*Link, Welcome, error) {
 	var hello Welcome
 	stop := context.AfterFunc(ctx, func() { conn.Close() })
@@ -163,8 +165,8 @@ func (to Target) SameJob(ctx context.Context) (err error) {
 	return err
 }
 
-// OutOfTime reports whether an attempt failed only because of its deadline.
-// Connections and dialers return different errors for that.
+// OutOfTime reports whether an attempt failed only because of its deadline,
+// which connections and dialers report by different errors.
 func OutOfTime(err error) bool {
 	return errors.Is(err, os.ErrDeadlineExceeded) || errors.Is(err, context.DeadlineExceeded)
 }

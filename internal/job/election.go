@@ -96,7 +96,7 @@ func (e *election) elect(ctx context.Context, begun time.Time, c *choice) (*outc
 	return &o, nil
 }
 
-// close ends the choice. Only its registration remains.
+// close ends the choice, so that only its registration remains.
 func (e *election) close() {
 	e.mu.Lock()
 	e.agent.mu.Lock()
@@ -243,7 +243,7 @@ func (e *election) failed(err error) error {
 	return err
 }
 
-// adopt hands the outcome to the agent. It closes this host's coordinator if
+// adopt hands the outcome to the agent, and closes this host's coordinator if
 // another one was chosen.
 func (e *election) adopt(o *outcome) error {
 	a := e.agent
@@ -355,7 +355,8 @@ func reachable(addr net.Addr) string {
 }
 
 // listenAsSeed opens the seed port of this host, if it is a seed. It compares
-// addresses, not host names. If another agent of this job on the same machine has
+// addresses, and host names only if this host's own name has none but loopback
+// addresses (ownname.go). If another agent of this job on the same machine has
 // the port, this host is not a seed.
 func (e *election) listenAsSeed(ctx context.Context) (net.Listener, error) {
 	a := e.agent

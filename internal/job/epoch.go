@@ -161,7 +161,7 @@ func (c *coordinator) homeOf(reg Registration) place {
 	return place{reg.Agent, reg.LocalRank}
 }
 
-// setPhase changes the phase. Timers of the last one then have no effect.
+// setPhase changes the phase, so that timers of the last one have no effect.
 func (c *coordinator) setPhase(p phase) {
 	c.startFirst()
 	c.elastic.phase = p
@@ -269,8 +269,8 @@ func (c *coordinator) arrivals() string {
 	return memberList(ms) + " joined"
 }
 
-// elasticDisconnected handles the end of a worker's connection. It gives the launcher, if
-// any, time to report the worker's exit.
+// elasticDisconnected handles the end of a worker's connection, and gives the
+// launcher, if any, time to report the worker's exit.
 func (c *coordinator) elasticDisconnected(p *peer, f Fault, closed bool) {
 	switch {
 	case p.elastic.exit != nil:
@@ -374,7 +374,8 @@ func (c *coordinator) orderRestart(a *peer, at place, x Exit) {
 	c.send(a, say(kindOrder, order))
 }
 
-// loseWorker removes a worker. If it is a member of the epoch, the epoch ends.
+// loseWorker removes a worker, and ends the epoch if the worker is a member of
+// it.
 func (c *coordinator) loseWorker(p *peer, f Fault) {
 	if p.state != peerJoined {
 		return
@@ -559,7 +560,8 @@ func (c *coordinator) killRunning() {
 	c.checkReturned()
 }
 
-// killSilent removes workers that have not answered. Their launchers kill them.
+// killSilent removes workers that have not answered, so that their launchers
+// kill them.
 func (c *coordinator) killSilent(ps []*peer, reason string) {
 	for _, p := range ps {
 		c.loseWorker(p, p.fault(reason))
@@ -1059,8 +1061,8 @@ func (c *coordinator) canHandOver(own *peer) bool {
 	return allow(slices.Concat(c.voterSets, c.elastic.proposed), here, ended)
 }
 
-// handOver tells all members that another host must coordinate. No epoch is running. This
-// coordinator does nothing after that.
+// handOver tells all members that another host must coordinate, while no epoch
+// is running. This coordinator does nothing after that.
 func (c *coordinator) handOver(h handover) {
 	c.handedOver, c.elastic.over = true, true
 	h.Ended = slices.Sorted(maps.Keys(c.ended))

@@ -206,8 +206,9 @@ func (a *Agent) alone(ch *history, cause, err error) error {
 	return &lost
 }
 
-// warnSeeds tells seeds that start again where the job is, until this host does not coordinate any more. Such a
-// seed would otherwise begin another job. It knows no other address than the seeds'.
+// warnSeeds tells seeds that start again where the job is, until this host does
+// not coordinate any more. Such a seed, which knows no other address than the
+// seeds', would otherwise begin another job.
 func (a *Agent) warnSeeds(k *Client) {
 	ctx, cancel := context.WithCancel(a.life)
 	defer cancel()

@@ -128,7 +128,8 @@ func (c *coordinator) disconnected(p *peer, why ending) {
 	}
 }
 
-// delist takes a worker off the list of a registry. It has left if reason is "".
+// delist takes a worker off the list of a registry, which it has left if reason
+// is "".
 func (c *coordinator) delist(p *peer, reason string) {
 	p.state = peerGone
 	c.workers = remove(c.workers, p)
@@ -217,7 +218,7 @@ func (c *coordinator) failHost(p *peer, f Fault) {
 	c.later(func() { c.fail(f, tellAll) })
 }
 
-// workerDisconnected handles the end of a worker's connection. It gives the
+// workerDisconnected handles the end of a worker's connection, and gives the
 // launcher, if any, time to report the worker's exit.
 func (c *coordinator) workerDisconnected(p *peer, f Fault, closed bool) {
 	if c.isElastic() {
@@ -326,8 +327,8 @@ func (c *coordinator) absent(e Exit) Fault {
 	return f
 }
 
-// memberTimedOut handles a member that timed out waiting for this process. Later failures
-// of that member are consequences.
+// memberTimedOut handles a member that timed out waiting for this process.
+// Later failures of that member are consequences.
 func (c *coordinator) memberTimedOut(p *peer) {
 	if !c.counts(p) {
 		return
@@ -366,8 +367,8 @@ func (c *coordinator) stopped(a *peer, f Fault) {
 	}
 }
 
-// later runs f now or, if a loss is pending, after it. Causes are reported as
-// they arrive.
+// later runs f now or, if a loss is pending, after it, so that causes are
+// reported as they arrive.
 func (c *coordinator) later(f func()) {
 	if c.faults.pending != nil {
 		c.faults.held = append(c.faults.held, f)
@@ -394,8 +395,8 @@ func (c *coordinator) resolve(f Fault, r reach) {
 	}
 }
 
-// fail reports the first loss to sessions and the first failure to launchers.
-// Later ones are consequences.
+// fail reports the first loss to sessions and the first failure to launchers,
+// because later ones are consequences.
 func (c *coordinator) fail(f Fault, r reach) {
 	if c.faults.lost == nil {
 		c.faults.lost = &f

@@ -59,7 +59,7 @@ type Link struct {
 	buf  []byte
 }
 
-// Write sends one frame. It fails if the other end accepts no bytes for d.
+// Write sends one frame, and fails if the other end accepts no bytes for d.
 func (l *Link) Write(f Frame, d time.Duration) error {
 	n := len(f.head) + len(f.Body)
 	for _, p := range f.parts {

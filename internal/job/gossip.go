@@ -116,8 +116,8 @@ func (g *gossip) notAvailable(a *Agent, err error) {
 	a.notify(fmt.Sprintf("gossip is not available on this host, so that reports of lost hosts say less: %v", err))
 }
 
-// begin starts gossip with the hosts of a run of the job, whose number this host has learned from the coordinator. If that
-// fails, it reports why.
+// begin starts gossip with the hosts of a run of the job, whose number this
+// host has learned from the coordinator, or reports why it cannot.
 func (g *gossip) begin(a *Agent, run string) {
 	ks, err := a.keys.ofGossip(run)
 	if err == nil {

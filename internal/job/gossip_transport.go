@@ -54,8 +54,10 @@ type gossipRun struct {
 	aead  cipher.AEAD
 }
 
-// newGossipTransport opens the sockets; port 0 means any port. Its connections take places of limiter. Until begin, it accepts
-// only control connections, because gossip of an earlier run of the job could not be recognized.
+// newGossipTransport opens the sockets, whose connections take places of
+// limiter; port 0 means any port. Until begin, it accepts only control
+// connections, because gossip of an earlier run of the job could not be
+// recognized.
 func newGossipTransport(ip string, port int, limiter *connLimiter, notify func(string), control func(*limitedConn)) (t *gossipTransport, err error) {
 	addr := net.ParseIP(ip)
 	if addr == nil {
@@ -168,9 +170,10 @@ func (t *gossipTransport) receive(run *gossipRun) {
 // A packetNonce is the part of a packet that no other packet has.
 type packetNonce [12]byte
 
-// isFromMember reports whether a packet has the label, was encrypted with the run's key, and has not come before.
-// memberlist's packets have a version, a nonce and the encrypted text after the label, which is authenticated, too. room
-// has space for the text.
+// isFromMember reports whether a packet has the label, was encrypted with the
+// run's key, and has not come before. memberlist's packets have a version, a
+// nonce and the encrypted text after the label, which is authenticated, too.
+// The text is decrypted into room.
 func (t *gossipTransport) isFromMember(run *gossipRun, packet, room []byte) bool {
 	rest, ok := bytes.CutPrefix(packet, run.Label)
 	if !ok || len(rest) < 1+len(packetNonce{})+run.aead.Overhead() {

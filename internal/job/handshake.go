@@ -225,8 +225,8 @@ func (k Credential) Of(hello []byte, job string) (Credential, error) {
 	return k, nil
 }
 
-// Reject replies to a dialer of another version, job or secret with a status and without a proof. It
-// returns the reason.
+// Reject replies to a dialer of another version, job or secret with a status
+// and without a proof, and returns the reason.
 func Reject(c net.Conn, reason error) error {
 	status, ok := map[error]byte{errOtherVersion: statusOtherVersion, errOtherJob: statusOtherJob, errBadProof: statusOtherSecret, errOldToken: statusOtherSecret}[reason]
 	if !ok {

@@ -9,8 +9,8 @@ import (
 	"time"
 )
 
-// register adds a peer. The id of the message is 1 for an agent and 0 for a
-// worker.
+// register adds a peer, as an agent if the id of the message is 1 and as a
+// worker if it is 0.
 func (c *coordinator) register(p *peer, m msg) error {
 	if p.role != roleNone {
 		return fmt.Errorf("second registration")
@@ -188,8 +188,8 @@ func (c *coordinator) commitWorld() {
 	start()
 }
 
-// workerLeft handles a graceful exit. Before the world is complete it frees the
-// place.
+// workerLeft handles a graceful exit, which frees the place if the world is not
+// complete yet.
 func (c *coordinator) workerLeft(p *peer, gaveUp bool) {
 	if p.state != peerJoined {
 		return
@@ -689,7 +689,8 @@ func (c *coordinator) checkTerm(by Leader) {
 	c.stepDown(fmt.Sprintf("%v coordinates the job now, and this host did not take part in its choice in term %d", by, c.term))
 }
 
-// stepDown ends this coordinator and its host's part in the job. The other hosts may choose another coordinator.
+// stepDown ends this coordinator and its host's part in the job, while the
+// other hosts may choose another coordinator.
 func (c *coordinator) stepDown(reason string) {
 	e, self := c.elastic, c.cfg.Self
 	f := e.last

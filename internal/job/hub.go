@@ -20,7 +20,8 @@ type Hub struct {
 	jobs  map[[tagBytes]byte]*portListener
 }
 
-// NewHub takes ownership of ln. It calls notify if it cannot accept connections.
+// NewHub takes ownership of ln, and calls notify if it cannot accept
+// connections.
 func NewHub(ln net.Listener, notify func(string)) *Hub {
 	h := &Hub{ln: ln, limiter: newConnLimiter(), jobs: map[[tagBytes]byte]*portListener{}}
 	h.wg.Go(func() {

@@ -32,7 +32,7 @@ func networkOf(addr string) string {
 }
 
 // knownPeer returns an error if the process at the other end of a Unix socket
-// belongs to another user. For TCP, the handshake authenticates the peer.
+// belongs to another user. A peer over TCP is authenticated by the handshake.
 func knownPeer(c net.Conn) error {
 	if u, ok := c.(*net.UnixConn); ok {
 		return safe.CheckUser(u)

@@ -180,7 +180,7 @@ func marshalRecord(v any) []byte {
 	return b
 }
 
-// Record decodes a record into v. It escapes and clips its texts.
+// Record decodes a record into v, and escapes and clips its texts.
 func (m Message) Record(v any) error {
 	most := maxRecord
 	if m.fromWorker {
@@ -216,7 +216,8 @@ func (c Call) Encode() []byte {
 // shareFrom is the length from which on messages share a value, instead of copying it.
 const shareFrom = 256
 
-// message returns a message with the call. It shares long values with the store.
+// message returns a message with the call, whose long values it shares with the
+// store.
 func (c Call) message(k Kind, epoch, id uint64) Message {
 	size := 1 + 8 + 4
 	for _, f := range c.Fields {
@@ -262,7 +263,7 @@ func (c Call) message(k Kind, epoch, id uint64) Message {
 
 var ErrShortCall = errors.New("store call is truncated")
 
-// decodeCall decodes a call. Its fields share the memory of b.
+// decodeCall decodes a call, whose fields share the memory of b.
 func decodeCall(b []byte) (Call, error) {
 	if len(b) < 13 {
 		return Call{}, ErrShortCall

@@ -23,8 +23,8 @@ func CheckName(of, name string) error {
 	return nil
 }
 
-// checkNames validates the names in a registration. Control characters were
-// already replaced by escapes with backslashes.
+// checkNames validates the names in a registration, whose control characters
+// were already replaced by escapes with backslashes.
 func checkNames(names ...string) *Refusal {
 	for _, n := range names {
 		if err := CheckName("host or process", n); err != nil {

@@ -31,8 +31,8 @@ func (s *System) ListenAddr(ctx context.Context, addr string) string {
 	return addr
 }
 
-// ownAddress returns an address of this host that other hosts may reach, or nil if it has none. It
-// prefers IPv4.
+// ownAddress returns an address of this host that other hosts may reach,
+// preferably of IPv4, or nil if it has none.
 func (s *System) ownAddress() net.IP {
 	addrs, err := s.interfaceAddrs()
 	if err != nil {

@@ -49,7 +49,7 @@ func deflate(to *bytes.Buffer, b []byte) error {
 	return w.Close()
 }
 
-// unpack is the inverse of pack. It refuses records of more than most bytes.
+// unpack is the inverse of pack, but refuses records of more than most bytes.
 func unpack(b []byte, most int) ([]byte, error) {
 	if len(b) == 0 || b[0] != packed {
 		if len(b) > most {

@@ -98,7 +98,8 @@ type pathWatch struct {
 	tries  int           // ended since
 }
 
-// watch probes one host until ctx ends. Probes overlap, because one takes long on a path with losses.
+// watch probes one host until ctx ends, with probes that overlap, because one
+// takes long on a path with losses.
 func (p *pairs) watch(ctx context.Context, uuid string, every time.Duration) {
 	clock := p.agent.Client().Clock
 	w := &pathWatch{since: clock.now()}

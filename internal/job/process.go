@@ -23,7 +23,8 @@ func ProcessOf(pid int) Process {
 	return parseStat(b)
 }
 
-// parseStat parses "pid (name) state parent ...". The name may itself contain parentheses.
+// parseStat parses "pid (name) state parent ...", where the name may itself
+// contain parentheses.
 func parseStat(b []byte) Process {
 	first, last := bytes.IndexByte(b, '('), bytes.LastIndexByte(b, ')')
 	if first < 0 || last < first {

@@ -232,7 +232,8 @@ func (l *Leadership) vote(by Leader) error {
 	return nil
 }
 
-// Follow checks that a coordinator leads the job. A term that another one has led, too, means that the job runs twice.
+// Follow checks that a coordinator leads the job. If another one has led in the
+// same term, the job runs twice.
 func (l *Leadership) Follow(by Leader) error {
 	switch p, f := l.promised, l.Followed; {
 	case f.Run != "" && by.Run != f.Run:

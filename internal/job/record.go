@@ -360,8 +360,8 @@ func compareMembers(a, b Member) int {
 		naturalCompare(a.Name, b.Name), cmp.Compare(a.PID, b.PID))
 }
 
-// numberHosts sets unknown fields (-1, or 0 for LocalSize) of members, by
-// rank. The host that appears first has number 0.
+// numberHosts sets unknown fields (-1, or 0 for LocalSize) of members, by rank,
+// so that the host that appears first has number 0.
 func numberHosts(ms []Member) {
 	node := map[string]int{}
 	count := map[string]int{}

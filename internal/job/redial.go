@@ -40,9 +40,9 @@ func (k *Client) silenceLimit() time.Duration {
 	return k.Hello.LostAfter
 }
 
-// watch sends heartbeats, and looks for silence of the coordinator. TCP repeats lost
-// packets at growing intervals, so after an outage the connection may stay silent for as
-// long as the outage took. A new connection does not have to wait.
+// watch sends heartbeats, and looks for silence of the coordinator. TCP repeats
+// lost packets at growing intervals, so after an outage the connection may stay
+// silent for as long as the outage took, unlike a new connection.
 func (k *Client) watch() {
 	t := time.NewTicker(k.Clock.step)
 	defer t.Stop()

@@ -68,7 +68,8 @@ type Server struct {
 	lastInquiry uint64
 }
 
-// NewServer starts a coordinator on ln and takes ownership of ln. first, if not nil, is its first event.
+// NewServer starts a coordinator on ln, which it takes ownership of, with first
+// as its first event, if not nil.
 func NewServer(ln net.Listener, cfg ServerConfig, first ...event) *Server {
 	s := &Server{cfg: cfg, ln: ln, limiter: newConnLimiter(), clock: NewRunClock(cfg.Self.step()), Drains: drainTime,
 		quit: make(chan struct{}), conns: map[string]*conn{}, allNotified: make(chan struct{}), changed: make(chan struct{})}
@@ -130,7 +131,8 @@ func closeOnce(c chan struct{}) {
 	}
 }
 
-// timeUp runs when a deadline should have passed. The coordinator's clock may have stood still meanwhile.
+// timeUp runs when a deadline should have passed, and sets the timer again if
+// the coordinator's clock has stood still meanwhile.
 func (s *Server) timeUp() {
 	s.cfg.Sys.await()
 	s.mu.Lock()
@@ -427,7 +429,8 @@ func (s *Server) question(k *conn, m Message) error {
 	return nil
 }
 
-// call runs a store call of a member of the world. It decodes the call without the lock.
+// call runs a store call of a member of the world, which it decodes without the
+// lock.
 func (s *Server) call(k *conn, m Message) error {
 	req, err := decodeCall(m.Body)
 	if err != nil {
@@ -475,8 +478,8 @@ func (s *Server) sendAttendance(k *conn, id uint64) {
 	})
 }
 
-// Decide ends the join of all members after this process's own join timed out. It
-// is safe on nil.
+// Decide ends the join of all members after this process's own join timed out,
+// and does nothing on nil.
 func (s *Server) Decide(err error) {
 	e, ok := errors.AsType[*JoinTimeoutError](err)
 	if s == nil || !ok || e.Want == 0 {
@@ -485,8 +488,8 @@ func (s *Server) Decide(err error) {
 	_ = s.happen(gaveUp{e.attendance(), e.Waited}) // it has no peer
 }
 
-// List returns the members of a registry with their values, in the order in which they came. The channel is closed when the list
-// changes.
+// List returns the members of a registry with their values, in the order in
+// which they came, and a channel that is closed when the list changes.
 func (s *Server) List() (list []Registration, changed <-chan struct{}) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

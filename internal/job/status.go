@@ -64,8 +64,9 @@ func (a *Agent) Status(ctx context.Context) (*Status, error) {
 	return s, nil
 }
 
-// Coordinated returns the UUIDs of the hosts that the coordinator of this host knows, and whether it waits for processes. It
-// returns nil if this host does not coordinate. Only a simulation calls it.
+// Coordinated returns the UUIDs of the hosts that the coordinator of this host
+// knows, and whether it waits for processes. It returns nil if this host does
+// not coordinate. It exists for simulations.
 func (a *Agent) Coordinated() (hosts []string, waits bool) {
 	a.mu.Lock()
 	c := a.Coord
@@ -102,7 +103,8 @@ func unpackStatus(b []byte) (*Status, error) {
 	return s, nil
 }
 
-// pack encodes a status as one message. If it is too long, the reports are left out.
+// pack encodes a status as one message, without the reports if it is too long
+// with them.
 func (s *Status) pack() []byte {
 	for {
 		var b bytes.Buffer
@@ -178,8 +180,8 @@ func (s *Server) reported(p *peer, m Message) {
 	}
 }
 
-// answerInquiry sends the status to all agents that have asked. It compresses the status
-// without the lock.
+// answerInquiry sends the status, which it compresses without the lock, to all
+// agents that have asked.
 func (s *Server) answerInquiry(q *inquiry) {
 	if s.inquiry != q || s.closed {
 		return
@@ -221,7 +223,8 @@ func (s *Server) status(q *inquiry) *Status {
 	return x
 }
 
-// memberStatus returns the state of a process. workers have its rank.
+// memberStatus returns the state of a process, given the workers that have its
+// rank.
 func (s *Server) memberStatus(m Member, workers []*peer, q *inquiry, now instant) MemberStatus {
 	at := slices.IndexFunc(workers, func(p *peer) bool {
 		return m.PID == 0 || p.reg.PID == m.PID && p.reg.Host == m.Host

@@ -118,7 +118,7 @@ func (v value) freed() int {
 // total returns what the store is charged with.
 func (e *engine) total() int { return e.bytes + int(e.held.Load()) }
 
-// close releases all values. Queued replies keep theirs.
+// close releases all values, except those that queued replies still use.
 func (e *engine) close() {
 	if e == nil {
 		return
@@ -161,7 +161,7 @@ func newEngine(size int, held *atomic.Int64) *engine {
 	}
 }
 
-// do runs one call. It replies immediately, or later if the call waits.
+// do runs one call, and replies immediately, or later if the call waits.
 func (e *engine) do(t ticket, c Call, reply func(Call)) {
 	if status := CheckCall(c); status != StatusOK {
 		reply(Call{Op: status})
@@ -278,7 +278,8 @@ func (e *engine) drop(v value) {
 	}
 }
 
-// setAll sets all keys, or none if they do not fit. The last value of a key counts.
+// setAll sets all keys, or none if they do not fit. If a key occurs twice, its
+// last value counts.
 func (e *engine) setAll(fields [][]byte) byte {
 	last := make(map[string][]byte, len(fields)/2)
 	for i := 0; i < len(fields); i += 2 {
@@ -442,8 +443,8 @@ func (e *engine) missing(b *barrier) []int {
 	return ranks
 }
 
-// cancel cancels a waiting call. A barrier replies with the missing ranks; other
-// calls do not reply, because the caller no longer waits.
+// cancel cancels a waiting call. A barrier replies with the missing ranks,
+// while other calls do not reply, because the caller no longer waits.
 func (e *engine) cancel(t ticket) {
 	w := e.waiting[t]
 	if w == nil {

@@ -95,8 +95,8 @@ func (s *stream) silent() time.Duration {
 	return s.clock.now() - time.Duration(s.heard.Load())
 }
 
-// expire ends the stream because the other end was silent. The link stays open for
-// the last messages.
+// expire ends the stream because the other end was silent, but leaves the link
+// open for the last messages.
 func (s *stream) expire() {
 	s.expiring.Do(func() {
 		close(s.expired)
@@ -108,7 +108,7 @@ func (s *stream) expire() {
 	})
 }
 
-// read returns the next message. Frames about the link are returned, too.
+// read returns the next message, which may be a frame about the link.
 func (s *stream) read() ([]byte, error) {
 	for {
 		f, err := s.reading.Read()
@@ -229,7 +229,8 @@ func (s *stream) adopt(r renewal) error {
 	}
 }
 
-// replaceBy offers a link that replaces the current one. It takes ownership of the link.
+// replaceBy offers a link, which it takes ownership of, to replace the current
+// one.
 func (s *stream) replaceBy(r renewal) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -340,7 +341,7 @@ func (s *stream) sendWait(m Message) error {
 	return nil
 }
 
-// SendBeat sends a heartbeat. Heartbeats that cannot be sent yet do not add up.
+// SendBeat sends a heartbeat, unless one is still waiting to be sent.
 func (s *stream) SendBeat() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -350,7 +351,8 @@ func (s *stream) SendBeat() {
 	}
 }
 
-// heardBeat records a heartbeat. It carries the time of its sender, and the last one that its sender has heard from this end.
+// heardBeat records a heartbeat, which carries the time of its sender, and the
+// last one that its sender has heard from this end.
 func (s *stream) heardBeat(m Message) {
 	if len(m.Body) != 8 {
 		return
@@ -379,7 +381,8 @@ func (s *stream) writeLast(m Message, d time.Duration) {
 	}
 }
 
-// Flush waits until the other end has acknowledged all messages, at most for d. It reports whether nothing is left to write.
+// Flush waits until the other end has acknowledged all messages, at most for d,
+// and reports whether nothing is left to write.
 func (s *stream) Flush(d time.Duration) bool {
 	over := false
 	t := time.AfterFunc(d, func() {
@@ -406,7 +409,7 @@ func (s *stream) closeAfterQueue() {
 	s.wake()
 }
 
-// close ends the stream. The reader must have ended, or ends because of this.
+// close ends the stream, and its reader, if that has not ended already.
 func (s *stream) close() {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -475,8 +478,8 @@ func (s *stream) writeLoop() {
 	}
 }
 
-// writeFailed stops writing on l. The reader continues, to receive messages that the
-// other end sent before.
+// writeFailed stops writing on l, while the reader continues, to receive
+// messages that the other end sent before.
 func (s *stream) writeFailed(l *Link) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -38,7 +38,8 @@ func (s *System) dialContext(ctx context.Context, addr string) (net.Conn, error)
 	return d.DialContext(ctx, networkOf(addr), addr)
 }
 
-// ListenAt opens the coordinator's port. It adds the purpose of the port to the kernel's error.
+// ListenAt opens the coordinator's port, and names the purpose of the port in
+// its error.
 func (s *System) ListenAt(addr string) (ln net.Listener, err error) {
 	if s != nil && s.Listen != nil {
 		ln, err = s.Listen(networkOf(addr), addr)

@@ -61,7 +61,8 @@ func (v *voter) exited(e Exit) {
 	}
 }
 
-// begun forgets the exits of the processes that were in the place of a member before it. The member may have exited.
+// begun forgets the exits of the processes that were in the place of a member
+// before it, but not the exit of the member itself.
 func (v *voter) begun(local, pid int) {
 	if i := exitOf(v.exits[local], pid); i < 0 {
 		delete(v.exits, local)
@@ -92,7 +93,8 @@ func (v *voter) ordered(o Order) {
 // A badNews is the error of news that contradict themselves or what this host knows. Other errors refuse the leader.
 type badNews struct{ error }
 
-// proposal records the proposal of an epoch. After that, this host takes part in no decision that contradicts it.
+// proposal records the proposal of an epoch, after which this host takes part
+// in no decision that contradicts it.
 func (v *voter) proposal(uuid string, epoch uint64, n news) error {
 	if err := n.check(); err != nil {
 		return &badNews{err}

@@ -116,7 +116,8 @@ func (c *child) failedAlone(lost *job.MemberLostError) bool {
 	return lost.Closed && c.state != nil && !c.stopped && !c.killed && c.code() != 0
 }
 
-// exit returns the reason for Config.Exited. first reports that no other failure explains this one.
+// exit returns the reason for Config.Exited, where first says that no other
+// failure explains this one.
 func (c *child) exit(first bool) string {
 	switch {
 	case c.code() == 0:
@@ -131,7 +132,7 @@ func (c *child) exit(first bool) string {
 	return "code"
 }
 
-// reason describes how the child exited. ooms explains a SIGKILL.
+// reason describes how the child exited, with what ooms knows about a SIGKILL.
 func (c *child) reason(ooms *oomWatch) string {
 	ws, ok := c.state.Sys().(syscall.WaitStatus)
 	if !ok || !ws.Signaled() {
@@ -147,7 +148,8 @@ func (c *child) reason(ooms *oomWatch) string {
 	return text
 }
 
-// killedBecause records why the launcher kills the child. The first reason counts.
+// killedBecause records why the launcher kills the child, unless a reason is
+// recorded already.
 func (c *child) killedBecause(why string) {
 	if !c.killed {
 		c.killed, c.killedWhy = true, why

@@ -120,8 +120,9 @@ func (cfg *Config) complete() (Config, error) {
 	return c, nil
 }
 
-// Log writes one line of the launcher itself to cfg.Stderr. The level is "INFO", "WARN" or "ERROR". rank is the
-// rank that the line is about, or nil. The caller makes sure that lines do not mix.
+// Log writes one line of the launcher itself to cfg.Stderr. The level is
+// "INFO", "WARN" or "ERROR", and rank is the rank that the line is about, or
+// nil. The caller makes sure that lines do not mix.
 func (cfg *Config) Log(level string, rank *int, text string) {
 	text = safe.Lines(text)
 	if !cfg.JSON {

@@ -100,8 +100,8 @@ func (s *sink) endLine() {
 	}
 }
 
-// oneAtATime serializes the workers' output and the launcher's messages at Stderr. A file
-// needs no turns.
+// oneAtATime serializes the workers' output and the launcher's messages at
+// Stderr, unless it is a file, which needs no turns.
 func (cfg *Config) oneAtATime() {
 	if _, file := cfg.Stderr.(*os.File); file || cfg.Stderr == nil {
 		return
@@ -329,7 +329,8 @@ func (o *output) emit(s *stream, data []byte, last bool) {
 	s.to.write(s, func(open bool) ([]byte, bool) { return o.format(s, data, open, last) })
 }
 
-// format returns the printed form of data. Control characters are quoted, unless the output is raw.
+// format returns the printed form of data, with control characters quoted
+// unless the output is raw.
 func (o *output) format(s *stream, data []byte, open, last bool) (text []byte, opened bool) {
 	head := ""
 	if o.prefix {
@@ -361,8 +362,8 @@ func (o *output) format(s *stream, data []byte, open, last bool) (text []byte, o
 	return text, open
 }
 
-// pieces yields the pieces of data and their ends: '\n', '\r', or 0 for the beginning of a line. If last
-// is true, it ends with '\r'.
+// pieces yields the pieces of data and their ends: '\n', '\r', or 0 for the
+// beginning of a line, which ends with '\r' if last is true.
 func pieces(data []byte, last bool) iter.Seq2[[]byte, byte] {
 	return func(yield func([]byte, byte) bool) {
 		for len(data) > 0 {
@@ -398,7 +399,8 @@ func (o *output) closeLine(s *stream) {
 	})
 }
 
-// keep writes to the log file, byte for byte. It reports only the first failure.
+// keep writes to the log file, byte for byte, until a write fails, which it
+// reports.
 func (o *output) keep(s *stream, line []byte) {
 	if s.log == nil {
 		return

@@ -163,11 +163,11 @@ const guardianName = "chorus: guardian"
 var guarded bool
 
 // Guard must be the first call in main of a program that calls Run. It lets Run
-// start the same program again as a guardian process. In the guardian, Guard does
-// not return. If the launcher exits without dismissing the guardian, for example by
-// kill -9, the guardian kills the process groups of the workers. (The kernel
-// would kill only the workers, not their children.) Processes that left the group
-// of their worker survive. Without Guard, Run has no guardian.
+// start the same program again as a guardian process. In the guardian, Guard
+// does not return. If the launcher exits without dismissing the guardian, for
+// example by kill -9, the guardian kills the process groups of the workers.
+// (The kernel would kill only the workers, not their children.) Processes that
+// left the group of their worker survive. Without Guard, Run has no guardian.
 func Guard() {
 	if os.Args[0] != guardianName {
 		guarded = true

@@ -57,10 +57,11 @@ type launcher struct {
 	sayMu sync.Mutex
 }
 
-// Run starts the workers of this host, waits until the job ends, and returns the
-// exit code. It writes all messages to cfg.Stderr. The end of ctx is a SIGTERM to this launcher. If the calling program is
-// killed, the kernel kills the workers; if the program called Guard, the process
-// groups of the workers are killed, too.
+// Run starts the workers of this host, waits until the job ends, and returns
+// the exit code. It writes all messages to cfg.Stderr. When ctx ends, it acts
+// as on a SIGTERM to this launcher. If the calling program is killed, the
+// kernel kills the workers; if the program called Guard, the process groups of
+// the workers are killed, too.
 func Run(ctx context.Context, cfg *Config) int {
 	c, err := cfg.complete()
 	j := &launcher{cfg: c, ooms: oomWatch{path: vmstat, cgroup: cgroupEvents()}}
@@ -144,8 +145,9 @@ func (j *launcher) excuse(ctx context.Context, why error) {
 	}
 }
 
-// startGuardian starts the guardian in the background, because that takes as long as a
-// rendezvous on one host. The channel delivers nil if it cannot start.
+// startGuardian starts the guardian in the background, because that takes as
+// long as a rendezvous on one host. The channel delivers nil if the guardian
+// cannot start.
 func (j *launcher) startGuardian() <-chan *guardian {
 	started := make(chan *guardian, 1)
 	go func() {
@@ -230,7 +232,7 @@ func (j *launcher) log(level string, about *child, text string) {
 	j.cfg.Log(level, rank, strings.TrimPrefix(text, "cluster: "))
 }
 
-// meet waits for the other hosts. A signal aborts the wait.
+// meet waits for the other hosts, until a signal aborts the wait.
 func (j *launcher) meet(ctx context.Context) (int, error) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -512,7 +514,7 @@ func (j *launcher) stop(sig syscall.Signal) {
 	j.each(syscall.SIGCONT)
 }
 
-// kill kills all workers. why says when or for what reason, for the reason of their exits.
+// kill kills all workers, and records why as the reason of their exits.
 func (j *launcher) kill(why string) {
 	for _, c := range j.children {
 		if c.running {

@@ -104,8 +104,8 @@ func (j *launcher) stoppedAll() string {
 	return ""
 }
 
-// endedWith reports how many workers were stopped, or failed as a consequence of
-// the first loss. It does not count first.
+// endedWith reports how many workers besides first were stopped, or failed as a
+// consequence of the first loss.
 func (j *launcher) endedWith(first *child) string {
 	if who := j.others(first); who != "" {
 		return "; " + who + " ended with it"
@@ -113,7 +113,8 @@ func (j *launcher) endedWith(first *child) string {
 	return ""
 }
 
-// others describes the workers except but that failed or were stopped. It returns "" if there are none.
+// others describes the workers except but that failed or were stopped, or
+// returns "" if there are none.
 func (j *launcher) others(but *child) string {
 	n := 0
 	for _, c := range j.children {

@@ -117,7 +117,7 @@ func (b *builder) block(n, number int, addr, size, stream uint64) (Event, error)
 	return Event{Op: Alloc, Block: number, Bytes: int(size), Stream: s, Number: n}, nil
 }
 
-// free handles both events of a free. The block is free at the second one.
+// free handles both events of a free; the block is free at the second one.
 func (b *builder) free(n int, completed bool, addr, size, stream uint64) error {
 	l, ok := b.live[addr]
 	if !ok {
@@ -170,7 +170,8 @@ func (b *builder) before(n int, addr, size, stream uint64) error {
 	return nil
 }
 
-// finish returns the trace. It computes peaks that were not recorded.
+// finish returns the trace, with the peaks that were recorded or, without them,
+// computed ones.
 func (b *builder) finish(recorded Peaks) *Trace {
 	t := &Trace{Name: b.name, Ops: len(b.prologue) + b.events.count, Blocks: b.blocks, Streams: len(b.streams),
 		Recorded: b.sum.peaks, prologue: b.prologue, events: b.events}

@@ -35,7 +35,7 @@ type Trace struct {
 	events   section
 }
 
-// Each calls fn with consecutive parts of the events. fn must not keep them.
+// Each calls fn with consecutive parts of the events, which fn must not keep.
 func (t *Trace) Each(fn func([]Event) error) error {
 	if len(t.prologue) > 0 {
 		if err := fn(t.prologue); err != nil {

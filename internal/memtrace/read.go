@@ -301,7 +301,8 @@ type spool struct {
 	buf  []byte // one event
 }
 
-// write appends an event. The previous event of the trace has the number before.
+// write appends an event, encoding its number by the distance to before, the
+// number of the trace's previous event.
 func (s *spool) write(e *Event, before int) error {
 	b := append(s.buf[:0], byte(e.Op))
 	b = binary.AppendUvarint(b, uint64(e.Number-before))
@@ -371,7 +372,7 @@ type section struct {
 	count    int
 }
 
-// each calls fn with consecutive parts of the events. fn must not keep them.
+// each calls fn with consecutive parts of the events, which fn must not keep.
 func (x *section) each(fn func([]Event) error) error {
 	if x.count == 0 {
 		return nil

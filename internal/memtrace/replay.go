@@ -151,8 +151,8 @@ type player struct {
 	ptrs  []uint64 // addresses of the blocks; 0 if not allocated
 }
 
-// run replays all events and returns the time. It calls after, if not nil, after
-// each event.
+// run replays all events and returns the time. If after is not nil, run calls
+// it after each event.
 func (p *player) run(after func() error) (time.Duration, error) {
 	took := time.Duration(0)
 	err := p.trace.Each(func(events []Event) error {

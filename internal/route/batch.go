@@ -39,8 +39,8 @@ type Batch struct {
 // A tally counts the operations of a router in a batch.
 type tally struct{ operations, collectives int }
 
-// NewBatch returns an empty Batch for operations of the routers' communicators. Without
-// routers NCCL executes everything.
+// NewBatch returns an empty Batch for operations of the routers' communicators.
+// If there are no routers, NCCL executes all of them.
 func (rs Routers) NewBatch() *Batch {
 	b := nccl.NewBatch()
 	return &Batch{Batch: b, routers: rs, in: collective.BatchOf(b), tallies: make([]tally, len(rs))}
@@ -69,9 +69,10 @@ func (b *Batch) Reset() {
 	b.ops, b.errs, b.moves = b.ops[:0], b.errs[:0], b.moves[:0]
 }
 
-// Decide chooses the backend of each operation. If a rank has several collectives in the
-// batch, NCCL gets all these collectives, because it orders them on a stream itself. Transfers do not
-// count: other ranks need not have them.
+// Decide chooses the backend of each operation. If a rank has several
+// collectives in the batch, NCCL gets all these collectives, because it orders
+// them on a stream itself. Transfers do not count, because other ranks need not
+// have them.
 func (b *Batch) Decide() {
 	b.describe()
 	if b.steps != nil {
@@ -235,8 +236,8 @@ func (b *Batch) executeByEngines() {
 	}
 }
 
-// executeInTurn executes the operations one after the other, without a group of NCCL. It ends
-// at the first error.
+// executeInTurn executes the operations one after the other, without a group of
+// NCCL, until the first error.
 func (b *Batch) executeInTurn() {
 	for i := range b.ops {
 		if b.Do(i); b.errs[i] != nil {
@@ -341,8 +342,8 @@ func (b *Batch) copyAllIn() (n int, err error) {
 	return n, nil
 }
 
-// copyIn copies the operand of an operation to its rank's window, and makes NCCL use the
-// window. After nil, copyOut must follow.
+// copyIn copies the operand of an operation to its rank's window, and makes
+// NCCL use the window. If it succeeds, copyOut must follow.
 func (b *Batch) copyIn(x *collective.Op) error { return b.failed(x, b.router(x).window.copyIn(x)) }
 
 // copyOut copies the result of operation i from the window, if NCCL has taken the operation.

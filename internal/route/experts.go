@@ -52,7 +52,8 @@ func (rs Routers) OpenExperts(ctx context.Context, slot int, exchange func(local
 	return nil, errors.Join(err, closed)
 }
 
-// CloseExperts closes ranks of OpenExperts when the streams have passed their operations. It fails while a graph has captured some.
+// CloseExperts closes ranks of OpenExperts when the streams have passed their
+// operations, and fails while a graph has captured some.
 func (rs Routers) CloseExperts(ranks []*fabric.Rank) error {
 	var errs []error
 	for i, r := range ranks {

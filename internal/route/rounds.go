@@ -44,7 +44,8 @@ func (b *Batch) newReducing(i int) (x reducing, err error) {
 // slot returns the address where the elements of a rank arrive in a round.
 func (x *reducing) slot(k, rank int) uint64 { return x.base + uint64(rank)*x.stride(k) }
 
-// stride returns the distance of the slots in bytes. An all-gather needs them without gaps.
+// stride returns the distance of the slots in bytes, which have no gaps in an
+// all-gather.
 func (x *reducing) stride(k int) uint64 {
 	if x.whole() {
 		return uint64(x.part(k, x.rank).n * x.size)
@@ -448,7 +449,8 @@ func (x *reducing) newStages(o *ordered, bytes int) (s stages, most int) {
 	return s, bytes / (x.ranks*x.size + 2*s.blocks*s.acc) * x.ranks
 }
 
-// staged reports whether the operation has two stages. Small ones have one.
+// staged reports whether the operation has two stages. Small operations have
+// one.
 func (x *reducing) staged() bool { return x.blocks > 0 && !x.whole() }
 
 // blockSlot returns the address where the elements of the i-th rank of the block arrive, of the part

@@ -68,8 +68,8 @@ func (rs Routers) Use(s Strategy) {
 	}
 }
 
-// UseOnly uses one strategy for every collective that it supports, whatever its size. The
-// result restores the rules.
+// UseOnly uses one strategy for every collective that it supports, whatever its
+// size, until the caller calls restore.
 func (rs Routers) UseOnly(s Strategy) (restore func()) {
 	before := make([]*rule, len(rs))
 	for i, r := range rs {

@@ -310,9 +310,10 @@ func LoadTuning(path string, at Site) (*Tuning, error) {
 	return f.Tunings[i], nil
 }
 
-// Save writes the Tuning to a file and keeps the Tunings for other sites in it. It
-// replaces the file atomically. Several processes may call it at the same time: each waits
-// for the lock on the file's directory until ctx ends, but at most ten seconds.
+// Save writes the Tuning to a file, which it replaces atomically, and keeps the
+// Tunings for other sites in it. Several processes may call it at the same
+// time: each waits for the lock on the file's directory until ctx ends, but at
+// most ten seconds.
 func (t *Tuning) Save(ctx context.Context, path string) error {
 	if t == nil || path == "" {
 		return fmt.Errorf("comm: write the tuning: no tuning or no path given: %w", nccl.ErrorInvalidArgument)
@@ -343,7 +344,8 @@ func (t *Tuning) Save(ctx context.Context, path string) error {
 	return nil
 }
 
-// CanSave returns why Save would fail for any Tuning, or nil. It creates the directory.
+// CanSave returns why Save would fail for any Tuning, or nil. It creates the
+// directory of the file if there is none.
 func CanSave(ctx context.Context, path string) error {
 	if path == "" {
 		return errors.New("comm: write the tuning: no path given")

@@ -9,10 +9,13 @@ import (
 // This file enqueues operations that NCCL does not have, such as an all-reduce in blocks of 8-bit numbers or a dispatch to experts. A batch
 // has one operation of each local rank, which the flight recorder has, whatever kernels and copies are its parts.
 
-// TakeQuantized returns a function that enqueues the part of a local rank in an all-reduce of blocks of 8-bit numbers, one
-// Chorus kernel, for EnqueueKernels. It returns nil if Chorus kernels do not execute the operation, alike on all ranks. In a group
-// whose reductions are deterministic they do not, because Decide may give an all-reduce to NCCL. The bits are the same in
-// both cases. The kernels are loaded, so that a failure comes before an operation is enqueued.
+// TakeQuantized returns a function that enqueues the part of a local rank in an
+// all-reduce of blocks of 8-bit numbers, one Chorus kernel, for EnqueueKernels.
+// It returns nil if Chorus kernels do not execute the operation, alike on all
+// ranks. In a group whose reductions are deterministic they do not, because
+// Decide may give an all-reduce to NCCL; the bits are the same in both cases.
+// The kernels are loaded, so that a failure comes before an operation is
+// enqueued.
 func (rs Routers) TakeQuantized(xs []fabric.Quantized) (launch func(*collective.Op) error, err error) {
 	for i, k := range rs {
 		if !k.ownKernels() || k.kernels == nil || k.ordered != nil || !k.kernels.TakesQuantized(&xs[i]) {
@@ -67,8 +70,8 @@ func (k *Router) ownKernels() bool {
 	return false
 }
 
-// EnqueueKernels is Enqueue for one operation of each local rank, whose part launch enqueues by Chorus kernels. comms are those of the
-// local ranks.
+// EnqueueKernels is Enqueue for one operation of each local rank, whose
+// communicators are comms, and whose part launch enqueues by Chorus kernels.
 func (b *Batch) EnqueueKernels(comms []*nccl.Communicator, ops []collective.Op, launch func(*collective.Op) error) error {
 	b.launches = launch
 	defer func() { b.launches = nil }()

@@ -39,10 +39,10 @@ func (rs Routers) openWindows(ctx context.Context) error {
 	})
 }
 
-// openWindow registers the rank's window after all ranks have allocated the memory of their
-// windows, because NCCL waits for all ranks. It returns when all windows are registered.
-// After an error r keeps the memory until its communicator has ended, because the
-// registration may still run.
+// openWindow registers the rank's window after all ranks have allocated the
+// memory of their windows, because NCCL waits for all ranks, and returns when
+// all windows are registered. After an error r keeps the memory until its
+// communicator has ended, because the registration may still run.
 func (r *Router) openWindow(ctx context.Context) error {
 	w := &window{comm: r.comm}
 	r.window = w
@@ -95,7 +95,8 @@ func (w *window) close() error {
 	return errors.Join(done, w.registered.Close(), w.mem.Close(), w.pool.Close())
 }
 
-// syncUnlessLost waits for a stream. A lost device uses no memory, so its error is ignored.
+// syncUnlessLost waits for a stream, and ignores the error of a lost device,
+// which uses no memory.
 func syncUnlessLost(s *gpu.Stream) error {
 	err := s.Sync()
 	if s.Device().Err() != nil {

@@ -19,7 +19,8 @@ const noWait = syscall.O_NONBLOCK | syscall.O_NOCTTY
 // maxTries limits the retries of Create if another process creates and removes the file.
 const maxTries = 10
 
-// Open opens a regular file for reading. It follows links, because the user named them.
+// Open opens a regular file for reading, and follows links, because the user
+// named them.
 func Open(path string) (*os.File, error) {
 	f, err := os.OpenFile(path, os.O_RDONLY|noWait, 0)
 	return regular(path, f, err)
@@ -151,7 +152,8 @@ func empty(path string, f *os.File) (*os.File, error) {
 	return f, nil
 }
 
-// regular returns f if it is a regular file. Otherwise it closes f and returns an error.
+// regular returns f if it is a regular file, and otherwise closes f and returns
+// an error.
 func regular(path string, f *os.File, err error) (*os.File, error) {
 	switch {
 	case errors.Is(err, syscall.ELOOP):

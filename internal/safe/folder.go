@@ -23,8 +23,8 @@ type Folder struct {
 // TempPattern matches the temporary files of Replace.
 const TempPattern = ".new-*"
 
-// OpenFolder opens an existing directory. It follows links, because it checks the
-// directory that they lead to.
+// OpenFolder opens an existing directory, and follows links, because it checks
+// the directory that they lead to.
 func OpenFolder(path string) (*Folder, error) { return openFolder(path, 0) }
 
 // OutputFolder opens a directory for outputs and creates it, with its parents, if

@@ -45,7 +45,7 @@ func (f *JSONReader) token() (json.Token, error) {
 	return t, f.err(err)
 }
 
-// Object reads an object. field reads the value of each key.
+// Object reads an object, and calls field for each key to read its value.
 func (f *JSONReader) Object(field func(key string) error) error {
 	t, err := f.token()
 	if err == nil && t != json.Delim('{') {
@@ -62,7 +62,8 @@ func (f *JSONReader) Object(field func(key string) error) error {
 	return err
 }
 
-// List reads the list of a key. item gets each value, and must not keep it.
+// List reads the list of a key, and calls item with each value, which item must
+// not keep.
 func (f *JSONReader) List(key string, item func(i int, text []byte) error) error {
 	var text json.RawMessage
 	return f.Each(key, func(i int) error {
@@ -74,7 +75,7 @@ func (f *JSONReader) List(key string, item func(i int, text []byte) error) error
 	})
 }
 
-// Each reads the list of a key. item reads each value.
+// Each reads the list of a key, and calls item to read each value.
 func (f *JSONReader) Each(key string, item func(i int) error) error {
 	t, err := f.token()
 	if err == nil && t != json.Delim('[') {
@@ -121,7 +122,8 @@ func (f *JSONReader) Skip() error {
 	}
 }
 
-// err explains an error of the decoder. A file that ends too early was truncated.
+// err explains an error of the decoder: a file that ends too early was
+// truncated.
 func (f *JSONReader) err(err error) error {
 	if errors.Is(err, io.EOF) || errors.Is(err, io.ErrUnexpectedEOF) {
 		return Truncated(io.ErrUnexpectedEOF)

@@ -72,7 +72,8 @@ func firstOdd(s, leave string) int {
 	return len(s)
 }
 
-// NewWriter returns a writer that applies Lines. Each Write must contain whole characters.
+// NewWriter returns a writer that applies Lines to each Write, which must
+// contain whole characters.
 func NewWriter(w io.Writer) io.Writer { return &writer{w} }
 
 type writer struct{ w io.Writer }

@@ -24,8 +24,10 @@ var limit = sync.OnceValue(func() uint64 {
 	return l.Cur
 })
 
-// TakesReserve reports whether a connection that was just accepted has one of the last file descriptors of this process,
-// which are kept for starting processes. The kernel gives the lowest free number.
+// TakesReserve reports whether a connection that was just accepted has one of
+// the last file descriptors of this process, which are kept for starting
+// processes. That shows that the others are in use, because the kernel gives
+// the lowest free number.
 func TakesReserve(c net.Conn) bool {
 	s, ok := c.(syscall.Conn)
 	if !ok {

@@ -73,7 +73,7 @@ func (k *Key) Add(parts ...string) {
 // Sum returns the digest.
 func (k *Key) Sum() string { return hex.EncodeToString(k.h.Sum(nil)) }
 
-// seal returns the digest of a file's contents. It includes the key, so that a renamed
+// seal returns the digest of a file's contents and its key, so that a renamed
 // file is not accepted.
 func seal(key string, image []byte) []byte {
 	h := sha256.New()

@@ -30,7 +30,8 @@ func (d driver) MemFree(p cudadrv.DevicePtr) cudadrv.Result {
 	return d.free(uint64(p), "cuMemFree", func() cudadrv.Result { return d.Driver.MemFree(p) })
 }
 
-// free frees a block on the host. The driver may give its addresses to another thread at once.
+// free frees a block on the host, whose addresses the driver may give to
+// another thread at once.
 func (d driver) free(p uint64, name string, call func() cudadrv.Result) cudadrv.Result {
 	d.t.mu.Lock()
 	b := d.t.blocks.at(p)

@@ -149,8 +149,8 @@ func (l *nccl) leave() []work {
 	return g.works
 }
 
-// submit records a call, at the end of the thread's group if there is one.
-// cfg may be nil.
+// submit records a call, at the end of the thread's group if there is one, with
+// the options of cfg unless it is nil.
 func (l *nccl) submit(r ncclapi.Result, name string, h ncclapi.Comm, s cudadrv.Stream, cfg *ncclapi.CollConfig, uses func(c *comm) []cudadrv.Use) ncclapi.Result {
 	if r != ncclapi.Success && r != ncclapi.InProgress {
 		return r

@@ -55,7 +55,8 @@ func NewPieces(bytes uint64) *Pieces {
 	return &Pieces{chunks: make([][]Run, (bytes+listBytes-1)/listBytes)}
 }
 
-// Set sets the state of [lo, hi). It skips bytes used by graphs, unless all is true.
+// Set sets the state of [lo, hi), except of bytes used by graphs, unless all is
+// true.
 func (p *Pieces) Set(lo, hi uint64, to Run, all bool) {
 	if p == nil {
 		return
@@ -94,7 +95,8 @@ func replaced(list []Run, to Run, all bool) []Run {
 	return slices.Replace(list, first, last, fresh...)
 }
 
-// merged appends a run. If it merges freed runs, it keeps the stream of one, for explanations.
+// merged appends a run. If it merges freed runs, it keeps the stream of one of
+// them, for explanations.
 func merged(list []Run, r Run) []Run {
 	if r.Lo >= r.Hi || r.State == Never {
 		return list
@@ -106,7 +108,7 @@ func merged(list []Run, r Run) []Run {
 	return append(list, r)
 }
 
-// Seek returns the first part of [lo, hi) with a matching state. A part does not
+// Seek returns the first part of [lo, hi) with a matching state, which does not
 // extend beyond its chunk.
 func (p *Pieces) Seek(lo, hi uint64, fits func(State) bool) (part Run, found bool) {
 	for lo < hi {
@@ -152,8 +154,8 @@ func (p *Pieces) Whole(part Run) Run {
 	return part
 }
 
-// Barred returns the reason why [lo, hi) of the block must not be used, or "". The block
-// begins at the address base.
+// Barred returns the reason why [lo, hi) of the block, which begins at the
+// address base, must not be used, or "".
 func (p *Pieces) Barred(block fmt.Stringer, base, lo, hi uint64) string {
 	if p == nil || !p.Audited {
 		return ""

@@ -185,8 +185,9 @@ type ended struct {
 	last Stamp
 }
 
-// queue returns the queue of a stream. Stream 0 and streams of other libraries get one at their
-// first use. A stream of another library may be a blocking stream. t.mu is held.
+// queue returns the queue of a stream. Stream 0 and streams of other libraries
+// get one at their first use; those of other libraries may be blocking streams.
+// t.mu is held.
 func (t *tracker) queue(ctx cudadrv.Context, h cudadrv.Stream) *queue {
 	if h == 0 {
 		if t.legacy[ctx] == nil {
@@ -208,7 +209,8 @@ func (t *tracker) addQueue(ctx cudadrv.Context, h cudadrv.Stream, blocking bool)
 	return q
 }
 
-// endQueue forgets a stream. Its slot is reused once the host has waited for its work.
+// endQueue forgets a stream, whose slot is reused once the host has waited for
+// its work.
 func (t *tracker) endQueue(q *queue) {
 	delete(t.queues, q.handle)
 	t.ended = append(t.ended, ended{q.ctx, q.now})

@@ -33,8 +33,8 @@ type Array struct {
 	Strides []int
 }
 
-// OfBuffer returns a row-major array of n elements of a buffer, from a byte offset on. It
-// borrows the memory.
+// OfBuffer returns a row-major array of n elements of a buffer, whose memory it
+// borrows, from a byte offset on.
 func OfBuffer(b *memory.Buffer, offset int, t memory.DType, n int, shape []int) (Array, error) {
 	return over(&storage{buf: b}, offset, t, n, shape)
 }
@@ -164,8 +164,8 @@ func (t *Array) Check(op string, dev *device.Device) error {
 	return nil
 }
 
-// Expand returns a view of the given shape. It repeats dimensions of length 1 and missing
-// leading dimensions. The view borrows the memory.
+// Expand returns a view of the given shape, which borrows the memory, and
+// repeats dimensions of length 1 and missing leading dimensions.
 func (t Array) Expand(shape []int) (Array, error) {
 	more := len(shape) - len(t.Shape)
 	if more < 0 {
@@ -259,7 +259,7 @@ type reference struct {
 }
 
 // Make returns a stream-ordered dense array, which takes over the shape and the
-// strides. The caller closes it.
+// strides, and which the caller closes.
 func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error) {
 	if t.Size() == 0 {
 		return Array{}, fmt.Errorf("tensor: make: %s is not an element type", t)
@@ -275,9 +275,10 @@ func Make(s *stream.Stream, t memory.DType, shape, strides []int) (Array, error)
 	return owning(buf, t, shape, strides), nil
 }
 
-// Adopt returns an array over memory that other code has allocated: it begins some bytes behind
-// an address. It takes over the shape and the strides, which must not be negative. The last
-// Close releases the memory; see memory.Adopt.
+// Adopt returns an array over memory that other code has allocated: it begins
+// offset bytes behind ptr. The array takes over the shape and the strides,
+// which must not be negative. The last Close releases the memory, as
+// memory.Adopt describes.
 func Adopt(s *stream.Stream, t memory.DType, ptr, offset uint64, shape, strides []int, release func()) (Array, error) {
 	n, err := count(t, shape)
 	if err != nil {
@@ -318,8 +319,8 @@ func owning(buf *memory.Buffer, t memory.DType, shape, strides []int) Array {
 	return Array{mem: &own.mem, ref: &own.ref, DType: t, Shape: shape, Strides: strides}
 }
 
-// Follow orders operations on s from now on after those that are enqueued on the stream of the
-// memory. It does nothing if s is nil.
+// Follow orders operations on s from now on after those that are enqueued on
+// the stream of the memory, or does nothing if s is nil.
 func (t *Array) Follow(op string, s *stream.Stream) error {
 	if s == nil {
 		return nil
@@ -349,8 +350,8 @@ func (t Array) retain(r *reference) Array {
 	return t
 }
 
-// Close releases the reference to the memory, once for all copies of the value. The last
-// reference frees the memory.
+// Close releases the reference to the memory, once for all copies of the value,
+// and frees the memory with the last reference.
 func (t *Array) Close() error {
 	if t.ref == nil {
 		return nil

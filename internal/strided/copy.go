@@ -187,8 +187,8 @@ func on(s *stream.Stream, dev *device.Device, fn func(o *stream.Stream) error, u
 	return err
 }
 
-// upload copies from the host. If the tensors are not contiguous in the same order, src is
-// packed like the destination.
+// upload copies from the host, and packs src like the destination unless the
+// tensors are contiguous in the same order.
 func upload(s *stream.Stream, dst, src Array) (err error) {
 	wire := src
 	loops, _ := loopsOf(dst.Shape, dst.Strides, src.Strides)
@@ -215,7 +215,8 @@ func upload(s *stream.Stream, dst, src Array) (err error) {
 	return onDevices(s, dst, landed)
 }
 
-// download copies to the host. Strided or converted tensors are packed on the device.
+// download copies to the host, after it has packed a strided or converted
+// tensor on the device.
 func download(s *stream.Stream, dst, src Array) (err error) {
 	if err := gpu.StreamOf(s).RefuseCapture("tensor: copy to the host", "the host would wait: copy after the launch"); err != nil {
 		return err
@@ -337,9 +338,9 @@ func engineRows(dst, src Array) (piece, bool) {
 		p.toStep == p.row && p.fromStep >= p.row && p.fromStep <= maxPitch
 }
 
-// ByEngine reports whether Copy uses a copy engine for a copy between two devices that can
-// access each other: of contiguous memory, or of long rows that become contiguous. The
-// tensors have the same shape.
+// ByEngine reports whether Copy uses a copy engine for a copy between two
+// devices that can access each other: of contiguous memory, or of long rows
+// that become contiguous. The tensors must have the same shape.
 func ByEngine[T Tensor](dst, src T) bool {
 	to, from := dst.array(), src.array()
 	if p, ok := pieceOf(to, from); ok && p.rows == 1 {
@@ -377,9 +378,10 @@ type pitched struct {
 	pitch int // at most maxPitch
 }
 
-// copyPitched enqueues on s, a stream of either's device, the copy of a number of rows of
-// width bytes by a copy engine (cuMemcpy2DAsync). The devices reach each other (inside.Reach).
-// The caller orders work on the other device with s.
+// copyPitched enqueues on s, a stream of either's device, the copy of a number
+// of rows of width bytes by a copy engine (cuMemcpy2DAsync). The caller has
+// made sure that the devices reach each other (inside.Reach), and orders work
+// on the other device with s.
 func copyPitched(s *stream.Stream, dst, src pitched, width, rows int) error {
 	const op = "tensor: copy rows"
 	if err := gpu.CheckStream(op, s, nil); err != nil {

@@ -154,8 +154,8 @@ func (f *fan) launch() error {
 	return nil
 }
 
-// Unflatten returns arrays with the shapes of others, one after the other from the start
-// of a one-dimensional array. They are contiguous, and borrow the memory.
+// Unflatten returns contiguous arrays with the shapes of others, one after the
+// other from the start of a one-dimensional array, whose memory they borrow.
 func (t *Array) Unflatten(like []Array) ([]Array, error) {
 	if len(t.Shape) != 1 || !t.Contiguous() {
 		return nil, fmt.Errorf("tensor: unflatten shape %v with strides %v: want one dimension without gaps", t.Shape, t.Strides)

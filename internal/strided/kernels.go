@@ -56,7 +56,7 @@ type kernels struct {
 
 var toolboxKey handle.Key
 
-// kernelsOf returns the kernels of a device. The first call loads them.
+// kernelsOf returns the kernels of a device, which the first call loads.
 func kernelsOf(dev *device.Device) (*kernels, error) {
 	t := gpu.DeviceOf(dev).Local(&toolboxKey, func() any { return new(toolbox) }).(*toolbox)
 	if k := t.kernels.Load(); k != nil {
@@ -119,7 +119,8 @@ func params(more ...kernel.Param) []kernel.Param {
 	return append(ps, more...)
 }
 
-// launch enqueues a kernel on s that copies src to dst. The device of s can access both.
+// launch enqueues on s, whose device can access both arrays, a kernel that
+// copies src to dst.
 func launch(s *stream.Stream, dst, src Array, loops []loop) error {
 	k, err := kernelsOf(s.Device())
 	if err != nil {
@@ -184,8 +185,8 @@ type job struct {
 	types    []kernel.Arg
 }
 
-// enqueue launches the kernel, several times if there are more loops or elements than one
-// launch supports. The offsets are in elements.
+// enqueue launches the kernel, with offsets in elements, several times if there
+// are more loops or elements than one launch supports.
 func (j *job) enqueue(loops []loop, dst, src int) error {
 	n := 1
 	for _, l := range loops {

@@ -149,7 +149,8 @@ func flat(loops []loop) bool {
 	return len(loops) == 0 || len(loops) == 1 && loops[0].dst == 1 && loops[0].src == 1
 }
 
-// Repeats reports whether several elements share an address. Such an array is read-only.
+// Repeats reports whether several elements share an address, so that the array
+// is read-only.
 func (t *Array) Repeats() bool {
 	if t.Len() == 0 {
 		return false

@@ -62,9 +62,9 @@ func pieceOf(dst, src Array) (p piece, ok bool) {
 	return p, false
 }
 
-// RowBytes returns the length of the contiguous rows in a copy of src to dst. If the copy is
-// contiguous, this is the whole size. If a kernel cannot copy rows, it is 0. dst and src must
-// have the same shape.
+// RowBytes returns the length of the contiguous rows in a copy of src to dst,
+// which must have the same shape. It is the whole size if the copy is
+// contiguous, and 0 if a kernel cannot copy rows.
 func RowBytes[T Tensor](dst, src T) int {
 	p, ok := pieceOf(dst.array(), src.array())
 	if !ok {

@@ -60,8 +60,8 @@ func belong(t *testing.T, entries []cudacc.Entry, sources []cudacc.Source) {
 	}
 }
 
-// problems returns the differences between entries and sources. It parses the entries that
-// drawn selects.
+// problems returns the differences between entries and sources, and parses the
+// entries that drawn selects.
 func problems(entries []cudacc.Entry, sources []cudacc.Source, drawn func() bool) (out []string) {
 	have := map[string]*cudacc.Entry{}
 	for i, e := range entries {
@@ -322,7 +322,7 @@ func manifestOf(archive string) string {
 	return filepath.Join("testdata", strings.TrimSuffix(archive, ".zst")+".sums")
 }
 
-// reviewed compares the texts with the manifest. It needs neither a compiler nor a GPU.
+// reviewed compares the texts with the manifest, without a compiler or a GPU.
 func reviewed(t *testing.T, archive string, entries []cudacc.Entry) {
 	file := manifestOf(archive)
 	if *updatePTXSums {

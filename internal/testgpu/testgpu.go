@@ -41,7 +41,7 @@ func init() {
 	}
 }
 
-// Virtual creates virtual devices for one test. The test fails if the devices
+// Virtual creates virtual devices for one test, which fails if the devices
 // report a mistake.
 func Virtual(t testing.TB, cfg *device.SystemConfig) []*device.Device {
 	t.Helper()
@@ -107,8 +107,8 @@ func Ranks(t testing.TB, n int) []*device.Device {
 	return share(CUDA(t, 1)[0].System().Devices(), n)
 }
 
-// VirtualRanks returns a virtual device for each of n ranks of Chorus kernels. With
-// CHORUS_SHARE_GPUS=yes all ranks share one.
+// VirtualRanks returns a virtual device for each of n ranks of Chorus kernels,
+// or one that all ranks share with CHORUS_SHARE_GPUS=yes.
 func VirtualRanks(t testing.TB, n int) []*device.Device {
 	t.Helper()
 	if env.ShareGPUs.Value() != "yes" {
@@ -134,8 +134,8 @@ func Context(t testing.TB) context.Context {
 	return ctx
 }
 
-// Main runs the tests of a package. It fails with exit code 99 if objects became
-// unreachable without Close.
+// Main runs the tests of a package, and fails with exit code 99 if objects
+// became unreachable without Close.
 func Main(m *testing.M) {
 	if os.Getenv("GORACE") == "" {
 		// With the race detector, each exiting process sleeps for one second.
@@ -251,7 +251,8 @@ func Draw(t testing.TB, sizes ...int) func(i int) bool {
 	return func(i int) bool { return chosen[i] }
 }
 
-// SampleRaced is Sample if the race detector watches the test. Without it every case runs.
+// SampleRaced is Sample if the race detector watches the test; otherwise every
+// case runs.
 func SampleRaced(t testing.TB, n int) func() bool {
 	return Sample(t, testhost.Rounds(n, 1))
 }

@@ -44,7 +44,8 @@ const (
 // current is the recorder that runs, or nil.
 var current atomic.Pointer[Recorder]
 
-// Current returns the recorder that runs, or nil. It costs one atomic load.
+// Current returns the recorder that runs, or nil, at the cost of one atomic
+// load.
 func Current() *Recorder { return current.Load() }
 
 // A Recorder records the process. Its methods never wait for a device or a disk: a record
@@ -86,8 +87,8 @@ type Source struct {
 	Close   func() // releases the resources after the last Collect
 }
 
-// Start installs a recorder as the current one. It writes a file to the directory, which it creates
-// if necessary.
+// Start installs a recorder as the current one, and fails if a recording is in
+// progress. It writes a file to the directory, which it creates if necessary.
 func Start(dir string) (*Recorder, error) {
 	r, err := New(dir)
 	if err != nil {
@@ -125,8 +126,8 @@ var startFromEnv = sync.OnceValue(func() error {
 	return nil
 })
 
-// StartFromEnv starts a recorder that lasts as long as the process, if the environment asks for
-// it. Only the first call does so.
+// StartFromEnv starts, at its first call, a recorder that lasts as long as the
+// process, if the environment asks for it.
 func StartFromEnv() error { return startFromEnv() }
 
 func newHeader() Header {
@@ -169,7 +170,8 @@ func (r *Recorder) add(x Record) {
 // Drop counts a record that could not be made.
 func (r *Recorder) Drop() { r.dropped.Add(1) }
 
-// AddSource adds a source. The recorder calls it from its own goroutines.
+// AddSource adds a source, which the recorder calls from its own goroutines. If
+// the recording has ended, AddSource closes the source.
 func (r *Recorder) AddSource(s Source) {
 	r.mu.Lock()
 	ended := r.ended
@@ -192,8 +194,8 @@ func (r *Recorder) Ended() bool {
 	}
 }
 
-// SetObserver sets the function that gets the record of each collective. It must not call the
-// recorder.
+// SetObserver sets the function that gets the record of each collective, and
+// which must not call the recorder.
 func (r *Recorder) SetObserver(f func(*Record)) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -338,7 +340,8 @@ func (r *Recorder) writeLine(x any) error {
 	return err
 }
 
-// create creates the file with its header. A process that records nothing leaves no file.
+// create creates the file with its header, once there is something to record,
+// so that a process that records nothing leaves no file.
 func (r *Recorder) create() error {
 	name := "timeline-"
 	if r.header.Rank != nil {
@@ -507,7 +510,7 @@ func (t *Ticket) Done(from, to time.Time) {
 	}
 }
 
-// Cancel forgets an operation that was refused. It does nothing on nil.
+// Cancel forgets an operation that was refused, and does nothing on nil.
 func (t *Ticket) Cancel() {
 	if t == nil {
 		return
@@ -539,8 +542,9 @@ func (r *Recorder) leave(s *scope) {
 	}
 }
 
-// Open begins a collective on a stream, or adds an operation to the collective that is being
-// enqueued there: the operations of a batch. It reports whether it began one.
+// Open begins a collective on a stream, or adds an operation to the collective
+// that is being enqueued there, as the operations of a batch do. It reports
+// whether it began a collective.
 func (r *Recorder) Open(on Stream, op Op) (began bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -555,8 +559,9 @@ func (r *Recorder) Open(on Stream, op Op) (began bool) {
 	return began
 }
 
-// Whole returns a ticket for the time of the collective that is being enqueued on a stream: of
-// all its parts, even if the driver does not see them. It returns nil if there is none.
+// Whole returns a ticket for the time of the collective that is being enqueued
+// on a stream: of all its parts, even if the driver does not see them. If there
+// is none, Whole returns nil.
 func (r *Recorder) Whole(on Stream) *Ticket {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -664,7 +669,8 @@ func (s *Span) End() {
 // that nothing ends.
 const maxDepth = 256
 
-// Push begins a range of the calling thread. It forgets the outermost range if too many are open.
+// Push begins a range of the calling thread, and forgets the outermost range if
+// too many are open.
 func (r *Recorder) Push(name string) (depth int) {
 	tid, x := syscall.Gettid(), Record{Kind: Range, Name: name, Device: NoDevice, Begin: r.Now()}
 	r.mu.Lock()

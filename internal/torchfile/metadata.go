@@ -100,8 +100,8 @@ func (o *metadataObjects) Persistent(any) (any, error) {
 	return nil, errors.New("it has a storage: want only descriptions")
 }
 
-// ReadMetadata reads a metadata file. It runs no code, and checks that the chunks cover their
-// tensors.
+// ReadMetadata reads a metadata file without running code, and checks that the
+// chunks cover their tensors.
 func ReadMetadata(text []byte) (*Metadata, error) {
 	v, err := DecodePickleObjects(bytes.NewReader(text), &PickleLimits{Bytes: mostPickle, Values: mostValues}, &metadataObjects{})
 	if err != nil {

@@ -143,9 +143,10 @@ func (o *objects) storage(key string) (*storage, error) {
 	return s, nil
 }
 
-// tensor returns the tensor of torch's rebuild functions. Their arguments are the storage, the
-// offset in it, the shape, the strides, whether the tensor needs a gradient, and its hooks. The
-// type follows if the storage has none. Flags of the elements may follow.
+// tensor returns the tensor of torch's rebuild functions. Their arguments are
+// the storage, the offset in it, the shape, the strides, whether the tensor
+// needs a gradient, and its hooks. The type follows if the storage has none,
+// and flags of the elements may follow.
 func (o *objects) tensor(args Tuple) (any, error) {
 	if len(args) < 4 {
 		return nil, fmt.Errorf("%d arguments: want 4 or more", len(args))
@@ -212,7 +213,7 @@ func ints(v any) ([]int, bool) {
 	return list, true
 }
 
-// orderedDict returns an empty dictionary. The writer adds the entries later.
+// orderedDict returns an empty dictionary; the writer adds the entries later.
 func orderedDict(_ *objects, args Tuple) (any, error) {
 	if len(args) > 0 {
 		return nil, errors.New("it has arguments")
@@ -352,7 +353,8 @@ func keyText(key any) (string, error) {
 	return "", fmt.Errorf("a dictionary has a key of type %T: want a text or a number", key)
 }
 
-// valueText returns a plain value as JSON. Numbers that JSON lacks, and types, are texts.
+// valueText returns a plain value as JSON. Types, and numbers that JSON lacks,
+// become texts.
 func valueText(v any) string {
 	switch x := v.(type) {
 	case torchType:

@@ -208,7 +208,7 @@ func (d *decoder) string(op byte) error {
 	return d.push(text)
 }
 
-// remember runs the opcodes of the memo. Writers number the memo from 0 without
+// remember runs the opcodes of the memo, which writers number from 0 without
 // gaps, so an index beyond the end is an error.
 func (d *decoder) remember(op byte) error {
 	i := len(d.memo)
@@ -274,7 +274,8 @@ func (d *decoder) counted(size int) (string, error) {
 	return d.text(n)
 }
 
-// text reads n bytes. It allocates memory only as they arrive, because n may be false.
+// text reads n bytes, and allocates memory only as they arrive, because n may
+// be false.
 func (d *decoder) text(n uint64) (string, error) {
 	if n > uint64(d.limits.Bytes-d.at) {
 		return "", fmt.Errorf("more than %d bytes", d.limits.Bytes)

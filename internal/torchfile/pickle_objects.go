@@ -21,8 +21,9 @@ type PickleObjects interface {
 	Persistent(id any) (any, error)
 }
 
-// DecodePickleObjects is DecodePickle for pickles with classes, calls and bytes. It calls no code but the
-// methods of objects. Bytes become strings. A set is a *List.
+// DecodePickleObjects is DecodePickle for pickles with classes, calls and
+// bytes. It calls no code but the methods of objects. Bytes become strings, and
+// a set is a *List.
 func DecodePickleObjects(r io.Reader, limits *PickleLimits, objects PickleObjects) (any, error) {
 	d := newDecoder(r, limits)
 	d.objects = objects
@@ -32,7 +33,8 @@ func DecodePickleObjects(r io.Reader, limits *PickleLimits, objects PickleObject
 // mostPickleName is the maximum length of the name of a module or of a global.
 const mostPickleName = 256
 
-// object runs the opcodes that only DecodePickleObjects accepts. It reports whether op is one.
+// object runs the opcodes that only DecodePickleObjects accepts, and reports
+// whether op is one.
 func (d *decoder) object(op byte) (bool, error) {
 	if d.objects == nil {
 		return false, nil

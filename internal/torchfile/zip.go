@@ -95,7 +95,8 @@ func (a *archive) findDirectory(size int64) (count uint64, at, length int64, err
 	return count, int64(off), int64(n), nil
 }
 
-// findDirectory64 is findDirectory for large archives. The record that it reads is before end.
+// findDirectory64 is findDirectory for large archives, and reads the record
+// that is before end.
 func (a *archive) findDirectory64(end int64) (count, length, at uint64, err error) {
 	var b [end64Bytes]byte
 	if end < locatorBytes {
@@ -220,8 +221,8 @@ type Sums struct {
 	Without int // entries whose CRC-32 was not computed: it is 0, although they have bytes
 }
 
-// CheckSums compares the bytes of all entries of a file of size bytes with their CRC-32. The
-// error names the first entry that differs.
+// CheckSums compares the bytes of all entries of a file of size bytes with
+// their CRC-32, and names the first entry that differs in its error.
 func CheckSums(ctx context.Context, r io.ReaderAt, size int64) (s Sums, err error) {
 	a, err := openArchive(r, size)
 	if err != nil {

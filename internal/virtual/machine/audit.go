@@ -113,8 +113,8 @@ func (o *Op) markAllocated(b *Block, offset, n uint64) *Trouble {
 	return nil
 }
 
-// markFreed marks a piece as free. It counts as a write, which merges the history
-// of the bytes into one span.
+// markFreed marks a piece as free and counts as a write, which merges the
+// history of the bytes into one span.
 func (o *Op) markFreed(b *Block, offset, n uint64) *Trouble {
 	if t := o.order(b, offset, n, true); t != nil {
 		return t

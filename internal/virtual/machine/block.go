@@ -68,7 +68,8 @@ func (b *Block) String() string {
 	return fmt.Sprintf("the %s of %d bytes at %#x of %s", kind, b.size, b.addr, where)
 }
 
-// bytes returns a part of the block. Bytes that were never written are poisoned.
+// bytes returns a part of the block, whose bytes are poisoned if they were
+// never written.
 func (b *Block) bytes(offset, n uint64) []byte {
 	if b.space != nil {
 		b.space.lay(b, offset, n)
@@ -119,9 +120,9 @@ func (p pages) lay(data []byte, offset, n uint64) {
 	}
 }
 
-// overwrite prepares [offset, offset+n) for a fill with one value. It returns the parts that
-// the caller fills. If the value is zero, fresh pages are not among them. Pages that the fill
-// covers need no poison.
+// overwrite prepares [offset, offset+n) for a fill with one value. It returns
+// the parts that the caller fills, without fresh pages if the value is zero,
+// and does not poison pages that the fill covers as a whole.
 func (p pages) overwrite(data []byte, offset, n uint64, value byte) (parts [][]byte) {
 	begin := offset // of the part that is open
 	for at, end := offset, offset+n; at < end; {
@@ -142,8 +143,8 @@ func (p pages) overwrite(data []byte, offset, n uint64, value byte) (parts [][]b
 	return append(parts, data[begin:offset+n])
 }
 
-// stain poisons [offset, offset+n) of data again. It defers whole pages to their
-// first touch.
+// stain poisons [offset, offset+n) of data again, but defers whole pages until
+// their first touch.
 func (p pages) stain(data []byte, offset, n uint64) {
 	for at, end := offset, offset+n; at < end; {
 		page := at / poisonPage
@@ -192,7 +193,8 @@ func Poison(p []byte) {
 	}
 }
 
-// poison poisons page-locked memory. If it is a region, no page of it is touched.
+// poison poisons page-locked memory without touching its pages if it is a
+// region.
 func (b *Block) poison() {
 	if b.region == nil || b.region.poison() != nil {
 		Poison(b.data)

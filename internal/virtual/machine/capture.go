@@ -53,8 +53,8 @@ type Launch interface {
 	Enqueue(on []*Stream)
 }
 
-// AddLaunch records a launch on streams of the capture. uses has the device memory of a copy.
-// m.mu is held.
+// AddLaunch records a launch on streams of the capture, with the device memory
+// that a copy uses. m.mu is held.
 func (c *Capture) AddLaunch(name string, uses [2]cudadrv.DevicePtr, l Launch, on []*Stream) {
 	n := &node{name: name, uses: uses, launch: l}
 	for _, s := range on {
@@ -109,8 +109,8 @@ func (c *Capture) joined() bool {
 	return true
 }
 
-// Refused returns the result of a call that is illegal during the capture of the
-// stream. Such a call invalidates the capture. m.mu is held.
+// Refused invalidates the capture of the stream and returns the result of the
+// call, which is illegal during a capture. m.mu is held.
 func (s *Stream) Refused() cudadrv.Result {
 	s.capture.invalid = true
 	return cudadrv.ErrorStreamCaptureUnsupported
@@ -245,7 +245,7 @@ func (d driver) abandonCapture(dev *Device, h cudadrv.Stream) {
 	}
 }
 
-// endCapture removes the streams from the capture. m.mu is held.
+// endCapture ends the capture and detaches its streams. m.mu is held.
 func (m *Machine) endCapture(x *Capture) {
 	x.ended = true
 	for _, s := range x.streams {
@@ -324,7 +324,8 @@ func (e *event) recordCaptured(s *Stream) {
 }
 
 // spoils returns the result of a host call on an event that was recorded in a
-// capture. Such a call invalidates the capture. m.mu is held.
+// capture, and invalidates that capture. It returns Success for any other
+// event. m.mu is held.
 func (e *event) spoils() cudadrv.Result {
 	if e.captured == nil {
 		return cudadrv.Success

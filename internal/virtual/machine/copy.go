@@ -61,8 +61,8 @@ func (c *call) use(bytes uintptr, dst, src cudadrv.DevicePtr) {
 	}
 }
 
-// move copies from the bytes that src returns to the bytes that dst returns. It
-// calls src first.
+// move copies from the bytes that src returns to the bytes that dst returns,
+// and calls dst only if src succeeds.
 func (o *Op) move(dst, src func() ([]byte, *Trouble)) {
 	m := o.s.dev.m
 	m.mu.Lock()

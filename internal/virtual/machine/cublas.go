@@ -192,7 +192,8 @@ func ScalarOf(t cublasapi.DType, s cublasapi.Scalar, mode cublasapi.PointerMode)
 	return Scalar{value: HostScalar(t, s.Host)}, true
 }
 
-// Read returns the value when the operation runs. The machine is locked.
+// Read returns the value as it is when the operation runs, because a scalar may
+// be in device memory. The machine is locked.
 func (s Scalar) Read(o *Op, t cublasapi.DType) (float64, *Trouble) {
 	if s.device == 0 {
 		return s.value, nil
@@ -309,7 +310,8 @@ func (g *gemm) run(o *Op) {
 	}
 }
 
-// one computes product i. C is not read if beta is 0, so that a NaN in it has no effect.
+// one computes product i without reading C if beta is 0, so that a NaN in C has
+// no effect.
 func (g *gemm) one(o *Op, i int) *Trouble {
 	m := o.Machine()
 	m.Lock()

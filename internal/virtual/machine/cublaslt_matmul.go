@@ -137,8 +137,9 @@ type part struct {
 	amax           []byte
 }
 
-// returnsEarly reports whether the product writes nothing. cuBLASLt 13 leaves D as it is if D
-// is a vector, alpha is 0 and beta is 1, even if D is not C or an epilogue follows.
+// returnsEarly reports whether the product writes nothing: cuBLASLt 13 leaves D
+// as it is if D is a vector, alpha is 0 and beta is 1, even if D is not C or an
+// epilogue follows.
 func (g *matmul) returnsEarly(p *part) bool {
 	return min(g.m, g.n) == 1 && p.alpha == 0 && p.beta == 1 && !g.is(cublasapi.EpilogueBGradA, cublasapi.EpilogueBGradB)
 }
@@ -235,7 +236,8 @@ func (x *toucher) value(s Scalar, ty cublasapi.DType) (v float64) {
 	return v
 }
 
-// touch gets the memory of product i. The machine is locked.
+// touch returns the memory of product i and records that the operation reads or
+// writes it. The machine is locked.
 func (g *matmul) touch(o *Op, i int) (*part, *Trouble) {
 	p, x, scale := new(part), &toucher{o: o, i: i}, cublasapi.DType(g.d.scale)
 	p.alpha, p.beta = x.value(g.alpha, scale), x.value(g.beta, scale)

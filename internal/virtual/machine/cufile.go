@@ -35,7 +35,7 @@ func NewCufile(m *Machine) cufileapi.API {
 	}
 }
 
-// enter consults the fault plan. If it succeeds, the machine is locked until
+// enter consults the fault plan and, if it succeeds, locks the machine until
 // cufileLib.leave.
 func (l *cufileLib) enter(f cufileapi.Func) (Fault, cufileapi.Result) {
 	x := l.m.Fault(f.Name())
@@ -86,8 +86,8 @@ func (l *cufileLib) begin(f cufileapi.Func) (*Device, Fault, cufileapi.Result) {
 	return dev, x, cufileapi.Success
 }
 
-// asError converts a result to the error that Read and Write return. A fault plan
-// may set an errno.
+// asError converts a result to the error that Read and Write return, which is
+// an errno if a fault plan set one.
 func asError(r cufileapi.Result) error {
 	if r.Code() < cufileapi.DriverNotInitialized {
 		return syscall.Errno(r)
@@ -220,14 +220,16 @@ func (f *file) closed() bool {
 	return unix.Fstat(int(f.fd), &st) != nil || st.Dev != f.dev || st.Ino != f.ino
 }
 
-// use counts a transfer in or out. A deregistered file is closed after its last transfer.
+// use counts a transfer in or out, and closes a deregistered file after its
+// last transfer.
 func (f *file) use(delta int) {
 	if f.busy += delta; f.gone && f.busy == 0 {
 		f.file.Close()
 	}
 }
 
-// registered returns the file of a handle. The machine is locked.
+// registered returns the file of a handle, and reports a program that closed
+// the file descriptor before it deregistered the handle. The machine is locked.
 func (l *cufileLib) registered(name string, h cufileapi.Handle) (*file, cufileapi.Result) {
 	f := l.files[h]
 	switch {
@@ -252,7 +254,8 @@ func (l *cufileLib) HandleDeregister(h cufileapi.Handle) {
 	l.forgetFile(cufileapi.FuncHandleDeregister, h)
 }
 
-// forgetFile removes a handle. The machine is locked.
+// forgetFile removes a handle, whose file stays open until its last transfer
+// ends. The machine is locked.
 func (l *cufileLib) forgetFile(by cufileapi.Func, h cufileapi.Handle) {
 	f := l.files[h]
 	if f == nil {
@@ -356,7 +359,8 @@ func (l *cufileLib) BufDeregister(p cudadrv.DevicePtr) cufileapi.Result {
 	return r
 }
 
-// forgetBuffer removes a registration. The machine is locked.
+// forgetBuffer removes a registration, and reports a program that does so
+// before the transfers of the buffer have ended. The machine is locked.
 func (l *cufileLib) forgetBuffer(by cufileapi.Func, p cudadrv.DevicePtr) {
 	b := l.buffers[p]
 	if b.busy > 0 {
@@ -470,8 +474,8 @@ func (l *cufileLib) move(o *Op, t *transfer) (n int64, err error) {
 	return n, err
 }
 
-// copy issues the system calls. If an error follows after some bytes, only the
-// next transfer reports it.
+// copy issues the system calls. Like them, it reports an error that follows
+// after some bytes only in the next transfer.
 func (t *transfer) copy(bytes []byte) (int64, error) {
 	call := t.file.file.ReadAt
 	if t.write {

@@ -19,7 +19,8 @@ type Mark struct {
 	when time.Time
 }
 
-// Mark adds a mark after all enqueued operations. m.mu is held.
+// Mark returns a mark that is reached after all operations enqueued so far.
+// m.mu is held.
 func (s *Stream) Mark() *Mark {
 	k := &Mark{done: make(chan struct{})}
 	if !s.working {
@@ -305,7 +306,8 @@ func (m *Machine) event(h cudadrv.Event) *event {
 	return e
 }
 
-// mark returns the last recorded mark, or nil. m.mu is held.
+// mark returns the last recorded mark, or nil. If the event is shared, another
+// machine may have recorded it. m.mu is held.
 func (e *event) mark() *Mark {
 	if e.shared == nil {
 		return e.last
@@ -318,7 +320,8 @@ func (e *event) mark() *Mark {
 	return e.shared.last
 }
 
-// share publishes the last record. m.mu is held.
+// share publishes the last record of a shared event to the machines that opened
+// it. m.mu is held.
 func (e *event) share() {
 	if e.shared == nil {
 		return
@@ -328,7 +331,8 @@ func (e *event) share() {
 	e.shared.last, e.shared.by = e.last, e.dev.m
 }
 
-// unshare invalidates the opened events. m.mu is held.
+// unshare invalidates the events that were opened from this one, which is about
+// to be destroyed. m.mu is held.
 func (e *event) unshare() {
 	if e.shared == nil || e.shared.from != e.dev.m {
 		return

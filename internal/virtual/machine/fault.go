@@ -52,8 +52,8 @@ type callCount struct {
 	n  map[string]int
 }
 
-// CountCalls starts counting library calls by their C names and replaces a count
-// in progress. stop ends the count and returns it.
+// CountCalls starts counting library calls by their C names and replaces a
+// count in progress; stop ends the count and returns it.
 func (f *faultPlan) CountCalls() (stop func() map[string]int) {
 	c := &callCount{n: map[string]int{}}
 	f.counts.Store(c)
@@ -283,7 +283,7 @@ func (x *Fault) suits(call string) error {
 }
 
 // statusOf returns the value of a status by its C name in the library of the
-// call. File transfers can fail with an errno, too.
+// call, or of an errno if the call transfers a file.
 func statusOf(call, status string) (int32, error) {
 	text := func(v int32) string { return cudadrv.Result(v).Error() }
 	first := int32(1)

@@ -162,7 +162,8 @@ func (d driver) GraphExecDestroy(h cudadrv.GraphExec) cudadrv.Result {
 	return cudadrv.Success
 }
 
-// destroyExec removes an executable. A launch in progress continues. m.mu is held.
+// destroyExec removes an executable, but a launch in progress continues. m.mu
+// is held.
 func (m *Machine) destroyExec(h cudadrv.GraphExec, x *graphExec) {
 	delete(m.execs, h)
 	x.graph.hold(-1)
@@ -224,9 +225,9 @@ func (d driver) GraphExecUpdate(h cudadrv.GraphExec, gh cudadrv.Graph) (cudadrv.
 	return cudadrv.GraphUpdateSuccess, cudadrv.Success
 }
 
-// differs returns the difference that prevents an update of an executable from g
-// to o. A graph consists of nodes, their order, their devices, and the priorities
-// of kernels. The captured streams do not count.
+// differs returns the difference that prevents an update of an executable from
+// g to o. It compares the nodes, their order, their devices and the priorities
+// of kernels, but not the captured streams.
 func (g *graph) differs(o *graph) cudadrv.GraphExecUpdateResult {
 	if len(g.nodes) != len(o.nodes) {
 		return cudadrv.GraphUpdateTopologyChanged

@@ -118,8 +118,8 @@ type images struct {
 
 var imageMagic = []byte("chorus virtual image\n")
 
-// ModuleImage returns an image for ModuleLoadData of this machine.
-// ModuleGetFunction finds the kernels in it by name.
+// ModuleImage returns an image for ModuleLoadData of this machine, in which
+// ModuleGetFunction finds the kernels by name.
 func (m *Machine) ModuleImage(kernels []Kernel) []byte {
 	m.images.mu.Lock()
 	defer m.images.mu.Unlock()
@@ -280,8 +280,8 @@ func (k *KernelCall) Shape() (blocks, threads [3]uint32, sharedBytes uint32) {
 	return k.grid, k.block, k.shared
 }
 
-// Bits returns parameter i, which must be of the given type and not a struct. A narrower
-// value is in the low bits.
+// Bits returns parameter i, which must be of the given type and not a struct; a
+// narrower value is in the low bits.
 func (k *KernelCall) Bits(i int, want Param) uint64 {
 	if i < 0 || i >= len(k.params) || k.kernel.Params[i] != want {
 		panic(fmt.Sprintf("kernel %s has no parameter %d of type %s", k.kernel.Name, i, params[want].name))
@@ -292,7 +292,8 @@ func (k *KernelCall) Bits(i int, want Param) uint64 {
 // Ptr returns parameter i, a PtrParam.
 func (k *KernelCall) Ptr(i int) cudadrv.DevicePtr { return cudadrv.DevicePtr(k.Bits(i, PtrParam)) }
 
-// Struct returns the bytes of parameter i, a StructParam. They are read-only.
+// Struct returns the bytes of parameter i, a StructParam, which the kernel must
+// not write.
 func (k *KernelCall) Struct(i int) []byte {
 	b, ok := k.structs[i]
 	if !ok {
@@ -338,8 +339,8 @@ func (k *KernelCall) Peek(p cudadrv.DevicePtr, bytes uintptr) ([]byte, bool) {
 	return copied, true
 }
 
-// copyUnordered copies bytes that another goroutine may be writing; the caller ignores those. The race
-// detector must not report them.
+// copyUnordered copies bytes that another goroutine may be writing, which the
+// race detector must not report because the caller ignores those bytes.
 //
 //go:norace
 func copyUnordered(to, from []byte) { copy(to, from) }
@@ -358,12 +359,14 @@ func (k *KernelCall) touch(p cudadrv.DevicePtr, bytes uintptr, write bool) []byt
 	return data
 }
 
-// ReadOf is KernelCall.Read for n elements. p must be aligned to their size.
+// ReadOf is KernelCall.Read for n elements at p, which must be aligned to their
+// size.
 func ReadOf[T any](k *KernelCall, p cudadrv.DevicePtr, n int) []T {
 	return viewOf[T](k, p, n, false)
 }
 
-// WriteOf is KernelCall.Write for n elements. p must be aligned to their size.
+// WriteOf is KernelCall.Write for n elements at p, which must be aligned to
+// their size.
 func WriteOf[T any](k *KernelCall, p cudadrv.DevicePtr, n int) []T {
 	return viewOf[T](k, p, n, true)
 }

@@ -213,9 +213,9 @@ func (d driver) OccupancyMaxPotentialBlockSize(fh cudadrv.Function, sharedBytes 
 }
 
 // Shared returns memory that kernels of several devices use at the same time,
-// valid until Func returns. Access it with atomic operations only. Shared checks
-// that the device may use the memory, but does not record the use, because the
-// kernels synchronize through its content.
+// valid until Func returns and accessed with atomic operations only. Shared
+// checks that the device may use the memory, but does not record the use,
+// because the kernels synchronize through its content.
 func (k *KernelCall) Shared(p cudadrv.DevicePtr, bytes uintptr) []byte {
 	if bytes == 0 {
 		return nil
@@ -246,7 +246,8 @@ func (o *Op) share(p cudadrv.DevicePtr, n uint64) ([]byte, *Trouble) {
 	return o.hold(b, offset, n), nil
 }
 
-// SharedOf is KernelCall.Shared for n elements. p must be aligned to their size.
+// SharedOf is KernelCall.Shared for n elements at p, which must be aligned to
+// their size.
 func SharedOf[T uint32 | uint64](k *KernelCall, p cudadrv.DevicePtr, n int) []T {
 	var zero T
 	checkAligned[T](k, p)
@@ -261,8 +262,8 @@ const (
 	awaitLongest = time.Millisecond
 )
 
-// Await polls ready and returns true once ready does. It returns false if the
-// device is lost.
+// Await polls ready until it returns true, or returns false if the device is
+// lost first.
 func (k *KernelCall) Await(ready func() bool) bool {
 	return k.op.await("memory that another kernel writes", ready)
 }

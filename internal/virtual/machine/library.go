@@ -54,7 +54,8 @@ func (m *Machine) AddReports(f func() []string) {
 	m.reporters = append(m.reporters, f)
 }
 
-// Unbind returns the context of the calling thread and unbinds it. See threads.take.
+// Unbind returns the context of the calling thread and unbinds it, as in
+// threads.take.
 func (m *Machine) Unbind() cudadrv.Context { return m.threads.take() }
 
 // Retained returns the device whose primary context is c, or nil if the context is not
@@ -96,8 +97,9 @@ func (d *Device) AllocPublic(bytes uintptr) (cudadrv.DevicePtr, cudadrv.Result) 
 	})
 }
 
-// FreePublic waits for the device, like cuMemFree, and frees memory of AllocPublic. found is
-// false if p is not such memory. The machine is not locked.
+// FreePublic waits for the device, like cuMemFree, and frees memory of
+// AllocPublic; found is false if p is not such memory. The machine is not
+// locked.
 func (m *Machine) FreePublic(name string, p cudadrv.DevicePtr) (r cudadrv.Result, found bool) {
 	m.mu.Lock()
 	b := m.owned(p)
@@ -145,8 +147,8 @@ func (m *Machine) Event(h cudadrv.Event) (*Device, uint32) {
 	return nil, 0
 }
 
-// Record records an event on the stream, which is not captured. It does nothing if the event
-// was destroyed. The machine is locked.
+// Record records an event on the stream, which is not captured, unless the
+// event was destroyed. The machine is locked.
 func (s *Stream) Record(name string, h cudadrv.Event) {
 	if e := s.dev.m.event(h); e != nil {
 		e.record(name, s)
@@ -171,8 +173,8 @@ func (o *Op) After(s sanitizer.Stamp) { o.s.now.Seen = o.s.now.Seen.JoinStamp(s)
 // AfterAll orders the operation after the points of a clock. The machine is locked.
 func (o *Op) AfterAll(c sanitizer.Clock) { o.s.now.Seen = o.s.now.Seen.Join(c) }
 
-// HostOp returns an operation of the host. It follows only the operations that
-// the host has waited for. The machine is locked.
+// HostOp returns an operation of the host, which follows only those operations
+// that the host has waited for. The machine is locked.
 func (m *Machine) HostOp(dev *Device, name string) *Op {
 	s := &Stream{dev: dev, handle: sanitizer.Host, now: m.slots.Take()}
 	s.now.Seen = m.host

@@ -74,7 +74,7 @@ type Machine struct {
 	reporters    []func() []string // of libraries
 }
 
-// New creates a machine. It fails only if the configuration is invalid.
+// New creates a machine, and fails only if the configuration is invalid.
 func New(cfg *Config) (*Machine, error) {
 	m := &Machine{
 		streams:      map[cudadrv.Stream]*Stream{},
@@ -150,8 +150,8 @@ func (m *Machine) Driver() cudadrv.Driver {
 	return driver{m}
 }
 
-// CountCalls starts counting library calls by their C names and replaces a count
-// in progress. stop ends the count and returns it.
+// CountCalls starts counting library calls by their C names and replaces a
+// count in progress; stop ends the count and returns it.
 func (m *Machine) CountCalls() (stop func() map[string]int) { return m.faults.CountCalls() }
 
 // HangNext lets the next library call with a C name hang.
@@ -247,7 +247,7 @@ func newDevice(m *Machine, ordinal int32, host string) *Device {
 	return d
 }
 
-// lose sets the device's sticky error. The first error stays. m.mu is held.
+// lose sets the device's sticky error, unless it is already lost. m.mu is held.
 func (d *Device) lose(status cudadrv.Result, why string) {
 	if d.status != cudadrv.Success {
 		return

@@ -30,7 +30,8 @@ func (d driver) StreamBatchMemOp(h cudadrv.Stream, ops []cudadrv.StreamMemOp) cu
 	return cudadrv.Success
 }
 
-// memOp performs an operation on a word. It returns false if the device is lost.
+// memOp performs an operation on a word, and returns false if the device is
+// lost.
 func (o *Op) memOp(x cudadrv.StreamMemOp) bool {
 	m := o.s.dev.m
 	m.mu.Lock()
@@ -50,8 +51,9 @@ func (o *Op) memOp(x cudadrv.StreamMemOp) bool {
 	})
 }
 
-// holdQueue runs a wait for a word. It holds a hardware queue: on H200s, work on all other streams of the device begins only after
-// such a wait has ended when as many wait as there are queues, whatever their priorities.
+// holdQueue runs a wait for a word while it holds a hardware queue. When on
+// H200s as many wait as there are queues, work on all other streams of the
+// device begins only after such a wait has ended, whatever their priorities.
 func (o *Op) holdQueue(wait func() bool) bool {
 	dev, m := o.s.dev, o.s.dev.m
 	m.mu.Lock()

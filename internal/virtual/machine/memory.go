@@ -26,7 +26,8 @@ func (d driver) MemAlloc(bytes uintptr) (cudadrv.DevicePtr, cudadrv.Result) {
 	return c.dev.allocPtr(bytes, func() *Block { return newShareable(c.dev, uint64(bytes)) })
 }
 
-// allocPtr allocates a block with fresh. m.mu is held.
+// allocPtr allocates the block that fresh creates, and returns its address.
+// m.mu is held.
 func (d *Device) allocPtr(bytes uintptr, fresh func() *Block) (cudadrv.DevicePtr, cudadrv.Result) {
 	if bytes == 0 {
 		return 0, cudadrv.ErrorInvalidValue
@@ -84,7 +85,9 @@ func (d driver) MemFree(p cudadrv.DevicePtr) cudadrv.Result {
 	return d.m.freeWaiting(c.name, b)
 }
 
-// freeWaiting frees a block on the host. m.mu is held at the call and released.
+// freeWaiting frees a block for a call that waits, like cuMemFree: unless the
+// block belongs to a pool, it first waits for all work of the device. m.mu is
+// held at the call and released.
 func (m *Machine) freeWaiting(name string, b *Block) cudadrv.Result {
 	b.giveUp()
 	if b.pool != nil {
@@ -158,8 +161,8 @@ func compareAddr(b *Block, addr uint64) int {
 	return 0
 }
 
-// MemFreeHost waits for all devices, because each of them can use the memory. A copy that is
-// enqueued meanwhile fails.
+// MemFreeHost waits for all devices, because each of them can use the memory,
+// and a copy that is enqueued meanwhile fails.
 func (d driver) MemFreeHost(p unsafe.Pointer) cudadrv.Result {
 	c, r := d.beginEnding("cuMemFreeHost")
 	if r != cudadrv.Success {

@@ -62,7 +62,8 @@ func (d *Device) squeezePools() {
 	}
 }
 
-// resetPools removes the created pools. m.mu is held.
+// resetPools removes the pools that the program created, and empties the
+// device's default pool. m.mu is held.
 func (d *Device) resetPools() {
 	for h, p := range d.m.pools {
 		if p.dev == d && p != d.pool {

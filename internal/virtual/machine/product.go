@@ -118,7 +118,7 @@ func load32(t cublasapi.DType, parts [][]byte) (v []float32) {
 	return v
 }
 
-// Store rounds values to a type. 8-bit floats saturate.
+// Store rounds values to a type, saturating 8-bit floats.
 func Store(t cublasapi.DType, parts [][]byte, v []float64) {
 	for _, p := range parts {
 		n := len(p) / SizeOf(t)

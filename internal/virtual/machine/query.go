@@ -186,7 +186,7 @@ var attributes = map[cudadrv.Attribute]int32{
 }
 
 // NVML reports the memory of the machine's devices and the process that uses
-// them. Virtual devices have no temperature and no clock.
+// them, but no temperature or clock, which virtual devices lack.
 func (m *Machine) NVML() nvml.API { return telemetry{m} }
 
 type telemetry struct{ m *Machine }
@@ -230,8 +230,8 @@ func (t deviceTelemetry) MemoryUsed() (uint64, error) {
 	return uint64(t.dev.arena.used), nil
 }
 
-// Processes lists this process while it has a context on the device. No other
-// process can use the device.
+// Processes lists this process while it has a context on the device, which no
+// other process can use.
 func (t deviceTelemetry) Processes() ([]nvml.Process, error) {
 	t.dev.m.mu.Lock()
 	defer t.dev.m.mu.Unlock()
@@ -245,8 +245,8 @@ func (d driver) ProfilerStart() cudadrv.Result { return d.profile("cuProfilerSta
 
 func (d driver) ProfilerStop() cudadrv.Result { return d.profile("cuProfilerStop", false) }
 
-// profile records whether a profiler would collect data. As in CUDA, repeated
-// calls have no effect.
+// profile records whether a profiler would collect data, and has no effect when
+// repeated, as in CUDA.
 func (d driver) profile(name string, on bool) cudadrv.Result {
 	c, r := d.begin(name)
 	if r != cudadrv.Success {

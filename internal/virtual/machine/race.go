@@ -154,13 +154,15 @@ func (o *Op) Fail(t *Trouble) {
 	o.Lose(t)
 }
 
-// Lose reports a trouble and loses the device. m.mu is held.
+// Lose reports a trouble and loses the device, whose sticky error is then the
+// trouble's status. m.mu is held.
 func (o *Op) Lose(t *Trouble) {
 	o.Report(t)
 	o.s.dev.lose(t.Status, t.Text)
 }
 
-// Report adds a trouble to the machine's reports. m.mu is held.
+// Report adds a trouble, with the device and the machine's seed, to the
+// machine's reports. m.mu is held.
 func (o *Op) Report(t *Trouble) {
 	o.s.dev.m.Report(fmt.Sprintf("virtual device %d: %s (seed %#x)", o.s.dev.ordinal, t.Text, o.s.dev.m.seed))
 }

@@ -94,8 +94,8 @@ func (s *space) barred(offset, n uint64, dev *Device, write bool) string {
 	return ""
 }
 
-// barred is space.barred for an operation. For a copy between two contexts,
-// access by the memory's own device is sufficient.
+// barred is space.barred for an operation, except that access by the memory's
+// own device is sufficient for a copy between two contexts.
 func (o *Op) barred(b *Block, offset, n uint64, write bool) string {
 	why := b.space.barred(offset, n, o.s.dev, write)
 	if dev := b.Owner(cudadrv.DevicePtr(b.addr + offset)); why != "" && o.Name == "cuMemcpyPeerAsync" {

@@ -152,9 +152,9 @@ func (s *Stream) work() {
 	s.release()
 }
 
-// Idle reports whether all enqueued operations have completed. A caller that
-// waited for the last mark finds the stream idle even before its goroutine has
-// ended. m.mu is held.
+// Idle reports whether all enqueued operations have completed, so that a caller
+// that waited for the last mark finds the stream idle even before its goroutine
+// has ended. m.mu is held.
 func (s *Stream) Idle() bool { return !s.working || s.marked && len(s.queue) == 0 }
 
 // dawdle keeps streams out of step: it often yields to other goroutines and
@@ -179,7 +179,8 @@ func (s *Stream) release() {
 	}
 }
 
-// Wait orders the stream after a mark. m.mu is held.
+// Wait orders the work enqueued on the stream from now on after a mark. m.mu is
+// held.
 func (s *Stream) Wait(name string, k *Mark) {
 	lost := s.dev.lost
 	s.push(&Op{Name: name, always: true, blocked: "an event that is not reached", run: func(o *Op) {
@@ -208,8 +209,8 @@ func (m *Machine) Stream(dev *Device, h cudadrv.Stream) (*Stream, cudadrv.Result
 }
 
 // legacyStream returns the device's stream 0. In CUDA it synchronizes with the
-// blocking streams of its context. Chorus creates only non-blocking streams, so
-// here it is an ordinary stream. m.mu is held.
+// blocking streams of its context, but Chorus creates only non-blocking
+// streams, so here it is an ordinary stream. m.mu is held.
 func (d *Device) legacyStream() *Stream {
 	if d.legacy == nil {
 		h := cudadrv.Stream(d.m.Handle()) // a key among the streams, and a seed

@@ -60,7 +60,7 @@ func waitsIn(name string) string {
 	return ""
 }
 
-// push adds a kernel. m.mu is held.
+// push adds o to the hardware queue if it is a kernel. m.mu is held.
 func (q *hardwareQueue) push(o *Op) {
 	if q != nil && isKernel(o.Name) {
 		o.queued = true
@@ -95,7 +95,8 @@ func (o *Op) awaitTurn() {
 	}
 }
 
-// occupy counts a collective that starts or ends. m.mu is held.
+// occupy counts a collective that starts or ends, and wakes those who wait
+// until the device runs none. m.mu is held.
 func (o *Op) occupy(delta int) {
 	dev := o.s.dev
 	if !strings.HasPrefix(o.Name, "nccl") {
@@ -148,9 +149,10 @@ func (o *Op) awaitMultiprocessors() bool {
 	}
 }
 
-// watch waits for done, and returns false if the device is lost before. It loses the device if no device makes
-// progress for Config.Hang, because all operations wait for something. what then describes the
-// wait, with m.mu held. m.mu is not held at the call.
+// watch waits for done, and returns false if the device is lost before. It
+// loses the device if no device makes progress for Config.Hang, because all
+// operations wait for something; what then describes the wait, with m.mu held.
+// m.mu is not held at the call.
 func (m *Machine) watch(dev *Device, done <-chan struct{}, what func() string) bool {
 	select { // usually without a timer
 	case <-done:
@@ -213,9 +215,10 @@ func (o *Op) Block(on string) { o.blocked = on }
 // counts reports whether the operation is progress of a device: not a mark or a wait.
 func (o *Op) counts() bool { return o.queued || !o.always }
 
-// Drain waits for all work of the devices, as CUDA does in calls that free memory or load code. It
-// returns the error of the first lost device. CUDA does not document these waits, so they do not
-// order the host after the work. The machine is locked, except during the wait.
+// Drain waits for all work of the devices, as CUDA does in calls that free
+// memory or load code, and returns the error of the first lost device. CUDA
+// does not document these waits, so they do not order the host after the work.
+// The machine is locked, except during the wait.
 func (m *Machine) Drain(name string, devs ...*Device) cudadrv.Result {
 	var result cudadrv.Result
 	for _, dev := range devs {
@@ -244,8 +247,9 @@ func (m *Machine) Quiet() bool {
 	return !slices.ContainsFunc(m.devices, func(d *Device) bool { return d.status == cudadrv.Success && d.busy() })
 }
 
-// Pending returns a function that reports a stream that has not done the work which is enqueued now,
-// or "" if there is none. Like Quiet it orders nothing.
+// Pending returns a function that reports a stream that has not done the work
+// which is enqueued now, or "" if there is none. Like Quiet, it does not order
+// the host after the work.
 func (m *Machine) Pending() func() string {
 	m.mu.Lock()
 	defer m.mu.Unlock()

@@ -114,9 +114,9 @@ func severalEvents(works []*work) *comm {
 	return nil
 }
 
-// recordEvents records the events of a launch on its stream, before the launch: they tell that
-// it has begun, and not that its results are there. Copies of a single rank record none. The
-// machine is locked.
+// recordEvents records the events of a launch on its stream, before the launch:
+// they tell that it has begun, and not that its results are there. The copies
+// of a single rank record none. The machine is locked.
 func (l *launch) recordEvents(s *machine.Stream) {
 	for _, w := range l.collectives {
 		if w.event != 0 && l.c.n > 1 {

@@ -290,7 +290,8 @@ func (c *comm) failLocked(f *failure, from *controlConn) {
 	}
 }
 
-// setFailure sets the failure. c.mu is held.
+// setFailure records why the communicator has failed, and wakes the operations
+// that wait in it. c.mu is held.
 func (c *comm) setFailure(f *failure) {
 	c.failure = f
 	close(c.failed)
@@ -310,7 +311,8 @@ func (c *comm) tell(n *notice, but *controlConn) {
 	}
 }
 
-// halt stops running operations. c.mu is held.
+// halt stops running operations, also those that wait for another rank on a
+// link. c.mu is held.
 func (c *comm) halt() {
 	if c.stopped {
 		return

@@ -92,9 +92,11 @@ const (
 // treeLimit is the size of all-reduces up to which NCCL uses the tree between hosts.
 const treeLimit = 64 << 10
 
-// connections are the connections that a work uses. NCCL chooses the ring or the tree for an
-// all-reduce by its size and the topology: between hosts the tree has fewer hops, so that the first all-reduce of
-// another size may block, too. All-to-alls, gathers and scatters consist of transfers.
+// connections are the connections that a work uses. NCCL chooses the ring or
+// the tree for an all-reduce by its size and the topology: between hosts the
+// tree has fewer hops, so that the first all-reduce of another size may block,
+// too. The connections of all-to-alls, gathers and scatters are those of their
+// transfers.
 func (w *work) connections(yield func(connection) bool) {
 	c, root := w.c, int(w.sig.Root)
 	switch w.sig.Kind {
@@ -205,8 +207,9 @@ type need struct {
 	connect *intent // the first of the collectives that is not captured, or nil
 }
 
-// unconnected returns the connections that works need and that do not exist yet. NCCL discards empty
-// collectives before it connects. The machine is locked.
+// unconnected returns the connections that works need and that do not exist
+// yet. Empty collectives need none, because NCCL discards them before it
+// connects. The machine is locked.
 func unconnected(works []*work) (needs []*need) {
 	for _, w := range works {
 		if w.c.n == 1 || w.sig.Count == 0 && !w.transfer() {

@@ -22,8 +22,8 @@ type groups struct {
 	threads map[uintptr]*group
 }
 
-// open returns the group of the calling thread, or nil. Only this thread changes
-// its content.
+// open returns the group of the calling thread, whose content only this thread
+// changes, or nil.
 func (g *groups) open() *group {
 	g.mu.Lock()
 	defer g.mu.Unlock()
@@ -103,7 +103,7 @@ func (l *lib) GroupSimulateEnd(info *ncclapi.SimInfo) ncclapi.Result {
 	return ncclapi.Success
 }
 
-// endGroup closes one level. At the outermost level it returns the group.
+// endGroup closes one level, and returns the group if it was the outermost.
 func (l *lib) endGroup(f ncclapi.Func) (*group, ncclapi.Result) {
 	fault := l.enter(f)
 	g := l.groups.open()

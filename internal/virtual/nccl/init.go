@@ -71,7 +71,7 @@ func (l *lib) checkInit(f ncclapi.Func, out *ncclapi.Comm, nranks, rank int32, c
 	return l.checkConfig(f, cfg)
 }
 
-// checkConfig rejects the values that NCCL would reject. It also rejects nonblocking
+// checkConfig rejects the values that NCCL would reject, and nonblocking
 // communicators, which virtual devices do not support.
 func (l *lib) checkConfig(f ncclapi.Func, cfg *ncclapi.Config) ncclapi.Result {
 	switch {

@@ -269,8 +269,8 @@ func (w *work) touch(o *machine.Op) *machine.Trouble {
 	return t
 }
 
-// buffers resolves the input and the output of a work. An error fails the device
-// and the communicator.
+// buffers resolves the input and the output of a work, and fails the device and
+// the communicator if one of them is invalid.
 func (c *comm) buffers(o *machine.Op, w *work) (src, dst []byte, err error) {
 	m := o.Machine()
 	m.Lock()

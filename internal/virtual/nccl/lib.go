@@ -256,8 +256,8 @@ func (l *lib) endComm(f ncclapi.Func, h ncclapi.Comm, abort bool) ncclapi.Result
 	})
 }
 
-// free destroys a communicator. NCCL waits for operations launched before. An
-// operation launched later, by a call that was in progress, uses a freed
+// free destroys a communicator. NCCL waits for operations launched before, but
+// an operation launched later, by a call that was in progress, uses a freed
 // communicator.
 func (l *lib) free(c *comm, abort bool) {
 	_ = l.mayManage(ncclapi.FuncCommDestroy) // invalidates captures, and destroys anyway

@@ -26,8 +26,8 @@ func (c *comm) meet(f ncclapi.Func, meeting, note string) (string, ncclapi.Resul
 	return v.Note, ncclapi.Success
 }
 
-// CommRevoke stops operations in progress. After that, the communicator can only
-// be used to create others.
+// CommRevoke stops operations in progress, after which the communicator can
+// only be used to create others.
 func (l *lib) CommRevoke(h ncclapi.Comm, flags int32) ncclapi.Result {
 	const f = ncclapi.FuncCommRevoke
 	c, r := l.begin(f, h)

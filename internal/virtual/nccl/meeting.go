@@ -129,7 +129,8 @@ func (g *meeting) seat() {
 	clear(g.conns)
 }
 
-// table lists the members. Those of one host must have different devices.
+// table lists the members, and rejects two of one host that have the same
+// device.
 func table(seats []joiner) *verdict {
 	v := &verdict{}
 	first := map[[2]string]int{}

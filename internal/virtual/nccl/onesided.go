@@ -20,7 +20,8 @@ type signals struct {
 	seen     sanitizer.Clock   // of the signals before
 }
 
-// signalsOf returns the signals with a key. The machine is locked.
+// signalsOf returns the signals with a key, which it creates if there are none.
+// The machine is locked.
 func (c *comm) signalsOf(k signalKey) *signals {
 	if c.signals[k] == nil {
 		c.signals[k] = &signals{}
@@ -55,8 +56,8 @@ func (x *remote) check(l *lib, h ncclapi.Comm) (c *comm, s *machine.Stream, hang
 	return c, s, planned.Hang, r
 }
 
-// checkNumbers checks a call except its stream. As in NCCL, the first registration of a window
-// prepares the operations.
+// checkNumbers checks a call except its stream. As in NCCL, it fails before the
+// first registration of a window, which prepares the operations.
 func (x *remote) checkNumbers(c *comm) ncclapi.Result {
 	l, at := c.lib, fmt.Sprintf("%s at rank %d", x.f.Name(), c.rank)
 	c.mu.Lock()
@@ -94,7 +95,8 @@ func (x *remote) checkStream(c *comm) (*machine.Stream, ncclapi.Result) {
 	return s, ncclapi.Success
 }
 
-// enqueueRemote enqueues an operation of the communicator. The machine is locked.
+// enqueueRemote enqueues an operation, which counts as running until it has
+// completed. The machine is locked.
 func (c *comm) enqueueRemote(s *machine.Stream, name string, hang bool, run func(o *machine.Op)) {
 	s.AwaitRoom()
 	c.mu.Lock()
@@ -176,8 +178,8 @@ func (c *comm) put(o *machine.Op, x *remote, mine window, local cudadrv.DevicePt
 	return true
 }
 
-// signal delivers a signal to another rank. What the stream did before precedes what follows the
-// rank's wait.
+// signal delivers a signal to another rank, so that what the stream did before
+// precedes what follows the rank's wait.
 func (c *comm) signal(o *machine.Op, x *remote) {
 	for _, p := range c.lib.live() {
 		if p.token == c.token && p.rank == int(x.peer) {
@@ -254,7 +256,8 @@ func (c *comm) waitSignal(s *machine.Stream, x *remote, hang bool, n int) {
 	})
 }
 
-// passed returns the clock of the first signals. The machine is locked.
+// passed returns the joined clock of the first signals, as many as until says.
+// The machine is locked.
 func (k *signals) passed(until int) sanitizer.Clock {
 	for k.came-len(k.stamps) < until {
 		k.seen = k.seen.JoinStamp(k.stamps[0])

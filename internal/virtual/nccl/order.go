@@ -152,7 +152,8 @@ func (l *launch) queueOrder(s *machine.Stream) {
 	c.reportOrder(l.positions)
 }
 
-// startOrder records that a launch has begun. The machine is locked.
+// startOrder records that a launch has begun, and which launches with a later
+// position on the device have completed before it. The machine is locked.
 func (l *launch) startOrder() {
 	if len(l.positions) == 0 {
 		return

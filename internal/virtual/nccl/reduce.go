@@ -156,8 +156,8 @@ func scaleCoded(t ncclapi.DType, dst, src, scalar []byte) {
 	}
 }
 
-// reciprocal returns 1/n as an element of a floating-point type; NCCL
-// scales an average by it. It returns nil for integers.
+// reciprocal returns 1/n as an element of a floating-point type; NCCL scales an
+// average by it. For integers it returns nil.
 func reciprocal(t ncclapi.DType, n int) []byte {
 	s := make([]byte, 8)
 	switch c, coded := codecs[t]; {

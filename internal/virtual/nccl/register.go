@@ -149,8 +149,8 @@ func (l *lib) CommDeregister(h ncclapi.Comm, id ncclapi.RegID) ncclapi.Result {
 	return forget(l, ncclapi.FuncCommDeregister, h, id, func(c *comm) map[ncclapi.RegID]bool { return c.regs })
 }
 
-// CommWindowRegister validates the window and waits for the windows of all ranks.
-// Symmetric windows must have the same size.
+// CommWindowRegister validates the window and waits for the windows of all
+// ranks, whose sizes must be the same if they are symmetric.
 func (l *lib) CommWindowRegister(h ncclapi.Comm, p cudadrv.DevicePtr, bytes uintptr, out *ncclapi.Window, flags int32) ncclapi.Result {
 	const f = ncclapi.FuncCommWindowRegister
 	if !l.Has(f) {

@@ -42,8 +42,8 @@ type step struct {
 	receive, add, keep, send bool
 }
 
-// pass executes the steps, slice by slice. src has the whole cut, and dst has it, too, or the chunk of this rank. They may be the
-// same memory.
+// pass executes the steps, slice by slice. src has the whole cut, and dst has
+// it, too, or the chunk of this rank; both may be the same memory.
 func (c *comm) pass(k cut, f combiner, src, dst []byte, steps []step) (err error) {
 	var prev *link
 	var out *sender
@@ -100,9 +100,10 @@ func (c *comm) pass(k cut, f combiner, src, dst []byte, steps []step) (err error
 // back returns the rank that is some positions before this one in the ring.
 func (c *comm) back(n int) int { return ((c.rank-n)%c.n + c.n) % c.n }
 
-// allReduce passes chunks around the ring twice. In the first round each rank adds its input, so that it ends with one chunk of the
-// result. In the second round the ranks forward the results. The order of a sum depends on the element's place and on the size, as
-// it does if NCCL chooses its algorithm by the size.
+// allReduce passes chunks around the ring twice. In the first round each rank
+// adds its input, so that it ends with one chunk of the result, which the ranks
+// forward in the second round. The order of a sum depends on the element's
+// place and on the size, as it does if NCCL chooses its algorithm by the size.
 func (c *comm) allReduce(f combiner, src, dst []byte) error {
 	shift := bits.Len(uint(len(src)))
 	steps := []step{{chunk: c.back(shift), send: true}}

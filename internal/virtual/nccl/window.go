@@ -17,7 +17,8 @@ type window struct {
 // sinceGINOnly is the first version with WindowGINOnly.
 const sinceGINOnly = 23203
 
-// windowFlags returns the flags that the version knows. The flags for networks have no effect.
+// windowFlags returns the flags that the version knows; those for networks have
+// no effect.
 func (l *lib) windowFlags() int32 {
 	known := ncclapi.WindowCollSymmetric | ncclapi.WindowStrictOrdering
 	if l.cfg.Version >= sinceGINOnly {
@@ -66,8 +67,8 @@ func (l *lib) GetPeerDevicePointer(w ncclapi.Window, offset uintptr, peer int32)
 	return l.peerWindow(f, c, win, int(peer), offset)
 }
 
-// openWindow returns an open window and its communicator. Ids of windows are unique, so the
-// calls have no communicator.
+// openWindow returns an open window and its communicator, which the calls do
+// not name because ids of windows are unique.
 func (l *lib) openWindow(f ncclapi.Func, w ncclapi.Window, offset uintptr) (*comm, window, ncclapi.Result) {
 	if r := l.enter(f); r != ncclapi.Success {
 		return nil, window{}, r

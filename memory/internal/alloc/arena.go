@@ -180,8 +180,8 @@ func (a *Arena) markAllocated(b block, x *slot, size, requested uint64, stack *S
 	return addr
 }
 
-// give frees a used block. The domain is locked. If other streams may still use the
-// block, give returns a batch, which the caller passes to postpone.
+// give frees a used block. If other streams may still use it, give returns a
+// batch, which the caller passes to postpone. The domain is locked.
 func (a *Arena) give(b block, x *slot) *batch {
 	d, k, size := a.device, b.s.kind, uint64(x.size)*unit
 	s := d.settings.Load()
@@ -409,8 +409,8 @@ func (m *meter) change(k kind, g Gauge, n int64) {
 	}
 }
 
-// adjustCaps updates the peaks and assigns new caps, after a meter exceeded a cap. All
-// domains are locked.
+// adjustCaps updates the peaks and assigns new caps, because a meter has
+// exceeded its cap. All domains are locked.
 func (d *Device) adjustCaps(domains []*domain) {
 	for g := range gauges {
 		for s := range scopes {

@@ -276,8 +276,8 @@ func (t *table) overlaps(addr, n uint64) bool {
 	return false
 }
 
-// add registers [addr, addr+n) for the segment. Only one goroutine at a time may add or
-// remove.
+// add registers [addr, addr+n) for the segment. Readers need no lock, but only
+// one goroutine at a time may add or remove.
 func (t *table) add(s *segment, addr, n uint64) {
 	for base := addr &^ (pageSize - 1); base < addr+n; base += pageSize {
 		top := &t.leaves[base>>(pageBits+leafBits)]
@@ -545,8 +545,8 @@ func (s *segment) block(addr uint64) (block, *slot) {
 	return block{s, u}, x
 }
 
-// holding returns the block that contains addr. It walks back slot by slot to the start
-// of the block.
+// holding returns the block that contains addr, which it finds by walking back
+// slot by slot to the start of the block.
 func (s *segment) holding(addr uint64) block {
 	u := uint32((addr - s.addr) / unit)
 	for i := u >> s.slotShift; ; i-- {

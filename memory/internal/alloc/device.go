@@ -70,8 +70,8 @@ type Config struct {
 	Free func() uint64
 }
 
-// NewDevice returns an allocator without memory. The settings may change at any time
-// and then apply to later allocations.
+// NewDevice returns an allocator without memory, whose settings may change at
+// any time and then apply to later allocations.
 func NewDevice(cfg Config, s *atomic.Pointer[Settings]) *Device {
 	d := &Device{cfg: cfg, settings: s, fraction: -1}
 	d.def = d.newPool(PoolConfig{})
@@ -104,8 +104,8 @@ func (d *Device) capturing() bool { return d.cfg.Capturing != nil && d.cfg.Captu
 func (d *Device) Default() *Pool { return d.def }
 
 // SetFraction limits the memory from the driver to a part of the device
-// (torch.cuda.set_per_process_memory_fraction). 1 means no limit. Without SetFraction
-// the options set the limit.
+// (torch.cuda.set_per_process_memory_fraction). 1 means no limit, and without
+// SetFraction the options set it.
 func (d *Device) SetFraction(f float64) {
 	d.growth.Lock()
 	defer d.growth.Unlock()
@@ -202,8 +202,8 @@ func (d *Device) unlockHigh(dom *domain) {
 	}
 }
 
-// Free frees a block of an Arena. Operations that are already enqueued on the streams
-// of the block may still use it.
+// Free frees a block of an Arena, which operations already enqueued on the
+// streams of the block may still use.
 func (d *Device) Free(addr uint64) error {
 	s := d.table.segment(addr)
 	if s == nil {
@@ -268,7 +268,8 @@ type domain struct {
 	records  map[block]*record // of the few blocks that have one
 }
 
-// lock locks the domain and empties lastFreed. Allocations and frees lock only mu.
+// lock locks the domain and empties lastFreed, unlike allocations and frees,
+// which lock only mu.
 func (d *domain) lock() {
 	d.mu.Lock()
 	for _, a := range d.arenas {
@@ -324,8 +325,8 @@ func (b block) dropRecord() *record {
 	return r
 }
 
-// dropUsers removes and returns the users of a freed block. Its stack stays until the block
-// is free.
+// dropUsers removes and returns the users of a freed block, whose stack stays
+// until the block is free.
 func (b block) dropUsers() (users, captured []Stream) {
 	r := b.record()
 	users, captured = r.users, r.captured
@@ -569,8 +570,9 @@ type Watcher struct {
 // pages.
 var ErrExpandable = errors.New("the pool has expandable segments")
 
-// Watch calls w for the existing segments and then for each change. A watched pool has
-// no expandable segments. After an error w is not called again.
+// Watch calls w for the existing segments and then for each change. It fails if
+// the pool has expandable segments, which a watched pool must not have. After
+// an error w is not called again.
 func (p *Pool) Watch(w *Watcher) error {
 	p.device.growth.Lock()
 	defer p.device.growth.Unlock()

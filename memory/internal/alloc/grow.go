@@ -61,7 +61,8 @@ func init() {
 	}
 }
 
-// lookAgain searches with the domain locked. If it finds nothing it unlocks the domain.
+// lookAgain searches with the domain locked, and unlocks the domain if it finds
+// nothing.
 func (a *Arena) lookAgain(s *Settings, k kind, size uint64) block {
 	b := a.bestFree(s, k, size)
 	if b.nothing() {
@@ -70,8 +71,8 @@ func (a *Arena) lookAgain(s *Settings, k kind, size uint64) block {
 	return b
 }
 
-// afterCollecting reuses blocks whose other streams have passed. Another goroutine may
-// also have allocated memory meanwhile.
+// afterCollecting reuses blocks whose other streams have passed, or memory that
+// another goroutine has allocated meanwhile.
 func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (block, error) {
 	a.domain.lock()
 	a.collect()
@@ -211,8 +212,8 @@ func (a *Arena) afterClaiming(s *Settings, k kind, size uint64) (block, error) {
 	return a.lookAgain(s, k, size), nil
 }
 
-// afterReleasingAll frees all unused segments of every stream. That may also free
-// blocks of this stream.
+// afterReleasingAll frees all unused segments of every stream, which may also
+// free blocks of this stream, and allocates again.
 func (a *Arena) afterReleasingAll(s *Settings, k kind, size uint64) (block, error) {
 	if err := a.device.releaseAll(); err != nil {
 		return block{}, err
@@ -230,8 +231,8 @@ func (a *Arena) afterReleasingAll(s *Settings, k kind, size uint64) (block, erro
 	return a.fromDriver(s, k, size)
 }
 
-// Empty waits for the streams that use freed blocks, and returns all unused segments to
-// the driver (torch.cuda.empty_cache). Open pools keep their segments.
+// Empty waits for the streams that use freed blocks, and returns all unused
+// segments to the driver (torch.cuda.empty_cache), except those of open pools.
 func (d *Device) Empty() error {
 	if err := d.barred(); err != nil {
 		return err
@@ -273,7 +274,7 @@ func (d *Device) releasePool(p *Pool) error {
 	return err
 }
 
-// forget removes a pool without memory. Its domains are reused.
+// forget removes a pool without memory, so that its domains can be reused.
 func (d *Device) forget(p *Pool) {
 	i := slices.Index(d.pools, p)
 	if i < 0 {
@@ -351,8 +352,8 @@ func (a *Arena) withdraw(goes func(*segment) bool) (gone []*segment) {
 	return gone
 }
 
-// freeSegments returns withdrawn segments to the source. If the source returns an error for a
-// segment, that segment is restored.
+// freeSegments returns withdrawn segments to the source, and restores each
+// segment for which the source returns an error.
 func (a *Arena) freeSegments(gone []*segment) error {
 	if len(gone) == 0 {
 		return nil

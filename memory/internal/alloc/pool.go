@@ -197,8 +197,8 @@ func (a *Arena) sync() error {
 	return a.lost
 }
 
-// Begin records that a capture begins. Until Rejoin, memory that a stream frees is
-// reused only by that stream.
+// Begin records that a capture begins: until Rejoin, memory that a stream frees
+// is reused only by that stream.
 func (p *Pool) Begin() {
 	p.domain.lock()
 	p.capturing = true
@@ -250,8 +250,8 @@ func (a *Arena) adoptBlock(b block) {
 	}
 }
 
-// Close frees the unused memory; the rest is freed when the callers free it. Later
-// allocations from the pool fail.
+// Close frees the unused memory, and makes later allocations from the pool
+// fail. The rest is freed when the callers free it.
 func (p *Pool) Close() error {
 	p.closed.Store(true)
 	if p.device.barred() != nil {
@@ -363,8 +363,8 @@ func (s *segment) info() (list []SegmentInfo) {
 	return list
 }
 
-// History returns the recorded entries in chronological order. Before that it records
-// an ActionSnapshot.
+// History records an ActionSnapshot, and returns the recorded entries in
+// chronological order.
 func (d *Device) History() []Entry {
 	h := d.history.Load()
 	if h == nil {
@@ -449,8 +449,8 @@ type History struct {
 	next    int
 }
 
-// Record starts a new history. A nil cfg stops the recording. Blocks keep the stacks
-// that they have.
+// Record starts a new history, or stops the recording if cfg is nil. Blocks
+// keep the stacks that they have.
 func (d *Device) Record(cfg *HistoryConfig) {
 	if cfg == nil {
 		d.history.Store(nil)
@@ -473,7 +473,7 @@ func callers() *Stack {
 	return &Stack{PCs: append([]uintptr(nil), pcs[:n]...)}
 }
 
-// note records an entry. It costs almost nothing while nothing is recorded.
+// note records an entry, at almost no cost while nothing is recorded.
 func (d *Device) note(action Action, addr, size uint64, a *Arena, stack *Stack) {
 	if h := d.history.Load(); h != nil {
 		h.note(action, addr, size, a, stack)

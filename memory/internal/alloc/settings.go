@@ -180,8 +180,8 @@ func division(v string) (uint64, error) {
 
 func powerOfTwo(n uint64) bool { return bits.OnesCount64(n) == 1 }
 
-// ParseSettings parses a list of options. If an option occurs twice, the last value
-// applies.
+// ParseSettings parses a list of options, and takes the last value of an option
+// that occurs twice.
 func ParseSettings(text string) (Settings, error) {
 	s := DefaultSettings()
 	for _, item := range splitOptions(text) {

@@ -193,8 +193,9 @@ func (a *Arena) setAccess(at []uint64) error {
 	return nil
 }
 
-// gather returns as many pages as the place lacks: those that were set aside, and new
-// pages. All are counted as reserved. Pages that it does not need are put back.
+// gather returns as many pages as the place lacks: those that were set aside,
+// and new pages, all counted as reserved. It puts back the pages that it does
+// not need.
 func (a *Arena) gather(seg *segment, p *place, aside []vacancy) (pages []uint64, err error) {
 	d, size := a.device, a.device.cfg.Pages.PageSize()
 	defer func() { a.putBack(aside) }()
@@ -235,8 +236,8 @@ func (a *Arena) gather(seg *segment, p *place, aside []vacancy) (pages []uint64,
 	return pages, nil
 }
 
-// discard releases pages that are not mapped. Pages that the driver does not release
-// are reused or released later.
+// discard releases pages that are not mapped. It keeps pages that the driver
+// does not release, to reuse or release them later.
 func (a *Arena) discard(k kind, pages []uint64) error {
 	var errs []error
 	for _, page := range pages {
@@ -362,10 +363,10 @@ func (a *Arena) vacancies(p *place, n int) (list []vacancy) {
 	return list
 }
 
-// setAside takes pages out of free blocks, so that they are not allocated, and waits
-// until the stream has passed them. It unlocks the domain while it waits, because the
-// stream may be about to call a function that frees memory. It returns none if it
-// cannot wait now.
+// setAside takes pages out of free blocks, so that they are not allocated, and
+// waits until the stream has passed them. It unlocks the domain while it waits,
+// because the stream may be about to call a function that frees memory. If it
+// cannot wait now, it returns no pages.
 func (a *Arena) setAside(list []vacancy) ([]vacancy, error) {
 	if len(list) == 0 {
 		return nil, nil
@@ -410,7 +411,8 @@ func (v *vacancy) cut(n uint64) (rest vacancy) {
 	return rest
 }
 
-// unmap unmaps pages that were set aside. If that fails it puts them back.
+// unmap unmaps pages that were set aside, or puts them back if the driver
+// fails.
 func (a *Arena) unmap(v vacancy) (pages []uint64, err error) {
 	b, s, size := v.block, v.segment, a.device.cfg.Pages.PageSize()
 	if err := a.device.cfg.Pages.Unmap(v.addr, v.bytes); err != nil {

@@ -42,7 +42,7 @@ func newBatch(b block, users, captured []Stream) *batch {
 // any reports whether there are such blocks.
 func (w *waiting) any() bool { return len(w.open)+len(w.queues) > 0 }
 
-// add adds a batch. An open batch is merged with another one that waits for the same
+// add adds a batch, and merges an open one with another that waits for the same
 // streams.
 func (w *waiting) add(t *batch) {
 	if t.events != nil {
@@ -82,8 +82,8 @@ func release(streams []Stream) {
 	}
 }
 
-// recordEvents records the events of a batch. If a stream cannot record an event now, the batch stays
-// open. It reports whether all events are recorded.
+// recordEvents records the events of a batch, and reports whether all events
+// are recorded. If a stream cannot record an event now, the batch stays open.
 func (t *batch) recordEvents() bool {
 	if len(t.captured) > 0 {
 		return false

@@ -133,8 +133,9 @@ func (j *Job) compare() {
 	})
 }
 
-// lag returns the time since another rank issued the collective that m issues next. Usually that
-// rank waits for it. Otherwise the time since m issued its last operation is an estimate.
+// lag returns the time since another rank issued the collective that m issues
+// next, because that rank usually waits for it. If no rank has issued it, the
+// time since m issued its last operation is an estimate.
 func lag(m *Member, all []*Member) time.Duration {
 	longest := int64(0)
 	for _, x := range all {
@@ -302,7 +303,8 @@ type Source struct {
 	late tallies
 }
 
-// NewSource returns a Source of a job that waits for its hosts. The name may be empty.
+// NewSource returns a Source of a job, whose name may be empty, that waits for
+// its hosts.
 func NewSource(job string, hosts int) *Source {
 	return &Source{job: job, hosts: hosts, since: time.Now()}
 }
@@ -331,7 +333,8 @@ func (s *Source) joining() *Job {
 	return j
 }
 
-// Job returns the state of the job. Rates refer to the state that was read before.
+// Job returns the state of the job, with rates since the state that was read
+// before.
 func (s *Source) Job(ctx context.Context) (*Job, error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

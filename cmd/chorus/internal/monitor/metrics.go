@@ -293,7 +293,8 @@ func (s *sender) rank(r *Rank) {
 	}
 }
 
-// histogram sends durations. The buckets of Prometheus count all smaller ones, too.
+// histogram sends durations, in buckets that count all smaller ones, too, as
+// Prometheus requires.
 func (s *sender) histogram(d *status.Durations, labels []string) {
 	if !s.maySend(durationsDesc, labels) {
 		return

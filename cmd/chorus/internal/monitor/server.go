@@ -248,7 +248,8 @@ func isRandomText(s string) bool {
 	return len(s) == 26 && strings.Trim(s, "ABCDEFGHIJKLMNOPQRSTUVWXYZ234567") == ""
 }
 
-// newClient returns a client for a socket. It refuses a socket of another user.
+// newClient returns a client for a socket, and refuses a socket of another
+// user.
 func newClient(socket string) *Client {
 	client := &Client{socket: socket}
 	dial := func(ctx context.Context, _, _ string) (net.Conn, error) {

@@ -258,8 +258,9 @@ var Style = fmt.Sprintf(`:root{color-scheme:light dark;color:#1a1a19;background:
 
 func hex(c color.NRGBA) string { return fmt.Sprintf("#%02x%02x%02x", c.R, c.G, c.B) }
 
-// element returns the drawing as an svg element. gonum draws text and axes in black. The
-// element uses the color of the page's text instead, which follows the mode.
+// element returns the drawing as an svg element. gonum draws text and axes in
+// black, which the element replaces by the color of the page's text, so that
+// they follow the mode.
 func (c *Chart) element(canvas *vgsvg.Canvas, list []mark) string {
 	var drawing, b strings.Builder
 	_, _ = canvas.WriteTo(&drawing) // a strings.Builder does not fail

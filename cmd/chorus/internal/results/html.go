@@ -65,7 +65,7 @@ func (p *htmlPage) add(format string, args ...any) {
 	fmt.Fprintf(p, format, args...)
 }
 
-// cells writes a row of a table. The tag is td or th.
+// cells writes a row of a table, with cells of the tag td or th.
 func (p *htmlPage) cells(tag string, texts ...string) {
 	p.WriteString("<tr>")
 	for _, text := range texts {

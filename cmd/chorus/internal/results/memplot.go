@@ -70,7 +70,8 @@ func (p *Plot) scale() scale {
 	return s
 }
 
-// chart returns the chart. Its legend shows the largest value of each area and line.
+// chart returns the chart, whose legend shows the largest value of each area
+// and line.
 func (p *Plot) chart() *Chart {
 	s := p.scale()
 	events := s.values * s.events

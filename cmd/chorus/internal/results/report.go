@@ -34,8 +34,8 @@ func title(r *perf.Report) string {
 	return fmt.Sprintf("%s, %s, %s, %s/%s, host %s", ranks, r.Device, by, runtime.GOOS, runtime.GOARCH, r.Host)
 }
 
-// WriteJSON writes the report with the field names of nccl-tests' JSON. It does
-// not contain the environment.
+// WriteJSON writes the report, without the environment, with the field names of
+// nccl-tests' JSON.
 func WriteJSON(r *perf.Report, w io.Writer) error {
 	enc := json.NewEncoder(w)
 	enc.SetIndent("", "  ")

@@ -29,7 +29,7 @@ type Config struct {
 	// about that size divided by the number of ranks. A rank needs about eight times as
 	// much scratch memory, with or without lines, and relatively more below 512 KiB.
 	Bytes int
-	// Blocks is the maximum number of thread blocks of a kernel; 0 means a block for each multiprocessor.
+	// Blocks is the maximum number of thread blocks of a kernel; 0 means a block for each multiprocessor, at most 128.
 	Blocks int
 	// Slot is not 0 for a rank of experts: each rank sends it up to so many bytes, rounded up to 64 KiB. Such a rank has no
 	// memory for anything but Dispatch and Combine.

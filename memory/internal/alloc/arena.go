@@ -72,7 +72,7 @@ func (a *Arena) Alloc(n uint64) (addr uint64, err error) {
 			a = b.arena() // of a pool with PoolConfig.UseOnOOM
 		}
 	}
-	addr = a.hand(s, b, size, n, stack)
+	addr = a.allocate(s, b, size, n, stack)
 	d.unlockDomain(a.domain)
 	return addr, nil
 }
@@ -122,9 +122,9 @@ func (a *Arena) worthSplitting(s *Settings, g *segment, rest, size uint64) bool 
 	return rest > smallMost && (size < s.MaxSplit || g.span != nil)
 }
 
-// hand allocates the first size bytes of a block that is in a free list. The domain is
+// allocate takes the first size bytes of a block that is in a free list. The domain is
 // locked.
-func (a *Arena) hand(s *Settings, b block, size, requested uint64, stack *Stack) uint64 {
+func (a *Arena) allocate(s *Settings, b block, size, requested uint64, stack *Stack) uint64 {
 	k, m, x := b.s.kind, &a.domain.meter, b.slot()
 	freeList := &a.freeLists[k]
 	if x.place&isMoved != 0 || b.s.home != a {
@@ -180,9 +180,9 @@ func (a *Arena) markAllocated(b block, x *slot, size, requested uint64, stack *S
 	return addr
 }
 
-// give frees a used block. If other streams may still use it, give returns a
+// freeUsed frees a used block. If other streams may still use it, freeUsed returns a
 // batch, which the caller passes to postpone. The domain is locked.
-func (a *Arena) give(b block, x *slot) *batch {
+func (a *Arena) freeUsed(b block, x *slot) *batch {
 	d, k, size := a.device, b.s.kind, uint64(x.size)*unit
 	s := d.settings.Load()
 	if x.over&isOversize != 0 {
@@ -204,12 +204,12 @@ func (a *Arena) give(b block, x *slot) *batch {
 		}
 	}
 	a.domain.meter.giveBack(k, int64(size))
-	a.put(b, x, s)
+	a.freeUnused(b, x, s)
 	return nil
 }
 
-// put frees a block that no stream uses any more.
-func (a *Arena) put(b block, x *slot, s *Settings) {
+// freeUnused frees a block that no stream uses any more.
+func (a *Arena) freeUnused(b block, x *slot, s *Settings) {
 	if p := a.pool; p.base != nil && !p.capturing {
 		a = p.base
 		b.setArena(a)

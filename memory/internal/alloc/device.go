@@ -220,7 +220,7 @@ func (d *Device) Free(addr uint64) error {
 	if d.capturing() {
 		s.captured = true
 	}
-	pending := a.give(b, x)
+	pending := a.freeUsed(b, x)
 	gone := a.pool.closed.Load() && (s.span != nil || s.idle())
 	d.unlockDomain(dom)
 	if pending != nil {

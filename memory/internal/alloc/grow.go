@@ -47,13 +47,13 @@ func (a *Arena) grow(s *Settings, k kind, size uint64) (block, error) {
 type step func(a *Arena, s *Settings, k kind, size uint64) (block, error)
 
 // fallbacks is the order of the attempts: first the steps that cost the stream nothing,
-// then the driver, then the steps that make other streams wait.
+// then the driver, then those that give up cached memory or make a stream wait.
 var fallbacks []step
 
 func init() {
 	fallbacks = []step{
 		(*Arena).afterCollecting,
-		(*Arena).afterCollectingGarbage,
+		(*Arena).fromDriverAfterGarbage,
 		(*Arena).fromPoolsOnOOM,
 		(*Arena).afterReleasingLarger,
 		(*Arena).afterClaiming,
@@ -80,7 +80,7 @@ func (a *Arena) afterCollecting(s *Settings, k kind, size uint64) (block, error)
 	return a.lookAgain(s, k, size), nil
 }
 
-func (a *Arena) afterCollectingGarbage(s *Settings, k kind, size uint64) (block, error) {
+func (a *Arena) fromDriverAfterGarbage(s *Settings, k kind, size uint64) (block, error) {
 	d := a.device
 	if limit, limited := d.limit(); limited && s.GarbageThreshold > 0 {
 		if over := int64(d.reserved) - int64(s.GarbageThreshold*float64(limit)); over > 0 {

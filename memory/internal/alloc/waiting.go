@@ -133,7 +133,7 @@ func (a *Arena) pass(q *queue, n int) {
 			continue
 		}
 		for _, b := range m.batch.blocks {
-			a.put(b, b.slot(), a.device.settings.Load())
+			a.freeUnused(b, b.slot(), a.device.settings.Load())
 		}
 	}
 	clear(q.marks[:n])
@@ -220,7 +220,7 @@ func (a *Arena) uncapture() {
 			return false
 		}
 		for _, b := range t.blocks {
-			a.put(b, b.slot(), a.device.settings.Load())
+			a.freeUnused(b, b.slot(), a.device.settings.Load())
 		}
 		return true
 	})

@@ -81,7 +81,7 @@ func verify(t *testing.T, cfg kernel.VerifyConfig, bound float64, src *kernel.So
 // A batch whose tokens embed_back reads in two parts.
 func TestEmbedBackOfManyRows(t *testing.T) {
 	t.Parallel()
-	z := sized{Sizes{Vocab: 1000, Context: 83, Width: 32, Heads: 1}, 100}
+	z := sized{Sizes{Vocab: 101, Context: 83, Width: 32, Heads: 1}, 100}
 	r := rand.New(rand.NewPCG(rand.Uint64(), 0))
 	text := make([]int32, z.sequences*z.Line())
 	for i := range text {

@@ -1,6 +1,7 @@
 package nccl_test
 
 import (
+	"errors"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -103,16 +104,12 @@ func TestAbortWhileALargeOperationRuns(t *testing.T) {
 				}
 				return xs[i].Zero(ranks[i].s)
 			})
-			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-				for i, r := range ranks {
-					for k := range 4 {
-						x := xs[i].Slice(k*n/4, (k+1)*n/4)
-						if err := nccl.AllReduce(b.On(r.c), r.s, x, x, nccl.Sum); err != nil {
-							return err
-						}
-					}
+			require.NoError(t, grouped(ranks, func(i int, r rank) (err error) {
+				for k := range 4 {
+					x := xs[i].Slice(k*n/4, (k+1)*n/4)
+					err = errors.Join(err, nccl.AllReduce(r.on(), r.s, x, x, nccl.Sum))
 				}
-				return nil
+				return err
 			}))
 			begun := time.Now()
 			each(t, devs, func(i int) error { return ranks[i].c.Abort() })
@@ -138,9 +135,7 @@ func TestAbortEndsWithoutNCCL(t *testing.T) {
 	require.ErrorContains(t, r.c.Abort(), "end the process", "so does whoever comes later")
 	require.ErrorContains(t, r.c.Close(), "end the process")
 	require.NoError(t, r.c.Err())
-	require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
-		return nccl.AllReduce(b.On(r.c), nil, memory.Slice[float32]{}, memory.Slice[float32]{}, nccl.Sum)
-	}), device.ErrClosed)
+	require.ErrorIs(t, reduceAll([]rank{r}, make([]memory.Slice[float32], 1), nccl.Sum), device.ErrClosed)
 }
 
 // TestAbortEndsOtherBackends checks that every end of a communicator calls the abort of its

@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -20,9 +21,7 @@ import (
 // Memory of NCCL is used on its stream, and given back when the stream is past it.
 func TestAllocator(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer s.Close()
+		s := streamtest.NewStream(t, devs[0])
 		p, err := nccl.Allocator.Alloc(s, 1<<20)
 		require.NoError(t, err)
 		set := func() error {
@@ -63,10 +62,7 @@ func TestAllocator(t *testing.T) {
 
 func TestAllocatorOutOfMemory(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})
-	s, err := stream.New(devs[0], nil)
-	require.NoError(t, err)
-	defer s.Close()
-	_, err = nccl.Allocator.Alloc(s, 1<<50)
+	_, err := nccl.Allocator.Alloc(streamtest.NewStream(t, devs[0]), 1<<50)
 	var oom *memory.OutOfMemoryError
 	require.ErrorAs(t, err, &oom)
 	require.EqualValues(t, 1<<50, oom.Requested)

@@ -15,55 +15,26 @@ import (
 	"github.com/gochorus/chorus/nccl"
 )
 
-// A mistake of one rank keeps all ranks of the group from enqueuing.
+// A mistake of one rank, and a function that fails or panics, keep all ranks of the group from enqueuing, and leave the thread and
+// the communicators as they were.
 func TestGroupChecksAllRanksFirst(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connect(t, devs)
 		xs, in := buffers(t, ranks, 64)
-		bad := func(i int, r rank) error {
-			if i == 1 {
-				return nccl.AllReduce(r.on(), r.s, xs[i], xs[0], nccl.Sum)
-			}
-			return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum)
-		}
-		all := func(op func(i int, r rank) error) error {
-			for i, r := range ranks {
-				if err := op(i, r); err != nil {
-					return err
-				}
-			}
-			return nil
-		}
-		require.ErrorContains(t, nccl.Group(func(b *nccl.Batch) error {
-			return all(func(i int, r rank) error { return bad(i, r.in(b)) })
-		}), "rank 1 of 2")
-		// Also if nobody cares for the error.
-		require.ErrorContains(t, nccl.Group(func(b *nccl.Batch) error {
-			for i, r := range ranks {
-				_ = bad(i, r.in(b))
-			}
-			return nil
-		}), "rank 1 of 2")
-		require.Panics(t, func() {
-			_ = nccl.Group(func(b *nccl.Batch) error {
-				_ = nccl.AllReduce(b.On(ranks[1].c), ranks[1].s, xs[1], xs[1], nccl.Sum)
-				panic("boom")
-			})
-		})
+		bad := func(i int, r rank) error { return nccl.AllReduce(r.on(), r.s, xs[i], xs[0], nccl.Sum) }
+		require.ErrorContains(t, grouped(ranks, bad), "rank 1 of 2")
+		forgets := func(i int, r rank) error { _ = bad(i, r); return nil }
+		require.ErrorContains(t, grouped(ranks, forgets), "rank 1 of 2")
+		boom := errors.New("boom")
 		for i, r := range ranks {
-			got := make([]int64, 64)
-			require.NoError(t, xs[i].CopyTo(r.s, got))
-			require.Equal(t, in[i], got, "rank %d", i)
+			issue := func(b *nccl.Batch) error { return nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum) }
+			require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error { return errors.Join(issue(b), boom) }), boom)
+			require.Panics(t, func() { _ = nccl.Group(func(b *nccl.Batch) error { _ = issue(b); panic(boom) }) })
 		}
+		require.Equal(t, in, contents(t, ranks, xs))
 		require.NoError(t, nccl.Group(func(b *nccl.Batch) error { return nil }))
-		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-			return all(func(i int, r rank) error { return nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum) })
-		}))
-		for i, r := range ranks {
-			got := make([]int64, 64)
-			require.NoError(t, xs[i].CopyTo(r.s, got))
-			require.Equal(t, sum(in), got, "rank %d", i)
-		}
+		require.NoError(t, reduceAll(ranks, xs, nccl.Sum))
+		requireAll(t, ranks, xs, sum(in))
 	})
 }
 
@@ -80,11 +51,7 @@ func TestOperationsBesideABatch(t *testing.T) {
 			each(t, devs, func(i int) error { return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum) })
 			return boom
 		}), boom)
-		for i, r := range ranks {
-			got := make([]int64, 16)
-			require.NoError(t, xs[i].CopyTo(r.s, got))
-			require.Equal(t, sum(in), got, "rank %d", i)
-		}
+		requireAll(t, ranks, xs, sum(in))
 	})
 }
 
@@ -96,9 +63,7 @@ func TestGroupsOfSharedCommunicators(t *testing.T) {
 	var wg sync.WaitGroup
 	errs := make([]error, 4)
 	for i := range errs {
-		x, err := memory.Make[float32](a.s, 8)
-		require.NoError(t, err)
-		defer x.Close()
+		x := room[float32](t, a.s, 8)
 		wg.Go(func() {
 			g := rand.New(rand.NewPCG(uint64(i), 0))
 			for range 200 {
@@ -106,14 +71,7 @@ func TestGroupsOfSharedCommunicators(t *testing.T) {
 				if g.IntN(2) == 0 {
 					order = []rank{b, a}
 				}
-				errs[i] = errors.Join(errs[i], nccl.Group(func(b *nccl.Batch) error {
-					for _, r := range order {
-						if err := nccl.AllReduce(b.On(r.c), a.s, x, x, nccl.Max); err != nil {
-							return err
-						}
-					}
-					return nil
-				}))
+				errs[i] = errors.Join(errs[i], grouped(order, func(_ int, r rank) error { return nccl.AllReduce(r.on(), a.s, x, x, nccl.Max) }))
 			}
 		})
 	}
@@ -126,13 +84,10 @@ func TestGroupOfTwoSystems(t *testing.T) {
 	b := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))
 	xs, _ := buffers(t, a, 4)
 	ys, _ := buffers(t, b, 4)
-	require.ErrorContains(t, nccl.Group(func(batch *nccl.Batch) error {
-		return errors.Join(nccl.AllReduce(batch.On(a[0].c), a[0].s, xs[0], xs[0], nccl.Sum), nccl.AllReduce(batch.On(b[0].c), b[0].s, ys[0], ys[0], nccl.Sum))
-	}), "are of two systems")
+	require.ErrorContains(t, reduceAll(append(a, b...), append(xs, ys...), nccl.Sum), "are of two systems")
 	require.ErrorContains(t, nccl.Group(func(b *nccl.Batch) error {
 		return nccl.AllReduce(b.On(nil), a[0].s, xs[0], xs[0], nccl.Sum)
 	}), "no communicator given")
-	require.ErrorContains(t, nccl.AllReduce(nil, a[0].s, xs[0], xs[0], nccl.Sum), "no communicator given")
 	var none *nccl.Batch
 	require.ErrorContains(t, nccl.AllReduce(none.On(a[0].c), a[0].s, xs[0], xs[0], nccl.Sum), "no communicator given")
 	require.ErrorContains(t, none.Enqueue(), "no batch given")
@@ -145,13 +100,7 @@ func TestGroupOfAClosedCommunicator(t *testing.T) {
 		a, b := connect(t, devs)[0], connect(t, devs)[0]
 		xs, _ := buffers(t, []rank{a}, 8)
 		require.ErrorIs(t, nccl.Group(func(batch *nccl.Batch) error {
-			if err := nccl.AllReduce(batch.On(a.c), a.s, xs[0], xs[0], nccl.Sum); err != nil {
-				return err
-			}
-			if err := nccl.AllReduce(batch.On(b.c), b.s, xs[0], xs[0], nccl.Sum); err != nil {
-				return err
-			}
-			return b.c.Abort()
+			return errors.Join(nccl.AllReduce(batch.On(a.c), a.s, xs[0], xs[0], nccl.Sum), nccl.AllReduce(batch.On(b.c), b.s, xs[0], xs[0], nccl.Sum), b.c.Abort())
 		}), device.ErrClosed)
 		require.NoError(t, nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), "its lock is free")
 	})
@@ -162,25 +111,10 @@ func TestGroupOfAClosedCommunicator(t *testing.T) {
 func TestGroupAfterOneThatWasRefused(t *testing.T) {
 	ranks := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
 	xs, in := buffers(t, ranks, 8)
-	all := func(lengths ...int) error {
-		return nccl.Group(func(b *nccl.Batch) error {
-			for i, r := range ranks {
-				x := xs[i].Slice(0, lengths[i])
-				if err := nccl.AllReduce(b.On(r.c), r.s, x, x, nccl.Sum); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
-	}
 	var mismatch *nccl.MismatchError
-	require.ErrorAs(t, all(3, 3, 4), &mismatch)
-	require.NoError(t, all(8, 8, 8))
-	for i, r := range ranks {
-		got := make([]int64, 8)
-		require.NoError(t, xs[i].CopyTo(r.s, got))
-		require.Equal(t, sum(in), got, "rank %d", i)
-	}
+	require.ErrorAs(t, reduceAll(ranks, []memory.Slice[int64]{xs[0].Slice(0, 3), xs[1].Slice(0, 3), xs[2].Slice(0, 4)}, nccl.Sum), &mismatch)
+	require.NoError(t, reduceAll(ranks, xs, nccl.Sum))
+	requireAll(t, ranks, xs, sum(in))
 }
 
 // What a rank receives in a group overlaps with nothing else that it uses there, and what it
@@ -190,11 +124,6 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 		ranks := connect(t, devs[:2])
 		xs, in := buffers(t, ranks, 12)
 		ys, _ := buffers(t, ranks, 12)
-		all := func(issue func(i int, r rank) error) error {
-			return nccl.Group(func(b *nccl.Batch) error {
-				return errors.Join(issue(0, ranks[0].in(b)), issue(1, ranks[1].in(b)))
-			})
-		}
 		for name, issue := range map[string]func(i int, r rank) error{
 			"two receives": func(i int, r rank) error {
 				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 4), 1-i), nccl.Send(r.on(), r.s, xs[i].Slice(4, 8), 1-i),
@@ -251,7 +180,7 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 					nccl.Send(r.on(), r.s, xs[i].Slice(2, 12), 1-i), nccl.Recv(r.on(), r.s, ys[i].Slice(0, 10), 1-i))
 			},
 		} {
-			err := all(issue)
+			err := grouped(ranks, issue)
 			require.ErrorIs(t, err, nccl.ErrorInvalidUsage, name)
 			require.ErrorContains(t, err, "their buffers overlap", name)
 			if devs[0].System().Backend() == "virtual" {
@@ -259,14 +188,14 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			}
 			require.Equal(t, in, contents(t, ranks, xs), "nothing was enqueued")
 		}
-		require.NoError(t, all(func(i int, r rank) error {
+		require.NoError(t, grouped(ranks, func(i int, r rank) error {
 			return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 8), 1-i), nccl.Send(r.on(), r.s, xs[i].Slice(4, 8), 1-i),
 				nccl.Recv(r.on(), r.s, ys[i].Slice(4, 12), 1-i), nccl.Recv(r.on(), r.s, ys[i].Slice(0, 4), 1-i))
 		}), "what is sent may overlap, and neighbours do not")
 		for i, got := range contents(t, ranks, ys) {
 			require.Equal(t, concat([][]int64{in[1-i][4:8], in[1-i][:8]}), got)
 		}
-		require.NoError(t, all(func(i int, r rank) error {
+		require.NoError(t, grouped(ranks, func(i int, r rank) error {
 			return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(0, 8), 1-i), nccl.AllReduce(r.on(), r.s, ys[i].Slice(8, 12), xs[i].Slice(4, 8), nccl.Sum),
 				nccl.Recv(r.on(), r.s, ys[i].Slice(0, 8), 1-i), nccl.Send(r.on(), r.s, ys[i].Slice(0, 0), 1-i), nccl.Recv(r.on(), r.s, xs[i].Slice(2, 2), 1-i))
 		}), "what is sent may be reduced beside, and neighbours and nothing do not overlap")
@@ -277,7 +206,7 @@ func TestGroupOfTransfersThatOverlap(t *testing.T) {
 			}
 			require.Equal(t, want, got)
 		}
-		require.NoError(t, all(func(i int, r rank) error {
+		require.NoError(t, grouped(ranks, func(i int, r rank) error {
 			return errors.Join(nccl.Send(r.on(), r.s, xs[i], i), nccl.Recv(r.on(), r.s, xs[i], i))
 		}), "to itself in place")
 		require.Equal(t, in, contents(t, ranks, xs))

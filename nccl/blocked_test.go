@@ -15,7 +15,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -49,10 +49,8 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 			c := cs[0]
 			w := &waitingNCCL{inside: make(chan struct{}), aborted: make(chan struct{})}
 			w.API = c.ReplaceNCCL(w)
-			s, err := stream.New(devs[0], nil)
-			require.NoError(t, err)
-			x, err := memory.Make[float32](s, 8)
-			require.NoError(t, err)
+			s := streamtest.NewStream(t, devs[0])
+			x := room[float32](t, s, 8)
 			ended := make(chan error, 1)
 			go func() {
 				_, err := graph.Capture([]*stream.Stream{s}, func() error { return nccl.AllReduce(c, s, x, x, nccl.Sum) }, nil)
@@ -81,8 +79,6 @@ func TestAnOperationBlockedInACapture(t *testing.T) {
 			}
 			require.NoError(t, c.Close())
 			require.False(t, gpu.AnyCapture())
-			require.NoError(t, x.Close())
-			require.NoError(t, s.Close())
 		})
 	}
 }
@@ -108,10 +104,8 @@ func TestAbortInACapture(t *testing.T) {
 		cs, err := nccl.NewCommunicators(testgpu.Context(t), devs, nil)
 		require.NoError(t, err)
 		c := cs[0]
-		s, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		x, err := memory.Make[float32](s, 8)
-		require.NoError(t, err)
+		s := streamtest.NewStream(t, devs[0])
+		x := room[float32](t, s, 8)
 		aborted := make(chan error, 1)
 		w := &slowNCCL{inside: make(chan struct{}), leave: make(chan struct{})}
 		if inside {
@@ -135,8 +129,6 @@ func TestAbortInACapture(t *testing.T) {
 		require.NoError(t, <-aborted)
 		require.True(t, c.Closed())
 		require.NoError(t, c.Close())
-		require.NoError(t, x.Close())
-		require.NoError(t, s.Close())
 	}
 }
 

@@ -8,6 +8,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -62,15 +63,7 @@ func TestCollectivesWithConfiguration(t *testing.T) {
 		src, _ := buffers(t, ranks, n)
 		result := func(on func(b *nccl.Batch, i int) nccl.Issuer) [][]int64 {
 			dst, _ := buffers(t, ranks, n)
-			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-				for i, r := range ranks {
-					if err := issue(on(b, i), r, dst[i], src[i]); err != nil {
-						return err
-					}
-				}
-				return nil
-			}), name)
-			return contents(t, ranks, dst)
+			return run(t, ranks, dst, func(i int, r rank) error { return issue(on(r.batch, i), r, dst[i], src[i]) })
 		}
 		want := result(func(b *nccl.Batch, i int) nccl.Issuer { return b.On(ranks[i].c) })
 		require.Equal(t, want, result(func(b *nccl.Batch, i int) nccl.Issuer {
@@ -151,9 +144,7 @@ func TestLaunchEvent(t *testing.T) {
 		return &nccl.CallConfig{LaunchEvent: events[i]}
 	})
 	require.NoError(t, nccl.AllReduce(on[0], ranks[0].s, xs[0], xs[0], nccl.Sum))
-	side, err := stream.New(devs[0], nil)
-	require.NoError(t, err)
-	defer side.Close()
+	side := streamtest.NewStream(t, devs[0])
 	require.NoError(t, side.Wait(events[0]))
 	require.NoError(t, side.Sync(testgpu.Context(t)))
 	done, err := ranks[0].s.Query()
@@ -164,30 +155,16 @@ func TestLaunchEvent(t *testing.T) {
 		require.Equal(t, []int64{in[0][0] + in[1][0], in[0][1] + in[1][1]}, got[:2], "rank %d", i)
 	}
 
-	err = nccl.Group(func(b *nccl.Batch) error {
-		for part := range 2 {
-			x, err := nccl.With(b.On(ranks[0].c), &nccl.CallConfig{LaunchEvent: events[0]})
+	two := func(cfgs ...*nccl.CallConfig) error {
+		return grouped([]rank{ranks[0], ranks[0]}, func(i int, r rank) error {
+			x, err := nccl.With(r.on(), cfgs[i])
 			require.NoError(t, err)
-			y := xs[0].Slice(2*part, 2*part+2)
-			if err := nccl.AllReduce(x, ranks[0].s, y, y, nccl.Sum); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	require.ErrorContains(t, err, "two operations have a CallConfig.LaunchEvent")
-	err = nccl.Group(func(b *nccl.Batch) error {
-		for _, size := range []int{1, 2} {
-			x, err := nccl.With(b.On(ranks[0].c), &nccl.CallConfig{CGAClusterSize: &size})
-			require.NoError(t, err)
-			y := xs[0].Slice(size, size+1)
-			if err := nccl.AllReduce(x, ranks[0].s, y, y, nccl.Sum); err != nil {
-				return err
-			}
-		}
-		return nil
-	})
-	require.ErrorContains(t, err, "different values of CallConfig.CGAClusterSize")
+			y := xs[0].Slice(2*i, 2*i+2)
+			return nccl.AllReduce(x, r.s, y, y, nccl.Sum)
+		})
+	}
+	require.ErrorContains(t, two(&nccl.CallConfig{LaunchEvent: events[0]}, &nccl.CallConfig{LaunchEvent: events[0]}), "two operations have a CallConfig.LaunchEvent")
+	require.ErrorContains(t, two(&nccl.CallConfig{CGAClusterSize: new(1)}, &nccl.CallConfig{CGAClusterSize: new(2)}), "different values of CallConfig.CGAClusterSize")
 	_, err = graph.Capture([]*stream.Stream{ranks[0].s}, func() error {
 		return nccl.AllReduce(on[0], ranks[0].s, xs[0], xs[0], nccl.Sum)
 	}, nil)
@@ -226,12 +203,7 @@ func TestPreMulSum(t *testing.T) {
 		sums := make([][2]*nccl.PreMulSum, 2)
 		for i, r := range ranks {
 			var err error
-			xs[i], err = memory.MakeFrom(r.s, []float32{1, 2, float32(4 + i)})
-			require.NoError(t, err)
-			defer xs[i].Close()
-			factors[i], err = memory.MakeFrom(r.s, []float32{100})
-			require.NoError(t, err)
-			defer factors[i].Close()
+			xs[i], factors[i] = made(t, r.s, 1, 2, float32(4+i)), made[float32](t, r.s, 100)
 			sums[i][0], err = nccl.NewPreMulSum(r.c, float32(0.5)*float32(i+1))
 			require.NoError(t, err)
 			sums[i][1], err = nccl.NewPreMulSumFrom(r.c, factors[i])
@@ -239,19 +211,8 @@ func TestPreMulSum(t *testing.T) {
 			require.NoError(t, factors[i].CopyFrom(r.s, []float32{2}))
 		}
 		for k, want := range [][]float32{{1.5, 3, 2 + 5}, {6, 12, 28}} {
-			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-				for i, r := range ranks {
-					if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], sums[i][k].Op()); err != nil {
-						return err
-					}
-				}
-				return nil
-			}))
-			for i, r := range ranks {
-				got := make([]float32, 3)
-				require.NoError(t, xs[i].CopyTo(r.s, got))
-				require.Equal(t, want, got, "rank %d, sum %d", i, k)
-			}
+			require.NoError(t, grouped(ranks, func(i int, r rank) error { return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], sums[i][k].Op()) }))
+			requireAll(t, ranks, xs, want, "sum %d", k)
 		}
 		r, op := ranks[0], sums[0][0].Op()
 		ints, _ := buffers(t, ranks, 2)
@@ -282,14 +243,9 @@ func TestPreMulSum(t *testing.T) {
 func TestReductionsOfSomeTypes(t *testing.T) {
 	ranks := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualNCCL: "2.23.4"}))
 	r := ranks[0]
-	f8, err := memory.Make[memory.Float8E4M3Bits](r.s, 4)
-	require.NoError(t, err)
-	defer f8.Close()
-	b, err := memory.Make[bool](r.s, 4)
-	require.NoError(t, err)
-	defer b.Close()
+	f8, b := room[memory.Float8E4M3Bits](t, r.s, 4), room[bool](t, r.s, 4)
 	var missing *device.UnsupportedError
-	err = nccl.AllReduce(r.on(), r.s, f8, f8, nccl.Sum)
+	err := nccl.AllReduce(r.on(), r.s, f8, f8, nccl.Sum)
 	require.ErrorAs(t, err, &missing)
 	require.ErrorContains(t, err, "ncclAllReduce on rank 0 of 1 of float8_e4m3fn needs NCCL 2.24.3; this machine has NCCL 2.23.4")
 	_, err = nccl.NewPreMulSum(r.c, memory.Float8E4M3Bits(0))

@@ -9,6 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -57,9 +58,7 @@ func TestFirstOperationIsCaptured(t *testing.T) {
 			ys, _ := buffers(t, ranks, 8)
 			require.NoError(t, ranks[0].s.WaitStream(ranks[1].s))
 			require.NoError(t, replay(nil, []*stream.Stream{ranks[0].s, ranks[1].s}, func() error {
-				return nccl.Group(func(b *nccl.Batch) error {
-					return errors.Join(issue(ranks[0].in(b), ys[0], xs[0]), issue(ranks[1].in(b), ys[1], xs[1]))
-				})
+				return grouped(ranks, func(i int, r rank) error { return issue(r, ys[i], xs[i]) })
 			}), name)
 			require.NoError(t, ranks[1].s.WaitStream(ranks[0].s))
 			require.Equal(t, wants[name](in), contents(t, ranks, ys), "%s captured by one for all", name)
@@ -82,21 +81,14 @@ func TestGroupThatIsCapturedInPart(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connect(t, devs[:2])
 		xs, in := buffers(t, ranks, 8)
-		all := func() error {
-			return nccl.Group(func(b *nccl.Batch) error {
-				return errors.Join(nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum),
-					nccl.AllReduce(b.On(ranks[1].c), ranks[1].s, xs[1], xs[1], nccl.Sum))
-			})
-		}
+		all := func() error { return reduceAll(ranks, xs, nccl.Sum) }
 		for i := range ranks {
 			err := replay(nil, []*stream.Stream{ranks[i].s}, all)
 			require.ErrorIs(t, err, nccl.ErrorInvalidUsage)
 			require.ErrorContains(t, err, "ncclAllReduce on rank 1 of 2: a graph captures a part of the group")
 		}
-		side, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer side.Close()
-		err = replay(nil, []*stream.Stream{ranks[0].s}, func() error {
+		side := streamtest.NewStream(t, devs[0])
+		err := replay(nil, []*stream.Stream{ranks[0].s}, func() error {
 			return replay(&graph.Config{Mode: graph.Relaxed}, []*stream.Stream{side}, func() error {
 				return nccl.Group(func(b *nccl.Batch) error {
 					return errors.Join(nccl.Send(b.On(ranks[0].c), ranks[0].s, xs[0].Slice(0, 4), 1),

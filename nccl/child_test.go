@@ -3,9 +3,7 @@ package nccl_test
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
-	"sync"
 	"testing"
 	"time"
 
@@ -23,18 +21,11 @@ import (
 func derive(t *testing.T, ranks []rank, make1 func(i int, r rank) (*nccl.Communicator, error)) []rank {
 	t.Helper()
 	out := make([]rank, len(ranks))
-	errs := make([]error, len(ranks))
-	var wg sync.WaitGroup
-	for i, r := range ranks {
-		wg.Go(func() {
-			out[i].s = r.s
-			out[i].c, errs[i] = make1(i, r)
-		})
-	}
-	wg.Wait()
-	for i, err := range errs {
-		require.NoError(t, err, "rank %d", i)
-	}
+	each(t, ranks, func(i int) (err error) {
+		out[i].s = ranks[i].s
+		out[i].c, err = make1(i, ranks[i])
+		return err
+	})
 	t.Cleanup(func() {
 		for _, r := range out {
 			require.NoError(t, r.c.Close())
@@ -49,26 +40,11 @@ func total(t *testing.T, ranks []rank) {
 	xs := make([]memory.Slice[int32], len(ranks))
 	want := int32(0)
 	for i, r := range ranks {
-		var err error
-		xs[i], err = memory.MakeFrom(r.s, []int32{1 << i})
-		require.NoError(t, err)
-		defer xs[i].Close()
+		xs[i] = made(t, r.s, int32(1<<i))
 		want += 1 << i
 	}
-	require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-		for i, r := range ranks {
-			if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
-				return err
-			}
-		}
-		return nil
-	}))
-	for i, r := range ranks {
-		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
-		got := make([]int32, 1)
-		require.NoError(t, xs[i].CopyTo(r.s, got))
-		require.Equal(t, want, got[0], "rank %d", i)
-	}
+	require.NoError(t, reduceAll(ranks, xs, nccl.Sum))
+	requireAll(t, ranks, xs, []int32{want})
 }
 
 func TestSplit(t *testing.T) {
@@ -170,12 +146,7 @@ func TestShrinkAfterAFailure(t *testing.T) {
 	xs, _ := buffers(t, ranks, 8)
 	total(t, ranks)
 	setTimeout(t, ranks, soon)
-	require.NoError(t, nccl.Group(func(b *nccl.Batch) (err error) { // soon may be over at a second call
-		for i, r := range ranks[:2] {
-			err = errors.Join(err, nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum))
-		}
-		return err
-	}))
+	require.NoError(t, reduceAll(ranks[:2], xs, nccl.Sum)) // in a group, because soon may be over at a second call
 	for _, r := range ranks[:2] {
 		require.ErrorIs(t, r.c.Wait(testgpu.Context(t), r.s), nccl.ErrorTimeout)
 		_, err := r.c.Split(testgpu.Context(t), 0, 0, nil)

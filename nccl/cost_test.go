@@ -42,12 +42,9 @@ type idleRank struct {
 }
 
 func newIdleRank(t testing.TB) *idleRank {
-	dev := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0]
-	id, err := NewUniqueID(dev)
+	cs, err := NewCommunicators(testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}), nil)
 	require.NoError(t, err)
-	c, err := NewCommunicator(testgpu.Context(t), dev, id, 0, 1, nil)
-	require.NoError(t, err)
-	return makeIdle(t, c)
+	return makeIdle(t, cs[0])
 }
 
 func makeIdle(t testing.TB, c *Communicator) *idleRank {

@@ -47,6 +47,11 @@ func TestWaitOfAnAbortedOperation(t *testing.T) {
 			once(t, devs, ranks, xs)
 			r := ranks[0]
 			require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
+			ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond)
+			defer cancel()
+			err := r.c.Wait(ctx, r.s)
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+			require.ErrorContains(t, err, "rank 0 of 2")
 			during := make(chan error, 1)
 			go func() { during <- r.c.Wait(testgpu.Context(t), r.s) }()
 			require.NoError(t, end(r.c))
@@ -55,7 +60,10 @@ func TestWaitOfAnAbortedOperation(t *testing.T) {
 				require.ErrorIs(t, err, device.ErrClosed)
 				require.ErrorContains(t, err, "wait on rank 0 of 2 ("+devs[0].String()+"): the operations may not have completed and their output is undefined: this process "+how+" the communicator")
 			}
-			require.ErrorContains(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum), "ncclAllReduce on rank 0 of 2 ("+devs[0].String()+"): this process "+how+" the communicator ")
+			err = nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum)
+			require.ErrorIs(t, err, device.ErrClosed)
+			require.ErrorContains(t, err, "ncclAllReduce on rank 0 of 2 ("+devs[0].String()+"): this process "+how+" the communicator ")
+			require.NoError(t, errors.Join(r.c.Close(), (*nccl.Communicator)(nil).Close()))
 			require.Equal(t, []string{"completed", "aborted"}, states(r.c))
 			require.EqualValues(t, 1, r.c.Progress().Completed.Record)
 		}
@@ -180,17 +188,12 @@ func TestSingleRankOnTwoStreams(t *testing.T) {
 	streamtest.EachInVirtualTime(t, 1, func(t *testing.T, devs []*device.Device) {
 		r := connectWith(t, devs, &nccl.Config{Timeout: ample})[0]
 		xs, _ := buffers(t, []rank{r}, 64)
-		other, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer other.Close()
+		other, free := streamtest.NewStream(t, devs[0]), streamtest.NewStream(t, devs[0])
 		open := streamtest.Hold(t, r.s)
 		defer open()
 		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0].Slice(0, 32), xs[0].Slice(0, 32), nccl.Sum))
 		require.NoError(t, r.c.SetTimeout(time.Minute))
 		require.NoError(t, other.WaitStream(r.s)) // for the memory
-		free, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer free.Close()
 		ys, _ := buffers(t, []rank{{c: r.c, s: free}}, 64)
 		require.NoError(t, nccl.AllReduce(r.on(), free, ys[0], ys[0], nccl.Sum))
 		require.NoError(t, r.c.Wait(testgpu.Context(t), free))
@@ -322,9 +325,7 @@ func TestDeadlineNamesTheRankBehind(t *testing.T) {
 			until(t, func() bool { return r.c.Err() != nil })
 			require.Equal(t, err, r.c.Err(), "rank %d", i)
 			require.Equal(t, err, nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum))
-			require.Equal(t, err, nccl.Group(func(b *nccl.Batch) error {
-				return nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum)
-			}))
+			require.ErrorIs(t, reduceAll([]rank{r}, xs[i:], nccl.Sum), err)
 			require.Equal(t, err, r.c.Wait(testgpu.Context(t), r.s))
 			require.NoError(t, r.c.Close())
 			require.NoError(t, r.s.Sync(testgpu.Context(t)))
@@ -403,9 +404,7 @@ func TestDeadlineOfACallThatHangs(t *testing.T) {
 	nccl.SetAbortTimeout(t, 4*time.Second)
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 4)
-	go func() {
-		_ = nccl.Group(func(b *nccl.Batch) error { return nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum) })
-	}()
+	go func() { _ = reduceAll(ranks[:1], xs, nccl.Sum) }()
 	until(t, func() bool { return ranks[0].c.Err() != nil })
 	require.ErrorContains(t, ranks[0].c.Err(), "ncclAllReduce(4 x int64, sum) as collective 1")
 	require.ErrorContains(t, ranks[0].c.Err(), "none is known to have completed")
@@ -536,11 +535,7 @@ func TestNCCLFailsWithinAnOperation(t *testing.T) {
 			devs := testgpu.System(t, &device.SystemConfig{VirtualDevices: 2, Faults: call + "=" + result.Error()}).Devices()
 			ranks := connect(t, devs)
 			xs, _ := buffers(t, ranks, 8)
-			one := func(on nccl.Issuer) error { return nccl.Send(on, ranks[0].s, xs[0], 1) }
-			send := func() error { return one(ranks[0].c) }
-			if call == "ncclGroupEnd#1" {
-				send = func() error { return nccl.Group(func(b *nccl.Batch) error { return one(b.On(ranks[0].c)) }) }
-			}
+			send := func() error { return sendTo1(ranks[0], xs[0], call == "ncclGroupEnd#1") }
 			require.ErrorIs(t, send(), result)
 			if !fails {
 				require.NoError(t, ranks[0].c.Err(), result)
@@ -554,6 +549,15 @@ func TestNCCLFailsWithinAnOperation(t *testing.T) {
 			require.ErrorIs(t, send(), result)
 		}
 	}
+}
+
+// sendTo1 sends to rank 1, by itself or in a group.
+func sendTo1(r rank, x memory.Slice[int64], inGroup bool) error {
+	send := func(_ int, r rank) error { return nccl.Send(r.on(), r.s, x, 1) }
+	if inGroup {
+		return grouped([]rank{r}, send)
+	}
+	return send(0, r)
 }
 
 // What OnFailure does may use the communicator, also when an operation has failed in it.
@@ -572,12 +576,7 @@ func TestOnFailureMayEnter(t *testing.T) {
 			require.NoError(t, err)
 		}
 		xs, _ := buffers(t, ranks, 8)
-		one := func(on nccl.Issuer) error { return nccl.Send(on, ranks[0].s, xs[0], 1) }
-		if call == "ncclGroupEnd#1" {
-			require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error { return one(b.On(ranks[0].c)) }), nccl.ErrorSystem)
-		} else {
-			require.ErrorIs(t, one(ranks[0].c), nccl.ErrorSystem)
-		}
+		require.ErrorIs(t, sendTo1(ranks[0], xs[0], call == "ncclGroupEnd#1"), nccl.ErrorSystem)
 		require.NoError(t, <-closed)
 		<-closed
 	}
@@ -623,12 +622,7 @@ func TestRanksThatDiffer(t *testing.T) {
 		}
 		require.NoError(t, nccl.AllReduce(b.c, b.s, xs[1], xs[1], nccl.Sum), "the right one is still welcome")
 		require.NoError(t, <-first)
-		for i, r := range ranks {
-			got := make([]int64, 32)
-			require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
-			require.NoError(t, xs[i].CopyTo(r.s, got))
-			require.Equal(t, sum(in), got)
-		}
+		requireAll(t, ranks, xs, sum(in))
 	})
 }
 
@@ -639,27 +633,17 @@ func TestARefusedOperationCountsForNothing(t *testing.T) {
 	xs, in := buffers(t, ranks, 4)
 	a, b := ranks[0], ranks[1]
 	require.ErrorIs(t, nccl.AllReduce(a.c, a.s, xs[0], xs[0], nccl.Sum), nccl.ErrorInvalidUsage)
-	require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
-		for i, r := range ranks {
-			err := errors.Join(nccl.Broadcast(b.On(r.c), r.s, xs[i], xs[i], 0), nccl.Reduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum, 0))
-			if err != nil {
-				return err
-			}
-		}
-		return nil
+	require.ErrorIs(t, grouped(ranks, func(i int, r rank) error {
+		return errors.Join(nccl.Broadcast(r.on(), r.s, xs[i], xs[i], 0), nccl.Reduce(r.on(), r.s, xs[i], xs[i], nccl.Sum, 0))
 	}), nccl.ErrorInvalidUsage)
 	require.Empty(t, a.c.Trace())
 	require.Empty(t, b.c.Trace())
 	each(t, devs, func(i int) error {
 		return nccl.AllGather(ranks[i].c, ranks[i].s, xs[i], xs[i].Slice(2*i, 2*i+2))
 	})
-	for i, r := range ranks {
-		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
-		got := make([]int64, 4)
-		require.NoError(t, xs[i].CopyTo(r.s, got))
-		require.Equal(t, append(in[0][:2:2], in[1][2:]...), got)
-		require.EqualValues(t, 1, r.c.Progress().Issued.Collective)
-	}
+	requireAll(t, ranks, xs, append(in[0][:2:2], in[1][2:]...))
+	require.EqualValues(t, 1, a.c.Progress().Issued.Collective)
+	require.EqualValues(t, 1, b.c.Progress().Issued.Collective)
 }
 
 // What NCCL reports after the call has returned is found without a wait, on all ranks.
@@ -860,11 +844,7 @@ func checkDump(t *testing.T, ranks []rank) {
 
 func TestTraceIsLeftByAFailure(t *testing.T) {
 	prefix := filepath.Join(t.TempDir(), "trace-")
-	t.Setenv("CHORUS_NCCL_TRACE_FILE", prefix)
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
-	xs, _ := buffers(t, ranks, 8)
-	require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
+	ranks := failWithTrace(t, prefix)
 	text, err := os.ReadFile(prefix + "0")
 	require.NoError(t, err)
 	require.Contains(t, string(text), `"state":"started"`)

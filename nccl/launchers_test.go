@@ -30,29 +30,20 @@ func TestGroupsWithoutNCCLs(t *testing.T) {
 			for range rounds {
 				root := r.IntN(n)
 				kind := r.IntN(3)
-				require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-					for _, i := range r.Perm(n) { // in any order
-						var err error
-						switch k := ranks[i]; kind {
-						case 0:
-							err = nccl.AllReduce(b.On(k.c), k.s, xs[i], xs[i], nccl.Max)
-						case 1:
-							err = nccl.Broadcast(b.On(k.c), k.s, xs[i], xs[i], root)
-						default:
-							err = nccl.Reduce(b.On(k.c), k.s, xs[i], xs[i], nccl.Sum, root)
-						}
-						if err != nil {
-							return err
-						}
+				order := r.Perm(n)
+				require.NoError(t, grouped(ranks, func(at int, k rank) error {
+					i := order[at]
+					k = ranks[i].in(k.batch)
+					switch kind {
+					case 0:
+						return nccl.AllReduce(k.on(), k.s, xs[i], xs[i], nccl.Max)
+					case 1:
+						return nccl.Broadcast(k.on(), k.s, xs[i], xs[i], root)
 					}
-					return nil
+					return nccl.Reduce(k.on(), k.s, xs[i], xs[i], nccl.Sum, root)
 				}))
 				apply(kind, root, in)
-				for i, k := range ranks {
-					got := make([]int64, 24)
-					require.NoError(t, xs[i].CopyTo(k.s, got))
-					require.Equal(t, in[i], got, "rank %d of kind %d", i, kind)
-				}
+				require.Equal(t, in, contents(t, ranks, xs), "kind %d", kind)
 			}
 			for _, k := range ranks {
 				require.NoError(t, k.c.Wait(testgpu.Context(t), k.s))
@@ -60,16 +51,12 @@ func TestGroupsWithoutNCCLs(t *testing.T) {
 			}
 			// More than one for a rank, and a capture, are NCCL's affair.
 			all := func(times int) error {
-				return nccl.Group(func(b *nccl.Batch) error {
-					for i, k := range ranks {
-						for part := range times {
-							x := xs[i].Slice(part*24/times, (part+1)*24/times)
-							if err := nccl.AllReduce(b.On(k.c), k.s, x, x, nccl.Sum); err != nil {
-								return err
-							}
-						}
+				return grouped(ranks, func(i int, k rank) (err error) {
+					for part := range times {
+						x := xs[i].Slice(part*24/times, (part+1)*24/times)
+						err = errors.Join(err, nccl.AllReduce(k.on(), k.s, x, x, nccl.Sum))
 					}
-					return nil
+					return err
 				})
 			}
 			require.NoError(t, all(1))
@@ -123,15 +110,8 @@ func TestLaunchersKeepTheOrder(t *testing.T) {
 	xs, _ := buffers(t, one, 8)
 	nccl.WakeLaunchers(t, 4)
 	for range 100 {
-		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-			for i := range devs {
-				for _, k := range []rank{one[i], other[i]} {
-					if err := nccl.AllReduce(b.On(k.c), one[i].s, xs[i], xs[i], nccl.Sum); err != nil {
-						return err
-					}
-				}
-			}
-			return nil
+		require.NoError(t, grouped(one, func(i int, k rank) error {
+			return errors.Join(nccl.AllReduce(k.on(), k.s, xs[i], xs[i], nccl.Sum), nccl.AllReduce(k.batch.On(other[i].c), k.s, xs[i], xs[i], nccl.Sum))
 		}))
 	}
 	for i, k := range one {
@@ -146,19 +126,8 @@ func TestLaunchersTellOfAFailure(t *testing.T) {
 	ranks := connect(t, devs)
 	xs, _ := buffers(t, ranks, 8)
 	nccl.WakeLaunchers(t, 3)
-	all := func() error {
-		return nccl.Group(func(b *nccl.Batch) error {
-			for i, k := range ranks {
-				if err := nccl.AllReduce(b.On(k.c), k.s, xs[i], xs[i], nccl.Sum); err != nil {
-					return err
-				}
-			}
-			return nil
-		})
-	}
-	require.NoError(t, all())
-	err := all()
-	require.ErrorIs(t, err, nccl.ErrorSystem)
+	require.NoError(t, reduceAll(ranks, xs, nccl.Sum))
+	require.ErrorIs(t, reduceAll(ranks, xs, nccl.Sum), nccl.ErrorSystem)
 	for _, k := range ranks {
 		until(t, func() bool { return k.c.Err() != nil })
 		require.ErrorIs(t, k.c.Err(), nccl.ErrorSystem)

@@ -130,22 +130,13 @@ func (b *bench[T]) try(name string, op nccl.Op, inPlace bool, issue func(r rank,
 		}
 		require.NoError(t, src.Slice(0, total).CopyFrom(r.s, in))
 	}
-	err := nccl.Group(func(batch *nccl.Batch) error {
-		for i := range b.ranks {
-			src := b.src[i]
-			if inPlace {
-				src = b.dst[i]
-			}
-			if err := issue(b.ranks[i].in(batch), i, b.dst[i], src); err != nil {
-				return err
-			}
+	require.NoError(t, grouped(b.ranks, func(i int, r rank) error {
+		if inPlace {
+			return issue(r, i, b.dst[i], b.dst[i])
 		}
-		return nil
-	})
-	require.NoError(t, err, name)
-	for i, r := range b.ranks {
-		got := make([]T, total+guard)
-		require.NoError(t, b.dst[i].CopyTo(r.s, got))
+		return issue(r, i, b.dst[i], b.src[i])
+	}), name)
+	for i, got := range contents(t, b.ranks, b.dst) {
 		for j, v := range got {
 			w := float64(poison)
 			if j < total {

@@ -13,6 +13,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -44,9 +45,7 @@ func numbers(d memory.DType, n int) []byte {
 // The first NaN of each type is found at every place, and numbers and infinities are not NaN.
 func TestFirstNaN(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer s.Close()
+		s := streamtest.NewStream(t, devs[0])
 		for _, d := range nanTypes {
 			require.True(t, canBeNaN(d))
 			for _, n := range []int{1, 255, 256, 257, 100_003, 700_001} {
@@ -80,9 +79,7 @@ func TestFirstNaN(t *testing.T) {
 // The first operation with a NaN is reported, and later ones do not change it.
 func TestFirstOperation(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		s, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer s.Close()
+		s := streamtest.NewStream(t, devs[0])
 		c, err := newNaNChecker(devs[0])
 		require.NoError(t, err)
 		bad := numbers(memory.Float32, 1000)

@@ -3,8 +3,8 @@ package nccl_test
 import (
 	"context"
 	"errors"
-	"fmt"
 	"math/rand/v2"
+	"slices"
 	"sync"
 	"testing"
 	"time"
@@ -74,12 +74,12 @@ func connectWith(t *testing.T, devs []*device.Device, cfg *nccl.Config) []rank {
 	return ranks
 }
 
-// each runs f for every rank at once.
-func each(t *testing.T, devs []*device.Device, f func(i int) error) {
+// each runs f at once for every rank of a list, which may be one of their devices.
+func each[T any](t *testing.T, list []T, f func(i int) error) {
 	t.Helper()
-	errs := make([]error, len(devs))
+	errs := make([]error, len(list))
 	var wg sync.WaitGroup
-	for i := range devs {
+	for i := range list {
 		wg.Go(func() { errs[i] = f(i) })
 	}
 	wg.Wait()
@@ -98,30 +98,66 @@ func issueAlone(t *testing.T, r rank, x memory.Slice[int64]) error {
 	return r.c.Wait(testgpu.Context(t), r.s)
 }
 
+// grouped issues an operation on all ranks in one group.
+func grouped(ranks []rank, op func(i int, r rank) error) error {
+	return nccl.Group(func(b *nccl.Batch) (err error) {
+		for i, r := range ranks {
+			err = errors.Join(err, op(i, r.in(b)))
+		}
+		return err
+	})
+}
+
+// reduceAll reduces the memory of all ranks in place, in one group.
+func reduceAll[T memory.Element](ranks []rank, xs []memory.Slice[T], op nccl.Op) error {
+	return grouped(ranks, func(i int, r rank) error { return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], op) })
+}
+
 // run issues an operation on all ranks in one group and returns the contents of out.
 func run(t *testing.T, ranks []rank, out []memory.Slice[int64], op func(i int, r rank) error) [][]int64 {
 	t.Helper()
-	require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-		for i, r := range ranks {
-			if err := op(i, r.in(b)); err != nil {
-				return err
-			}
-		}
-		return nil
-	}))
+	require.NoError(t, grouped(ranks, op))
 	return contents(t, ranks, out)
 }
 
 // contents waits for the ranks and returns what they have.
-func contents(t *testing.T, ranks []rank, out []memory.Slice[int64]) [][]int64 {
+func contents[T memory.Element](t *testing.T, ranks []rank, out []memory.Slice[T]) [][]T {
 	t.Helper()
-	got := make([][]int64, len(ranks))
+	got := make([][]T, len(ranks))
 	for i, r := range ranks {
 		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
-		got[i] = make([]int64, out[i].Len())
-		require.NoError(t, out[i].CopyTo(r.s, got[i]))
+		got[i] = read(t, r.s, out[i])
 	}
 	return got
+}
+
+// requireAll requires that all ranks have these elements.
+func requireAll[T memory.Element](t *testing.T, ranks []rank, xs []memory.Slice[T], want []T, what ...any) {
+	t.Helper()
+	require.Equal(t, slices.Repeat([][]T{want}, len(ranks)), contents(t, ranks, xs), what...)
+}
+
+// read returns what memory has when the stream has come to this place.
+func read[T memory.Element](t *testing.T, s *stream.Stream, x memory.Slice[T]) []T {
+	t.Helper()
+	got := make([]T, x.Len())
+	require.NoError(t, x.CopyTo(s, got))
+	return got
+}
+
+// made returns memory with these elements, which the end of the test closes.
+func made[T memory.Element](t *testing.T, s *stream.Stream, elements ...T) memory.Slice[T] {
+	t.Helper()
+	x, err := memory.MakeFrom(s, elements)
+	require.NoError(t, err)
+	t.Cleanup(func() { require.NoError(t, x.Close()) })
+	return x
+}
+
+// room returns memory for n elements, which the end of the test closes.
+func room[T memory.Element](t *testing.T, s *stream.Stream, n int) memory.Slice[T] {
+	t.Helper()
+	return made(t, s, make([]T, n)...)
 }
 
 // buffers makes n random numbers on each rank.
@@ -165,97 +201,14 @@ func concat(hs [][]int64) []int64 {
 	return all
 }
 
-func TestCollectives(t *testing.T) {
+// Every collective of a length that is none, one, odd or large.
+func TestLengths(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connect(t, devs)
-		size := len(ranks)
 		for _, n := range []int{0, 1, 5, 1024, 100_001} {
-			t.Run(fmt.Sprintf("n=%d", n), func(t *testing.T) {
-				src, in := buffers(t, ranks, n)
-				dst, _ := buffers(t, ranks, n)
-				wide, win := buffers(t, ranks, n*size)
-				wide2, _ := buffers(t, ranks, n*size)
-				total, all := sum(in), concat(in)
-
-				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.AllReduce(r.on(), r.s, dst[i], src[i], nccl.Sum)
-				}) {
-					require.Equal(t, total, got, "all-reduce, rank %d", i)
-				}
-				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.Broadcast(r.on(), r.s, dst[i], src[i], size-1)
-				}) {
-					require.Equal(t, in[size-1], got, "broadcast, rank %d", i)
-				}
-				got := run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.Reduce(r.on(), r.s, dst[i], src[i], nccl.Max, 1)
-				})
-				for k := range n {
-					require.Equal(t, max(in[0][k], in[1][k]), got[1][k], "reduce")
-				}
-				for i, got := range run(t, ranks, wide2, func(i int, r rank) error {
-					return nccl.AllGather(r.on(), r.s, wide2[i], src[i])
-				}) {
-					require.Equal(t, all, got, "all-gather, rank %d", i)
-				}
-				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.ReduceScatter(r.on(), r.s, dst[i], wide[i], nccl.Sum)
-				}) {
-					require.Equal(t, sum(win)[i*n:(i+1)*n], got, "reduce-scatter, rank %d", i)
-				}
-				for i, got := range run(t, ranks, wide2, func(i int, r rank) error {
-					return nccl.AllToAll(r.on(), r.s, wide2[i], wide[i])
-				}) {
-					for j := range size {
-						require.Equal(t, win[j][i*n:(i+1)*n], got[j*n:(j+1)*n], "all-to-all, rank %d from %d", i, j)
-					}
-				}
-				got = run(t, ranks, wide2, func(i int, r rank) error {
-					return nccl.Gather(r.on(), r.s, wide2[i], src[i], 1)
-				})
-				require.Equal(t, all, got[1], "gather")
-				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					return nccl.Scatter(r.on(), r.s, dst[i], wide[i], 0)
-				}) {
-					require.Equal(t, win[0][i*n:(i+1)*n], got, "scatter, rank %d", i)
-				}
-				for i, got := range run(t, ranks, dst, func(i int, r rank) error {
-					if err := nccl.Send(r.on(), r.s, src[i], (i+1)%size); err != nil {
-						return err
-					}
-					return nccl.Recv(r.on(), r.s, dst[i], (i+size-1)%size)
-				}) {
-					require.Equal(t, in[(i+size-1)%size], got, "ring, rank %d", i)
-				}
-			})
-		}
-	})
-}
-
-// bool and 16-bit integers can be moved but not reduced.
-func TestTypesThatNCCLLacks(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		ranks := connect(t, devs)
-		xs := make([]memory.Slice[int16], len(ranks))
-		for i, r := range ranks {
-			var err error
-			xs[i], err = memory.MakeFrom(r.s, []int16{int16(i), -7, 30000})
-			require.NoError(t, err)
-			defer xs[i].Close()
-		}
-		require.ErrorContains(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum), "cannot reduce int16")
-		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-			for i, r := range ranks {
-				if err := nccl.Broadcast(b.On(r.c), r.s, xs[i], xs[i], 1); err != nil {
-					return err
-				}
-			}
-			return nil
-		}))
-		for i, r := range ranks {
-			got := make([]int16, 3)
-			require.NoError(t, xs[i].CopyTo(r.s, got))
-			require.Equal(t, []int16{1, -7, 30000}, got)
+			b := newBench(t, whole[int64](), ranks, n)
+			b.all([]nccl.Op{nccl.Sum, nccl.Max})
+			b.close()
 		}
 	})
 }
@@ -265,6 +218,7 @@ func TestArgumentErrors(t *testing.T) {
 		ranks := connect(t, devs)
 		xs, _ := buffers(t, ranks, 8)
 		r := ranks[0]
+		shorts := made[int16](t, r.s, 1, -7)
 		for name, c := range map[string]struct {
 			err  error
 			text string
@@ -284,62 +238,10 @@ func TestArgumentErrors(t *testing.T) {
 			"no communicator":     {nccl.AllReduce(nil, r.s, xs[0], xs[0], nccl.Sum), "no communicator given"},
 			"no stream":           {nccl.AllReduce(r.on(), nil, xs[0], xs[0], nccl.Sum), "no stream given"},
 			"an unknown operator": {nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Op(77)), "op 77 is not a reduction"},
+			"a type only to move": {nccl.AllReduce(r.on(), r.s, shorts, shorts, nccl.Sum), "cannot reduce int16"},
 		} {
 			require.ErrorContains(t, c.err, c.text, name)
 		}
-	})
-}
-
-// A group whose function fails enqueues nothing and leaves the thread and the
-// communicators as they were.
-func TestGroupFailsWhole(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		ranks := connect(t, devs)
-		xs, in := buffers(t, ranks, 64)
-		boom := fmt.Errorf("boom")
-		for range 3 {
-			require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
-				if err := nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum); err != nil {
-					return err
-				}
-				return boom
-			}), boom)
-			require.Panics(t, func() {
-				_ = nccl.Group(func(b *nccl.Batch) error {
-					_ = nccl.AllReduce(b.On(ranks[0].c), ranks[0].s, xs[0], xs[0], nccl.Sum)
-					panic("boom")
-				})
-			})
-		}
-		for i, got := range run(t, ranks, xs, func(i int, r rank) error {
-			return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum)
-		}) {
-			require.Equal(t, sum(in), got, "rank %d", i)
-		}
-	})
-}
-
-func TestAbortEndsABlockedOperation(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		ranks := connect(t, devs)
-		xs, _ := buffers(t, ranks, 1024)
-		each(t, devs, func(i int) error { return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum) })
-		for _, r := range ranks {
-			require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
-		}
-		// Rank 1 never calls the second one.
-		r := ranks[0]
-		require.NoError(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum))
-		ctx, cancel := context.WithTimeout(context.Background(), 50*time.Millisecond)
-		defer cancel()
-		err := r.c.Wait(ctx, r.s)
-		require.ErrorIs(t, err, context.DeadlineExceeded)
-		require.ErrorContains(t, err, "rank 0 of 2")
-		each(t, devs, func(i int) error { return ranks[i].c.Abort() })
-		require.NoError(t, r.s.Sync(testgpu.Context(t)))
-		require.ErrorIs(t, nccl.AllReduce(r.on(), r.s, xs[0], xs[0], nccl.Sum), device.ErrClosed)
-		require.NoError(t, r.c.Close())
-		require.NoError(t, (*nccl.Communicator)(nil).Close())
 	})
 }
 
@@ -349,9 +251,7 @@ func TestShutdown(t *testing.T) {
 		xs, in := buffers(t, ranks, 10_000)
 		each(t, devs, func(i int) error { return nccl.AllReduce(ranks[i].c, ranks[i].s, xs[i], xs[i], nccl.Sum) })
 		each(t, devs, func(i int) error { return ranks[i].c.Shutdown(testgpu.Context(t)) })
-		got := make([]int64, 10_000)
-		require.NoError(t, xs[1].CopyTo(ranks[1].s, got))
-		require.Equal(t, sum(in), got)
+		require.Equal(t, sum(in), read(t, ranks[1].s, xs[1]))
 		require.ErrorIs(t, nccl.AllReduce(ranks[0].c, ranks[0].s, xs[0], xs[0], nccl.Sum), device.ErrClosed)
 	})
 }
@@ -399,6 +299,17 @@ func TestShutdownBesideOperations(t *testing.T) {
 				}
 			}
 		}
+	})
+}
+
+func TestUniqueID(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		id, err := nccl.NewUniqueID(devs[0])
+		require.NoError(t, err)
+		require.NotEqual(t, nccl.UniqueID{}, id)
+		other, err := nccl.NewUniqueID(devs[0])
+		require.NoError(t, err)
+		require.NotEqual(t, id, other)
 	})
 }
 

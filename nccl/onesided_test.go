@@ -54,9 +54,7 @@ func TestOneSidedAgainstModel(t *testing.T) {
 			}
 		}
 		for i, r := range ranks {
-			got := make([]float32, slots)
-			require.NoError(t, xs[i].Slice(0, slots).CopyTo(r.s, got))
-			require.Equal(t, model[i], got, "round %d, rank %d", round, i)
+			require.Equal(t, model[i], read(t, r.s, xs[i].Slice(0, slots)), "round %d, rank %d", round, i)
 		}
 		barrier(t, ranks)
 	}

@@ -9,7 +9,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/memory"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
 )
@@ -27,9 +27,7 @@ func TestWaitsBesideABatch(t *testing.T) {
 				c, err := r.c.Split(ctx, 0, 0, nil)
 				return errors.Join(err, c.Close())
 			},
-			"group": func() error {
-				return nccl.Group(func(b *nccl.Batch) error { return nccl.AllReduce(b.On(r.c), r.s, xs[0], xs[0], nccl.Sum) })
-			},
+			"group": func() error { return reduceAll([]rank{r}, xs, nccl.Sum) },
 		} {
 			require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
 				require.NoError(t, nccl.AllReduce(b.On(r.c), r.s, xs[0], xs[0], nccl.Sum))
@@ -47,9 +45,7 @@ func TestWaitsBesideABatch(t *testing.T) {
 			}), device.ErrClosed, name)
 		}
 		require.NoError(t, nccl.Group(func(*nccl.Batch) error { return other.c.Close() }), "it has no operations in the batch")
-		got := make([]int64, 8)
-		require.NoError(t, xs[0].CopyTo(r.s, got))
-		require.Equal(t, in[0], got)
+		require.Equal(t, in[0], read(t, r.s, xs[0]))
 	})
 }
 
@@ -91,12 +87,7 @@ func TestGroupOfWhatWasClosed(t *testing.T) {
 		ranks := connect(t, devs)
 		xs, in := buffers(t, ranks, 8)
 		for _, what := range []string{"destination", "source", "stream"} {
-			y, err := memory.Make[int64](ranks[1].s, 8)
-			require.NoError(t, err)
-			defer y.Close()
-			s, err := stream.New(devs[1], nil)
-			require.NoError(t, err)
-			defer s.Close()
+			y, s := room[int64](t, ranks[1].s, 8), streamtest.NewStream(t, devs[1])
 			dst, src, close := xs[1], xs[1], s.Close
 			switch what {
 			case "destination":
@@ -109,18 +100,9 @@ func TestGroupOfWhatWasClosed(t *testing.T) {
 				require.NoError(t, nccl.AllReduce(b.On(ranks[1].c), s, dst, src, nccl.Sum))
 				return close()
 			}), device.ErrClosed, what)
-			got := make([]int64, 8)
-			require.NoError(t, xs[0].CopyTo(ranks[0].s, got))
-			require.Equal(t, in[0], got, what)
+			require.Equal(t, in[0], read(t, ranks[0].s, xs[0]), what)
 		}
-		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-			for i, r := range ranks {
-				if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
-					return err
-				}
-			}
-			return nil
-		}), "nothing was left of the groups")
+		require.NoError(t, reduceAll(ranks, xs, nccl.Sum), "nothing was left of the groups")
 	})
 }
 
@@ -147,8 +129,6 @@ func TestGroupOfHalfACapture(t *testing.T) {
 		}, nil)
 		require.NoError(t, err)
 		require.NoError(t, exec.Close())
-		got := make([]int64, 8)
-		require.NoError(t, xs[0].CopyTo(r.s, got))
-		require.Equal(t, in[0], got)
+		require.Equal(t, in[0], read(t, r.s, xs[0]))
 	})
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -77,13 +78,10 @@ func (a spied) Free(s *stream.Stream, ptr uint64, bytes int) error {
 // alone makes a communicator of one rank, the journal of its NCCL and a pool.
 func registering(t *testing.T, d *device.Device) (*Communicator, *spy, *stream.Stream, *memory.Pool) {
 	t.Helper()
-	s, err := stream.New(d, nil)
+	s := streamtest.NewStream(t, d)
+	cs, err := NewCommunicators(testgpu.Context(t), []*device.Device{d}, nil)
 	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, s.Close()) })
-	id, err := NewUniqueID(d)
-	require.NoError(t, err)
-	c, err := NewCommunicator(testgpu.Context(t), d, id, 0, 1, nil)
-	require.NoError(t, err)
+	c := cs[0]
 	t.Cleanup(func() { require.NoError(t, c.Close()) })
 	w := &spy{API: c.api, at: map[ncclapi.RegID]uint64{}}
 	c.api = w
@@ -146,11 +144,8 @@ func TestRegisterPool(t *testing.T) {
 func TestRegisterPoolOfTwoDevices(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	c, w, s, p := registering(t, devs[0])
-	o, err := stream.New(devs[1], nil)
-	require.NoError(t, err)
-	defer o.Close()
 	require.NoError(t, c.RegisterPool(p))
-	for _, on := range []*stream.Stream{s, o} {
+	for _, on := range []*stream.Stream{s, streamtest.NewStream(t, devs[1])} {
 		x, err := makeIn(t, p, on, 10)
 		require.NoError(t, err)
 		require.NoError(t, x.Close())

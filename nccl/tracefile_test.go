@@ -15,13 +15,14 @@ import (
 )
 
 // failWithTrace makes a communicator fail that writes its trace to prefix followed by 0.
-func failWithTrace(t *testing.T, prefix string) {
+func failWithTrace(t *testing.T, prefix string) []rank {
 	t.Helper()
 	t.Setenv(env.NCCLTraceFile.Name, prefix)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 	ranks := connectWith(t, devs, &nccl.Config{Timeout: soon})
 	xs, _ := buffers(t, ranks, 8)
 	require.ErrorIs(t, issueAlone(t, ranks[0], xs[0]), nccl.ErrorTimeout)
+	return ranks
 }
 
 // The trace names operations and programs, so only its user can read it.

@@ -1,8 +1,10 @@
 package nccl_test
 
 import (
+	"errors"
 	"math"
 	"math/rand/v2"
+	"slices"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -18,9 +20,7 @@ func TestTransfersThatDoNotFit(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ranks := connect(t, devs)
 		xs, in := buffers(t, ranks, 8)
-		floats, err := memory.Make[float64](ranks[1].s, 8)
-		require.NoError(t, err)
-		defer floats.Close()
+		floats := room[float64](t, ranks[1].s, 8)
 		c0, s0, c1, s1 := ranks[0].c, ranks[0].s, ranks[1].c, ranks[1].s
 		type issued []error
 		for name, issue := range map[string]func(on onto) issued{
@@ -69,23 +69,14 @@ func TestTransfersThatDoNotFit(t *testing.T) {
 
 		// Those that fit, of two ways at once, and to itself.
 		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-			for _, err := range []error{
+			return errors.Join(
 				nccl.Recv(b.On(c1), s1, xs[1].Slice(0, 2), 0), nccl.Recv(b.On(c1), s1, xs[1].Slice(2, 3), 0),
 				nccl.Send(b.On(c1), s1, xs[1].Slice(4, 8), 0), nccl.Recv(b.On(c0), s0, xs[0].Slice(4, 8), 1),
 				nccl.Send(b.On(c0), s0, xs[0].Slice(0, 2), 1), nccl.Send(b.On(c0), s0, xs[0].Slice(2, 3), 1),
-				nccl.Send(b.On(c1), s1, xs[1].Slice(7, 8), 1), nccl.Recv(b.On(c1), s1, xs[1].Slice(3, 4), 1),
-			} {
-				if err != nil {
-					return err
-				}
-			}
-			return nil
+				nccl.Send(b.On(c1), s1, xs[1].Slice(7, 8), 1), nccl.Recv(b.On(c1), s1, xs[1].Slice(3, 4), 1))
 		}))
-		got := make([]int64, 8)
-		require.NoError(t, xs[1].CopyTo(s1, got))
-		require.Equal(t, append(append(append([]int64{}, in[0][:3]...), in[1][7]), in[1][4:]...), got)
-		require.NoError(t, xs[0].CopyTo(s0, got))
-		require.Equal(t, append(append([]int64{}, in[0][:4]...), in[1][4:]...), got)
+		require.Equal(t, slices.Concat(in[0][:3], in[1][7:], in[1][4:]), read(t, s1, xs[1]))
+		require.Equal(t, slices.Concat(in[0][:4], in[1][4:]), read(t, s0, xs[0]))
 	})
 }
 

@@ -39,19 +39,8 @@ func TestWindows(t *testing.T) {
 			require.NoError(t, err)
 			require.NoError(t, xs[i].CopyFrom(r.s, []float32{1, 2, 3, float32(i)}))
 		}
-		require.NoError(t, nccl.Group(func(b *nccl.Batch) error {
-			for i, r := range ranks {
-				if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
-					return err
-				}
-			}
-			return nil
-		}))
-		for i, r := range ranks {
-			got := make([]float32, 4)
-			require.NoError(t, xs[i].CopyTo(r.s, got))
-			require.Equal(t, []float32{2, 4, 6, 1}, got)
-		}
+		require.NoError(t, reduceAll(ranks, xs, nccl.Sum))
+		requireAll(t, ranks, xs, []float32{2, 4, 6, 1})
 		_, err := ranks[0].c.RegisterWindow(testgpu.Context(t), bufs[1], 16, true)
 		require.ErrorContains(t, err, "the buffer is of")
 		_, err = ranks[0].c.RegisterWindow(testgpu.Context(t), bufs[0], 4<<20, true)
@@ -132,20 +121,15 @@ func TestSimulate(t *testing.T) {
 		times := make([]time.Duration, 2)
 		for k, n := range []int{1 << 10, 1 << 22} {
 			xs, in := buffers(t, ranks, n)
-			issue := func(b *nccl.Batch) error {
-				for i, r := range ranks {
-					if err := nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum); err != nil {
-						return err
-					}
-				}
-				return nil
-			}
 			var err error
-			times[k], err = nccl.Simulate(issue)
+			times[k], err = nccl.Simulate(func(b *nccl.Batch) (err error) {
+				for i, r := range ranks {
+					err = errors.Join(err, nccl.AllReduce(b.On(r.c), r.s, xs[i], xs[i], nccl.Sum))
+				}
+				return err
+			})
 			require.NoError(t, err)
-			got := make([]int64, n)
-			require.NoError(t, xs[0].CopyTo(ranks[0].s, got))
-			require.Equal(t, in[0][:8], got[:8], "nothing ran")
+			require.Equal(t, in[0][:8], read(t, ranks[0].s, xs[0].Slice(0, 8)), "nothing ran")
 		}
 		t.Logf("8 KiB: %v, 32 MiB: %v", times[0], times[1])
 		require.Greater(t, times[0], 100*time.Nanosecond)
@@ -228,7 +212,8 @@ func TestCapabilities(t *testing.T) {
 func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 	for version, wrong := range map[string]bool{"2.28.3": true, "2.28.7": false} {
 		t.Run(version, func(t *testing.T) {
-			ranks, xs, windows := windowed(t, version)
+			ranks := connect(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: version}))
+			xs, windows := windowsOf(t, ranks)
 			gather := func(n int) func(on onto, i int) error {
 				return func(on onto, i int) error {
 					return nccl.AllGather(on(ranks[i].c), ranks[i].s, xs[i].Slice(0, 2*n), xs[i].Slice(i*n, i*n+n))
@@ -243,12 +228,7 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 				return nccl.AllReduce(on(ranks[i].c), ranks[i].s, xs[i].Slice(9, 12), xs[i].Slice(9, 12), nccl.Sum)
 			}
 			outside := func(on onto, i int) error {
-				y, err := memory.Make[float32](ranks[i].s, 6)
-				if err != nil {
-					return err
-				}
-				t.Cleanup(func() { require.NoError(t, y.Close()) })
-				return nccl.AllGather(on(ranks[i].c), ranks[i].s, y, xs[i].Slice(16, 19))
+				return nccl.AllGather(on(ranks[i].c), ranks[i].s, room[float32](t, ranks[i].s, 6), xs[i].Slice(16, 19))
 			}
 			for name, c := range map[string]struct {
 				ops   []func(on onto, i int) error
@@ -263,15 +243,11 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 				"two in a group":                   {[]func(onto, int) error{gather(4), reduce}, "ncclAllReduce on rank 0 of 2: it is in one group with another operation, ncclAllGather, both in symmetric windows: NCCL 2.28.3 corrupts the results"},
 				"one in a group beside other ones": {[]func(onto, int) error{gather(4), outside}, ""},
 			} {
-				err := nccl.Group(func(b *nccl.Batch) error {
+				err := nccl.Group(func(b *nccl.Batch) (err error) {
 					for _, op := range c.ops {
-						for i := range ranks {
-							if err := op(b.On, i); err != nil {
-								return err
-							}
-						}
+						err = errors.Join(err, op(b.On, 0), op(b.On, 1))
 					}
-					return nil
+					return err
 				})
 				if c.wrong == "" || !wrong {
 					require.NoError(t, err, name)
@@ -289,14 +265,6 @@ func TestSymmetricKernelsThatAreWrong(t *testing.T) {
 			}), "the windows are closed")
 		})
 	}
-}
-
-// windowed connects two virtual ranks with memory in symmetric windows.
-func windowed(t *testing.T, version string) ([]rank, []memory.Slice[float32], []*nccl.Window) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: version})
-	ranks := connect(t, devs)
-	xs, windows := windowsOf(t, ranks)
-	return ranks, xs, windows
 }
 
 // allocated gives the ranks n elements each of nccl.Allocator, at the beginning of an allocation.
@@ -317,8 +285,8 @@ func allocated[T memory.Element](t *testing.T, ranks []rank, n int) []memory.Sli
 // windowsOf gives the ranks memory in symmetric windows.
 func windowsOf(t *testing.T, ranks []rank) ([]memory.Slice[float32], []*nccl.Window) {
 	xs := allocated[float32](t, ranks, 1<<18)
-	windows, devs := make([]*nccl.Window, len(ranks)), make([]*device.Device, len(ranks))
-	each(t, devs, func(i int) (err error) {
+	windows := make([]*nccl.Window, len(ranks))
+	each(t, ranks, func(i int) (err error) {
 		windows[i], err = ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i].Buffer(), xs[i].Bytes(), true)
 		return err
 	})

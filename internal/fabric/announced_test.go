@@ -4,8 +4,8 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -14,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/stream"
 )
 
 // falsify returns an exchange that changes the values that this rank announces.
@@ -43,54 +44,38 @@ func TestScratchOfAnotherLength(t *testing.T) {
 			t.Run(name, func(t *testing.T) {
 				before := fabric.Scratches()
 				var id any // of the memory of rank 1 of the other group
-				owners := openFalsified(t, devs, &fabric.Config{Bytes: bytes}, func(value map[string]any) {
+				owners, errs := openFalsified(t, devs, &fabric.Config{Bytes: bytes}, func(value map[string]any) {
 					if value["Scratch"] != nil {
 						id = value["Scratch"]
 					}
 				})
-				for _, err := range owners.errs {
-					require.NoError(t, err)
-				}
+				require.NoError(t, errors.Join(errs...))
 				require.NotNil(t, id)
-				users := openFalsified(t, devs, &fabric.Config{Bytes: 256 << 10}, func(value map[string]any) {
+				_, errs = openFalsified(t, devs, &fabric.Config{Bytes: 256 << 10}, func(value map[string]any) {
 					if value["Scratch"] != nil {
 						value["Scratch"] = id
 					}
 				})
-				for rank, err := range users.errs {
+				for rank, err := range errs {
 					require.ErrorContains(t, err, "the memory of rank 1: it has ", "rank %d", rank)
 					require.ErrorContains(t, err, " words: want ", "rank %d", rank)
 				}
-				closeAll(t, owners.ranks)
+				closeAll(t, owners)
 				require.Equal(t, before, fabric.Scratches())
 			})
 		}
 	})
 }
 
-type opened struct {
-	ranks []member
-	errs  []error
-}
-
 // openFalsified opens a rank on each device; change gets the values that rank 1 announces.
-func openFalsified(t *testing.T, devs []*device.Device, cfg *fabric.Config, change func(value map[string]any)) opened {
+func openFalsified(t *testing.T, devs []*device.Device, cfg *fabric.Config, change func(value map[string]any)) ([]member, []error) {
 	t.Helper()
-	table := fabric.NewTable(len(devs))
-	o := opened{make([]member, len(devs)), make([]error, len(devs))}
-	var all sync.WaitGroup
-	for i, dev := range devs {
-		s, exchange := newStream(t, dev), table.Seat(i)
+	return openBy(t, testgpu.Context(t), devs, func(i int, _ *stream.Stream, seat collective.Exchange) (collective.Exchange, *fabric.Config) {
 		if i == 1 {
-			exchange = falsify(t, exchange, change)
+			seat = falsify(t, seat, change)
 		}
-		all.Go(func() {
-			r, err := fabric.Open(testgpu.Context(t), s, i, len(devs), exchange, cfg)
-			o.ranks[i], o.errs[i] = member{r, s}, err
-		})
-	}
-	all.Wait()
-	return o
+		return seat, cfg
+	})
 }
 
 // A rank of another process announces a handle of fewer or more bytes.

@@ -28,13 +28,9 @@ func TestOpenIsCancelledBeforeTheCopies(t *testing.T) {
 			ctx, cancel := context.WithCancelCause(t.Context())
 			defer cancel(nil)
 			goOn := make(chan struct{})
-			seats, errs, streams := fabric.NewTable(len(devs)), make([]error, len(devs)), make([]*stream.Stream, len(devs))
-			var all sync.WaitGroup
-			for i, dev := range devs {
-				s, seat := newStream(t, dev), seats.Seat(i)
-				streams[i] = s
+			group, errs := openBy(t, ctx, devs, func(i int, s *stream.Stream, seat collective.Exchange) (collective.Exchange, *fabric.Config) {
 				calls := 0
-				exchange := func(ctx context.Context, mine []byte) ([][]byte, error) {
+				return func(ctx context.Context, mine []byte) ([][]byte, error) {
 					said, err := seat(ctx, mine)
 					if calls++; calls == 1 { // the copies come next
 						err = errors.Join(err, s.Callback(func() { <-goOn }))
@@ -43,18 +39,16 @@ func TestOpenIsCancelledBeforeTheCopies(t *testing.T) {
 						}
 					}
 					return said, err
-				}
-				all.Go(func() { _, errs[i] = fabric.Open(ctx, s, i, len(devs), exchange, cfg) })
-			}
-			all.Wait()
+				}, cfg
+			})
 			for _, err := range errs {
 				require.ErrorIs(t, err, errEnough)
 			}
 			require.Zero(t, fabric.Scratches())
 			later := openLater(t, devs, cfg) // reuses memory that is free
 			close(goOn)
-			for _, s := range streams {
-				require.NoError(t, s.Sync(testgpu.Context(t)))
+			for _, m := range group {
+				require.NoError(t, m.s.Sync(testgpu.Context(t)))
 			}
 			closeAll(t, later())
 		})

@@ -4,7 +4,6 @@ import (
 	"flag"
 	"fmt"
 	"math/rand/v2"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -13,7 +12,6 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
-	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -68,25 +66,12 @@ func crowded(t *testing.T, gpus int) {
 type crowd []member
 
 func openCrowd(t *testing.T, devs []*device.Device, ranks int) crowd {
-	seats, c, errs := fabric.NewTable(ranks), make(crowd, ranks), make([]error, ranks)
-	t.Cleanup(func() {
-		for i, m := range c {
-			if errs[i] == nil {
-				require.NoError(t, m.Close())
-			}
-		}
-	})
-	var wg sync.WaitGroup
-	for i := range c {
-		s := newStream(t, devs[i%len(devs)])
-		wg.Go(func() {
-			r, err := fabric.Open(testgpu.Context(t), s, i, ranks, seats.Seat(i), nil)
-			c[i], errs[i] = member{r, s}, err
-		})
+	list := make([]*device.Device, ranks)
+	for i := range list {
+		list[i] = devs[i%len(devs)]
 	}
-	wg.Wait()
-	for i, m := range c {
-		require.NoError(t, errs[i])
+	c := open(t, list, nil)
+	for _, m := range c {
 		m.HaveLines()
 	}
 	return c
@@ -123,7 +108,7 @@ func (c crowd) first() []step {
 // and returns how many operations that were.
 func (c crowd) run(t *testing.T, seed uint64, steps []step, launches int) int {
 	parts := make([]*part, len(c))
-	c.all(func(i int, m member) {
+	atOnce(c, func(i int, m member) {
 		p := newPart(t, m, steps)
 		if launches > 0 {
 			var err error
@@ -136,7 +121,7 @@ func (c crowd) run(t *testing.T, seed uint64, steps []step, launches int) int {
 	if t.Failed() {
 		t.FailNow()
 	}
-	c.all(func(i int, m member) {
+	atOnce(c, func(i int, m member) {
 		rng := rand.New(rand.NewPCG(seed, uint64(i+1)))
 		dawdle(rng)
 		if launches == 0 {
@@ -148,16 +133,7 @@ func (c crowd) run(t *testing.T, seed uint64, steps []step, launches int) int {
 		}
 		require.NoError(t, m.s.Sync(t.Context()))
 	})
-	c.all(func(i int, m member) { parts[i].check(t, m) })
-	c.all(func(i int, m member) { parts[i].close(t) })
+	atOnce(c, func(i int, m member) { parts[i].check(t, m) })
+	atOnce(c, func(i int, m member) { parts[i].close(t) })
 	return len(steps) * max(launches, 1)
-}
-
-// all runs f for all ranks at once.
-func (c crowd) all(f func(i int, m member)) {
-	var wg sync.WaitGroup
-	for i, m := range c {
-		wg.Go(func() { f(i, m) })
-	}
-	wg.Wait()
 }

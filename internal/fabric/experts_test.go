@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"math/rand/v2"
 	"slices"
-	"sync"
 	"testing"
 	"unsafe"
 
@@ -84,33 +83,29 @@ func fetch[T memory.Element](t *testing.T, m member, x memory.Slice[T]) []T {
 // runExperts dispatches and combines on all ranks.
 func runExperts[T memory.Element](t *testing.T, group []member, c *expertsCase[T]) []expertsOutput[T] {
 	got := make([]expertsOutput[T], len(group))
-	var wg sync.WaitGroup
-	for i, m := range group {
-		wg.Go(func() {
-			l := c.layer
-			l.Rank = i
-			tokens := len(c.ids[i]) / l.TopK
-			rows, atRows := onDevice(t, m, poisoned[T](l.Own()*l.Capacity()*l.Hidden))
-			counts, atCounts := onDevice(t, m, poisoned[int32](l.Own()))
-			routes, atRoutes := onDevice(t, m, poisoned[int32](l.Capacity()*l.TopK))
-			out, atOut := onDevice(t, m, poisoned[T](tokens*l.Hidden))
-			choices, atChoices := onDevice(t, m, poisoned[T](tokens*l.TopK*l.Hidden))
-			_, x := onDevice(t, m, c.x[i])
-			_, ids := onDevice(t, m, c.ids[i])
-			_, weights := onDevice(t, m, c.weights[i])
-			if !c.weighted[i] {
-				weights = 0
-			}
-			if !c.each {
-				atChoices = 0
-			}
-			require.NoError(t, fabric.LoadExperts(m.Device(), &l))
-			require.NoError(t, m.Dispatch(m.s, &l, &fabric.Dispatch{Tokens: tokens, X: x, IDs: ids, Weights: weights, Rows: atRows, Counts: atCounts, Routes: atRoutes}))
-			require.NoError(t, m.Combine(m.s, &l, &fabric.Combine{Tokens: tokens, Y: atRows, Routes: atRoutes, Weights: weights, Out: atOut, Rows: atChoices}))
-			got[i] = expertsOutput[T]{fetch(t, m, rows), fetch(t, m, counts), fetch(t, m, routes), fetch(t, m, out), fetch(t, m, choices)}
-		})
-	}
-	wg.Wait()
+	atOnce(group, func(i int, m member) {
+		l := c.layer
+		l.Rank = i
+		tokens := len(c.ids[i]) / l.TopK
+		rows, atRows := onDevice(t, m, poisoned[T](l.Own()*l.Capacity()*l.Hidden))
+		counts, atCounts := onDevice(t, m, poisoned[int32](l.Own()))
+		routes, atRoutes := onDevice(t, m, poisoned[int32](l.Capacity()*l.TopK))
+		out, atOut := onDevice(t, m, poisoned[T](tokens*l.Hidden))
+		choices, atChoices := onDevice(t, m, poisoned[T](tokens*l.TopK*l.Hidden))
+		_, x := onDevice(t, m, c.x[i])
+		_, ids := onDevice(t, m, c.ids[i])
+		_, weights := onDevice(t, m, c.weights[i])
+		if !c.weighted[i] {
+			weights = 0
+		}
+		if !c.each {
+			atChoices = 0
+		}
+		require.NoError(t, fabric.LoadExperts(m.Device(), &l))
+		require.NoError(t, m.Dispatch(m.s, &l, &fabric.Dispatch{Tokens: tokens, X: x, IDs: ids, Weights: weights, Rows: atRows, Counts: atCounts, Routes: atRoutes}))
+		require.NoError(t, m.Combine(m.s, &l, &fabric.Combine{Tokens: tokens, Y: atRows, Routes: atRoutes, Weights: weights, Out: atOut, Rows: atChoices}))
+		got[i] = expertsOutput[T]{fetch(t, m, rows), fetch(t, m, counts), fetch(t, m, routes), fetch(t, m, out), fetch(t, m, choices)}
+	})
 	return got
 }
 
@@ -139,9 +134,7 @@ func expertsOnHost[T memory.Element](h *hostSource, f float[T]) {
 
 // The blocks that another library moves give the same bits as the kernels that send themselves, on GPUs as on virtual devices.
 func TestExperts(t *testing.T) {
-	seed := rand.Uint64()
-	t.Log("seed ", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
+	rng := seeded(t)
 	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Slot: 1 << 20})
 		for range 4 {

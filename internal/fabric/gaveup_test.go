@@ -2,6 +2,7 @@ package fabric_test
 
 import (
 	"errors"
+	"slices"
 	"testing"
 	"time"
 
@@ -24,13 +25,9 @@ func TestGivenUpIsNotSent(t *testing.T) {
 		for _, a := range fabric.Algorithms {
 			group := open(t, devs, &fabric.Config{Bytes: 1 << 16})
 			xs := make([]anySlice[float32], len(group))
-			ones := make([]float32, n)
-			for i := range ones {
-				ones[i] = 1
-			}
 			for i, m := range group {
 				x := makeOf[float32](t, m.s, n)
-				require.NoError(t, x.CopyFrom(m.s, ones))
+				require.NoError(t, x.CopyFrom(m.s, slices.Repeat([]float32{1}, n)))
 				xs[i] = anySlice[float32]{x, x}
 			}
 			enqueue := func(i int) error {
@@ -55,11 +52,7 @@ func TestGivenUpIsNotSent(t *testing.T) {
 					require.NoError(t, err)
 				}
 				if done {
-					got := make([]float32, n)
-					require.NoError(t, xs[i].dst.CopyTo(group[i].s, got))
-					for _, v := range got {
-						require.EqualValues(t, 9, v, "%s, rank %d", a, i)
-					}
+					require.Equal(t, slices.Repeat([]float32{9}, n), fetch(t, group[i], xs[i].dst), "%s, rank %d", a, i)
 				}
 				group[i].Abort()
 			}

@@ -47,16 +47,12 @@ func TestLines(t *testing.T) {
 		rng := rand.New(rand.NewPCG(seed, 0))
 		for range batches {
 			b := newBatch(rng, len(devs), group[0].Limits().TwoShotLines)
-			var wg sync.WaitGroup
-			for _, m := range group {
+			atOnce(group, func(_ int, m member) {
 				m.SetGrid(b.blocks, b.threads)
-				wg.Go(func() {
-					if err := b.run(m); err != nil {
-						t.Error(err)
-					}
-				})
-			}
-			wg.Wait()
+				if err := b.run(m); err != nil {
+					t.Error(err)
+				}
+			})
 			if t.Failed() {
 				break
 			}
@@ -232,27 +228,25 @@ func TestLinesNeedNVLink(t *testing.T) {
 // of rank 1 is one that only rank 0 does not see.
 func TestLinesNeedGPUsThatAreSeen(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	seats, group, errs := fabric.NewTable(2), make([]member, 2), make([]error, 2)
-	var wg sync.WaitGroup
-	for i, dev := range devs {
-		s, say, turn := newStream(t, dev), seats.Seat(i), 0
-		wg.Go(func() {
-			r, err := fabric.Open(testgpu.Context(t), s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
-				said, err := say(ctx, mine)
-				if turn++; i == 0 && turn == 1 && err == nil {
-					other := regexp.MustCompile(`"GPU":"[^"]*"`).ReplaceAll(said[1], []byte(`"GPU":"another"`))
-					said = [][]byte{said[0], other}
-				}
-				return said, err
-			}, nil)
-			group[i], errs[i] = member{r, s}, err
-		})
-	}
-	wg.Wait()
+	group, errs := openMisled(t, devs, `"GPU":"[^"]*"`, `"GPU":"another"`)
 	require.NoError(t, errors.Join(errs...))
 	defer closeAll(t, group)
 	noLines(t, group, "two-shot-lines needs GPUs that NVLink joins, which keeps lines of 128 bytes whole; this machine has "+
 		"a link between ranks 0 and 1 that the driver does not tell of, since the process of rank 0 does not see the other GPU")
+}
+
+// openMisled opens a group of two ranks, in which rank 0 first reads something else than rank 1 has said.
+func openMisled(t *testing.T, devs []*device.Device, old, new string) ([]member, []error) {
+	return openBy(t, testgpu.Context(t), devs, func(i int, _ *stream.Stream, say collective.Exchange) (collective.Exchange, *fabric.Config) {
+		turn := 0
+		return func(ctx context.Context, mine []byte) ([][]byte, error) {
+			said, err := say(ctx, mine)
+			if turn++; i == 0 && turn == 1 && err == nil {
+				said = [][]byte{said[0], regexp.MustCompile(old).ReplaceAll(said[1], []byte(new))}
+			}
+			return said, err
+		}, nil
+	})
 }
 
 // Only GPUs that NCCL sends lines between do so here.
@@ -274,9 +268,7 @@ func noLines(t *testing.T, group []member, why string) {
 			require.NotEqual(t, fabric.TwoShotLines, m.Choose(bytes))
 		}
 		x := makeOf[float32](t, m.s, 8)
-		err := fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.TwoShotLines})
-		require.ErrorIs(t, err, errors.ErrUnsupported)
-		require.ErrorContains(t, err, why)
+		require.ErrorContains(t, fabric.AllReduce(m.Rank, m.s, x, x, collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.TwoShotLines}), "there is no kernel for that")
 		o := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Float32, Reduction: collective.Sum, N: 8}}}
 		require.False(t, m.Takes(&o, fabric.TwoShotLines))
 		require.True(t, m.Takes(&o, fabric.Auto))
@@ -304,31 +296,28 @@ func TestLinesOfNobody(t *testing.T) {
 	ctx, cancel := context.WithCancelCause(testgpu.Context(t))
 	defer cancel(nil)
 	late := errors.New("too late")
-	seats, ends := fabric.NewTable(2), make(chan error, 2)
-	first, second := newStream(t, devs[0]), newStream(t, devs[1])
+	var streams [2]*stream.Stream
 	leave := func() error {
 		for {
-			if done, err := first.Query(); !done || err != nil {
+			if done, err := streams[0].Query(); !done || err != nil {
 				cancel(late)
 				return errors.Join(err, late)
 			}
 		}
 	}
-	for i, s := range []*stream.Stream{first, second} {
-		say, turn := seats.Seat(i), 0
-		go func() {
-			_, err := fabric.Open(ctx, s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
-				said, err := say(ctx, mine)
-				if turn++; i == 1 && turn == 4 { // behind it comes the trial
-					return nil, leave()
-				}
-				return said, err
-			}, nil)
-			ends <- err
-		}()
-	}
-	require.ErrorIs(t, <-ends, late)
-	require.ErrorIs(t, <-ends, late)
+	_, errs := openBy(t, ctx, devs, func(i int, s *stream.Stream, say collective.Exchange) (collective.Exchange, *fabric.Config) {
+		streams[i] = s
+		turn := 0
+		return func(ctx context.Context, mine []byte) ([][]byte, error) {
+			said, err := say(ctx, mine)
+			if turn++; i == 1 && turn == 4 { // behind it comes the trial
+				return nil, leave()
+			}
+			return said, err
+		}, nil
+	})
+	require.ErrorIs(t, errs[0], late)
+	require.ErrorIs(t, errs[1], late)
 	require.Zero(t, fabric.Scratches())
 }
 

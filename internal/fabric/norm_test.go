@@ -7,9 +7,7 @@ import (
 	"math"
 	"math/rand/v2"
 	"slices"
-	"sync"
 	"testing"
-	"time"
 	"unsafe"
 
 	"github.com/stretchr/testify/require"
@@ -174,18 +172,14 @@ func runNorm[T memory.Element](t *testing.T, group []member, f float[T], c normC
 			}
 			require.NoError(t, x.m.s.Sync(testgpu.Context(t)))
 		}
-		var wg sync.WaitGroup
 		errs := make([]error, len(group))
-		for i, x := range all {
-			wg.Go(func() {
-				if captured {
-					errs[i] = execs[i].Launch(x.m.s)
-				} else {
-					errs[i] = x.m.EnqueueNorm(x.m.s, &x.norm)
-				}
-			})
-		}
-		wg.Wait()
+		atOnce(group, func(i int, m member) {
+			if captured {
+				errs[i] = execs[i].Launch(m.s)
+			} else {
+				errs[i] = m.EnqueueNorm(m.s, &all[i].norm)
+			}
+		})
 		require.NoError(t, errors.Join(errs...))
 		for i, x := range all {
 			x.read(t, c)
@@ -204,9 +198,7 @@ func runNorm[T memory.Element](t *testing.T, group []member, f float[T], c normC
 // TestNorm checks random shapes, with all types and algorithms.
 func TestNorm(t *testing.T) {
 	each(t, []int{2, 3, 4, 5, 6, 7, 8}, func(t *testing.T, devs []*device.Device) {
-		seed := rand.Uint64()
-		t.Log("seed ", seed)
-		group, rng := open(t, devs, &fabric.Config{Bytes: 1 << 20}), rand.New(rand.NewPCG(seed, 0))
+		group, rng := open(t, devs, &fabric.Config{Bytes: 1 << 20}), seeded(t)
 		for range testgpu.Rounds(testhost.Rounds(2, 4), 40) {
 			c := normCase{
 				rows: 1 + rng.IntN(8), cols: 4 * (1 + rng.IntN(300)), inPlace: rng.IntN(2) == 0, eps: []float32{0, 1e-6, 0.5}[rng.IntN(3)],
@@ -294,9 +286,7 @@ func bitsOf(t *testing.T, group []member, c normCase) (rows [][]memory.BFloat16B
 // TestAddNorm checks the kernel of one rank, which normalizes sums.
 func TestAddNorm(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
-		seed := rand.Uint64()
-		t.Log("seed ", seed)
-		rng := rand.New(rand.NewPCG(seed, 0))
+		rng := seeded(t)
 		m := member{s: newStream(t, devs[0])}
 		for range 6 {
 			c := normCase{rows: 1 + rng.IntN(9), cols: 4 * (1 + rng.IntN(3000)), eps: 1e-6, scale: []float32{0, 0.25}[rng.IntN(2)]}
@@ -371,25 +361,14 @@ func TestNormsThatDiffer(t *testing.T) {
 			func(x *fabric.Norm) { x.Algorithm = fabric.TwoShotPackets }, func(x *fabric.Norm) { x.Scale = x.Weight },
 		} {
 			t.Run(fmt.Sprint(i), func(t *testing.T) {
-				group := open(t, devs, &fabric.Config{Bytes: 1})
-				for r, m := range group {
-					x := newNormRank(t, m, single, normCase{rows: 2, cols: 8, algorithm: fabric.OneShot}, rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(1, 2))).norm
+				group := open(t, devs[:2], &fabric.Config{Bytes: 1})
+				disagree(t, group, func(r int) error {
+					x := newNormRank(t, group[r], single, normCase{rows: 2, cols: 8, algorithm: fabric.OneShot}, rand.New(rand.NewPCG(1, 1)), rand.New(rand.NewPCG(1, 2))).norm
 					if r == 1 {
 						change(&x)
 					}
-					require.NoError(t, m.EnqueueNorm(m.s, &x))
-				}
-				require.Never(t, func() bool {
-					done, err := group[0].s.Query()
-					return done || err != nil
-				}, 50*time.Millisecond, 5*time.Millisecond, "the ranks do not agree")
-				for _, m := range group {
-					m.Abort()
-				}
-				for _, m := range group {
-					require.NoError(t, m.s.Sync(testgpu.Context(t)))
-					require.ErrorContains(t, m.Err(), "given up")
-				}
+					return group[r].EnqueueNorm(group[r].s, &x)
+				})
 			})
 		}
 	})

@@ -3,7 +3,6 @@ package fabric_test
 import (
 	"errors"
 	"math/rand/v2"
-	"sync"
 	"testing"
 	"time"
 
@@ -102,11 +101,7 @@ func TestPushedRandom(t *testing.T) {
 		if devs[0].System().Backend() == "cuda" {
 			rounds = 200
 		}
-		var wg sync.WaitGroup
-		for _, m := range group {
-			wg.Go(func() { newPlan(seed, m, rounds).run(t, m) })
-		}
-		wg.Wait()
+		atOnce(group, func(_ int, m member) { newPlan(seed, m, rounds).run(t, m) })
 	})
 }
 
@@ -115,9 +110,9 @@ func TestPushedOnly(t *testing.T) {
 	eachPushed(t, []int{2}, func(t *testing.T, devs []*device.Device) {
 		m, other := open(t, devs, &pushes)[0], open(t, devs, &fabric.Config{Bytes: 1})[0]
 		x, y := makeOf[float32](t, m.s, 2), makeOf[float32](t, m.s, 2)
-		require.ErrorContains(t, fabric.AllReduce(m.Rank, m.s, x, x, 0, nil), "at most 0")
-		require.ErrorContains(t, fabric.AllToAll(m.Rank, m.s, x, y), "at most 0")
-		require.ErrorContains(t, fabric.AllReduce(other.Rank, other.s, x, x, 0, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}), "at most 0")
+		require.ErrorContains(t, fabric.AllReduce(m.Rank, m.s, x, x, 0, nil), "there is no kernel for that")
+		require.ErrorContains(t, fabric.AllToAll(m.Rank, m.s, x, y), "there is no kernel for that")
+		require.ErrorContains(t, fabric.AllReduce(other.Rank, other.s, x, x, 0, &fabric.AllReduceConfig{Algorithm: fabric.Pushed}), "there is no kernel for that")
 	})
 }
 
@@ -246,9 +241,7 @@ func TestPushedInTwoCaptures(t *testing.T) {
 		}
 		for i, m := range group {
 			for k, want := range [][]float32{{2, 4, 0}, {1, 2, 2}} {
-				got := make([]float32, 3)
-				require.NoError(t, xs[i][k].CopyTo(m.s, got))
-				require.Equal(t, want, got)
+				require.Equal(t, want, fetch(t, m, xs[i][k]))
 				require.NoError(t, graphs[i][k].Close())
 			}
 		}

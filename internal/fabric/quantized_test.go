@@ -1,10 +1,10 @@
 package fabric_test
 
 import (
+	"errors"
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -40,31 +40,21 @@ func runQuantized[T memory.Element](t *testing.T, group []member, f float[T], c 
 		xs, errs = append(xs, x), append(errs, e)
 	}
 	gotXs, gotErrs = make([][]T, len(group)), make([][]float32, len(group))
-	var wg sync.WaitGroup
-	for i, m := range group {
-		wg.Go(func() {
-			x, err := memory.Make[T](m.s, c.n+c.skip)
-			require.NoError(t, err)
-			e, err := memory.Make[float32](m.s, c.n+c.skip)
-			require.NoError(t, err)
-			x1, e1 := x.Slice(c.skip, c.n+c.skip), e.Slice(c.skip, c.n+c.skip)
-			require.NoError(t, x1.CopyFrom(m.s, xs[i]))
-			require.NoError(t, e1.CopyFrom(m.s, errs[i]))
-			op := fabric.Quantized{DType: memory.DTypeOf[T](), Format: c.format, N: c.n, X: x1.Ptr(), Mean: c.mean}
-			if c.feedback {
-				op.Errors = e1.Ptr()
-			}
-			require.True(t, m.TakesQuantized(&op))
-			require.NoError(t, m.LoadQuantized(&op))
-			require.NoError(t, m.EnqueueQuantized(m.s, &op))
-			gotXs[i], gotErrs[i] = make([]T, c.n), make([]float32, c.n)
-			require.NoError(t, x1.CopyTo(m.s, gotXs[i]))
-			require.NoError(t, e1.CopyTo(m.s, gotErrs[i]))
-			require.NoError(t, x.Close())
-			require.NoError(t, e.Close())
-		})
-	}
-	wg.Wait()
+	atOnce(group, func(i int, m member) {
+		x, e := makeOf[T](t, m.s, c.n+c.skip), makeOf[float32](t, m.s, c.n+c.skip)
+		x1, e1 := x.Slice(c.skip, c.n+c.skip), e.Slice(c.skip, c.n+c.skip)
+		require.NoError(t, x1.CopyFrom(m.s, xs[i]))
+		require.NoError(t, e1.CopyFrom(m.s, errs[i]))
+		op := fabric.Quantized{DType: memory.DTypeOf[T](), Format: c.format, N: c.n, X: x1.Ptr(), Mean: c.mean}
+		if c.feedback {
+			op.Errors = e1.Ptr()
+		}
+		require.True(t, m.TakesQuantized(&op))
+		require.NoError(t, m.LoadQuantized(&op))
+		require.NoError(t, m.EnqueueQuantized(m.s, &op))
+		gotXs[i], gotErrs[i] = fetch(t, m, x1), fetch(t, m, e1)
+		require.NoError(t, errors.Join(x.Close(), e.Close()))
+	})
 	for i := range gotXs {
 		require.True(t, testgpu.SameBits(gotXs[0], gotXs[i]), "ranks 0 and %d have other bits", i)
 	}
@@ -108,9 +98,7 @@ func quantizedOnHost[T memory.Element](h *hostSource, f float[T]) {
 
 // Operations of any length run on each backend, also between other operations of the ranks.
 func TestQuantized(t *testing.T) {
-	seed := rand.Uint64()
-	t.Log("seed ", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
+	rng := seeded(t)
 	each(t, []int{2, 3, 8}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Bytes: 64 << 10})
 		for range 4 {
@@ -165,9 +153,7 @@ func TestQuantizedChunks(t *testing.T) {
 					require.True(t, room*quant.ChunkBytes(length) <= slot && room*ranks*quant.ChunkBytes(length) <= whole, "%d ranks, %d elements: chunks of %d in %d and %d bytes", ranks, n, length, slot, whole)
 					require.True(t, blocks >= 1 && blocks <= min(multiprocessors, 128) && threads%32 == 0 && threads <= 512, "%d blocks of %d threads", blocks, threads)
 				}
-				for _, m := range group {
-					require.NoError(t, m.Close())
-				}
+				closeAll(t, group)
 			}
 		}
 	}
@@ -180,9 +166,7 @@ func TestQuantizedAborted(t *testing.T) {
 			each(t, []int{2}, func(t *testing.T, devs []*device.Device) {
 				group := open(t, devs, &fabric.Config{Bytes: 64 << 10})
 				m := group[0]
-				x, err := memory.Make[float32](m.s, n)
-				require.NoError(t, err)
-				require.NoError(t, x.Zero(m.s))
+				x := makeOf[float32](t, m.s, n)
 				require.NoError(t, m.EnqueueQuantized(m.s, &fabric.Quantized{DType: memory.Float32, Format: memory.Int8, N: n, X: x.Ptr()}))
 				ended, err := m.s.Query()
 				require.NoError(t, err)
@@ -191,7 +175,6 @@ func TestQuantizedAborted(t *testing.T) {
 				require.NoError(t, m.s.Sync(testgpu.Context(t)))
 				require.ErrorIs(t, m.Err(), fabric.ErrAborted)
 				require.ErrorContains(t, m.Err(), "an operation was given up")
-				require.NoError(t, x.Close())
 			})
 		})
 	}

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"runtime"
-	"sync"
 	"testing"
 	"time"
 
@@ -272,11 +271,7 @@ func TestRandom(t *testing.T) {
 		case len(devs) == 8:
 			rounds = testgpu.Rounds(testhost.Rounds(5, 10), 30)
 		}
-		var wg sync.WaitGroup
-		for _, m := range group {
-			wg.Go(func() { newPlan(seed, m, rounds).run(t, m) })
-		}
-		wg.Wait()
+		atOnce(group, func(_ int, m member) { newPlan(seed, m, rounds).run(t, m) })
 	})
 }
 

@@ -3,8 +3,8 @@ package fabric_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
-	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -97,29 +97,32 @@ func TestAbort(t *testing.T) {
 func TestAbortIdle(t *testing.T) {
 	each(t, []int{1, 2}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
-		x, y := makeOf[float32](t, group[0].s, 1), makeOf[float32](t, group[0].s, 1)
-		g, err := graph.Capture([]*stream.Stream{group[0].s}, func() error {
-			return fabric.AllReduce(group[0].Rank, group[0].s, x, y, collective.Sum, nil)
-		}, nil)
-		require.NoError(t, err)
-		group[0].Abort()
-		group[0].Abort()
-		require.ErrorIs(t, group[0].Err(), fabric.ErrAborted)
-		require.NotContains(t, group[0].Err().Error(), "given up")
-		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, collective.Sum, nil), fabric.ErrAborted)
+		m := group[0]
+		x, y := makeOf[float32](t, m.s, 1), makeOf[float32](t, m.s, 1)
+		reduce := func() error { return fabric.AllReduce(m.Rank, m.s, x, y, collective.Sum, nil) }
+		g, err := graph.Capture([]*stream.Stream{m.s}, reduce, nil)
 		if len(devs) > 1 {
-			require.ErrorIs(t, g.Launch(group[0].s), fabric.ErrAborted)
+			require.NoError(t, err)
+		} else {
+			require.ErrorContains(t, err, "there is no kernel for that")
+		}
+		m.Abort()
+		m.Abort()
+		require.ErrorIs(t, m.Err(), fabric.ErrAborted)
+		require.NotContains(t, m.Err().Error(), "given up")
+		require.ErrorIs(t, reduce(), fabric.ErrAborted)
+		if len(devs) > 1 {
+			require.ErrorIs(t, g.Launch(m.s), fabric.ErrAborted)
 		}
 		require.NoError(t, g.Close())
 		closeAll(t, group)
 		closeAll(t, group)
-		group[0].Abort()
+		m.Abort()
 		require.ErrorIs(t, group[1%len(group)].Err(), device.ErrClosed)
-		require.ErrorIs(t, fabric.AllReduce(group[0].Rank, group[0].s, x, x, collective.Sum, nil), device.ErrClosed)
+		require.ErrorIs(t, reduce(), device.ErrClosed)
 		var none *fabric.Rank
 		none.Abort()
 		require.NoError(t, none.Close())
-		require.ErrorContains(t, fabric.AllReduce(none, group[0].s, x, x, collective.Sum, nil), "no rank")
 	})
 }
 
@@ -185,60 +188,37 @@ func TestDeviceLost(t *testing.T) {
 	require.Zero(t, fabric.Scratches())
 }
 
-// Wrong arguments are found before anything is enqueued: the ranks stay in step.
-func TestArguments(t *testing.T) {
-	t.Setenv(env.ShareGPUs.Name, "no") // the ranks have different devices
+// What no kernel takes is refused before anything is enqueued: the ranks stay in step.
+func TestEnqueueRefuses(t *testing.T) {
 	each(t, []int{2, 4}, func(t *testing.T, devs []*device.Device) {
 		group := open(t, devs, &fabric.Config{Bytes: 1})
-		n := len(group)
-		m, far := group[0], group[1]
-		r, s := m.Rank, m.s
-		x, y := makeOf[float32](t, s, 64*n), makeOf[float32](t, s, 64*n)
-		b, f8 := makeOf[bool](t, s, 8), makeOf[memory.Float8E4M3Bits](t, s, 8)
-		i16 := makeOf[int16](t, s, 8)
-		z := makeOf[float32](t, far.s, 64*n)
-		big := makeOf[byte](t, s, 70000*n)
+		n, r, s := len(group), group[0].Rank, group[0].s
+		x, bools, i16 := makeOf[float32](t, s, 64), makeOf[bool](t, s, 8), makeOf[int16](t, s, 8)
+		f8, big := makeOf[memory.Float8E4M3Bits](t, s, 8), makeOf[byte](t, s, 70000*n)
 		l := r.Limits()
-		sum := func(dst, src memory.Slice[float32], op collective.Reduction, a fabric.Algorithm) error {
-			return fabric.AllReduce(r, s, dst, src, op, &fabric.AllReduceConfig{Algorithm: a})
-		}
-		for want, err := range map[string]error{
-			"the destination has 63 elements: want 64":   sum(x.Slice(0, 63), y.Slice(0, 64), collective.Sum, 0),
-			"op 5 does not exist":                        sum(x, y, 5, 0),
-			"op -1 does not exist":                       sum(x, y, -1, 0),
-			"algorithm 7 does not exist":                 sum(x, y, collective.Sum, 7),
-			"want the same memory, or none":              sum(x.Slice(0, 8), x.Slice(1, 9), collective.Sum, 0),
-			"the operation runs on":                      sum(z, z, collective.Sum, 0),
-			"cannot order work":                          fabric.AllReduce(r, far.s, x, y, collective.Sum, nil),
-			"no stream given":                            fabric.AllReduce(r, nil, x, y, collective.Sum, nil),
-			"want an integer":                            fabric.AllReduce(r, s, b, b, collective.Max, nil),
-			"float8_e4m3fn":                              fabric.AllReduce(r, s, f8, f8, collective.Sum, nil),
-			"int16":                                      fabric.ReduceScatter(r, s, i16.Slice(0, 1), i16.Slice(0, n), collective.Sum),
-			"the destination has 8 elements: want":       fabric.AllGather(r, s, x.Slice(0, 8), y.Slice(0, 5)),
-			"want the source to be the rank's part":      fabric.AllGather(r, s, x.Slice(0, 8*n), x.Slice(8, 16)),
-			"want the destination to be the rank's part": fabric.ReduceScatter(r, s, x.Slice(8, 16), x.Slice(0, 8*n), collective.Sum),
-			"the source has 8 elements: want":            fabric.ReduceScatter(r, s, y.Slice(0, 5), x.Slice(0, 8), collective.Sum),
-			"want a multiple of":                         fabric.AllToAll(r, s, x.Slice(0, 9), y.Slice(0, 9)),
-			"want no memory in common":                   fabric.AllToAll(r, s, x, x),
-			"rank -1 does not exist":                     fabric.Broadcast(r, s, x, y, -1),
-			"want 64":                                    fabric.Broadcast(r, s, x.Slice(0, 63), y.Slice(0, 64), 0),
-			"bytes a rank: at most":                      fabric.AllReduce(r, s, big.Slice(0, l.AllReduce()+1), big.Slice(0, l.AllReduce()+1), collective.Sum, nil),
-			"one-shot takes at most":                     fabric.AllReduce(r, s, big.Slice(0, l.OneShot+1), big.Slice(0, l.OneShot+1), collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.OneShot}),
-			"at most":                                    fabric.Broadcast(r, s, big.Slice(0, l.Part+1), big.Slice(0, l.Part+1), 0),
-			"all-gather on rank 0 of":                    fabric.AllGather(r, s, big.Slice(0, n*(l.Part+1)), big.Slice(0, l.Part+1)),
+		first := func(n int) memory.Slice[byte] { return big.Slice(0, n) }
+		for name, err := range map[string]error{
+			"no such reduction":  fabric.AllReduce(r, s, x, x, 5, nil),
+			"a PreMulSum":        fabric.AllReduce(r, s, x, x, -1, nil),
+			"bools":              fabric.AllReduce(r, s, bools, bools, collective.Max, nil),
+			"8-bit floats":       fabric.AllReduce(r, s, f8, f8, collective.Sum, nil),
+			"16-bit integers":    fabric.ReduceScatter(r, s, i16.Slice(0, 1), i16.Slice(0, n), collective.Sum),
+			"nothing":            fabric.AllReduce(r, s, x.Slice(0, 0), x.Slice(0, 0), collective.Sum, nil),
+			"more than two-shot": fabric.AllReduce(r, s, first(l.AllReduce()+1), first(l.AllReduce()+1), collective.Sum, nil),
+			"more than one-shot": fabric.AllReduce(r, s, first(l.OneShot+1), first(l.OneShot+1), collective.Sum, &fabric.AllReduceConfig{Algorithm: fabric.OneShot}),
+			"a long part":        fabric.Broadcast(r, s, first(l.Part+1), first(l.Part+1), 0),
+			"long parts":         fabric.AllGather(r, s, first(n*(l.Part+1)), first(l.Part+1)),
 		} {
-			require.ErrorContains(t, err, want)
-			require.ErrorContains(t, err, "fabric: ")
+			require.ErrorContains(t, err, "there is no kernel for that", name)
+			require.Regexp(t, "^fabric: [a-z-]+ on rank 0 of ", err.Error(), name)
 		}
-		require.ErrorIs(t, fabric.AllReduce(r, s, b, b, collective.Max, nil), errors.ErrUnsupported)
-		require.NoError(t, sum(x.Slice(0, 0), x.Slice(0, 0), collective.Sum, 0), "nothing to do")
-		require.NoError(t, fabric.AllGather(r, s, memory.Slice[float32]{}, memory.Slice[float32]{}))
 		done, err := s.Query()
 		for ; !done && err == nil; done, err = s.Query() {
 		}
 		require.NoError(t, err)
 		carryOut(t, group, floats(func(x float32) float32 { return x }), call{name: "all-reduce", n: 100})
 	})
+	require.Equal(t, "op 5, algorithm 9", fmt.Sprint(collective.Reduction(5), ", ", fabric.Algorithm(9)))
 }
 
 // The sum of 16-bit floats is that of float32, in rank order, rounded once;
@@ -282,9 +262,7 @@ func rounding[T memory.Element](t *testing.T, group []member, rng *rand.Rand, na
 			require.NoError(t, fabric.AllReduce(m.Rank, m.s, outs[r], outs[r], collective.Sum, &fabric.AllReduceConfig{Algorithm: a}))
 		}
 		for r, m := range group {
-			got := make([]T, n)
-			require.NoError(t, outs[r].CopyTo(m.s, got))
-			require.Equal(t, want, got, "%s on rank %d", a, r)
+			require.Equal(t, want, fetch(t, m, outs[r]), "%s on rank %d", a, r)
 		}
 	}
 }
@@ -332,22 +310,17 @@ func TestOpenRefuses(t *testing.T) {
 	t.Run("one fails", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 		for _, failing := range []int{1, 2, 3, 4, 5} { // the exchange in which rank 1 says so
-			seats := fabric.NewTable(2)
-			ends := make(chan error, 2)
-			for i, dev := range devs {
-				s, say, turn := newStream(t, dev), seats.Seat(i), 0
-				go func() {
-					_, err := fabric.Open(testgpu.Context(t), s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
-						if turn++; i == 1 && turn == failing {
-							mine = []byte(`{"Failed": "out of luck"}`)
-						}
-						return say(ctx, mine)
-					}, nil)
-					ends <- err
-				}()
-			}
-			require.ErrorContains(t, <-ends, "rank 1 cannot: out of luck")
-			require.ErrorContains(t, <-ends, "rank 1 cannot: out of luck")
+			_, errs := openBy(t, testgpu.Context(t), devs, func(i int, _ *stream.Stream, say collective.Exchange) (collective.Exchange, *fabric.Config) {
+				turn := 0
+				return func(ctx context.Context, mine []byte) ([][]byte, error) {
+					if turn++; i == 1 && turn == failing {
+						mine = []byte(`{"Failed": "out of luck"}`)
+					}
+					return say(ctx, mine)
+				}, nil
+			})
+			require.ErrorContains(t, errs[0], "rank 1 cannot: out of luck")
+			require.ErrorContains(t, errs[1], "rank 1 cannot: out of luck")
 			require.Equal(t, before, fabric.Scratches())
 		}
 	})
@@ -363,24 +336,9 @@ func TestOpenRefuses(t *testing.T) {
 	})
 	t.Run("one fails to link", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-		seats := fabric.NewTable(2)
-		ends := make(chan error, 2)
-		for i, dev := range devs {
-			s, say, turn := newStream(t, dev), seats.Seat(i), 0
-			go func() {
-				_, err := fabric.Open(testgpu.Context(t), s, i, 2, func(ctx context.Context, mine []byte) ([][]byte, error) {
-					said, err := say(ctx, mine)
-					if turn++; i == 0 && turn == 1 && err == nil {
-						wrong := regexp.MustCompile(`"Scratch":\d+`).ReplaceAll(said[1], []byte(`"Scratch":12345`))
-						said = [][]byte{said[0], wrong}
-					}
-					return said, err
-				}, nil)
-				ends <- err
-			}()
-		}
-		for range 2 {
-			require.ErrorContains(t, <-ends, "its scratch memory is gone")
+		_, errs := openMisled(t, devs, `"Scratch":\d+`, `"Scratch":12345`)
+		for _, err := range errs {
+			require.ErrorContains(t, err, "its scratch memory is gone")
 		}
 		require.Equal(t, before, fabric.Scratches())
 	})
@@ -412,17 +370,11 @@ func TestOpenRefuses(t *testing.T) {
 	})
 	t.Run("config", func(t *testing.T) {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-		seats := fabric.NewTable(2)
-		ends := make(chan error, 2)
-		for i, dev := range devs {
-			s := newStream(t, dev)
-			go func() {
-				_, err := fabric.Open(testgpu.Context(t), s, i, 2, seats.Seat(i), &fabric.Config{Bytes: 1 + i<<20})
-				ends <- err
-			}()
-		}
-		require.ErrorContains(t, <-ends, "want the same on all")
-		require.ErrorContains(t, <-ends, "want the same on all")
+		_, errs := openBy(t, testgpu.Context(t), devs, func(i int, _ *stream.Stream, seat collective.Exchange) (collective.Exchange, *fabric.Config) {
+			return seat, &fabric.Config{Bytes: 1 + i<<20}
+		})
+		require.ErrorContains(t, errs[0], "want the same on all")
+		require.ErrorContains(t, errs[1], "want the same on all")
 	})
 }
 

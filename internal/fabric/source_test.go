@@ -30,9 +30,7 @@ type hostSource struct {
 
 // onHost calls one of the functions, at random: each type takes seconds to compile.
 func onHost(t *testing.T, halfs func(*hostSource, float[memory.Float16Bits]), bfloats func(*hostSource, float[memory.BFloat16Bits]), singles func(*hostSource, float[float32])) {
-	seed := rand.Uint64()
-	t.Log("seed ", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
+	rng := seeded(t)
 	h := &hostSource{t: t, rng: rng, ranks: 2 + rng.IntN(2)}
 	switch rng.IntN(3) {
 	case 0:

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -13,11 +12,12 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/nccl"
 )
 
-// A limitedExchange limits each wait for a request, as the store of a job does.
+// An limitedExchange exchange limits each wait for a request, as the store of a job does.
 type limitedExchange struct{ *testgpu.Exchange }
 
 func (b limitedExchange) Get(ctx context.Context, key string) ([]byte, error) {
@@ -29,24 +29,13 @@ func (b limitedExchange) Get(ctx context.Context, key string) ([]byte, error) {
 	return b.Exchange.Get(ctx, key)
 }
 
-// joinLimited returns a group of one rank for each device, over exchanges whose waits are limited.
+// joinLimited makes a group of one rank for each device over limitedExchange exchanges.
 func joinLimited(t *testing.T, devs []*device.Device, limit time.Duration) []*comm.Group {
 	t.Helper()
-	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
-	var wg sync.WaitGroup
-	for i, b := range testgpu.Exchanges(testgpu.Context(t), len(devs)) {
-		wg.Go(func() {
-			gs[i], errs[i] = comm.Join(testgpu.Context(t), limitedExchange{b}, devs[i], &comm.Config{NCCL: &nccl.Config{Timeout: limit}})
-		})
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...))
-	t.Cleanup(func() {
-		for _, g := range gs {
-			wg.Go(func() { _ = g.Close() })
-		}
-		wg.Wait()
+	gs, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		return limitedExchange{b}, &comm.Config{NCCL: &nccl.Config{Timeout: limit}}
 	})
+	require.NoError(t, errors.Join(errs...))
 	return gs
 }
 
@@ -99,18 +88,11 @@ func TestVerdictOfASubgroup(t *testing.T) {
 // splitPair returns rank 0's group of ranks 0 and 1.
 func splitPair(t *testing.T, gs []*comm.Group) *comm.Group {
 	t.Helper()
-	subs, errs := make([][]*comm.Group, len(gs)), make([]error, len(gs))
-	var wg sync.WaitGroup
-	for i, g := range gs {
-		wg.Go(func() { subs[i], errs[i] = g.Split(testgpu.Context(t), []int{i / 2}, nil) })
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...))
-	t.Cleanup(func() {
-		for _, s := range subs {
-			wg.Go(func() { _ = s[0].Close() })
-		}
-		wg.Wait()
+	subs := make([][]*comm.Group, len(gs))
+	groups.Each(t, gs, func(i int, g *comm.Group) (err error) {
+		subs[i], err = g.Split(testgpu.Context(t), []int{i / 2}, nil)
+		return err
 	})
+	t.Cleanup(func() { atOnce(len(subs), func(i int) error { return subs[i][0].Close() }) })
 	return subs[0][0]
 }

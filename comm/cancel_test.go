@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
-	"sync"
 	"testing"
 	"time"
 
@@ -114,27 +113,19 @@ func TestJoinIsCancelledAtAnyTime(t *testing.T) {
 			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
 			seed := uint64(len(s))
 			join := func(each func(rank int) (context.Context, context.CancelFunc)) []error {
-				errs := make([]error, len(devs))
-				var all sync.WaitGroup
-				for i, b := range exchanges(t.Context(), len(devs)) {
-					all.Go(func() {
-						ctx, cancel := each(i)
-						defer cancel()
-						g, err := comm.Join(ctx, b, devs[i], &comm.Config{Strategy: s})
-						if errs[i] = err; err == nil {
-							errs[i] = g.Close()
-						}
-					})
-				}
-				all.Wait()
-				return errs
+				bs := exchanges(t.Context(), len(devs))
+				return atOnce(len(devs), func(i int) error {
+					ctx, cancel := each(i)
+					defer cancel()
+					g, err := comm.Join(ctx, bs[i], devs[i], &comm.Config{Strategy: s})
+					return errors.Join(err, g.Close())
+				})
 			}
 			cs := []*rand.Rand{rand.New(rand.NewPCG(3, seed)), rand.New(rand.NewPCG(4, seed))}
 			ended := 0
 			for range 50 {
 				errs := join(func(rank int) (context.Context, context.CancelFunc) {
-					ctx, cancel := soonCancelled(testgpu.Context(t), cs[rank], 30*time.Millisecond)
-					return ctx, cancel
+					return soonCancelled(testgpu.Context(t), cs[rank], 30*time.Millisecond)
 				})
 				if errors.Join(errs...) != nil {
 					ended++

@@ -3,6 +3,7 @@ package comm_test
 import (
 	"context"
 	"errors"
+	"fmt"
 	"strings"
 	"sync"
 	"testing"
@@ -28,38 +29,6 @@ func total(hs [][]float32) []float32 {
 		}
 	}
 	return s
-}
-
-func TestLocalCollectives(t *testing.T) {
-	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		g := local(t, devs)
-		require.Equal(t, 2, g.Size())
-		require.Equal(t, 2, g.Locals())
-		for _, n := range []int{0, 1, 7, 4096, 300_001} {
-			xs, hs := shards(t, g, n)
-			require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
-			require.NoError(t, g.Wait(testgpu.Context(t)))
-			for i := range xs {
-				require.Equal(t, total(hs), read(t, g, i, xs[i]), "all-reduce n=%d rank %d", n, i)
-			}
-			xs, hs = shards(t, g, n)
-			require.NoError(t, comm.BroadcastFrom(g, 1, xs...))
-			for i := range xs {
-				require.Equal(t, hs[1], read(t, g, i, xs[i]), "broadcast n=%d rank %d", n, i)
-			}
-			xs, hs = shards(t, g, n)
-			wide, _ := shards(t, g, 2*n)
-			require.NoError(t, comm.AllGather(g, wide, xs))
-			for i := range xs {
-				require.Equal(t, append(append([]float32{}, hs[0]...), hs[1]...), read(t, g, i, wide[i]), "all-gather n=%d rank %d", n, i)
-			}
-			wide, ws := shards(t, g, 2*n)
-			require.NoError(t, comm.ReduceScatter(g, comm.Sum, xs, wide))
-			for i := range xs {
-				require.Equal(t, total(ws)[i*n:(i+1)*n], read(t, g, i, xs[i]), "reduce-scatter n=%d rank %d", n, i)
-			}
-		}
-	})
 }
 
 func TestMismatches(t *testing.T) {
@@ -93,26 +62,47 @@ type exchange = testgpu.Exchange
 
 var exchanges = testgpu.Exchanges
 
+// joined returns a group of one rank for each device, as if each rank were a process of a job with a context.
+func joined(t testing.TB, ctx context.Context, devs []*device.Device) []*comm.Group {
+	t.Helper()
+	gs, errs := join(t, ctx, devs)
+	require.NoError(t, errors.Join(errs...))
+	return gs
+}
+
+// joinBy joins a rank for each device, with a board and a configuration of its own. The end of the test closes the groups.
+func joinBy(t testing.TB, devs []*device.Device, by func(i int, b *board) (comm.Rendezvous, *comm.Config)) ([]*comm.Group, []error) {
+	t.Helper()
+	ctx, gs := testgpu.Context(t), make([]*comm.Group, len(devs))
+	bs := boards(ctx, len(devs))
+	errs := atOnce(len(devs), func(i int) (err error) {
+		r, cfg := by(i, bs[i])
+		gs[i], err = comm.Join(ctx, r, devs[i], cfg)
+		return err
+	})
+	t.Cleanup(func() { atOnce(len(gs), func(i int) error { return gs[i].Close() }) })
+	return gs, errs
+}
+
+// atOnce calls fn for each rank on a goroutine of its own, and returns the errors.
+func atOnce(ranks int, fn func(i int) error) []error {
+	errs := make([]error, ranks)
+	var wg sync.WaitGroup
+	for i := range errs {
+		wg.Go(func() { errs[i] = fn(i) })
+	}
+	wg.Wait()
+	return errs
+}
+
 func TestJoin(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		gs, errs := join(t, context.Background(), devs)
-		require.NoError(t, errors.Join(errs...))
-		var wg sync.WaitGroup
-		for i, g := range gs {
-			require.Equal(t, i, g.Rank())
-			wg.Go(func() {
-				x, err := comm.Make[int32](g, 1000)
-				if err == nil {
-					err = x[0].Zero(g.Stream(0))
-				}
-				if err == nil {
-					err = comm.AllReduce(g, comm.Max, x...)
-				}
-				errs[i] = errors.Join(err, x.Close(), g.Shutdown(testgpu.Context(t)))
-			})
-		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		groups.Each(t, joined(t, context.Background(), devs), func(i int, g *comm.Group) error {
+			if g.Rank() != i {
+				return fmt.Errorf("rank %d is rank %d", i, g.Rank())
+			}
+			return errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t)))
+		})
 	})
 }
 
@@ -139,8 +129,7 @@ func (lateContext) AfterFunc(func()) func() bool { return func() bool { return t
 func TestShutdownAfterALoss(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx, lose := context.WithCancel(context.Background())
-		gs, errs := join(t, lateContext{ctx}, devs)
-		require.NoError(t, errors.Join(errs...))
+		gs := joined(t, lateContext{ctx}, devs)
 		lose()
 		for _, g := range gs {
 			require.ErrorIs(t, g.Shutdown(testgpu.Context(t)), comm.ErrBroken)
@@ -153,20 +142,15 @@ func TestLostRankBreaksTheGroup(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx, lose := context.WithCancelCause(context.Background())
 		defer lose(nil)
-		gs, errs := join(t, ctx, devs)
-		require.NoError(t, errors.Join(errs...))
+		gs := joined(t, ctx, devs)
 		// A first one on both ranks at once: NCCL connects them in the call.
 		xs := make([]comm.Shards[float32], 2)
-		var wg sync.WaitGroup
 		for i, g := range gs {
 			xs[i], _ = shards(t, g, 1024)
-			wg.Go(func() {
-				errs[i] = comm.AllReduce(g, comm.Sum, xs[i]...)
-				errs[i] = errors.Join(errs[i], g.Wait(testgpu.Context(t)))
-			})
 		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		groups.Each(t, gs, func(i int, g *comm.Group) error {
+			return errors.Join(comm.AllReduce(g, comm.Sum, xs[i]...), g.Wait(testgpu.Context(t)))
+		})
 		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...)) // rank 1 never calls it
 		short, cancel := context.WithTimeout(context.Background(), 30*time.Millisecond)
 		defer cancel()
@@ -189,8 +173,7 @@ func TestOwnFailureBeforeTheLoss(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "ncclCommGetAsyncError#*=ncclInvalidUsage"})
 	ctx, lose := context.WithCancelCause(context.Background())
 	defer lose(nil)
-	gs, errs := join(t, ctx, devs)
-	require.NoError(t, errors.Join(errs...))
+	gs := joined(t, ctx, devs)
 	lost := errors.New("rank 1 was killed")
 	lose(lost)
 	for _, g := range gs {
@@ -209,17 +192,12 @@ func TestLostRankInTheFirstOperation(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx, lose := context.WithCancelCause(context.Background())
 		defer lose(nil)
-		gs, errs := join(t, ctx, devs)
-		require.NoError(t, errors.Join(errs...))
+		gs := joined(t, ctx, devs)
 		xs, _ := shards(t, gs[0], 1<<20)
 		lost := errors.New("rank 1 was killed")
 		done := make(chan error, 1)
 		go func() {
-			err := comm.AllReduce(gs[0], comm.Sum, xs...) // rank 1 never calls it
-			if err == nil {
-				err = gs[0].Wait(testgpu.Context(t))
-			}
-			done <- err
+			done <- errors.Join(comm.AllReduce(gs[0], comm.Sum, xs...), gs[0].Wait(testgpu.Context(t))) // rank 1 never calls it
 		}()
 		time.AfterFunc(50*time.Millisecond, func() { lose(lost) })
 		err := <-done

@@ -130,20 +130,11 @@ func conformRooted(ctx context.Context, g *comm.Group, n int) error {
 				return -1
 			}
 		}
-		xs, err := having(g, always(n), element)
-		if err != nil {
-			return err
-		}
-		dst, err := having(g, always(n), wrong)
-		if err != nil {
-			return err
-		}
-		wide, err := having(g, always(n*size), wrong)
-		if err != nil {
-			return err
-		}
-		src, err := having(g, always(n*size), element)
-		if err != nil {
+		xs, err1 := having(g, always(n), element)
+		dst, err2 := having(g, always(n), wrong)
+		wide, err3 := having(g, always(n*size), wrong)
+		src, err4 := having(g, always(n*size), element)
+		if err := errors.Join(err1, err2, err3, err4); err != nil {
 			return err
 		}
 		away := !slices.Contains(localRanks(g), root)
@@ -172,16 +163,10 @@ func conformRooted(ctx context.Context, g *comm.Group, n int) error {
 
 func conformParts(ctx context.Context, g *comm.Group, n int) error {
 	size := g.Size()
-	one, err := having(g, always(n), element)
-	if err != nil {
-		return err
-	}
-	all, err := having(g, always(n*size), element)
-	if err != nil {
-		return err
-	}
-	wide, err := having(g, always(n*size), wrong)
-	if err != nil {
+	one, err1 := having(g, always(n), element)
+	all, err2 := having(g, always(n*size), element)
+	wide, err3 := having(g, always(n*size), wrong)
+	if err := errors.Join(err1, err2, err3); err != nil {
 		return err
 	}
 	return errors.Join(
@@ -214,21 +199,12 @@ func conformUneven(ctx context.Context, g *comm.Group, n int) error {
 		return r, i - begin[r]
 	}
 	own := func(r int) int { return counts[r] }
-	one, err := having(g, own, element)
-	if err != nil {
-		return err
-	}
-	all, err := having(g, always(total), element)
-	if err != nil {
-		return err
-	}
-	wide, err := having(g, always(total), wrong)
-	if err != nil {
-		return err
-	}
+	one, err1 := having(g, own, element)
+	all, err2 := having(g, always(total), element)
+	wide, err3 := having(g, always(total), wrong)
 	// Rank a sends counts[b] elements to each b, and so gets counts[a] from each.
-	into, err := having(g, func(r int) int { return counts[r] * size }, wrong)
-	if err != nil {
+	into, err4 := having(g, func(r int) int { return counts[r] * size }, wrong)
+	if err := errors.Join(err1, err2, err3, err4); err != nil {
 		return err
 	}
 	var sends, recvs [][]int
@@ -315,21 +291,20 @@ func conformValues(ctx context.Context, g *comm.Group) error {
 func TestLocalConforms(t *testing.T) {
 	for _, n := range []int{1, 2, 3, 5, 8} {
 		testgpu.Each(t, n, func(t *testing.T, devs []*device.Device) {
-			require.NoError(t, conform(testgpu.Context(t), local(t, devs[:n])))
+			ctx, g := testgpu.Context(t), local(t, devs[:n])
+			require.NoError(t, conform(ctx, g))
+			if n == 2 {
+				require.NoError(t, errors.Join(conformAllReduce(ctx, g, 300_001), conformParts(ctx, g, 300_001), conformRooted(ctx, g, 300_001)))
+			}
 		})
 	}
 }
 
 func TestProcessesConform(t *testing.T) {
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run(backend, func(t *testing.T) {
-			if backend == "cuda" {
-				testgpu.Ranks(t, 2)
-			}
-			code, out, _ := job(t, backend, "conform", map[string]int{"virtual": 3, "cuda": 2}[backend])
-			require.Equal(t, 0, code, out)
-		})
-	}
+	eachBackend(t, 3, 2, testgpu.Ranks, func(t *testing.T, backend string, ranks int) {
+		code, out, _ := job(t, backend, "conform", ranks)
+		require.Equal(t, 0, code, out)
+	})
 }
 
 // A rank that sends to itself alone is refused, and the group goes on; together with

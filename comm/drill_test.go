@@ -100,13 +100,7 @@ var drillSteps = []drillStep{
 		return err
 	}},
 	{name: "Communicator.Shutdown", limit: drillContext + closeLimit, call: func(ctx context.Context, d *drill) error {
-		var wg sync.WaitGroup
-		errs := make([]error, len(d.c))
-		for i, c := range d.c {
-			wg.Go(func() { errs[i] = c.Shutdown(ctx) })
-		}
-		wg.Wait()
-		return errors.Join(errs...)
+		return errors.Join(atOnce(len(d.c), func(i int) error { return d.c[i].Shutdown(ctx) })...)
 	}},
 	{name: "comm.Local", limit: drillContext + closeLimit, call: func(ctx context.Context, d *drill) (err error) {
 		d.g, err = comm.Local(ctx, d.sys.Devices(), nil)

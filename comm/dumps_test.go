@@ -26,8 +26,7 @@ import (
 // all-reduce. The others find that in the recorders of all ranks.
 func TestVerdictOfTheRecorders(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	gs, errs := groups.Join(t, testgpu.Context(t), devs)
-	require.NoError(t, errors.Join(errs...))
+	gs := joined(t, testgpu.Context(t), devs)
 	late := errors.New("an operation has not completed")
 	groups.Each(t, gs, func(i int, g *comm.Group) error {
 		xs, err := comm.MakeFrom(g, make([]float32, 8))
@@ -111,19 +110,15 @@ func TestDumpsStayWithoutOneOfThem(t *testing.T) {
 // whose dumps are in the store.
 func joinExchanges(t *testing.T, wrap func(rank int, b *testgpu.Exchange) comm.Rendezvous) (gs []*comm.Group, dumps func() []int) {
 	t.Helper()
-	ctx := testgpu.Context(t)
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
-	exchanges := testgpu.Exchanges(ctx, len(devs))
-	gs, errs := make([]*comm.Group, len(devs)), make([]error, len(devs))
-	var wg sync.WaitGroup
-	for i, b := range exchanges {
-		wg.Go(func() { gs[i], errs[i] = comm.Join(ctx, wrap(i, b), devs[i], nil) })
-	}
-	wg.Wait()
+	var bs [3]*exchange
+	gs, errs := joinBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: len(bs)}), func(i int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		bs[i] = b
+		return wrap(i, b), nil
+	})
 	require.NoError(t, errors.Join(errs...))
 	return gs, func() (list []int) {
 		for rank := range gs {
-			if exchanges[0].Has(comm.DumpKey(gs[0], rank)) {
+			if bs[0].Has(comm.DumpKey(gs[0], rank)) {
 				list = append(list, rank)
 			}
 		}
@@ -148,23 +143,15 @@ func (b *dumpExchange) Set(ctx context.Context, key string, value []byte) error 
 
 // TestNoVerdictWithoutDifference compares ranks that have completed everything.
 func TestNoVerdictWithoutDifference(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	gs, errs := groups.Join(t, testgpu.Context(t), devs)
-	require.NoError(t, errors.Join(errs...))
 	late := errors.New("late")
-	require.Equal(t, late, comm.Analyzed(testgpu.Context(t), gs[0], time.Minute, late))
+	require.Equal(t, late, comm.Analyzed(testgpu.Context(t), twoRanks(t)[0], time.Minute, late))
 }
 
 // TestRankWithoutAnswerIsNamed ends the wait before rank 1 could answer.
 func TestRankWithoutAnswerIsNamed(t *testing.T) {
-	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	ctx := testgpu.Context(t)
-	gs, errs := groups.Join(t, ctx, devs)
-	require.NoError(t, errors.Join(errs...))
+	ctx, gs := testgpu.Context(t), twoRanks(t)
 	require.NoError(t, gs[1].Close()) // its process ends
-	xs, err := comm.MakeFrom(gs[0], make([]float32, 8))
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = xs.Close() })
+	xs, _ := shards(t, gs[0], 8)
 	_ = comm.AllReduce(gs[0], comm.Sum, xs...)
 	require.ErrorContains(t, comm.Analyzed(ctx, gs[0], 2*time.Second, errors.New("late")), "No answer came from rank 1")
 }
@@ -208,12 +195,10 @@ func TestVerdictOfTheService(t *testing.T) {
 func TestServiceIsBeneathTheVerdict(t *testing.T) {
 	t.Setenv("NCCL_RAS_ADDR", testhost.ServeRAS(t, testhost.RASAnswer(testhost.RASRank{PID: os.Getpid(), AllReduces: 1}, testhost.RASRank{PID: os.Getpid()})))
 	gs := twoRanks(t)
-	xs, err := comm.MakeFrom(gs[0], make([]float32, 8))
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = xs.Close() })
+	xs, _ := shards(t, gs[0], 8)
 	go func() { _ = comm.AllReduce(gs[0], comm.Sum, xs...) }() // waits for rank 1
 	require.Eventually(t, func() bool { return gs[0].Communicator(0).Progress().Issued.Record > 0 }, time.Minute, time.Millisecond)
-	err = analyzedByService(t, gs[0], errors.New("late"))
+	err := analyzedByService(t, gs[0], errors.New("late"))
 	require.Regexp(t, `(?s)^late; the flight recorders of the ranks say: Rank 1 .*\nNCCL's RAS: the ranks have launched different numbers of AllReduce: rank 1 \(process \d+ on host \) 0, rank 0 \(process \d+ on host \) 1$`, err.Error())
 }
 
@@ -262,7 +247,5 @@ func TestNoServiceOfVirtualDevices(t *testing.T) {
 // twoRanks returns the groups of two ranks.
 func twoRanks(t *testing.T) []*comm.Group {
 	t.Helper()
-	gs, errs := groups.Join(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
-	require.NoError(t, errors.Join(errs...))
-	return gs
+	return joined(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
-	"sync"
 	"testing"
 	"time"
 
@@ -16,9 +15,9 @@ import (
 	"github.com/gochorus/chorus/internal/analyze"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/internal/testhost"
-	"github.com/gochorus/chorus/stream"
 )
 
 // A rank that closes its group, and each rank that then fails, writes a file that says how the group ended there. Err
@@ -30,14 +29,11 @@ func TestEveryRankWritesItsRecorder(t *testing.T) {
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
 		gs := joinLimited(t, devs, time.Minute)
 		reduce := func(gs ...*comm.Group) {
-			errs := make([]error, len(gs))
-			var wg sync.WaitGroup
+			xs := make([]comm.Shards[float32], len(gs))
 			for i, g := range gs {
-				xs, _ := shards(t, g, 8)
-				wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs...) })
+				xs[i], _ = shards(t, g, 8)
 			}
-			wg.Wait()
-			require.NoError(t, errors.Join(errs...))
+			groups.Each(t, gs, func(i int, g *comm.Group) error { return comm.AllReduce(g, comm.Sum, xs[i]...) })
 		}
 		reduce(gs...) // connects the ranks
 		reduce(gs[0], gs[2])
@@ -126,20 +122,16 @@ func TestMemoryAfterABrokenGroup(t *testing.T) {
 		ctx := testgpu.Context(t)
 		gs := joinLimited(t, devs, time.Minute)
 		var bufs [2]comm.Shards[float32]
-		var errs [2]error
-		var wg sync.WaitGroup
 		for i, g := range gs {
 			bufs[i], _ = shards(t, g, 1<<16)
-			wg.Go(func() { errs[i] = errors.Join(comm.AllReduce(g, comm.Sum, bufs[i]...), g.Wait(ctx)) }) // connects the ranks
 		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs[:]...))
+		groups.Each(t, gs, func(i int, g *comm.Group) error {
+			return errors.Join(comm.AllReduce(g, comm.Sum, bufs[i]...), g.Wait(ctx))
+		}) // connects the ranks
 		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, bufs[0]...))
 		require.NoError(t, gs[1].Close())
 		require.ErrorIs(t, gs[0].Wait(ctx), comm.ErrBroken)
-		s, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer s.Close()
+		s := streamtest.NewStream(t, devs[0])
 		require.NoError(t, s.WaitStream(gs[0].Stream(0)))
 		require.NoError(t, gs[0].Close())
 		require.NoError(t, bufs[0][0].Zero(s))

@@ -3,7 +3,6 @@ package comm_test
 import (
 	"errors"
 	"slices"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -15,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -40,12 +40,8 @@ func TestCopyEngines(t *testing.T) {
 		},
 		"in another order": func() error {
 			return routed(g, func(b *nccl.Batch) error {
-				for _, i := range []int{2, 0, 1} {
-					if err := nccl.AllGather(b.On(g.Communicator(i)), g.Stream(i), ys[i], xs[i]); err != nil {
-						return err
-					}
-				}
-				return nil
+				into := func(i int) error { return nccl.AllGather(b.On(g.Communicator(i)), g.Stream(i), ys[i], xs[i]) }
+				return errors.Join(into(2), into(0), into(1))
 			})
 		},
 		"in place": func() error {
@@ -209,22 +205,10 @@ func TestCopyEnginesFail(t *testing.T) {
 func TestCopyEnginesWhereTheyCannot(t *testing.T) {
 	t.Setenv(env.CommStrategy.Name, "copy-engines")
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	gs, errs := join(t, t.Context(), devs)
-	require.NoError(t, errors.Join(errs...))
+	gs := joined(t, t.Context(), devs)
 	require.Equal(t, comm.CopyEngines, gs[1].Strategy())
 	stop := gpu.DeviceOf(devs[0]).System().Machine.CountCalls()
-	var wg sync.WaitGroup
-	for i, g := range gs {
-		wg.Go(func() {
-			x, err := memory.Make[float32](g.Stream(0), 1000)
-			if err == nil {
-				err = comm.AllGather(g, []memory.Slice[float32]{x}, []memory.Slice[float32]{x.Slice(g.Rank()*500, g.Rank()*500+500)})
-			}
-			errs[i] = errors.Join(err, g.Wait(testgpu.Context(t)), x.Close())
-		})
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...))
+	groups.Each(t, gs, func(i int, g *comm.Group) error { return conformParts(testgpu.Context(t), g, 500) })
 	require.Zero(t, stop()["cuMemcpyDtoDAsync"])
 	t.Setenv(env.P2P.Name, "off")
 	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))

@@ -4,7 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"sync"
 	"testing"
 	"time"
 
@@ -35,13 +34,7 @@ func TestJoinEnlisted(t *testing.T) {
 		}
 		for range 2 {
 			require.NoError(t, r.Begin(names...))
-			errs := make([]error, 2)
-			var wg sync.WaitGroup
-			for i, m := range members {
-				wg.Go(func() { errs[i] = sumEnlisted(ctx, m, devs[i], i) })
-			}
-			wg.Wait()
-			require.NoError(t, errors.Join(errs...))
+			require.NoError(t, errors.Join(atOnce(2, func(i int) error { return sumEnlisted(ctx, members[i], devs[i], i) })...))
 		}
 		require.NoError(t, members[1].Close())
 		_, err = comm.JoinEnlisted(ctx, members[1], devs[1], nil)

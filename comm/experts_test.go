@@ -37,22 +37,19 @@ type expertsCase[T memory.Element] struct {
 	tokens  []int       // of fill, by rank; nil: any number
 }
 
-// drawExperts draws a layer and its operands. If legal is set, each choice names another expert.
-func drawExperts[T memory.Element](r *rand.Rand, x number[T], ranks int, legal bool) *expertsCase[T] {
+// drawExperts draws a layer and its operands.
+func drawExperts[T memory.Element](r *rand.Rand, x number[T], ranks int) *expertsCase[T] {
 	own := 1 + r.IntN(4)
 	cfg := comm.ExpertsConfig{
 		DType: memory.DTypeOf[T](), Experts: own * ranks, TopK: 1 + r.IntN(8), Hidden: []int{8, 32, 200, 512, 1064}[r.IntN(5)], MaxTokens: 1 + r.IntN(40),
 	}
-	if legal {
-		cfg.TopK = 1 + r.IntN(cfg.Experts)
-	}
 	c := &expertsCase[T]{number: x, cfg: cfg, ranks: ranks}
-	c.fill(r, legal)
+	c.fill(r)
 	return c
 }
 
 // fill draws other operands.
-func (c *expertsCase[T]) fill(r *rand.Rand, legal bool) {
+func (c *expertsCase[T]) fill(r *rand.Rand) {
 	c.x, c.ids, c.weights = nil, nil, nil
 	for rank := range c.ranks {
 		tokens := []int{0, 1, c.cfg.MaxTokens, r.IntN(c.cfg.MaxTokens + 1)}[r.IntN(4)]
@@ -66,13 +63,6 @@ func (c *expertsCase[T]) fill(r *rand.Rand, legal bool) {
 		for i := range ids {
 			if ids[i], weights[i] = int32(r.IntN(c.cfg.Experts)), r.Float32(); r.IntN(5) == 0 {
 				ids[i] = []int32{-1, int32(c.cfg.Experts), math.MinInt32, math.MaxInt32}[r.IntN(4)]
-			}
-		}
-		for t := range tokens {
-			if legal {
-				for k, e := range r.Perm(c.cfg.Experts)[:c.cfg.TopK] {
-					ids[t*c.cfg.TopK+k] = int32(e)
-				}
 			}
 		}
 		c.x, c.ids, c.weights = append(c.x, x), append(c.ids, ids), append(c.weights, weights)
@@ -194,6 +184,19 @@ func (x *expertsRun[T]) close() (err error) {
 	}
 	return err
 }
+
+// openExperts makes a layer and its operands on a group.
+func openExperts[T memory.Element](t testing.TB, g *comm.Group, c *expertsCase[T]) *expertsRun[T] {
+	t.Helper()
+	e, err := comm.NewExperts(testgpu.Context(t), g, &c.cfg)
+	require.NoError(t, err)
+	run, err := newExpertsRun(g, e, c)
+	require.NoError(t, err)
+	return run
+}
+
+// end closes the operands and the layer.
+func (x *expertsRun[T]) end() error { return errors.Join(x.close(), x.e.Close()) }
 
 // spoil fills all outputs with poison.
 func (x *expertsRun[T]) spoil() (err error) {
@@ -349,7 +352,7 @@ func (x *expertsRun[T]) checkCombine(result func(rank, t, expert int) []T) error
 
 // runExperts checks a random case on the local ranks of a group, with other operands several times.
 func runExperts[T memory.Element](ctx context.Context, g *comm.Group, x number[T], r *rand.Rand) (err error) {
-	c := drawExperts(r, x, g.Size(), false)
+	c := drawExperts(r, x, g.Size())
 	if c.cfg.Hidden%32 == 0 && r.IntN(3) == 0 {
 		c.cfg.Payload = memory.Float8E4M3
 	}
@@ -379,7 +382,7 @@ func runExperts[T memory.Element](ctx context.Context, g *comm.Group, x number[T
 		if err = errors.Join(err, run.close()); err != nil {
 			return fmt.Errorf("%+v on %d ranks, weighted %t: %w", c.cfg, c.ranks, run.weighted, err)
 		}
-		c.fill(r, false)
+		c.fill(r)
 	}
 	return g.Wait(ctx)
 }
@@ -429,21 +432,18 @@ func TestExpertsInGraphs(t *testing.T) {
 			for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
 				r := pcg(uint64(ranks))
 				g := groupBy(t, devs, comm.Config{Strategy: s})
-				c := drawExperts(r, bfloats, ranks, false)
-				e, err := comm.NewExperts(testgpu.Context(t), g, &c.cfg)
-				require.NoError(t, err)
-				run, err := newExpertsRun(g, e, c)
-				require.NoError(t, err)
+				c := drawExperts(r, bfloats, ranks)
+				run := openExperts(t, g, c)
 				run.eachChoice = true
 				exec, err := graph.Capture(g.Streams(), func() error { return errors.Join(run.dispatch(), run.combine(run.made)) }, nil)
 				require.NoError(t, err)
-				require.ErrorContains(t, e.Close(), "graph")
-				require.Equal(t, 1, strings.Count(e.Close().Error(), "experts"), "%v", e.Close())
+				require.ErrorContains(t, run.e.Close(), "graph")
+				require.Equal(t, 1, strings.Count(run.e.Close().Error(), "experts"), "%v", run.e.Close())
 				for i := range ranks { // the shapes of a graph stay
 					c.tokens = append(c.tokens, len(c.ids[i])/c.cfg.TopK)
 				}
 				for range 4 {
-					c.fill(r, false)
+					c.fill(r)
 					require.NoError(t, run.spoil())
 					for i := range ranks {
 						require.NoError(t, errors.Join(write(g, i, run.x[i], c.x[i]), write(g, i, run.ids[i], c.ids[i])))
@@ -454,156 +454,38 @@ func TestExpertsInGraphs(t *testing.T) {
 					require.NoError(t, run.dispatch(), "not in a graph")
 				}
 				require.NoError(t, g.Wait(testgpu.Context(t)))
-				require.NoError(t, errors.Join(exec.Close(), run.close(), e.Close()))
+				require.NoError(t, errors.Join(exec.Close(), run.end()))
 			}
 		})
 	}
 }
 
-// The numbers of the received rows, their order and bits, and the sums are those of the composition by TopK's consumers so far: counts that the
-// host exchanges, AllToAllV of rows, IndexSelect and IndexAdd. The bits do not depend on the strategy, also in 8-bit blocks.
-func TestExpertsBitsOfAllToAllV(t *testing.T) {
+// The bits do not depend on the strategy, also in 8-bit blocks.
+func TestExpertsBitsOfStrategies(t *testing.T) {
 	pcg := seededPCG(t)
 	for _, ranks := range []int{1, 2, 4} {
 		testgpu.Each(t, ranks, func(t *testing.T, devs []*device.Device) {
-			c := drawExperts(pcg(uint64(ranks)), bfloats, ranks, true)
+			c := drawExperts(pcg(uint64(ranks)), bfloats, ranks)
 			c.cfg.Hidden = 32 * (1 + c.cfg.Hidden%5)
-			c.fill(pcg(uint64(ranks+10)), true)
-			var sums [][]memory.BFloat16Bits
-			for _, payload := range []memory.DType{0, memory.Float8E4M3} {
-				var rows [][]memory.BFloat16Bits
-				for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
-					g := groupBy(t, devs, comm.Config{Strategy: s})
-					c.cfg.Payload = payload
-					e, err := comm.NewExperts(testgpu.Context(t), g, &c.cfg)
-					require.NoError(t, err)
-					run, err := newExpertsRun(g, e, c)
-					require.NoError(t, err)
-					run.weighted = true
-					require.NoError(t, errors.Join(run.spoil(), e.Dispatch(run.rows, run.x, run.ids, nil), run.combine(run.made)))
-					var all, gotSums [][]memory.BFloat16Bits
-					for i := range run.rows {
-						got, err := readTensor[memory.BFloat16Bits](g, i, run.rows[i].Rows)
-						require.NoError(t, err)
-						sum, err := readTensor[memory.BFloat16Bits](g, i, run.out[i])
-						require.NoError(t, err)
-						all, gotSums = append(all, got), append(gotSums, sum)
-					}
-					if payload == 0 {
-						wantRows, wantSums := c.byAllToAllV(t, g)
-						for i := range all {
-							require.True(t, testgpu.SameBits(wantRows[i], c.valid(i, all[i])), "rows of rank %d by %s", i, s)
-							require.True(t, testgpu.SameBits(wantSums[i], gotSums[i]), "sums of rank %d by %s", i, s)
-						}
-					} else if rows != nil {
-						for i := range all {
-							require.True(t, testgpu.SameBits(rows[i], all[i]), "rows of rank %d", i)
-							require.True(t, testgpu.SameBits(sums[i], gotSums[i]), "sums of rank %d", i)
-						}
-					}
-					rows, sums = all, gotSums
-					require.NoError(t, g.Wait(testgpu.Context(t)))
-					require.NoError(t, errors.Join(run.close(), e.Close()))
+			c.cfg.Payload = memory.Float8E4M3
+			c.fill(pcg(uint64(ranks + 10)))
+			var bits [2][][]memory.BFloat16Bits
+			for by, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
+				g := groupBy(t, devs, comm.Config{Strategy: s})
+				run := openExperts(t, g, c)
+				run.weighted = true
+				require.NoError(t, errors.Join(run.spoil(), run.e.Dispatch(run.rows, run.x, run.ids, nil), run.combine(run.made)))
+				for i := range run.rows {
+					rows, err := readTensor[memory.BFloat16Bits](g, i, run.rows[i].Rows)
+					sums, errSums := readTensor[memory.BFloat16Bits](g, i, run.out[i])
+					require.NoError(t, errors.Join(err, errSums))
+					bits[by] = append(bits[by], rows, sums)
 				}
+				require.NoError(t, errors.Join(g.Wait(testgpu.Context(t)), run.end()))
 			}
+			require.True(t, slices.EqualFunc(bits[0], bits[1], testgpu.SameBits[memory.BFloat16Bits]))
 		})
 	}
-}
-
-// valid returns the rows that a rank has received, without those between them.
-func (c *expertsCase[T]) valid(rank int, rows []T) (list []T) {
-	c.each(func(expert, place, _, _ int) {
-		if expert/c.own() == rank {
-			list = append(list, rows[(expert%c.own()*c.capacity()+place)*c.cfg.Hidden:][:c.cfg.Hidden]...)
-		}
-	})
-	return list
-}
-
-// byAllToAllV returns the rows of the experts of each rank, and the sums of the tokens, if the experts change nothing. All ranks are local.
-func (c *expertsCase[T]) byAllToAllV(t *testing.T, g *comm.Group) (rows, sums [][]T) {
-	var open []tensor.Tensor
-	keep := func(x tensor.Tensor, err error) tensor.Tensor {
-		require.NoError(t, err)
-		open = append(open, x)
-		return x
-	}
-	defer func() {
-		for _, x := range open {
-			require.NoError(t, x.Close())
-		}
-	}()
-	n := c.ranks
-	counts, sends := make([][]int, n), make([][]int, n)
-	sent, received, back := make([]tensor.Tensor, n), make([]tensor.Tensor, n), make([]tensor.Tensor, n)
-	slots := make([][]int32, n) // the choice of each sent row, by expert
-	for r := range n {
-		counts[r], sends[r] = make([]int, c.cfg.Experts), make([]int, n)
-		for e := range c.cfg.Experts {
-			for k, id := range c.ids[r] {
-				if int(id) == e {
-					counts[r][e]++
-					sends[r][e/c.own()]++
-					slots[r] = append(slots[r], int32(k))
-				}
-			}
-		}
-	}
-	from, err := comm.ExchangeCounts(testgpu.Context(t), g, counts)
-	require.NoError(t, err)
-	recvs, order, inverse := make([][]int, n), make([][]int32, n), make([][]int32, n)
-	for r := range n {
-		recvs[r] = make([]int, n)
-		starts, at := make([]int, len(from[r])), 0
-		for k, m := range from[r] { // by rank, and then by expert
-			starts[k] = at
-			at += m
-			recvs[r][k/c.own()] += m
-		}
-		inverse[r] = make([]int32, at)
-		for e := range c.own() {
-			for peer := range n {
-				for i := range from[r][peer*c.own()+e] {
-					inverse[r][starts[peer*c.own()+e]+i] = int32(len(order[r]))
-					order[r] = append(order[r], int32(starts[peer*c.own()+e]+i))
-				}
-			}
-		}
-		var tokens []int32
-		for _, k := range slots[r] {
-			tokens = append(tokens, k/int32(c.cfg.TopK))
-		}
-		x := keep(tensorOf(g, r, c.x[r], len(c.ids[r])/c.cfg.TopK, c.cfg.Hidden))
-		sent[r], received[r] = keep(tensorOf[T](g, r, nil, len(slots[r]), c.cfg.Hidden)), keep(tensorOf[T](g, r, nil, at, c.cfg.Hidden))
-		back[r] = keep(tensorOf[T](g, r, nil, len(slots[r]), c.cfg.Hidden))
-		require.NoError(t, tensor.IndexSelect(g.Stream(r), sent[r], x, keep(tensorOf(g, r, tokens, len(tokens)))))
-	}
-	require.NoError(t, comm.OfTensors(g).AllToAllV(received, recvs, sent, sends))
-	for r := range n {
-		sorted, again := keep(tensorOf[T](g, r, nil, len(order[r]), c.cfg.Hidden)), keep(tensorOf[T](g, r, nil, len(order[r]), c.cfg.Hidden))
-		require.NoError(t, tensor.IndexSelect(g.Stream(r), sorted, received[r], keep(tensorOf(g, r, order[r], len(order[r])))))
-		got, err := readTensor[T](g, r, sorted)
-		require.NoError(t, err)
-		rows = append(rows, got)
-		require.NoError(t, tensor.IndexSelect(g.Stream(r), again, sorted, keep(tensorOf(g, r, inverse[r], len(order[r])))))
-		received[r] = again
-	}
-	require.NoError(t, comm.OfTensors(g).AllToAllV(back, sends, received, recvs))
-	for r := range n {
-		// By choice, because IndexAdd adds in the order of the index.
-		place, tokens := make([]int32, len(slots[r])), make([]int32, len(slots[r]))
-		for i, k := range slots[r] {
-			place[k], tokens[k] = int32(i), k/int32(c.cfg.TopK)
-		}
-		byChoice := keep(tensorOf[T](g, r, nil, len(place), c.cfg.Hidden))
-		require.NoError(t, tensor.IndexSelect(g.Stream(r), byChoice, back[r], keep(tensorOf(g, r, place, len(place)))))
-		out := keep(tensorOf(g, r, make([]T, len(c.x[r])), len(c.ids[r])/c.cfg.TopK, c.cfg.Hidden))
-		require.NoError(t, tensor.IndexAdd(g.Stream(r), out, byChoice, keep(tensorOf(g, r, tokens, len(tokens))), keep(tensorOf(g, r, c.weights[r], len(tokens)))))
-		got, err := readTensor[T](g, r, out)
-		require.NoError(t, err)
-		sums = append(sums, got)
-	}
-	return rows, sums
 }
 
 // Wrong arguments are refused before anything is enqueued.
@@ -630,12 +512,10 @@ func TestExpertsRefuses(t *testing.T) {
 	}
 	_, err := comm.NewExperts(t.Context(), g, nil)
 	require.ErrorContains(t, err, "no configuration")
-	e, err := comm.NewExperts(t.Context(), g, &good)
-	require.NoError(t, err)
 	c := &expertsCase[memory.BFloat16Bits]{number: bfloats, cfg: good, ranks: 2}
-	c.fill(rand.New(rand.NewPCG(1, 1)), true)
-	run, err := newExpertsRun(g, e, c)
-	require.NoError(t, err)
+	c.fill(rand.New(rand.NewPCG(1, 1)))
+	run := openExperts(t, g, c)
+	e := run.e
 	other := func(d memory.DType, shape ...int) tensor.Tensor {
 		x, err := tensor.Make(g.Stream(1), d, shape...)
 		require.NoError(t, err)
@@ -676,7 +556,7 @@ func TestExpertsRefuses(t *testing.T) {
 	require.ErrorContains(t, e.Combine(run.out, run.y, run.routes, &comm.CombineConfig{Weights: run.ids}), "weights is")
 	require.NoError(t, g.Err(), "nothing was enqueued")
 	require.NoError(t, errors.Join(run.spoil(), run.dispatch(), run.fillResults(), run.combine(run.y), run.checkDispatch(), run.checkCombine(c.result)))
-	require.NoError(t, errors.Join(run.close(), e.Close(), e.Close(), (*comm.Experts)(nil).Close()))
+	require.NoError(t, errors.Join(run.end(), e.Close(), (*comm.Experts)(nil).Close()))
 	require.ErrorIs(t, run.dispatch(), device.ErrClosed)
 	require.ErrorContains(t, run.dispatch(), "comm: dispatch: the experts on virtual:0: use after Close")
 }
@@ -696,23 +576,16 @@ func TestExpertsWeightsOfOneProcess(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for k, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.NCCLOnly, comm.OwnKernels} {
 			errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: s}, func(ctx context.Context, g *comm.Group) error {
-				c := drawExperts(pcg(1), bfloats, 2, false)
+				c := drawExperts(pcg(1), bfloats, 2)
 				c.tokens = []int{c.cfg.MaxTokens, c.cfg.MaxTokens}
-				c.fill(pcg(2), false)
-				e, err := comm.NewExperts(ctx, g, &c.cfg)
-				if err != nil {
-					return err
-				}
-				run, err := newExpertsRun(g, e, c)
-				if err != nil {
-					return err
-				}
+				c.fill(pcg(2))
+				run := openExperts(t, g, c)
 				all := errors.Join(run.spoil(), run.dispatch(), run.checkDispatch()) // by no rank
 				run.weighted, run.weightedBy = true, func(int) bool { return true }  // by both, so that weights lie about
 				all = errors.Join(all, run.spoil(), run.dispatch(), run.checkDispatch())
 				run.weightedBy = func(rank int) bool { return rank == k/2 }
 				run.weighted = run.weightedBy(g.Rank())
-				return errors.Join(all, run.spoil(), run.dispatch(), run.checkDispatch(), g.Wait(ctx), run.close(), e.Close())
+				return errors.Join(all, run.spoil(), run.dispatch(), run.checkDispatch(), g.Wait(ctx), run.end())
 			})
 			require.NoError(t, errors.Join(errs...), "%s, rank %d has weights", s, k/2)
 		}
@@ -725,14 +598,11 @@ func TestExpertsCombineOtherTokens(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
 			g := groupBy(t, devs, comm.Config{Strategy: s})
-			c := drawExperts(pcg(1), floats, 2, false)
+			c := drawExperts(pcg(1), floats, 2)
 			c.cfg.MaxTokens = 7
 			c.tokens = []int{5, 3}
-			c.fill(pcg(2), false)
-			e, err := comm.NewExperts(testgpu.Context(t), g, &c.cfg)
-			require.NoError(t, err)
-			run, err := newExpertsRun(g, e, c)
-			require.NoError(t, err)
+			c.fill(pcg(2))
+			run := openExperts(t, g, c)
 			require.NoError(t, errors.Join(run.spoil(), run.dispatch(), run.fillResults(), run.combine(run.y), run.checkCombine(c.result)))
 			h := c.cfg.Hidden
 			var outs, choices []tensor.Tensor
@@ -743,7 +613,7 @@ func TestExpertsCombineOtherTokens(t *testing.T) {
 				require.NoError(t, err)
 				outs, choices = append(outs, out), append(choices, rows)
 			}
-			require.NoError(t, e.Combine(outs, run.y, run.routes, &comm.CombineConfig{Rows: choices}))
+			require.NoError(t, run.e.Combine(outs, run.y, run.routes, &comm.CombineConfig{Rows: choices}))
 			for i, both := range []int{5, 2} {
 				want, err := readTensor[float32](g, i, run.out[i])
 				require.NoError(t, err)
@@ -756,7 +626,7 @@ func TestExpertsCombineOtherTokens(t *testing.T) {
 				require.Equal(t, make([]float32, len(rows)-both*c.cfg.TopK*h), rows[both*c.cfg.TopK*h:], "%s, rank %d", s, i)
 				require.NoError(t, errors.Join(outs[i].Close(), choices[i].Close()))
 			}
-			require.NoError(t, errors.Join(run.close(), e.Close()))
+			require.NoError(t, run.end())
 		}
 	})
 }
@@ -787,11 +657,8 @@ func TestExpertsOverFaults(t *testing.T) {
 			devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: fmt.Sprintf("cuLaunchKernel#%d=CUDA_ERROR_INVALID_VALUE", n)})
 			g, err := comm.Local(testgpu.Context(t), devs, nil)
 			require.NoError(t, err)
-			c := drawExperts(rand.New(rand.NewPCG(1, uint64(n))), floats, 2, false)
-			e, err := comm.NewExperts(testgpu.Context(t), g, &c.cfg)
-			require.NoError(t, err)
-			run, err := newExpertsRun(g, e, c)
-			require.NoError(t, err)
+			c := drawExperts(rand.New(rand.NewPCG(1, uint64(n))), floats, 2)
+			run := openExperts(t, g, c)
 			err = run.dispatch()
 			require.ErrorIs(t, err, device.ErrorInvalidValue)
 			require.ErrorContains(t, err, fmt.Sprintf("on rank %d", 1-n%2))
@@ -801,7 +668,7 @@ func TestExpertsOverFaults(t *testing.T) {
 				require.NoError(t, g.Err())
 				require.NoError(t, errors.Join(run.spoil(), run.dispatch(), run.checkDispatch()), "the fault was one call")
 			}
-			require.NoError(t, errors.Join(run.close(), e.Close(), g.Close()))
+			require.NoError(t, errors.Join(run.end(), g.Close()))
 		})
 	}
 }
@@ -810,7 +677,7 @@ func TestExpertsOverFaults(t *testing.T) {
 func TestExpertsWithoutARank(t *testing.T) {
 	lists := cut(testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 1, 1)
 	errs := joinDevices(t, lists, &comm.Config{Strategy: comm.OwnKernels}, func(ctx context.Context, g *comm.Group) error {
-		c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2, false)
+		c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2)
 		e, err := comm.NewExperts(ctx, g, &c.cfg)
 		if err != nil || g.Rank() == 1 {
 			return errors.Join(err, e.Close(), g.Close())
@@ -831,14 +698,11 @@ func TestExpertsWithoutARank(t *testing.T) {
 func TestExpertsInTheFlightRecorder(t *testing.T) {
 	ctx := testgpu.Context(t)
 	g := groupBy(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.Config{Strategy: comm.OwnKernels, NCCL: &nccl.Config{NaNCheck: true}})
-	c := drawExperts(rand.New(rand.NewPCG(1, 1)), bfloats, 2, false)
+	c := drawExperts(rand.New(rand.NewPCG(1, 1)), bfloats, 2)
 	c.tokens = []int{c.cfg.MaxTokens, 0}
-	c.fill(rand.New(rand.NewPCG(1, 2)), false)
+	c.fill(rand.New(rand.NewPCG(1, 2)))
 	c.x[0][0] = memory.BFloat16Of(float32(math.NaN()))
-	e, err := comm.NewExperts(ctx, g, &c.cfg)
-	require.NoError(t, err)
-	run, err := newExpertsRun(g, e, c)
-	require.NoError(t, err)
+	run := openExperts(t, g, c)
 	require.NoError(t, errors.Join(run.dispatch(), run.combine(run.made), g.Wait(ctx)))
 	var b bytes.Buffer
 	require.NoError(t, nccl.DumpTrace(&b))
@@ -861,42 +725,32 @@ func TestExpertsInTheFlightRecorder(t *testing.T) {
 			require.Contains(t, dump.Entries, entry{"nccl:all_to_all", []string{"dispatch", "combine"}[i], rank, [][]int{{n}}, [][]int{{n}}, true})
 		}
 	}
-	require.NoError(t, errors.Join(run.close(), e.Close()))
+	require.NoError(t, run.end())
 }
 
 // A rank that combines while another one dispatches gets an error that names both.
 func TestExpertsOfOtherKinds(t *testing.T) {
 	lists := cut(testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), 1, 1)
 	errs := joinDevices(t, lists, &comm.Config{Strategy: comm.OwnKernels}, func(ctx context.Context, g *comm.Group) error {
-		c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2, false)
-		e, err := comm.NewExperts(ctx, g, &c.cfg)
-		if err != nil {
-			return err
+		c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2)
+		run := openExperts(t, g, c)
+		defer run.e.Close()
+		issue := run.dispatch
+		if g.Rank() == 1 {
+			issue = func() error { return run.combine(run.y) }
 		}
-		defer e.Close()
-		run, err := newExpertsRun(g, e, c)
-		if err != nil {
-			return err
-		}
-		if g.Rank() == 0 {
-			err = run.dispatch()
-		} else {
-			err = run.combine(run.y)
-		}
-		return errors.Join(err, g.Wait(ctx), run.close())
+		return errors.Join(issue(), g.Wait(ctx), run.close())
 	})
 	require.Error(t, errs[0])
 	require.Error(t, errs[1])
-	mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
-	require.True(t, found, "%v", errs)
-	require.ElementsMatch(t, []string{"Dispatch", "Combine"}, []string{mismatch.Operation.Name, mismatch.Theirs.Name})
+	requireMismatch(t, errs, "Dispatch(", "Combine(")
 }
 
 // Ranks that use two Experts of the same shape in different orders get an error that has both.
 func TestExpertsInDifferentOrders(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		errs := joinDevices(t, cut(devs, 1, 1), &comm.Config{Strategy: comm.OwnKernels, NCCL: &nccl.Config{Timeout: 20 * time.Second}}, func(ctx context.Context, g *comm.Group) error {
-			c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2, false)
+			c := drawExperts(rand.New(rand.NewPCG(1, 1)), floats, 2)
 			var es [2]*comm.Experts
 			for i := range es {
 				e, err := comm.NewExperts(ctx, g, &c.cfg)
@@ -912,10 +766,16 @@ func TestExpertsInDifferentOrders(t *testing.T) {
 			}
 			return errors.Join(run.dispatch(), g.Wait(ctx), run.close())
 		})
-		mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
-		require.True(t, found, "%v", errs)
-		of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
-		require.Contains(t, of[0], ", experts 1) as collective")
-		require.Contains(t, of[1], ", experts 2) as collective")
+		requireMismatch(t, errs, ", experts 1) as collective", ", experts 2) as collective")
 	})
+}
+
+// requireMismatch requires an error that has the operations of ranks 0 and 1.
+func requireMismatch(t *testing.T, errs []error, of0, of1 string) {
+	t.Helper()
+	mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
+	require.True(t, found, "%v", errs)
+	of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
+	require.Contains(t, of[0], of0)
+	require.Contains(t, of[1], of1)
 }

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"slices"
-	"sync"
 	"testing"
 	"time"
 
@@ -24,23 +23,13 @@ func TestSeveralGoroutinesIssue(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
 			g := groupBy(t, devs, comm.Config{Strategy: s, NCCL: &nccl.Config{Timeout: time.Minute}})
-			var wg sync.WaitGroup
-			errs := make([]error, 8)
-			for i := range errs {
-				work := func() error { return copyAround(t, g, float32(i)) }
-				if i%2 == 0 {
-					work = func() error { return sumUp(t, g, float32(i)) }
+			work := [2]func(*testing.T, *comm.Group, float32) error{sumUp, copyAround}
+			require.NoError(t, errors.Join(atOnce(8, func(i int) (err error) {
+				for n := 0; n < 40 && err == nil; n++ {
+					err = work[i%2](t, g, float32(i))
 				}
-				wg.Go(func() {
-					for range 40 {
-						if errs[i] = work(); errs[i] != nil {
-							return
-						}
-					}
-				})
-			}
-			wg.Wait()
-			require.NoError(t, errors.Join(errs...), s)
+				return err
+			})...), s)
 		}
 	})
 }

@@ -8,7 +8,6 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
-	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -22,6 +21,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -31,10 +31,7 @@ import (
 // checked makes a group that checks for NaN.
 func checked(t *testing.T, devs []*device.Device, s comm.Strategy) *comm.Group {
 	t.Helper()
-	g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: s, NCCL: &nccl.Config{NaNCheck: true}})
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, g.Close()) })
-	return g
+	return groupBy(t, devs, comm.Config{Strategy: s, NCCL: &nccl.Config{NaNCheck: true}})
 }
 
 // makeNaN makes an element of a slice NaN.
@@ -136,18 +133,13 @@ func TestNaNInAGraph(t *testing.T) {
 func TestNaNOfASingleOperation(t *testing.T) {
 	t.Setenv("CHORUS_NCCL_NAN_CHECK", "1")
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		gs, errs := join(t, context.Background(), devs)
-		var all sync.WaitGroup
+		gs := joined(t, context.Background(), devs)
+		xs := []comm.Shards[float32]{{}, {}}
 		for i, g := range gs {
-			require.NoError(t, errs[i])
-			xs, _ := shards(t, g, 64)
-			if i == 1 {
-				makeNaN(t, g, 0, xs[0], 3)
-			}
-			all.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs...) })
+			xs[i], _ = shards(t, g, 64)
 		}
-		all.Wait()
-		require.NoError(t, errs[1])
+		makeNaN(t, gs[1], 0, xs[1][0], 3)
+		require.NoError(t, atOnce(2, func(i int) error { return comm.AllReduce(gs[i], comm.Sum, xs[i]...) })[1])
 		for _, g := range gs { // rank 0 may have called after the NaN was found
 			require.NoError(t, poll.Until(testgpu.Context(t), func() (bool, error) { return g.Err() != nil, nil }))
 			requireNaN(t, g.Wait(testgpu.Context(t)), 3, 1, "ncclAllReduce(64 x float32, sum) as collective 1")
@@ -172,18 +164,16 @@ func TestNaNAfterTheEnd(t *testing.T) {
 	dir := t.TempDir()
 	t.Setenv(env.NCCLTraceFile.Name, filepath.Join(dir, "trace-"))
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
-		gs, errs, exchanges := make([]*comm.Group, 2), make([]error, 2), testgpu.Exchanges(testgpu.Context(t), 2)
-		cfg := &comm.Config{Strategy: comm.NCCLOnly, NCCL: &nccl.Config{NaNCheck: true}}
-		var wg sync.WaitGroup
-		for i, b := range exchanges {
-			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), nanExchange{b}, devs[i], cfg) })
-		}
-		wg.Wait()
+		var bs [2]*exchange
+		gs, errs := joinBy(t, devs, func(i int, b *exchange) (comm.Rendezvous, *comm.Config) {
+			bs[i] = b
+			return nanExchange{b}, &comm.Config{Strategy: comm.NCCLOnly, NCCL: &nccl.Config{NaNCheck: true}}
+		})
 		require.NoError(t, errors.Join(errs...))
 		nan, ended := gs[0].NaNKey()
 		report := `{"Rank":1,"Size":2,"Device":"virtual:1","Record":7,"Operation":"ncclAllReduce","Index":3}`
-		require.NoError(t, exchanges[1].Set(t.Context(), nan, []byte(report)))
-		require.NoError(t, exchanges[1].Set(t.Context(), ended, []byte("1 failed: the input is not a number")))
+		require.NoError(t, bs[1].Set(t.Context(), nan, []byte(report)))
+		require.NoError(t, bs[1].Set(t.Context(), ended, []byte("1 failed: the input is not a number")))
 		var e *nccl.NaNError
 		require.ErrorAs(t, gs[0].RootCause(nccl.ErrorRemote), &e)
 		require.Equal(t, []any{1, uint64(7), 3}, []any{e.Rank, e.Record, e.Index})
@@ -245,19 +235,12 @@ func nanOfRank1(ctx context.Context, sess *cluster.Session, g *comm.Group, xs co
 // All processes report the rank with the NaN, its operation and the element.
 func TestNaNOfAProcess(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run(backend, func(t *testing.T) {
-			ranks := 3
-			if backend == "cuda" {
-				ranks = 2
-				testgpu.CUDA(t, ranks)
-			}
-			_, out, _ := job(t, backend, "nan", ranks, env.NCCLNaNCheck.Name+"=1")
-			for rank := range ranks {
-				require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: comm: the group is broken: nccl: ncclAllReduce\(1048576 x float32, sum\) as collective 1 on rank 1 of %d .*: element 77 of the input is not a number`, rank, ranks), out)
-			}
-		})
-	}
+	eachBackend(t, 3, 2, testgpu.CUDA, func(t *testing.T, backend string, ranks int) {
+		_, out, _ := job(t, backend, "nan", ranks, env.NCCLNaNCheck.Name+"=1")
+		for rank := range ranks {
+			require.Regexp(t, fmt.Sprintf(`(?m)^\[rank %d\] worker: comm: the group is broken: nccl: ncclAllReduce\(1048576 x float32, sum\) as collective 1 on rank 1 of %d .*: element 77 of the input is not a number`, rank, ranks), out)
+		}
+	})
 }
 
 // Reports of other processes are validated.
@@ -284,9 +267,7 @@ const shortTimeout = 2 * time.Second
 // only one of them issues hangs.
 func pair(t *testing.T, devs []*device.Device, d time.Duration) (gs [2]*comm.Group, xs [2]comm.Shards[float32]) {
 	t.Helper()
-	list, errs := join(t, context.Background(), devs)
-	for i, g := range list {
-		require.NoError(t, errs[i])
+	for i, g := range joined(t, context.Background(), devs) {
 		gs[i] = g
 		xs[i], _ = shards(t, g, 64)
 		require.NoError(t, g.SetTimeout(d))
@@ -297,19 +278,9 @@ func pair(t *testing.T, devs []*device.Device, d time.Duration) (gs [2]*comm.Gro
 // reduceOnBoth reduces on both ranks, so that the connections exist before an operation hangs.
 func reduceOnBoth(t *testing.T, gs [2]*comm.Group, xs [2]comm.Shards[float32]) {
 	t.Helper()
-	done := make(chan error, len(gs))
-	for i, g := range gs {
-		go func() {
-			err := comm.AllReduce(g, comm.Sum, xs[i]...)
-			if err == nil {
-				err = g.Wait(testgpu.Context(t))
-			}
-			done <- err
-		}()
-	}
-	for range gs {
-		require.NoError(t, <-done)
-	}
+	groups.Each(t, gs[:], func(i int, g *comm.Group) error {
+		return errors.Join(comm.AllReduce(g, comm.Sum, xs[i]...), g.Wait(testgpu.Context(t)))
+	})
 }
 
 // requireTimeout requires that the operations of a group end by a timeout.

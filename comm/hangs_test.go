@@ -6,8 +6,8 @@ import (
 	"fmt"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -158,11 +158,7 @@ func (h *hangCase) check(t *testing.T, devs []*device.Device, connected bool) {
 	n := hangElements(devs)
 	errs, waits, bufs := make([]error, len(gs)), make([]error, len(gs)), make([][]memory.Slice[float32], len(gs))
 	both := func(call func(i int, g *comm.Group)) {
-		var wg sync.WaitGroup
-		for i, g := range gs {
-			wg.Go(func() { call(i, g) })
-		}
-		wg.Wait()
+		atOnce(len(gs), func(i int) error { call(i, gs[i]); return nil })
 	}
 	t.Cleanup(func() {
 		both(func(i int, g *comm.Group) {
@@ -199,10 +195,7 @@ func (h *hangCase) check(t *testing.T, devs []*device.Device, connected bool) {
 		}
 		for _, o := range g.Communicator(0).Trace() {
 			if o.Collective == 2 && o.Name == "ncclAllReduce" {
-				queued := false
-				for _, rank := range h.queued {
-					queued = queued || rank == i
-				}
+				queued := slices.Contains(h.queued, i)
 				require.Equal(t, queued, o.Queued, "rank %d: %+v", i, o)
 				require.Equal(t, queued, o.Started.IsZero(), "rank %d: %+v", i, o)
 			}

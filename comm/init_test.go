@@ -10,7 +10,6 @@ import (
 	"os/exec"
 	"slices"
 	"strings"
-	"sync"
 	"syscall"
 	"testing"
 	"time"
@@ -98,16 +97,13 @@ func TestInit(t *testing.T) {
 // A process that no launcher has started is a job of one process.
 func TestInitAlone(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
+	eachBackend(t, 1, 1, testgpu.CUDA, func(t *testing.T, backend string, _ int) {
 		for _, name := range []string{"alone", "all devices"} {
-			t.Run(backend+"/"+name, func(t *testing.T) {
-				if backend == "cuda" {
-					testgpu.CUDA(t, 1)
-				}
+			t.Run(name, func(t *testing.T) {
 				initAsProcess(t, name, env.Backend.Name+"="+backend)
 			})
 		}
-	}
+	})
 	t.Run("fallback", func(t *testing.T) {
 		initAsProcess(t, "fallback", env.Backend.Name+"=auto", env.VisibleDevices.Name+"=")
 	})
@@ -224,12 +220,17 @@ func initEndedContext(t *testing.T) {
 		cancel(errors.New("out of time"))
 		require.ErrorContains(t, g.Shutdown(ctx), "out of time")
 	} else {
-		var left *cluster.BarrierError
-		require.ErrorAs(t, g.Session().Barrier(testgpu.Context(t), "end"), &left)
-		require.Equal(t, []int{0}, left.Left)
-		require.NoError(t, g.Close())
+		requireRank0Left(t, g)
 	}
 	requireEnded(t, g)
+}
+
+// requireRank0Left waits until rank 0 has left the job, and closes the group.
+func requireRank0Left(t *testing.T, g *comm.Group) {
+	var left *cluster.BarrierError
+	require.ErrorAs(t, g.Session().Barrier(testgpu.Context(t), "end"), &left)
+	require.Equal(t, []int{0}, left.Left)
+	require.NoError(t, g.Close())
 }
 
 // A rank whose devices cannot be closed leaves the job all the same, and says why.
@@ -242,10 +243,7 @@ func initHangingDriver(t *testing.T) {
 		require.ErrorContains(t, g.Close(), "the driver or NCCL does not answer")
 		require.Error(t, g.Session().Context().Err())
 	} else {
-		var left *cluster.BarrierError
-		require.ErrorAs(t, g.Session().Barrier(testgpu.Context(t), "end"), &left)
-		require.Equal(t, []int{0}, left.Left)
-		require.NoError(t, g.Close())
+		requireRank0Left(t, g)
 	}
 }
 
@@ -371,12 +369,7 @@ func TestEncryptedJoin(t *testing.T) {
 	t.Setenv("CHORUS_NCCL_ENCRYPT", "yes")
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.32.3"})
 	joinBy := func(of func(b *exchange) comm.Rendezvous) []error {
-		gs, errs := make([]*comm.Group, 2), make([]error, 2)
-		var wg sync.WaitGroup
-		for i, b := range exchanges(t.Context(), 2) {
-			wg.Go(func() { gs[i], errs[i] = comm.Join(t.Context(), of(b), devs[i], nil) })
-		}
-		wg.Wait()
+		gs, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) { return of(b), nil })
 		for _, g := range gs {
 			require.NoError(t, g.Close())
 		}
@@ -518,21 +511,11 @@ func TestSubOfListsThatDiffer(t *testing.T) {
 }
 
 func subOfLists(t *testing.T, lists [][]int) {
-	devs, ctx := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), testgpu.Context(t)
-	var wg sync.WaitGroup
-	errs, ends := make([]error, 3), make([]error, 3)
-	for i, b := range exchanges(t.Context(), 3) {
-		wg.Go(func() {
-			g, err := comm.Join(ctx, b, devs[i], nil)
-			if err != nil {
-				ends[i] = err
-				return
-			}
-			_, errs[i] = g.Sub(ctx, lists[i]...)
-			ends[i] = errors.Join(g.Barrier(ctx), g.Shutdown(ctx))
-		})
-	}
-	wg.Wait()
+	devs, errs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), make([]error, 3)
+	ends := joinDevices(t, cut(devs, 1, 1, 1), nil, func(ctx context.Context, g *comm.Group) error {
+		_, errs[g.Rank()] = g.Sub(ctx, lists[g.Rank()]...)
+		return g.Barrier(ctx)
+	})
 	require.NoError(t, errors.Join(ends...))
 	for _, err := range errs {
 		require.ErrorIs(t, err, comm.ErrMismatch)
@@ -543,20 +526,9 @@ func subOfLists(t *testing.T, lists [][]int) {
 // TestClosesOfRanksThatDiffer has all ranks close their groups as soon as they know that their arguments
 // differ.
 func TestClosesOfRanksThatDiffer(t *testing.T) {
-	devs, ctx := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}), testgpu.Context(t)
-	errs := make([]error, 3)
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
 	for range 20 {
-		var wg sync.WaitGroup
-		for i, b := range exchanges(t.Context(), 3) {
-			wg.Go(func() {
-				g, err := comm.Join(ctx, b, devs[i], nil)
-				if errs[i] = err; err == nil {
-					_, errs[i] = g.Sub(ctx, i)
-					_ = g.Close() // the error of a rank that others have aborted
-				}
-			})
-		}
-		wg.Wait()
+		errs := joinDevices(t, cut(devs, 1, 1, 1), nil, func(ctx context.Context, g *comm.Group) error { return second(g.Sub(ctx, g.Rank())) })
 		for i, err := range errs {
 			require.ErrorIs(t, err, comm.ErrMismatch, "rank %d", i)
 		}

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -21,23 +20,18 @@ import (
 func joinDevices(t *testing.T, lists [][]*device.Device, cfg *comm.Config, fn func(ctx context.Context, g *comm.Group) error) []error {
 	t.Helper()
 	ctx := testgpu.Context(t)
-	errs := make([]error, len(lists))
-	var wg sync.WaitGroup
-	for i, r := range testgpu.Exchanges(ctx, len(lists)) {
-		wg.Go(func() {
-			g, err := comm.JoinDevices(ctx, r, lists[i], cfg)
-			if err != nil {
-				errs[i] = err
-				return
-			}
-			defer g.Close()
-			if errs[i] = fn(ctx, g); errs[i] == nil {
-				errs[i] = g.Shutdown(ctx)
-			}
-		})
-	}
-	wg.Wait()
-	return errs
+	bs := boards(ctx, len(lists))
+	return atOnce(len(lists), func(i int) error {
+		g, err := comm.JoinDevices(ctx, bs[i], lists[i], cfg)
+		if err != nil {
+			return err
+		}
+		defer g.Close()
+		if err := fn(ctx, g); err != nil {
+			return err
+		}
+		return g.Shutdown(ctx)
+	})
 }
 
 // cut divides devices among processes.
@@ -104,18 +98,10 @@ func TestJoinDevicesRefuses(t *testing.T) {
 func TestProcessWithSeveralDevicesFails(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4})
 	errs := joinDevices(t, cut(devs, 3, 1), nil, func(ctx context.Context, g *comm.Group) error {
-		xs, err := comm.Make[float32](g, 1<<10)
-		if err != nil {
-			return err
-		}
-		defer xs.Close()
 		if g.Rank() == 3 {
 			return errors.New("rank 3 has failed")
 		}
-		if err := comm.AllReduce(g, comm.Sum, xs...); err != nil {
-			return err
-		}
-		return g.Wait(ctx)
+		return conformAllReduce(ctx, g, 1<<10)
 	})
 	require.ErrorIs(t, errs[0], comm.ErrBroken)
 	require.Regexp(t, `rank 3 (aborted|\(in process 1\) has left)`, errs[0])

@@ -11,20 +11,12 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
-	"github.com/gochorus/chorus/internal/testgpu/groups"
 )
 
 // Shutdown returns when all ranks have shut the group down, and not before.
 func TestShutdownWaitsForTheOthers(t *testing.T) {
 	for _, late := range []int{0, 1} {
-		gs, errs := groups.Join(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
-		require.NoError(t, errors.Join(errs...))
-		ended := make(chan error, 3)
-		for i, g := range gs {
-			if i != late {
-				go func() { ended <- g.Shutdown(testgpu.Context(t)) }()
-			}
-		}
+		gs, ended := shutDownWithout(t, late)
 		select {
 		case err := <-ended:
 			require.Fail(t, "did not wait", "%v", err)
@@ -38,19 +30,23 @@ func TestShutdownWaitsForTheOthers(t *testing.T) {
 // A rank that closes the group, or has failed, fails the Shutdown of the others.
 func TestShutdownOfAGroupThatAnotherRankCloses(t *testing.T) {
 	for _, closes := range []int{0, 1} {
-		gs, errs := groups.Join(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
-		require.NoError(t, errors.Join(errs...))
-		ended := make(chan error, 3)
-		for i, g := range gs {
-			if i != closes {
-				go func() { ended <- g.Shutdown(testgpu.Context(t)) }()
-			}
-		}
+		gs, ended := shutDownWithout(t, closes)
 		require.NoError(t, gs[closes].Close())
 		for range 2 {
 			require.ErrorIs(t, <-ended, comm.ErrBroken)
 		}
 	}
+}
+
+// shutDownWithout lets all of three ranks but one shut their group down.
+func shutDownWithout(t *testing.T, rank int) ([]*comm.Group, chan error) {
+	gs, ended := joined(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})), make(chan error, 3)
+	for i, g := range gs {
+		if i != rank {
+			go func() { ended <- g.Shutdown(testgpu.Context(t)) }()
+		}
+	}
+	return gs, ended
 }
 
 // The error of a Shutdown says how another rank has left instead.
@@ -68,8 +64,7 @@ func TestShutdownSaysHowAnotherRankLeft(t *testing.T) {
 
 // A rank that never comes ends the Shutdown of the others with their context.
 func TestShutdownEndsWithContext(t *testing.T) {
-	gs, errs := groups.Join(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
-	require.NoError(t, errors.Join(errs...))
+	gs := joined(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	enough := errors.New("enough")
 	for _, g := range []*comm.Group{gs[1], gs[0]} {
 		ctx, cancel := context.WithTimeoutCause(t.Context(), 20*time.Millisecond, enough)

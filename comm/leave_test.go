@@ -17,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -41,39 +42,26 @@ func TestRankThatLeaves(t *testing.T) {
 	world := func(n int) (sessions []*cluster.Session, gs []*comm.Group) {
 		sessions, gs = make([]*cluster.Session, n), make([]*comm.Group, n)
 		require.NoError(t, reg.Begin(names[:n]...))
-		errs := make([]error, n)
-		var wg sync.WaitGroup
-		for i := range n {
-			wg.Go(func() {
-				if sessions[i], errs[i] = members[i].World(ctx); errs[i] == nil {
-					gs[i], errs[i] = comm.Join(ctx, sessions[i], devs[i], nil)
-				}
-			})
-		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		require.NoError(t, errors.Join(atOnce(n, func(i int) (err error) {
+			if sessions[i], err = members[i].World(ctx); err == nil {
+				gs[i], err = comm.Join(ctx, sessions[i], devs[i], nil)
+			}
+			return err
+		})...))
 		return sessions, gs
 	}
 	sessions, gs := world(3)
 	streams, xs := make([]*stream.Stream, 3), make([]memory.Slice[float32], 3)
 
 	for i, g := range gs {
-		streams[i], err = stream.New(devs[i], nil)
-		require.NoError(t, err)
-		defer streams[i].Close()
+		streams[i] = streamtest.NewStream(t, devs[i])
 		xs[i], err = memory.MakeFrom(streams[i], []float32{1, 2})
 		require.NoError(t, err)
 		defer xs[i].Close()
 		require.NoError(t, g.Stream(0).WaitStream(streams[i]))
 	}
 	reduce := func(gs []*comm.Group) { // the ranks connect to each other by the first one
-		errs := make([]error, len(gs))
-		var wg sync.WaitGroup
-		for i, g := range gs {
-			wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs[i]) })
-		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		groups.Each(t, gs, func(i int, g *comm.Group) error { return comm.AllReduce(g, comm.Sum, xs[i]) })
 	}
 	reduce(gs)
 	for _, g := range gs {
@@ -128,20 +116,13 @@ func TestRankLeavesWithASlowStore(t *testing.T) {
 	t.Setenv(env.CommStrategy.Name, "nccl")
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
 		var delay atomic.Int64
-		gs, errs := make([]*comm.Group, 2), make([]error, 2)
-		var wg sync.WaitGroup
-		for i, b := range testgpu.Exchanges(testgpu.Context(t), 2) {
-			wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), slowExchange{b, &delay}, devs[i], nil) })
-		}
-		wg.Wait()
+		gs, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) { return slowExchange{b, &delay}, nil })
 		require.NoError(t, errors.Join(errs...))
 		xs := make([]comm.Shards[float32], 2)
 		for i, g := range gs {
 			xs[i], _ = shards(t, g, 8)
-			wg.Go(func() { errs[i] = comm.AllReduce(g, comm.Sum, xs[i]...) }) // connects the ranks
 		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		groups.Each(t, gs, func(i int, g *comm.Group) error { return comm.AllReduce(g, comm.Sum, xs[i]...) }) // connects the ranks
 		require.NoError(t, comm.AllReduce(gs[0], comm.Sum, xs[0]...))
 		delay.Store(int64(300 * time.Millisecond))
 		require.NoError(t, gs[1].Close())
@@ -169,28 +150,15 @@ func (b stuckExchange) Get(ctx context.Context, key string) ([]byte, error) {
 // joinThree returns a group of three ranks that have connected to each other. stuck is the delay of rank 1.
 func joinThree(t *testing.T, devs []*device.Device, stuck time.Duration) []*comm.Group {
 	t.Helper()
-	gs, errs := make([]*comm.Group, 3), make([]error, 3)
-	var wg sync.WaitGroup
-	for i, b := range testgpu.Exchanges(testgpu.Context(t), 3) {
-		var r comm.Rendezvous = &slowExchange{b, new(atomic.Int64)}
+	gs, errs := joinBy(t, devs, func(i int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		slow := slowExchange{b, new(atomic.Int64)}
 		if i == 1 {
-			r = &stuckExchange{slowExchange{b, new(atomic.Int64)}, stuck}
+			return &stuckExchange{slow, stuck}, nil
 		}
-		wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), r, devs[i], nil) })
-	}
-	wg.Wait()
+		return &slow, nil
+	})
 	require.NoError(t, errors.Join(errs...))
-	for i, g := range gs {
-		wg.Go(func() {
-			x, err := comm.Make[float32](g, 8)
-			if err == nil {
-				err = errors.Join(comm.AllReduce(g, comm.Sum, x...), g.Wait(testgpu.Context(t)), x.Close())
-			}
-			errs[i] = err
-		})
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...))
+	groups.Each(t, gs, func(i int, g *comm.Group) error { return conformAllReduce(testgpu.Context(t), g, 8) })
 	return gs
 }
 
@@ -236,20 +204,15 @@ func TestShutdownThatGivesUpAfterTheAgreement(t *testing.T) {
 	t.Setenv(env.CommStrategy.Name, "nccl")
 	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 3}, func(t *testing.T, devs []*device.Device) {
 		gs := joinThree(t, devs, 5*time.Second)
-		errs := make([]error, 3)
-		var wg sync.WaitGroup
-		for i, g := range gs {
-			wg.Go(func() {
-				ctx := testgpu.Context(t)
-				if i == 0 {
-					var cancel context.CancelFunc
-					ctx, cancel = context.WithTimeout(ctx, time.Second)
-					defer cancel()
-				}
-				errs[i] = g.Shutdown(ctx)
-			})
-		}
-		wg.Wait()
+		errs := atOnce(3, func(i int) error {
+			ctx := testgpu.Context(t)
+			if i == 0 {
+				var cancel context.CancelFunc
+				ctx, cancel = context.WithTimeout(ctx, time.Second)
+				defer cancel()
+			}
+			return gs[i].Shutdown(ctx)
+		})
 		require.ErrorIs(t, errs[0], context.DeadlineExceeded)
 		require.ErrorIs(t, errs[1], comm.ErrBroken)
 		require.ErrorIs(t, errs[1], comm.ErrLeft)

@@ -3,7 +3,6 @@ package comm_test
 import (
 	"context"
 	"errors"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -11,9 +10,9 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
-	"github.com/gochorus/chorus/stream"
 )
 
 // Memory of another stream may be closed as soon as the collective is enqueued:
@@ -24,13 +23,10 @@ func TestMemoryOutlivesTheCollective(t *testing.T) {
 		g := local(t, devs)
 		xs := make([]memory.Slice[float32], 2)
 		for i, d := range devs {
-			s, err := stream.New(d, nil)
-			require.NoError(t, err)
-			defer s.Close()
+			s := streamtest.NewStream(t, d)
+			var err error
 			xs[i], err = memory.Make[float32](s, 1<<18)
-			require.NoError(t, err)
-			require.NoError(t, xs[i].Zero(s))
-			require.NoError(t, g.Stream(i).WaitStream(s))
+			require.NoError(t, errors.Join(err, xs[i].Zero(s), g.Stream(i).WaitStream(s)))
 		}
 		require.NoError(t, comm.AllReduce(g, comm.Sum, xs...))
 		for _, x := range xs {
@@ -74,36 +70,16 @@ func TestDevicesOfTwoSystems(t *testing.T) {
 // Processes may join several groups; each has an id of its own.
 func TestJoinTwice(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		errs := make([]error, 2)
-		var wg sync.WaitGroup
-		for i, b := range exchanges(t.Context(), 2) {
-			wg.Go(func() {
-				for n := range 2 {
-					g, err := comm.Join(testgpu.Context(t), b, devs[i], nil)
-					if err != nil {
-						errs[i] = err
-						return
-					}
-					x, err := comm.Make[int32](g, 4)
-					if err == nil {
-						err = x[0].CopyFrom(g.Stream(0), []int32{int32(n), 1, 2, 3})
-					}
-					if err == nil {
-						err = comm.AllReduce(g, comm.Sum, x...)
-					}
-					got := make([]int32, 4)
-					if err == nil {
-						err = x[0].CopyTo(g.Stream(0), got)
-					}
-					if err == nil && got[0] != int32(2*n) {
-						err = errors.New("the sum is wrong")
-					}
-					errs[i] = errors.Join(errs[i], err, x.Close(), g.Shutdown(testgpu.Context(t)))
+		ctx, bs := testgpu.Context(t), exchanges(t.Context(), 2)
+		for range 2 {
+			require.NoError(t, errors.Join(atOnce(2, func(i int) error {
+				g, err := comm.Join(ctx, bs[i], devs[i], nil)
+				if err != nil {
+					return err
 				}
-			})
+				return errors.Join(conformAllReduce(ctx, g, 4), g.Shutdown(ctx))
+			})...))
 		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
 	})
 }
 

@@ -2,6 +2,7 @@ package comm_test
 
 import (
 	"bytes"
+	"errors"
 	"flag"
 	"fmt"
 	"math/rand/v2"
@@ -151,18 +152,7 @@ func (x *mixture) explain(t *testing.T, ops []mixedOp, rank int, what string) {
 
 // each runs fn for all ranks, on a goroutine each.
 func (x *mixture) each(fn func(i int) error) error {
-	errs := make([]error, len(x.dst))
-	var all sync.WaitGroup
-	for i := range errs {
-		all.Go(func() { errs[i] = fn(i) })
-	}
-	all.Wait()
-	for _, err := range errs {
-		if err != nil {
-			return err
-		}
-	}
-	return nil
+	return errors.Join(atOnce(len(x.dst), fn)...)
 }
 
 // modes are how operations are issued.

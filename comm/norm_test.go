@@ -5,8 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"math"
-	"math/rand/v2"
-	"sync"
 	"testing"
 	"time"
 
@@ -17,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 )
@@ -145,9 +144,7 @@ func runAllReduceNorm(t *testing.T, g *comm.Group, rows, cols int) error {
 // TestAllReduceNorm checks all strategies, with sizes that a Chorus kernel supports and one that
 // it does not.
 func TestAllReduceNorm(t *testing.T) {
-	seed := rand.Uint64()
-	t.Log("seed ", seed)
-	rng := rand.New(rand.NewPCG(seed, 0))
+	rng := seededPCG(t)(0)
 	for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.OneShot, comm.TwoShotPackets, comm.Windows} {
 		ranks := 2 + rng.IntN(3)
 		t.Run(fmt.Sprint(s, "/", ranks), func(t *testing.T) {
@@ -170,14 +167,8 @@ func TestAllReduceNorm(t *testing.T) {
 	})
 	t.Run("joined", func(t *testing.T) {
 		t.Setenv(env.CommStrategy.Name, "own")
-		gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
-		require.NoError(t, errors.Join(errs...))
-		var wg sync.WaitGroup
-		for i, g := range gs {
-			wg.Go(func() { errs[i] = runAllReduceNorm(t, g, 4, 50) })
-		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		gs := joined(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+		groups.Each(t, gs, func(i int, g *comm.Group) error { return runAllReduceNorm(t, g, 4, 50) })
 	})
 }
 
@@ -293,11 +284,7 @@ func TestAllReduceNormMixed(t *testing.T) {
 					}
 					return errors.Join(err, g.Wait(ctx), r.close())
 				})
-				mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
-				require.True(t, found, "%v", errs)
-				of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
-				require.Contains(t, of[0], "AllReduceNorm(256 x float32, sum, rows of 64, eps 0) as collective")
-				require.Contains(t, of[1], text+" as collective")
+				requireMismatch(t, errs, "AllReduceNorm(256 x float32, sum, rows of 64, eps 0) as collective", text+" as collective")
 			})
 		})
 	}

@@ -4,7 +4,6 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
-	"sync"
 	"testing"
 	"time"
 
@@ -16,6 +15,8 @@ import (
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -24,10 +25,7 @@ import (
 // localOwn is local with Chorus's own kernels.
 func localOwn(t *testing.T, devs []*device.Device, n *nccl.Config) *comm.Group {
 	t.Helper()
-	g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{NCCL: n, Strategy: comm.OwnKernels})
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, g.Close()) })
-	return g
+	return groupBy(t, devs, comm.Config{NCCL: n, Strategy: comm.OwnKernels})
 }
 
 // TestOwnKernelsConform checks all collectives, of sizes on both sides of where NCCL
@@ -50,34 +48,23 @@ func TestOwnKernelsConform(t *testing.T) {
 	})
 	t.Run("joined", func(t *testing.T) {
 		t.Setenv(env.CommStrategy.Name, "own")
-		gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
-		require.NoError(t, errors.Join(errs...))
-		var wg sync.WaitGroup
-		for i, g := range gs {
-			require.Equal(t, comm.OwnKernels, g.Strategy())
-			wg.Go(func() { errs[i] = conform(testgpu.Context(t), g) })
-		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		gs := joined(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+		require.Equal(t, comm.OwnKernels, gs[2].Strategy())
+		groups.Each(t, gs, func(_ int, g *comm.Group) error { return conform(testgpu.Context(t), g) })
 	})
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run("processes/"+backend, func(t *testing.T) {
-			if backend == "cuda" {
-				testgpu.Ranks(t, 2)
-			}
-			code, out, _ := job(t, backend, "conform", 2, env.CommStrategy.Name+"=own")
+	t.Run("processes", func(t *testing.T) {
+		eachBackend(t, 2, 2, testgpu.Ranks, func(t *testing.T, backend string, ranks int) {
+			code, out, _ := job(t, backend, "conform", ranks, env.CommStrategy.Name+"=own")
 			require.Zero(t, code, out)
 		})
-	}
+	})
 }
 
 // All that own kernels reduce fits in lines, with any number of ranks.
 func TestOwnKernelsHaveRoomForLines(t *testing.T) {
 	for _, n := range []int{2, 3, 5, 8} {
 		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: n})
-		g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: comm.TwoShotLines})
-		require.NoError(t, err)
-		t.Cleanup(func() { require.NoError(t, g.Close()) })
+		g := groupBy(t, devs, comm.Config{Strategy: comm.TwoShotLines})
 		x := collective.Op{Call: collective.Call{Request: collective.Request{Kind: collective.AllReduce, DType: memory.Uint8, N: 4 << 20}}, Together: true}
 		require.Equal(t, comm.TwoShotLines, g.Choice(0, x), "%d ranks", n)
 	}
@@ -105,28 +92,21 @@ func TestOwnKernelsTakeWhatIsSmall(t *testing.T) {
 	}
 	require.NoError(t, g.Wait(testgpu.Context(t)))
 	// Two in a group are NCCL's, as is what is large.
-	require.ErrorIs(t, routed(g, func(b *nccl.Batch) error {
+	require.ErrorIs(t, routed(g, func(b *nccl.Batch) (err error) {
 		for range 2 {
 			for i, x := range make(8) {
-				if err := nccl.AllReduce(b.On(g.Communicator(i)), g.Stream(i), x, x, nccl.Sum); err != nil {
-					return err
-				}
+				err = errors.Join(err, nccl.AllReduce(b.On(g.Communicator(i)), g.Stream(i), x, x, nccl.Sum))
 			}
 		}
-		return nil
+		return err
 	}), nccl.ErrorInternal)
 	// As are operations that package nccl issues.
-	require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) error {
+	require.ErrorIs(t, nccl.Group(func(b *nccl.Batch) (err error) {
 		for i, x := range make(8) {
-			s, err := stream.New(g.Device(i), nil)
-			require.NoError(t, err)
-			t.Cleanup(func() { require.NoError(t, s.Close()) })
-			require.NoError(t, s.WaitStream(g.Stream(i)))
-			if err := nccl.AllReduce(b.On(g.Communicator(i)), s, x, x, nccl.Sum); err != nil {
-				return err
-			}
+			s := streamtest.NewStream(t, g.Device(i))
+			err = errors.Join(err, s.WaitStream(g.Stream(i)), nccl.AllReduce(b.On(g.Communicator(i)), s, x, x, nccl.Sum))
 		}
-		return nil
+		return err
 	}), nccl.ErrorInternal)
 	few, many := make(8), make(1025)
 	require.ErrorIs(t, comm.AllReduce(g, comm.Sum, many...), comm.ErrBroken)
@@ -215,9 +195,7 @@ func TestOwnKernelsInGraphs(t *testing.T) {
 func TestOwnKernelsOfGraphsOnOtherStreams(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := localOwn(t, devs, &nccl.Config{Timeout: time.Minute})
-		other, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer other.Close()
+		other := streamtest.NewStream(t, devs[0])
 		for _, s := range []*stream.Stream{g.Stream(0), other} {
 			xs, hs := shards(t, g, 2000)
 			ys, ks := shards(t, g, 2000)
@@ -282,22 +260,17 @@ func TestOwnKernelsClosedUnderWait(t *testing.T) {
 // others: none takes what the others sent for its own, and the difference is named long before the deadline.
 func TestOwnKernelsOfProcessesThatDisagree(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run(backend, func(t *testing.T) {
-			if backend == "cuda" {
-				testgpu.Ranks(t, 2)
-			}
-			code, out, _ := job(t, backend, "fewer", 2, env.CommStrategy.Name+"=own")
-			require.NotZero(t, code, out)
-			// The rank that is later may find that the other one has ended. Its error has that one's operation, too.
-			const says = `(?m)^\[rank %d\] worker: .*rank %d differs: its last reported operation is ncclAllReduce\(10485.*the ranks do not issue the same operations as collective 11: rank %[1]d of 2 issued ncclAllReduce\(10485`
-			const late = `(?m)^\[rank %d\] worker: .*rank %d was lost: its last reported operation is ncclAllReduce\(10485.*`
-			require.Regexp(t, fmt.Sprintf(says, 0, 1)+"|"+fmt.Sprintf(says, 1, 0), out)
-			for rank := range 2 {
-				require.Regexp(t, fmt.Sprintf(says, rank, 1-rank)+"|"+fmt.Sprintf(late, rank, 1-rank), out)
-			}
-		})
-	}
+	eachBackend(t, 2, 2, testgpu.Ranks, func(t *testing.T, backend string, _ int) {
+		code, out, _ := job(t, backend, "fewer", 2, env.CommStrategy.Name+"=own")
+		require.NotZero(t, code, out)
+		// The rank that is later may find that the other one has ended. Its error has that one's operation, too.
+		const says = `(?m)^\[rank %d\] worker: .*rank %d differs: its last reported operation is ncclAllReduce\(10485.*the ranks do not issue the same operations as collective 11: rank %[1]d of 2 issued ncclAllReduce\(10485`
+		const late = `(?m)^\[rank %d\] worker: .*rank %d was lost: its last reported operation is ncclAllReduce\(10485.*`
+		require.Regexp(t, fmt.Sprintf(says, 0, 1)+"|"+fmt.Sprintf(says, 1, 0), out)
+		for rank := range 2 {
+			require.Regexp(t, fmt.Sprintf(says, rank, 1-rank)+"|"+fmt.Sprintf(late, rank, 1-rank), out)
+		}
+	})
 }
 
 // TestOwnKernelsWhereTheyCannot checks that NCCL does it all where devices do not reach
@@ -344,14 +317,9 @@ func TestStrategies(t *testing.T) {
 // TestStrategiesThatDisagree checks that nobody waits for own kernels that others do not have.
 func TestStrategiesThatDisagree(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	errs := make([]error, 2)
-	var wg sync.WaitGroup
-	for i, b := range exchanges(t.Context(), 2) {
-		wg.Go(func() {
-			_, errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: []comm.Strategy{comm.OwnKernels, comm.NCCLOnly}[i]})
-		})
-	}
-	wg.Wait()
+	_, errs := joinBy(t, devs, func(i int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		return b, &comm.Config{Strategy: []comm.Strategy{comm.OwnKernels, comm.NCCLOnly}[i]}
+	})
 	for _, err := range errs {
 		require.ErrorIs(t, err, comm.ErrMismatch)
 		require.ErrorContains(t, err, "the strategy of rank 0 is own and that of rank 1 is nccl")
@@ -365,9 +333,7 @@ func TestWaysThatDisagree(t *testing.T) {
 		for _, s := range []comm.Strategy{comm.OwnKernels, comm.Windows} {
 			for name, other := range map[string]func(g *comm.Group, x memory.Slice[float32]) error{
 				"stream": func(g *comm.Group, x memory.Slice[float32]) error {
-					s, err := stream.New(g.Device(1), nil)
-					require.NoError(t, err)
-					t.Cleanup(func() { require.NoError(t, s.Close()) })
+					s := streamtest.NewStream(t, g.Device(1))
 					require.NoError(t, s.WaitStream(g.Stream(1)))
 					return nccl.AllReduce(g.Communicator(1), s, x, x, nccl.Sum)
 				},
@@ -419,13 +385,9 @@ func TestWindowsThatCannotBeAborted(t *testing.T) {
 
 // TestVersionsThatDisagree checks that ranks with another NCCL are told, and do not wait.
 func TestVersionsThatDisagree(t *testing.T) {
-	errs := make([]error, 2)
-	var wg sync.WaitGroup
-	for i, b := range exchanges(t.Context(), 2) {
-		devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: []string{"2.28.3", "2.26.2"}[i]})
-		wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), b, devs[i], nil) })
-	}
-	wg.Wait()
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.28.3"})
+	devs[1] = testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: "2.26.2"})[1]
+	_, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) { return b, nil })
 	for _, err := range errs {
 		require.ErrorIs(t, err, comm.ErrMismatch)
 		require.ErrorContains(t, err, "rank 0 has NCCL 2.28.3 and rank 1 NCCL 2.26.2: let all load the same")

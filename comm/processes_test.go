@@ -352,7 +352,7 @@ func fail(fault string) {
 // launcher says which one was first and why, and exits with its code.
 func TestWorkerFailsInAllReduce(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
+	eachBackend(t, 3, 2, testgpu.Ranks, func(t *testing.T, backend string, ranks int) {
 		for _, c := range []struct {
 			fault string
 			code  int
@@ -364,12 +364,7 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 			{"panic", 2, []string{"chorus: rank 1 ", "out of luck"}},
 			{"one device", 1, []string{"ranks 0 (pid", "a GPU holds one rank"}},
 		} {
-			t.Run(backend+"/"+c.fault, func(t *testing.T) {
-				ranks := 3
-				if backend == "cuda" {
-					ranks = 2
-					testgpu.Ranks(t, ranks)
-				}
+			t.Run(c.fault, func(t *testing.T) {
 				var vars []string
 				if c.fault == "one device" {
 					vars = append(vars, env.ShareGPUs.Name+"=no")
@@ -382,37 +377,32 @@ func TestWorkerFailsInAllReduce(t *testing.T) {
 				require.Less(t, took, time.Minute, "the launcher had to end a worker: %s", out)
 			})
 		}
-	}
+	})
 }
 
 // Several processes share one device, which CHORUS_SHARE_GPUS permits.
 func TestProcessesShareADevice(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run(backend, func(t *testing.T) {
-			if backend == "cuda" {
-				testgpu.CUDA(t, 1)
-			}
-			gpu, _, _ := strings.Cut(os.Getenv("CUDA_VISIBLE_DEVICES"), ",")
-			if gpu == "" {
-				gpu = "0"
-			}
-			one := "CUDA_VISIBLE_DEVICES=" + gpu // otherwise each process has a GPU for itself on a large host
-			code, out, _ := job(t, backend, "one device", 4, env.ShareGPUs.Name+"=yes", one)
-			require.Zero(t, code, out)
-			require.Regexp(t, `ranks 0 \(pid \d+\) and 1 \(pid \d+\) share a GPU: the results are right, but timings mean nothing`, out)
-			code, out, _ = job(t, backend, "conform", 3, env.ShareGPUs.Name+"=yes", env.VirtualDevices.Name+"=1", env.CommStrategy.Name+"=own", one)
-			require.Zero(t, code, out)
-			require.Contains(t, out, "share a GPU")
-		})
-	}
+	eachBackend(t, 4, 1, testgpu.CUDA, func(t *testing.T, backend string, _ int) {
+		gpu, _, _ := strings.Cut(os.Getenv("CUDA_VISIBLE_DEVICES"), ",")
+		if gpu == "" {
+			gpu = "0"
+		}
+		one := "CUDA_VISIBLE_DEVICES=" + gpu // otherwise each process has a GPU for itself on a large host
+		code, out, _ := job(t, backend, "one device", 4, env.ShareGPUs.Name+"=yes", one)
+		require.Zero(t, code, out)
+		require.Regexp(t, `ranks 0 \(pid \d+\) and 1 \(pid \d+\) share a GPU: the results are right, but timings mean nothing`, out)
+		code, out, _ = job(t, backend, "conform", 3, env.ShareGPUs.Name+"=yes", env.VirtualDevices.Name+"=1", env.CommStrategy.Name+"=own", one)
+		require.Zero(t, code, out)
+		require.Contains(t, out, "share a GPU")
+	})
 }
 
 // A worker that is alive but never comes, is stopped or killed: each of the others
 // says which one, with its last operation, before the deadline and a little time.
 func TestCulpritsAreNamed(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
+	eachBackend(t, 3, 2, testgpu.CUDA, func(t *testing.T, backend string, ranks int) {
 		for fault, says := range map[string]string{ // rank 2 may follow in the list, if its report is late
 			"absent":     `rank 1 is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, [^ ]* ago \(as of [^ ]* ago\)[:;] .*nccl: .* as collective 11`,
 			"stop":       `rank 1 (is behind|was lost): its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective \d+, [^ ]* ago \(as of [^ ]* ago\)[:;] `,
@@ -425,12 +415,8 @@ func TestCulpritsAreNamed(t *testing.T) {
 			if backend == "cuda" && fault == "other" {
 				continue // NCCL may hang or mix data up
 			}
-			t.Run(backend+"/"+fault, func(t *testing.T) {
-				ranks := 3
-				if backend == "cuda" {
-					ranks = 2
-					testgpu.CUDA(t, ranks)
-				} else {
+			t.Run(fault, func(t *testing.T) {
+				if backend == "virtual" {
 					t.Parallel() // they mostly wait for deadlines
 				}
 				limit := "4s"
@@ -453,61 +439,51 @@ func TestCulpritsAreNamed(t *testing.T) {
 				require.Less(t, took, 2*time.Minute, out)
 			})
 		}
-	}
+	})
 }
 
 // Where a process has by NCCL what the others have by own kernels, they are told so long before the deadline: who has it
 // otherwise, and how.
 func TestProcessesWithTwoWays(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
-		t.Run(backend, func(t *testing.T) {
-			if backend == "cuda" {
-				testgpu.CUDA(t, 2)
-			}
-			_, out, took := job(t, backend, "way", 2, env.CommStrategy.Name+"=own", paceVar+"=10ms")
-			// The first operation of NCCL ends with an error when the other rank has given up, which only names that rank, or nothing.
-			const says = `(?m)^\[rank %d\] worker: .*rank %d runs collective 11 with %s and this rank with %s, .*: ` +
-				`its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*the ranks do not issue the same operations as collective 11: rank %[1]d of 2 issued `
-			const aborted = `(?m)^\[rank %d\] worker: .*rank %d aborted|^\[rank %[1]d\] worker: nccl: ncclAllReduce on rank %[1]d of 2 .*: ncclInternalError`
-			first, second := fmt.Sprintf(says, 0, 1, "NCCL", "Chorus kernels"), fmt.Sprintf(says, 1, 0, "Chorus kernels", "NCCL")
-			require.Regexp(t, first+"|"+second, out)
-			require.Regexp(t, first+"|"+fmt.Sprintf(aborted, 0, 1), out)
-			require.Regexp(t, second+"|"+fmt.Sprintf(aborted, 1, 0), out)
-			require.Less(t, took, 2*time.Minute, out)
-		})
-	}
+	eachBackend(t, 2, 2, testgpu.CUDA, func(t *testing.T, backend string, _ int) {
+		_, out, took := job(t, backend, "way", 2, env.CommStrategy.Name+"=own", paceVar+"=10ms")
+		// The first operation of NCCL ends with an error when the other rank has given up, which only names that rank, or nothing.
+		const says = `(?m)^\[rank %d\] worker: .*rank %d runs collective 11 with %s and this rank with %s, .*: ` +
+			`its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 11, .* ago .*the ranks do not issue the same operations as collective 11: rank %[1]d of 2 issued `
+		const aborted = `(?m)^\[rank %d\] worker: .*rank %d aborted|^\[rank %[1]d\] worker: nccl: ncclAllReduce on rank %[1]d of 2 .*: ncclInternalError`
+		first, second := fmt.Sprintf(says, 0, 1, "NCCL", "Chorus kernels"), fmt.Sprintf(says, 1, 0, "Chorus kernels", "NCCL")
+		require.Regexp(t, first+"|"+second, out)
+		require.Regexp(t, first+"|"+fmt.Sprintf(aborted, 0, 1), out)
+		require.Regexp(t, second+"|"+fmt.Sprintf(aborted, 1, 0), out)
+		require.Less(t, took, 2*time.Minute, out)
+	})
 }
 
 // Processes with several ranks each have all operations, by NCCL and by Chorus kernels.
 func TestProcessesWithSeveralDevices(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
+	eachBackend(t, 4, 4, testgpu.CUDA, func(t *testing.T, backend string, _ int) {
 		for counts, strategy := range map[string]string{"2,2": "nccl", "1,3": "own"} {
-			t.Run(backend+"/"+counts, func(t *testing.T) {
-				if backend == "cuda" {
-					testgpu.CUDA(t, 4)
-				}
+			t.Run(counts, func(t *testing.T) {
 				code, out, _ := job(t, backend, "conform", 2, devicesVar+"="+counts, env.VirtualDevices.Name+"=4", env.CommStrategy.Name+"="+strategy)
 				require.Zero(t, code, out)
 			})
 		}
-	}
+	})
 }
 
 // The ranks of a process that fails are named with their process.
 func TestCulpritsOfAProcessWithSeveralDevices(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
+	eachBackend(t, 4, 4, testgpu.CUDA, func(t *testing.T, backend string, _ int) {
 		for fault, says := range map[string]string{
 			"absent": `rank 2 \(in process 1\) is behind: its last reported operation is ncclAllReduce\(1048576 x float32, sum\) as collective 10, .*; rank 3 \(in process 1\) is behind: .* as collective 10.*nccl: .* as collective 11`,
 			"kill":   `rank 2 \(in process 1\) was lost: .*; rank 3 \(in process 1\) was lost: .*: cluster: rank 1 .* SIGKILL`,
 			"close":  `rank [23] \(in process 1\) (has left|is behind): .* as collective 10, .*; by then it had closed the group`,
 		} {
-			t.Run(backend+"/"+fault, func(t *testing.T) {
-				if backend == "cuda" {
-					testgpu.CUDA(t, 4)
-				} else {
+			t.Run(fault, func(t *testing.T) {
+				if backend == "virtual" {
 					t.Parallel() // they mostly wait for deadlines
 				}
 				_, out, took := job(t, backend, fault, 2, devicesVar+"=2,2", env.VirtualDevices.Name+"=4", timeoutVar+"=4s", paceVar+"=60ms")
@@ -516,7 +492,7 @@ func TestCulpritsOfAProcessWithSeveralDevices(t *testing.T) {
 				require.Less(t, took, 2*time.Minute, out)
 			})
 		}
-	}
+	})
 }
 
 // In a group that was split a rank is named by its number there and in the world, and
@@ -553,6 +529,16 @@ func TestWindowsThatOneProcessCannotHave(t *testing.T) {
 		}
 		require.Less(t, took, 2*time.Minute, out)
 	}
+}
+
+// eachBackend runs a test of processes with virtual devices and with GPUs, of which gpus gets as many as there are ranks:
+// it is testgpu.Ranks if they may share one, otherwise testgpu.CUDA.
+func eachBackend(t *testing.T, virtual, cuda int, gpus func(testing.TB, int) []*device.Device, f func(t *testing.T, backend string, ranks int)) {
+	t.Run("virtual", func(t *testing.T) { f(t, "virtual", virtual) })
+	t.Run("cuda", func(t *testing.T) {
+		gpus(t, cuda)
+		f(t, "cuda", cuda)
+	})
 }
 
 func job(t *testing.T, backend, fault string, ranks int, vars ...string) (code int, out string, took time.Duration) {

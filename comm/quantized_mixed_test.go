@@ -102,11 +102,7 @@ func TestAllReduceQuantizedMixed(t *testing.T) {
 						}
 						return errors.Join(quantizedBut1(g, xs, how), g.Wait(ctx), xs.Close())
 					})
-					mismatch, found := errors.AsType[*nccl.MismatchError](errors.Join(errs...))
-					require.True(t, found, "%v", errs)
-					of := map[int]string{mismatch.Rank: mismatch.Operation.String(), mismatch.Other: mismatch.Theirs.String()}
-					require.Contains(t, of[0], fmt.Sprintf("AllReduceQuantized(%d x float32 in float8_e4m3fn, sum) as collective", n))
-					require.Contains(t, of[1], otherText(how, n)+" as collective")
+					requireMismatch(t, errs, fmt.Sprintf("AllReduceQuantized(%d x float32 in float8_e4m3fn, sum) as collective", n), otherText(how, n)+" as collective")
 				})
 			})
 		}
@@ -116,14 +112,10 @@ func TestAllReduceQuantizedMixed(t *testing.T) {
 // Processes that mix them are told so long before the deadline, by Chorus kernels, which wait for each other.
 func TestAllReduceQuantizedMixedByProcesses(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
+	eachBackend(t, 3, 2, testgpu.CUDA, func(t *testing.T, backend string, ranks int) {
 		for how := range otherCalls {
-			t.Run(backend+"/"+how, func(t *testing.T) {
-				ranks := 3
-				if backend == "cuda" {
-					ranks = 2
-					testgpu.CUDA(t, ranks)
-				} else {
+			t.Run(how, func(t *testing.T) {
+				if backend == "virtual" {
 					t.Parallel()
 				}
 				_, out, took := job(t, backend, "quantized "+how, ranks, env.CommStrategy.Name+"=own", paceVar+"=10ms")
@@ -133,24 +125,19 @@ func TestAllReduceQuantizedMixedByProcesses(t *testing.T) {
 				require.Less(t, took, 2*time.Minute, out)
 			})
 		}
-	}
+	})
 }
 
 // Where NCCL moves the blocks, processes whose blocks have the same size do not wait for each other. Then all elements are NaN on all
 // ranks, or the ranks are named if the operation is slow.
 func TestAllReduceQuantizedMixedByNCCL(t *testing.T) {
 	t.Parallel()
-	for _, backend := range []string{"virtual", "cuda"} {
+	eachBackend(t, 3, 2, testgpu.CUDA, func(t *testing.T, backend string, ranks int) {
 		for how := range otherCalls {
 			if how == "plain" {
 				continue // NCCL may hang or mix data up
 			}
-			t.Run(backend+"/"+how, func(t *testing.T) {
-				ranks := 3
-				if backend == "cuda" {
-					ranks = 2
-					testgpu.CUDA(t, ranks)
-				}
+			t.Run(how, func(t *testing.T) {
 				code, out, _ := job(t, backend, "quantized "+how, ranks, env.CommStrategy.Name+"=nccl")
 				if code != 0 { // the operation took so long that the ranks' recorders were compared
 					require.Contains(t, out, "the ranks do not issue the same operations as collective 11")
@@ -158,7 +145,7 @@ func TestAllReduceQuantizedMixedByNCCL(t *testing.T) {
 				}
 			})
 		}
-	}
+	})
 }
 
 // A process may keep errors when others keep none: its elements and errors are those of a group that all keep them, and the other

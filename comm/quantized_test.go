@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"math"
 	"math/rand/v2"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -16,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/quant"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 )
@@ -231,14 +231,8 @@ func TestAllReduceQuantized(t *testing.T) {
 		}
 	})
 	t.Run("joined", func(t *testing.T) {
-		gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
-		require.NoError(t, errors.Join(errs...))
-		var wg sync.WaitGroup
-		for i, g := range gs {
-			wg.Go(func() { errs[i] = runAllQuantized(t, g, pcg(10)) })
-		}
-		wg.Wait()
-		require.NoError(t, errors.Join(errs...))
+		gs := joined(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3}))
+		groups.Each(t, gs, func(i int, g *comm.Group) error { return runAllQuantized(t, g, pcg(10)) })
 	})
 }
 
@@ -339,15 +333,12 @@ func TestAllReduceQuantizedBitsOfProcesses(t *testing.T) {
 	}
 	want, err := run(groupBy(t, devs, comm.Config{}))
 	require.NoError(t, err)
-	gs, errs := join(t, t.Context(), devs)
-	require.NoError(t, errors.Join(errs...))
-	var wg sync.WaitGroup
+	gs := joined(t, t.Context(), devs)
 	got := make([][]float32, len(gs))
-	for i, g := range gs {
-		wg.Go(func() { got[i], errs[i] = run(g) })
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...))
+	groups.Each(t, gs, func(i int, g *comm.Group) (err error) {
+		got[i], err = run(g)
+		return err
+	})
 	for i := range got {
 		require.True(t, testgpu.SameBits(want, got[i]), "rank %d", i)
 	}

@@ -1,7 +1,6 @@
 package comm_test
 
 import (
-	"math/rand/v2"
 	"testing"
 
 	"github.com/gochorus/chorus/comm"
@@ -16,12 +15,8 @@ import (
 func TestRows(t *testing.T) {
 	for _, ranks := range []int{1, 2, 4} {
 		testgpu.Each(t, ranks, func(t *testing.T, devs []*device.Device) {
-			g, err := comm.Local(t.Context(), devs, nil)
-			require.NoError(t, err)
-			defer g.Close()
-			seed := rand.Uint64()
-			t.Logf("seed %d", seed)
-			r := rand.New(rand.NewPCG(seed, 0))
+			g := local(t, devs)
+			r := seededPCG(t)(0)
 			for range 5 {
 				width := 1 + r.IntN(9)
 				sends := make([][]int, ranks)
@@ -100,9 +95,7 @@ func filled(t *testing.T, g *comm.Group, i, rows, width int, in []int32) tensor.
 }
 
 func TestRowsRefuse(t *testing.T) {
-	g, err := comm.Local(t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), nil)
-	require.NoError(t, err)
-	defer g.Close()
+	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
 	for want, sends := range map[string][][]int{
 		"counts of 1 ranks for 2 local ranks":                      {{1, 1}},
 		"local rank 1 has 1 counts: want 1 for each of 2 ranks":    {{1, 1}, {1}},

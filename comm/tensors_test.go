@@ -1,6 +1,7 @@
 package comm_test
 
 import (
+	"errors"
 	"fmt"
 	"math/rand/v2"
 	"slices"
@@ -13,6 +14,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/tensor"
 )
@@ -205,9 +207,7 @@ func TestTensorCollectives(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		for _, strategy := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels, comm.CopyEngines} {
-			g, err := comm.Local(testgpu.Context(t), devs, &comm.Config{Strategy: strategy})
-			require.NoError(t, err)
-			t.Cleanup(func() { require.NoError(t, g.Close()) })
+			g := groupBy(t, devs, comm.Config{Strategy: strategy})
 			for name, f := range tensorCases {
 				for _, mode := range []string{"eager", "batch", "graph"} {
 					name := fmt.Sprint(strategy, " ", name, " ", mode)
@@ -247,30 +247,20 @@ func (x *tensorProgram) run(t *testing.T, mode, name string) {
 // A send and a receive of different layouts between two processes.
 func TestTensorSendRecv(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
-		gs, errs := join(t, testgpu.Context(t), devs)
-		var out [2]*sample
-		done := make(chan error, 2)
+		gs := joined(t, testgpu.Context(t), devs)
+		var from, to [2]*sample
 		for i, g := range gs {
-			require.NoError(t, errs[i])
 			r := rand.New(rand.NewPCG(7, uint64(i)))
-			a, b := sampleOf(t, g, r, 0, memory.Float32, []int{3, 5}, true), sampleOf(t, g, r, 0, memory.Float32, []int{5, 3}, i == 0)
-			out[i] = a
-			go func() {
-				err := g.Batch(func(batch *comm.Batch) error {
-					on := comm.OfTensors(batch)
-					if err := on.Send(1-i, a.x); err != nil {
-						return err
-					}
-					return on.Recv(1-i, b.x)
-				})
-				out[i] = &sample{x: b.x, want: a.want}
-				done <- err
-			}()
+			from[i], to[i] = sampleOf(t, g, r, 0, memory.Float32, []int{3, 5}, true), sampleOf(t, g, r, 0, memory.Float32, []int{5, 3}, i == 0)
 		}
-		require.NoError(t, <-done)
-		require.NoError(t, <-done)
+		groups.Each(t, gs, func(i int, g *comm.Group) error {
+			return g.Batch(func(b *comm.Batch) error {
+				on := comm.OfTensors(b)
+				return errors.Join(on.Send(1-i, from[i].x), on.Recv(1-i, to[i].x))
+			})
+		})
 		for i, g := range gs {
-			require.Equal(t, out[1-i].want, bytesIn(t, g, g.Stream(0), out[i].x))
+			require.Equal(t, from[1-i].want, bytesIn(t, g, g.Stream(0), to[i].x))
 		}
 	})
 }

@@ -11,6 +11,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
@@ -22,9 +23,7 @@ import (
 func random(t *testing.T, rounds int, fn func(t *testing.T, g *comm.Group, r *rand.Rand)) {
 	t.Helper()
 	run := func(t *testing.T, devs []*device.Device, rounds int) {
-		seed := rand.Uint64()
-		t.Log("seed", seed)
-		r := rand.New(rand.NewPCG(seed, 3))
+		r := seededPCG(t)(3)
 		g := local(t, devs)
 		for round := range rounds {
 			t.Run(fmt.Sprint(round), func(t *testing.T) {
@@ -400,10 +399,4 @@ func TestReduceAddCoalescedRandom(t *testing.T) {
 	})
 }
 
-func newStream(t testing.TB, d *device.Device) *stream.Stream {
-	t.Helper()
-	s, err := stream.New(d, nil)
-	require.NoError(t, err)
-	t.Cleanup(func() { require.NoError(t, s.Close()) })
-	return s
-}
+var newStream = streamtest.NewStream

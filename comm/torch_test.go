@@ -3,7 +3,6 @@ package comm_test
 import (
 	"context"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"math/rand/v2"
 	"os"
@@ -236,8 +235,7 @@ func memoryOf(t testing.TB, devs []*device.Device) (bytes []int64) {
 // A group with ranks elsewhere has the collectives of slices only.
 func TestTorchNeedsAllRanks(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	gs, errs := join(t, context.Background(), devs)
-	require.NoError(t, errors.Join(errs...))
+	gs := joined(t, context.Background(), devs)
 	x, err := tensor.Make(gs[0].Stream(0), memory.Float32, 2)
 	require.NoError(t, err)
 	defer x.Close()
@@ -252,66 +250,54 @@ func TestWhatNCCLTakes(t *testing.T) { bothWays(t, whatNCCLTakes) }
 func whatNCCLTakes(t *testing.T, direct bool) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: "ncclBroadcast#*=ncclInternalError,ncclReduce#*=ncclInternalError"})
 	r := rand.New(rand.NewPCG(2, 2))
+	on := func(t *testing.T, g *comm.Group, rank int, d memory.DType, strided bool, shape ...int) tensor.Tensor {
+		return sampleOf(t, g, r, rank, d, shape, strided).x
+	}
+	type tensors = []tensor.Tensor
+	const i2, i4, b2, f4 = memory.Int16, memory.Int32, memory.BFloat16, memory.Float32
+	broadcast := func(cfg *comm.BroadcastConfig, rank int, strided bool, shape ...int) func(*testing.T, *comm.Group) (tensors, error) {
+		return func(t *testing.T, g *comm.Group) (tensors, error) {
+			return comm.Broadcast(g, on(t, g, rank, i2, strided, shape...), cfg)
+		}
+	}
+	// add adds a tensor of each of some devices.
+	add := func(cfg *comm.ReduceAddConfig, strided bool, types ...memory.DType) func(*testing.T, *comm.Group) (tensors, error) {
+		return func(t *testing.T, g *comm.Group) (tensors, error) {
+			var xs tensors
+			for i, d := range types {
+				xs = append(xs, on(t, g, i, d, strided, 3, 4))
+			}
+			y, err := comm.ReduceAdd(g, xs, cfg)
+			return tensors{y}, err
+		}
+	}
 	for _, c := range []struct {
 		name string
 		nccl bool
-		f    func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error)
+		f    func(t *testing.T, g *comm.Group) (tensors, error)
 	}{
-		{"broadcast", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, nil)
+		{"broadcast", true, broadcast(nil, 1, false, 4)},
+		{"broadcast of none", false, broadcast(nil, 1, false, 4, 0)},
+		{"strided", false, broadcast(nil, 1, true, 4, 2)},
+		{"of the host", false, broadcast(nil, -1, false, 4)},
+		{"twice on a device", false, broadcast(&comm.BroadcastConfig{Devices: []*device.Device{devs[0], devs[0]}}, 1, false, 4)},
+		{"to some of the group", false, broadcast(&comm.BroadcastConfig{Devices: devs[:2]}, 1, false, 4)},
+		{"to other types", false, func(t *testing.T, g *comm.Group) (tensors, error) {
+			return comm.Broadcast(g, on(t, g, 1, i2, false, 4), &comm.BroadcastConfig{Out: tensors{on(t, g, 0, i4, false, 4), on(t, g, 2, i2, false, 4)}})
 		}},
-		{"broadcast of none", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4, 0}, false).x, nil)
+		{"to tensors", true, func(t *testing.T, g *comm.Group) (tensors, error) {
+			return comm.Broadcast(g, on(t, g, 1, i2, false, 4), &comm.BroadcastConfig{Out: tensors{on(t, g, 2, i2, false, 4), on(t, g, 0, i2, false, 4)}})
 		}},
-		{"strided", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4, 2}, true).x, nil)
-		}},
-		{"of the host", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			return comm.Broadcast(g, sampleOf(t, g, r, -1, memory.Int16, []int{4}, false).x, nil)
-		}},
-		{"twice on a device", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Devices: []*device.Device{devs[0], devs[0]}})
-		}},
-		{"to some of the group", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Devices: devs[:2]})
-		}},
-		{"to other types", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			out := []tensor.Tensor{sampleOf(t, g, r, 0, memory.Int32, []int{4}, false).x, sampleOf(t, g, r, 2, memory.Int16, []int{4}, false).x}
-			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
-		}},
-		{"to tensors", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			out := []tensor.Tensor{sampleOf(t, g, r, 2, memory.Int16, []int{4}, false).x, sampleOf(t, g, r, 0, memory.Int16, []int{4}, false).x}
-			return comm.Broadcast(g, sampleOf(t, g, r, 1, memory.Int16, []int{4}, false).x, &comm.BroadcastConfig{Out: out})
-		}},
-		{"coalesced", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			yss, err := comm.BroadcastCoalesced(g, []tensor.Tensor{sampleOf(t, g, r, 0, memory.Bool, []int{4}, true).x}, nil)
+		{"coalesced", true, func(t *testing.T, g *comm.Group) (tensors, error) {
+			yss, err := comm.BroadcastCoalesced(g, tensors{on(t, g, 0, memory.Bool, true, 4)}, nil)
 			return slices.Concat(yss...), err
 		}},
-		{"add", true, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.BFloat16, false), nil)
-			return []tensor.Tensor{y}, err
-		}},
-		{"add in order", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.BFloat16, false), &comm.ReduceAddConfig{Deterministic: true})
-			return []tensor.Tensor{y}, err
-		}},
-		{"add what NCCL does not", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.Int16, false), nil)
-			return []tensor.Tensor{y}, err
-		}},
-		{"add two types", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			xs := append(threeOf(t, g, r, memory.Int32, false)[:2], sampleOf(t, g, r, 2, memory.Int16, []int{3, 4}, false).x)
-			y, err := comm.ReduceAdd(g, xs, nil)
-			return []tensor.Tensor{y}, err
-		}},
-		{"add strided", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.Float32, true), nil)
-			return []tensor.Tensor{y}, err
-		}},
-		{"add some", false, func(t *testing.T, g *comm.Group) ([]tensor.Tensor, error) {
-			y, err := comm.ReduceAdd(g, threeOf(t, g, r, memory.Float32, false)[:2], nil)
-			return []tensor.Tensor{y}, err
-		}},
+		{"add", true, add(nil, false, b2, b2, b2)},
+		{"add in order", false, add(&comm.ReduceAddConfig{Deterministic: true}, false, b2, b2, b2)},
+		{"add what NCCL does not", false, add(nil, false, i2, i2, i2)},
+		{"add two types", false, add(nil, false, i4, i4, i2)},
+		{"add strided", false, add(nil, true, f4, f4, f4)},
+		{"add some", false, add(nil, false, f4, f4)},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			balanced(t, devs)
@@ -325,13 +311,6 @@ func whatNCCLTakes(t *testing.T, direct bool) {
 			closing(t, ys...)
 		})
 	}
-}
-
-func threeOf(t testing.TB, g *comm.Group, r *rand.Rand, d memory.DType, strided bool) (xs []tensor.Tensor) {
-	for i := range 3 {
-		xs = append(xs, sampleOf(t, g, r, i, d, []int{3, 4}, strided).x)
-	}
-	return xs
 }
 
 // The sum in order is the last of the destination's tensors, then the others, rounded
@@ -353,6 +332,11 @@ func orderOfTheSum(t *testing.T, _ bool) {
 			require.NoError(t, err)
 			xs = append(xs, x)
 		}
+		number := func(i int, y tensor.Tensor) float32 {
+			got, err := readTensor[memory.Float16Bits](g, i, y)
+			require.NoError(t, err)
+			return got[0].Float32()
+		}
 		for _, c := range []struct {
 			destination int
 			want        float32
@@ -362,11 +346,7 @@ func orderOfTheSum(t *testing.T, _ bool) {
 		} {
 			y, err := comm.ReduceAdd(g, xs, &comm.ReduceAddConfig{Destination: devs[c.destination]})
 			require.NoError(t, err)
-			sum, err := tensor.Slice[memory.Float16Bits](y)
-			require.NoError(t, err)
-			got := make([]memory.Float16Bits, 1)
-			require.NoError(t, sum.CopyTo(g.Stream(c.destination), got))
-			require.Equal(t, c.want, got[0].Float32())
+			require.Equal(t, c.want, number(c.destination, y))
 			closing(t, y)
 		}
 		// Coalesced too the destination's comes first: 1 + 1 + 2048 is exact.
@@ -375,21 +355,13 @@ func orderOfTheSum(t *testing.T, _ bool) {
 			&comm.ReduceAddCoalescedConfig{ReduceAddConfig: comm.ReduceAddConfig{Destination: devs[1], Deterministic: true}})
 		require.NoError(t, err)
 		for _, y := range sums {
-			sum, err := tensor.Slice[memory.Float16Bits](y)
-			require.NoError(t, err)
-			got := make([]memory.Float16Bits, 1)
-			require.NoError(t, sum.CopyTo(g.Stream(1), got))
-			require.Equal(t, float32(2050), got[0].Float32())
+			require.Equal(t, float32(2050), number(1, y))
 		}
 		closing(t, sums...)
 		// 1 + 1 first and 2048 last is exact: the order shows.
 		y, err := comm.ReduceAdd(g, []tensor.Tensor{xs[1], xs[2], xs[0]}, &comm.ReduceAddConfig{Destination: devs[1]})
 		require.NoError(t, err)
-		sum, err := tensor.Slice[memory.Float16Bits](y)
-		require.NoError(t, err)
-		got := make([]memory.Float16Bits, 1)
-		require.NoError(t, sum.CopyTo(g.Stream(1), got))
-		require.Equal(t, float32(2050), got[0].Float32())
+		require.Equal(t, float32(2050), number(1, y))
 		closing(t, y)
 	})
 }

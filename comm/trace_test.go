@@ -2,7 +2,6 @@ package comm_test
 
 import (
 	"context"
-	"errors"
 	"os"
 	"path/filepath"
 	"testing"
@@ -29,8 +28,7 @@ func TestLossLeavesTraces(t *testing.T) {
 			if early {
 				job = lateContext{ctx}
 			}
-			gs, errs := join(t, job, devs)
-			require.NoError(t, errors.Join(errs...))
+			gs := joined(t, job, devs)
 			lose()
 			for rank, g := range gs {
 				if early {

@@ -10,7 +10,6 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -22,6 +21,7 @@ import (
 	"github.com/gochorus/chorus/internal/fabric"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -55,14 +55,10 @@ func TestTuneWhereNothingCanBeWritten(t *testing.T) {
 	t.Setenv(env.TuningFile.Name, nowhere)
 	require.ErrorContains(t, route.CanSave(t.Context(), nowhere), "write the tuning")
 	t.Setenv(env.CommStrategy.Name, "tuned")
-	gs, errs := join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
-	require.NoError(t, errors.Join(errs...))
-	var wg sync.WaitGroup
-	for i, g := range gs {
-		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...))
+	gs := joined(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	groups.Each(t, gs, func(i int, g *comm.Group) error {
+		return errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t)))
+	})
 }
 
 // TestTuningOfRankZero gives ranks different tunings, of which rank 0's counts.
@@ -70,16 +66,9 @@ func TestTuningOfRankZero(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})
 	at := siteOf(t, devs)
 	at.Locals = 1
-	gs, errs := make([]*comm.Group, 3), make([]error, 3)
-	tunings := make([]*comm.Tuning, 3)
-	var wg sync.WaitGroup
-	for i, b := range exchanges(t.Context(), 3) {
-		tunings[i] = anyTuning(at, rand.New(rand.NewPCG(5, uint64(i))))
-		wg.Go(func() {
-			gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: tunings[i]})
-		})
-	}
-	wg.Wait()
+	gs, errs := joinBy(t, devs, func(i int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		return b, &comm.Config{Strategy: comm.Tuned, Tuning: anyTuning(at, rand.New(rand.NewPCG(5, uint64(i))))}
+	})
 	require.NoError(t, errors.Join(errs...))
 	differ := 0
 	for bytes := 4; bytes < 1<<17; bytes = bytes*5/4 + 4 - bytes*5/4%4 {
@@ -91,11 +80,9 @@ func TestTuningOfRankZero(t *testing.T) {
 		}
 	}
 	require.Greater(t, differ, 10)
-	for i, g := range gs {
-		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...))
+	groups.Each(t, gs, func(i int, g *comm.Group) error {
+		return errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t)))
+	})
 }
 
 // A farExchange is the rendezvous of a rank on another host than this process is on: what it
@@ -115,47 +102,35 @@ func TestSitesOfSeveralHosts(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 4})
 	hosts := []string{fabric.Host(), "here", "there", "here"}
 	t.Setenv(env.TuningFile.Name, filepath.Join(t.TempDir(), "tuning.json"))
-	var wg sync.WaitGroup
-	errs := make([]error, 4)
-	for i, b := range exchanges(t.Context(), 4) {
-		wg.Go(func() {
-			errs[i] = func() error {
-				ctx := testgpu.Context(t)
-				g, err := comm.Join(ctx, farExchange{b, hosts[i]}, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
-				if err != nil {
-					return err
-				}
-				defer g.Close()
-				if slices.Contains(g.Strategies(), comm.OwnKernels) {
-					return errors.New("own kernels have several hosts")
-				}
-				if at, err := g.Site(); err != nil || at.Hosts != 3 {
-					return fmt.Errorf("all are at %+v: %w", at, err)
-				}
-				for _, c := range []struct {
-					hosts int
-					ranks []int
-				}{{1, []int{1, 3}}, {2, []int{3, 2}}, {3, []int{2, 1, 0}}} {
-					sub, err := g.Sub(ctx, c.ranks...)
-					if err != nil {
-						return err
-					}
-					if sub == nil {
-						continue
-					}
-					if at, err := sub.Site(); err != nil || at.Hosts != c.hosts || at.Ranks != len(c.ranks) {
-						return fmt.Errorf("%v are at %+v: %w", c.ranks, at, err)
-					}
-					if err := sub.Shutdown(ctx); err != nil {
-						return err
-					}
-				}
-				return g.Shutdown(ctx)
-			}()
-		})
-	}
-	wg.Wait()
+	ctx := testgpu.Context(t)
+	gs, errs := joinBy(t, devs, func(i int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		return farExchange{b, hosts[i]}, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}}
+	})
 	require.NoError(t, errors.Join(errs...))
+	groups.Each(t, gs, func(i int, g *comm.Group) error {
+		if slices.Contains(g.Strategies(), comm.OwnKernels) {
+			return errors.New("own kernels have several hosts")
+		}
+		if at, err := g.Site(); err != nil || at.Hosts != 3 {
+			return fmt.Errorf("all are at %+v: %w", at, err)
+		}
+		for n, ranks := range [][]int{{1, 3}, {3, 2}, {2, 1, 0}} { // of one host, two and three
+			sub, err := g.Sub(ctx, ranks...)
+			if err != nil {
+				return err
+			}
+			if sub == nil {
+				continue
+			}
+			if at, err := sub.Site(); err != nil || at.Hosts != n+1 || at.Ranks != len(ranks) {
+				return fmt.Errorf("%v are at %+v: %w", ranks, at, err)
+			}
+			if err := sub.Shutdown(ctx); err != nil {
+				return err
+			}
+		}
+		return g.Shutdown(ctx)
+	})
 }
 
 // TestSetTuning changes what a group goes by.

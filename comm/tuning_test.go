@@ -12,7 +12,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"sync"
 	"testing"
 	"time"
 
@@ -25,6 +24,7 @@ import (
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/route"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -149,27 +149,20 @@ func TestTunePlanRefuses(t *testing.T) {
 
 // TestTunePlansThatDiffer gives ranks different things to measure.
 func TestTunePlansThatDiffer(t *testing.T) {
-	gs, errs := make([]*comm.Group, 2), make([]error, 2)
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2})
-	var wg sync.WaitGroup
-	for i, b := range exchanges(t.Context(), 2) {
-		wg.Go(func() {
-			gs[i], errs[i] = comm.Join(testgpu.Context(t), b, devs[i], &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}})
-		})
-	}
-	wg.Wait()
+	gs, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		return b, &comm.Config{Strategy: comm.Tuned, Tuning: &comm.Tuning{}}
+	})
 	require.NoError(t, errors.Join(errs...))
-	for i, g := range gs {
-		wg.Go(func() { _, errs[i] = comm.Tune(testgpu.Context(t), g, &comm.TuneConfig{MaxBytes: 64 << i}) })
+	for _, err := range atOnce(2, func(i int) error {
+		return second(comm.Tune(testgpu.Context(t), gs[i], &comm.TuneConfig{MaxBytes: 64 << i}))
+	}) {
+		require.ErrorContains(t, err, "comm: tune: rank 0 has the options {MaxBytes:64 ")
+		require.ErrorContains(t, err, "and rank 1 the options {MaxBytes:128 ")
 	}
-	wg.Wait()
-	for i, g := range gs {
-		require.ErrorContains(t, errs[i], "comm: tune: rank 0 has the options {MaxBytes:64 ")
-		require.ErrorContains(t, errs[i], "and rank 1 the options {MaxBytes:128 ")
-		wg.Go(func() { errs[i] = errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t))) })
-	}
-	wg.Wait()
-	require.NoError(t, errors.Join(errs...), "the group is as before")
+	groups.Each(t, gs, func(_ int, g *comm.Group) error {
+		return errors.Join(conform(testgpu.Context(t), g), g.Shutdown(testgpu.Context(t)))
+	})
 }
 
 // TestTuneFails has an operation fail while it is measured.
@@ -294,24 +287,14 @@ func TestUse(t *testing.T) {
 func TestUseOfRanksThatDiffer(t *testing.T) {
 	testgpu.Each(t, 3, func(t *testing.T, devs []*device.Device) {
 		t.Setenv(env.CommStrategy.Name, "own")
-		gs, errs := join(t, t.Context(), devs[:3])
-		require.NoError(t, errors.Join(errs...))
-		all := func(do func(i int, g *comm.Group) error) []error {
-			errs := make([]error, len(gs))
-			var wg sync.WaitGroup
-			for i, g := range gs {
-				wg.Go(func() { errs[i] = do(i, g) })
-			}
-			wg.Wait()
-			return errs
-		}
+		gs := joined(t, t.Context(), devs[:3])
 		for text, wanted := range map[string][]comm.Strategy{
 			`rank 0 has the strategy "nccl" and rank 2 the strategy "one-shot"`: {comm.NCCLOnly, comm.NCCLOnly, comm.OneShot},
 			`rank 0 has the strategy "nccl" and rank 1 the strategy "fastest"`:  {comm.NCCLOnly, "fastest", comm.NCCLOnly},
 			`rank 0 has the strategy "windows" and rank 1 the strategy "nccl"`:  {comm.Windows, comm.NCCLOnly, comm.OneShot},
 			"the group has no strategy windows: it has [nccl own one-":          {comm.Windows, comm.Windows, comm.Windows},
 		} {
-			for _, err := range all(func(i int, g *comm.Group) error { return g.Use(testgpu.Context(t), wanted[i]) }) {
+			for _, err := range atOnce(3, func(i int) error { return gs[i].Use(testgpu.Context(t), wanted[i]) }) {
 				require.ErrorIs(t, err, comm.ErrMismatch)
 				require.ErrorContains(t, err, text)
 			}
@@ -320,12 +303,9 @@ func TestUseOfRanksThatDiffer(t *testing.T) {
 			}
 		}
 		for _, s := range []comm.Strategy{comm.TwoShot, comm.NCCLOnly, comm.OwnKernels} {
-			require.NoError(t, errors.Join(all(func(i int, g *comm.Group) error {
-				if err := g.Use(testgpu.Context(t), s); err != nil {
-					return err
-				}
-				return conform(testgpu.Context(t), g)
-			})...))
+			groups.Each(t, gs, func(_ int, g *comm.Group) error {
+				return errors.Join(g.Use(testgpu.Context(t), s), conform(testgpu.Context(t), g))
+			})
 			require.Equal(t, s, gs[2].Strategy())
 		}
 		// One that does not come is waited for until the context ends.
@@ -527,21 +507,11 @@ func TestDeterministicJoined(t *testing.T) {
 
 // joinInOrder checks groups of one rank for each device.
 func joinInOrder(t *testing.T, devs []*device.Device, seed uint64) {
-	ctx := testgpu.Context(t)
 	for _, s := range []comm.Strategy{comm.NCCLOnly, comm.OwnKernels} {
-		errs := make([]error, len(devs))
-		var all sync.WaitGroup
-		for i, b := range testgpu.Exchanges(ctx, len(devs)) {
-			all.Go(func() {
-				g, err := comm.Join(ctx, b, devs[i], &comm.Config{Deterministic: &comm.Order{}, Strategy: s})
-				if err != nil {
-					errs[i] = err
-					return
-				}
-				errs[i] = errors.Join(orderCases(ctx, g, 8, 4000, seed), g.Shutdown(ctx))
-			})
-		}
-		all.Wait()
+		lists := slices.Collect(slices.Chunk(devs, 1))
+		errs := joinDevices(t, lists, &comm.Config{Deterministic: &comm.Order{}, Strategy: s}, func(ctx context.Context, g *comm.Group) error {
+			return orderCases(ctx, g, 8, 4000, seed)
+		})
 		require.NoError(t, errors.Join(errs...))
 	}
 }
@@ -551,25 +521,12 @@ func joinInOrder(t *testing.T, devs []*device.Device, seed uint64) {
 func TestDeterministicEndsWithItsRanks(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		ctx := testgpu.Context(t)
-		gs, errs := make([]*comm.Group, 2), make([]error, 2)
-		var all sync.WaitGroup
-		for i, b := range testgpu.Exchanges(ctx, 2) {
-			all.Go(func() { gs[i], errs[i] = comm.Join(ctx, b, devs[i], &comm.Config{Deterministic: &comm.Order{}}) })
-		}
-		all.Wait()
+		gs, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) {
+			return b, &comm.Config{Deterministic: &comm.Order{}}
+		})
 		require.NoError(t, errors.Join(errs...))
-		for i, g := range gs { // NCCL connects the ranks at their first operation
-			all.Go(func() {
-				xs, err := comm.Make[float32](g, 1<<20)
-				if err == nil {
-					err = errors.Join(comm.AllReduce(g, comm.Sum, xs...), g.Wait(ctx), xs.Close())
-				}
-				errs[i] = err
-			})
-		}
-		all.Wait()
-		require.NoError(t, errors.Join(errs...))
-		if devs[0].System().Backend() == "cuda" { // NCCL's kernel does not see that a rank is gone
+		groups.Each(t, gs, func(_ int, g *comm.Group) error { return conformAllReduce(ctx, g, 1<<20) }) // NCCL connects the ranks at their first operation
+		if devs[0].System().Backend() == "cuda" {                                                       // NCCL's kernel does not see that a rank is gone
 			require.NoError(t, gs[0].SetTimeout(shortTimeout))
 		}
 		xs, err := comm.Make[float32](gs[0], 1<<20)
@@ -682,14 +639,9 @@ func TestDeterministicOption(t *testing.T) {
 		require.NoError(t, orderCases(ctx, half, 4, 1000, newOrderSeed(t)))
 		require.NoError(t, half.Close())
 	}
-	errs := make([]error, 2)
-	var all sync.WaitGroup
-	for i, b := range testgpu.Exchanges(ctx, 2) {
-		all.Go(func() {
-			_, errs[i] = comm.Join(ctx, b, devs[i], &comm.Config{Deterministic: &comm.Order{Block: i}, NCCL: &nccl.Config{Timeout: time.Minute}})
-		})
-	}
-	all.Wait()
+	_, errs := joinBy(t, devs[:2], func(i int, b *exchange) (comm.Rendezvous, *comm.Config) {
+		return b, &comm.Config{Deterministic: &comm.Order{Block: i}, NCCL: &nccl.Config{Timeout: time.Minute}}
+	})
 	for _, err := range errs {
 		require.ErrorContains(t, err, "the order of deterministic reductions is blocks of 0 ranks on rank 0 and blocks of 1 ranks on rank 1")
 	}

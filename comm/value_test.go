@@ -5,7 +5,6 @@ import (
 	"errors"
 	"fmt"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -18,14 +17,17 @@ import (
 
 // both runs f on two groups of one rank each, and returns their errors.
 func both(t *testing.T, f func(ctx context.Context, rank int, g *comm.Group) error) (errs [2]error) {
-	gs, failed := join(t, context.Background(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
-	require.NoError(t, errors.Join(failed...))
-	var wg sync.WaitGroup
-	for i, g := range gs {
-		wg.Go(func() { errs[i] = f(testgpu.Context(t), i, g) })
-	}
-	wg.Wait()
-	return errs
+	gs := joined(t, context.Background(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	return [2]error(atOnce(2, func(i int) error { return f(testgpu.Context(t), i, gs[i]) }))
+}
+
+// requireValueError requires that the value of a rank is to blame, for a reason with a text.
+func requireValueError(t *testing.T, err error, rank int, text string) {
+	t.Helper()
+	e, ok := errors.AsType[*comm.ValueError](err)
+	require.True(t, ok, "%v", err)
+	require.Equal(t, rank, e.Rank)
+	require.Contains(t, e.Reason, text)
 }
 
 type choice struct {
@@ -74,10 +76,7 @@ func TestValueWhoseCodecPanics(t *testing.T) {
 		return err
 	})
 	for _, err := range errs {
-		e, ok := errors.AsType[*comm.ValueError](err)
-		require.True(t, ok, "%v", err)
-		require.Equal(t, 1, e.Rank)
-		require.True(t, strings.Contains(e.Reason, "panicked"), e.Reason)
+		requireValueError(t, err, 1, "panicked")
 	}
 }
 
@@ -96,9 +95,7 @@ func TestSendValue(t *testing.T) {
 		return errors.Join(comm.RecvValue(ctx, g, 0, &got, nil), comm.RecvValue(ctx, g, 0, &empty, comm.JSON), err)
 	})
 	for _, err := range errs {
-		e, ok := errors.AsType[*comm.ValueError](err)
-		require.True(t, ok, "%v", err)
-		require.Equal(t, 0, e.Rank)
+		requireValueError(t, err, 0, "")
 		require.Equal(t, 1, strings.Count(err.Error(), "comm:"), "only the first value fails: %v", err)
 	}
 	require.Equal(t, want, got)
@@ -214,10 +211,7 @@ func TestScatterOfWrongLists(t *testing.T) {
 			return err
 		})
 		for _, err := range errs {
-			e, ok := errors.AsType[*comm.ValueError](err)
-			require.True(t, ok, "%v", err)
-			require.Equal(t, c.about, e.Rank)
-			require.Contains(t, e.Reason, c.text)
+			requireValueError(t, err, c.about, c.text)
 		}
 	}
 }
@@ -239,12 +233,10 @@ func TestErrorsOfValuesReachAllRanks(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			for range 20 {
-				for rank, err := range both(t, func(ctx context.Context, rank int, g *comm.Group) error {
+				for _, err := range both(t, func(ctx context.Context, rank int, g *comm.Group) error {
 					return errors.Join(call(ctx, g, rank), g.Close())
 				}) {
-					e, ok := errors.AsType[*comm.ValueError](err)
-					require.True(t, ok, "rank %d: %v", rank, err)
-					require.Equal(t, 1, e.Rank)
+					requireValueError(t, err, 1, "")
 				}
 			}
 		})

@@ -11,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/internal/poll"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
-	"github.com/gochorus/chorus/stream"
 )
 
 // waits are the forms of waiting for operations of a group, which all return an error when the
@@ -25,10 +24,7 @@ func waits(t *testing.T, g *comm.Group, w *comm.Work) map[string]func() error {
 			return err
 		},
 		"on a stream": func() error {
-			s, err := stream.New(g.Device(0), nil)
-			require.NoError(t, err)
-			defer s.Close()
-			return w.WaitOn(s)
+			return w.WaitOn(streamtest.NewStream(t, g.Device(0)))
 		},
 	}
 }

@@ -2,10 +2,10 @@ package comm_test
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"regexp"
 	"strings"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -15,6 +15,7 @@ import (
 	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -82,9 +83,7 @@ func TestWindowsAreUsed(t *testing.T) {
 func TestWindowsAndGraphs(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := groupBy(t, devs, comm.Config{Strategy: comm.Windows})
-		other, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer other.Close()
+		other := streamtest.NewStream(t, devs[0])
 		for _, s := range []*stream.Stream{g.Stream(0), other} {
 			var in, out [2]comm.Shards[float32]
 			var want [2][]float32
@@ -95,12 +94,10 @@ func TestWindowsAndGraphs(t *testing.T) {
 			}
 			sum := func(k int) error {
 				return routed(g, func(b *nccl.Batch) error {
-					for i := range in[k] {
-						if err := nccl.AllReduce(b.On(g.Communicator(i)), g.Stream(i), out[k][i], in[k][i], nccl.Sum); err != nil {
-							return err
-						}
+					one := func(i int) error {
+						return nccl.AllReduce(b.On(g.Communicator(i)), g.Stream(i), out[k][i], in[k][i], nccl.Sum)
 					}
-					return nil
+					return errors.Join(one(0), one(1))
 				})
 			}
 			x, err := graph.Capture(g.Streams(), func() error { return sum(0) }, nil)
@@ -151,12 +148,7 @@ func TestWindowsThatOneRankCannotHave(t *testing.T) {
 				_, err := comm.Local(testgpu.Context(t), devs, cfg)
 				require.Regexp(t, says, err)
 				devs = testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3, Faults: fault})
-				errs := make([]error, 3)
-				var wg sync.WaitGroup
-				for i, b := range exchanges(t.Context(), 3) {
-					wg.Go(func() { _, errs[i] = comm.Join(testgpu.Context(t), b, devs[i], cfg) })
-				}
-				wg.Wait()
+				_, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) { return b, cfg })
 				culprits, others := map[string]bool{}, 0
 				for _, err := range errs {
 					require.NotErrorIs(t, err, context.DeadlineExceeded)

@@ -3,7 +3,6 @@ package comm_test
 import (
 	"context"
 	"errors"
-	"sync"
 	"testing"
 
 	"github.com/stretchr/testify/require"
@@ -12,7 +11,6 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
-	"github.com/gochorus/chorus/stream"
 )
 
 // closes counts its Closes.
@@ -37,9 +35,7 @@ func TestWork(t *testing.T) {
 		require.ErrorIs(t, w.Wait(ctx), context.Canceled)
 		require.Zero(t, owned.n, "the operations still run")
 
-		s, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer s.Close()
+		s := streamtest.NewStream(t, devs[0])
 		require.NoError(t, w.WaitOn(s))
 		idle, err := s.Query()
 		require.NoError(t, err)
@@ -108,9 +104,7 @@ func TestWorkOfManyGoroutines(t *testing.T) {
 	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
 		g := local(t, devs)
 		xs, _ := shards(t, g, 100)
-		s, err := stream.New(devs[0], nil)
-		require.NoError(t, err)
-		defer s.Close()
+		s := streamtest.NewStream(t, devs[0])
 		for range 200 {
 			w, err := comm.Start(g, func() error { return comm.AllReduce(g, comm.Max, xs...) })
 			require.NoError(t, err)
@@ -120,13 +114,7 @@ func TestWorkOfManyGoroutines(t *testing.T) {
 				func() error { return w.Wait(testgpu.Context(t)) },
 				func() error { return w.Wait(testgpu.Context(t)) },
 			}
-			errs := make([]error, len(calls))
-			var wg sync.WaitGroup
-			for i, call := range calls {
-				wg.Go(func() { errs[i] = call() })
-			}
-			wg.Wait()
-			for _, err := range errs {
+			for _, err := range atOnce(len(calls), func(i int) error { return calls[i]() }) {
 				if err != nil { // it came when another one had waited
 					require.ErrorIs(t, err, device.ErrClosed)
 				}

@@ -119,6 +119,19 @@ func (w *world) all(t *testing.T, f func(rank int) ncclapi.Result) {
 	})
 }
 
+// issue has all ranks issue a call from send to recv, which change makes a rank's own unless it is nil.
+func (w *world) issue(t *testing.T, call ncclapi.Call, change func(rank int, c *ncclapi.Call)) {
+	t.Helper()
+	w.all(t, func(rank int) ncclapi.Result {
+		c := call
+		c.Send, c.Recv, c.Comm, c.Stream = w.send[rank], w.recv[rank], w.comms[rank], w.streams[rank]
+		if change != nil {
+			change(rank, &c)
+		}
+		return w.api.Collective(c)
+	})
+}
+
 // fill uploads the inputs to the send buffers of all ranks and poisons the
 // receive buffers.
 func (w *world) fill(t *testing.T, in func(rank int) []byte) [][]byte {
@@ -196,9 +209,7 @@ func (w *world) allReduce(t *testing.T) {
 				if inPlace {
 					out = w.send
 				}
-				w.all(t, func(rank int) ncclapi.Result {
-					return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: out[rank], Count: uintptr(count), Type: dt, Op: op, Comm: w.comms[rank], Stream: w.streams[rank]})
-				})
+				w.issue(t, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: uintptr(count), Type: dt, Op: op}, func(rank int, c *ncclapi.Call) { c.Recv = out[rank] })
 				for rank := range w.n {
 					checkReduced(t, dt, op, w.results(t, rank, out[rank], count*int(dt.Size())), inputs, 0)
 				}
@@ -212,9 +223,7 @@ func (w *world) reduce(t *testing.T) {
 		for i, count := range counts(dt, 1, 517) {
 			root := i % w.n
 			inputs := w.fill(t, func(rank int) []byte { return input(dt, op, count, uint64(rank*3+1)) })
-			w.all(t, func(rank int) ncclapi.Result {
-				return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncReduce, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(count), Type: dt, Op: op, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
-			})
+			w.issue(t, ncclapi.Call{Func: ncclapi.FuncReduce, Count: uintptr(count), Type: dt, Op: op, Root: int32(root)}, nil)
 			checkReduced(t, dt, op, w.results(t, root, w.recv[root], count*int(dt.Size())), inputs, 0)
 		}
 	})
@@ -224,9 +233,7 @@ func (w *world) reduceScatter(t *testing.T) {
 	w.each(t, func(t *testing.T, dt ncclapi.DType, op ncclapi.RedOp) {
 		for _, count := range counts(dt, 1, 513) {
 			inputs := w.fill(t, func(rank int) []byte { return input(dt, op, count*w.n, uint64(rank*5+2)) })
-			w.all(t, func(rank int) ncclapi.Result {
-				return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncReduceScatter, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(count), Type: dt, Op: op, Comm: w.comms[rank], Stream: w.streams[rank]})
-			})
+			w.issue(t, ncclapi.Call{Func: ncclapi.FuncReduceScatter, Count: uintptr(count), Type: dt, Op: op}, nil)
 			for rank := range w.n {
 				checkReduced(t, dt, op, w.results(t, rank, w.recv[rank], count*int(dt.Size())), inputs, rank*count)
 			}
@@ -245,9 +252,7 @@ func (w *world) preMulSum(t *testing.T) {
 		ops[rank] = op
 	}
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Float32, ncclapi.Sum, count, uint64(rank)) })
-	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Float32, Op: ops[rank], Comm: w.comms[rank], Stream: w.streams[rank]})
-	})
+	w.issue(t, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: count, Type: ncclapi.Float32}, func(rank int, c *ncclapi.Call) { c.Op = ops[rank] })
 	for rank := range w.n {
 		for i := range count {
 			bits := bitsAt(ncclapi.Float32, inputs[rank], i)
@@ -264,9 +269,7 @@ func (w *world) broadcast(t *testing.T) {
 	for _, bytes := range []int{0, 1, 77, 65537, 700000} {
 		for root := range w.n {
 			inputs := w.fill(t, func(rank int) []byte { return pattern(bytes, uint64(rank)) })
-			w.all(t, func(rank int) ncclapi.Result {
-				return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(bytes), Type: ncclapi.Uint8, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
-			})
+			w.issue(t, ncclapi.Call{Func: ncclapi.FuncBroadcast, Count: uintptr(bytes), Type: ncclapi.Uint8, Root: int32(root)}, nil)
 			for rank := range w.n {
 				require.Equal(t, inputs[root], w.results(t, rank, w.recv[rank], bytes))
 			}
@@ -303,9 +306,7 @@ func (w *world) allToAll(t *testing.T) {
 	for _, count := range []int{0, 1, 129, 40001} {
 		size := 4 * count
 		inputs := w.fill(t, func(rank int) []byte { return pattern(size*w.n, uint64(rank)) })
-		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAlltoAll, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(count), Type: ncclapi.Float32, Comm: w.comms[rank], Stream: w.streams[rank]})
-		})
+		w.issue(t, ncclapi.Call{Func: ncclapi.FuncAlltoAll, Count: uintptr(count), Type: ncclapi.Float32}, nil)
 		for rank := range w.n {
 			got := w.results(t, rank, w.recv[rank], size*w.n)
 			for peer := range w.n {
@@ -319,17 +320,13 @@ func (w *world) gatherScatter(t *testing.T) {
 	for _, size := range []int{1, 1000, 150001} {
 		root := size % w.n
 		inputs := w.fill(t, func(rank int) []byte { return pattern(size, uint64(rank)) })
-		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncGather, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
-		})
+		w.issue(t, ncclapi.Call{Func: ncclapi.FuncGather, Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(root)}, nil)
 		got := w.results(t, root, w.recv[root], size*w.n)
 		for rank := range w.n {
 			require.Equal(t, inputs[rank], got[rank*size:(rank+1)*size])
 		}
 		inputs = w.fill(t, func(rank int) []byte { return pattern(size*w.n, uint64(rank+9)) })
-		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncScatter, Send: w.send[rank], Recv: w.recv[rank], Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(root), Comm: w.comms[rank], Stream: w.streams[rank]})
-		})
+		w.issue(t, ncclapi.Call{Func: ncclapi.FuncScatter, Count: uintptr(size), Type: ncclapi.Uint8, Root: int32(root)}, nil)
 		for rank := range w.n {
 			require.Equal(t, inputs[root][rank*size:(rank+1)*size], w.results(t, rank, w.recv[rank], size))
 		}
@@ -365,12 +362,8 @@ func (w *world) twoStreams(t *testing.T) {
 	}
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Int32, ncclapi.Sum, count, uint64(rank)) })
 	for range 3 {
-		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Int32, Op: ncclapi.Sum, Comm: w.comms[rank], Stream: w.streams[rank]})
-		})
-		w.all(t, func(rank int) ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.recv[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Int32, Op: ncclapi.Max, Comm: w.comms[rank], Stream: second[rank]})
-		})
+		w.issue(t, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: count, Type: ncclapi.Int32, Op: ncclapi.Sum}, nil)
+		w.issue(t, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: count, Type: ncclapi.Int32, Op: ncclapi.Max}, func(rank int, c *ncclapi.Call) { c.Send, c.Stream = w.recv[rank], second[rank] })
 		for rank := range w.n {
 			w.sync(t, rank, second[rank])
 			checkReduced(t, ncclapi.Int32, ncclapi.Sum, w.results(t, rank, w.recv[rank], 4*count), inputs, 0)
@@ -391,9 +384,7 @@ func (w *world) memAlloc(t *testing.T) {
 		inputs[rank] = input(ncclapi.Float32, ncclapi.Sum, count, uint64(rank))
 		w.upload(t, rank, w.streams[rank], memory[rank], inputs[rank])
 	}
-	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: memory[rank], Recv: memory[rank], Count: count, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: w.comms[rank], Stream: w.streams[rank]})
-	})
+	w.issue(t, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: count, Type: ncclapi.Float32, Op: ncclapi.Sum}, func(rank int, c *ncclapi.Call) { c.Send, c.Recv = memory[rank], memory[rank] })
 	for rank := range w.n {
 		checkReduced(t, ncclapi.Float32, ncclapi.Sum, w.download(t, rank, w.streams[rank], memory[rank], 4*count), inputs, 0)
 		w.bound(t, rank, func() { good(t, w.api, w.api.MemFree(memory[rank])) })
@@ -408,9 +399,7 @@ func (w *world) split(t *testing.T) {
 	})
 	const count = 300
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Int64, ncclapi.Sum, count, uint64(rank)) })
-	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Int64, Op: ncclapi.Sum, Comm: parts[rank], Stream: w.streams[rank]})
-	})
+	w.issue(t, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: count, Type: ncclapi.Int64, Op: ncclapi.Sum}, func(rank int, c *ncclapi.Call) { c.Comm = parts[rank] })
 	for rank := range w.n {
 		var same [][]byte
 		place := int32(0)
@@ -469,9 +458,7 @@ func (w *world) initRank(t *testing.T) {
 	})
 	const count = 64
 	inputs := w.fill(t, func(rank int) []byte { return input(ncclapi.Uint8, ncclapi.Max, count, uint64(rank)) })
-	w.all(t, func(rank int) ncclapi.Result {
-		return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: w.send[rank], Recv: w.recv[rank], Count: count, Type: ncclapi.Uint8, Op: ncclapi.Max, Comm: comms[rank], Stream: w.streams[rank]})
-	})
+	w.issue(t, ncclapi.Call{Func: ncclapi.FuncAllReduce, Count: count, Type: ncclapi.Uint8, Op: ncclapi.Max}, func(rank int, c *ncclapi.Call) { c.Comm = comms[rank] })
 	for rank := range w.n {
 		checkReduced(t, ncclapi.Uint8, ncclapi.Max, w.results(t, rank, w.recv[rank], count), inputs, 0)
 	}
@@ -481,25 +468,15 @@ func (w *world) initRank(t *testing.T) {
 // errors tests errors that NCCL detects at the call.
 func (w *world) errors(t *testing.T) {
 	c, s, p := w.comms[0], w.streams[0], w.send[0]
-	for name, f := range map[string]func() ncclapi.Result{
-		"type": func() ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: 99, Op: ncclapi.Sum, Comm: c, Stream: s})
-		},
-		"reduction": func() ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Op: 77, Comm: c, Stream: s})
-		},
-		"root": func() ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Root: int32(w.n), Comm: c, Stream: s})
-		},
-		"peer": func() ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: -1, Comm: c, Stream: s})
-		},
-		"null": func() ncclapi.Result {
-			return w.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Op: ncclapi.Sum, Comm: 0, Stream: s})
-		},
+	for name, call := range map[string]ncclapi.Call{
+		"type":      {Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: 99, Op: ncclapi.Sum, Comm: c, Stream: s},
+		"reduction": {Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Op: 77, Comm: c, Stream: s},
+		"root":      {Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Root: int32(w.n), Comm: c, Stream: s},
+		"peer":      {Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: -1, Comm: c, Stream: s},
+		"null":      {Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Int8, Op: ncclapi.Sum, Comm: 0, Stream: s},
 	} {
 		t.Run(name, func(t *testing.T) {
-			require.Equal(t, ncclapi.InvalidArgument, f())
+			require.Equal(t, ncclapi.InvalidArgument, w.api.Collective(call))
 		})
 	}
 	t.Run("group", func(t *testing.T) {

@@ -162,29 +162,24 @@ func TestInitNeedsContext(t *testing.T) {
 func TestArguments(t *testing.T) {
 	c := newClan(t, machine.Config{Devices: 2})
 	p, foreign := c.Alloc(0, 64), c.Alloc(1, 64)
-	reduce := func(send, recv cudadrv.DevicePtr, count uintptr) func() ncclapi.Result {
-		return func() ncclapi.Result {
-			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: send, Recv: recv, Count: count, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]})
-		}
+	reduce := func(send, recv cudadrv.DevicePtr, count uintptr) ncclapi.Call {
+		return ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: send, Recv: recv, Count: count, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[0], Stream: c.streams[0]}
 	}
-	for want, f := range map[string]func() ncclapi.Result{
-		"sendbuff is null":              reduce(0, p, 1),
-		"not aligned to the 4 bytes":    reduce(p, p+2, 1),
-		"lies in the block of 64 bytes": reduce(p, foreign, 1),
-		"needs 68 bytes and has 64":     reduce(p, p, 17),
-		"not a device address":          reduce(p, 0x1234, 1),
-		"more than any memory":          reduce(p, p, 1<<62),
-		"rank 2 is not one of 2": func() ncclapi.Result {
-			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: 2, Comm: c.comms[0], Stream: c.streams[0]})
-		},
-		"the stream is of device 1": func() ncclapi.Result {
-			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: 1, Comm: c.comms[0], Stream: c.streams[1]})
-		},
-		"is not a communicator, or it was d": func() ncclapi.Result {
-			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: 1, Comm: 4711, Stream: c.streams[1]})
-		},
+	send := func(peer int32, comm ncclapi.Comm, s cudadrv.Stream) ncclapi.Call {
+		return ncclapi.Call{Func: ncclapi.FuncSend, Send: p, Count: 1, Type: ncclapi.Int8, Root: peer, Comm: comm, Stream: s}
+	}
+	for want, call := range map[string]ncclapi.Call{
+		"sendbuff is null":                   reduce(0, p, 1),
+		"not aligned to the 4 bytes":         reduce(p, p+2, 1),
+		"lies in the block of 64 bytes":      reduce(p, foreign, 1),
+		"needs 68 bytes and has 64":          reduce(p, p, 17),
+		"not a device address":               reduce(p, 0x1234, 1),
+		"more than any memory":               reduce(p, p, 1<<62),
+		"rank 2 is not one of 2":             send(2, c.comms[0], c.streams[0]),
+		"the stream is of device 1":          send(1, c.comms[0], c.streams[1]),
+		"is not a communicator, or it was d": send(1, 4711, c.streams[1]),
 	} {
-		require.Equal(t, ncclapi.InvalidArgument, f(), want)
+		require.Equal(t, ncclapi.InvalidArgument, c.api.Collective(call), want)
 		require.Contains(t, c.api.GetLastError(0), want)
 	}
 	for _, h := range c.comms {

@@ -90,31 +90,11 @@ func processes(t testing.TB, scenario string, size int, faults map[int]string) (
 
 var scenarios = map[string]func(*child){
 	"loop": childLoop, "hung": childHung, "bench": childBench, "orders-differ": childOrders(true), "orders-equal": childOrders(false),
-	"mismatch-count": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: pickOdd[uintptr](odd, 100, 99), Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream})
-	}),
-	"mismatch-type": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 100, Type: pickOdd(odd, ncclapi.Float32, ncclapi.Int32), Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream})
-	}),
-	"mismatch-redop": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Op: pickOdd(odd, ncclapi.Sum, ncclapi.Max), Comm: c.comm, Stream: c.Stream})
-	}),
-	"mismatch-root": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Root: pickOdd[int32](odd, 0, 1), Comm: c.comm, Stream: c.Stream})
-	}),
-	"mismatch-op": childMismatch(func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result {
-		if odd {
-			return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncBroadcast, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Root: 0, Comm: c.comm, Stream: c.Stream})
-		}
-		return c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream})
-	}),
-}
-
-func pickOdd[T any](odd bool, usual, other T) T {
-	if odd {
-		return other
-	}
-	return usual
+	"mismatch-count": childMismatch(ncclapi.FuncAllReduce, func(x *ncclapi.Call) { x.Count = 99 }),
+	"mismatch-type":  childMismatch(ncclapi.FuncAllReduce, func(x *ncclapi.Call) { x.Type = ncclapi.Int32 }),
+	"mismatch-redop": childMismatch(ncclapi.FuncAllReduce, func(x *ncclapi.Call) { x.Op = ncclapi.Max }),
+	"mismatch-root":  childMismatch(ncclapi.FuncBroadcast, func(x *ncclapi.Call) { x.Root = 1 }),
+	"mismatch-op":    childMismatch(ncclapi.FuncAllReduce, func(x *ncclapi.Call) { x.Func = ncclapi.FuncBroadcast }),
 }
 
 // childLoop reduces until a rank is lost, and then gives up the communicator.
@@ -168,12 +148,16 @@ func childHung(c *child) {
 	c.CU(c.Do(func() cudadrv.Result { return c.Drv.StreamSynchronize(c.Stream) }))
 }
 
-// childMismatch issues something else at rank 2 than at the others.
-func childMismatch(issue func(c *child, p cudadrv.DevicePtr, odd bool) ncclapi.Result) func(*child) {
+// childMismatch issues a call, which rank 2 changes.
+func childMismatch(f ncclapi.Func, change func(*ncclapi.Call)) func(*child) {
 	return func(c *child) {
 		p := c.Alloc(4096)
+		x := ncclapi.Call{Func: f, Send: p, Recv: p, Count: 100, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comm, Stream: c.Stream}
+		if c.rank == 2 {
+			change(&x)
+		}
 		// The ranks compare their first operations before they connect, so the call fails.
-		if r := issue(c, p, c.rank == 2); r != ncclapi.InvalidUsage {
+		if r := c.api.Collective(x); r != ncclapi.InvalidUsage {
 			panic("the operation was not refused: " + r.Meaning())
 		}
 		c.waitFailure(ncclapi.InvalidUsage)

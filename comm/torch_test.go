@@ -359,7 +359,7 @@ func orderOfTheSum(t *testing.T, _ bool) {
 		}
 		closing(t, sums...)
 		// 1 + 1 first and 2048 last is exact: the order shows.
-		y, err := comm.ReduceAdd(g, []tensor.Tensor{xs[1], xs[2], xs[0]}, &comm.ReduceAddConfig{Destination: devs[1]})
+		y, err := comm.ReduceAdd(g, []tensor.Tensor{xs[2], xs[0], xs[1]}, &comm.ReduceAddConfig{Destination: devs[1]})
 		require.NoError(t, err)
 		require.Equal(t, float32(2050), number(1, y))
 		closing(t, y)

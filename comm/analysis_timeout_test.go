@@ -17,7 +17,7 @@ import (
 	"github.com/gochorus/chorus/nccl"
 )
 
-// An limitedExchange exchange limits each wait for a request, as the store of a job does.
+// A limitedExchange limits each wait for a request, as the store of a job does.
 type limitedExchange struct{ *testgpu.Exchange }
 
 func (b limitedExchange) Get(ctx context.Context, key string) ([]byte, error) {
@@ -29,7 +29,7 @@ func (b limitedExchange) Get(ctx context.Context, key string) ([]byte, error) {
 	return b.Exchange.Get(ctx, key)
 }
 
-// joinLimited makes a group of one rank for each device over limitedExchange exchanges.
+// joinLimited returns a group of one rank for each device over exchanges whose waits are limited.
 func joinLimited(t *testing.T, devs []*device.Device, limit time.Duration) []*comm.Group {
 	t.Helper()
 	gs, errs := joinBy(t, devs, func(_ int, b *exchange) (comm.Rendezvous, *comm.Config) {

@@ -70,11 +70,11 @@ func joined(t testing.TB, ctx context.Context, devs []*device.Device) []*comm.Gr
 	return gs
 }
 
-// joinBy joins a rank for each device, with a board and a configuration of its own. The end of the test closes the groups.
-func joinBy(t testing.TB, devs []*device.Device, by func(i int, b *board) (comm.Rendezvous, *comm.Config)) ([]*comm.Group, []error) {
+// joinBy joins a rank for each device, with a exchange and a configuration of its own. The end of the test closes the groups.
+func joinBy(t testing.TB, devs []*device.Device, by func(i int, b *exchange) (comm.Rendezvous, *comm.Config)) ([]*comm.Group, []error) {
 	t.Helper()
 	ctx, gs := testgpu.Context(t), make([]*comm.Group, len(devs))
-	bs := boards(ctx, len(devs))
+	bs := exchanges(ctx, len(devs))
 	errs := atOnce(len(devs), func(i int) (err error) {
 		r, cfg := by(i, bs[i])
 		gs[i], err = comm.Join(ctx, r, devs[i], cfg)

@@ -101,7 +101,9 @@ func TestExchangeOfWrongValues(t *testing.T) {
 	}
 }
 
-// TestCallsOfAJoin counts the calls of the store when processes join: each further rank adds as many.
+// TestCallsOfAJoin counts the calls of the store when processes join: each further rank adds as many, except for a few that depend on
+// whether a group closes before its reporter asks for something. If each rank asked for a value of each other one, the counts would
+// differ by 18 or more.
 func TestCallsOfAJoin(t *testing.T) {
 	const most = 9
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: most})
@@ -116,7 +118,7 @@ func TestCallsOfAJoin(t *testing.T) {
 			})
 		}
 		few, more, many := count(3), count(6), count(9)
-		require.InDelta(t, more-few, many-more, 1, "%d, %d and %d calls", few, more, many)
+		require.InDelta(t, more-few, many-more, 6, "%d, %d and %d calls", few, more, many)
 		require.LessOrEqual(t, many, 12*most)
 	}
 }

@@ -20,7 +20,7 @@ import (
 func joinDevices(t *testing.T, lists [][]*device.Device, cfg *comm.Config, fn func(ctx context.Context, g *comm.Group) error) []error {
 	t.Helper()
 	ctx := testgpu.Context(t)
-	bs := boards(ctx, len(lists))
+	bs := exchanges(ctx, len(lists))
 	return atOnce(len(lists), func(i int) error {
 		g, err := comm.JoinDevices(ctx, bs[i], lists[i], cfg)
 		if err != nil {

@@ -136,6 +136,7 @@ var drillSteps = []drillStep{
 // The calls that hang leave communicators and threads behind, so the table runs in a process of its own.
 func TestDrill(t *testing.T) {
 	if os.Getenv(drillVar) == "" {
+		t.Parallel()
 		self, err := os.Executable()
 		require.NoError(t, err)
 		cmd := exec.CommandContext(testgpu.Context(t), self, "-test.run=^TestDrill$", "-test.v")

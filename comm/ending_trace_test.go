@@ -74,6 +74,7 @@ func TestEveryRankWritesItsRecorder(t *testing.T) {
 // recorder, which says how the group ended there, and the files together name rank 1.
 func TestEveryEndLeavesFiles(t *testing.T) {
 	testhost.Timed(t)
+	t.Parallel()
 	ended := []string{analyze.KindBehind, analyze.KindFailed} // the other ranks may not have issued their operation
 	for _, c := range []struct {
 		way    string

@@ -57,10 +57,7 @@ func BuildHost(ctx context.Context, code string, flags ...string) (*HostProgram,
 			err = fmt.Errorf("cudacc: compile for the host: %w:\n%s", errors.Join(err, context.Cause(ctx)), out)
 		}
 	}
-	if err != nil {
-		return nil, errors.Join(err, p.Close())
-	}
-	return p, nil
+	return p.open(err)
 }
 
 func compiler() (string, error) {
@@ -109,12 +106,27 @@ type HostProgram struct {
 	// Seconds limits the processor time of a run; 0 does not. Unlike a deadline, it does not depend on what else the
 	// machine does.
 	Seconds uint64
-	Path    string // of the executable file, in a directory of its own
+	Path    string // of the executable file, until Close or the end of this process
+	file    *os.File
 }
 
 func newProgram() (*HostProgram, error) {
 	folder, err := os.MkdirTemp("", "chorus-host-")
 	return &HostProgram{Path: filepath.Join(folder, "host")}, err
+}
+
+// open returns the program, whose file has been written unless there is an error. It removes the file's directory and
+// keeps the file open, so that nothing of it is left when the process ends, however that happens.
+func (p *HostProgram) open(err error) (*HostProgram, error) {
+	folder := filepath.Dir(p.Path)
+	if err == nil {
+		p.file, err = os.Open(p.Path)
+	}
+	if err = errors.Join(err, os.RemoveAll(folder)); err != nil {
+		return nil, errors.Join(err, p.Close())
+	}
+	p.Path = fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), p.file.Fd())
+	return p, nil
 }
 
 // ErrProcessorTime is matched by the error of a run that needed more processor time than HostProgram.Seconds.
@@ -161,10 +173,7 @@ func load(image []byte) (*HostProgram, error) {
 	syscall.ForkLock.RLock() // a child of another goroutine would have the file open for writing until its exec: text file busy
 	err = os.WriteFile(p.Path, image, 0o700)
 	syscall.ForkLock.RUnlock()
-	if err != nil {
-		return nil, errors.Join(err, p.Close())
-	}
-	return p, nil
+	return p.open(err)
 }
 
 // IsSyntaxError reports whether the compiler of the host found only mistakes that every C++ compiler
@@ -186,7 +195,12 @@ func IsSyntaxError(err error) bool {
 var syntax = regexp.MustCompile(`error: (expected [^ ]*[;)}(\]][^ ]*|expected ['‘][^ ]* (before|at end)|stray |unterminated |missing terminating|expected .*(at end of input|before .* token))`)
 
 // Close removes the program.
-func (p *HostProgram) Close() error { return os.RemoveAll(filepath.Dir(p.Path)) }
+func (p *HostProgram) Close() error {
+	if p.file == nil {
+		return nil
+	}
+	return p.file.Close()
+}
 
 // A HostArg is the value of a parameter: the bytes of a number or a struct, or memory.
 type HostArg struct {

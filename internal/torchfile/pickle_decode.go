@@ -8,6 +8,7 @@ import (
 	"io"
 	"math"
 	"math/bits"
+	"slices"
 	"unicode/utf8"
 )
 
@@ -133,6 +134,9 @@ func (d *decoder) step(op byte) error {
 
 func (d *decoder) push(v any) error {
 	d.stack = append(d.stack, v)
+	if d.items != nil {
+		d.follow()
+	}
 	return d.count()
 }
 
@@ -380,6 +384,7 @@ func (d *decoder) enter(dict *Dict, from int) error {
 	if (len(d.stack)-from)%2 != 0 {
 		return errors.New("a dictionary has a key without a value")
 	}
+	*dict = slices.Grow(*dict, (len(d.stack)-from)/2)
 	for i := from; i < len(d.stack); i += 2 {
 		switch d.stack[i].(type) {
 		case *List, *Dict:

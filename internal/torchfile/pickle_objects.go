@@ -204,6 +204,10 @@ type items struct {
 	pass func(list int, item any) error
 	made map[*Dict]bool // items that were made since the last ones were passed
 	memo int            // length of the memo at that time
+
+	// outer has the position of the list of lists for each position of the stack whose list may be one of its lists, and -1 for
+	// others. A search down the stack at each append would take quadratic time for lists in lists.
+	outer []int
 }
 
 // A passed stands in the memo for an item that was passed on.
@@ -230,6 +234,9 @@ func (d *decoder) pass(from int) (done bool, err error) {
 		d.values -= 2 * len(*dict)
 		*dict = nil // in case that another value has it, which no writer of snapshots does
 	}
+	if len(d.items.made) > batch { // clear takes the time of the largest size that the map has had
+		d.items.made = map[*Dict]bool{}
+	}
 	clear(d.items.made)
 	d.drop(from)
 	return true, nil
@@ -252,17 +259,23 @@ func (d *decoder) newDict() *Dict {
 // passed on. The stack then has the outermost dictionary, keys and values for it, the key,
 // the list of lists, and lists that are not appended to that yet.
 func (d *decoder) listOfItems(at int) (list int, ok bool) {
-	if d.items == nil {
+	if d.items == nil || at < 0 {
 		return 0, false
 	}
-	for i := at; i >= 2; i-- {
-		l, isList := d.stack[i].(*List)
-		if !isList {
-			return 0, false
-		}
-		if d.stack[i-1] == any(d.items.key) {
-			return at - i - 1 + len(*l), i < at
+	i := d.items.outer[at]
+	if i < 0 {
+		return 0, false
+	}
+	return at - i - 1 + len(*d.stack[i].(*List)), i < at
+}
+
+// follow notes the position of the list of lists for the value that was pushed last.
+func (d *decoder) follow() {
+	at, i := len(d.stack)-1, -1
+	if _, isList := d.stack[at].(*List); isList && at > 0 {
+		if i = d.items.outer[at-1]; at >= 2 && d.stack[at-1] == any(d.items.key) {
+			i = at
 		}
 	}
-	return 0, false
+	d.items.outer = append(d.items.outer[:at], i)
 }

@@ -10,6 +10,7 @@ import (
 	"runtime"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -239,4 +240,26 @@ func TestItemsAreNotKept(t *testing.T) {
 	require.NoError(t, err)
 	require.Equal(t, n, i)
 	require.Less(t, most, int64(40*n), "bytes for each item")
+}
+
+// The time to read a pickle is proportional to its size, however deep its lists are and however many items come at once.
+func TestItemsTakeLinearTime(t *testing.T) {
+	const n = 400_000
+	const begin = "\x80\x02}X\x05\x00\x00\x00lists]"
+	for name, p := range map[string]string{
+		"lists":              "\x80\x02" + strings.Repeat("]", n) + strings.Repeat("a", n-1) + ".",
+		"lists below a key":  begin + strings.Repeat("]", n) + strings.Repeat("a", n) + "s.",
+		"marks":              begin + strings.Repeat("(]", n) + strings.Repeat("e", n) + "s.",
+		"dictionaries":       begin + "]" + strings.Repeat("}N", n) + "N" + strings.Repeat("s", n) + "aas.",
+		"values of keys":     "\x80\x02" + strings.Repeat("}N", n) + "N" + strings.Repeat("s", n) + ".",
+		"tuples":             "\x80\x02)" + strings.Repeat("\x85", n) + ".",
+		"after a long batch": begin + "](" + strings.Repeat("}", n) + "e" + strings.Repeat("}a", n) + "as.",
+		"memo":               begin + "]" + strings.Repeat("}\x94a", n) + "as.",
+	} {
+		start := time.Now()
+		_, err := DecodePickleItems(strings.NewReader(p), nil, "lists", func(int, any) error { return nil })
+		t.Log(name, time.Since(start))
+		require.NoError(t, err, name)
+		require.Less(t, time.Since(start), 15*time.Second, "%s: linear time is less than a second, and quadratic time is more than 40 s", name)
+	}
 }

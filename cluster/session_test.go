@@ -196,3 +196,24 @@ func TestCloseOfAJobOfOneProcess(t *testing.T) {
 	require.ErrorIs(t, s.Barrier(t.Context(), "barrier"), ErrClosed)
 	require.NoError(t, s.Shutdown(t.Context()))
 }
+
+// If the context of a call ends, the error has the cause of that, and still matches context.Canceled.
+func TestCallsHaveTheCauseOfTheirContext(t *testing.T) {
+	cause := errors.New("the program ends because of a signal")
+	for _, n := range []int{1, 2} {
+		for _, s := range joinWorld(t, n, nil) {
+			ctx, cancel := context.WithCancelCause(t.Context())
+			time.AfterFunc(10*time.Millisecond, func() { cancel(cause) })
+			_, err := s.Get(ctx, "a key that nobody sets")
+			require.ErrorIs(t, err, context.Canceled)
+			require.ErrorIs(t, err, cause)
+			require.ErrorContains(t, err, "context canceled: the program ends because of a signal")
+
+			ctx, late := context.WithTimeout(t.Context(), 10*time.Millisecond)
+			defer late()
+			_, err = s.Get(ctx, "a key that nobody sets")
+			require.ErrorIs(t, err, context.DeadlineExceeded)
+			require.NotContains(t, err.Error(), "exceeded: context")
+		}
+	}
+}

@@ -1,6 +1,7 @@
 package comm
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -462,7 +463,7 @@ func (w *reporter) awaitOthers(ctx context.Context, rank int) error {
 		}
 	}()
 	if err := w.leave(ctx, rank, shutDown); err != nil {
-		return err
+		return cmp.Or(context.Cause(ctx), err)
 	}
 	if rank > 0 {
 		answer, ok := w.await(ctx, w.answerKey())
@@ -484,7 +485,7 @@ func (w *reporter) awaitOthers(ctx context.Context, rank int) error {
 		}
 	}
 	if err := w.r.Set(ctx, w.answerKey(), []byte(answer)); err != nil {
-		return err
+		return cmp.Or(errLeft(answer), context.Cause(ctx), err) // a rank that leaves otherwise also ends ctx
 	}
 	for _, peer := range others { // the store may end with this process
 		if answer != shutDown {

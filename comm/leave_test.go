@@ -199,6 +199,45 @@ func TestShutdownThatGivesUp(t *testing.T) {
 	}
 }
 
+// A lateStore writes a key only when the ctx of the write ends, and then fails as a call of a store does.
+type lateStore struct {
+	*exchange
+	late string
+}
+
+func (s lateStore) Set(ctx context.Context, key string, value []byte) error {
+	if strings.HasSuffix(key, s.late) {
+		<-ctx.Done()
+		return fmt.Errorf("set %q: %w", key, ctx.Err())
+	}
+	return s.exchange.Set(ctx, key, value)
+}
+
+// If another rank leaves while a Shutdown writes to the store, the error names that rank, and not only the call that ended.
+func TestShutdownNamesTheRankThatLeaves(t *testing.T) {
+	t.Setenv(env.CommStrategy.Name, "nccl")
+	for _, late := range []string{"leave/0", "leave/answer"} {
+		t.Run(late, func(t *testing.T) {
+			streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+				gs, errs := make([]*comm.Group, 2), make([]error, 2)
+				var wg sync.WaitGroup
+				for i, b := range exchanges(testgpu.Context(t), 2) {
+					wg.Go(func() { gs[i], errs[i] = comm.Join(testgpu.Context(t), lateStore{b, late}, devs[i], nil) })
+				}
+				wg.Wait()
+				require.NoError(t, errors.Join(errs...))
+				wg.Go(func() { errs[0] = gs[0].Shutdown(testgpu.Context(t)) })
+				time.Sleep(time.Second)
+				errs[1] = gs[1].Close()
+				wg.Wait()
+				require.NoError(t, errs[1])
+				require.ErrorIs(t, errs[0], comm.ErrLeft)
+				require.ErrorContains(t, errs[0], "rank 1 closed the group")
+			})
+		})
+	}
+}
+
 // That is so too if the ctx ends when all ranks have agreed to shut down and a rank does not go on.
 func TestShutdownThatGivesUpAfterTheAgreement(t *testing.T) {
 	t.Setenv(env.CommStrategy.Name, "nccl")

@@ -355,7 +355,7 @@ func (a *Agent) Shutdown(ctx context.Context) error {
 			k, moved = a.k, a.moved
 			a.mu.Unlock()
 		case <-ctx.Done():
-			return fmt.Errorf("cluster: shut down job %q: waiting for the other hosts: %w", a.cfg.Job, ctx.Err())
+			return fmt.Errorf("cluster: shut down job %q: waiting for the other hosts: %w", a.cfg.Job, endOf(ctx))
 		}
 	}
 }

@@ -111,6 +111,6 @@ func (s *solo) Call(ctx context.Context, c Call) (Call, error) {
 		s.mu.Lock()
 		s.engine.cancel(t)
 		s.mu.Unlock()
-		return Call{}, ctx.Err()
+		return Call{}, endOf(ctx)
 	}
 }

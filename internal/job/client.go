@@ -241,8 +241,17 @@ func (k *Client) await(ctx context.Context, end <-chan struct{}, ch chan Message
 	case <-end:
 		return Message{}, k.endCause()
 	case <-ctx.Done():
-		return Message{}, ctx.Err()
+		return Message{}, endOf(ctx)
 	}
+}
+
+// endOf returns the error of a context that has ended, with its cause if that is another one.
+func endOf(ctx context.Context) error {
+	cause := context.Cause(ctx)
+	if errors.Is(cause, ctx.Err()) {
+		return cause
+	}
+	return fmt.Errorf("%w: %w", ctx.Err(), cause)
 }
 
 // endCause returns why the job or the connection ended. The connection closes

@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/safe"
@@ -47,6 +48,20 @@ func otherUserMain(deed, name, addr string) int {
 		fmt.Println("listening")
 		_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
 		c.Close()
+	case "accept-nothing":
+		at := &unix.SockaddrUnix{Name: addr}
+		var fds [2]int
+		for i := range fds {
+			if fds[i], err = unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0); err != nil {
+				return 1
+			}
+		}
+		if err := errors.Join(unix.Bind(fds[0], at), unix.Listen(fds[0], 0), unix.Connect(fds[1], at)); err != nil {
+			fmt.Println(err)
+			return 1
+		}
+		fmt.Println("listening")
+		_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
 	}
 	return 0
 }
@@ -146,20 +161,22 @@ func TestOneHostNeedsNoSecret(t *testing.T) {
 
 // TestOtherUserCoordinates takes the place of rank 0 before it comes.
 func TestOtherUserCoordinates(t *testing.T) {
-	_, port, _ := net.SplitHostPort(freeAddr(t))
-	c := oneHostConfig(t, "torchrun", port, 1)
-	_, err := c.key()
-	require.NoError(t, err)
-	out, _ := startOtherUser(t, "coordinate", c.Job, c.at)
-	text, err := out.ReadString('\n')
-	require.NoError(t, err)
-	require.Equal(t, "listening\n", text)
-	for r := range 2 {
-		_, err := Join(t.Context(), oneHostConfig(t, "torchrun", port, r))
-		var other *safe.UserError
-		require.ErrorAs(t, err, &other, "rank %d", r)
-		require.Equal(t, 65534, other.UID)
-		require.ErrorContains(t, err, "choose another port")
+	for _, deed := range []string{"coordinate", "accept-nothing"} {
+		_, port, _ := net.SplitHostPort(freeAddr(t))
+		c := oneHostConfig(t, "torchrun", port, 1)
+		_, err := c.key()
+		require.NoError(t, err)
+		out, _ := startOtherUser(t, deed, c.Job, c.at)
+		text, err := out.ReadString('\n')
+		require.NoError(t, err)
+		require.Equal(t, "listening\n", text)
+		for r := range 2 {
+			_, err := Join(t.Context(), oneHostConfig(t, "torchrun", port, r))
+			var other *safe.UserError
+			require.ErrorAs(t, err, &other, "%s, rank %d", deed, r)
+			require.Equal(t, 65534, other.UID)
+			require.ErrorContains(t, err, "choose another port")
+		}
 	}
 }
 

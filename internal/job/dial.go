@@ -30,6 +30,9 @@ func (to Target) Dial(ctx context.Context) (*Link, Welcome, error) {
 	}
 	conn, err := connect(ctx)
 	if err != nil {
+		if other := ownerError(to.Addr, err); other != nil {
+			return nil, Welcome{}, authError(to.Job, to.Addr, other)
+		}
 		return nil, Welcome{}, dialError(to.Addr, err)
 	}
 	if err := knownPeer(conn); err != nil {

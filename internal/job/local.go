@@ -40,6 +40,20 @@ func knownPeer(c net.Conn) error {
 	return nil
 }
 
+// ownerError returns an error if err is that of a Unix socket that accepts no connections and is known to be another user's.
+func ownerError(addr string, err error) error {
+	if networkOf(addr) != "unix" || !errors.Is(err, syscall.EAGAIN) {
+		return nil
+	}
+	list, _ := safe.NamedListeners(addr) // without it, the owner is unknown
+	for _, l := range list {
+		if l.Name == addr && l.Owner == safe.AnotherUser {
+			return &safe.UserError{UID: l.UID}
+		}
+	}
+	return nil
+}
+
 // peerAddr describes the origin of a connection in messages.
 func peerAddr(c net.Conn) string {
 	if _, ok := rawConn(c).(*net.UnixConn); ok {

@@ -110,14 +110,18 @@ func (c *conn) Close() error {
 	return c.Conn.Close()
 }
 
-// A UserError describes a process of another user.
+// A UserError describes a process of another user. PID is 0 if the process is not known.
 type UserError struct{ PID, UID int }
 
 func (e *UserError) Error() string {
-	if e.UID == unmapped {
-		return fmt.Sprintf("the process %d belongs to another user, or to a user that this container does not map", e.PID)
+	what := fmt.Sprintf("the process %d", e.PID)
+	if e.PID == 0 {
+		what = "the process at the other end"
 	}
-	return fmt.Sprintf("the process %d belongs to the user with id %d, and this one to %d", e.PID, e.UID, os.Geteuid())
+	if e.UID == unmapped {
+		return what + " belongs to another user, or to a user that this container does not map"
+	}
+	return fmt.Sprintf("%s belongs to the user with id %d, and this one to %d", what, e.UID, os.Geteuid())
 }
 
 // unmapped is the user id that a user namespace shows for all users that it does not map.
@@ -147,11 +151,15 @@ func PeerOf(c *net.UnixConn) (pid int, err error) {
 	if err != nil {
 		return 0, fmt.Errorf("ask for the user at the other end of a socket: %w", err)
 	}
-	same := cred.Uid == 0 || int(cred.Uid) == os.Geteuid() && (cred.Uid != unmapped || mapsAll())
-	if !same {
+	if !isThisUser(int(cred.Uid)) {
 		return 0, &UserError{PID: int(cred.Pid), UID: int(cred.Uid)}
 	}
 	return int(cred.Pid), nil
+}
+
+// isThisUser reports whether a user id is that of this process or root.
+func isThisUser(uid int) bool {
+	return uid == 0 || uid == os.Geteuid() && (uid != unmapped || mapsAll())
 }
 
 // mapsAll reports whether user ids in this process are the same as on the host.

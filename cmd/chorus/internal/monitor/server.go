@@ -14,12 +14,14 @@ import (
 	"os"
 	"slices"
 	"strings"
+	"sync"
 	"sync/atomic"
 	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/safe"
@@ -210,34 +212,26 @@ const maxJob = 64 << 20
 type Client struct {
 	http   http.Client
 	socket string
+	own    atomic.Bool  // a process of this user or of root has accepted a connection
 	pid    atomic.Int64 // of the launcher; 0 before the first connection
 }
 
-// socketPaths returns the names of the sockets on this host.
-func socketPaths() ([]string, error) {
-	f, err := os.Open("/proc/net/unix")
+// sockets returns the sockets on this host that have a name of a job of this user, and do not belong to another user.
+// Those of this user come first.
+func sockets() ([]safe.NamedListener, error) {
+	all, err := safe.NamedListeners(prefix())
 	if err != nil {
 		return nil, err
 	}
-	defer f.Close()
-	text, err := io.ReadAll(f)
-	if err != nil {
-		return nil, err
-	}
-	return socketsIn(string(text)), nil
+	return candidates(all), nil
 }
 
-// socketsIn returns the names of the sockets in the text of /proc/net/unix. Other users choose names of abstract sockets, which
-// the kernel prints as they are, with line ends: any line may be theirs, and the kernel decides.
-func socketsIn(text string) (list []string) {
-	for line := range strings.SplitSeq(text, "\n") {
-		fields := strings.SplitN(line, " ", 8) // the first seven have no spaces beside them, except the inode
-		if len(fields) < 8 {
-			continue
-		}
-		name := strings.TrimLeft(fields[7], " ")
-		if random, ok := strings.CutPrefix(name, prefix()); ok && isRandomText(random) && !slices.Contains(list, name) {
-			list = append(list, name)
+func candidates(all []safe.NamedListener) (list []safe.NamedListener) {
+	for _, owner := range []safe.Owner{safe.ThisUser, safe.UnknownOwner} {
+		for _, s := range all {
+			if s.Owner == owner && isRandomText(strings.TrimPrefix(s.Name, prefix())) {
+				list = append(list, s)
+			}
 		}
 	}
 	return list
@@ -263,6 +257,7 @@ func newClient(socket string) *Client {
 			c.Close()
 			return nil, err
 		}
+		client.own.Store(true)
 		client.pid.Store(int64(pid))
 		return c, nil
 	}
@@ -303,7 +298,11 @@ type Choice struct {
 }
 
 // A NotFoundError reports that no such job runs on this host.
-type NotFoundError struct{ Choice }
+type NotFoundError struct {
+	Choice
+	// Silent is the number of sockets that have a name of a job of this user, refuse connections, and may be another user's.
+	Silent int
+}
 
 func (e *NotFoundError) Error() string {
 	text := "this user runs no job"
@@ -314,42 +313,84 @@ func (e *NotFoundError) Error() string {
 	if e.PID != 0 {
 		text += fmt.Sprintf(" whose launcher is process %d", e.PID)
 	}
+	if e.Silent > 0 {
+		text += fmt.Sprintf("; %d sockets whose owners are unknown have names of such jobs and refuse connections", e.Silent)
+	}
 	return text
 }
 
 // Find returns a client and the state of a job.
 func Find(ctx context.Context, which Choice) (*Client, *Job, error) {
-	names, err := socketPaths()
+	list, err := sockets()
 	if err != nil {
 		return nil, nil, err
 	}
-	return find(ctx, names, which)
+	return find(ctx, list, which)
 }
 
-// hasEnded reports whether a socket has ended.
-func hasEnded(socket string) bool {
-	names, err := socketPaths()
-	return err == nil && !slices.Contains(names, socket)
+// haveEnded returns a function that reports whether a socket has ended.
+func haveEnded() func(name string) bool {
+	list, err := safe.NamedListeners(prefix())
+	open := map[string]bool{}
+	for _, s := range list {
+		open[s.Name] = true
+	}
+	return func(name string) bool { return err == nil && !open[name] }
 }
 
 // HasEnded reports whether the launcher that answered has ended.
-func (c *Client) HasEnded() bool { return hasEnded(c.socket) }
+func (c *Client) HasEnded() bool { return haveEnded()(c.socket) }
+
+const (
+	findTime    = askTime + answerTime // for all sockets together
+	findAtATime = 16
+)
+
+// An answer is that of one socket.
+type answer struct {
+	client *Client
+	job    *Job
+	err    error
+}
+
+// ask asks all sockets for their jobs, the first ones first.
+func ask(ctx context.Context, list []safe.NamedListener) []answer {
+	answers := make([]answer, len(list))
+	var eg errgroup.Group
+	eg.SetLimit(findAtATime)
+	for i, s := range list {
+		eg.Go(func() error {
+			a := &answers[i]
+			a.client = newClient(s.Name)
+			a.client.own.Store(s.Owner == safe.ThisUser)
+			a.job, a.err = a.client.Job(ctx)
+			return nil
+		})
+	}
+	_ = eg.Wait() // each answer has its own error
+	return answers
+}
 
 // find is Find for a list of sockets.
-func find(ctx context.Context, names []string, which Choice) (*Client, *Job, error) {
+func find(ctx context.Context, list []safe.NamedListener, which Choice) (*Client, *Job, error) {
+	limited, cancel := context.WithTimeout(ctx, findTime)
+	defer cancel()
+	answers := ask(limited, list)
+	hasEnded := sync.OnceValue(haveEnded) // after the answers: a job that ends during the question closes the connection
 	var client *Client
 	var found *Job
 	var last error
-	for _, socket := range names {
-		c := newClient(socket)
-		j, err := c.Job(ctx)
+	silent := 0
+	for _, a := range answers {
+		c, j := a.client, a.job
 		switch {
-		case errors.Is(err, syscall.ECONNREFUSED): // the job has ended
-		case isOthers(err): // another user listens at a name of this user
-		case err != nil:
-			if !hasEnded(socket) { // a job that ends during the question closes the connection
-				last = err
-			}
+		case errors.Is(a.err, syscall.ECONNREFUSED): // the job has ended
+		case isOthers(a.err): // another user listens at a name of this user
+		case a.err != nil && hasEnded()(c.socket):
+		case a.err != nil && c.own.Load():
+			last = a.err
+		case a.err != nil:
+			silent++
 		case which.Job != "" && j.Job != which.Job, which.PID != 0 && int64(which.PID) != c.pid.Load():
 		case found == nil:
 			client, found = c, j
@@ -368,7 +409,7 @@ func find(ctx context.Context, names []string, which Choice) (*Client, *Job, err
 	case last != nil:
 		return nil, nil, fmt.Errorf("a job runs on this host and does not answer: %w", last)
 	}
-	return nil, nil, &NotFoundError{which}
+	return nil, nil, &NotFoundError{which, silent}
 }
 
 // isOther reports whether two states of jobs with one name are those of two jobs. Several launchers of one job may run on one host.

@@ -2,6 +2,7 @@ package monitor
 
 import (
 	"context"
+	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +12,7 @@ import (
 	"net/http"
 	"os"
 	"os/exec"
+	"strconv"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -23,8 +25,10 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"github.com/stretchr/testify/require"
+	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/internal/job"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/internal/status"
 )
 
@@ -391,7 +395,7 @@ func TestFind(t *testing.T) {
 
 // TestFindJobsOfOneName: two jobs with one name are not taken for two hosts of one job.
 func TestFindJobsOfOneName(t *testing.T) {
-	var names []string
+	var names []safe.NamedListener
 	for k := range 2 {
 		s := exampleStatus(t)
 		for i := range s.Members { // none has attached
@@ -402,7 +406,7 @@ func TestFindJobsOfOneName(t *testing.T) {
 		server := NewServer(&Source{own: func() []string { return []string{"all", "launcher"}[k : k+1] }, ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{})
 		server.Serve(ln, nil)
 		t.Cleanup(func() { require.NoError(t, server.Close()) })
-		names = append(names, ln.Addr().String())
+		names = append(names, safe.NamedListener{Name: ln.Addr().String()})
 	}
 	for _, which := range []Choice{{}, {Job: "mnist"}} {
 		_, _, err := find(t.Context(), names, which)
@@ -433,7 +437,7 @@ func TestFindWhileAJobEnds(t *testing.T) {
 				c.Close()
 			}
 		}()
-		_, _, err = find(t.Context(), []string{ln.Addr().String()}, Choice{})
+		_, _, err = find(t.Context(), []safe.NamedListener{{Name: ln.Addr().String()}}, Choice{})
 		_, none := errors.AsType[*NotFoundError](err)
 		require.Equal(t, ends, none, "%v", err)
 	}
@@ -444,8 +448,8 @@ const userVar = "CHORUS_TEST_SOCKET"
 
 func TestMain(m *testing.M) {
 	if socket := os.Getenv(userVar); socket != "" {
-		if os.Getenv("CHORUS_TEST_DECOY") != "" {
-			os.Exit(listenMain(socket))
+		if n, err := strconv.Atoi(os.Getenv("CHORUS_TEST_DECOYS")); err == nil {
+			os.Exit(listenMain(socket, n, os.Getenv("CHORUS_TEST_FULL") != ""))
 		}
 		_, err := newClient(socket).Job(context.Background())
 		fmt.Println(err)
@@ -480,64 +484,123 @@ func TestOtherUsers(t *testing.T) {
 
 // Any user can bind an abstract socket whose name has line ends. It is no socket of a job, and does not end the command.
 func TestNamesOfSockets(t *testing.T) {
-	a := prefix() + strings.Repeat("A", 26)
-	text := "Num       RefCount Protocol Flags    Type St Inode Path\n" +
-		"ffff9: 00000002 00000000 00010000 0001 01 21845 " + a + "\n" +
-		"ffff9: 00000002 00000000 00010000 0001 01 218 @x\n\n\nffff: 3\n" +
-		"ffff9: 00000003 00000000 00000000 0001 03 23456\n" +
-		"ffff9: 00000002 00000000 00010000 0001 01 21845 " + prefix() + "AAAA0\n" +
-		"ffff9: 00000002 00000000 00010000 0001 01 21845 x " + a + "\n" +
-		"ffff9: 00000002 00000000 00010000 0001 01 21845 " + a + " \n"
-	require.Equal(t, []string{a}, socketsIn(text))
-	require.Empty(t, socketsIn(""))
-
-	if c, err := net.Listen("unix", "@x\n\n"); err == nil {
-		defer c.Close()
+	name := prefix() + strings.Repeat("A", 26)
+	var all []safe.NamedListener
+	for _, n := range []string{name, prefix() + "AAAA0", name + "\n", prefix() + strings.Repeat("a", 26)} {
+		for _, owner := range []safe.Owner{safe.UnknownOwner, safe.AnotherUser, safe.ThisUser} {
+			all = append(all, safe.NamedListener{Name: n, Owner: owner})
+		}
 	}
+	require.Equal(t, []safe.NamedListener{{Name: name, Owner: safe.ThisUser}, {Name: name}}, candidates(all))
+
 	ln, err := ListenLocal()
 	require.NoError(t, err)
 	defer ln.Close()
-	names, err := socketPaths()
+	list, err := sockets()
 	require.NoError(t, err)
-	require.Contains(t, names, ln.Addr().String())
+	require.Contains(t, list, safe.NamedListener{Name: ln.Addr().String(), Owner: safe.ThisUser})
 }
 
-// listenMain listens at a socket, as a user who wants to be taken for a job.
-func listenMain(socket string) int {
-	ln, err := net.Listen("unix", socket)
-	if err != nil {
-		fmt.Println(err)
-		return 1
+// listenMain listens at sockets, as a user who wants to be taken for jobs. If full is set, their queues of connections are full.
+func listenMain(socket string, n int, full bool) int {
+	queue := 100
+	if full {
+		queue = 0
+	}
+	for i := range n {
+		at := &unix.SockaddrUnix{Name: socket[:len(socket)-2] + string([]byte{byte('A' + i/26), byte('A' + i%26)})}
+		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0)
+		if err := errors.Join(err, unix.Bind(fd, at), unix.Listen(fd, queue)); err != nil {
+			fmt.Println(err)
+			return 1
+		}
+		if !full {
+			continue
+		}
+		client, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0)
+		if err := errors.Join(err, unix.Connect(client, at)); err != nil {
+			fmt.Println(err)
+			return 1
+		}
 	}
 	fmt.Println("listening")
-	for {
-		c, err := ln.Accept()
-		if err != nil {
-			return 0
-		}
-		defer c.Close()
-	}
+	_, _ = os.Stdin.Read(make([]byte, 1))
+	return 0
 }
 
-// A socket of another user at a name of this user is no job.
+// Sockets of another user at names of this user are no jobs, whether they accept connections or not, and however many they are.
 func TestDecoys(t *testing.T) {
 	if os.Geteuid() != 0 {
 		t.Skip("only root can start a process of another user")
 	}
-	socket := prefix() + strings.Repeat("D", 26)
-	cmd := exec.Command("/proc/self/exe")
-	cmd.Env = append(os.Environ(), userVar+"="+socket, "CHORUS_TEST_DECOY=yes")
-	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534, NoSetGroups: true}}
-	out, err := cmd.StdoutPipe()
+	mine, err := ListenLocal()
 	require.NoError(t, err)
-	require.NoError(t, cmd.Start())
-	defer cmd.Wait()
-	defer cmd.Process.Kill()
-	_, err = io.ReadFull(out, make([]byte, len("listening")))
+	defer mine.Close()
+	s := exampleStatus(t)
+	s.Job = "monitor-test-" + t.Name()
+	server := NewServer(&Source{ask: func(context.Context) (*job.Status, error) { return s, nil }}, Labels{})
+	server.Serve(mine, nil)
+	defer server.Close()
+
+	const n = 200
+	for _, full := range []string{"", "full"} {
+		socket := prefix() + strings.Repeat("D", 26)
+		cmd := exec.Command("/proc/self/exe")
+		cmd.Env = append(os.Environ(), userVar+"="+socket, fmt.Sprint("CHORUS_TEST_DECOYS=", n), "CHORUS_TEST_FULL="+full)
+		cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534, NoSetGroups: true}}
+		in, err := cmd.StdinPipe()
+		require.NoError(t, err)
+		out, err := cmd.StdoutPipe()
+		require.NoError(t, err)
+		require.NoError(t, cmd.Start())
+		text := make([]byte, len("listening"))
+		_, err = io.ReadFull(out, text)
+		require.NoError(t, err)
+		require.Equal(t, "listening", string(text))
+
+		all, err := safe.NamedListeners(prefix() + "DDDDD")
+		require.NoError(t, err)
+		require.Len(t, all, n)
+		for i := range all {
+			require.Equal(t, safe.AnotherUser, all[i].Owner)
+			require.Equal(t, 65534, all[i].UID)
+			all[i].Owner = safe.UnknownOwner // as on a kernel that does not say it
+		}
+		require.Empty(t, candidates([]safe.NamedListener{{Name: all[0].Name, Owner: safe.AnotherUser}}))
+		_, j, err := Find(t.Context(), Choice{Job: s.Job})
+		require.NoError(t, err)
+		require.Equal(t, s.Job, j.Job)
+		_, j, err = find(t.Context(), append(all, safe.NamedListener{Name: mine.Addr().String()}), Choice{})
+		require.NoError(t, err)
+		require.Equal(t, s.Job, j.Job)
+		_, _, err = find(t.Context(), all, Choice{})
+		want := "this user runs no job of chorus run on this host"
+		if full != "" {
+			want += fmt.Sprintf("; %d sockets whose owners are unknown have names of such jobs and refuse connections", n)
+		}
+		require.EqualError(t, err, want)
+		require.NoError(t, in.Close())
+		require.NoError(t, cmd.Wait())
+	}
+}
+
+// A socket of this user that accepts no connection is a job that does not answer.
+func TestOwnSocketThatAcceptsNothing(t *testing.T) {
+	at := &unix.SockaddrUnix{Name: prefix() + rand.Text()}
+	var fds [2]int
+	for i := range fds {
+		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0)
+		require.NoError(t, err)
+		defer unix.Close(fd)
+		fds[i] = fd
+	}
+	require.NoError(t, errors.Join(unix.Bind(fds[0], at), unix.Listen(fds[0], 0), unix.Connect(fds[1], at)))
+	all, err := safe.NamedListeners(at.Name)
 	require.NoError(t, err)
-	_, _, err = find(t.Context(), []string{socket}, Choice{})
-	_, none := errors.AsType[*NotFoundError](err)
-	require.True(t, none, "%v", err)
+	require.Equal(t, []safe.NamedListener{{Name: at.Name, Owner: safe.ThisUser}}, all)
+	_, _, err = find(t.Context(), all, Choice{})
+	require.ErrorContains(t, err, "a job runs on this host and does not answer: ")
+	require.ErrorIs(t, err, syscall.EAGAIN)
 }
 
 // Clients that read metrics do not keep the owner from reading the status, and take a limited number of descriptors.

@@ -1,6 +1,7 @@
 package sanitizer
 
 import (
+	"cmp"
 	"slices"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -107,8 +108,9 @@ type node struct {
 	act   func(q *queue) // records an event or waits for it; may be nil
 	last  *Stamp         // of the previous operation of the communicator, or nil
 
-	branches []int // of its captured streams
-	deps     []int // predecessors in the graph, in ascending order
+	branches []int  // of its captured streams
+	deps     []int  // predecessors in the graph, in ascending order
+	at       uint64 // when a graph captured it; 0 if none did
 }
 
 // An exec is an executable graph. Each branch is a queue, so that operations without an order in
@@ -120,8 +122,8 @@ type exec struct {
 }
 
 // add records an operation after the current tails of its streams.
-func (c *capture) add(n *node, on []*queue) {
-	n = &node{name: n.name, where: n.where, uses: n.uses, act: n.act, last: n.last}
+func (c *capture) add(n *node, at uint64, on []*queue) {
+	n = &node{name: n.name, where: n.where, uses: n.uses, act: n.act, last: n.last, at: cmp.Or(n.at, at)}
 	for _, q := range on {
 		branch := slices.Index(c.streams, q)
 		if branch < 0 {
@@ -210,6 +212,7 @@ func (x *exec) nested(name string, where *Place) *node {
 	n := &node{name: name, where: where}
 	for _, m := range x.graph.nodes {
 		n.uses = append(n.uses, m.uses...)
+		n.at = max(n.at, m.at)
 	}
 	return n
 }

@@ -13,6 +13,14 @@ import (
 func (t *tracker) allocated(b *block) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
+	b.since = t.tick()
+	t.blocks.add(b)
+}
+
+// registered adds memory that its owner has locked, and had before.
+func (t *tracker) registered(b *block) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	t.blocks.add(b)
 }
 
@@ -158,7 +166,7 @@ func (d driver) MemFreeHost(p unsafe.Pointer) cudadrv.Result {
 func (d driver) MemHostRegister(p unsafe.Pointer, n uintptr, flags uint32) cudadrv.Result {
 	r := d.Driver.MemHostRegister(p, n, flags)
 	if r == cudadrv.Success {
-		d.t.allocated(&block{base: uint64(onHost(p)), size: uint64(n), kind: "page-locked host memory"})
+		d.t.registered(&block{base: uint64(onHost(p)), size: uint64(n), kind: "page-locked host memory"})
 	}
 	return r
 }
@@ -179,7 +187,8 @@ type block struct {
 	base, size uint64
 	ctx        cudadrv.Context // 0 for page-locked memory
 	kind       string
-	pool       bool // of a memory pool: cuMemFree does not wait
+	since      uint64 // when it was allocated; 0 for memory that its owner had before
+	pool       bool   // of a memory pool: cuMemFree does not wait
 	history    History
 	pieces     *Pieces // allocated from it by an allocator, or nil
 	freed      string  // the call that freed it, or ""
@@ -196,6 +205,21 @@ func (b *block) barred(lo, hi uint64) string {
 		return fmt.Sprintf("which lies in %v that was freed by %s (%v)", b, b.freed, b.freedAt)
 	}
 	return b.pieces.Barred(b, b.base, lo, hi)
+}
+
+// replaced returns the reason why an operation that a graph captured at a time must not use [lo, hi), although it is
+// allocated, or "". The time is 0 for an operation that is no graph's.
+func (b *block) replaced(at, lo, hi uint64) string {
+	if at == 0 {
+		return ""
+	}
+	if b.since > at {
+		return Run{Hi: b.size}.Replaced(b, b.base)
+	}
+	if piece, found := b.pieces.AllocatedAfter(at, lo, hi); found {
+		return piece.Replaced(b, b.base)
+	}
+	return ""
 }
 
 // blocks are sorted by address and do not overlap. A freed block stays until an allocation
@@ -312,5 +336,8 @@ func (t *tracker) audit(name string, p cudadrv.DevicePtr, n uintptr, s cudadrv.S
 		t.host = t.host.JoinStamp(q.now)
 	}
 	b.pieces.Audited = true
+	if to.State == Allocated {
+		to.Since = t.tick()
+	}
 	b.pieces.Set(lo, hi, to, false)
 }

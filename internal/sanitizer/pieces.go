@@ -48,6 +48,9 @@ type Run struct {
 	Lo, Hi uint64
 	State  State
 	By     cudadrv.Stream // stream of the last MemFreed
+	// Since is when bytes that are Allocated were allocated, in the count of the caller. Runs that were allocated at
+	// different times are not merged.
+	Since uint64
 }
 
 // NewPieces returns the pieces of a block that an allocator has not used yet.
@@ -79,15 +82,15 @@ func replaced(list []Run, to Run, all bool) []Run {
 	for ; last < len(list) && list[last].Lo <= end; last++ {
 		old := list[last]
 		if old.Lo < to.Lo {
-			fresh = merged(fresh, Run{old.Lo, min(old.Hi, to.Lo), old.State, old.By})
+			fresh = merged(fresh, old.part(old.Lo, min(old.Hi, to.Lo)))
 		}
 		if old.State == Captured && !all && old.Hi > to.Lo && old.Lo < end {
-			part := Run{max(old.Lo, to.Lo), min(old.Hi, end), Captured, old.By}
-			fresh = merged(merged(fresh, Run{to.Lo, part.Lo, to.State, to.By}), part)
+			part := old.part(max(old.Lo, to.Lo), min(old.Hi, end))
+			fresh = merged(merged(fresh, to.part(to.Lo, part.Lo)), part)
 			to.Lo = part.Hi
 		}
 		if old.Hi > end {
-			fresh = merged(merged(fresh, to), Run{max(old.Lo, end), old.Hi, old.State, old.By})
+			fresh = merged(merged(fresh, to), old.part(max(old.Lo, end), old.Hi))
 			to.Lo = end
 		}
 	}
@@ -95,13 +98,22 @@ func replaced(list []Run, to Run, all bool) []Run {
 	return slices.Replace(list, first, last, fresh...)
 }
 
+// part returns the run of [lo, hi), a part of r.
+func (r Run) part(lo, hi uint64) Run {
+	r.Lo, r.Hi = lo, hi
+	return r
+}
+
+// continues reports whether adjacent runs can be one.
+func (r Run) continues(o Run) bool { return r.State == o.State && r.Since == o.Since }
+
 // merged appends a run. If it merges freed runs, it keeps the stream of one of
 // them, for explanations.
 func merged(list []Run, r Run) []Run {
 	if r.Lo >= r.Hi || r.State == Never {
 		return list
 	}
-	if n := len(list); n > 0 && list[n-1].Hi == r.Lo && list[n-1].State == r.State {
+	if n := len(list); n > 0 && list[n-1].Hi == r.Lo && list[n-1].continues(r) {
 		list[n-1].Hi = r.Hi
 		return list
 	}
@@ -111,21 +123,25 @@ func merged(list []Run, r Run) []Run {
 // Seek returns the first part of [lo, hi) with a matching state, which does not
 // extend beyond its chunk.
 func (p *Pieces) Seek(lo, hi uint64, fits func(State) bool) (part Run, found bool) {
+	return p.seek(lo, hi, func(r Run) bool { return fits(r.State) })
+}
+
+func (p *Pieces) seek(lo, hi uint64, fits func(Run) bool) (part Run, found bool) {
 	for lo < hi {
 		c := lo / listBytes
 		end := min(hi, (c+1)*listBytes)
 		list := p.chunks[c]
 		for i := sort.Search(len(list), func(i int) bool { return list[i].Hi > lo }); lo < end; i++ {
 			if i == len(list) || list[i].Lo >= end {
-				if fits(Never) {
-					return Run{Lo: lo, Hi: end}, true
+				if none := (Run{Lo: lo, Hi: end}); fits(none) {
+					return none, true
 				}
 				break
 			}
-			if list[i].Lo > lo && fits(Never) {
-				return Run{Lo: lo, Hi: list[i].Lo}, true
+			if none := (Run{Lo: lo, Hi: list[i].Lo}); list[i].Lo > lo && fits(none) {
+				return none, true
 			}
-			if fits(list[i].State) {
+			if fits(list[i]) {
 				return list[i], true
 			}
 			lo = list[i].Hi
@@ -139,14 +155,14 @@ func (p *Pieces) Seek(lo, hi uint64, fits func(State) bool) (part Run, found boo
 func (p *Pieces) Whole(part Run) Run {
 	for part.Lo%listBytes == 0 && part.Lo > 0 {
 		list := p.chunks[part.Lo/listBytes-1]
-		if n := len(list); n == 0 || list[n-1].Hi != part.Lo || list[n-1].State != part.State {
+		if n := len(list); n == 0 || list[n-1].Hi != part.Lo || !list[n-1].continues(part) {
 			break
 		}
 		part.Lo = list[len(list)-1].Lo
 	}
 	for part.Hi%listBytes == 0 && part.Hi/listBytes < uint64(len(p.chunks)) {
 		list := p.chunks[part.Hi/listBytes]
-		if len(list) == 0 || list[0].Lo != part.Hi || list[0].State != part.State {
+		if len(list) == 0 || list[0].Lo != part.Hi || !list[0].continues(part) {
 			break
 		}
 		part.Hi = list[0].Hi
@@ -165,6 +181,25 @@ func (p *Pieces) Barred(block fmt.Stringer, base, lo, hi uint64) string {
 		return ""
 	}
 	return p.Says(block, base, part)
+}
+
+// AllocatedAfter returns the first piece in [lo, hi) that was allocated after a time, in the count of [Run.Since].
+func (p *Pieces) AllocatedAfter(at, lo, hi uint64) (piece Run, found bool) {
+	if p == nil {
+		return Run{}, false
+	}
+	part, found := p.seek(lo, hi, func(r Run) bool { return r.Since > at })
+	if !found {
+		return Run{}, false
+	}
+	return p.Whole(part), true
+}
+
+// Replaced describes a piece that a graph uses, but that was allocated after the capture.
+func (r Run) Replaced(block fmt.Stringer, base uint64) string {
+	return fmt.Sprintf("which lies in %d bytes at %#x of %v that were allocated after the graph captured the operation: "+
+		"the memory that it captured was freed, and is another allocation's now: keep memory that a graph uses until the graph is closed",
+		r.Hi-r.Lo, base+r.Lo, block)
 }
 
 // Says describes a part that is not allocated.

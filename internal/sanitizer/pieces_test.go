@@ -16,18 +16,22 @@ func TestPiecesProperty(t *testing.T) {
 	rng := rand.New(rand.NewPCG(seed, 0))
 	const step, units = 128 << 10, 40
 	for range 50 {
-		p, want := NewPieces(step*units), [units]State{}
-		for range 300 {
+		p, want, since := NewPieces(step*units), [units]State{}, [units]uint64{}
+		for now := range uint64(300) {
 			lo := rng.IntN(units)
 			hi := lo + 1 + rng.IntN(min(units-lo, 1+rng.IntN(units)))
 			to, all := State(rng.IntN(4)), rng.IntN(4) == 0
 			if to == Captured {
 				all = true
 			}
-			p.Set(uint64(lo*step), uint64(hi*step), Run{State: to, By: cudadrv.Stream(lo)}, all)
+			run := Run{State: to, By: cudadrv.Stream(lo)}
+			if to == Allocated {
+				run.Since = now
+			}
+			p.Set(uint64(lo*step), uint64(hi*step), run, all)
 			for i := lo; i < hi; i++ {
 				if all || want[i] != Captured {
-					want[i] = to
+					want[i], since[i] = to, run.Since
 				}
 			}
 			checkRuns(t, p)
@@ -41,10 +45,10 @@ func TestPiecesProperty(t *testing.T) {
 					continue
 				}
 				a, b := i, i
-				for a > 0 && want[a-1] == s {
+				for a > 0 && want[a-1] == s && since[a-1] == since[i] {
 					a--
 				}
-				for b+1 < units && want[b+1] == s {
+				for b+1 < units && want[b+1] == s && since[b+1] == since[i] {
 					b++
 				}
 				if whole.Lo != uint64(a*step) || whole.Hi != uint64((b+1)*step) {
@@ -61,6 +65,17 @@ func TestPiecesProperty(t *testing.T) {
 			if found {
 				require.Equal(t, uint64(at*step), max(part.Lo, uint64(lo*step)))
 			}
+			before := now / 2
+			at = lo
+			for at < hi && since[at] <= before {
+				at++
+			}
+			part, found = p.AllocatedAfter(before, uint64(lo*step), uint64(hi*step))
+			require.Equal(t, at < hi, found)
+			if found {
+				require.Equal(t, uint64(at*step), max(part.Lo, uint64(lo*step)))
+				require.Equal(t, since[at], part.Since)
+			}
 		}
 	}
 }
@@ -74,7 +89,7 @@ func checkRuns(t *testing.T, p *Pieces) {
 			require.NotEqual(t, Never, r.State)
 			require.Less(t, r.Lo, r.Hi)
 			require.GreaterOrEqual(t, r.Lo, at)
-			require.False(t, i > 0 && r.Lo == at && list[i-1].State == r.State, "neighbours of one state")
+			require.False(t, i > 0 && r.Lo == at && list[i-1].continues(r), "neighbours of one state")
 			at = r.Hi
 		}
 		require.LessOrEqual(t, at, uint64(c+1)*listBytes)

@@ -16,6 +16,7 @@ type tracker struct {
 
 	mu       sync.Mutex // guards the fields below; not held during calls of the driver
 	slots    Slots
+	ticks    uint64                   // numbers captured operations and allocations in their order
 	host     Clock                    // operations that the host has waited for
 	contexts map[int]cudadrv.Context  // by slot
 	meets    map[cudadrv.Context]bool // contexts whose devices other devices wait for
@@ -88,7 +89,7 @@ func (t *tracker) enqueue(ctx cudadrv.Context, h cudadrv.Stream, name string, wh
 // issue performs an operation on its streams, or adds it to their capture. t.mu is held.
 func (t *tracker) issue(n *node, on ...*queue) {
 	if c := on[0].capture; c != nil {
-		c.add(n, on)
+		c.add(n, t.tick(), on)
 		return
 	}
 	t.perform(n, on)
@@ -135,7 +136,18 @@ func (t *tracker) use(q *queue, n *node, u cudadrv.Use) {
 			fmt.Sprintf("%v uses %d bytes at %#x, %s: the use must come before the free, or another stream needs RecordStream", by, hi-lo, uint64(u.Ptr), why))
 		return
 	}
+	if why := b.replaced(n.at, lo, hi); why != "" {
+		t.report(incident{at: uint64(u.Ptr), op: n.name, stream: q.handle, where: n.where.String(), other: "graph"},
+			fmt.Sprintf("%v uses %d bytes at %#x, %s", by, hi-lo, uint64(u.Ptr), why))
+		return
+	}
 	t.order(b, q, Conflict{By: by, Write: u.Write, Lo: lo, Hi: hi})
+}
+
+// tick returns the number of the next captured operation or allocation. t.mu is held.
+func (t *tracker) tick() uint64 {
+	t.ticks++
+	return t.ticks
 }
 
 // order adds an access to the history of a block and reports a conflict.

@@ -47,7 +47,7 @@ func (d driver) audit(name string, p cudadrv.DevicePtr, bytes uintptr, h cudadrv
 	if b.pieces == nil {
 		b.pieces = sanitizer.NewPieces(b.size)
 	}
-	offset := uint64(p) - b.addr
+	offset, at := uint64(p)-b.addr, m.tick()
 	if s.capture != nil {
 		b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Captured}, true)
 		return cudadrv.Success
@@ -56,6 +56,7 @@ func (d driver) audit(name string, p cudadrv.DevicePtr, bytes uintptr, h cudadrv
 		if b.freedBy != "" {
 			return
 		}
+		o.audited = at
 		if t := do(o, b, offset, n); t != nil {
 			o.Lose(t)
 		}
@@ -109,7 +110,7 @@ func (o *Op) markAllocated(b *Block, offset, n uint64) *Trouble {
 	if _, found := b.pieces.Seek(offset, offset+n, func(s sanitizer.State) bool { return s == sanitizer.Captured }); !found {
 		b.stain(offset, n)
 	}
-	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Allocated}, false)
+	b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Allocated, Since: o.audited}, false)
 	return nil
 }
 

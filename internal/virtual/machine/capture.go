@@ -41,6 +41,7 @@ type node struct {
 	bytes uint64 // that it moves, if it is a copy or a fill
 	// cooperative is an attribute of a kernel that an update cannot change.
 	cooperative bool
+	at          uint64 // when it was captured
 }
 
 // A Launch is an operation on several streams that a library records in a graph. m.mu is
@@ -65,7 +66,7 @@ func (c *Capture) AddLaunch(name string, uses [2]cudadrv.DevicePtr, l Launch, on
 
 // add records an operation after the current tails of its streams. m.mu is held.
 func (c *Capture) add(n *node, on ...*Stream) {
-	n.branch, n.priority = c.branch(on[0]), on[0].priority
+	n.branch, n.priority, n.at = c.branch(on[0]), on[0].priority, on[0].dev.m.tick()
 	for _, s := range on {
 		n.deps = union(n.deps, s.tail)
 	}

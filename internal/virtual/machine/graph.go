@@ -422,12 +422,18 @@ func (g *graph) awaited() []bool {
 // enqueue enqueues the node's operation. m.mu is held.
 func (n *node) enqueue(x *graphExec, branch *Stream) {
 	if n.launch == nil {
+		branch.captured = n.at
 		branch.enqueueBytes(n.name, n.bytes, n.run)
+		branch.captured = 0
 		return
 	}
 	on := make([]*Stream, len(n.branches))
 	for i, branch := range n.branches {
 		on[i] = x.branches[branch]
+		on[i].captured = n.at
 	}
 	n.launch.Enqueue(on)
+	for _, branch := range on {
+		branch.captured = 0
+	}
 }

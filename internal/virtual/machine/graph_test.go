@@ -1,6 +1,7 @@
 package machine
 
 import (
+	"encoding/binary"
 	"os"
 	"path/filepath"
 	"runtime"
@@ -87,6 +88,109 @@ func TestGraphUsesFreedMemory(t *testing.T) {
 	r.OK(r.replay(x, s))
 	require.Equal(t, cudadrv.ErrorIllegalAddress, r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) }))
 	require.Contains(t, r.m.Explain(0), "was freed by cuMemFree")
+}
+
+// pointers are the kernels that write 8 bytes at an address: of a parameter, of a struct, and of memory.
+var pointers = []Kernel{
+	{Name: "direct", Params: []Param{PtrParam}, Func: func(k *KernelCall) { k.Write(k.Ptr(0), 8)[0] = 7 }},
+	{Name: "struct", Params: []Param{StructParam(24)}, Func: func(k *KernelCall) {
+		k.Write(cudadrv.DevicePtr(binary.NativeEndian.Uint64(k.Struct(0)[8:])), 8)[0] = 7
+	}},
+	{Name: "table", Params: []Param{PtrParam}, Func: func(k *KernelCall) {
+		k.Write(cudadrv.DevicePtr(binary.NativeEndian.Uint64(k.Read(k.Ptr(0), 8))), 8)[0] = 7
+	}},
+}
+
+// An operation of a graph must not use memory that an allocator has freed and allocated again since the capture. A kernel
+// may, if it reads the address from memory.
+func TestGraphUsesMemoryAllocatedAgain(t *testing.T) {
+	for name, c := range map[string]struct {
+		again func(r *rig, s cudadrv.Stream, x cudadrv.DevicePtr)
+		use   string // a kernel, or "" for a fill
+		want  string
+	}{
+		"fill": {again: func(r *rig, s cudadrv.Stream, x cudadrv.DevicePtr) { r.OK(r.markAllocated(x, 2048, s)) },
+			want: "cuMemsetD8Async on stream 0x"},
+		"parameter": {use: "direct", want: "kernel direct on stream 0x",
+			again: func(r *rig, s cudadrv.Stream, x cudadrv.DevicePtr) { r.OK(r.markAllocated(x, 2048, s)) }},
+		"struct": {use: "struct", want: "kernel struct on stream 0x",
+			again: func(r *rig, s cudadrv.Stream, x cudadrv.DevicePtr) { r.OK(r.markAllocated(x, 2048, s)) }},
+		"part of it": {use: "direct", want: "which lies in 512 bytes at 0x",
+			again: func(r *rig, s cudadrv.Stream, x cudadrv.DevicePtr) {
+				r.OK(r.markAllocated(x+512, 512, s))
+				r.OK(r.markAllocated(x, 512, s))
+			}},
+		"address in memory": {use: "table",
+			again: func(r *rig, s cudadrv.Stream, x cudadrv.DevicePtr) { r.OK(r.markAllocated(x, 2048, s)) }},
+	} {
+		t.Run(name, func(t *testing.T) {
+			r := newRig(t, Config{Devices: 1})
+			s, p := r.Stream(0), r.Alloc(0, unit)
+			table, x := p, p+4096
+			r.OK(r.markAllocated(table, 512, s))
+			r.OK(r.markAllocated(x, 2048, s))
+			virtualtest.Upload(r.Rig, 0, s, table, []uint64{uint64(x)})
+			at := x
+			if c.use == "table" {
+				at = table
+			}
+			f := cudadrv.Function(0)
+			if c.use != "" {
+				f = r.function(0, pointers[slices.IndexFunc(pointers, func(k Kernel) bool { return k.Name == c.use })])
+			}
+			g := r.captured(s, func() {
+				if c.use == "" {
+					r.set(s, at)
+					return
+				}
+				words := [3]uint64{uint64(at), uint64(at)}
+				params := []unsafe.Pointer{unsafe.Pointer(&words)}
+				r.Do(0, func() cudadrv.Result {
+					return r.Drv.LaunchKernel(f, [3]uint32{1, 1, 1}, [3]uint32{1, 1, 1}, 0, s, unsafe.Pointer(unsafe.SliceData(params)))
+				})
+			})
+			r.OK(r.replay(g, s))
+			r.Sync(0, s)
+			r.OK(r.markFreed(x, 2048, s))
+			c.again(r, s, x)
+			r.OK(r.replay(g, s))
+			res := r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) })
+			if c.want == "" {
+				require.Equal(t, cudadrv.Success, res, r.m.Explain(0))
+				return
+			}
+			require.Equal(t, cudadrv.ErrorIllegalAddress, res)
+			require.Contains(t, r.m.Explain(0), c.want)
+			require.Contains(t, r.m.Explain(0), "that were allocated after the graph captured the operation")
+		})
+	}
+}
+
+// Memory that was allocated before the capture and not freed stays usable when its neighbours change, and an update takes
+// the time of the new capture.
+func TestGraphUsesMemoryThatStays(t *testing.T) {
+	r := newRig(t, Config{Devices: 1})
+	s, p := r.Stream(0), r.Alloc(0, unit)
+	r.OK(r.markAllocated(p, 512, s))
+	r.OK(r.markAllocated(p+512, 512, s))
+	r.OK(r.markAllocated(p+1024, 512, s))
+	x := r.captured(s, func() { r.set(s, p+512) })
+	r.OK(r.markFreed(p, 512, s))
+	r.OK(r.markFreed(p+1024, 512, s))
+	r.OK(r.markAllocated(p, 512, s))
+	r.OK(r.markAllocated(p+1024, 2048, s))
+	r.OK(r.replay(x, s))
+	r.Sync(0, s)
+	r.OK(r.markFreed(p+512, 512, s))
+	r.OK(r.markAllocated(p+512, 512, s))
+	r.Do(0, func() cudadrv.Result { return r.Drv.StreamBeginCapture(s, cudadrv.CaptureRelaxed) })
+	r.set(s, p+512)
+	var g cudadrv.Graph
+	r.Do(0, func() (res cudadrv.Result) { g, res = r.Drv.StreamEndCapture(s); return res })
+	r.Do(0, func() cudadrv.Result { _, res := r.Drv.GraphExecUpdate(x, g); return res })
+	r.OK(r.replay(x, s))
+	r.Sync(0, s)
+	require.Empty(t, r.m.Reports())
 }
 
 func TestGraphUsesUnloadedModule(t *testing.T) {

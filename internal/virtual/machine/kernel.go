@@ -229,7 +229,7 @@ type KernelCall struct {
 
 func (k *KernelCall) run(o *Op) {
 	call := *k // a graph runs it repeatedly
-	call.op = o
+	call.op, o.call = o, &call
 	defer func() {
 		switch why := recover().(type) {
 		case nil:
@@ -291,6 +291,23 @@ func (k *KernelCall) Bits(i int, want Param) uint64 {
 
 // Ptr returns parameter i, a PtrParam.
 func (k *KernelCall) Ptr(i int) cudadrv.DevicePtr { return cudadrv.DevicePtr(k.Bits(i, PtrParam)) }
+
+// pointsTo reports whether a parameter, or an aligned part of a struct, is an address in [lo, hi).
+func (k *KernelCall) pointsTo(lo, hi uint64) bool {
+	for i, v := range k.params {
+		if k.kernel.Params[i] == PtrParam && v >= lo && v < hi {
+			return true
+		}
+	}
+	for _, s := range k.structs {
+		for ; len(s) >= 8; s = s[8:] {
+			if v := binary.NativeEndian.Uint64(s); v >= lo && v < hi {
+				return true
+			}
+		}
+	}
+	return false
+}
 
 // Struct returns the bytes of parameter i, a StructParam, which the kernel must
 // not write.

@@ -69,6 +69,7 @@ type Machine struct {
 	lastCapture  uint64
 	captureModes map[uintptr]cudadrv.CaptureMode // modes of OS threads that changed them
 	slots        sanitizer.Slots
+	ticks        uint64          // numbers captured operations and allocations of allocators in their order
 	host         sanitizer.Clock // the host's clock: operations that it has waited for
 	reports      []string
 	reporters    []func() []string // of libraries
@@ -101,6 +102,12 @@ func New(cfg *Config) (*Machine, error) {
 		m.devices = append(m.devices, newDevice(m, int32(i), m.cfg.Host))
 	}
 	return m, nil
+}
+
+// tick returns the number of the next captured operation or allocation. m.mu is held.
+func (m *Machine) tick() uint64 {
+	m.ticks++
+	return m.ticks
 }
 
 // configure validates the configuration and replaces zero values by their meaning.

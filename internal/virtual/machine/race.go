@@ -129,7 +129,23 @@ func (o *Op) resolve(p cudadrv.DevicePtr, n uint64, write bool) (*Block, *Troubl
 	if why := b.pieces.Barred(b, b.addr, uint64(p)-b.addr, uint64(p)-b.addr+n); why != "" {
 		return illegal("%s", why)
 	}
+	if piece, found := o.replaced(b, uint64(p)-b.addr, n); found {
+		return illegal("%s", piece.Replaced(b, b.addr))
+	}
 	return b, nil
+}
+
+// replaced returns a piece of the bytes that was allocated after a graph captured the operation. A kernel may use such a
+// piece if none of its arguments points there, because it can read addresses from memory that is written before each launch.
+func (o *Op) replaced(b *Block, offset, n uint64) (piece sanitizer.Run, found bool) {
+	if o.captured == 0 {
+		return piece, false
+	}
+	piece, found = b.pieces.AllocatedAfter(o.captured, offset, offset+n)
+	if !found || o.call == nil {
+		return piece, found
+	}
+	return piece, o.call.pointsTo(b.addr+min(piece.Lo, offset), b.addr+max(piece.Hi, offset+n))
 }
 
 // crosses lists the copies that do not need peer access.

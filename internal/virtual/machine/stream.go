@@ -38,6 +38,7 @@ type Stream struct {
 
 	launcher     cudadrv.Stream // of a branch: the stream that has launched the running operations; 0 is none
 	lastLauncher cudadrv.Stream // and the operations that were enqueued last
+	captured     uint64         // when the node was captured whose operations are being enqueued; 0 outside of a graph
 }
 
 // An Op is one operation of a stream.
@@ -54,9 +55,12 @@ type Op struct {
 	ticket *timeline.Ticket // nil unless the timeline records the operation
 	// blocked says what the operation waits for while it cannot proceed on its own; "" while it
 	// works. m.mu guards it.
-	blocked string
-	queued  bool          // it is in the stream's hardware queue
-	turn    chan struct{} // closed when it is the first of the hardware queue; nil if nothing waits
+	blocked  string
+	captured uint64        // when a graph captured it; 0 outside of a graph
+	audited  uint64        // when the allocator made the call; 0 if it is none of an allocator
+	call     *KernelCall   // that is running, or nil
+	queued   bool          // it is in the stream's hardware queue
+	turn     chan struct{} // closed when it is the first of the hardware queue; nil if nothing waits
 }
 
 func (s *Stream) String() string { return sanitizer.NameOf(s.reported()) }
@@ -78,7 +82,7 @@ func (s *Stream) enqueueBytes(name string, bytes uint64, run func(*Op)) {
 }
 
 func (s *Stream) push(o *Op) {
-	o.s, o.host = s, s.dev.m.host
+	o.s, o.host, o.captured = s, s.dev.m.host, s.captured
 	s.queue = append(s.queue, o)
 	s.hardware.push(o)
 	if !s.working {

@@ -146,7 +146,8 @@ func (b *Buffer) addUser(s *stream.Stream, l *streamCache) (added bool, err erro
 // captured into a graph, Close returns a *device.CaptureError and the buffer
 // stays open. Two buffers can be closed during a capture: memory that the
 // capture itself allocated, which later allocations of the same capture then
-// reuse, and an empty buffer.
+// reuse, and an empty buffer. Memory that is registered with NCCL, as by
+// RegisterWindow of package nccl, stays allocated until that is closed.
 func (b *Buffer) Close() error {
 	if b == nil || b.in().Owner.Closed() {
 		return nil
@@ -163,10 +164,22 @@ func (b *Buffer) Close() error {
 			return err
 		}
 	}
-	if !b.in().Owner.Close() || b.export.keep() {
+	if !b.in().Owner.Close() || b.export.keep() || b.keep() {
 		return nil
 	}
 	return b.giveBack()
+}
+
+// keep reports whether other objects, such as windows, hold the memory, which the last one then frees.
+func (b *Buffer) keep() bool {
+	locked := func(call func() error) func() error {
+		return func() error {
+			b.mu.Lock()
+			defer b.mu.Unlock()
+			return call()
+		}
+	}
+	return b.in().Keep(locked(b.refuseCapture), locked(b.giveBack))
 }
 
 // giveBack frees the memory and releases the streams. b.mu is held.

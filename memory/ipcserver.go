@@ -435,6 +435,9 @@ func (e *ipcExport) finish() (done bool, err error) {
 	if err := b.refuseCapture(); err != nil {
 		return false, err
 	}
+	if b.keep() {
+		return true, e.event.Close()
+	}
 	return true, errors.Join(b.giveBack(), e.event.Close())
 }
 

@@ -65,8 +65,9 @@ type Communicator struct {
 
 	abortOthers atomic.Pointer[func()] // ends the operations of other backends; nil if there are none
 
-	spansMu sync.Mutex             // held while spans changes
-	spans   atomic.Pointer[[]span] // of the symmetric windows
+	registered registered
+	spansMu    sync.Mutex             // held while spans changes
+	spans      atomic.Pointer[[]span] // of the symmetric windows
 }
 
 var made atomic.Int64
@@ -375,6 +376,9 @@ func (c *Communicator) releaseResources() {
 	c.rec.Close()
 	if c.unaccount != nil {
 		c.unaccount()
+	}
+	if c.abortFailure.Load() == nil { // NCCL no longer uses the memory
+		c.letGoAllMemory()
 	}
 	if c.nan != nil {
 		_ = c.nan.Close() // the memory is the communicator's, so there is nothing to report

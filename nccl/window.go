@@ -29,6 +29,7 @@ type Window struct {
 	h     *ncclapi.Window // NCCL writes the handle through it
 	bytes int
 	span  *span // nil unless it is symmetric
+	hold  *inside.Hold
 }
 
 // RegisterWindow registers the first bytes of b as a window (ncclCommWindowRegister, NCCL 2.27.3
@@ -41,8 +42,8 @@ type Window struct {
 // graphs of collectives on symmetric windows before you rely on them.
 //
 // The memory must come from Allocator, begin at a multiple of 4096 bytes of an
-// allocation (NCCL_WIN_REQUIRED_ALIGNMENT), and stay allocated until the window
-// is closed. A memory.Pool with Allocator aligns slices to 512 bytes, so
+// allocation (NCCL_WIN_REQUIRED_ALIGNMENT). The window holds it: if b is closed, the memory is
+// freed when the window is closed. A memory.Pool with Allocator aligns slices to 512 bytes, so
 // allocate a window's memory first in a separate pool, or make all sizes in the
 // pool multiples of 4096 bytes. The end of the communicator closes the window,
 // too. If ctx ends first, RegisterWindow returns the cause, and c must be
@@ -67,13 +68,16 @@ func (c *Communicator) RegisterWindow(ctx context.Context, b *memory.Buffer, byt
 	if symmetric {
 		w.span = &span{cudadrv.DevicePtr(x.Ptr()), cudadrv.DevicePtr(x.Ptr()) + cudadrv.DevicePtr(bytes)}
 	}
+	if w.hold, err = c.holdMemory(name, b); err != nil {
+		return nil, err
+	}
 	begun := time.Now()
 	done := make(chan error, 1)
 	go func() { done <- w.register(name, cudadrv.DevicePtr(x.Ptr())) }()
 	select {
 	case err := <-done:
 		if err != nil {
-			return nil, err
+			return nil, errors.Join(err, c.letGoMemory(w.hold))
 		}
 		if symmetric {
 			c.addSpan(*w.span)
@@ -140,17 +144,73 @@ func (w *Window) PeerPtr(peer int) (uint64, error) {
 }
 
 // Close deregisters the window on this rank (ncclCommWindowDeregister), which
-// no operation may still use. Close is idempotent, and does nothing after the
-// end of the communicator.
+// no operation may still use, and frees its memory if the buffer is closed. Close is idempotent, and does
+// nothing after the end of the communicator. If the memory cannot be freed because its stream is captured into a graph,
+// Close returns a *device.CaptureError and the window stays open.
 func (w *Window) Close() error {
-	if w == nil || !w.owner.Close() {
+	if w == nil || w.owner.Closed() {
+		return nil
+	}
+	if err := w.hold.Refused(); err != nil {
+		return fmt.Errorf("nccl: close a window: %w", err)
+	}
+	if !w.owner.Close() {
 		return nil
 	}
 	c := w.comm
 	if w.span != nil {
 		defer c.dropSpan(*w.span)
 	}
-	return c.unlessEnded("ncclCommWindowDeregister", func() ncclapi.Result { return c.api.CommWindowDeregister(*c.h, *w.h) })
+	err := c.unlessEnded("ncclCommWindowDeregister", func() ncclapi.Result { return c.api.CommWindowDeregister(*c.h, *w.h) })
+	if err != nil {
+		return err // the memory may still be a window
+	}
+	return c.letGoMemory(w.hold)
+}
+
+// registered is the memory that a communicator holds, because NCCL knows its addresses.
+type registered struct {
+	mu    sync.Mutex
+	ended bool
+	holds map[*inside.Hold]bool
+}
+
+// holdMemory keeps the memory of a buffer allocated until letGoMemory or the end of c.
+func (c *Communicator) holdMemory(name string, b *memory.Buffer) (*inside.Hold, error) {
+	c.registered.mu.Lock()
+	defer c.registered.mu.Unlock()
+	if c.registered.ended {
+		return nil, c.errClosed(name)
+	}
+	h := inside.BufferOf(b).Hold()
+	if h == nil {
+		return nil, c.errorf(name, "the buffer: %w", device.ErrClosed)
+	}
+	if c.registered.holds == nil {
+		c.registered.holds = map[*inside.Hold]bool{}
+	}
+	c.registered.holds[h] = true
+	return h, nil
+}
+
+// letGoMemory ends what holdMemory began, and frees the memory if its buffer is closed. The caller must not be in NCCL, which
+// the end of a pool's memory calls.
+func (c *Communicator) letGoMemory(h *inside.Hold) error {
+	c.registered.mu.Lock()
+	delete(c.registered.holds, h)
+	c.registered.mu.Unlock()
+	return h.End()
+}
+
+// letGoAllMemory is letGoMemory for all memory that c holds, at its end.
+func (c *Communicator) letGoAllMemory() {
+	c.registered.mu.Lock()
+	holds := c.registered.holds
+	c.registered.holds, c.registered.ended = nil, true
+	c.registered.mu.Unlock()
+	for h := range holds {
+		_ = h.End() // if the device is lost, that was already reported
+	}
 }
 
 func (w *Window) checkUsable(f ncclapi.Func) error {
@@ -253,12 +313,14 @@ type Registration struct {
 	owner handle.Owner
 	comm  *Communicator
 	id    ncclapi.RegID
+	hold  *inside.Hold
 }
 
 // Register registers the memory of b, so that collectives can use it without
 // copying it first if all ranks have registered their operands
-// (ncclCommRegister). It enqueues nothing and is not collective. Close the
-// Registration before b; the end of the communicator closes it too.
+// (ncclCommRegister). It enqueues nothing and is not collective. If b is closed before the
+// Registration, its memory is freed when the Registration is closed. The end of the communicator
+// closes it too.
 func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	const f = ncclapi.FuncCommRegister
 	if err := c.checkUsable(f.Name()); err != nil {
@@ -274,32 +336,50 @@ func (c *Communicator) Register(b *memory.Buffer) (*Registration, error) {
 	if err != nil {
 		return nil, c.errorf(f.Name(), "%w", err)
 	}
-	if err := c.enter(f.Name()); err != nil {
+	r := &Registration{comm: c}
+	if r.hold, err = c.holdMemory(f.Name(), b); err != nil {
 		return nil, err
 	}
-	defer c.mu.Unlock()
-	r := &Registration{comm: c}
-	err = relaxed(c.dev, func() error {
-		var res ncclapi.Result
-		r.id, res = c.api.CommRegister(*c.h, cudadrv.DevicePtr(x.Ptr()), uintptr(x.Bytes()))
-		return c.check(f.Name(), res)
-	})
-	if err != nil {
-		return nil, err
+	if err := r.register(f.Name(), x); err != nil {
+		return nil, errors.Join(err, c.letGoMemory(r.hold))
 	}
 	handle.Init(r, &r.owner, handle.About{Kind: "nccl registration", On: c.dev, Bytes: x.Bytes()})
 	return r, nil
 }
 
+func (r *Registration) register(name string, x memory.Slice[uint8]) error {
+	c := r.comm
+	if err := c.enter(name); err != nil {
+		return err
+	}
+	defer c.mu.Unlock()
+	return relaxed(c.dev, func() error {
+		var res ncclapi.Result
+		r.id, res = c.api.CommRegister(*c.h, cudadrv.DevicePtr(x.Ptr()), uintptr(x.Bytes()))
+		return c.check(name, res)
+	})
+}
+
 // Close deregisters the memory (ncclCommDeregister), which no operation may
-// still use. Close is idempotent, and does nothing after the end of the
-// communicator.
+// still use, and frees it if the buffer is closed. Close is idempotent, and does nothing after the end of the
+// communicator. If the memory cannot be freed because its stream is captured into a graph, Close returns a
+// *device.CaptureError and the Registration stays open.
 func (r *Registration) Close() error {
-	if r == nil || !r.owner.Close() {
+	if r == nil || r.owner.Closed() {
+		return nil
+	}
+	if err := r.hold.Refused(); err != nil {
+		return fmt.Errorf("nccl: close a registration: %w", err)
+	}
+	if !r.owner.Close() {
 		return nil
 	}
 	c := r.comm
-	return c.unlessEnded("ncclCommDeregister", func() ncclapi.Result { return c.api.CommDeregister(*c.h, r.id) })
+	err := c.unlessEnded("ncclCommDeregister", func() ncclapi.Result { return c.api.CommDeregister(*c.h, r.id) })
+	if err != nil {
+		return err // NCCL may still know the memory
+	}
+	return c.letGoMemory(r.hold)
 }
 
 // symmetricUnit divides the parts that the symmetric kernels with the defect SymmetricParts pack correctly, in bytes.

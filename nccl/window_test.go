@@ -9,6 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
@@ -57,6 +58,64 @@ func TestWindows(t *testing.T) {
 		require.NoError(t, ranks[0].c.Close())
 		require.NoError(t, reg.Close(), "the communicator has ended it")
 	})
+}
+
+// The memory of a window, and of a registration, stays allocated until they are closed, although its buffer is closed.
+func TestRegisteredMemoryStaysAllocated(t *testing.T) {
+	for _, by := range []string{"window", "registration", "communicator"} {
+		t.Run(by, func(t *testing.T) {
+			testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+				ranks := connect(t, devs)
+				var xs [2]*memory.Buffer
+				var closers [2]func() error
+				pools := make([]*memory.Pool, 2)
+				for i, r := range ranks {
+					pools[i] = memory.NewPool(&memory.PoolConfig{Allocator: nccl.Allocator})
+					require.NoError(t, pools[i].Use(r.s, func() (err error) { xs[i], err = memory.Alloc(r.s, 8192); return err }))
+					defer pools[i].Close()
+				}
+				first, err := memory.View[byte](xs[0], 0, 1)
+				require.NoError(t, err)
+				each(t, devs, func(i int) error {
+					if by == "registration" {
+						r, err := ranks[i].c.Register(xs[i])
+						closers[i] = r.Close
+						return err
+					}
+					w, err := ranks[i].c.RegisterWindow(testgpu.Context(t), xs[i], 8192, true)
+					closers[i] = w.Close
+					return err
+				})
+				for _, x := range xs {
+					require.NoError(t, x.Close())
+				}
+				s := ranks[0].s
+				next := func() (ptr uint64) {
+					require.NoError(t, pools[0].Use(s, func() error {
+						y, err := memory.Make[byte](s, 8192)
+						ptr = y.Ptr()
+						return errors.Join(err, y.Close())
+					}))
+					return ptr
+				}
+				require.NotEqual(t, first.Ptr(), next(), "another owner gets other memory")
+				require.ErrorIs(t, first.Zero(s), device.ErrClosed)
+				if by == "communicator" {
+					require.NoError(t, ranks[0].c.Abort())
+				} else {
+					g, err := graph.Begin(s, nil)
+					require.NoError(t, err)
+					var captured *device.CaptureError
+					require.ErrorAs(t, closers[0](), &captured)
+					_ = g.Abort()
+					require.NoError(t, closers[0]())
+				}
+				require.Equal(t, first.Ptr(), next(), "the memory is free")
+				require.NoError(t, closers[0]())
+				require.NoError(t, closers[1]())
+			})
+		})
+	}
 }
 
 func TestWindowsThatDiffer(t *testing.T) {

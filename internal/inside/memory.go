@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"unsafe"
 
 	"github.com/gochorus/chorus/device"
@@ -68,6 +69,78 @@ func Uses(dev *device.Device) (list []Use) {
 type Buffer struct {
 	Owner  handle.Owner
 	Stream *stream.Stream // orders the allocation and the free
+	holds  atomic.Pointer[holds]
+}
+
+// holds are the Holds of a buffer.
+type holds struct {
+	mu     sync.Mutex
+	n      int
+	refuse func() error // why the memory cannot be freed now; set when the owner closes the buffer before the last Hold ends
+	free   func() error
+}
+
+// A Hold keeps the memory of a buffer allocated, also when its owner has closed the buffer.
+type Hold struct {
+	b    *Buffer
+	once sync.Once
+}
+
+// Hold returns a Hold, or nil if the buffer is closed.
+func (b *Buffer) Hold() *Hold {
+	b.holds.CompareAndSwap(nil, new(holds))
+	h := b.holds.Load()
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if b.Owner.Closed() {
+		return nil
+	}
+	h.n++
+	return &Hold{b: b}
+}
+
+// Keep reports whether a buffer that was closed has Holds. If so, the end of the last one calls free.
+func (b *Buffer) Keep(refuse, free func() error) bool {
+	h := b.holds.Load()
+	if h == nil {
+		return false
+	}
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.n == 0 {
+		return false
+	}
+	h.refuse, h.free = refuse, free
+	return true
+}
+
+// Refused returns why the end of x could not free the memory now, as while a stream that uses it is captured.
+func (x *Hold) Refused() error {
+	h := x.b.holds.Load()
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	if h.n > 1 || h.refuse == nil {
+		return nil
+	}
+	return h.refuse()
+}
+
+// End ends the Hold, and frees the memory if it is the last one and the owner has closed the buffer. It is idempotent.
+func (x *Hold) End() (err error) {
+	x.once.Do(func() {
+		h := x.b.holds.Load()
+		h.mu.Lock()
+		h.n--
+		free := h.free
+		if h.n > 0 {
+			free = nil
+		}
+		h.mu.Unlock()
+		if free != nil {
+			err = free()
+		}
+	})
+	return err
 }
 
 // A BufferRef has a Buffer. The public type embeds it.

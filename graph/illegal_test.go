@@ -322,7 +322,7 @@ func TestEndOnSeveralGoroutines(t *testing.T) {
 // A driver that fails at the end of a capture leaves nothing behind either.
 func TestFaults(t *testing.T) {
 	sys := testgpu.System(t, &device.SystemConfig{VirtualDevices: 1, Faults: "cuGraphInstantiateWithFlags#1=CUDA_ERROR_OUT_OF_MEMORY, " +
-		"cuStreamBeginCapture#2=CUDA_ERROR_OUT_OF_MEMORY, cuStreamGetCaptureInfo#2=CUDA_ERROR_UNKNOWN"})
+		"cuStreamBeginCapture#2=CUDA_ERROR_OUT_OF_MEMORY, cuStreamGetCaptureInfo#3=CUDA_ERROR_UNKNOWN"})
 	b := newBench(t, sys.Devices()[0])
 	v := b.make(1)
 	pool := memory.NewPool(nil)
@@ -478,5 +478,28 @@ func TestCloseOfNothingInCapture(t *testing.T) {
 			inside, err := memory.Alloc(b.s, 0)
 			return errors.Join(err, inside.Close(), outside.Close())
 		}, b.s)
+	})
+}
+
+// An event of a capture that has ended cannot be waited for, with the same words for streams as for the host.
+func TestWaitForAnEventOfAGraph(t *testing.T) {
+	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {
+		b := newBench(t, devs[0])
+		v, other := b.make(1), newStream(t, devs[0])
+		e, err := stream.NewEvent(devs[0], nil)
+		require.NoError(t, err)
+		defer e.Close()
+		x := capture(t, func() error { return errors.Join(b.launch(b.add, b.s, v, 1), e.Record(b.s)) }, b.s)
+		require.NoError(t, x.Launch(b.s))
+		_, asked := e.Query()
+		waited := other.Wait(e)
+		for _, err := range []error{asked, waited} {
+			var captured *device.CaptureError
+			require.ErrorAs(t, err, &captured)
+			require.ErrorContains(t, err, "what the event recorded on "+devs[0].String()+" is captured into a graph: captured operations have not run")
+		}
+		require.NoError(t, e.Record(b.s))
+		require.NoError(t, other.Wait(e))
+		require.NoError(t, other.Sync(testgpu.Context(t)))
 	})
 }

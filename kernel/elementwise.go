@@ -141,14 +141,22 @@ func (e *Elementwise) read() (err error) {
 	return nil
 }
 
-// Close unloads the kernels, whose launches must have completed. It is
-// idempotent.
+// Close unloads the kernels, whose launches must have completed. While a graph has one of them,
+// Close returns an error and all stay loaded. It is idempotent.
 func (e *Elementwise) Close() error {
-	if e == nil || !e.owner.Close() {
+	if e == nil || e.owner.Closed() {
 		return nil
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	for _, m := range e.modules {
+		if err := m.inUse("kernel: close the element-wise kernel"); err != nil {
+			return err
+		}
+	}
+	if !e.owner.Close() {
+		return nil
+	}
 	var errs []error
 	for _, m := range e.modules {
 		errs = append(errs, m.Close())

@@ -328,6 +328,11 @@ func (k *Kernel) launch(s *stream.Stream, g Grid, args []Arg, together bool) err
 	if err := k.fit(g); err != nil {
 		return fmt.Errorf("kernel: launch %s on %s: %w", k.name, k.module.dev, err)
 	}
+	if gpu.AnyCapture() && !k.module.forever {
+		if err := gpu.StreamOf(s).Captured((*heldModule)(k.module)); err != nil {
+			return fmt.Errorf("kernel: launch %s: %w", k.name, err)
+		}
+	}
 	f := frames.Get().(*frame)
 	for i := range args {
 		f.vals[i] = args[i].bits // little-endian: a narrower value is the first bytes

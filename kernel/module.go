@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"slices"
+	"sync"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/cudadrv"
@@ -44,6 +45,38 @@ type Module struct {
 	kernels map[string]*Kernel
 	typed   []*typed // the functions that launch kernels of the module
 	shadow  *shadow  // nil unless launches on virtual devices are compared
+	source  string   // its name
+	forever bool     // it lives as long as its device
+
+	graphsMu sync.Mutex
+	graphs   []gpu.Holder // that have captured launches
+}
+
+// A heldModule is a module as the graphs see it that have captured launches of its kernels.
+type heldModule Module
+
+func (m *heldModule) Hold(g gpu.Holder) {
+	m.graphsMu.Lock()
+	defer m.graphsMu.Unlock()
+	if !slices.Contains(m.graphs, g) {
+		m.graphs = append(m.graphs, g)
+	}
+}
+
+func (m *heldModule) LetGo(g gpu.Holder) {
+	m.graphsMu.Lock()
+	defer m.graphsMu.Unlock()
+	m.graphs = slices.DeleteFunc(m.graphs, func(h gpu.Holder) bool { return h == g })
+}
+
+// inUse returns an error if a graph has captured launches of the module.
+func (m *Module) inUse(op string) error {
+	m.graphsMu.Lock()
+	defer m.graphsMu.Unlock()
+	if len(m.graphs) == 0 {
+		return nil
+	}
+	return fmt.Errorf("%s of %s on %s: %s uses it: close the graph first", op, m.source, m.dev, m.graphs[0])
 }
 
 // Compile compiles the source for dev and loads it. The first compilation takes some
@@ -66,6 +99,7 @@ func Compile(dev *device.Device, src *Source) (*Module, error) {
 	switch {
 	case err != nil:
 	case inside.IsResident(src):
+		m.forever = true
 		handle.InitForever(&m.owner)
 	default:
 		handle.Init(m, &m.owner, handle.About{Kind: "kernel module", On: dev})
@@ -89,7 +123,7 @@ func open(dev *device.Device, src *Source) (*Module, error) {
 	if err := src.checkNames(defs); err != nil {
 		return nil, err
 	}
-	m := &Module{dev: dev, kernels: map[string]*Kernel{}}
+	m := &Module{dev: dev, source: src.Name, kernels: map[string]*Kernel{}}
 	if gpu.DeviceOf(dev).System().Machine != nil {
 		var err error
 		if m.shadow, err = openShadow(src, said); err != nil {
@@ -194,9 +228,16 @@ func (m *Module) Kernel(name string) (*Kernel, error) {
 
 // Close unloads the module, whose launches must have completed. The driver
 // waits for all work of the device: do not call Close while a collective waits
-// for a rank that is not enqueued yet. It is idempotent.
+// for a rank that is not enqueued yet. While a graph has launches of the module, Close
+// returns an error and the module stays loaded. It is idempotent.
 func (m *Module) Close() error {
-	if m == nil || !m.owner.Close() {
+	if m == nil || m.owner.Closed() {
+		return nil
+	}
+	if err := m.inUse("kernel: close the module"); err != nil {
+		return err
+	}
+	if !m.owner.Close() {
 		return nil
 	}
 	for _, t := range m.typed {

@@ -24,6 +24,7 @@ import (
 // split nor merged, so each size has one list of free blocks.
 type host struct {
 	settings func() (alloc.Settings, error)
+	audit    cudadrv.Auditor // may be nil
 	marks    hostMarks
 	pinned   ranges
 
@@ -51,7 +52,11 @@ var hostKey handle.Key
 
 // hostOf returns the allocator for dev's System.
 func hostOf(dev *device.Device) *host {
-	return gpu.DeviceOf(dev).System().Local(&hostKey, func() any { return newHost(settings) }).(*host)
+	return gpu.DeviceOf(dev).System().Local(&hostKey, func() any {
+		h := newHost(settings)
+		h.audit, _ = gpu.DeviceOf(dev).Driver().(cudadrv.Auditor)
+		return h
+	}).(*host)
 }
 
 func newHost(settings func() (alloc.Settings, error)) *host {
@@ -78,6 +83,9 @@ func (h *host) take(dev *device.Device, bytes uintptr) (*hostBlock, *hostLease, 
 		if b, err = h.make(dev, size, &opts); err != nil {
 			return nil, nil, err
 		}
+	}
+	if h.audit != nil {
+		h.audit.HostAllocated(b.ptr, b.bytes)
 	}
 	l := &hostLease{}
 	l.end = func() { h.over(l, b) }

@@ -3,6 +3,7 @@ package stream
 import (
 	"cmp"
 	"context"
+	"errors"
 	"fmt"
 	"math"
 	"sync"
@@ -156,7 +157,11 @@ func (s *Stream) Wait(e *Event) error {
 			return err
 		}
 	}
-	return g.Wait(gpu.EventOf(e))
+	err := g.Wait(gpu.EventOf(e))
+	if e.captured.Load() && errors.Is(err, device.ErrorInvalidValue) { // the capture has ended
+		return gpu.DeviceOf(e.dev).RefuseCaptured("stream: wait", true)
+	}
+	return err
 }
 
 // WaitStream orders work that is enqueued on s from now on after everything

@@ -204,7 +204,8 @@ type Watcher interface {
 // MemFreed may use the piece, and so may operations after a MemAllocated. Another stream may
 // use a piece only after an event, as for any other use. If the stream is being captured,
 // a piece named by either call stays usable from then on, since the graph uses it at every
-// launch.
+// launch. A graph must not use a piece that was freed and allocated again, outside of a capture, since
+// the operation was captured.
 type Auditor interface {
 	// MemAllocated reports that the piece was allocated. Memory without any reported piece may
 	// be used freely.
@@ -214,6 +215,9 @@ type Auditor interface {
 	// MemShare reports that operations on the allocated piece are ordered by what they write there or elsewhere, and not by
 	// events: until MemFreed, an access without an order is no mistake.
 	MemShare(p DevicePtr, bytes uintptr, s Stream) Result
+	// HostAllocated reports that a piece of page-locked memory has a new owner. Operations that were enqueued before must
+	// not use it any more.
+	HostAllocated(p unsafe.Pointer, bytes uintptr)
 }
 
 // NameOf returns the C name of the function that call calls first, such as cuMemAlloc, for

@@ -291,6 +291,12 @@ func (d driver) MemShare(p cudadrv.DevicePtr, n uintptr, s cudadrv.Stream) cudad
 	return cudadrv.Success
 }
 
+func (d driver) HostAllocated(p unsafe.Pointer, n uintptr) {
+	if a, ok := d.Driver.(cudadrv.Auditor); ok {
+		a.HostAllocated(p, n)
+	}
+}
+
 // share records that accesses of a piece need no order.
 func (t *tracker) share(p cudadrv.DevicePtr, n uintptr) {
 	t.mu.Lock()

@@ -2,6 +2,7 @@ package machine
 
 import (
 	"fmt"
+	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/sanitizer"
@@ -23,6 +24,22 @@ func (d driver) MemShare(p cudadrv.DevicePtr, bytes uintptr, s cudadrv.Stream) c
 		b.pieces.Set(offset, offset+n, sanitizer.Run{State: sanitizer.Shared}, false)
 		return nil
 	})
+}
+
+// HostAllocated records when the owner of a piece has changed.
+func (d driver) HostAllocated(p unsafe.Pointer, bytes uintptr) {
+	m, addr := d.m, uint64(uintptr(p))
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	b := lookup(m.pinned, addr)
+	if !b.contains(addr) {
+		return
+	}
+	if b.pieces == nil {
+		b.pieces = sanitizer.NewPieces(b.size)
+	}
+	lo := addr - b.addr
+	b.pieces.Set(lo, min(lo+uint64(bytes), b.size), sanitizer.Run{State: sanitizer.Allocated, Since: m.tick()}, true)
 }
 
 // audit enqueues a call, or runs it immediately if the stream is idle. These

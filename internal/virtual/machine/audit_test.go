@@ -3,8 +3,10 @@ package machine
 import (
 	"slices"
 	"testing"
+	"unsafe"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
+	"github.com/gochorus/chorus/internal/dl"
 	"github.com/gochorus/chorus/internal/virtual/virtualtest"
 	"github.com/stretchr/testify/require"
 )
@@ -243,6 +245,35 @@ func TestPiecesOfGraphs(t *testing.T) {
 	r.OK(r.fill(0, s, p+1024, 1, 1))
 	require.Equal(t, cudadrv.ErrorIllegalAddress, r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) }))
 	require.Contains(t, r.m.Explain(0), "which lies in 1024 bytes")
+}
+
+// A copy to page-locked memory must not run after the memory has another owner, and another piece has none.
+func TestHostMemoryOfAnotherOwner(t *testing.T) {
+	for _, another := range []bool{false, true} {
+		r := newRig(t, Config{Devices: 1})
+		s, p := r.Stream(0), r.Alloc(0, 64)
+		r.set(s, p)
+		var h unsafe.Pointer
+		r.Do(0, func() (res cudadrv.Result) { h, res = r.Drv.MemHostAlloc(8192, 0); return res })
+		r.Drv.(cudadrv.Auditor).HostAllocated(h, 4096)
+		gate := make(chan struct{})
+		r.Do(0, func() cudadrv.Result { return r.Drv.LaunchHostFunc(s, dl.OnceClosure(func() { <-gate })) })
+		r.Do(0, func() cudadrv.Result { return r.Drv.MemcpyDtoHAsync(h, p, 64, s) })
+		if another {
+			r.Drv.(cudadrv.Auditor).HostAllocated(h, 4096)
+		} else {
+			r.Drv.(cudadrv.Auditor).HostAllocated(unsafe.Add(h, 4096), 4096)
+		}
+		close(gate)
+		res := r.On(0, func() cudadrv.Result { return r.Drv.StreamSynchronize(s) })
+		if !another {
+			require.Equal(t, cudadrv.Success, res, r.m.Explain(0))
+			continue
+		}
+		require.Equal(t, cudadrv.ErrorIllegalAddress, res)
+		require.Contains(t, r.m.Explain(0), "cuMemcpyDtoHAsync on stream 0x")
+		require.Contains(t, r.m.Explain(0), "have another owner since the operation was enqueued")
+	}
 }
 
 // No plan counts the calls, and they want no context.

@@ -45,6 +45,9 @@ func (h HostRange) Touch(o *Op, write bool) ([]byte, *Trouble) {
 		return nil, &Trouble{cudadrv.ErrorIllegalAddress, fmt.Sprintf(
 			"%s on %v used %v, which the host freed with %s before the copy ran", o.Name, o.s, h.block, h.block.freedBy)}
 	}
+	if why := o.replaced(h.block, h.offset, h.n); why != "" {
+		return nil, &Trouble{cudadrv.ErrorIllegalAddress, fmt.Sprintf("%s on %v used %d bytes of page-locked memory, %s", o.Name, o.s, h.n, why)}
+	}
 	return o.use(h.block, h.offset, h.n, write)
 }
 

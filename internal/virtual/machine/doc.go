@@ -10,7 +10,8 @@
 //   - new and freed memory is poisoned; its addresses are not host addresses and
 //     are never reused;
 //   - an allocator that divides blocks can declare the pieces that it has allocated
-//     (cudadrv.Auditor); a use of any other byte is then detected, too;
+//     (cudadrv.Auditor); a use of any other byte is then detected, too, and so is one by a graph
+//     of bytes that were allocated again since the capture;
 //   - memory can be unmapped and closed only after the host has waited for its uses;
 //   - if two operations touch the same bytes without an order between their streams,
 //     and one of the two writes, the race is reported and the device is lost;

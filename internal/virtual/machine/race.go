@@ -129,23 +129,32 @@ func (o *Op) resolve(p cudadrv.DevicePtr, n uint64, write bool) (*Block, *Troubl
 	if why := b.pieces.Barred(b, b.addr, uint64(p)-b.addr, uint64(p)-b.addr+n); why != "" {
 		return illegal("%s", why)
 	}
-	if piece, found := o.replaced(b, uint64(p)-b.addr, n); found {
-		return illegal("%s", piece.Replaced(b, b.addr))
+	if why := o.replaced(b, uint64(p)-b.addr, n); why != "" {
+		return illegal("%s", why)
 	}
 	return b, nil
 }
 
-// replaced returns a piece of the bytes that was allocated after a graph captured the operation. A kernel may use such a
-// piece if none of its arguments points there, because it can read addresses from memory that is written before each launch.
-func (o *Op) replaced(b *Block, offset, n uint64) (piece sanitizer.Run, found bool) {
-	if o.captured == 0 {
-		return piece, false
+// replaced returns the reason why the operation must not use bytes that were allocated after a graph captured it or, if they
+// are page-locked, after it was enqueued, or "". A kernel may use them if none of its arguments points there, because it
+// can read addresses from memory that is written before each launch.
+func (o *Op) replaced(b *Block, offset, n uint64) string {
+	at := o.captured
+	if at == 0 && b.dev == nil {
+		at = o.at
 	}
-	piece, found = b.pieces.AllocatedAfter(o.captured, offset, offset+n)
-	if !found || o.call == nil {
-		return piece, found
+	if at == 0 {
+		return ""
 	}
-	return piece, o.call.pointsTo(b.addr+min(piece.Lo, offset), b.addr+max(piece.Hi, offset+n))
+	piece, found := b.pieces.AllocatedAfter(at, offset, offset+n)
+	switch {
+	case !found || o.call != nil && !o.call.pointsTo(b.addr+min(piece.Lo, offset), b.addr+max(piece.Hi, offset+n)):
+		return ""
+	case o.captured != 0:
+		return piece.Replaced(b, b.addr)
+	}
+	return fmt.Sprintf("which lies in %d bytes at %#x of %v that were closed and have another owner since the operation was enqueued: "+
+		"call RecordStream for the memory, or keep it open until the operation has ended", piece.Hi-piece.Lo, b.addr+piece.Lo, b)
 }
 
 // crosses lists the copies that do not need peer access.

@@ -57,6 +57,7 @@ type Op struct {
 	// works. m.mu guards it.
 	blocked  string
 	captured uint64        // when a graph captured it; 0 outside of a graph
+	at       uint64        // when it was enqueued
 	audited  uint64        // when the allocator made the call; 0 if it is none of an allocator
 	call     *KernelCall   // that is running, or nil
 	queued   bool          // it is in the stream's hardware queue
@@ -82,7 +83,7 @@ func (s *Stream) enqueueBytes(name string, bytes uint64, run func(*Op)) {
 }
 
 func (s *Stream) push(o *Op) {
-	o.s, o.host, o.captured = s, s.dev.m.host, s.captured
+	o.s, o.host, o.captured, o.at = s, s.dev.m.host, s.captured, s.dev.m.tick()
 	s.queue = append(s.queue, o)
 	s.hardware.push(o)
 	if !s.working {

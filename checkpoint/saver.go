@@ -98,7 +98,11 @@ type saveJob struct {
 // same part, the rank with the least work writes it. All processes must see the
 // folder, and no other job may save to it. In a job of package cluster,
 // NewSaver ends the saves of earlier epochs: a process that runs on in one
-// cannot complete a save or remove a checkpoint any more. Collective.
+// cannot complete a save or remove a checkpoint any more. For that, each epoch
+// has a folder .saving-epoch-... within folder, for saves that are not complete.
+// The last one stays when the job ends, because it keeps processes of earlier
+// epochs out, and is empty unless a save has failed. The next job that saves to
+// folder removes it; without another job, it may be removed by hand. Collective.
 func NewSaver(ctx context.Context, g *comm.Group, folder string, parts [][]Part, cfg *SaverConfig) (*Saver, error) {
 	return newSaver(ctx, g, folder, parts, cfg, systemFiles{folder})
 }

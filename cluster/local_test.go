@@ -15,7 +15,6 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/safe"
@@ -49,14 +48,14 @@ func otherUserMain(deed, name, addr string) int {
 		_, _ = bufio.NewReader(os.Stdin).ReadString('\n')
 		c.Close()
 	case "accept-nothing":
-		at := &unix.SockaddrUnix{Name: addr}
+		at := &syscall.SockaddrUnix{Name: addr}
 		var fds [2]int
 		for i := range fds {
-			if fds[i], err = unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0); err != nil {
+			if fds[i], err = syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0); err != nil {
 				return 1
 			}
 		}
-		if err := errors.Join(unix.Bind(fds[0], at), unix.Listen(fds[0], 0), unix.Connect(fds[1], at)); err != nil {
+		if err := errors.Join(syscall.Bind(fds[0], at), syscall.Listen(fds[0], 0), syscall.Connect(fds[1], at)); err != nil {
 			fmt.Println(err)
 			return 1
 		}

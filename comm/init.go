@@ -339,15 +339,36 @@ func (g *Group) Split(ctx context.Context, colors, keys []int) ([]*Group, error)
 	if err := g.check(op); err != nil {
 		return nil, err
 	}
-	for i := range g.members {
-		if err := gpu.StreamOf(g.members[i].stream).RefuseCapture("comm: "+op, "split the group before the capture"); err != nil {
-			return nil, err
-		}
+	if err := g.refuseCapture(op); err != nil {
+		return nil, err
 	}
 	keys, err := g.checkColors(op, colors, keys)
 	if err != nil {
 		return nil, err
 	}
+	if len(g.members) < g.size {
+		if err := g.checkSame(ctx, op, "a call of Split", sameCalls); err != nil {
+			return nil, err
+		}
+	}
+	return g.split(ctx, op, colors, keys)
+}
+
+// refuseCapture returns an error if one of the group's streams is being captured.
+func (g *Group) refuseCapture(op string) error {
+	for i := range g.members {
+		if err := gpu.StreamOf(g.members[i].stream).RefuseCapture("comm: "+op, "split the group before the capture"); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// sameCalls is the cure if ranks make groups by different functions.
+const sameCalls = "call the same function with the same ranks on all ranks"
+
+// split is Split after the checks.
+func (g *Group) split(ctx context.Context, op string, colors, keys []int) ([]*Group, error) {
 	g.splits++
 	watchers := map[int]*reporter{} // by color
 	comms := make([]*nccl.Communicator, len(colors))
@@ -444,7 +465,7 @@ func (g *Group) children(ctx context.Context, colors []int, comms []*nccl.Commun
 // is local, and otherwise behaves like Split. Collective.
 func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 	const op = "sub-group"
-	if err := g.checkSame(ctx, op, fmt.Sprint("the ranks ", ranks), sameArguments); err != nil {
+	if err := g.checkSame(ctx, op, fmt.Sprint("a call of Sub with the ranks ", ranks), sameCalls); err != nil {
 		return nil, err
 	}
 	for i, r := range ranks {
@@ -459,7 +480,10 @@ func (g *Group) Sub(ctx context.Context, ranks ...int) (*Group, error) {
 			colors[i], keys[i] = NoColor, 0
 		}
 	}
-	groups, err := g.Split(ctx, colors, keys)
+	if err := g.refuseCapture(op); err != nil {
+		return nil, err
+	}
+	groups, err := g.split(ctx, op, colors, keys)
 	if err != nil {
 		return nil, err
 	}

@@ -3,6 +3,7 @@ package comm_test
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"time"
 
@@ -71,4 +72,24 @@ func TestShutdownEndsWithContext(t *testing.T) {
 		require.Error(t, g.Shutdown(ctx))
 		cancel()
 	}
+}
+
+// Ranks that make groups by different functions learn that at once.
+func TestSplitAndSubTogether(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		gs, errs := join(t, context.Background(), devs)
+		require.NoError(t, errors.Join(errs...))
+		var wg sync.WaitGroup
+		wg.Go(func() { _, errs[0] = gs[0].Split(testgpu.Context(t), []int{0}, nil) })
+		wg.Go(func() { _, errs[1] = gs[1].Sub(testgpu.Context(t), 1, 0) })
+		wg.Wait()
+		for i, op := range []string{"split", "sub-group"} {
+			require.ErrorIs(t, errs[i], comm.ErrMismatch)
+			require.ErrorContains(t, errs[i], "comm: "+op+": rank 0 has a call of Split and rank 1 a call of Sub with the ranks [1 0]: call the same function")
+		}
+		groups.Each(t, gs, func(_ int, g *comm.Group) error {
+			sub, err := g.Sub(testgpu.Context(t), 1, 0)
+			return errors.Join(err, sub.Close())
+		})
+	})
 }

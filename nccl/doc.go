@@ -48,6 +48,9 @@
 // options that the loaded NCCL lacks return a *device.UnsupportedError that names the version
 // that has them.
 //
+// On virtual devices, the one-sided operations [Put], [Signal] and [WaitSignal] work between ranks of one process only: between
+// processes, within [Group] and in graphs they return an error.
+//
 // Lifetime: Close ends the communicator at once and aborts pending operations
 // (ncclCommAbort). Shutdown waits for the operations and leaves together with the other
 // ranks (ncclCommFinalize, ncclCommDestroy).

@@ -227,6 +227,7 @@ func (w *Window) checkUsable(f ncclapi.Func) error {
 // signal to that rank (ncclPutSignal, NCCL 2.29.2 and newer). w is this rank's window from
 // the same registration; src must lie in a window too. src may be changed when s has
 // passed the operation. peer sees the copy when its WaitSignal has completed.
+// On virtual devices, the ranks must be in one process.
 func Put[T memory.Element](w *Window, s *stream.Stream, src memory.Slice[T], peer, offset int) error {
 	const f = ncclapi.FuncPutSignal
 	if err := w.checkUsable(f); err != nil {
@@ -247,6 +248,7 @@ func Put[T memory.Element](w *Window, s *stream.Stream, src memory.Slice[T], pee
 }
 
 // Signal enqueues a signal to rank peer (ncclSignal, NCCL 2.29.2 and newer).
+// On virtual devices, the ranks must be in one process.
 func Signal(c *Communicator, s *stream.Stream, peer int) error {
 	const f = ncclapi.FuncSignal
 	if err := c.oneSided(f, s, peer); err != nil {
@@ -259,7 +261,7 @@ func Signal(c *Communicator, s *stream.Stream, peer int) error {
 
 // WaitSignal enqueues a wait of s, but not of the host, for n signals of rank
 // peer, and for all data that peer has put before them (ncclWaitSignal, NCCL
-// 2.29.2 and newer).
+// 2.29.2 and newer). On virtual devices, the ranks must be in one process.
 func WaitSignal(c *Communicator, s *stream.Stream, peer, n int) error {
 	const f = ncclapi.FuncWaitSignal
 	if err := c.oneSided(f, s, peer); err != nil {

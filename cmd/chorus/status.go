@@ -225,6 +225,9 @@ rank that arrived last in a collective to the other ranks, and from sends to rec
 				return fmt.Errorf("timeline: merge: %w", err)
 			}
 			fmt.Fprintf(c.OutOrStdout(), "%s has the timelines of %d ranks: open it in https://ui.perfetto.dev\n", out, len(job.Ranks))
+			if note := job.UnreadNote(); note != "" {
+				fmt.Fprintln(c.OutOrStdout(), note)
+			}
 			return nil
 		},
 	}

@@ -23,6 +23,8 @@ type Timeline struct {
 	Ranks   []*TimelineRank
 	Dropped uint64   // records that are missing
 	Cut     []string // files whose last line is incomplete
+	Unread  []string // files with names of timelines that are not regular files, and why
+	files   int      // with those in Unread
 
 	sizes map[string]int // of groups
 }
@@ -228,25 +230,51 @@ func LoadTimeline(dir string) (*Timeline, error) {
 		return nil, fmt.Errorf("timeline: %w", err)
 	}
 	var files []*file
+	var unread []string
 	left := mostRecords
 	for _, e := range entries {
-		if !e.Type().IsRegular() || !strings.HasPrefix(e.Name(), "timeline-") || filepath.Ext(e.Name()) != ".jsonl" {
+		if e.IsDir() || !strings.HasPrefix(e.Name(), "timeline-") || filepath.Ext(e.Name()) != ".jsonl" {
 			continue
 		}
-		if len(files) == mostTimelineFiles {
+		if len(files)+len(unread) == mostTimelineFiles {
 			return nil, fmt.Errorf("timeline: %s has more than %d files", safe.Text(dir), mostTimelineFiles)
 		}
 		f, err := loadTimelineFile(filepath.Join(dir, e.Name()), left)
+		if err != nil && !e.Type().IsRegular() {
+			unread = append(unread, safe.Text(e.Name())+": "+reason(err))
+			continue
+		}
 		if err != nil {
 			return nil, fmt.Errorf("timeline: %s: %w", safe.Text(e.Name()), err)
 		}
 		left -= len(f.records)
 		files = append(files, f)
 	}
+	if len(files) == 0 && len(unread) > 0 {
+		return nil, fmt.Errorf("timeline: no file could be read: %s", strings.Join(unread, "; "))
+	}
 	if len(files) == 0 {
 		return nil, fmt.Errorf("timeline: %s has no files of a timeline: set CHORUS_TIMELINE=%[1]s for the job, or call timeline.Start", safe.Text(dir))
 	}
-	return newTimeline(files), nil
+	j := newTimeline(files)
+	j.Unread, j.files = unread, len(files)+len(unread)
+	return j, nil
+}
+
+// reason returns an error of a file without its path.
+func reason(err error) string {
+	if e, ok := errors.AsType[*os.PathError](err); ok {
+		err = e.Err
+	}
+	return safe.Text(err.Error())
+}
+
+// UnreadNote says which files could not be read, or returns "".
+func (j *Timeline) UnreadNote() string {
+	if len(j.Unread) == 0 {
+		return ""
+	}
+	return fmt.Sprintf("%d of %d files could not be read: %s", len(j.Unread), j.files, strings.Join(j.Unread, "; "))
 }
 
 func loadTimelineFile(path string, most int) (*file, error) {

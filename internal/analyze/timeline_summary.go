@@ -43,11 +43,14 @@ type Summary struct {
 	Steps   string      `json:"steps_by"` // what marks the steps: "nvtx ranges", "graph launches" or ""
 	Dropped uint64      `json:"dropped_records"`
 	Cut     []string    `json:"incomplete_files"`
+	Unread  []string    `json:"unread_files,omitempty"` // with the reasons
+
+	unread string // a line for people, or ""
 }
 
 // Summarize computes the shares.
 func (j *Timeline) Summarize() *Summary {
-	s := &Summary{Ranks: []RankShare{}, Dropped: j.Dropped, Cut: j.Cut}
+	s := &Summary{Ranks: []RankShare{}, Dropped: j.Dropped, Cut: j.Cut, Unread: j.Unread, unread: j.UnreadNote()}
 	steps := (*TimelineRank).markedSteps
 	if s.Steps = "nvtx ranges"; !j.any(steps) {
 		if steps, s.Steps = (*TimelineRank).launchedSteps, "graph launches"; !j.any(steps) {
@@ -213,6 +216,9 @@ func (s *Summary) writeNotes(w io.Writer) error {
 	for _, name := range s.Cut {
 		fmt.Fprintf(&b, "%s is incomplete: its process ended while it wrote.\n", name)
 	}
+	if s.unread != "" {
+		fmt.Fprintf(&b, "%s.\n", s.unread)
+	}
 	_, err := io.WriteString(w, b.String())
 	return err
 }
@@ -313,6 +319,9 @@ func (s *Summary) writeArrivals(w io.Writer) error {
 			b.WriteString(": it is a straggler")
 		}
 		b.WriteString("\n")
+	}
+	if s.unread != "" {
+		fmt.Fprintf(&b, "%s.\n", s.unread)
 	}
 	_, err := io.WriteString(w, b.String())
 	return err

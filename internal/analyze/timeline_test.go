@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"syscall"
 	"testing"
 	"time"
 
@@ -178,6 +179,26 @@ func TestLoadRefuses(t *testing.T) {
 	dir := t.TempDir()
 	require.NoError(t, os.WriteFile(filepath.Join(dir, "timeline-x.jsonl"), []byte(header+`{"kind":"kernel"}`+"\n"+`{"kin`), 0o600))
 	require.Equal(t, []string{"timeline-x.jsonl"}, load(t, dir).Cut)
+}
+
+// The report names files that are no regular files, and a link to one is read.
+func TestFilesThatAreNotRegular(t *testing.T) {
+	dir := t.TempDir()
+	pipe := filepath.Join(dir, "timeline-pipe.jsonl")
+	require.NoError(t, syscall.Mkfifo(pipe, 0o600))
+	_, err := LoadTimeline(dir)
+	require.EqualError(t, err, "timeline: no file could be read: timeline-pipe.jsonl: not a regular file but a named pipe")
+
+	other := t.TempDir()
+	require.NoError(t, os.WriteFile(filepath.Join(other, "x"), []byte(`{"timeline":1}`+"\n"+`{"kind":"kernel"}`+"\n"), 0o600))
+	require.NoError(t, os.Symlink(filepath.Join(other, "x"), filepath.Join(dir, "timeline-link.jsonl")))
+	j := load(t, dir)
+	require.Len(t, j.Ranks, 1)
+	var text, asJSON strings.Builder
+	require.NoError(t, j.Summarize().WriteText(&text))
+	require.Contains(t, text.String(), "1 of 2 files could not be read: timeline-pipe.jsonl: not a regular file but a named pipe.\n")
+	require.NoError(t, json.NewEncoder(&asJSON).Encode(j.Summarize()))
+	require.Contains(t, asJSON.String(), `"unread_files":["timeline-pipe.jsonl: not a regular file but a named pipe"]`)
 }
 
 // FuzzRead reads arbitrary files. What it accepts becomes a valid trace.

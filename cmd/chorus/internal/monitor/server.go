@@ -21,7 +21,6 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
-	"golang.org/x/sync/errgroup"
 
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/safe"
@@ -356,18 +355,23 @@ type answer struct {
 // ask asks all sockets for their jobs, the first ones first.
 func ask(ctx context.Context, list []safe.NamedListener) []answer {
 	answers := make([]answer, len(list))
-	var eg errgroup.Group
-	eg.SetLimit(findAtATime)
-	for i, s := range list {
-		eg.Go(func() error {
-			a := &answers[i]
-			a.client = newClient(s.Name)
-			a.client.own.Store(s.Owner == safe.ThisUser)
-			a.job, a.err = a.client.Job(ctx)
-			return nil
+	next := make(chan int)
+	var wg sync.WaitGroup
+	for range min(findAtATime, len(list)) {
+		wg.Go(func() {
+			for i := range next {
+				a := &answers[i]
+				a.client = newClient(list[i].Name)
+				a.client.own.Store(list[i].Owner == safe.ThisUser)
+				a.job, a.err = a.client.Job(ctx)
+			}
 		})
 	}
-	_ = eg.Wait() // each answer has its own error
+	for i := range list {
+		next <- i
+	}
+	close(next)
+	wg.Wait()
 	return answers
 }
 

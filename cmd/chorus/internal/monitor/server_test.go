@@ -25,7 +25,6 @@ import (
 	"github.com/prometheus/common/expfmt"
 	"github.com/prometheus/common/model"
 	"github.com/stretchr/testify/require"
-	"golang.org/x/sys/unix"
 
 	"github.com/gochorus/chorus/internal/job"
 	"github.com/gochorus/chorus/internal/safe"
@@ -508,17 +507,17 @@ func listenMain(socket string, n int, full bool) int {
 		queue = 0
 	}
 	for i := range n {
-		at := &unix.SockaddrUnix{Name: socket[:len(socket)-2] + string([]byte{byte('A' + i/26), byte('A' + i%26)})}
-		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0)
-		if err := errors.Join(err, unix.Bind(fd, at), unix.Listen(fd, queue)); err != nil {
+		at := &syscall.SockaddrUnix{Name: socket[:len(socket)-2] + string([]byte{byte('A' + i/26), byte('A' + i%26)})}
+		fd, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
+		if err := errors.Join(err, syscall.Bind(fd, at), syscall.Listen(fd, queue)); err != nil {
 			fmt.Println(err)
 			return 1
 		}
 		if !full {
 			continue
 		}
-		client, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0)
-		if err := errors.Join(err, unix.Connect(client, at)); err != nil {
+		client, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
+		if err := errors.Join(err, syscall.Connect(client, at)); err != nil {
 			fmt.Println(err)
 			return 1
 		}
@@ -586,15 +585,15 @@ func TestDecoys(t *testing.T) {
 
 // A socket of this user that accepts no connection is a job that does not answer.
 func TestOwnSocketThatAcceptsNothing(t *testing.T) {
-	at := &unix.SockaddrUnix{Name: prefix() + rand.Text()}
+	at := &syscall.SockaddrUnix{Name: prefix() + rand.Text()}
 	var fds [2]int
 	for i := range fds {
-		fd, err := unix.Socket(unix.AF_UNIX, unix.SOCK_STREAM, 0)
+		fd, err := syscall.Socket(syscall.AF_UNIX, syscall.SOCK_STREAM, 0)
 		require.NoError(t, err)
-		defer unix.Close(fd)
+		defer syscall.Close(fd)
 		fds[i] = fd
 	}
-	require.NoError(t, errors.Join(unix.Bind(fds[0], at), unix.Listen(fds[0], 0), unix.Connect(fds[1], at)))
+	require.NoError(t, errors.Join(syscall.Bind(fds[0], at), syscall.Listen(fds[0], 0), syscall.Connect(fds[1], at)))
 	all, err := safe.NamedListeners(at.Name)
 	require.NoError(t, err)
 	require.Equal(t, []safe.NamedListener{{Name: at.Name, Owner: safe.ThisUser}}, all)

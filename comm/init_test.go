@@ -519,7 +519,7 @@ func subOfLists(t *testing.T, lists [][]int) {
 	require.NoError(t, errors.Join(ends...))
 	for _, err := range errs {
 		require.ErrorIs(t, err, comm.ErrMismatch)
-		require.ErrorContains(t, err, fmt.Sprintf("comm: sub-group: rank 0 has the ranks %v and rank 1 the ranks %v", lists[0], lists[1]))
+		require.ErrorContains(t, err, fmt.Sprintf("comm: sub-group: rank 0 has a call of Sub with the ranks %v and rank 1 a call of Sub with the ranks %v", lists[0], lists[1]))
 	}
 }
 

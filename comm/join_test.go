@@ -89,7 +89,10 @@ func TestSplitAndSubTogether(t *testing.T) {
 		}
 		groups.Each(t, gs, func(_ int, g *comm.Group) error {
 			sub, err := g.Sub(testgpu.Context(t), 1, 0)
-			return errors.Join(err, sub.Close())
+			if err != nil {
+				return err
+			}
+			return sub.Shutdown(testgpu.Context(t))
 		})
 	})
 }

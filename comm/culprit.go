@@ -43,6 +43,9 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	}
 	t, late := errors.AsType[*nccl.TimeoutError](err)
 	refused, inside := errors.AsType[*nccl.Error](err)
+	if late && t.Stream != "" {
+		return err // the flight recorders do not have the work, so nothing shows the rank that is behind
+	}
 	if !late && (!inside || refused.Async || refused.Err == nccl.ErrorRemote) {
 		return err // if a rank was lost, that may explain more
 	}

@@ -2,12 +2,15 @@ package nccl_test
 
 import (
 	"errors"
+	"fmt"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/memory"
@@ -101,4 +104,103 @@ func TestGroupThatIsCapturedInPart(t *testing.T) {
 		require.NoError(t, all())
 		require.Equal(t, [][]int64{sum(in), sum(in)}, contents(t, ranks, xs))
 	})
+}
+
+// A launch of a graph that waits for a launch of another rank fails the communicator after its timeout, and names the graph.
+func TestTimeoutOfALaunch(t *testing.T) {
+	streamtest.EachInVirtualTime(t, 2, func(t *testing.T, devs []*device.Device) {
+		ranks, graphs := captureEach(t, devs)
+		for range 100 {
+			for i, r := range ranks {
+				require.NoError(t, graphs[i].Launch(r.s))
+			}
+		}
+		for _, r := range ranks {
+			require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+		}
+		time.Sleep(2 * limit(devs)) // the watchdog sees the ends, and rests
+		require.NoError(t, ranks[0].c.Err())
+
+		require.NoError(t, graphs[0].Launch(ranks[0].s))
+		err := ranks[0].c.Wait(testgpu.Context(t), ranks[0].s)
+		var late *nccl.TimeoutError
+		require.ErrorAs(t, err, &late)
+		require.Equal(t, graphs[0].String(), late.Graph)
+		require.Equal(t, ranks[0].s.String(), late.Stream)
+		require.Equal(t, limit(devs), late.Limit)
+		require.Greater(t, late.Age, late.Limit)
+		require.Less(t, late.Age, 2*late.Limit)
+		require.Zero(t, late.Operation.Record)
+		require.ErrorIs(t, err, nccl.ErrorTimeout)
+		require.ErrorContains(t, err, fmt.Sprintf("%s, launched on %s, with operations of rank 0 of 2 (%s), has not ended after", graphs[0], ranks[0].s, devs[0]))
+		require.Equal(t, err, ranks[1].c.Err(), "the other rank of the process fails with it")
+	})
+}
+
+// Without a timeout no launch is watched.
+func TestLaunchWithoutTimeout(t *testing.T) {
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		ranks, graphs := captureEach(t, devs)
+		setTimeout(t, ranks, -1)
+		require.NoError(t, graphs[0].Launch(ranks[0].s))
+		time.Sleep(30 * time.Second) // less than virtual devices take for a deadlock
+		require.NoError(t, ranks[0].c.Err())
+		require.NoError(t, graphs[1].Launch(ranks[1].s))
+		require.NoError(t, ranks[0].c.Wait(testgpu.Context(t), ranks[0].s))
+	})
+}
+
+// A launch that waits may keep the driver from answering, and fails the communicator, too.
+func TestTimeoutOfALaunchWithoutAnswers(t *testing.T) {
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		ranks, graphs := captureEach(t, devs)
+		time.Sleep(2 * limit(devs)) // the watchdog rests
+		require.NoError(t, graphs[0].Launch(ranks[0].s))
+		gpu.SystemOf(devs[0].System()).Machine.HangNext("cuEventQuery")
+		time.Sleep(3 * limit(devs))
+		require.ErrorContains(t, ranks[0].c.Err(), fmt.Sprintf("%s, launched on", graphs[0]))
+	})
+}
+
+// Launches that take longer together than the timeout do not fail, if the watchdog observes that they end.
+func TestLaunchesThatProgress(t *testing.T) {
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2}, func(t *testing.T, devs []*device.Device) {
+		ranks, graphs := captureEach(t, devs)
+		for _, burst := range []int{1, 64} { // a launch with a mark each, and many with one
+			const bursts = 6
+			next := make(chan bool)
+			for range bursts {
+				require.NoError(t, ranks[1].s.Callback(func() { <-next }))
+				for range burst {
+					require.NoError(t, graphs[0].Launch(ranks[0].s))
+					require.NoError(t, graphs[1].Launch(ranks[1].s))
+				}
+				if burst == 1 {
+					time.Sleep(5 * time.Millisecond)
+				}
+			}
+			for range bursts {
+				time.Sleep(limit(devs) / 2)
+				next <- true
+			}
+			for _, r := range ranks {
+				require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+			}
+		}
+	})
+}
+
+// captureEach connects the ranks of devices, and captures an all-reduce of each rank in a graph of its own.
+func captureEach(t *testing.T, devs []*device.Device) ([]rank, []*graph.Exec) {
+	t.Helper()
+	ranks, xs := afterOnce(t, devs, 8, limit(devs))
+	graphs := make([]*graph.Exec, len(ranks))
+	for i, r := range ranks {
+		var err error
+		graphs[i], err = graph.Capture([]*stream.Stream{r.s}, func() error { return nccl.AllReduce(r.c, r.s, xs[i], xs[i], nccl.Max) },
+			&graph.Config{Name: fmt.Sprintf("step %d", i)})
+		require.NoError(t, err)
+		t.Cleanup(func() { require.NoError(t, graphs[i].Close()) })
+	}
+	return ranks, graphs
 }

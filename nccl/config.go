@@ -51,7 +51,8 @@ type Config struct {
 	// Timeout is the maximum time from issuing an operation until its completion. When it
 	// expires, the communicator fails with a *TimeoutError. 0 means CHORUS_NCCL_TIMEOUT,
 	// or ten minutes as in torch; a negative value means no timeout. A captured operation
-	// is timed only until NCCL's call returns. Time during captures of this process does
+	// is timed until NCCL's call returns. Each launch of its graph has the timeout, too, and so have one-sided
+	// operations; their time begins again when the watchdog observes that earlier launches on the stream have ended. Time during captures of this process does
 	// not count, unless the operation is known to be waiting. If other work is
 	// enqueued behind an operation before the watchdog's next check, about a second later,
 	// the time of that work may count as well.

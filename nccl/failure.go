@@ -147,7 +147,7 @@ func (c *Communicator) setFailure(cause error) *failure {
 	if !c.failed.CompareAndSwap(nil, f) {
 		return nil
 	}
-	if t, ok := errors.AsType[*TimeoutError](cause); ok && t.Rank == c.rank && t.Operation.Record == t.Last.Record && !t.Lost {
+	if t, ok := errors.AsType[*TimeoutError](cause); ok && t.Stream == "" && t.Rank == c.rank && t.Operation.Record == t.Last.Record && !t.Lost {
 		c.rec.TimedOut(t.Operation.Record)
 	}
 	c.rec.CountError(reasonOf(cause))
@@ -233,16 +233,19 @@ func suffix(name string) string {
 	}, name)
 }
 
-// A TimeoutError reports an operation that has not completed within its timeout. It
+// A TimeoutError reports an operation, or a launch of a graph with operations of the rank, that has not completed within its timeout. It
 // matches ErrorTimeout. The communicator has failed with it.
 type TimeoutError struct {
 	Rank, Size int
 	Device     string
-	Operation  Operation     // the operation that has not completed, or the first one that it may be
+	Graph      string        // the graph whose launch has not ended; "" for operations that are not captured
+	OneSided   bool          // the rank has one-sided operations on the stream, which have not ended
+	Stream     string        // of the launch or the one-sided operations; "" for another operation
+	Operation  Operation     // the operation that has not completed, or the first one that it may be; none if Stream is set
 	Last       Operation     // the last operation that it may be; Operation if the operation is known
 	Lost       bool          // it may also be an earlier operation, which the flight recorder no longer has
 	InCall     bool          // NCCL's call has not returned: it waits until the other ranks have issued the operation
-	Age        time.Duration // since Last was issued, without the time of captures
+	Age        time.Duration // since Last was issued, without the time of captures; if Stream is set, since the watchdog observed progress
 	Limit      time.Duration
 	Completed  Operation // the last completed operation; none if its Record is 0
 	Behind     []int     // ranks of this process that never issued it
@@ -252,6 +255,10 @@ type TimeoutError struct {
 
 func (e *TimeoutError) Error() string {
 	var b strings.Builder
+	if e.Stream != "" {
+		e.describeLaunch(&b)
+		return b.String()
+	}
 	single := e.Last.Record == e.Operation.Record && !e.Lost
 	has, why := "is not known to have completed", ""
 	switch {
@@ -281,6 +288,23 @@ func (e *TimeoutError) Error() string {
 		b.WriteString("; NCCL's last message: " + e.NCCL)
 	}
 	return b.String()
+}
+
+// describeLaunch writes the text for work that the flight recorder does not have.
+func (e *TimeoutError) describeLaunch(b *strings.Builder) {
+	const puts = "a one-sided operation (Put, Signal or WaitSignal)"
+	what, why := e.Graph+", launched", "check that all ranks launch their graphs equally often and in the same order"
+	switch {
+	case e.Graph == "":
+		what, why = puts, "check that WaitSignal waits for as many signals as the peers send"
+	case e.OneSided:
+		what, why = what+", or "+puts, why+", and that WaitSignal waits for as many signals as the peers send"
+	}
+	fmt.Fprintf(b, "nccl: %s on %s, with operations of rank %d of %d (%s), has not ended after %v (the limit is %v); the flight recorder does not have it: %s",
+		what, e.Stream, e.Rank, e.Size, e.Device, e.Age.Round(time.Millisecond), e.Limit, why)
+	if e.NCCL != "" {
+		b.WriteString("; NCCL's last message: " + e.NCCL)
+	}
 }
 
 // Unwrap returns ErrorTimeout, for errors.Is.
@@ -554,6 +578,18 @@ func (c watched) Others() []*collective.Recorder { return recorders(c.others()) 
 // TimedOut returns the error of operations that are older than the deadline.
 func (c watched) TimedOut(x collective.Suspicion, age time.Duration) error {
 	return c.errTimeout(x, age, c.others())
+}
+
+// LaunchTimedOut returns the error of a launch that has not ended.
+func (c watched) LaunchTimedOut(kinds collective.Launches, on string, age, timeout time.Duration) error {
+	t := &TimeoutError{
+		Rank: c.rank, Size: c.size, Device: c.dev.String(), OneSided: kinds&collective.OneSidedLaunches != 0, Stream: on, Age: age, Limit: timeout,
+		Operation: Operation{Root: -1}, Last: Operation{Root: -1}, Completed: Operation{Root: -1}, NCCL: c.lastMessage(),
+	}
+	if kinds&collective.GraphLaunches != 0 {
+		t.Graph = c.graphNames()
+	}
+	return t
 }
 
 // Fail fails the communicator.

@@ -3,11 +3,13 @@ package nccl_test
 import (
 	"math/rand/v2"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testgpu/streamtest"
 	"github.com/gochorus/chorus/nccl"
 )
 
@@ -97,4 +99,28 @@ func TestWaitForSignalThatDoesNotCome(t *testing.T) {
 	}
 	require.NoError(t, ranks[0].c.Close())
 	require.NoError(t, ranks[0].s.Sync(testgpu.Context(t)))
+}
+
+// A wait for more signals than come fails the communicator after its timeout.
+func TestTimeoutOfAWaitForSignals(t *testing.T) {
+	streamtest.RunInVirtualTime(t, &device.SystemConfig{VirtualDevices: 2, VirtualNCCL: newest}, func(t *testing.T, devs []*device.Device) {
+		ranks := connectWith(t, devs, &nccl.Config{Timeout: limit(devs)})
+		_, windows := windowsOf(t, ranks)
+		require.NoError(t, nccl.WaitSignal(ranks[0].c, ranks[0].s, 1, 1))
+		require.NoError(t, nccl.Signal(ranks[1].c, ranks[1].s, 0))
+		time.Sleep(3 * limit(devs))
+		require.NoError(t, ranks[0].c.Err())
+		require.NoError(t, nccl.WaitSignal(ranks[0].c, ranks[0].s, 1, 2))
+		require.NoError(t, nccl.Signal(ranks[1].c, ranks[1].s, 0))
+		err := ranks[0].c.Wait(testgpu.Context(t), ranks[0].s)
+		var late *nccl.TimeoutError
+		require.ErrorAs(t, err, &late)
+		require.True(t, late.OneSided)
+		require.Empty(t, late.Graph)
+		require.ErrorContains(t, err, "a one-sided operation (Put, Signal or WaitSignal) on "+ranks[0].s.String()+", with operations of rank 0 of 2 (virtual:0), has not ended after")
+		require.Equal(t, err, ranks[1].c.Err())
+		for _, w := range windows {
+			require.NoError(t, w.Close())
+		}
+	})
 }

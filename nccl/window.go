@@ -297,15 +297,22 @@ func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) erro
 	return gpu.StreamOf(s).Captured(held{c})
 }
 
-// signal enqueues a one-sided operation.
+// signal enqueues a one-sided operation, which the watchdog watches.
 func (c *Communicator) signal(f ncclapi.Func, s *stream.Stream, call func(ncclapi.Comm) ncclapi.Result) error {
 	if err := c.enter(f.Name()); err != nil {
 		return err
 	}
 	defer c.mu.Unlock()
+	captured, err := s.Capturing()
+	if err != nil {
+		return err
+	}
 	span := gpu.StreamOf(s).Span(timeline.Collective, f.Name())
-	err := c.check(f.Name(), call(*c.h))
+	err = c.check(f.Name(), call(*c.h))
 	span.End(err)
+	if err == nil && !captured && c.watch.Launched(s, collective.OneSidedLaunches) {
+		go c.runWatch()
+	}
 	return err
 }
 
@@ -517,6 +524,31 @@ func (c held) LetGo(g gpu.Holder) {
 	if abort {
 		_ = c.Abort()
 	}
+}
+
+// Prepare does nothing before a launch.
+func (c held) Prepare(gpu.HasStream) error { return nil }
+
+// Launched lets the watchdog watch a launch of a graph. A single rank waits for no other.
+func (c held) Launched(s gpu.HasStream) {
+	if on, ok := s.(*stream.Stream); ok && c.size > 1 && c.watch.Launched(on, collective.GraphLaunches) {
+		go c.runWatch()
+	}
+}
+
+var _ gpu.Preparer = held{}
+
+// graphNames names the graphs that use c, for the error of a launch of one of them.
+func (c *Communicator) graphNames() string {
+	c.holds.mu.Lock()
+	defer c.holds.mu.Unlock()
+	switch len(c.holds.by) {
+	case 0:
+		return "a graph that was closed"
+	case 1:
+		return c.holds.by[0].String()
+	}
+	return fmt.Sprintf("one of %d graphs, such as %s", len(c.holds.by), c.holds.by[0])
 }
 
 // inUse returns an *InUseError if a graph uses c.

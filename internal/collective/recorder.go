@@ -61,6 +61,7 @@ type Recorder struct {
 	lastStream     uintptr // the stream of the latest operation that runs
 	severalStreams bool    // the operations are on several streams
 	graphs         bool    // a graph has captured operations; its launches are not recorded
+	launches       []*launchStream
 
 	shown   atomic.Pointer[timeline.Recorder] // the timeline that knows the rank
 	ordinal int                               // of the device, for shown
@@ -482,7 +483,9 @@ func (r *Recorder) Close() {
 	r.mu.Lock()
 	s := r.stream
 	r.stream, r.closed = nil, true
+	launches := r.takeLaunches()
 	r.mu.Unlock()
+	endLaunches(launches)
 	if s != nil {
 		_ = gpu.StreamOf(s).Release()
 	}
@@ -505,13 +508,15 @@ func (r *Recorder) Latest() (last uint64, s *stream.Stream, behind, held bool) {
 // it did.
 func (r *Recorder) StopWatch() bool {
 	r.mu.Lock()
-	if r.running > r.resolved || r.last > r.enqueued && !r.at(r.last).refused {
+	if r.running > r.resolved || r.last > r.enqueued && !r.at(r.last).refused || r.launchesPending() {
 		r.mu.Unlock()
 		return false
 	}
 	s := r.stream
 	r.watched, r.stream, r.shortest = false, nil, 0
+	launches := r.takeLaunches()
 	r.mu.Unlock()
+	endLaunches(launches)
 	if s != nil {
 		_ = gpu.StreamOf(s).Release()
 	}

@@ -32,6 +32,8 @@ type Owner interface {
 	Others() []*Recorder
 	// TimedOut returns the error of operations that have exceeded the timeout.
 	TimedOut(x Suspicion, age time.Duration) error
+	// LaunchTimedOut returns the error of a launch of one of these kinds on a stream that has exceeded the timeout.
+	LaunchTimedOut(kinds Launches, on string, age, timeout time.Duration) error
 	// Fail fails the rank.
 	Fail(cause error)
 }
@@ -126,6 +128,9 @@ func (w *Watch) Observe() (ahead []Mark, blind bool, err error) {
 func (w *Watch) Inspect() error {
 	r := w.rec
 	ahead, blind, err := w.Observe()
+	if err == nil {
+		err = w.inspectLaunches()
+	}
 	x, ok := r.Suspects(ahead)
 	// An operation before a mark that is not passed is known to be pending, even during
 	// captures.
@@ -159,7 +164,7 @@ func (w *Watch) inspectUnanswered(since time.Duration) error {
 			return w.owner.TimedOut(x, time.Duration(w.rec.Clock()-x.First.Begun))
 		}
 	}
-	return nil
+	return w.inspectUnansweredLaunches(since)
 }
 
 // inspectUnaccepted returns an error for an operation that has been in NCCL for too long. It

@@ -222,7 +222,7 @@ var gdsVars = []*Var{GDSEngine, GDSPinned, GDSThreads}
 // Defaults of the configuration of communicators.
 var (
 	NCCLTimeout = &Var{"CHORUS_NCCL_TIMEOUT", "duration", "10m",
-		"Timeout of a collective, send or receive, from issue to completion. After a timeout, the communicator fails and its error names the ranks that are behind. While the process captures graphs, only time of operations that are known to wait counts. A negative duration disables the timeout."}
+		"Timeout of a collective, send or receive, from issue to completion, and of launches of graphs with them and one-sided operations. After a timeout, the communicator fails and its error names the ranks that are behind. While the process captures graphs, only time of operations that are known to wait counts. A negative duration disables the timeout."}
 	NCCLInFlight = &Var{"CHORUS_NCCL_IN_FLIGHT", "number", "256",
 		"Bound on the operations, or groups of operations, that a communicator of several processes has in flight; there may be up to a quarter more. A call waits until the operation that was issued so many calls before has ended. This keeps the abort after a failure short, for which NCCL takes about 4 ms for each operation. If no operation ends for a second, calls do not wait until one does. Captured operations and launches of graphs do not count. 4 to 2147483647; `0`: no bound."}
 	NCCLTraceSize = &Var{"CHORUS_NCCL_TRACE_SIZE", "number", "2000",

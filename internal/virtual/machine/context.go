@@ -273,7 +273,7 @@ func (d driver) CtxSynchronize() cudadrv.Result {
 	}
 	marks := dev.marks()
 	c.end()
-	return d.m.Await(dev, marks...)
+	return d.m.awaitDevice(c.name, dev, marks...)
 }
 
 func (d driver) CtxGetStreamPriorityRange() (least, greatest int32, r cudadrv.Result) {

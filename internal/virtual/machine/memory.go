@@ -96,7 +96,7 @@ func (m *Machine) freeWaiting(name string, b *Block) cudadrv.Result {
 	}
 	marks := b.dev.marks()
 	m.mu.Unlock()
-	r := m.Await(b.dev, marks...)
+	r := m.awaitDevice(name, b.dev, marks...)
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	if b.freedBy == "" {

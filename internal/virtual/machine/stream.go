@@ -56,6 +56,7 @@ type Op struct {
 	// blocked says what the operation waits for while it cannot proceed on its own; "" while it
 	// works. m.mu guards it.
 	blocked  string
+	remote   bool          // it waits for other processes, whose progress is not known here
 	captured uint64        // when a graph captured it; 0 outside of a graph
 	at       uint64        // when it was enqueued
 	audited  uint64        // when the allocator made the call; 0 if it is none of an allocator

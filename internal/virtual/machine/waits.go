@@ -154,6 +154,11 @@ func (o *Op) awaitMultiprocessors() bool {
 // operations wait for something; what then describes the wait, with m.mu held.
 // m.mu is not held at the call.
 func (m *Machine) watch(dev *Device, done <-chan struct{}, what func() string) bool {
+	return m.watchUnless(func() bool { return false }, dev, done, what)
+}
+
+// watchUnless is watch, but it does not lose the device while an exception applies, which is called with m.mu held.
+func (m *Machine) watchUnless(excepted func() bool, dev *Device, done <-chan struct{}, what func() string) bool {
 	select { // usually without a timer
 	case <-done:
 		return true
@@ -173,7 +178,7 @@ func (m *Machine) watch(dev *Device, done <-chan struct{}, what func() string) b
 		case <-timer.C:
 		}
 		m.mu.Lock()
-		if m.progress == seen && m.allBlocked() && dev.status == cudadrv.Success {
+		if m.progress == seen && m.allBlocked() && !excepted() && dev.status == cudadrv.Success {
 			text := fmt.Sprintf("%s. Nothing has progressed for %v, and a GPU would hang: %s", what(), m.cfg.Hang, m.pending())
 			m.Report(fmt.Sprintf("virtual device %d: %s (seed %#x)", dev.ordinal, text, m.seed))
 			dev.lose(cudadrv.ErrorLaunchTimeout, text)
@@ -181,6 +186,28 @@ func (m *Machine) watch(dev *Device, done <-chan struct{}, what func() string) b
 		seen = m.progress
 		m.mu.Unlock()
 	}
+}
+
+// awaitDevice is Await for a call that waits for all work of a device. A wait without progress is a deadlock of the calling
+// program, unless an operation waits for another process, which may only be slow. Collectives then have their own deadline.
+func (m *Machine) awaitDevice(name string, dev *Device, marks ...*Mark) cudadrv.Result {
+	what := func() string {
+		return fmt.Sprintf("%s waits for all work of device %d, as in CUDA", name, dev.ordinal)
+	}
+	for _, k := range marks {
+		m.watchUnless(m.waitsElsewhere, dev, k.done, what)
+	}
+	return m.Await(dev, marks...)
+}
+
+// waitsElsewhere reports whether a running operation waits for another process. m.mu is held.
+func (m *Machine) waitsElsewhere() bool {
+	for s := range m.working {
+		if s.running != nil && s.running.remote {
+			return true
+		}
+	}
+	return false
 }
 
 // allBlocked reports whether every running operation waits for something. m.mu is held.
@@ -212,8 +239,19 @@ func (m *Machine) pending() string {
 // wait. A wait that lasts for Config.Hang is a deadlock. The machine is locked.
 func (o *Op) Block(on string) { o.blocked = on }
 
-// counts reports whether the operation is progress of a device: not a mark or a wait.
-func (o *Op) counts() bool { return o.queued || !o.always }
+// WaitForProcesses records that the operation waits for other processes. The machine is locked.
+func (o *Op) WaitForProcesses() { o.remote = true }
+
+// counts reports whether the operation is progress of a device: not a mark or a wait. Kernels in graphs are in no hardware
+// queue.
+func (o *Op) counts() bool { return o.queued || !o.always || isKernel(o.Name) }
+
+// Watch waits for done, and loses the operation's device if no device makes progress for Config.Hang meanwhile, because all
+// operations wait for something, and none waits for another process; what then describes the wait, with the machine locked.
+func (o *Op) Watch(done <-chan struct{}, what func() string) {
+	m := o.s.dev.m
+	m.watchUnless(m.waitsElsewhere, o.s.dev, done, what)
+}
 
 // Drain waits for all work of the devices, as CUDA does in calls that free
 // memory or load code, and returns the error of the first lost device. CUDA

@@ -76,6 +76,13 @@ func TestCallsThatWaitForTheDevice(t *testing.T) {
 			r.Do(0, func() cudadrv.Result { return r.Drv.MemHostRegister(p, 8192, 0) })
 			return func() cudadrv.Result { return r.Drv.MemHostUnregister(p) }
 		},
+		"cuMemFree": func(r *rig) func() cudadrv.Result {
+			p := r.Alloc(0, 64)
+			return func() cudadrv.Result { return r.Drv.MemFree(p) }
+		},
+		"cuCtxSynchronize": func(r *rig) func() cudadrv.Result {
+			return func() cudadrv.Result { return r.Drv.CtxSynchronize() }
+		},
 		"cuModuleLoadData": func(r *rig) func() cudadrv.Result {
 			image := r.m.ModuleImage([]Kernel{store})
 			return func() cudadrv.Result { _, res := r.Drv.ModuleLoadData(image); return res }
@@ -114,6 +121,31 @@ func TestCallsThatWaitForTheDevice(t *testing.T) {
 			require.Empty(t, r.m.Reports())
 		}
 	}
+}
+
+// A device that waits for another process, which may only be slow, is not reported.
+func TestDeviceThatWaitsForAnotherProcess(t *testing.T) {
+	r := newRig(t, Config{Devices: 1, Hang: soon / 10})
+	s, gate, done := r.Stream(0), make(chan bool), make(chan cudadrv.Result, 1)
+	r.m.Lock()
+	st, res := r.m.Stream(r.m.Device(0), s)
+	r.OK(res)
+	st.EnqueueAlways("ncclAllReduce", func(o *Op) {
+		r.m.Lock()
+		o.WaitForProcesses()
+		r.m.Unlock()
+		<-gate
+	})
+	r.m.Unlock()
+	go func() { done <- r.On(0, func() cudadrv.Result { return r.Drv.CtxSynchronize() }) }()
+	select {
+	case res := <-done:
+		t.Fatalf("cuCtxSynchronize returned %v: %s", res, r.m.Explain(0))
+	case <-time.After(2 * soon):
+	}
+	close(gate)
+	r.OK(<-done)
+	require.Empty(t, r.m.Reports())
 }
 
 // More streams than hardware queues share them: a kernel waits for kernels of other streams.

@@ -3,6 +3,7 @@ package nccl
 import (
 	"runtime"
 	"testing"
+	"time"
 
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/ncclapi"
@@ -115,5 +116,39 @@ func TestFirstOperationInACapture(t *testing.T) {
 		if r == cudadrv.Success {
 			c.Do(0, func() cudadrv.Result { return c.Drv.GraphDestroy(g) })
 		}
+	}
+}
+
+// A collective of a launched graph that waits while nothing else runs is a deadlock, if all ranks are in this process.
+func TestLaunchThatWaitsForAnother(t *testing.T) {
+	c := newClan(t, machine.Config{Devices: 2, Hang: 50 * time.Millisecond})
+	runtime.LockOSThread()
+	defer runtime.UnlockOSThread()
+	ps := []cudadrv.DevicePtr{c.Alloc(0, 4), c.Alloc(1, 4)}
+	c.good(c.reduceAll(ps)) // which connects the ranks
+	execs := make([]cudadrv.GraphExec, 2)
+	for i, p := range ps {
+		c.Do(i, func() cudadrv.Result { return c.Drv.StreamBeginCapture(c.streams[i], cudadrv.CaptureThreadLocal) })
+		c.good(c.api.Collective(ncclapi.Call{Func: ncclapi.FuncAllReduce, Send: p, Recv: p, Count: 1, Type: ncclapi.Float32, Op: ncclapi.Sum, Comm: c.comms[i], Stream: c.streams[i]}))
+		var g cudadrv.Graph
+		c.Do(i, func() (res cudadrv.Result) { g, res = c.Drv.StreamEndCapture(c.streams[i]); return res })
+		c.Do(i, func() (res cudadrv.Result) { execs[i], res = c.Drv.GraphInstantiateWithFlags(g, 0); return res })
+		c.Do(i, func() cudadrv.Result { return c.Drv.GraphDestroy(g) })
+	}
+	launch := func(i int) {
+		c.Do(i, func() cudadrv.Result { return c.Drv.GraphLaunch(execs[i], c.streams[i]) })
+	}
+	launch(0)
+	launch(1)
+	c.Sync(0, c.streams[0])
+	c.Sync(1, c.streams[1])
+	require.Empty(t, c.m.Reports())
+	launch(0)
+	require.Equal(t, cudadrv.ErrorLaunchTimeout, c.On(0, func() cudadrv.Result { return c.Drv.StreamSynchronize(c.streams[0]) }))
+	why := c.m.Explain(0)
+	require.Contains(t, why, "ncclAllReduce, which a graph launched for rank 0 of 2, waits for the other ranks")
+	require.Contains(t, why, "ncclAllReduce on stream", "the work that is pending")
+	for i := range execs {
+		c.On(i, func() cudadrv.Result { return c.Drv.GraphExecDestroy(execs[i]) })
 	}
 }

@@ -196,7 +196,7 @@ func (l *lib) issue(works []*work) ncclapi.Result {
 		}
 	}
 	if !capture(works) {
-		enqueueWork(works)
+		enqueueWork(works, false)
 	}
 	return ncclapi.Success
 }

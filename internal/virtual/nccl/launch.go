@@ -42,6 +42,7 @@ type launch struct {
 	prev        <-chan struct{}
 	done        chan struct{}
 	orphan      bool        // its communicator was freed during the call that launched it
+	graph       bool        // a graph launched it
 	positions   []*position // in device order, if it has several communicators
 }
 
@@ -76,11 +77,11 @@ func inLaunches(works []*work) [][]*work {
 // alone reports whether works are one collective of a single rank.
 func alone(works []*work) bool { return works[0].c.n == 1 && !works[0].transfer() }
 
-// enqueueWork enqueues the work of a group on its streams. The machine is locked.
-func enqueueWork(works []*work) {
+// enqueueWork enqueues the work of a group, or of a launch of a graph, on its streams. The machine is locked.
+func enqueueWork(works []*work, graph bool) {
 	for _, list := range inLaunches(works) {
 		c := list[0].c
-		l := &launch{c: c, prev: c.last, done: make(chan struct{}), orphan: c.freed}
+		l := &launch{c: c, prev: c.last, done: make(chan struct{}), orphan: c.freed, graph: graph}
 		for _, w := range list {
 			w.sig.Seq = c.issued
 			c.issued++
@@ -134,6 +135,9 @@ func (l *launch) run(o *machine.Op) {
 	if l.orphan {
 		o.Lose(&machine.Trouble{Status: cudadrv.ErrorIllegalAddress, Text: fmt.Sprintf("%s was launched by a call in progress when the communicator of rank %d was freed", o.Name, c.rank)})
 	}
+	if c.lsaSize() != c.n {
+		o.WaitForProcesses()
+	}
 	lost, why := c.dev.Status() != cudadrv.Success, c.dev.Why()
 	if c.n > 1 { // collectives of a single rank are unordered copies
 		o.After(c.before)
@@ -146,6 +150,9 @@ func (l *launch) run(o *machine.Op) {
 		c.failDevice("its device was lost before the operation ran: " + why)
 		return
 	}
+	if l.graph && c.n > 1 && c.lsaSize() == c.n {
+		go l.watch(o)
+	}
 	if err := l.perform(o); err != nil {
 		l.abandon(o)
 		return
@@ -157,6 +164,16 @@ func (l *launch) run(o *machine.Op) {
 			o.AfterAll(began)
 		}
 	}
+}
+
+// watch reports a launch of a graph that waits without any progress, because the ranks of the process have launched
+// their graphs differently. Whether ranks of other processes will come is not known here: the deadline of the
+// communicator decides then, as it does for operations outside of graphs.
+func (l *launch) watch(o *machine.Op) {
+	o.Watch(l.done, func() string {
+		return fmt.Sprintf("%s, which a graph launched for rank %d of %d, waits for the other ranks: launch the graphs of all ranks equally often and in the same order",
+			o.Name, l.c.rank, l.c.n)
+	})
 }
 
 // needs reports whether the launch cannot complete on this rank before another rank has reached it.
@@ -435,7 +452,7 @@ func (g graphWork) Enqueue(on []*machine.Stream) {
 		fresh.s = on[i]
 		works[i] = &fresh
 	}
-	enqueueWork(works)
+	enqueueWork(works, true)
 }
 
 // nodeOfOneRank returns the node that NCCL captures for a collective of one rank, and reports

@@ -159,7 +159,7 @@ func (s *Stream) Wait(e *Event) error {
 	}
 	err := g.Wait(gpu.EventOf(e))
 	if e.captured.Load() && errors.Is(err, device.ErrorInvalidValue) { // the capture has ended
-		return gpu.DeviceOf(e.dev).RefuseCaptured("stream: wait", true)
+		return fmt.Errorf("%v: %w", gpu.DeviceOf(e.dev).RefuseCaptured("stream: wait", true), err)
 	}
 	return err
 }

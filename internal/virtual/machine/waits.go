@@ -246,8 +246,8 @@ func (o *Op) WaitForProcesses() { o.remote = true }
 // queue.
 func (o *Op) counts() bool { return o.queued || !o.always || isKernel(o.Name) }
 
-// Watch waits for done, and loses the operation's device if no device makes progress for Config.Hang meanwhile, because all
-// operations wait for something, and none waits for another process; what then describes the wait, with the machine locked.
+// Watch waits for done. It loses the operation's device if no device makes progress for Config.Hang meanwhile: all operations
+// wait for something, and none waits for another process. what then describes the wait, with the machine locked.
 func (o *Op) Watch(done <-chan struct{}, what func() string) {
 	m := o.s.dev.m
 	m.watchUnless(m.waitsElsewhere, o.s.dev, done, what)

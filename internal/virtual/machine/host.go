@@ -18,6 +18,12 @@ func (o *Op) runHost(f dl.Closure) {
 		return
 	}
 	defer func() { dev.hostThread <- struct{}{} }()
+	dev.m.mu.Lock()
+	lost := dev.status != cudadrv.Success
+	dev.m.mu.Unlock()
+	if lost { // while the function waited: CUDA calls none after an error
+		return
+	}
 	runtime.LockOSThread()
 	defer runtime.UnlockOSThread()
 	defer dev.m.threads.hosts.Enter()()

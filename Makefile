@@ -35,7 +35,7 @@ test: ## run all tests
 # The packages that own goroutines and locks. The others only call them.
 GOROUTINES = ./checkpoint ./cluster ./internal/job ./cmd/chorus/internal/monitor ./comm ./ddp ./device ./gds ./internal/differ ./internal/dl \
 	./internal/collective ./internal/gpu ./internal/handle ./internal/launch ./internal/nvml ./internal/poll \
-	./internal/analyze ./internal/route ./internal/osthread ./internal/sanitizer ./internal/safe ./internal/status ./internal/strided ./internal/virtual/... \
+	./internal/analyze ./internal/route ./internal/osthread ./internal/sanitizer ./internal/safe ./internal/status ./internal/strided ./internal/testhost ./internal/virtual/... \
 	./memory/... ./nccl ./rng ./stream
 
 # The race detector needs cgo, and cgo needs a C compiler.

@@ -15,12 +15,13 @@ import (
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/files"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // A move begins when the one before has nothing left to begin, and the one before that
 // has ended.
 func TestSequencer(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		var r sequencer
 		var done [4]bool
 		var holds, starts [3]chan struct{}

@@ -8,7 +8,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -34,7 +33,7 @@ type simResult struct {
 
 // simulate runs a schedule.
 func simulate(t *testing.T, s simSchedule) (r simResult) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newSimJob(s.simConfig, s.faults)
 		for i, h := range j.hosts[:s.hosts] {
 			time.AfterFunc(time.Duration(mix(s.seed+uint64(i))%600_000_000), func() { j.relaunch(h) })
@@ -167,9 +166,6 @@ func TestVanishedHostsCostLittleTime(t *testing.T) {
 			vanish string
 		}{{5, "a"}, {5, "ab"}, {5, "ad"}, {5, "de"}, {31, "aABCDEbcdefghij"}, {31, "abcdefghijklmno"}} {
 			t.Run(fmt.Sprintf("%v/%s of %d", limit.lostAfter, c.vanish, c.hosts), func(t *testing.T) {
-				if testhost.On && c.hosts > 5 {
-					t.Skip("a bubble with many timers crashes the race detector (golang/go#78156)")
-				}
 				s := simSchedule{simConfig: simConfig{seed: 1, hosts: c.hosts, least: 1, local: 1, seeds: 1, pace: -1, latency: 200 * time.Microsecond, lostAfter: limit.lostAfter},
 					faults: []simFault{{event: "commit", count: 1, after: 2100 * time.Millisecond, kind: "power", a: c.vanish}}}
 				r := simulate(t, s)

@@ -5,12 +5,12 @@ import (
 	"fmt"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/job"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // alone is a world of one, whose store is the same engine.
@@ -106,7 +106,7 @@ func TestStoreCompareAndSwap(t *testing.T) {
 
 // TestStoreDeadlines runs in virtual time: the default deadline is long.
 func TestStoreDeadlines(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		s := alone(t, Timing{Call: 2 * time.Minute})
 		begin := time.Now()
 		_, err := s.Get(t.Context(), "never")

@@ -5,12 +5,12 @@ import (
 	"errors"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
 	"github.com/gochorus/chorus/internal/job"
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // A process loses the coordinator and its launcher does not. It ends soon, because no other coordinator follows.
@@ -33,7 +33,7 @@ func TestOnlyTheWorkerLosesTheCoordinator(t *testing.T) {
 
 // A process that two coordinators give worlds reports both.
 func TestWorkerReportsTwoCoordinators(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		one, other := job.Leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, job.Leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
 		r := &runner{cfg: &JoinConfig{Job: "twice", Timing: quick}, parent: t.Context(), end: make(chan error, 1), worlds: make(chan *World, 2)}
 		r.k = &job.Client{Clock: job.NewRunClock(time.Second), Ctx: t.Context()}

@@ -9,7 +9,6 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -23,6 +22,7 @@ import (
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/internal/testgpu/streamtest"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/nccl"
 	"github.com/gochorus/chorus/stream"
@@ -387,7 +387,7 @@ func TestHighPriority(t *testing.T) {
 
 // On a busy machine NCCL answers late. Err waits for the answer, because callers end a training after an error.
 func TestErrWaitsForNCCL(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		begun, failure := time.Now(), errors.New("failure")
 		after := func(d time.Duration, err error) func() error {
 			return func() error { time.Sleep(d); return err }

@@ -6,9 +6,9 @@ import (
 	"os"
 	"strings"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -102,7 +102,7 @@ func verdicts(results []Result) (list []Verdict) {
 
 // Checks that need each other end with the context, and checks of one name have results of their own.
 func TestOddChecks(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		ok := func(context.Context, *Host) []Result { return []Result{pass("", "")} }
 		forever := make(chan struct{})
 		defer close(forever)
@@ -121,7 +121,7 @@ func TestOddChecks(t *testing.T) {
 // A check that hangs is unknown, and the others have their results.
 func TestHangingCheck(t *testing.T) {
 	var results []Result
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		forever := make(chan struct{})

@@ -149,6 +149,16 @@ func TestRules(t *testing.T) {
 	require.Equal(t, "example.com/new", moduleOf("example.com/new"))
 }
 
+// All bubbles of testing/synctest are made by testhost, which keeps them from crashing the race detector.
+func TestBubblesAreMadeByTesthost(t *testing.T) {
+	needSource(t)
+	list := exec.Command("git", "grep", "-l", "-F", "synctest"+".Test(")
+	list.Dir = root
+	out, err := list.Output()
+	require.NoError(t, err)
+	require.Equal(t, []string{"internal/testhost/bubble.go"}, strings.Fields(string(out)), "use testhost.Bubble")
+}
+
 func layerOf(name string) int {
 	return slices.IndexFunc(layers, func(row []string) bool {
 		return slices.ContainsFunc(row, func(pattern string) bool {

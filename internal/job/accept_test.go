@@ -6,9 +6,9 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -42,7 +42,7 @@ func freshAcceptLines(t *testing.T) {
 
 // TestTooManyOpenFilesAtTwoPorts checks that a process says so once, and not once for each port.
 func TestTooManyOpenFilesAtTwoPorts(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		freshAcceptLines(t)
 		var lines atomic.Int32
 		var wg sync.WaitGroup
@@ -59,7 +59,7 @@ func TestTooManyOpenFilesAtTwoPorts(t *testing.T) {
 // The user learns after a second, and then every few seconds, that a process has too many open files. Connections are
 // accepted when it has fewer.
 func TestTooManyOpenFiles(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		freshAcceptLines(t)
 		var lines []string
 		taken := 0
@@ -75,7 +75,7 @@ func TestTooManyOpenFiles(t *testing.T) {
 
 // TestFloodsGather counts how long a port leaves connections to gather: only in a flood, and only if none was left.
 func TestFloodsGather(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		var f floodMeter
 		accept := func(n int, blocked time.Duration) time.Duration { // n in a window
 			begin := time.Now()

@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -250,7 +251,7 @@ func TestReturnIfNoChoiceIsPossible(t *testing.T) {
 
 // A launcher that was stopped while another coordinator is chosen does not wait any more once it is known that the program has ended.
 func TestStopBeforeTheEndIsKnown(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		a := &Agent{voter: newVoter(1), moved: make(chan struct{}), concluded: make(chan struct{}), orders: make(chan Order, 1)}
 		at := &attempt{}
 		at.ctx, at.cancel = context.WithCancelCause(t.Context())
@@ -382,7 +383,7 @@ func TestCandidateLooksForVoters(t *testing.T) {
 		"others have ended": {map[string]finding{"c": foundEnded, "d": foundEnded}, time.Second / slowPart, 0},
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c", "d", "e")
 				ch := *j.agentOn(t, "b").history
 				ch.Lost, ch.Term = "a", 1

@@ -8,6 +8,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -27,7 +28,7 @@ func (s *silent) RemoteAddr() net.Addr { return &net.TCPAddr{IP: net.ParseIP(s.f
 // TestLimitOfUnauthenticatedPeers admits more connections than the limiter permits. The oldest one of the address that has most of
 // them is closed, but not before this process had time to read its first message.
 func TestLimitOfUnauthenticatedPeers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		g := newConnLimiter()
 		var open atomic.Int64
 		enter := func(from string) *limitedConn {
@@ -74,7 +75,7 @@ func TestLimitOfUnauthenticatedPeers(t *testing.T) {
 
 // A connection that leaves makes room at once.
 func TestRoomForUnauthenticatedPeers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		g := newConnLimiter()
 		var open atomic.Int64
 		var in []*limitedConn

@@ -4,8 +4,8 @@ import (
 	"os"
 	"slices"
 	"testing"
-	"testing/synctest"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -37,7 +37,7 @@ func (j *paperJob) requireGoesOn(t *testing.T) {
 // A host without workers vanishes. The others begin an epoch without it, so that it does not count as an
 // absent host if another one is lost.
 func TestHostWithoutWorkersVanishes(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := endedHost(t)
 		j.ends(j.hosts["c"], os.ErrDeadlineExceeded)
 		require.Equal(t, phaseHold, j.elastic.phase)
@@ -59,7 +59,7 @@ func TestHostWithoutWorkersLosesTheCoordinator(t *testing.T) {
 
 // The launcher of a host without workers ends. It does not count any more, and the epoch goes on.
 func TestHostWithoutWorkersEnds(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := endedHost(t)
 		j.provenEnded("c")
 		require.Equal(t, phaseRun, j.elastic.phase)
@@ -102,7 +102,7 @@ func TestHostWithoutWorkersFreesItsPlace(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := endedHost(t)
 				j.addLate(t)
 				end(t, j)
@@ -121,7 +121,7 @@ func TestHostWithoutWorkersFreesItsPlace(t *testing.T) {
 
 // A job that needs all its hosts loses one while another host waits. The job waits for the worker of that host.
 func TestLateHostSavesTheJob(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
 		j.cfg.least = 3
 		j.addLate(t)
@@ -137,7 +137,7 @@ func TestLateHostSavesTheJob(t *testing.T) {
 // waits for the host that may still come.
 func TestAllLaunchersAreDone(t *testing.T) {
 	for _, code := range []int{0, 137} {
-		synctest.Test(t, func(t *testing.T) {
+		testhost.Bubble(t, func(t *testing.T) {
 			j := newPaperJob("a", "b")
 			for i, u := range []string{"a", "b"} {
 				j.do(func() { j.elasticExit(j.hosts[u], Exit{PID: 100 + i, Code: code, Reason: "exited"}) })

@@ -10,6 +10,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -61,7 +62,7 @@ func TestFirstFailure(t *testing.T) {
 		"agent is slow":     "c1 c2 wait e1 e2",
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				c, agent, worker := judged()
 				for event := range strings.FieldsSeq(order) {
 					switch event {
@@ -94,7 +95,7 @@ func TestFirstFailure(t *testing.T) {
 
 // TestHostTakesItsWorkers loses a worker's connection before its launcher's.
 func TestHostTakesItsWorkers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c, agent, worker := judged()
 		c.ends(worker(1), io.EOF)
 		c.ends(agent, io.EOF)
@@ -117,7 +118,7 @@ func TestPathFailureReachesBothHosts(t *testing.T) {
 // TestOpenSession ends a worker well with its session open: a loss to the
 // sessions, a note to the launchers.
 func TestOpenSession(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c, agent, worker := judged()
 		c.ends(worker(1), io.EOF)
 		c.exited(agent, Exit{Rank: 1, PID: 101, Reason: "exited with code 0"})
@@ -134,7 +135,7 @@ func TestSilenceIsFirst(t *testing.T) {
 		"launcher gave up and stopped its worker": "c1 sa ca", "launcher's connection first": "sa ca c1",
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				c, agent, worker := judged()
 				c.cfg.Self = Welcome{Host: "h", PID: 99, Rank: -1, LostAfter: 3 * time.Second}
 				for event := range strings.FieldsSeq(order) {
@@ -164,7 +165,7 @@ func TestSilenceIsFirst(t *testing.T) {
 // TestExitWithOpenConnection waits no longer for the worker's last word than it
 // must: a grandchild may hold the connection.
 func TestExitWithOpenConnection(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c, agent, _ := judged()
 		c.exited(agent, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})
 		require.Nil(t, c.faults.stop)
@@ -191,7 +192,7 @@ func TestCoordinatorAwaitsTheReport(t *testing.T) {
 
 // The deadlines of a coordinator do not pass while its process is stopped or starved, which its clock shows.
 func TestStarvedCoordinator(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		step := Welcome{Heartbeat: time.Second, LostAfter: 10 * time.Second}
 		stopped := make(chan struct{})
 		s := NewServer(newWireListener(), ServerConfig{Job: "j", Notify: func(string) {}, CoordConfig: CoordConfig{agents: 1, Size: 1, Self: step}, Sys: &System{Run: func() { <-stopped }}})
@@ -221,7 +222,7 @@ func TestStarvedCoordinator(t *testing.T) {
 // TestFailureBeforeTheEnd holds back a launcher's word that all its workers have
 // ended until it is known how one of them did.
 func TestFailureBeforeTheEnd(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c, agent, _ := judged()
 		require.NoError(t, c.handle(agent, Note(kindExit, Exit{Rank: 1, PID: 101, Code: 5, Reason: "exited with code 5"})))
 		require.NoError(t, c.handle(agent, Message{Kind: kindDone, Epoch: FirstEpoch}))
@@ -234,7 +235,7 @@ func TestFailureBeforeTheEnd(t *testing.T) {
 
 // TestRunClock stands still while the process does, which only the late tick shows.
 func TestRunClock(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c := NewRunClock(100 * time.Millisecond)
 		for range 10 {
 			time.Sleep(100 * time.Millisecond)
@@ -256,7 +257,7 @@ func TestRunClock(t *testing.T) {
 }
 
 func TestWaitingLine(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c, _, worker := judged()
 		require.Empty(t, c.waitingLine(), "the world is complete")
 		c.world, c.workers = nil, []*peer{worker(0), worker(2)}

@@ -2,14 +2,14 @@ package job
 
 import (
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
 func TestFlapper(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		f := &flapper{}
 		for range FlapLimit - 1 {
 			f.ranFor(2*time.Second, time.Second)

@@ -2,8 +2,8 @@ package job
 
 import (
 	"testing"
-	"testing/synctest"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -17,7 +17,7 @@ func kindsOf(ms []Message) (ks []Kind) {
 // The coordinator's host is drained, and the only other host is lost meanwhile: nobody is left to continue,
 // so the job stops as by SIGTERM.
 func TestLastSuccessorIsLost(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
 		j.do(func() { j.drainHost(j.hosts["a"], Fault{Reason: "received SIGTERM", Code: 143}) })
 		require.Equal(t, phaseHold, j.elastic.phase)
@@ -32,7 +32,7 @@ func TestLastSuccessorIsLost(t *testing.T) {
 // Two of four hosts are lost, and the coordinator's host is drained. The host that is left is not a majority
 // without the coordinator, which therefore begins another epoch before it leaves.
 func TestHandoverNeedsAMajority(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c", "d")
 		j.lose("c")
 		j.lose("d")
@@ -57,7 +57,7 @@ func TestHandoverNeedsAMajority(t *testing.T) {
 // A proposal of all four hosts was not committed. Two of them are lost after that, and the epoch before had only
 // the other two. The coordinator does not leave, because its successor cannot know that the proposal has failed.
 func TestHandoverCountsProposals(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
 		j.do(func() { j.elastic.proposed = []voterSet{{"a", "b", "c", "d"}} })
 		j.do(func() { j.drainHost(j.hosts["a"], Fault{Reason: "received SIGTERM", Code: 143}) })

@@ -2,15 +2,15 @@ package job
 
 import (
 	"testing"
-	"testing/synctest"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
 // A host registers again between the proposal and the begin of an epoch without it. It must agree, too: from then on it counts the end
 // of the coordinator, and would otherwise not know of the epoch.
 func TestHostThatComesDuringAProposalMustAgree(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j, _ := proposalWithoutB(t)
 		j.take(j.hosts["b"])
 		j.do(func() { j.admitHost(j.newHost("b")) })
@@ -29,7 +29,7 @@ func TestHostThatComesDuringAProposalMustAgree(t *testing.T) {
 
 // A host that comes during a proposal and does not answer is lost, as the others are.
 func TestHostThatComesDuringAProposalIsSilent(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j, _ := proposalWithoutB(t)
 		j.do(func() { j.admitHost(j.newHost("b")) })
 		j.answer("a", "c")
@@ -45,7 +45,7 @@ func TestHostThatComesDuringAProposalIsSilent(t *testing.T) {
 // A host registers again before its coordinator has noticed that it was given up. The host must try again: its old registration would
 // otherwise end with the new one.
 func TestHostThatComesBackTooEarly(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
 		b := j.agentOn(t, "b")
 		old := j.hosts["b"]
@@ -96,7 +96,7 @@ func TestEndsOfWhichAHostMayNotKnowEnough(t *testing.T) {
 
 // After a takeover, the coordinator tells the hosts which epochs have begun, perhaps or certainly.
 func TestTakeoverTellsWhatItKnows(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := takenOver(func(*succession) {})
 		b := j.agentOn(t, "b")
 		require.Equal(t, uint64(2), b.history.Epoch)
@@ -139,7 +139,7 @@ func TestEpochWaitsForTheLeaseOfALostHost(t *testing.T) {
 		}, false},
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c")
 				tc.lose(t, j)
 				j.settle("a", "c")
@@ -155,7 +155,7 @@ func TestEpochWaitsForTheLeaseOfALostHost(t *testing.T) {
 
 // Entries of the ledger, such as the end of the program, wait for leases as epochs do: otherwise the host would go on without them.
 func TestLedgerWaitsForTheLeaseOfALostHost(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
 		recorded := false
 		j.do(func() { j.loseAgent(j.hosts["c"], agentEnd{reason: "no route to host"}) })
@@ -172,7 +172,7 @@ func TestLedgerWaitsForTheLeaseOfALostHost(t *testing.T) {
 
 // A launcher that leaves for another coordinator has not ended, and votes there.
 func TestLauncherThatMovesHasNotEnded(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
 		require.NoError(t, j.handle(j.hosts["b"], Message{Kind: kindLeave, Epoch: FirstEpoch, ID: leaveForAnother}))
 		require.Empty(t, j.ended)

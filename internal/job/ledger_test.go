@@ -3,9 +3,9 @@ package job
 import (
 	"context"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -34,7 +34,7 @@ func (j *paperJob) ordersTo(t *testing.T, host string) (out []Order) {
 // A coordinator counts a restart, and is lost before its order arrives. The next one counts it once, and the back-off
 // goes on.
 func TestRestartsSurviveTheCoordinator(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		policy := restartPolicy{most: 2, backoff: time.Second}
 		exit := Exit{PID: 101, Code: 1, Reason: "exited with code 1"}
 		j := newPaperJob("a", "b", "c")
@@ -91,7 +91,7 @@ func TestFirstWorldWaitsForTheLaunchers(t *testing.T) {
 
 // A launcher that is lost is not waited for.
 func TestLedgerWithoutALostHost(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
 		j.cfg.again = restartPolicy{most: 1}
 		j.do(func() { j.elasticExit(j.hosts["b"], Exit{PID: 101, Code: 1}) })
@@ -116,7 +116,7 @@ func (j *paperJob) finished(t *testing.T) {
 
 // The coordinator is lost while it tells that the program has ended. The next one tells it, too.
 func TestEndSurvivesTheCoordinator(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
 		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
 		j.finished(t)
@@ -147,7 +147,7 @@ func TestLossAfterTheEnd(t *testing.T) {
 		"it has recorded": func(a *Agent) { a.book.Finished = true },
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c")
 				a := j.agentOn(t, "b")
 				knows(a)

@@ -6,6 +6,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -177,7 +178,7 @@ func proposalWithoutB(t *testing.T) (*paperJob, *Agent) {
 // A host joins while the coordinator proposes an epoch without a host that was lost. If the coordinator
 // is lost then, the agents still know which member of the current epoch is on which host.
 func TestHostJoinsDuringAProposal(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j, agent := proposalWithoutB(t)
 		j.do(func() { j.admitHost(j.newHost("d")) })
 		j.hear(t, agent)
@@ -230,7 +231,7 @@ func TestHostKeepsItsPlace(t *testing.T) {
 // A host comes back while the coordinator proposes an epoch without it. The members of the epoch
 // keep their places, and the host gets one after them.
 func TestHostComesBackDuringAProposal(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j, agent := proposalWithoutB(t)
 		j.do(func() { j.admitHost(j.newHost("b")) })
 		j.answer("a", "c", "b")
@@ -245,7 +246,7 @@ func TestHostComesBackDuringAProposal(t *testing.T) {
 
 // A launcher that was asked to stop the job or to kill its workers tells the next coordinator, too.
 func TestStopIsRepeated(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		clock := NewRunClock(time.Second)
 		open := func() *Client {
 			k := &Client{Stream: NewStream(nil, clock, time.Minute), replies: map[uint64]chan Message{}}
@@ -287,7 +288,7 @@ func TestStopIsRepeated(t *testing.T) {
 func TestNextEpochWaitsForAKilledProcess(t *testing.T) {
 	for name, exits := range map[string]bool{"its exit is reported": true, "its exit is never reported": false} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c")
 				j.do(func() { j.revoke(Fault{Rank: -1, Code: -1, Reason: "a test"}) })
 				j.sleep(j.cfg.RevokeBy - time.Millisecond) // the function of c does not return

@@ -13,6 +13,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -77,7 +78,7 @@ func TestProbe(t *testing.T) {
 func TestEndOfAConnectionIsNoProof(t *testing.T) {
 	for found, counts := range map[finding]bool{foundNothing: false, foundAlive: false, foundEnded: true} {
 		for _, late := range []bool{false, true} {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c")
 				s, of := j.served()
 				s.cfg.probes = true
@@ -107,7 +108,7 @@ func TestEndOfAConnectionIsNoProof(t *testing.T) {
 
 // Each end of a stream knows until when the other one has heard it, also if packets are lost in one direction.
 func TestHeartbeatsShowWhoIsHeard(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		a, b := NewStream(nil, NewRunClock(time.Second), time.Minute), NewStream(nil, NewRunClock(time.Second), time.Minute)
 		beat := func(from, to *stream) {
 			from.link = &Link{}

@@ -7,9 +7,9 @@ import (
 	"net"
 	"os"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -30,7 +30,7 @@ func TestAwaitLink(t *testing.T) {
 		"closed and silent": {io.EOF, "expire", 10 * time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j, agent, worker := judged()
 				j.cfg.Self = Welcome{Heartbeat: 500 * time.Millisecond, LostAfter: 3 * time.Second}
 				s, of := j.served()

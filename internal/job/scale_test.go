@@ -12,7 +12,6 @@ import (
 	"strings"
 	"sync"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/require"
@@ -212,7 +211,7 @@ func (x *crowd) leave() {
 // one of 50 hosts 300 ms late with each answer. It prints the simulated times and the memory of the coordinator.
 func TestManyAgents(t *testing.T) {
 	seed := uint64(time.Now().UnixNano())
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		n := *scaleAgents
 		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)), 0.01)
 		begun := time.Now()
@@ -252,16 +251,12 @@ func TestLossyNetwork(t *testing.T) {
 
 func runLossy(t *testing.T, loss float64) {
 	seed := uint64(time.Now().UnixNano())
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		const n = 3
 		x := newCrowd(t, n, rand.New(rand.NewPCG(seed, 1)), loss)
 		c := x.meet()
 		x.await(1, n*scaleWorkers)
-		if testhost.On { // a bubble with many timers crashes the race detector (golang/go#78156)
-			time.Sleep(time.Minute)
-		} else {
-			time.Sleep(10 * time.Minute)
-		}
+		time.Sleep(10 * time.Minute)
 		x.mu.Lock()
 		began := maps.Clone(x.began)
 		x.mu.Unlock()
@@ -279,7 +274,7 @@ func runLossy(t *testing.T, loss float64) {
 // Members that are idle keep their connections, also if the limit of silence is short compared with the heartbeat.
 func TestIdleMembersStayConnected(t *testing.T) {
 	for ratio := range 4 {
-		synctest.Test(t, func(t *testing.T) {
+		testhost.Bubble(t, func(t *testing.T) {
 			x := newCrowd(t, 2, rand.New(rand.NewPCG(1, 1)), 0)
 			x.timing = Timing{Heartbeat: time.Second, LostAfter: time.Duration(ratio+2) * time.Second}
 			c := x.meet()

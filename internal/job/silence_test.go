@@ -2,9 +2,9 @@ package job
 
 import (
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -33,7 +33,7 @@ func silence(limit time.Duration, starved map[time.Duration]time.Duration) time.
 // Silence ends a stream soon after the limit if this process runs on schedule. Otherwise this process
 // waits longer, by more than the time in which it was starved.
 func TestSilence(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		const limit = 3 * time.Second
 		exact := silence(limit, nil)
 		require.Greater(t, exact, limit+limit/32)

@@ -9,9 +9,9 @@ import (
 	"sync/atomic"
 	"syscall"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -62,7 +62,7 @@ func joinOver(t *testing.T, ln *wireListener, key Credential, rank int) (*Client
 // A process that leaves the job is not lost if its writer stalls for longer than close waits for the
 // coordinator's answer.
 func TestCloseOfAStalledProcess(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c, ln, key := stallWorld(t)
 		defer c.Close()
 		stays, _ := joinOver(t, ln, key, 0)
@@ -83,7 +83,7 @@ func TestCloseOfAStalledProcess(t *testing.T) {
 // A process leaves soon although the coordinator reads nothing: also if the queue of messages has no room for another one.
 func TestCloseWithoutReader(t *testing.T) {
 	for _, n := range []int{1, 64} {
-		synctest.Test(t, func(t *testing.T) {
+		testhost.Bubble(t, func(t *testing.T) {
 			key := bytes.Repeat([]byte{1}, KeyBytes)
 			l, _, err, err2 := linked(t, "job", "job", key, key)
 			require.NoError(t, errors.Join(err, err2))
@@ -101,7 +101,7 @@ func TestCloseWithoutReader(t *testing.T) {
 
 // A coordinator that answers too late once is still known as one of the same job.
 func TestSameJobIsAskedAgain(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c, ln, key := stallWorld(t)
 		defer c.Close()
 		to, _ := connectTo(ln, key)

@@ -5,8 +5,8 @@ import (
 	"maps"
 	"slices"
 	"testing"
-	"testing/synctest"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -42,7 +42,7 @@ func takenOver(change func(*succession)) *paperJob {
 // The next coordinator waits for all functions: also for those of new members, because the epoch that was proposed has perhaps
 // begun. It does not wait for a process in whose place its launcher has started another one.
 func TestTakeoverAwaitsNewMembers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := takenOver(func(*succession) {})
 		j.register("a", 1, 2)
 		j.register("b", 2, 3)
@@ -56,7 +56,7 @@ func TestTakeoverAwaitsNewMembers(t *testing.T) {
 
 // A member that has not begun the last epoch is new, and has not left.
 func TestTakeoverFindsMembersThatHaveNotBegun(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := takenOver(func(*succession) {})
 		j.register("c", 103, 0)
 		j.register("a", 1, 2)
@@ -69,7 +69,7 @@ func TestTakeoverFindsMembersThatHaveNotBegun(t *testing.T) {
 
 // A new member that was proposed exits, instead of registering.
 func TestTakeoverWithoutNewMember(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := takenOver(func(*succession) {})
 		j.register("a", 1, 2)
 		j.register("b", 2, 2)
@@ -82,7 +82,7 @@ func TestTakeoverWithoutNewMember(t *testing.T) {
 
 // The host of the lost coordinator had no members: the line of the next epoch says why it begins.
 func TestTakeoverWithoutLostMembers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := takenOver(func(s *succession) {
 			s.history.Members = s.history.Members[1:3]
 			s.hosts["c"] = &history{}
@@ -96,7 +96,7 @@ func TestTakeoverWithoutLostMembers(t *testing.T) {
 
 // A member has exited, the process that was started after it, too, and another one is ordered: the next coordinator does not wait for the member.
 func TestTakeoverAfterTwoRestarts(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		m := newVoter(1)
 		for _, e := range []Exit{{PID: 3, Code: 137, Reason: "killed"}, {PID: 203, Code: 1, Reason: "exited with code 1"}} {
 			m.exited(e)
@@ -116,7 +116,7 @@ func TestTakeoverAfterTwoRestarts(t *testing.T) {
 
 // Another process registers in the place of a member whose exit no agent has reported: the member has left.
 func TestTakeoverMeetsAnotherProcess(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := takenOver(func(s *succession) { s.hosts["c"] = &history{Running: []int{0}} })
 		j.register("c", 203, 0)
 		j.register("a", 1, 2)
@@ -130,7 +130,7 @@ func TestTakeoverMeetsAnotherProcess(t *testing.T) {
 
 // A launcher forgets the exits of processes that ran before a member of the last epoch.
 func TestExitsBeforeAnEpoch(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
 		agent := &Agent{UUID: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		agent.Now.Store(&attempt{})
@@ -147,7 +147,7 @@ func TestExitsBeforeAnEpoch(t *testing.T) {
 
 // A proposal tells the launcher of a new member that it is one, until the member exits.
 func TestProposalNamesNewMembers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
 		agent := &Agent{UUID: "b", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		agent.Now.Store(&attempt{})

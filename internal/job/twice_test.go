@@ -5,9 +5,9 @@ import (
 	"io"
 	"slices"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -39,7 +39,7 @@ func mayTakeOver(as ...*Agent) bool {
 // A host whose worker has exited is connected. It must answer a proposal like all others: otherwise the coordinator could begin an
 // epoch by it, and the host, which does not know, another one with the rest.
 func TestHostWithoutWorkersMustAnswer(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := endedHost(t) // epoch 2 has the workers of a and b; a, b and c decide
 		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
 		j.lose("b") // the network splits into a, and b and c; a notices the silence of b first
@@ -58,7 +58,7 @@ func TestHostWithoutWorkersMustAnswer(t *testing.T) {
 
 // If c answers, the epoch begins, and c cannot go on with b.
 func TestHostWithoutWorkersAnswers(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := endedHost(t)
 		b, c := j.agentOn(t, "b"), j.agentOn(t, "c")
 		j.lose("b")
@@ -72,7 +72,7 @@ func TestHostWithoutWorkersAnswers(t *testing.T) {
 
 // A host without workers leaves while a proposal with it waits for its answer. The next proposal does not have it.
 func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := endedHost(t)
 		j.lose("b")
 		j.settle("a")
@@ -86,7 +86,7 @@ func TestHostWithoutWorkersLeavesDuringAProposal(t *testing.T) {
 
 // Histories and news of another run of the job, or that contradict themselves, are refused with the reason.
 func TestHistoryThatIsRefused(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		hosts := plan{Hosts: []host{{UUID: "a"}, {UUID: "b"}}}
 		for want, ch := range map[string]history{
 			"another run of the job":   {Run: "other", Epoch: 1},
@@ -116,7 +116,7 @@ func TestHistoryThatIsRefused(t *testing.T) {
 
 // Epochs that do not grow, and two coordinators in one term, are reported, and name both coordinators.
 func TestTwoCoordinatorsAreReported(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		one, other := Leader{Term: 2, Agent: "a", Name: "host a (pid 1)"}, Leader{Term: 2, Agent: "b", Name: "host b (pid 2)"}
 		a := &Agent{UUID: "c", cfg: Config{Notify: func(string) {}}, voter: newVoter(1)}
 		a.Now.Store(&attempt{})
@@ -154,7 +154,7 @@ func drained(t *testing.T) *paperJob {
 
 // Hosts that leave must answer the proposal without them: until then they could choose another coordinator with others.
 func TestDrainedHostsMustAnswer(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := drained(t)
 		c, d, e := j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
 		j.settle("a", "b") // after the network has split into a and b, and c, d and e
@@ -182,7 +182,7 @@ func TestDrainedHostsAreDismissed(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := drained(t)
 				j.settle("a", "b")
 				require.Equal(t, KindDismiss, j.take(j.procs["d"])[2].Kind)
@@ -207,7 +207,7 @@ func TestDrainedHostsAreDismissed(t *testing.T) {
 
 // The coordinator and another host are drained. The coordinator leaves when the other host has agreed to an epoch without it.
 func TestHandoverAfterDrainedHosts(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c")
 		for _, u := range []string{"a", "b"} {
 			require.NoError(t, j.handle(j.hosts[u], Note(kindDrain, Fault{Reason: "received SIGTERM", Code: 143})))
@@ -312,7 +312,7 @@ func TestReplacedCoordinator(t *testing.T) {
 		},
 	} {
 		t.Run(name, func(t *testing.T) {
-			synctest.Test(t, func(t *testing.T) {
+			testhost.Bubble(t, func(t *testing.T) {
 				j := newPaperJob("a", "b", "c", "d", "e", "f")
 				b, c, d, e := j.agentOn(t, "b"), j.agentOn(t, "c"), j.agentOn(t, "d"), j.agentOn(t, "e")
 				// The network splits into a and f, and the others. a has not noticed that yet.
@@ -346,7 +346,7 @@ func TestReplacedCoordinator(t *testing.T) {
 // Terms of another run of the job say nothing: a launcher that is left of an earlier run deposes no coordinator, and this run's hosts
 // follow no leader or candidate of another one.
 func TestTermsOfAnotherRun(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b")
 		j.run = "new"
 		tell := func(by Leader) {
@@ -374,7 +374,7 @@ func TestTermsOfAnotherRun(t *testing.T) {
 
 // A coordinator that loses its majority ends at once, although functions of its epoch still run.
 func TestMinorityEndsAtOnce(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c", "d")
 		j.lose("b")
 		require.Nil(t, j.faults.stop)
@@ -390,7 +390,7 @@ func TestMinorityEndsAtOnce(t *testing.T) {
 
 // Two hosts lose a coordinator that can still send to them. It is a minority and ends, and they choose another one.
 func TestHostsThatAMinorityHasLost(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		j := newPaperJob("a", "b", "c", "d", "e")
 		as := map[string]*Agent{}
 		for _, u := range []string{"b", "c", "d", "e"} {

@@ -8,9 +8,9 @@ import (
 	"os"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -113,7 +113,7 @@ type readConn struct {
 func (c readConn) Read(b []byte) (int, error) { return c.r.Read(b) }
 
 func TestHandshakeDeadline(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		p, q := net.Pipe()
 		defer p.Close()
 		begin := time.Now()

@@ -5,9 +5,9 @@ import (
 	"errors"
 	"sync/atomic"
 	"testing"
-	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -31,7 +31,7 @@ func TestUntilContextEnds(t *testing.T) {
 
 // A long wait asks rarely: about once a millisecond.
 func TestUntilAsksEverMoreRarely(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		asked := 0
@@ -55,7 +55,7 @@ func TestUntilNoLaterThan(t *testing.T) {
 
 // In virtual time no wait polls without a pause until what it waits for has slept.
 func TestWaitsInVirtualTime(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), time.Hour)
 		defer cancel()
 		var done atomic.Bool

@@ -9,6 +9,7 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
@@ -95,7 +96,7 @@ func TestEncodeIsBounded(t *testing.T) {
 }
 
 // TestTake asks sources of which one hangs.
-func TestTake(t *testing.T) { synctest.Test(t, testTake) }
+func TestTake(t *testing.T) { testhost.Bubble(t, testTake) }
 
 func testTake(t *testing.T) {
 	end := make(chan struct{})

@@ -9,7 +9,6 @@ import (
 	"sync"
 	"syscall"
 	"testing"
-	"testing/synctest"
 	"time"
 
 	"github.com/gochorus/chorus/device"
@@ -18,6 +17,7 @@ import (
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/osthread"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/gochorus/chorus/internal/virtual/nccl"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/memory"
@@ -191,7 +191,7 @@ func RunInVirtualTime(t *testing.T, cfg *device.SystemConfig, fn func(t *testing
 	t.Setenv(env.VirtualNetwork.Name, nccl.InProcess)
 	defer collective.FollowTime()()
 	defer withoutLaunchers()()
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		var devs []*device.Device
 		t.Cleanup(func() { // the last one: all goroutines must end in the bubble, also those that are only delayed
 			gpu.SystemOf(devs[0].System()).Machine.EndHangs()

@@ -9,13 +9,14 @@ import (
 	"testing/synctest"
 	"time"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
 // A connection in memory keeps what is written until it is read, blocks a writer that is far ahead, and ends as a
 // socket does.
 func TestConnectionsInProcess(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		d := newDoor()
 		accepted := make(chan net.Conn, 1)
 		go func() {

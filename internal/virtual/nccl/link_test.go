@@ -6,13 +6,14 @@ import (
 	"testing"
 	"testing/synctest"
 
+	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
 )
 
 // A rank that leaves says to whom it has sent data. Such a rank waits for the connection, however late
 // it is accepted. Any other rank learns at once that it waits in vain.
 func TestDataOfARankThatHasLeft(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
 		c := &comm{
 			lib: &lib{}, stop: make(chan struct{}), failed: make(chan struct{}), joined: make(chan struct{}), in: map[int]*link{},
 			arrivals: map[int]chan struct{}{}, departed: map[int]chan struct{}{}, sentTo: map[int]bool{},

@@ -43,8 +43,8 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	}
 	t, late := errors.AsType[*nccl.TimeoutError](err)
 	refused, inside := errors.AsType[*nccl.Error](err)
-	if late && t.Stream != "" {
-		return err // the flight recorders do not have the work, so nothing shows the rank that is behind
+	if late && t.Stream != "" && t.Graph == "" {
+		return err // the flight recorders do not have one-sided operations, so nothing shows the rank that is behind
 	}
 	if !late && (!inside || refused.Async || refused.Err == nccl.ErrorRemote) {
 		return err // if a rank was lost, that may explain more
@@ -76,7 +76,7 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 	case <-w.r.Context().Done(): // another rank has finished its search and ended
 	}
 	if late {
-		found := w.culpritError(culprits(firstPending(t), mine, w.readAll(c)), err)
+		found := w.culpritError(lateCulprits(t, mine, w.readAll(c)), err)
 		ctx, cancel := context.WithTimeout(context.Background(), exchangeTime)
 		defer cancel()
 		w.diagnosis = w.analyzed(ctx, c, service, found)
@@ -88,6 +88,19 @@ func (w *reporter) diagnose(c *nccl.Communicator, err error) error {
 		return w.diagnosis
 	}
 	return err
+}
+
+// lateCulprits returns the culprits of a timeout.
+func lateCulprits(t *nccl.TimeoutError, mine report, all map[int]report) (list []RankProgress) {
+	if t.Graph == "" {
+		return culprits(firstPending(t), mine, all)
+	}
+	for rank, x := range all {
+		if x.Launched < mine.Launched {
+			list = append(list, x.progress(rank, fmt.Sprintf("has launched %d collectives in graphs, and this rank %d", x.Launched, mine.Launched)))
+		}
+	}
+	return list
 }
 
 // firstPending returns the operation of the error, with the number of the first collective that is not

@@ -69,6 +69,7 @@ type report struct {
 	Services    []collective.Service // the backends of the last collectives
 	Signed      uint64               // the number of the first collective in Signatures
 	Signatures  []uint32             // of the last collectives
+	Launched    uint64               // collectives that launches of graphs have enqueued
 }
 
 // reportedServices is the number of collectives whose backend and signature are reported.
@@ -76,7 +77,7 @@ const reportedServices = 64
 
 func reportOf(c *nccl.Communicator) report {
 	last := c.Progress().Issued
-	x := report{Collectives: last.Collective, Operation: last.String(), At: last.Created}
+	x := report{Collectives: last.Collective, Operation: last.String(), At: last.Created, Launched: collective.Of(c).LaunchedCollectives()}
 	x.First, x.Services = collective.Of(c).Services(reportedServices)
 	x.Signed, x.Signatures = collective.Of(c).Signatures(reportedServices)
 	return x
@@ -223,7 +224,7 @@ func (w *reporter) report(ctx context.Context, c *nccl.Communicator, fail func(e
 	defer tick.Stop()
 	var look comparison
 	for written := (report{Operation: "?"}); ; {
-		if now := reportOf(c); now.Operation != written.Operation || now.Collectives != written.Collectives {
+		if now := reportOf(c); now.Operation != written.Operation || now.Collectives != written.Collectives || now.Launched != written.Launched {
 			look = comparison{}
 			if w.write(ctx, c.Rank(), now) == nil {
 				written = now

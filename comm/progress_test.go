@@ -48,6 +48,15 @@ func TestCulprits(t *testing.T) {
 	require.Empty(t, mismatched(nccl.Operation{Name: "ncclSend", Collective: 7, Root: 2}, mine, all))
 }
 
+// A launch of a graph has no number. The ranks that have launched fewer collectives are named, and none if all have launched as many.
+func TestCulpritsOfALaunch(t *testing.T) {
+	late := &nccl.TimeoutError{Graph: "graph 1", Stream: "a stream", Operation: nccl.Operation{Root: -1}}
+	list := lateCulprits(late, report{Collectives: 7, Launched: 12}, map[int]report{1: {Collectives: 7, Launched: 9}, 2: {Collectives: 6, Launched: 12}, 3: {Launched: 15}})
+	require.Len(t, list, 1)
+	require.Equal(t, []any{1, "has launched 9 collectives in graphs, and this rank 12"}, []any{list[0].Rank, list[0].Why})
+	require.Empty(t, lateCulprits(late, report{Launched: 12}, map[int]report{1: {Launched: 12}}))
+}
+
 // Streams that are full have different numbers of operations. The ranks wait for the one that is far
 // behind, and not for each other.
 func TestCulpritOfFullStreams(t *testing.T) {

@@ -449,7 +449,7 @@ func (o *operation) noteCapture() (err error) {
 	if o.Captured, err = o.Stream.Capturing(); err != nil {
 		return err
 	}
-	return gpu.StreamOf(o.Stream).Captured(held{o.comm})
+	return o.comm.holdByCapture(o.Stream)
 }
 
 // checkCapture refuses an operation whose capture began or ended after it was added.

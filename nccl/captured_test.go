@@ -131,6 +131,8 @@ func TestTimeoutOfALaunch(t *testing.T) {
 		require.Greater(t, late.Age, late.Limit)
 		require.Less(t, late.Age, 2*late.Limit)
 		require.Zero(t, late.Operation.Record)
+		require.Equal(t, []int{1}, late.Behind)
+		require.ErrorContains(t, err, fmt.Sprintf("rank 1 (%s) has launched 100 collectives in graphs, and this rank 101; check that", devs[1]))
 		require.ErrorIs(t, err, nccl.ErrorTimeout)
 		require.ErrorContains(t, err, fmt.Sprintf("%s, launched on %s, with operations of rank 0 of 2 (%s), has not ended after", graphs[0], ranks[0].s, devs[0]))
 		require.Equal(t, err, ranks[1].c.Err(), "the other rank of the process fails with it")

@@ -42,7 +42,8 @@
 // error names the ranks of this process that are behind. Operations of the ranks in one
 // process are also compared when they are issued: if they differ, the error is a
 // *MismatchError. [Communicator.Trace] and [DumpTrace] return the latest operations. They lack
-// one-sided operations and launches of graphs, which have the same deadline.
+// one-sided operations and launches of graphs, which have the same deadline. Of launches they only
+// have how many collectives these had.
 //
 // Config has the options of a communicator, and [With] those of single collectives. Split,
 // Shrink and Grow make communicators from others. Chorus binds NCCL up to 2.32. Functions and

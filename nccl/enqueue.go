@@ -360,6 +360,8 @@ func (x internals) Services(n int) (first uint64, list []collective.Service) {
 
 func (x internals) Signatures(n int) (first uint64, list []uint32) { return x.c.rec.Signatures(n) }
 
+func (x internals) LaunchedCollectives() uint64 { return x.c.rec.LaunchedCollectives() }
+
 func (x internals) Dump(n, limit int) []byte {
 	list := slices.DeleteFunc(liveMembers(), func(m *member) bool { return m.Device != x.c.rec.Device })
 	poll.Within(observeTime, func() error { observe(list); return nil })

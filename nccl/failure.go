@@ -248,7 +248,7 @@ type TimeoutError struct {
 	Age        time.Duration // since Last was issued, without the time of captures; if Stream is set, since the watchdog observed progress
 	Limit      time.Duration
 	Completed  Operation // the last completed operation; none if its Record is 0
-	Behind     []int     // ranks of this process that never issued it
+	Behind     []int     // ranks of this process that never issued it; of a launch, those whose launches had fewer collectives
 	Others     []string  // operations of other ranks in this process that may be the cause, a sentence each
 	NCCL       string    // NCCL's last message (ncclGetLastError), or ""
 }
@@ -301,7 +301,7 @@ func (e *TimeoutError) describeLaunch(b *strings.Builder) {
 		what, why = what+", or "+puts, why+", and that WaitSignal waits for as many signals as the peers send"
 	}
 	fmt.Fprintf(b, "nccl: %s on %s, with operations of rank %d of %d (%s), has not ended after %v (the limit is %v); the flight recorder does not have it: %s",
-		what, e.Stream, e.Rank, e.Size, e.Device, e.Age.Round(time.Millisecond), e.Limit, why)
+		what, e.Stream, e.Rank, e.Size, e.Device, e.Age.Round(time.Millisecond), e.Limit, strings.Join(append(e.Others, why), "; "))
 	if e.NCCL != "" {
 		b.WriteString("; NCCL's last message: " + e.NCCL)
 	}
@@ -588,6 +588,13 @@ func (c watched) LaunchTimedOut(kinds collective.Launches, on string, age, timeo
 	}
 	if kinds&collective.GraphLaunches != 0 {
 		t.Graph = c.graphNames()
+		mine := c.rec.LaunchedCollectives()
+		for _, m := range c.others() {
+			if n := m.LaunchedCollectives(); n < mine {
+				t.Behind = append(t.Behind, m.Rank)
+				t.Others = append(t.Others, fmt.Sprintf("rank %d (%s) has launched %d collectives in graphs, and this rank %d", m.Rank, m.Device, n, mine))
+			}
+		}
 	}
 	return t
 }

@@ -73,7 +73,7 @@ func (b *Batch) finish(errs []error) (first error) {
 				first = errs[i]
 			}
 		} else if !b.implied(i, errs) {
-			b.ops[i].comm.rec.Accept(&b.ops[i].Op.Call)
+			b.ops[i].accept()
 		}
 	}
 	if first == nil {

@@ -187,11 +187,21 @@ func (o *operation) enqueue() error {
 	if err := o.execute(); err != nil {
 		return o.undo(err)
 	}
-	c.rec.Accept(&o.Op.Call)
+	o.accept()
 	if o.Marked {
 		c.markBehind(o)
 	}
 	return nil
+}
+
+// accept records that NCCL has accepted the operation.
+func (o *operation) accept() {
+	o.comm.rec.Accept(&o.Op.Call)
+	if o.Captured && !collective.Kinds[o.Kind].Peer {
+		if h, err := o.comm.heldBy(o.Stream); err == nil && h.graph != nil { // after an error the capture has failed
+			h.collectives.Add(1)
+		}
+	}
 }
 
 // undo undoes an operation that NCCL has refused, and returns the error.

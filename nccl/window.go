@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/gochorus/chorus/device"
@@ -294,7 +295,7 @@ func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) erro
 			return fmt.Errorf("nccl: %w", err)
 		}
 	}
-	return gpu.StreamOf(s).Captured(held{c})
+	return c.holdByCapture(s)
 }
 
 // signal enqueues a one-sided operation, which the watchdog watches.
@@ -310,7 +311,7 @@ func (c *Communicator) signal(f ncclapi.Func, s *stream.Stream, call func(ncclap
 	span := gpu.StreamOf(s).Span(timeline.Collective, f.Name())
 	err = c.check(f.Name(), call(*c.h))
 	span.End(err)
-	if err == nil && !captured && c.watch.Launched(s, collective.OneSidedLaunches) {
+	if err == nil && !captured && c.watch.Launched(s, collective.OneSidedLaunches, 0) {
 		go c.runWatch()
 	}
 	return err
@@ -498,13 +499,43 @@ func (e *InUseError) Error() string {
 
 // holds are the graphs that use a communicator.
 type holds struct {
-	mu    sync.Mutex
-	by    []gpu.Holder
-	abort bool // abort when the last graph is closed
+	mu       sync.Mutex
+	by       []gpu.Holder
+	captures []held // of the graphs; also of one that is being captured
+	abort    bool   // abort when the last graph is closed
 }
 
-// A held is a communicator as the graphs see it that use it.
-type held struct{ *Communicator }
+// A held is a communicator as a graph sees it that uses it.
+type held struct {
+	*Communicator
+	graph       gpu.Holder
+	collectives *atomic.Uint64 // number of captured collectives
+}
+
+// holdByCapture lets the graph that captures s, if any, hold c.
+func (c *Communicator) holdByCapture(s *stream.Stream) error {
+	h, err := c.heldBy(s)
+	if err != nil {
+		return err
+	}
+	return gpu.StreamOf(s).Captured(h)
+}
+
+// heldBy returns c as the graph sees it that captures s, if any.
+func (c *Communicator) heldBy(s *stream.Stream) (held, error) {
+	g, err := gpu.StreamOf(s).CapturedBy()
+	if g == nil {
+		return held{c, nil, nil}, err
+	}
+	c.holds.mu.Lock()
+	defer c.holds.mu.Unlock()
+	i := slices.IndexFunc(c.holds.captures, func(h held) bool { return h.graph == g })
+	if i < 0 {
+		i = len(c.holds.captures)
+		c.holds.captures = append(c.holds.captures, held{c, g, new(atomic.Uint64)})
+	}
+	return c.holds.captures[i], nil
+}
 
 // Hold notes that a graph uses c.
 func (c held) Hold(g gpu.Holder) {
@@ -519,6 +550,7 @@ func (c held) Hold(g gpu.Holder) {
 func (c held) LetGo(g gpu.Holder) {
 	c.holds.mu.Lock()
 	c.holds.by = slices.DeleteFunc(c.holds.by, func(h gpu.Holder) bool { return h == g })
+	c.holds.captures = slices.DeleteFunc(c.holds.captures, func(h held) bool { return h.graph == g })
 	abort := c.holds.abort && len(c.holds.by) == 0
 	c.holds.mu.Unlock()
 	if abort {
@@ -531,7 +563,7 @@ func (c held) Prepare(gpu.HasStream) error { return nil }
 
 // Launched lets the watchdog watch a launch of a graph. A single rank waits for no other.
 func (c held) Launched(s gpu.HasStream) {
-	if on, ok := s.(*stream.Stream); ok && c.size > 1 && c.watch.Launched(on, collective.GraphLaunches) {
+	if on, ok := s.(*stream.Stream); ok && c.size > 1 && c.watch.Launched(on, collective.GraphLaunches, c.collectives.Load()) {
 		go c.runWatch()
 	}
 }

@@ -37,6 +37,9 @@ func (j *Job) Analyze() *Report {
 	j.service(r)
 	slices.SortStableFunc(r.Findings, func(a, b Finding) int { return slices.Index(kinds, a.Kind) - slices.Index(kinds, b.Kind) })
 	r.conclude()
+	if r.Kind == KindNone {
+		r.Verdict += j.unrecorded()
+	}
 	r.judge(j)
 	return r
 }
@@ -60,6 +63,16 @@ func (r *Report) conclude() {
 		f := &r.Findings[0]
 		r.Kind, r.Verdict, r.Culprits = f.Kind, f.Text, append(r.Culprits, f.Ranks...)
 	}
+}
+
+// unrecorded names what the recorders do not have, and what has not ended, or returns "".
+func (j *Job) unrecorded() string {
+	for _, g := range j.groups {
+		if list := slices.DeleteFunc(g.present(), func(m *member) bool { return !m.launches }); len(list) > 0 {
+			return fmt.Sprintf(" But launches of graphs or one-sided operations of %s in %s are not known to have ended, and the recorders do not have them.", names(list), g.name)
+		}
+	}
+	return ""
 }
 
 // service adds the findings of NCCL's RAS service, whose ranks are ranks of
@@ -213,6 +226,7 @@ func (j *Job) hangs(r *Report) {
 	}
 	for _, g := range j.groups {
 		r.addPendingTransfer(g)
+		r.addLaunches(g)
 	}
 	if len(r.Findings) == 0 && !j.live { // an error of a job that runs names the rank already
 		for _, g := range j.groups {
@@ -383,6 +397,32 @@ func (j *Job) addQueued(r *Report, s *stuck) bool {
 	r.add(KindQueued, fmt.Sprintf("%s have issued %s of %s, but the stream of %s has not reached it%s. Work that was enqueued on the stream before it still runs or waits, such as a kernel, or a wait for another stream.%s Look at what the program enqueues before this operation.",
 		who, e.position(), s.group.name, names(queued), place(e), elsewhere), s.group, e.seq, ranks(queued))
 	return true
+}
+
+// addLaunches reports the ranks whose launches of graphs had fewer collectives than those of a rank whose launches have not ended.
+func (r *Report) addLaunches(g *group) {
+	var most *member
+	for _, m := range g.present() {
+		if m.launches && (most == nil || m.launched > most.launched) {
+			most = m
+		}
+	}
+	if most == nil {
+		return
+	}
+	var behind []*member
+	var counts []string
+	for _, m := range g.present() {
+		if m.launched < most.launched {
+			behind = append(behind, m)
+			counts = append(counts, fmt.Sprintf("%s has launched %d", m.name, m.launched))
+		}
+	}
+	if len(behind) == 0 {
+		return
+	}
+	r.add(KindBehind, fmt.Sprintf("%s has launched %d collectives of %s in graphs, and the launches are not known to have ended. But %s: check that all ranks launch their graphs equally often and in the same order.",
+		upper(most.name), most.launched, g.name, strings.Join(counts[:min(len(counts), mostNamed)], ", ")), g, 0, ranks(behind))
 }
 
 // addFailed reports, once for each group, that ranks ended it during a collective, and the other ranks because of them.

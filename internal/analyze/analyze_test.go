@@ -667,3 +667,42 @@ func TestAnalyzeSizesThatOverflow(t *testing.T) {
 	_, err := r.entry(texts{})
 	require.ErrorContains(t, err, "have more than 9223372036854775807 elements")
 }
+
+// The recorders have no launches of graphs, only how many collectives these had. A rank that has launched less is named if no
+// operation explains more, and never said to be certain. A report does not say that no rank waits while launches may.
+func TestLaunchesOfGraphs(t *testing.T) {
+	for name, c := range map[string]struct {
+		launched [3]uint64
+		waits    []int // the ranks whose launches are not known to have ended
+		ops      map[int][]op
+		kind     string
+		culprits []int
+		texts    []string
+	}{
+		"a rank is behind": {[3]uint64{12, 9, 12}, []int{0, 2}, nil, KindBehind, []int{1},
+			[]string{"Rank 0 (PID 100 on n0) has launched 12 collectives of world in graphs", "rank 1 (PID 101 on n1) has launched 9"}},
+		"two are":         {[3]uint64{9, 12, 11}, []int{1}, nil, KindBehind, []int{0, 2}, []string{"rank 0 (PID 100 on n0) has launched 9, rank 2 (PID 102 on n2) has launched 11"}},
+		"all have ended":  {[3]uint64{12, 9, 12}, nil, nil, KindNone, nil, []string{"none of them waits for another."}},
+		"all are as far":  {[3]uint64{12, 12, 12}, []int{2}, nil, KindNone, nil, []string{"But launches of graphs or one-sided operations of rank 2 (PID 102 on n2) in world are not known to have ended"}},
+		"an operation is": {[3]uint64{12, 9, 12}, []int{0, 2}, map[int][]op{0: {sum(false)}, 1: {sum(false)}, 2: {}}, KindBehind, []int{2}, []string{"has not issued collective 1"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			dir := t.TempDir()
+			for rank := range 3 {
+				writeRank(t, dir, rank, 0, []string{"world"}, c.ops[rank])
+				file := filepath.Join(dir, fmt.Sprint("trace-", rank))
+				text, err := os.ReadFile(file)
+				require.NoError(t, err)
+				more := fmt.Sprintf(`"launched":%d,"launches":%v,"capacity":2000`, c.launched[rank], slices.Contains(c.waits, rank))
+				require.NoError(t, os.WriteFile(file, bytes.Replace(text, []byte(`"capacity":2000`), []byte(more), 1), 0o600))
+			}
+			r := analyze(t, dir)
+			require.Equal(t, c.kind, r.Kind, r.Verdict)
+			require.ElementsMatch(t, c.culprits, culprits(r), r.Verdict)
+			for _, want := range c.texts {
+				require.Contains(t, r.Verdict, want)
+			}
+			require.Equal(t, r.Kind == KindBehind && c.ops == nil, r.Sure == Likely)
+		})
+	}
+}

@@ -69,6 +69,9 @@ type member struct {
 	unknown bool    // the recorder was off, or has no operation of this group left
 	first   uint64  // the first collective that the ring still holds
 	last    uint64  // the last collective that was issued
+
+	launched uint64 // collectives that launches of graphs have enqueued
+	launches bool   // launches of graphs or one-sided operations, which list does not have, are not known to have ended
 }
 
 func (d *dump) fromChorus() bool {
@@ -185,6 +188,7 @@ func (d *dump) describe(id string, g *group, m *member) {
 		m.device, m.uuid, m.end, m.follows = s.Device, s.UUID, safe.Text(s.End), s.EndFollows
 		m.unknown = s.Capacity == 0 && s.Issued > 0
 		m.full = m.full || s.Shortened
+		m.launched, m.launches = s.Launched, s.Launches
 		for i := range m.list {
 			m.list[i].inCall = m.list[i].record > s.Accepted
 		}

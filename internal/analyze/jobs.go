@@ -197,6 +197,10 @@ func (r *Report) judge(j *Job) {
 		}
 	case KindStuck, KindSlow, KindQueued:
 		doubt(Likely, "files show where the operations stopped and not why")
+	case KindBehind:
+		if r.Findings[0].Seq == 0 {
+			doubt(Likely, "only the numbers of launched collectives show it, and ranks may capture different parts of their work")
+		}
 	case KindMissing:
 		doubt(Likely, "a file may be missing only here: a process may have written it on another host")
 	case KindService:

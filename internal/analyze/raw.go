@@ -37,6 +37,8 @@ type rawGroup struct {
 	Shortened  bool   `json:"shortened"`
 	End        string `json:"end"`
 	EndFollows bool   `json:"end_follows"`
+	Launched   uint64 `json:"launched"`
+	Launches   bool   `json:"launches"`
 	Issued     uint64 `json:"issued"`
 	Accepted   uint64 `json:"accepted"`
 }

@@ -31,6 +31,8 @@ type Inside interface {
 	// Signatures returns the signatures of the last collectives, at most n, and the number of the first. They are the
 	// same on all ranks if the operations are compatible.
 	Signatures(n int) (first uint64, list []uint32)
+	// LaunchedCollectives returns how many collectives of the communicator launches of graphs have enqueued.
+	LaunchedCollectives() uint64
 	// Dump returns the last operations of the communicators on its device as JSON that internal/analyze
 	// reads. It has at most n operations of each, and fewer if it would have more than limit bytes.
 	Dump(n, limit int) []byte

@@ -240,6 +240,8 @@ type sourceGroup struct {
 	End        string `json:"end,omitempty"`         // how it ended on this rank, as noticed first
 	EndFollows bool   `json:"end_follows,omitempty"` // the cause may be another rank
 	Shortened  bool   `json:"shortened,omitempty"`   // the dump does not have all operations of the ring
+	Launched   uint64 `json:"launched,omitempty"`    // collectives that launches of graphs have enqueued
+	Launches   bool   `json:"launches,omitempty"`    // launches or one-sided operations, which no entry has, are not known to have ended
 }
 
 func newSource() source {
@@ -257,6 +259,7 @@ func (s *source) add(r *Recorder, shortened bool) {
 	g := sourceGroup{
 		Group: r.Number, Rank: r.Rank, WorldRanks: slices.Clone(r.world), WorldSize: r.worldSize, Device: r.Device, UUID: r.UUID,
 		Capacity: len(r.ring), Issued: r.last, Accepted: r.enqueued, Shortened: shortened, End: r.end, EndFollows: r.endFollows,
+		Launched: r.LaunchedCollectives(), Launches: r.launchesLeft || r.launchesPending(),
 	}
 	if r.hidden {
 		g.Capacity = 0

@@ -33,9 +33,10 @@ const (
 // the device works, the marks show progress.
 const markedLaunches = 64
 
-// Launched records a launch, which has been enqueued on s outside of captures. It reports whether the caller must start the
-// watchdog.
-func (w *Watch) Launched(s *stream.Stream, kind Launches) (watch bool) {
+// Launched records a launch with that many collectives, which has been enqueued on s outside of captures. It reports whether the
+// caller must start the watchdog.
+func (w *Watch) Launched(s *stream.Stream, kind Launches, collectives uint64) (watch bool) {
+	w.rec.launchedCollectives.Add(collectives)
 	l, n, unmarked, watch := w.rec.launch(s, kind)
 	if l == nil {
 		return watch
@@ -96,6 +97,10 @@ func (r *Recorder) launch(s *stream.Stream, kind Launches) (l *launchStream, n, 
 	r.watched = true
 	return l, l.launched, l.launched - l.marked, watch
 }
+
+// LaunchedCollectives returns how many collectives launches of graphs have enqueued. The ranks that launch the same work have the same
+// number, also if they capture it in different graphs.
+func (r *Recorder) LaunchedCollectives() uint64 { return r.launchedCollectives.Load() }
 
 // launchesPending reports whether a launch is not known to have ended. mu is held.
 func (r *Recorder) launchesPending() bool {

@@ -63,6 +63,10 @@ type Recorder struct {
 	graphs         bool    // a graph has captured operations; its launches are not recorded
 	launches       []*launchStream
 
+	launchesLeft bool // at the end of the communicator, a launch was not known to have ended
+
+	launchedCollectives atomic.Uint64 // by launches of graphs
+
 	shown   atomic.Pointer[timeline.Recorder] // the timeline that knows the rank
 	ordinal int                               // of the device, for shown
 }
@@ -482,7 +486,7 @@ func (r *Recorder) InCall() bool {
 func (r *Recorder) Close() {
 	r.mu.Lock()
 	s := r.stream
-	r.stream, r.closed = nil, true
+	r.stream, r.closed, r.launchesLeft = nil, true, r.launchesPending()
 	launches := r.takeLaunches()
 	r.mu.Unlock()
 	endLaunches(launches)

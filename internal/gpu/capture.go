@@ -127,6 +127,15 @@ func (s *Stream) CapturePool() (Holdable, error) {
 	return c.pool, nil
 }
 
+// CapturedBy returns the graph of the capture that s takes part in, or nil.
+func (s *Stream) CapturedBy() (Holder, error) {
+	c, err := s.current()
+	if c == nil {
+		return nil, err
+	}
+	return c.graph, nil
+}
+
 // Captured records that operations on s use x: if s is being captured, the graph holds x.
 func (s *Stream) Captured(x Holdable) error {
 	c, err := s.current()

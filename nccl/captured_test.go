@@ -121,7 +121,15 @@ func TestTimeoutOfALaunch(t *testing.T) {
 		time.Sleep(2 * limit(devs)) // the watchdog sees the ends, and rests
 		require.NoError(t, ranks[0].c.Err())
 
+		standing := func() []any {
+			g := nccl.GroupOf(ranks[0].c)
+			return []any{g.Launched, g.WaitNanos > 0, g.Issued == g.Completed}
+		}
+		require.Equal(t, []any{uint64(100), false, true}, standing())
 		require.NoError(t, graphs[0].Launch(ranks[0].s))
+		time.Sleep(limit(devs) / 2)
+		require.Equal(t, []any{uint64(101), true, true}, standing())
+		require.LessOrEqual(t, time.Duration(nccl.GroupOf(ranks[0].c).WaitNanos), limit(devs))
 		err := ranks[0].c.Wait(testgpu.Context(t), ranks[0].s)
 		var late *nccl.TimeoutError
 		require.ErrorAs(t, err, &late)

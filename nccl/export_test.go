@@ -8,6 +8,7 @@ import (
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/ncclapi"
 	"github.com/gochorus/chorus/internal/osthread"
+	"github.com/gochorus/chorus/internal/status"
 )
 
 // SetAbortTimeout changes for a test how long an abort may take.
@@ -58,3 +59,6 @@ func (c *Communicator) Closed() bool { return c.isClosed() }
 
 // Relaxed runs fn as calls of NCCL in a capture are.
 func Relaxed(dev *device.Device, fn func() error) error { return relaxed(dev, fn) }
+
+// GroupOf returns what the status of the process says about c.
+func GroupOf(c *Communicator) status.Group { return groupOf(c.rec) }

@@ -80,6 +80,7 @@ func groupOf(r *collective.Recorder) status.Group {
 	g := status.Group{
 		ID: r.Group, Name: r.Name, Rank: r.Rank, Size: r.Size, WorldRank: s.WorldRank, Device: r.Device,
 		Issued: s.Issued, Completed: min(s.Completed, s.Issued), IdleNanos: int64(s.Idle),
+		Launched: s.Launched, WaitNanos: int64(s.Waits),
 	}
 	if g.Arrivals = r.Arrivals(); len(g.Arrivals) > 0 {
 		g.Clock = collective.Clock()

@@ -16,7 +16,7 @@ type launchStream struct {
 	launched uint64         // number of launches
 	marked   uint64         // the latest launch with a mark
 	ended    uint64         // launches that are known to have ended
-	progress int64          // when a launch was last observed to have ended, by the recorder's clock
+	progress int64          // when a launch was last observed to have ended, or the first was enqueued after all had, by the recorder's clock
 	timeout  time.Duration  // of the latest launch
 	kinds    Launches       // of all launches
 }
@@ -87,6 +87,9 @@ func (r *Recorder) launch(s *stream.Stream, kind Launches) (l *launchStream, n, 
 		l = &launchStream{s: s, marks: NewMarks(s.Device())}
 		r.launches = append(r.launches, l)
 	}
+	if l.launched == l.ended {
+		l.progress = r.Clock()
+	}
 	l.launched++
 	l.timeout = timeout
 	l.kinds |= kind
@@ -110,6 +113,16 @@ func (r *Recorder) launchesPending() bool {
 		}
 	}
 	return false
+}
+
+// waitsForLaunches returns for how long no launch is known to have ended while launches are pending on some stream, or 0. mu is held.
+func (r *Recorder) waitsForLaunches() (longest time.Duration) {
+	for _, l := range r.launches {
+		if l.launched > l.ended {
+			longest = max(longest, time.Duration(r.Clock()-l.progress), 1)
+		}
+	}
+	return longest
 }
 
 // takeLaunches removes the streams with launches, for endLaunches. mu is held.

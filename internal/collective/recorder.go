@@ -586,6 +586,8 @@ type Standing struct {
 	Kind      Kind          // of Oldest
 	Age       time.Duration // of Oldest, which is in flight; its Record is 0 if there is none
 	Idle      time.Duration // since the last operation was issued; 0 if there was none
+	Launched  uint64        // collectives that launches of graphs have enqueued
+	Waits     time.Duration // for which no launch is known to have ended while some are pending; 0 if none is
 }
 
 // Standing returns the progress of the rank.
@@ -593,7 +595,7 @@ func (r *Recorder) Standing() Standing {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	now := Now()
-	s := Standing{WorldRank: -1, Issued: r.collectives, Completed: r.completed, State: r.finalState, Oldest: Operation{Root: -1}}
+	s := Standing{WorldRank: -1, Launched: r.LaunchedCollectives(), Waits: r.waitsForLaunches(), Issued: r.collectives, Completed: r.completed, State: r.finalState, Oldest: Operation{Root: -1}}
 	if r.Rank < len(r.world) {
 		s.WorldRank = r.world[r.Rank]
 	}

@@ -86,6 +86,10 @@ type Group struct {
 	Oldest    *Op     `json:"oldest,omitempty"` // the oldest operation in flight
 	IdleNanos int64   `json:"idle_ns"`          // since the last operation was issued; 0 if there was none
 	Totals    []Total `json:"totals,omitempty"`
+	// Launched is the number of collectives that launches of graphs have enqueued, which Issued does not have. WaitNanos is for how long
+	// no launch is known to have ended while some are pending, or one-sided operations; 0 if none is.
+	Launched  uint64 `json:"launched,omitempty"`
+	WaitNanos int64  `json:"launch_wait_ns,omitempty"`
 	// Arrivals are the latest collectives at which all ranks wait for each other, in ascending order. Each has its number, the time
 	// of the call on Clock, and the time that it took on its stream, in nanoseconds. A time that is not known is 0.
 	Arrivals [][3]int64 `json:"arrivals,omitempty"`
@@ -305,8 +309,8 @@ func (g *Group) check() error {
 	switch {
 	case g.Size < 1 || g.Rank < 0 || g.Rank >= g.Size || g.WorldRank < -1:
 		return fmt.Errorf("rank %d of %d, world rank %d", g.Rank, g.Size, g.WorldRank)
-	case g.Completed > g.Issued || g.IdleNanos < 0:
-		return fmt.Errorf("%d of %d collectives have completed, idle for %d ns", g.Completed, g.Issued, g.IdleNanos)
+	case g.Completed > g.Issued || g.IdleNanos < 0 || g.WaitNanos < 0:
+		return fmt.Errorf("%d of %d collectives have completed, idle for %d ns, waits for launches for %d ns", g.Completed, g.Issued, g.IdleNanos, g.WaitNanos)
 	case len(g.Totals) > maxTotals:
 		return fmt.Errorf("%d totals: want at most %d", len(g.Totals), maxTotals)
 	}

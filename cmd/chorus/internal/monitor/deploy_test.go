@@ -21,7 +21,7 @@ func metricNames(t *testing.T) map[string][]string {
 	require.NoError(t, err)
 	names := map[string][]string{}
 	for _, d := range []desc{buildDesc, epochDesc, ranksDesc, heartbeatDesc, deviceDesc, operationsDesc, bytesDesc, groupOpsDesc, groupBytesDesc, inFlightDesc, ageDesc,
-		issuedDesc, completedDesc, lagDesc, lagTimeDesc, comparedDesc, lastDesc, heldUpDesc, errorsDesc, durationsDesc, exitsDesc, restartsDesc, workerRestartsDesc,
+		issuedDesc, completedDesc, launchedDesc, launchAgeDesc, lagDesc, lagTimeDesc, comparedDesc, lastDesc, heldUpDesc, errorsDesc, durationsDesc, exitsDesc, restartsDesc, workerRestartsDesc,
 		temperatureDesc, powerDesc, utilizationDesc, allocatedDesc, reservedDesc, inactiveDesc, peakDesc, allocsDesc, retriesDesc, oomsDesc} {
 		names[d.name] = append(d.labels[:len(d.labels):len(d.labels)], "chorus_job")
 	}

@@ -172,10 +172,39 @@ func (j *Job) find() {
 		}
 	})
 	for _, g := range j.Groups {
+		if !found[g.ID] {
+			j.findLaunches(g)
+		}
 		if !found[g.ID] && g.Answered == g.Size {
 			j.findSlow(g)
 		}
 	}
+}
+
+// minLaunchWait is the shortest wait for launches that is a finding. The processes notice the ends of launches every second, and healthy
+// ranks have launched different numbers of collectives at any moment.
+const minLaunchWait = 5 * time.Second
+
+// findLaunches describes the ranks whose launches of graphs had fewer collectives than those of a rank whose launches do not end.
+func (j *Job) findLaunches(g Group) {
+	var most *Member
+	var who *Rank
+	j.members(func(r *Rank, m *Member) {
+		if m.ID == g.ID && time.Duration(m.WaitNanos) >= minLaunchWait && (most == nil || m.Launched > most.Launched) {
+			who, most = r, m
+		}
+	})
+	if most == nil {
+		return
+	}
+	named := 0
+	j.members(func(r *Rank, m *Member) {
+		if m.ID == g.ID && m.Launched < most.Launched && named < mostNamed {
+			named++
+			j.Findings = append(j.Findings, fmt.Sprintf("rank %d (host %s, process %d) has launched %d collectives of %s in graphs, and rank %d %d, whose launches have not ended since %s",
+				r.Rank, r.Host, r.PID, m.Launched, m.title(), who.Rank, most.Launched, seconds(time.Duration(most.WaitNanos))))
+		}
+	})
 }
 
 // mostNamed limits the ranks that a finding names.

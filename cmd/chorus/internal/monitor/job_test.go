@@ -97,6 +97,26 @@ func TestFindings(t *testing.T) {
 	require.Equal(t, "its report is not valid: status: group 0: rank 0 of -1, world rank 0", newJob(hostile, time.Now()).Ranks[0].Missing)
 }
 
+// Launches of graphs are no operations. A rank that has launched less than another one is named if the launches of that one do not end.
+func TestFindingsOfLaunches(t *testing.T) {
+	findings := func(waits time.Duration, launched ...uint64) []string {
+		s := exampleStatus(t)
+		for rank := range 4 {
+			g := status.Group{ID: "a1", Name: "data", Rank: rank, Size: 4, Issued: 8, Completed: 8, Launched: launched[rank]}
+			if rank != 1 {
+				g.WaitNanos = int64(waits)
+			}
+			s.Members[rank] = member(t, rank, status.Process{Groups: []status.Group{g}})
+		}
+		return newJob(s, time.Now()).Findings
+	}
+	require.Equal(t, []string{"rank 1 (host n1, process 101) has launched 9 collectives of group data in graphs, and rank 0 12, whose launches have not ended since 7.0 s"},
+		findings(7*time.Second, 12, 9, 12, 12))
+	require.Empty(t, findings(time.Second, 12, 9, 12, 12), "the watchdog notices ends every second")
+	require.Empty(t, findings(7*time.Second, 12, 12, 12, 12))
+	require.Empty(t, findings(0, 12, 9, 12, 12))
+}
+
 func TestRates(t *testing.T) {
 	now := time.Now()
 	before, after := newJob(exampleStatus(t), now), newJob(exampleStatus(t), now.Add(2*time.Second))

@@ -190,6 +190,8 @@ var (
 	ageDesc        = desc{"chorus_collective_oldest_age_seconds", "Age of the oldest operation in flight; 0 if none.", prometheus.GaugeValue, ofGroup}
 	issuedDesc     = desc{"chorus_collective_issued_sequence", "Number of the last collective that was issued.", prometheus.GaugeValue, ofGroup}
 	completedDesc  = desc{"chorus_collective_completed_sequence", "Number of the last collective that is known to have completed.", prometheus.GaugeValue, ofGroup}
+	launchedDesc   = desc{"chorus_collective_launched_total", "Collectives that launches of graphs have enqueued; the other counts of collectives lack them.", prometheus.CounterValue, ofGroup}
+	launchAgeDesc  = desc{"chorus_launch_wait_seconds", "Time without the end of a launch of a graph with collectives, or of a one-sided operation, while some are pending; 0 if none is.", prometheus.GaugeValue, ofGroup}
 	lagDesc        = desc{"chorus_group_lag_operations", "Collectives that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
 	lagTimeDesc    = desc{"chorus_group_lag_seconds", "Time that the rank is behind the most advanced rank.", prometheus.GaugeValue, ofGroup}
 
@@ -325,6 +327,8 @@ func (s *sender) group(m *Member, group []string) {
 	s.send(ageDesc, age, group...)
 	s.send(issuedDesc, float64(m.Issued), group...)
 	s.send(completedDesc, float64(m.Completed), group...)
+	s.send(launchedDesc, float64(m.Launched), group...)
+	s.send(launchAgeDesc, float64(m.WaitNanos)/1e9, group...)
 	s.send(lagDesc, float64(m.Behind), group...)
 	s.send(lagTimeDesc, m.Lag.Seconds(), group...)
 	s.send(comparedDesc, float64(m.Tally.Compared), group...)

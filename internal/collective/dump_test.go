@@ -2,6 +2,8 @@ package collective
 
 import (
 	"fmt"
+	"path"
+	"runtime"
 	"testing"
 	"time"
 
@@ -79,4 +81,13 @@ func TestAccountIsInTheStatus(t *testing.T) {
 	}
 	require.LessOrEqual(t, len(account.errors), mostGroups+1)
 	account.errors, account.durations = nil, nil
+}
+
+// Readers of a dump look for the first function whose name is not of Chorus: the program's line.
+func TestInlinedClosuresHaveTheNameOfTheirPackage(t *testing.T) {
+	at := path.Dir(folder())
+	require.Equal(t, "github.com/gochorus/chorus/comm.train.Send[...].func1", nameOf(runtime.Frame{Function: "main.train.Send[...].func1", File: at + "/comm/collective.go"}))
+	require.Equal(t, "github.com/gochorus/chorus/gds/safetensors.step.func1", nameOf(runtime.Frame{Function: "example.org/a.b/train.step.func1", File: at + "/gds/safetensors/file.go"}))
+	require.Equal(t, "main.train", nameOf(runtime.Frame{Function: "main.train", File: "/home/user/main.go"}))
+	require.Equal(t, "github.com/gochorus/chorus/comm.Send[...]", nameOf(runtime.Frame{Function: "github.com/gochorus/chorus/comm.Send[...]", File: at + "/comm/collective.go"}))
 }

@@ -10,6 +10,7 @@ import (
 	"sync/atomic"
 	"time"
 
+	"github.com/gochorus/chorus/internal/handle"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -247,12 +248,22 @@ func framesOf(pcs []uintptr) (list []Frame) {
 	for frames := runtime.CallersFrames(pcs[:n]); ; {
 		f, more := frames.Next()
 		if len(list) > 0 || path.Dir(f.File) != folder() || strings.HasSuffix(f.File, "_test.go") {
-			list = append(list, Frame{f.Function, f.File, f.Line})
+			list = append(list, Frame{nameOf(f), f.File, f.Line})
 		}
 		if !more {
 			return list
 		}
 	}
+}
+
+// nameOf returns the name of a function, which tells readers of a dump whether it belongs to Chorus: that of a
+// closure that was inlined into a program begins with the package of the program.
+func nameOf(f runtime.Frame) string {
+	if !handle.OfLibrary(f) || strings.HasPrefix(f.Function, handle.Module) {
+		return f.Function
+	}
+	_, name, _ := strings.Cut(f.Function[strings.LastIndexByte(f.Function, '/')+1:], ".")
+	return path.Join(handle.Module, strings.TrimPrefix(path.Dir(f.File), path.Dir(folder()))) + "." + name
 }
 
 // Trace returns the recorded operations, the oldest first.

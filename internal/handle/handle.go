@@ -107,6 +107,34 @@ type Name string
 
 func (n Name) String() string { return string(n) }
 
+// Module is the start of the names of Chorus's functions.
+const Module = "github.com/gochorus/chorus/"
+
+// OfLibrary reports whether a function belongs to Chorus's packages, without its programs, examples and tests. The name is not
+// sufficient: a closure of a function that the compiler has inlined is named after the function of the program that calls it,
+// such as main.train.Send[...].func1. Its file is still that of the library.
+func OfLibrary(f runtime.Frame) bool {
+	if strings.HasSuffix(f.File, "_test.go") {
+		return false
+	}
+	if name, ours := strings.CutPrefix(f.Function, Module); ours {
+		return !strings.HasPrefix(name, "examples/") && !strings.HasPrefix(name, "cmd/")
+	}
+	file, ours := strings.CutPrefix(f.File, root())
+	top, _, nested := strings.Cut(file, "/")
+	return ours && nested && slices.Contains(folders, top)
+}
+
+// folders have the packages of the library. Other folders may have programs, also of users.
+var folders = []string{"amp", "checkpoint", "cluster", "comm", "ddp", "device", "gds", "graph", "health", "internal", "kernel", "memory",
+	"nccl", "nvtx", "optim", "perf", "rng", "stream", "tensor", "timeline"}
+
+// root is the folder of Chorus's source, with a slash, as the compiler has recorded it.
+var root = sync.OnceValue(func() string {
+	_, file, _, _ := runtime.Caller(0)
+	return strings.TrimSuffix(file, "internal/handle/handle.go")
+})
+
 // A place is the stack of calls that made an object.
 type place [8]uintptr
 

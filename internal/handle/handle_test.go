@@ -1,7 +1,10 @@
 package handle
 
 import (
+	"os"
+	"path/filepath"
 	"runtime"
+	"strings"
 	"testing"
 	"time"
 
@@ -69,4 +72,35 @@ func leaks(t *testing.T, traced bool, fn func(), n int) map[string]Leak {
 	}
 	require.Empty(t, reports)
 	return all
+}
+
+// A closure of a generic function is named after the function of the program into which the compiler has inlined it.
+func TestOfLibrary(t *testing.T) {
+	_, here, _, _ := runtime.Caller(0)
+	at := strings.TrimSuffix(here, "internal/handle/handle_test.go")
+	for _, f := range []runtime.Frame{
+		{Function: Module + "comm.Send[...]", File: at + "comm/collective.go"},
+		{Function: "main.train.Send[...].func1", File: at + "comm/collective.go"},
+		{Function: "example.org/train.step.Make[...].func2", File: at + "gds/safetensors/file.go"},
+	} {
+		require.True(t, OfLibrary(f), f.Function)
+	}
+	for _, f := range []runtime.Frame{
+		{Function: "main.train", File: "/home/user/comm/main.go"},
+		{Function: "main.main", File: at + "mine/main.go"},
+		{Function: "main.main", File: at + "main.go"},
+		{Function: Module + "examples/ring.main", File: at + "examples/ring/main.go"},
+		{Function: Module + "comm_test.TestSend.Send[...].func1", File: at + "comm/send_test.go"},
+	} {
+		require.False(t, OfLibrary(f), f.Function)
+	}
+	dirs, err := os.ReadDir("../..")
+	require.NoError(t, err)
+	for _, d := range dirs {
+		files, err := filepath.Glob(filepath.Join("../..", d.Name(), "*.go"))
+		require.NoError(t, err)
+		if len(files) > 0 {
+			require.Contains(t, folders, d.Name())
+		}
+	}
 }

@@ -5,6 +5,8 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+
+	"github.com/gochorus/chorus/internal/handle"
 )
 
 // A Clock holds, for each slot, the last epoch that is known to precede. Each stream has a
@@ -181,18 +183,9 @@ func (p *Place) String() string {
 	return place
 }
 
-const module = "github.com/gochorus/chorus/"
-
 // ofLibrary reports whether a function belongs to Chorus's packages, without its programs,
 // examples and tests, or to the standard library, which calls functions for others.
 func ofLibrary(f runtime.Frame) bool {
-	if strings.HasSuffix(f.File, "_test.go") {
-		return false
-	}
-	name, ours := strings.CutPrefix(f.Function, module)
-	if !ours {
-		first, _, _ := strings.Cut(f.Function, "/")
-		return strings.HasPrefix(first, "sync.") || strings.HasPrefix(first, "slices.")
-	}
-	return !strings.HasPrefix(name, "examples/") && !strings.HasPrefix(name, "cmd/")
+	first, _, _ := strings.Cut(f.Function, "/")
+	return strings.HasPrefix(first, "sync.") || strings.HasPrefix(first, "slices.") || handle.OfLibrary(f)
 }

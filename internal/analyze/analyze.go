@@ -247,9 +247,12 @@ func (r *Report) addCycle(c []*wait) {
 		}
 		list = append(list, w.from.rank())
 	}
-	if slices.ContainsFunc(c, func(w *wait) bool { return w.group != c[0].group }) {
+	switch {
+	case slices.ContainsFunc(c, func(w *wait) bool { return w.group != c[0].group }):
 		text += ". The ranks use the groups in different orders: issue the operations of groups that share ranks in the same order on all ranks."
-	} else {
+	case slices.ContainsFunc(c, func(w *wait) bool { return w.op.peer < 0 }):
+		text += ". Issue the sends, receives and collectives of a group in the same order on all ranks: the matching operation of a send or a receive is missing before the collective."
+	default:
 		text += ". Change the order of the sends and receives, or put those of a rank into one Batch (comm.SendRecv does)."
 	}
 	r.add(KindOrder, text, c[0].group, c[0].op.seq, list)

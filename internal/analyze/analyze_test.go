@@ -214,6 +214,8 @@ func TestAnalyzeVerdicts(t *testing.T) {
 			world, KindTransfer, []int{0}, []string{"recv(8 x Float) from rank 0", "has not issued the matching send"}},
 		"receive of another size": {map[int][]op{0: {send(1, 8)}, 1: {recv(0, 9)}, 2: {}},
 			world, KindTransfer, []int{0, 1}, []string{"sends send(8 x Float)", "receives recv(9 x Float)"}},
+		"send without a receive before a collective": {map[int][]op{0: {send(1, 8)}, 1: {sum(false)}, 2: {sum(false)}},
+			world, KindOrder, []int{0, 1}, []string{"in the same order on all ranks: the matching operation of a send or a receive is missing before the collective"}},
 		"receives in a cycle": {map[int][]op{0: {recv(1, 8)}, 1: {recv(0, 8)}, 2: {}},
 			world, KindOrder, []int{0, 1}, []string{"Change the order of the sends and receives"}},
 		"started on all ranks": {map[int][]op{0: {started(sum(false))}, 1: {started(sum(false))}, 2: {started(sum(false))}},

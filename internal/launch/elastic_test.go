@@ -74,7 +74,7 @@ func TestElasticFunctionFails(t *testing.T) {
 	for how, want := range map[string]struct {
 		code int
 		text string
-	}{"panic": {2, "exited with code 2"}, "error": {7, "its function failed: of the function"}} {
+	}{"panic": {2, `\) exited with code 2`}, "error": {7, `\) failed after \S+: its function failed: of the function`}} {
 		t.Run(how, func(t *testing.T) {
 			t.Parallel()
 			cfg := workers(2, "function", how).noticingSilence()

@@ -437,7 +437,7 @@ func (o *output) wrote(s *stream, data []byte, last bool) {
 // add adds a piece of a line. Like a terminal, it keeps only the last of the pieces of progress that
 // carriage returns separate.
 func (t *tail) add(piece []byte, end byte) {
-	text := safe.Text(string(piece[:min(len(piece), tailWidth)]))
+	text := safe.Lines(string(piece[:min(len(piece), tailWidth)]))
 	n := len(t.lines)
 	switch old := t.end; {
 	case n == 0 || old == '\n':

@@ -116,6 +116,8 @@ func TestTail(t *testing.T) {
 	}
 	require.Len(t, tl.last(), lastLines)
 	require.Equal(t, fmt.Sprint(keptLines-1), tl.last()[lastLines-1])
+	tl.add([]byte("\tmain.go:7\x1b"), '\n') // as in a stack
+	require.Equal(t, "\tmain.go:7\\x1b", tl.last()[lastLines-1])
 	tl.add([]byte("fatal error: all goroutines are asleep - deadlock!"), '\n')
 	for range keptLines - 1 {
 		tl.add([]byte("x"), '\n')

@@ -35,6 +35,8 @@ func (j *launcher) reportCause(code int) int {
 	case c != nil:
 		j.log("ERROR", c, then+fmt.Sprintf("rank %d (host %s, pid %d) %s%s", c.rank, j.agent.Host(), c.pid, how(c, lost), j.endedWith(c)))
 		j.quote(c)
+	case lost.ExitCode >= 0 && strings.HasPrefix(lost.Reason, "its "):
+		j.fail(then + fmt.Sprintf("%s failed: %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	case lost.ExitCode >= 0:
 		j.fail(then + fmt.Sprintf("%s %s%s", lost.Who(), lost.Reason, j.endedWith(nil)))
 	case lost.Rank < 0 && lost.PID == os.Getpid() && lost.Host == j.agent.Host():
@@ -71,6 +73,9 @@ func how(c *child, lost *job.MemberLostError) string {
 			text += "; its process: " + c.why
 		}
 		return text
+	}
+	if strings.HasPrefix(lost.Reason, "its ") {
+		return "failed" + after + ": " + lost.Reason
 	}
 	return lost.Reason + after
 }

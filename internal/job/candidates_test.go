@@ -230,8 +230,17 @@ func TestCandidateTellsOfItsHosts(t *testing.T) {
 	require.Empty(t, k.welcome().At)
 	k.happen(registered{"b:1"})
 	require.Equal(t, "b:1", k.welcome().At)
+	require.Empty(t, k.waitingLine(), "its own host is with another candidate, so it does not say that nobody is here")
 	k.happen(registered{})
 	require.Empty(t, k.welcome().At)
+	require.Contains(t, k.waitingLine(), "to agree to another one: 2 of 4 are here")
+}
+
+// A host that the coordinator has lost does not claim that others choose another one: the coordinator may go on.
+func TestNextAfterALoss(t *testing.T) {
+	ch := &history{Epoch: 3}
+	require.Equal(t, "the hosts of epoch 3 choose another coordinator", ch.next(lostSilent))
+	require.Equal(t, "this host looks for the job's coordinator", ch.next(lostByIt))
 }
 
 // If too few hosts are left to choose another coordinator, a host looks for the one that it has lost at once, unless that has ended.

@@ -627,11 +627,17 @@ func missing(r attendance, number func(Member) int) []int {
 
 // waitingLine describes the missing members, or returns "" if none is waited for.
 func (c *coordinator) waitingLine() string {
+	if c.isElastic() && c.elastic.phase == phaseWait && c.faults.stop == nil {
+		return c.shortageLine()
+	}
 	waiting := c.cfg.agents > 0 && c.plan == nil || c.world == nil && len(c.workers) > 0 && !c.cfg.Registry
 	if !waiting || c.faults.lost != nil && c.restart == nil {
 		return ""
 	}
 	if s := c.succession; s != nil {
+		if s.other != "" { // hosts come to the candidate there, which says how many are with it
+			return ""
+		}
 		return fmt.Sprintf("waiting since %v for hosts of epoch %d, which have lost their coordinator, to agree to another one: %d of %d are here",
 			(c.now - s.begun).Round(time.Second), s.history.Epoch, len(s.hosts), len(s.history.Voters))
 	}

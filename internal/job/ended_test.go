@@ -4,6 +4,7 @@ import (
 	"os"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/gochorus/chorus/internal/testhost"
 	"github.com/stretchr/testify/require"
@@ -130,6 +131,21 @@ func TestLateHostSavesTheJob(t *testing.T) {
 		j.settle("a", "b")
 		require.Equal(t, phaseWait, j.elastic.phase)
 		require.Nil(t, j.faults.stop)
+	})
+}
+
+// A job that has too few hosts left says so while it waits for others, and who has left.
+func TestShortageIsReported(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
+		j := newPaperJob("a", "b")
+		j.cfg.least = 2
+		require.Empty(t, j.waitingLine())
+		j.lose("b")
+		j.settle("a")
+		require.Equal(t, phaseWait, j.elastic.phase)
+		require.Empty(t, j.waitingLine())
+		j.sleep(10 * time.Second)
+		require.Regexp(t, `^epoch 1 has ended 10s ago, and the next one waits for more processes: it has 1 process on 1 host, and needs at least 1 process on 2 hosts; rank 1 \(host b pid 101\) left: `, j.waitingLine())
 	})
 }
 

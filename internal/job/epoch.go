@@ -875,6 +875,29 @@ func (c *coordinator) epochLine() string {
 		quantity(len(hosts), unitHost), what, (c.now - e.begun).Round(time.Millisecond))
 }
 
+// shortageLine describes the wait for enough members of the next epoch, or returns "" at its beginning: a process may be
+// starting.
+func (c *coordinator) shortageLine() string {
+	waits := c.sinceEnd()
+	if waits < SettleTime*10 {
+		return ""
+	}
+	ps, hosts := c.nextMembers(), map[string]bool{}
+	for _, p := range ps {
+		hosts[p.reg.Agent] = true
+	}
+	on, needs := "", quantity(leastSize(ps), UnitProcess)
+	if least := c.cfg.leastHosts(); least > 0 {
+		on, needs = " on "+quantity(len(hosts), unitHost), needs+" on "+quantity(least, unitHost)
+	}
+	line := fmt.Sprintf("epoch %d has ended %v ago, and the next one waits for more processes: it has %s%s, and needs at least %s",
+		c.epoch, waits.Round(time.Second), quantity(len(ps), UnitProcess), on, needs)
+	if parts := departures(c.elastic.left); len(parts) > 0 {
+		line += "; " + safe.Clip(strings.Join(parts, "; "), MaxText/2)
+	}
+	return line
+}
+
 // departures describes the processes that have left, by host and reason.
 func departures(left []Departure) []string {
 	var parts []string

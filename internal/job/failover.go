@@ -143,7 +143,7 @@ func (a *Agent) loseCoordinator(k *Client, t *attempt, cause error) *history {
 // choose finds or becomes the next coordinator.
 func (a *Agent) choose(k *Client, t *attempt, ch *history) error {
 	begun, cause := time.Now(), context.Cause(k.Ctx)
-	a.cfg.Notify(fmt.Sprintf("job %s: %s; the hosts of epoch %d choose another coordinator", a.cfg.Job, ch.why(k, cause), ch.Epoch))
+	a.cfg.Notify(fmt.Sprintf("job %s: %s; %s", a.cfg.Job, ch.why(k, cause), ch.next(Loss(k.Loss.Load()))))
 	e := &election{agent: a}
 	o, err := e.elect(a.life, begun, newSuccession(&a.voter, ch, a.port.at, k.Addr, Loss(k.Loss.Load()), 1))
 	if err != nil {
@@ -171,6 +171,14 @@ func (c *history) why(k *Client, cause error) string {
 		return fmt.Sprintf("host %s, which coordinated the job, leaves: its launcher %s", k.Hello.Host, c.Reason)
 	}
 	return cause.Error()
+}
+
+// next says what the hosts do after the loss of a coordinator. If it has lost this host, it may go on, and nobody chooses another one.
+func (c *history) next(how Loss) string {
+	if how == lostByIt {
+		return "this host looks for the job's coordinator"
+	}
+	return fmt.Sprintf("the hosts of epoch %d choose another coordinator", c.Epoch)
 }
 
 // resign closes this host's coordinator.

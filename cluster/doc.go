@@ -127,6 +127,8 @@
 //
 //	fault                               assumption                       result
 //	worker exits, is killed or stops    restarts or MinSize permit it    the next epoch, without it or with its successor
+//	too few workers or hosts are left   fewer than MAX hosts are here    the job waits for others for CHORUS_JOIN_TIMEOUT, and says
+//	for MIN or MinSize, or none                                          so every 5 s; then it ends with the last loss
 //	worker exits with 0 in an epoch     others are left                  the next epoch, without it; it is not started again
 //	launcher is killed                  its kernel runs                  the others go on, also if it was one of two, or coordinated
 //	coordinator's launcher and others   more than half of the other      the others go on; if fewer are left, the job ends, because a

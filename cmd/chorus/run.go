@@ -70,7 +70,7 @@ Exit codes:
   1        a process or host was lost without an exit code, or chorus could not go on, for example
            because a port is in use or a log file cannot be written
   64       mistake in the command line, or command lines of the hosts differ
-  69       some hosts of the job did not join in time, or a limit of processes (pids.max) is too low
+  69       some hosts of the job did not join in time, or a limit of processes (pids.max, ulimit -u) is too low
   77       the seeds have another secret or another job
   126, 127 the program cannot be executed, or does not exist`
 

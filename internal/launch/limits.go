@@ -104,7 +104,7 @@ func (w *oomWatch) explain() string {
 // since returns the time since t in whole seconds, rounded up.
 func since(t time.Time) time.Duration { return time.Since(t).Truncate(time.Second) + time.Second }
 
-// A pidLimit explains failures by the limit of processes and threads of this process's control groups.
+// A pidLimit explains failures by the limits of processes and threads of this process's control groups and user.
 // Without it, the runtime of a Go program ends with a dump of all goroutines when it cannot start a thread.
 type pidLimit struct {
 	root string // of the file system, "" except in tests
@@ -171,12 +171,71 @@ const pidCure = "raise it: --pids-limit of docker, podPidsLimit of the kubelet, 
 // check returns an error if the limits do not admit a launcher with so many workers.
 func (l *pidLimit) check(procs int) error {
 	l.hits = l.reached()
-	dir, most, left, ok := l.tightest()
-	if need := ownThreads + 2*procs; ok && left < need {
+	need := ownThreads + 2*procs
+	if dir, most, left, ok := l.tightest(); ok && left < need {
 		return fmt.Errorf("%d workers need at least %d further processes and threads, but the control group %s has a limit of %d (pids.max), and only %d are left; %s",
 			procs, need, dir, most, max(left, 0), pidCure)
 	}
+	if user, most, left, ok := l.ofUser(); ok && left < need {
+		return fmt.Errorf("%d workers need at least %d further processes and threads, but the user with the number %s has a limit of %d (ulimit -u), and at most %d are left; %s",
+			procs, need, user, most, max(left, 0), userCure)
+	}
 	return nil
+}
+
+const userCure = "raise it: ulimit -u, nproc in limits.conf, LimitNPROC of systemd, --ulimit nproc of docker"
+
+// ofUser returns the limit of the processes and threads of this process's user, and how many further ones it admits. Those
+// that this process cannot see count for the kernel, too, so there may be fewer. It returns false if the limit does not hold
+// for this process: the kernel exempts root and programs with some capabilities.
+func (l *pidLimit) ofUser() (user string, most, left int, ok bool) {
+	self := l.status("self")
+	caps, err := strconv.ParseUint(self["CapEff"], 16, 64)
+	const sysAdmin, sysResource = 1 << 21, 1 << 24
+	user = realUser(self)
+	if err != nil || user == "" || user == "0" || caps&(sysAdmin|sysResource) != 0 {
+		return "", 0, 0, false
+	}
+	text, _ := os.ReadFile(l.root + "/proc/self/limits")
+	_, text, found := bytes.Cut(text, []byte("Max processes"))
+	f := bytes.Fields(text)
+	if !found || len(f) == 0 {
+		return "", 0, 0, false
+	}
+	if most, err = strconv.Atoi(string(f[0])); err != nil { // "unlimited"
+		return "", 0, 0, false
+	}
+	space, err := os.Readlink(l.root + "/proc/self/ns/user")
+	dirs, _ := filepath.Glob(l.root + "/proc/[1-9]*")
+	left = most
+	for _, d := range dirs {
+		pid := filepath.Base(d)
+		if there, err2 := os.Readlink(d + "/ns/user"); err != nil || err2 != nil || there != space { // each user namespace counts by itself
+			continue
+		}
+		if s := l.status(pid); realUser(s) == user {
+			n, _ := strconv.Atoi(s["Threads"])
+			left -= n
+		}
+	}
+	return user, most, left, true
+}
+
+// status returns the lines of a process's file status.
+func (l *pidLimit) status(pid string) map[string]string {
+	text, _ := os.ReadFile(l.root + "/proc/" + pid + "/status")
+	m := map[string]string{}
+	for line := range strings.Lines(string(text)) {
+		key, value, _ := strings.Cut(line, ":")
+		m[key] = strings.TrimSpace(value)
+	}
+	return m
+}
+
+// realUser returns the number of the user whose limit counts a process, or "".
+func realUser(status map[string]string) string {
+	user, _, _ := strings.Cut(status["Uid"], "\t")
+	return user
 }
 
 // remark returns a remark for the failure of a worker if a limit has been reached since check.

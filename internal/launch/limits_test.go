@@ -138,3 +138,34 @@ func TestPidLimit(t *testing.T) {
 		})
 	}
 }
+
+// TestPidLimitOfUser has two processes of the user, one of another user, and one in another user namespace.
+func TestPidLimitOfUser(t *testing.T) {
+	l := &pidLimit{root: t.TempDir()}
+	process := func(pid, user, caps, space string, threads int) {
+		dir := filepath.Join(l.root, "proc", pid)
+		require.NoError(t, os.MkdirAll(filepath.Join(dir, "ns"), 0o755))
+		require.NoError(t, os.WriteFile(filepath.Join(dir, "status"), fmt.Appendf(nil, "Name:\tx\nUid:\t%s\t0\t0\t0\nThreads:\t%d\nCapEff:\t%s\n", user, threads, caps), 0o600))
+		_ = os.Remove(filepath.Join(dir, "ns/user"))
+		require.NoError(t, os.Symlink("user:["+space+"]", filepath.Join(dir, "ns/user")))
+	}
+	limit := func(most string) {
+		text := fmt.Sprintf("Max stack size            8388608              unlimited            bytes\nMax processes             %-20s %-20s processes\n", most, most)
+		require.NoError(t, os.WriteFile(filepath.Join(l.root, "proc/self/limits"), []byte(text), 0o600))
+	}
+	process("self", "1000", "0000000000000000", "1", 7)
+	process("10", "1000", "0000000000000000", "1", 7)
+	process("11", "1000", "0000000000000000", "1", 3)
+	process("12", "1001", "0000000000000000", "1", 100)
+	process("13", "1000", "0000000000000000", "2", 100)
+	limit("30")
+	require.NoError(t, l.check(4))
+	require.EqualError(t, l.check(5), "5 workers need at least 22 further processes and threads, but the user with the number 1000 has a limit of 30 (ulimit -u), and at most 20 are left; "+userCure)
+	limit("unlimited")
+	require.NoError(t, l.check(5))
+	limit("30")
+	process("self", "1000", "0000000001000000", "1", 7)
+	require.NoError(t, l.check(5), "CAP_SYS_RESOURCE")
+	process("self", "0", "0000000000000000", "1", 7)
+	require.NoError(t, l.check(5), "root")
+}

@@ -44,11 +44,62 @@ func TestGuides(t *testing.T) {
 			require.NoError(t, d.follow(t, string(text)))
 		})
 	}
+	t.Run("line of a program", func(t *testing.T) {
+		t.Parallel()
+		require.NoError(t, d.follow(t, sends))
+	})
 	t.Run("wrong guides", func(t *testing.T) {
 		t.Parallel()
 		d.testWrongGuides(t)
 	})
 }
+
+// sends is the guide of a program that the compiler inlines closures of package comm into. In a flight recorder, only the program's
+// functions have names outside of Chorus.
+const sends = "```go main.go\n" + `package main
+
+import (
+	"context"
+	"log"
+
+	"github.com/gochorus/chorus/comm"
+)
+
+func main() {
+	if err := train(context.Background()); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func train(ctx context.Context) error {
+	g, err := comm.Init(ctx, nil)
+	if err != nil {
+		return err
+	}
+	defer g.Close()
+	xs, err := comm.MakeFrom(g, make([]float32, 8))
+	if err != nil {
+		return err
+	}
+	defer xs.Close()
+	if g.Rank() == 1 {
+		if err := comm.Send(g, 0, xs[0]); err != nil {
+			return err
+		}
+	}
+	if err := g.Wait(ctx); err != nil {
+		return err
+	}
+	return g.Shutdown(ctx)
+}
+` + "```\n```sh\n" + `export CHORUS_BACKEND=virtual CHORUS_NCCL_TIMEOUT=3s
+export CHORUS_NCCL_TRACE_FILE=$PWD/rank- CHORUS_NCCL_TRACE_FRAMES=yes
+go mod init sends
+go mod tidy
+go build -o train .
+chorus run --nproc-per-node 2 --grace 1s -- ./train >log 2>&1 || true
+grep -o '"name":"main[^"]*"' rank-1 | sort -u
+` + "```\n```text\n…\n\"name\":\"main.main\"\n\"name\":\"main.train\"\n```\n"
 
 // testWrongGuides checks that the test finds mistakes of guides.
 func (d *desktop) testWrongGuides(t *testing.T) {

@@ -3,12 +3,16 @@ package tensor
 import (
 	"unsafe"
 
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/kernel"
 	"github.com/gochorus/chorus/stream"
 )
 
 // Shares reports whether two operands of a product share memory.
 func Shares(x, y Tensor) bool { return shares(&x, &y) }
+
+// MustShare reports whether two tensors are known to share memory.
+func MustShare(x, y Tensor) bool { return strided.SharingOf(x.at(), y.at()) == strided.Shared }
 
 // SharesWithin reports whether elements of a tensor may share memory.
 func SharesWithin(x Tensor) bool { return sharesWithin(&x) }

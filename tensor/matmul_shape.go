@@ -3,12 +3,12 @@ package tensor
 import (
 	"fmt"
 	"math"
-	"slices"
 
 	"github.com/gochorus/chorus/internal/cublasapi"
 	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/dtype"
 	"github.com/gochorus/chorus/internal/gemm"
+	"github.com/gochorus/chorus/internal/strided"
 	"github.com/gochorus/chorus/memory"
 	"github.com/gochorus/chorus/stream"
 )
@@ -379,143 +379,8 @@ func (m *multiplication) checkOverlap(cfg *MatMulConfig) error {
 	return nil
 }
 
-// A reach is a dimension of a tensor in memory.
-type reach struct{ step, n int64 } // step in bytes
+// shares reports whether two tensors on a device have a byte in common. It may report memory that only interleaves.
+func shares(x, y *Tensor) bool { return strided.SharingOf(x.at(), y.at()) != strided.Apart }
 
-// maxReach is the number of dimensions of two operands of products.
-const maxReach = 6
-
-// shares reports whether two tensors on a device have a byte in common. It compares addresses, because several buffers may
-// have the same memory (FromDLPack, memory.Adopt). Dimensions that make up one count as one. shares is exact if
-// there are at most three and the elements of one step do not reach beyond the next, as in blocks of columns of one matrix.
-// Otherwise it may report memory that only interleaves.
-func shares(x, y *Tensor) bool {
-	if x.Len() == 0 || y.Len() == 0 {
-		return false
-	}
-	var inX, inY [maxReach]reach
-	wa, a := reachOf(x, inX[:0])
-	wb, b := reachOf(y, inY[:0])
-	distance := int64(y.Ptr() - x.Ptr())
-	switch {
-	case distance >= extent(a, wa) || -distance >= extent(b, wb):
-		return false
-	case max(len(a), len(b)) > maxReach/2:
-		return true
-	}
-	a = addSteps(a, b)
-	b = addSteps(b, a)
-	return meet(a, b, wa, wb, distance)
-}
-
-// sharesWithin reports whether elements of a tensor may share memory: the stride of a dimension
-// is smaller than the extent of its inner dimensions.
-func sharesWithin(t *Tensor) bool {
-	if t.at().Repeats() {
-		return true
-	}
-	if t.Len() == 0 {
-		return false
-	}
-	var in [maxReach]reach
-	width, dims := reachOf(t, in[:0])
-	for _, d := range slices.Backward(dims) {
-		if d.step < width {
-			return true
-		}
-		width += d.step * (d.n - 1)
-	}
-	return false
-}
-
-// reachOf returns the contiguous width in bytes, and the other dimensions by descending steps, in the room of dims if they
-// fit. If there are more than three, those that make up one are joined.
-func reachOf(t *Tensor, dims []reach) (width int64, _ []reach) {
-	size := int64(t.at().DType.Size())
-	width = size
-	for i, d := range t.at().Shape {
-		switch {
-		case d <= 1 || t.at().Strides[i] == 0:
-		case t.at().Strides[i] == 1 && width == size:
-			width = size * int64(d)
-		default:
-			dims = insert(dims, reach{int64(t.at().Strides[i]) * size, int64(d)})
-		}
-	}
-	if len(dims) <= maxReach/2 {
-		return width, dims
-	}
-	for n := len(dims); n > 0 && dims[n-1].step == width; n-- {
-		width *= dims[n-1].n
-		dims = dims[:n-1]
-	}
-	for i := len(dims) - 2; i >= 0; i-- {
-		if inner := &dims[i+1]; dims[i].step == inner.step*inner.n {
-			inner.n *= dims[i].n
-			dims = slices.Delete(dims, i, i+1)
-		}
-	}
-	return width, dims
-}
-
-// insert keeps the descending order.
-func insert(to []reach, r reach) []reach {
-	to = append(to, r)
-	n := len(to) - 1
-	for ; n > 0 && to[n-1].step < r.step; n-- {
-		to[n] = to[n-1]
-	}
-	to[n] = r
-	return to
-}
-
-// addSteps adds dimensions of length 1 for the steps that only other has.
-func addSteps(to, other []reach) []reach {
-	for _, o := range other {
-		if !slices.ContainsFunc(to, func(r reach) bool { return r.step == o.step }) {
-			to = insert(to, reach{o.step, 1})
-		}
-	}
-	return to
-}
-
-// extent returns the bytes from the first to the last.
-func extent(dims []reach, width int64) int64 {
-	for _, d := range dims {
-		width += d.step * (d.n - 1)
-	}
-	return width
-}
-
-// meet reports whether two sets of runs share a byte. The runs of a have wa
-// bytes and begin at Σ aᵢ·step, for 0 ≤ aᵢ < a[i].n. The runs of b have wb
-// bytes and begin at distance + Σ bᵢ·step, for 0 ≤ bᵢ < b[i].n, with equal
-// steps.
-func meet(a, b []reach, wa, wb, distance int64) bool {
-	if len(a) == 0 {
-		return distance < wa && -distance < wb
-	}
-	step := a[0].step
-	// aᵢ - bᵢ = d moves the rest closer by d steps; only the nearest values can meet, if the
-	// inner dimensions do not reach beyond a step.
-	rest := max(extent(a[1:], wa), extent(b[1:], wb))
-	low, high := floorDiv(distance-rest, step), floorDiv(distance+rest, step)+1
-	low, high = max(low, -(b[0].n-1)), min(high, a[0].n-1)
-	if high-low > 8 {
-		return true // the dimensions interleave
-	}
-	for d := low; d <= high; d++ {
-		if meet(a[1:], b[1:], wa, wb, distance-d*step) {
-			return true
-		}
-	}
-	return false
-}
-
-func floorDiv(x, y int64) int64 {
-	q := x / y
-	if x%y < 0 {
-		q--
-	}
-	return q
-}
+// sharesWithin reports whether elements of a tensor may share memory.
+func sharesWithin(t *Tensor) bool { return strided.SharesWithin(t.at()) }

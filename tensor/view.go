@@ -164,7 +164,8 @@ func (t Tensor) Unsqueeze(dim int) (Tensor, error) {
 }
 
 // Expand returns a read-only view of the given shape, which repeats dimensions
-// of length 1 and missing leading dimensions (torch.Tensor.expand).
+// of length 1 and missing leading dimensions (torch.Tensor.expand). A length of -1
+// keeps the dimension.
 func (t Tensor) Expand(shape ...int) (Tensor, error) { return of(t.at().Expand(shape)) }
 
 // View returns the elements under another shape, without a copy (torch.Tensor.view). One

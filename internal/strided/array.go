@@ -165,7 +165,8 @@ func (t *Array) Check(op string, dev *device.Device) error {
 }
 
 // Expand returns a view of the given shape, which borrows the memory, and
-// repeats dimensions of length 1 and missing leading dimensions.
+// repeats dimensions of length 1 and missing leading dimensions. A length of -1
+// keeps the dimension.
 func (t Array) Expand(shape []int) (Array, error) {
 	more := len(shape) - len(t.Shape)
 	if more < 0 {
@@ -175,8 +176,10 @@ func (t Array) Expand(shape []int) (Array, error) {
 	v.ref, v.Shape, v.Strides = nil, slices.Clone(shape), make([]int, len(shape))
 	for i, n := range shape {
 		switch {
+		case n == -1 && i >= more:
+			v.Shape[i], v.Strides[i] = t.Shape[i-more], t.Strides[i-more]
 		case n < 0:
-			return Array{}, fmt.Errorf("tensor: expand shape %v to %v: a dimension is negative", t.Shape, shape)
+			return Array{}, fmt.Errorf("tensor: expand shape %v to %v: a dimension is negative: want -1 only for a dimension that stays", t.Shape, shape)
 		case i >= more && t.Shape[i-more] == n:
 			v.Strides[i] = t.Strides[i-more]
 		case i >= more && t.Shape[i-more] != 1:
@@ -232,8 +235,8 @@ func CheckCopy[T Tensor](op string, dst, src T) error {
 	return checkCopy(op, &to, &from)
 }
 
-// Overlaps reports whether two tensors share memory. Like torch, it returns false for
-// tensors that are not dense.
+// Overlaps reports whether two tensors share memory. It returns false for tensors that
+// interleave in many dimensions.
 func Overlaps[T Tensor](a, b T) bool {
 	x, y := a.array(), b.array()
 	return overlaps(&x, &y)

@@ -326,6 +326,43 @@ func TestCopyErrors(t *testing.T) {
 	require.ErrorIs(t, tensor.Copy(s, x, y.T()), device.ErrClosed)
 }
 
+// A kernel that reads what it writes has no defined result on a GPU, also if the tensors are not dense. Copies between
+// elements that only interleave are possible.
+func TestCopyOfSharedMemory(t *testing.T) {
+	s := newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])
+	x := allocate(t, s, memory.Float32, []int{4, 6, 8})
+	view := func(v tensor.Tensor, err error) tensor.Tensor {
+		require.NoError(t, err)
+		return v
+	}
+	shared := []tensor.Tensor{
+		view(x.Narrow(2, 0, 7)), view(x.Narrow(2, 1, 7)), // a window that moves along the last dimension
+		view(x.Narrow(1, 0, 5)), view(x.Narrow(1, 1, 5)),
+		view(view(x.Step(2, 0, 8, 2)).Narrow(2, 0, 3)), view(view(x.Step(2, 0, 8, 2)).Narrow(2, 1, 3)),
+		view(x.Narrow(2, 0, 6)).T(), view(x.Narrow(2, 2, 6)).T(),
+		view(x.Select(2, 3)), view(x.Select(0, 1)).T(),
+		view(view(x.View(24, 8)).Narrow(0, 0, 8)), view(view(view(x.View(24, 8)).Narrow(0, 0, 8)).View(8, 8)).T(),
+	}
+	for i := 0; i < len(shared); i += 2 {
+		a, b := shared[i], shared[i+1]
+		if a.Size(0) != b.Size(0) {
+			b = view(b.Narrow(0, 0, a.Size(0)))
+		}
+		require.ErrorContains(t, tensor.Copy(s, a, b), "they share some memory", "%v %v from %v", a, a.Strides(), b.Strides())
+		require.ErrorContains(t, tensor.CopyAll(s, []tensor.Tensor{a}, []tensor.Tensor{b}), "they share some memory")
+	}
+	apart := []tensor.Tensor{
+		view(x.Step(2, 0, 8, 2)), view(x.Step(2, 1, 8, 2)),
+		view(x.Narrow(2, 0, 4)), view(x.Narrow(2, 4, 4)),
+		view(x.Step(1, 0, 6, 2)), view(x.Step(1, 1, 6, 2)),
+		view(x.Select(2, 3)), view(x.Select(2, 4)),
+	}
+	for i := 0; i < len(apart); i += 2 {
+		require.NoError(t, tensor.Copy(s, apart[i], apart[i+1]), "%v", apart[i].Strides())
+	}
+	require.NoError(t, s.Sync(testgpu.Context(t)))
+}
+
 // Copies from pinned memory and within a device can be captured, others cannot.
 func TestCopyInGraph(t *testing.T) {
 	testgpu.Each(t, 1, func(t *testing.T, devs []*device.Device) {

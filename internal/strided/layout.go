@@ -163,11 +163,14 @@ func (t *Array) Repeats() bool {
 	return false
 }
 
-// overlaps reports whether two arrays share memory. Like torch, it returns false for
-// arrays that are not dense.
+// overlaps reports whether two arrays share memory. It returns false for arrays that
+// interleave in many dimensions, as torch does for all that are not dense.
 func overlaps(a, b *Array) bool {
-	if a.Len() == 0 || b.Len() == 0 || a.Device() != b.Device() || !dense(a.Shape, a.Strides) || !dense(b.Shape, b.Strides) {
+	switch {
+	case a.Len() == 0 || b.Len() == 0 || a.Device() != b.Device():
 		return false
+	case !dense(a.Shape, a.Strides) || !dense(b.Shape, b.Strides):
+		return SharingOf(a, b) == Shared
 	}
 	p, q := a.Ptr(), b.Ptr()
 	return p < q+uint64(b.Bytes()) && q < p+uint64(a.Bytes())

@@ -35,6 +35,7 @@ type Group struct {
 	experts     uint32   // number of Experts, guarded by issuing
 	broken      atomic.Pointer[brokenError]
 	closing     atomic.Pointer[closing] // how this process closed it
+	left        atomic.Bool             // by a Shutdown without an error
 	issuing     sync.Mutex              // held while an operation is enqueued
 	routers     route.Routers           // choose the backends; none if NCCL executes everything
 	batch       *route.Batch            // for the operations of a call, guarded by issuing
@@ -278,12 +279,17 @@ var closeTimeout = 15 * time.Second
 // Shutdown waits until all operations have completed and leaves the group together with
 // the other ranks, which must call it too; a group of Init then leaves the job. It returns nil only if the operations of
 // all ranks have completed. If ctx ends first, the group is broken, or another rank closes it, Shutdown closes the group and
-// returns the cause.
+// returns the cause. After Close, and after a Shutdown that has failed, the error matches device.ErrClosed. After a Shutdown
+// that returned nil, another one does nothing.
 func (g *Group) Shutdown(ctx context.Context) error {
-	if g == nil || g.owner.Closed() {
+	const op = "shut down"
+	if g == nil || g.left.Load() {
 		return nil
 	}
-	if err := g.inUse("shut down"); err != nil {
+	if g.owner.Closed() {
+		return g.errClosed(op)
+	}
+	if err := g.inUse(op); err != nil {
 		return err
 	}
 	err := g.Wait(ctx) // which ends with ctx, also if the driver hangs
@@ -339,6 +345,7 @@ func (g *Group) Shutdown(ctx context.Context) error {
 	if err == nil {
 		err = g.session.Shutdown(ctx)
 	}
+	g.left.Store(err == nil)
 	return errors.Join(err, g.Close())
 }
 
@@ -533,7 +540,7 @@ func (g *Group) stopWatching(end string) {
 
 func (g *Group) check(op string) error {
 	if g == nil {
-		return fmt.Errorf("comm: %s: no group given", op)
+		return badArgument(op, "no group given")
 	}
 	if g.owner.Closed() {
 		return g.errClosed(op)

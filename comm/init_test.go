@@ -166,7 +166,7 @@ func initWorld(t *testing.T) {
 	require.Equal(t, g.Session().LocalRank(), g.Device(0).Ordinal())
 	initReduce(t, g)
 	require.NoError(t, g.Shutdown(testgpu.Context(t)))
-	requireEnded(t, g)
+	requireEnded(t, g, nil)
 }
 
 func initAlone(t *testing.T) {
@@ -176,7 +176,7 @@ func initAlone(t *testing.T) {
 	require.Zero(t, g.Device(0).Ordinal())
 	initReduce(t, g)
 	require.NoError(t, g.Close())
-	requireEnded(t, g)
+	requireEnded(t, g, device.ErrClosed)
 	require.Nil(t, (*comm.Group)(nil).Session())
 }
 
@@ -196,7 +196,7 @@ func initAllDevices(t *testing.T) {
 	require.Nil(t, sub[0].Session(), "the session belongs to the first group")
 	require.NoError(t, sub[0].Close())
 	require.NoError(t, g.Shutdown(testgpu.Context(t)))
-	requireEnded(t, g)
+	requireEnded(t, g, nil)
 }
 
 func initFallback(t *testing.T) {
@@ -207,7 +207,7 @@ func initFallback(t *testing.T) {
 	require.Len(t, notes, 1)
 	require.Contains(t, notes[0], "running on virtual devices")
 	require.NoError(t, g.Close())
-	requireEnded(t, g)
+	requireEnded(t, g, device.ErrClosed)
 }
 
 // A rank whose context has ended leaves an unfinished group at once.
@@ -222,7 +222,7 @@ func initEndedContext(t *testing.T) {
 	} else {
 		requireRank0Left(t, g)
 	}
-	requireEnded(t, g)
+	requireEnded(t, g, device.ErrClosed)
 }
 
 // requireRank0Left waits until rank 0 has left the job, and closes the group.
@@ -254,7 +254,7 @@ func initLate(t *testing.T) {
 	require.NoError(t, err)
 	if g.Rank() == 0 {
 		require.NoError(t, g.Shutdown(testgpu.Context(t)))
-		requireEnded(t, g)
+		requireEnded(t, g, nil)
 		return
 	}
 	sess := comm.TakeSession(g)
@@ -284,7 +284,7 @@ func initLost(t *testing.T) {
 	_, lost := errors.AsType[*cluster.MemberLostError](context.Cause(g.Session().Context()))
 	require.True(t, lost)
 	require.ErrorIs(t, g.Shutdown(testgpu.Context(t)), comm.ErrBroken)
-	requireEnded(t, g)
+	requireEnded(t, g, device.ErrClosed)
 	fmt.Println("closed after the loss")
 }
 
@@ -343,13 +343,13 @@ func initReduce(t *testing.T, g *comm.Group) {
 	require.Equal(t, []int32{n, n * (n - 1) / 2, 7 * n}, out)
 }
 
-// requireEnded checks that the group and its session have ended, and that they can be closed
-// again.
-func requireEnded(t *testing.T, g *comm.Group) {
+// requireEnded checks that the group and its session have ended, that they can be closed
+// again, and the error of another Shutdown.
+func requireEnded(t *testing.T, g *comm.Group, shutdown error) {
 	t.Helper()
 	for range 2 {
 		require.NoError(t, g.Close())
-		require.NoError(t, g.Shutdown(testgpu.Context(t)))
+		require.ErrorIs(t, g.Shutdown(testgpu.Context(t)), shutdown)
 	}
 	require.ErrorIs(t, g.Err(), device.ErrClosed)
 	require.Error(t, g.Session().Context().Err())

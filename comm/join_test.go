@@ -40,6 +40,27 @@ func TestShutdownOfAGroupThatAnotherRankCloses(t *testing.T) {
 	}
 }
 
+// A Shutdown after the end of the group is no success: operations of this rank or of others may not have completed. Only after a
+// Shutdown that has succeeded another one does nothing.
+func TestShutdownAfterTheEnd(t *testing.T) {
+	gone, cancel := context.WithCancel(t.Context())
+	cancel()
+	for name, end := range map[string]func(g *comm.Group){
+		"close":             func(g *comm.Group) { require.NoError(t, g.Close()) },
+		"a failed shutdown": func(g *comm.Group) { require.ErrorIs(t, g.Shutdown(gone), context.Canceled) },
+	} {
+		g := checked(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.NCCLOnly)
+		end(g)
+		for range 2 {
+			require.ErrorIs(t, g.Shutdown(testgpu.Context(t)), device.ErrClosed, name)
+		}
+	}
+	g := checked(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}), comm.NCCLOnly)
+	for range 2 {
+		require.NoError(t, g.Shutdown(testgpu.Context(t)))
+	}
+}
+
 // shutDownWithout lets all of three ranks but one shut their group down.
 func shutDownWithout(t *testing.T, rank int) ([]*comm.Group, chan error) {
 	gs, ended := joined(t, testgpu.Context(t), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 3})), make(chan error, 3)

@@ -52,6 +52,7 @@ type Communicator struct {
 	failed       atomic.Pointer[failure]
 	aborting     atomic.Bool             // an abort has begun: it causes errors of the other ranks
 	closing      atomic.Pointer[closing] // how this process closed it
+	left         atomic.Bool             // by a Shutdown without an error
 	flag         *abortFlag
 	sources      atomic.Pointer[[]*device.Device] // by rank: source devices of copy engines; nil if none
 	ending       chan struct{}                    // closed when the abort or shutdown begins
@@ -463,10 +464,18 @@ const closeReserve = 2 * time.Second
 // Shutdown waits until all operations have completed and leaves the communicator together
 // with the other ranks, which must call it too (ncclCommFinalize, ncclCommDestroy). If ctx
 // ends first, or an operation failed, it aborts. While a graph uses the communicator, it
-// does nothing and returns an *InUseError.
+// does nothing and returns an *InUseError. After Abort or Close, and after a Shutdown that has
+// failed, it returns the failure or an error that matches device.ErrClosed. After a Shutdown
+// that returned nil, another one does nothing.
 func (c *Communicator) Shutdown(ctx context.Context) error {
-	if c == nil || c.owner.Closed() {
+	if c == nil {
 		return nil
+	}
+	if c.isClosed() {
+		if c.left.Load() {
+			return nil
+		}
+		return c.errUnusable("shut down")
 	}
 	if err := c.inUse("shut down"); err != nil {
 		return err
@@ -516,13 +525,16 @@ func (c *Communicator) leave() error {
 	if !c.owner.Close() {
 		return c.errClosed("shut down")
 	}
+	c.left.Store(true)
 	close(c.ending)
 	defer close(c.ended)
 	defer c.releaseResources()
 	defer c.leaveLocalRanks()
 	c.life.Lock()
 	defer c.life.Unlock()
-	return relaxed(c.dev, func() error { return c.check("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
+	err = relaxed(c.dev, func() error { return c.check("ncclCommDestroy", c.api.CommDestroy(*c.h)) })
+	c.left.Store(err == nil)
+	return err
 }
 
 // alive reports whether operations can be issued, without a lock.

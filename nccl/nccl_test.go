@@ -256,6 +256,35 @@ func TestShutdown(t *testing.T) {
 	})
 }
 
+// A Shutdown after the end of the communicator is no success: an operation may have been aborted. Only after a
+// Shutdown that has succeeded another one does nothing.
+func TestShutdownAfterTheEnd(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		gone, cancel := context.WithCancel(t.Context())
+		cancel()
+		for name, end := range map[string]func(c *nccl.Communicator){
+			"abort":             func(c *nccl.Communicator) { require.NoError(t, c.Abort()) },
+			"close":             func(c *nccl.Communicator) { require.NoError(t, c.Close()) },
+			"a failed shutdown": func(c *nccl.Communicator) { require.ErrorIs(t, c.Shutdown(gone), context.Canceled) },
+		} {
+			ranks := connect(t, devs)
+			xs, _ := buffers(t, ranks, 100)
+			reduce := func(i int, r rank) error { return nccl.AllReduce(r.on(), r.s, xs[i], xs[i], nccl.Sum) }
+			run(t, ranks, xs, reduce)
+			require.NoError(t, reduce(0, ranks[0])) // which the other rank does not issue
+			end(ranks[0].c)
+			for range 2 {
+				require.ErrorIs(t, ranks[0].c.Shutdown(testgpu.Context(t)), device.ErrClosed, name)
+			}
+			require.NoError(t, ranks[1].c.Close())
+		}
+		ranks := connect(t, devs)
+		for range 2 {
+			each(t, devs, func(i int) error { return ranks[i].c.Shutdown(testgpu.Context(t)) })
+		}
+	})
+}
+
 // TestShutdownEndsWithContext ends the context while NCCL waits for an operation that the other rank
 // does not issue. NCCL would end the process if the abort freed the communicator at that time.
 func TestShutdownEndsWithContext(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"time"
 
+	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/inside"
 	"github.com/gochorus/chorus/internal/route"
@@ -104,15 +105,15 @@ func (g *Group) issue(b *Batch, issue func(i int, m *member) error) error {
 // issuing.
 func (g *Group) enqueueAll(issue func(i int, m *member) error) error {
 	if len(g.members) == 1 && len(g.routers) == 0 {
-		return g.breakIfRefused(issue(0, &g.firstDirect))
+		return g.breakIfRefused(ofOperation(issue(0, &g.firstDirect)))
 	}
 	for i := range g.members {
 		if err := issue(i, &g.members[i]); err != nil {
 			g.batch.Reset()
-			return g.breakIfRefused(err)
+			return g.breakIfRefused(ofOperation(err))
 		}
 	}
-	return g.breakIfRefused(g.batch.Enqueue())
+	return g.breakIfRefused(ofOperation(g.batch.Enqueue()))
 }
 
 // breakIfRefused breaks the group if a backend refused an operation on one rank, because the
@@ -136,6 +137,26 @@ func (g *Group) causeOf(refusal error) error {
 		}
 	}
 	return refusal
+}
+
+// ofOperation returns the error of package nccl for an operation, which matches ErrMismatch if its
+// arguments were refused: a rank that does not exist, lengths, or a reduction. All other reasons
+// have types, or match nccl.ErrorInvalidUsage.
+func ofOperation(err error) error {
+	if err == nil || errors.Is(err, ErrMismatch) {
+		return err
+	}
+	_, capture := errors.AsType[*device.CaptureError](err)
+	_, driver := errors.AsType[*device.Error](err)
+	_, unsupported := errors.AsType[*device.UnsupportedError](err)
+	_, noMemory := errors.AsType[*memory.OutOfMemoryError](err)
+	_, byNCCL := errors.AsType[*nccl.Error](err)
+	_, byOther := errors.AsType[*route.Error](err)
+	if capture || driver || unsupported || noMemory || byNCCL || byOther ||
+		errors.Is(err, nccl.ErrorInvalidUsage) || errors.Is(err, device.ErrClosed) || errors.Is(err, nccl.ErrRevoked) || errors.Is(err, errors.ErrUnsupported) {
+		return err
+	}
+	return asBadArgument(err)
 }
 
 // checkShards validates one slice for each local rank, and makes the group's streams keep
@@ -207,7 +228,7 @@ func issueFirst(on Issuer, op string, issue func(m *member) error) error {
 	}
 	g.issuing.Lock()
 	defer g.issuing.Unlock()
-	return g.breakIfRefused(issue(&g.firstDirect))
+	return g.breakIfRefused(ofOperation(issue(&g.firstDirect)))
 }
 
 // An Issuer accepts collectives: a *Group enqueues each collective at once, and a *Batch
@@ -320,7 +341,7 @@ func (b *Batch) Enqueue() error {
 	if err := b.copyIn(); err != nil {
 		return err
 	}
-	if err := b.g.breakIfRefused(b.batch.Enqueue()); err != nil {
+	if err := b.g.breakIfRefused(ofOperation(b.batch.Enqueue())); err != nil {
 		return err
 	}
 	return b.copyOut()
@@ -390,7 +411,7 @@ func (b *Batch) add(n int, issue func(i int, m *member) error) error {
 	}
 	for i := range n {
 		if err := issue(i, &b.members[i]); err != nil {
-			return b.markRefused(b.g.causeOf(err))
+			return b.markRefused(b.g.causeOf(ofOperation(err)))
 		}
 	}
 	return nil

@@ -13,10 +13,12 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/env"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/nccl"
+	"github.com/gochorus/chorus/tensor"
 )
 
 var local, join, shards, read = groups.Local, groups.Join, groups.Shards, groups.Read
@@ -56,6 +58,50 @@ func TestMismatches(t *testing.T) {
 		require.ErrorIs(t, comm.AllReduce(g, comm.Sum, xs...), device.ErrClosed)
 		require.NoError(t, (*comm.Group)(nil).Close())
 	})
+}
+
+// Errors of arguments match ErrMismatch, also of those that only package nccl compares, and in batches. Errors that are
+// not about arguments do not.
+func TestErrorsOfArgumentsMatch(t *testing.T) {
+	g := local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	xs, _ := shards(t, g, 8)
+	wide, _ := shards(t, g, 16)
+	shorts, err := comm.Make[int16](g, 8)
+	require.NoError(t, err)
+	defer func() { require.NoError(t, shorts.Close()) }()
+	vector := func(i int) tensor.Tensor {
+		x, err := tensor.Of(xs[i], 8)
+		require.NoError(t, err)
+		return x
+	}
+	for name, call := range map[string]func(on comm.Issuer) error{
+		"root":       func(on comm.Issuer) error { return comm.BroadcastFrom(on, 2, xs...) },
+		"reduction":  func(on comm.Issuer) error { return comm.AllReduce(on, comm.Op(77), xs...) },
+		"type":       func(on comm.Issuer) error { return comm.AllReduce(on, comm.Sum, shorts...) },
+		"lengths":    func(on comm.Issuer) error { return comm.AllGather(on, xs, xs) },
+		"numbers":    func(on comm.Issuer) error { return comm.AllGatherV(on, wide, xs, []int{8}) },
+		"peer":       func(on comm.Issuer) error { return comm.Send(on, -1, xs[0]) },
+		"device":     func(on comm.Issuer) error { return comm.Recv(on, 1, xs[1]) },
+		"overlap":    func(on comm.Issuer) error { return comm.AllToAll(on, xs, xs) },
+		"of tensors": func(on comm.Issuer) error { return comm.OfTensors(on).BroadcastFrom(2, vector(0), vector(1)) },
+	} {
+		require.ErrorIs(t, call(g), comm.ErrMismatch, name)
+		require.ErrorIs(t, g.Batch(func(b *comm.Batch) error { return call(b) }), comm.ErrMismatch, name)
+	}
+	err = comm.SendRecv(g, 0, wide[0].Slice(0, 8), 0, wide[0].Slice(4, 12))
+	require.ErrorIs(t, err, nccl.ErrorInvalidUsage)
+	require.NotErrorIs(t, err, comm.ErrMismatch)
+	require.ErrorIs(t, comm.AllReduce(nil, comm.Sum, xs...), comm.ErrMismatch)
+	require.NoError(t, g.Err())
+	_, err = graph.Capture(g.Streams()[:1], func() error { // the other rank is not captured
+		err := comm.AllReduce(g, comm.Sum, xs...)
+		require.Error(t, err)
+		require.NotErrorIs(t, err, comm.ErrMismatch)
+		return nil
+	}, nil)
+	require.ErrorContains(t, err, "nothing was captured")
+	require.NoError(t, g.Close())
+	require.NotErrorIs(t, comm.AllReduce(g, comm.Sum, xs...), comm.ErrMismatch)
 }
 
 type exchange = testgpu.Exchange

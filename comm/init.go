@@ -303,7 +303,9 @@ var ErrBroken = errors.New("the group is broken")
 var ErrLeft = errors.New("a rank has left the group")
 
 // ErrMismatch is matched by the errors of invalid arguments, for example if the number of
-// slices, their lengths or their devices do not fit the group.
+// slices, their lengths or their devices do not fit the group, or a rank does not exist.
+// Operations that cannot be combined, such as two in a Batch that write the same memory, match
+// nccl.ErrorInvalidUsage instead, and closed memory may match device.ErrClosed only.
 var ErrMismatch = errors.New("the arguments do not fit the group")
 
 // An argumentError makes an error match ErrMismatch without changing its text.

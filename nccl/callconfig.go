@@ -2,7 +2,6 @@ package nccl
 
 import (
 	"fmt"
-	"strings"
 	"unsafe"
 
 	"github.com/gochorus/chorus/internal/collective"
@@ -109,12 +108,11 @@ func (cfg *CallConfig) check(c *Communicator) error {
 	switch {
 	case cfg.MinCTAs != nil && cfg.MaxCTAs != nil && *cfg.MinCTAs > *cfg.MaxCTAs:
 		return fmt.Errorf("MinCTAs is %d and MaxCTAs %d: want MinCTAs <= MaxCTAs", *cfg.MinCTAs, *cfg.MaxCTAs)
-	case strings.ContainsRune(cfg.Algorithm, 0):
-		return fmt.Errorf("the field Algorithm, %q, contains a NUL byte", cfg.Algorithm)
 	case cfg.ProfilerTag>>63 != 0:
 		return fmt.Errorf("ProfilerTag is %#x: NCCL reserves the highest bit", cfg.ProfilerTag)
-	case cfg.LaunchEvent == nil:
-		return nil
+	}
+	if err := checkText("the field Algorithm", cfg.Algorithm); err != nil || cfg.LaunchEvent == nil {
+		return err
 	}
 	return checkLaunchEvent(cfg.LaunchEvent, c)
 }

@@ -5,6 +5,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"strings"
 	"sync"
 	"time"
 
@@ -158,6 +159,11 @@ func (c *Config) raw(version int32) (*ncclapi.Config, error) {
 		return r, nil
 	}
 	c.override(r)
+	for _, f := range []struct{ name, text string }{{"NetName", c.NetName}, {"Name", c.Name}} {
+		if err := checkText("the field "+f.name, f.text); err != nil {
+			return nil, fmt.Errorf("nccl: config: %w: %w", err, ErrorInvalidArgument)
+		}
+	}
 	if c.NetName != "" {
 		r.NetName = cstring(c.NetName)
 	}
@@ -229,6 +235,14 @@ func truth(p *bool) *int32 {
 }
 
 func cstring(s string) *byte { return &append([]byte(s), 0)[0] }
+
+// checkText returns the error of a text that C would cut off.
+func checkText(what, s string) error {
+	if strings.ContainsRune(s, 0) {
+		return fmt.Errorf("%s, %q, contains a NUL byte", what, s)
+	}
+	return nil
+}
 
 // A UniqueID identifies a communicator that is about to be made (ncclUniqueId). The rank
 // that made it sends its bytes to the other ranks, by any means. It contains the address

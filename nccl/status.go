@@ -181,6 +181,9 @@ func (c *Communicator) Properties() (Properties, error) {
 // Parameter returns the value of one of NCCL's parameters, such as NCCL_DEBUG
 // (ncclParamGetParameter, NCCL 2.30.4 and newer).
 func Parameter(dev *device.Device, key string) (value string, err error) {
+	if err := checkText("the key", key); err != nil {
+		return "", fmt.Errorf("nccl: parameter: %w: %w", err, ErrorInvalidArgument)
+	}
 	err = param(dev, ncclapi.FuncParamGetParameter, func(api ncclapi.API) (r ncclapi.Result) {
 		value, r = api.ParamGetParameter(key)
 		return r
@@ -201,6 +204,9 @@ func Parameters(dev *device.Device) (keys []string, err error) {
 // IntParameter returns the value of a parameter that is a number (ncclParamBind and
 // ncclParamGetI64, NCCL 2.30.4 and newer).
 func IntParameter(dev *device.Device, key string) (value int64, err error) {
+	if err := checkText("the key", key); err != nil {
+		return 0, fmt.Errorf("nccl: integer parameter: %w: %w", err, ErrorInvalidArgument)
+	}
 	var p ncclapi.Param
 	err = param(dev, ncclapi.FuncParamBind, func(api ncclapi.API) (r ncclapi.Result) {
 		p, r = api.ParamBind(key)

@@ -212,6 +212,24 @@ func TestParameters(t *testing.T) {
 	require.Equal(t, "ring", v)
 	_, err = nccl.Parameter(dev, "NCCL_MISSPELT")
 	require.ErrorIs(t, err, nccl.ErrorInvalidArgument)
+	_, err = nccl.Parameter(dev, "NCCL_ALGO\x00")
+	require.ErrorIs(t, err, nccl.ErrorInvalidArgument)
+	require.ErrorContains(t, err, "contains a NUL byte")
+	_, err = nccl.IntParameter(dev, "NCCL_ALGO\x00")
+	require.ErrorContains(t, err, "contains a NUL byte")
+}
+
+// NCCL would see the text before the NUL byte only.
+func TestConfigWithNUL(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualNCCL: newest})
+	for want, cfg := range map[string]nccl.Config{
+		`the field Name, "a\x00b", contains a NUL byte`:         {Name: "a\x00b"},
+		`the field NetName, "Socket\x00", contains a NUL byte`: {NetName: "Socket\x00"},
+	} {
+		_, err := nccl.NewCommunicators(testgpu.Context(t), devs, &cfg)
+		require.ErrorContains(t, err, want)
+		require.ErrorIs(t, err, nccl.ErrorInvalidArgument)
+	}
 }
 
 // What the loaded NCCL lacks is an error that names the version, before anything

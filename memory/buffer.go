@@ -507,6 +507,10 @@ func (e *OutOfMemoryError) Error() string {
 		fmt.Fprintf(&b, ", more than any device has: check the size")
 		return b.String()
 	}
+	o := options.Load()
+	if e.Wanted > e.Requested && (o == nil || !o.Expandable) {
+		fmt.Fprintf(&b, ", for which the driver is asked for %s", formatSize(e.Wanted))
+	}
 	fmt.Fprintf(&b, "; %s of %s are free", formatSize(e.Free), formatSize(e.Total))
 	if e.Reserved == 0 && e.Err != device.ErrorOutOfMemory {
 		fmt.Fprintf(&b, ": %v", e.Err)
@@ -520,7 +524,7 @@ func (e *OutOfMemoryError) Error() string {
 		fmt.Fprintf(&b, ", %s of them in pools (graphs have some)", formatSize(e.Private))
 	}
 	fmt.Fprintf(&b, "; %s are reserved but not allocated, the largest block %s", formatSize(e.Reserved-min(e.Reserved, e.Allocated)), formatSize(e.Largest))
-	switch o := options.Load(); {
+	switch {
 	case e.own:
 		b.WriteString(": the Allocator of the pool has no memory left")
 	case e.Reserved <= e.Allocated || e.Reserved-e.Allocated < e.Requested:

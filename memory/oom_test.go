@@ -17,6 +17,16 @@ import (
 	"github.com/gochorus/chorus/stream"
 )
 
+// A block of some MiB needs a segment of 20 MiB: without its size, the error would name less memory than there is.
+func TestOutOfMemoryNamesTheSegment(t *testing.T) {
+	eachFresh(t, "", func(t *testing.T, d *device.Device) {
+		limit(t, d, 8*mib)
+		_, err := memory.Make[byte](newStream(t, d), 4*mib)
+		require.ErrorIs(t, err, device.ErrorOutOfMemory)
+		require.ErrorContains(t, err, ": tried to allocate 4.00 MiB, for which the driver is asked for 20.00 MiB; ")
+	})
+}
+
 // limit lets the process have so many bytes of the device.
 func limit(t testing.TB, d *device.Device, bytes int) {
 	t.Helper()
@@ -50,6 +60,7 @@ func TestOutOfMemorySaysWhatThereIs(t *testing.T) {
 		require.Regexp(t, regexp.MustCompile(`^memory: out of memory on .*: tried to allocate 60\.00 MiB; .* of .* are free; `+
 			`the process may use 100\.00 MiB \(0\.\d+ of all\); 50\.00 MiB are allocated, 20\.00 MiB of them in pools \(graphs have some\); `+
 			`2\.00 MiB are reserved but not allocated, the largest block 0 bytes(; memory outside of the allocator: .*)?$`), err.Error())
+		require.NotContains(t, err.Error(), "the driver is asked")
 		st := statsOf(t, d)
 		require.EqualValues(t, 1, st.OOMs)
 		require.EqualValues(t, 1, st.AllocRetries)

@@ -2,6 +2,7 @@ package stream
 
 import (
 	"fmt"
+	"log/slog"
 	"runtime/debug"
 
 	"github.com/gochorus/chorus/device"
@@ -52,17 +53,24 @@ func (s *Stream) Callback(fn func()) error {
 	return gpu.StreamOf(s).LaunchHostFunc(s.guard(fn))
 }
 
-// guard converts a panic of fn, so that it does not reach the C code that calls fn.
+// guard converts a panic of fn, so that it does not reach the C code that calls fn. A Goexit
+// cannot be stopped: it is logged before it ends the process.
 func (s *Stream) guard(fn func()) func() {
 	return func() {
 		defer gpu.EnterCallback()()
+		returned := false
 		defer func() {
-			if v := recover(); v != nil {
+			switch v := recover(); {
+			case v != nil:
 				s.panicked.CompareAndSwap(nil, &CallbackError{Stream: s.String(), Panic: v, Stack: string(debug.Stack())})
+			case !returned:
+				slog.Error("chorus: a callback called runtime.Goexit, as testing.T.FailNow does: the thread belongs to the driver, so the process ends now",
+					"stream", s.String(), "stack", string(debug.Stack()))
 			}
 			s.called.Add(1)
 		}()
 		fn()
+		returned = true
 	}
 }
 

@@ -2,6 +2,8 @@ package stream_test
 
 import (
 	"errors"
+	"os"
+	"os/exec"
 	"slices"
 	"sync/atomic"
 	"testing"
@@ -93,6 +95,23 @@ func TestCallbackPanics(t *testing.T) {
 		require.ErrorContains(t, s.Sync(background), "panicked: first")
 		require.NoError(t, s.Sync(background))
 	})
+}
+
+// A callback that fails a test by FailNow ends the process, because its thread is the driver's. The log says why.
+func TestCallbackGoexit(t *testing.T) {
+	const child = "CHORUS_TEST_GOEXIT"
+	if os.Getenv(child) != "" {
+		s := newStream(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1})[0])
+		require.NoError(t, s.Callback(func() { t.FailNow() }))
+		_ = s.Sync(testgpu.Context(t))
+		return
+	}
+	c := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestCallbackGoexit$")
+	c.Env = append(os.Environ(), child+"=yes")
+	out, err := c.CombinedOutput()
+	require.Error(t, err)
+	require.Contains(t, string(out), "a callback called runtime.Goexit, as testing.T.FailNow does")
+	require.Contains(t, string(out), "callback_test.go", "the stack names the callback")
 }
 
 // A captured callback runs at each launch, also of a graph that is closed while

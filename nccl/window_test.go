@@ -223,7 +223,7 @@ func TestParameters(t *testing.T) {
 func TestConfigWithNUL(t *testing.T) {
 	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1, VirtualNCCL: newest})
 	for want, cfg := range map[string]nccl.Config{
-		`the field Name, "a\x00b", contains a NUL byte`:         {Name: "a\x00b"},
+		`the field Name, "a\x00b", contains a NUL byte`:        {Name: "a\x00b"},
 		`the field NetName, "Socket\x00", contains a NUL byte`: {NetName: "Socket\x00"},
 	} {
 		_, err := nccl.NewCommunicators(testgpu.Context(t), devs, &cfg)

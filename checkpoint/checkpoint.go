@@ -381,6 +381,7 @@ type opening struct {
 	files  map[string]int // by name
 	size   int64          // bytes of the files
 	data   int64          // bytes of the tensors
+	read   int64          // bytes of the chunks: many in one place would each be read
 }
 
 // file returns the number of a file, which it opens if it is not open.
@@ -442,10 +443,20 @@ func (o *opening) add(t *torchfile.Distributed) error {
 	return nil
 }
 
+// Chunks of one place are read once for each of them. A folder may have mostReads bytes of chunks for each byte of its files, and
+// mostSmallChunks more.
+const (
+	mostReads       = 4
+	mostSmallChunks = 64 << 20
+)
+
 // chunk reads the description of a chunk, and compares it with the metadata.
 func (o *opening) chunk(t *torchfile.Distributed, k *torchfile.Chunk, file int) (*torchfile.Tensor, error) {
 	if size := o.c.headers[file].Size; k.Offset+k.Length > size {
 		return nil, fmt.Errorf("the chunk at %v has %d bytes, but the file ends at byte %d", k.At, k.Length, size)
+	}
+	if o.read += k.Length; o.read-mostSmallChunks > mostReads*o.size {
+		return nil, fmt.Errorf("the chunks so far have %d bytes in files of %d bytes: too many of them share a place", o.read, o.size)
 	}
 	x, err := torchfile.Read(io.NewSectionReader(hostReader{o.c.files[file]}, k.Offset, k.Length), k.Length)
 	if err != nil {

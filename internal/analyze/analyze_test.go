@@ -4,8 +4,10 @@ import (
 	"bytes"
 	"cmp"
 	"compress/gzip"
+	"encoding/binary"
 	"encoding/json"
 	"fmt"
+	"io"
 	"os"
 	"path/filepath"
 	"slices"
@@ -592,6 +594,42 @@ func TestAnalyzeLimits(t *testing.T) {
 	d, err := decode(strings.NewReader(`{"pg_config": {}, "entries": [` + strings.Repeat(entry, 20) + `{}]}`))
 	require.NoError(t, err, "the limit is for one entry")
 	require.Len(t, d.entries, 21)
+}
+
+// TestAnalyzeMemory: the memory for a dump is proportional to the file, also if the file is compressed, or if its values share others.
+func TestAnalyzeMemory(t *testing.T) {
+	_, err := decode(strings.NewReader(`{"pg_config": {}, "entries": [` + strings.Repeat("{},", 1<<18) + `{}]}`))
+	require.ErrorContains(t, err, "no recorder writes entries of so few bytes")
+
+	var packed bytes.Buffer
+	z := gzip.NewWriter(&packed)
+	_, err = io.Copy(z, strings.NewReader(`{"pg_config": {}, "entries": [`+strings.Repeat(`{"pg_id": 1, "x": "`+strings.Repeat("x", 1<<20)+`"},`, 80)+`{}]}`))
+	require.NoError(t, err)
+	require.NoError(t, z.Close())
+	_, err = decode(&packed)
+	require.ErrorContains(t, err, "if you trust the file, decompress it first")
+
+	text := func(s string) string { return "X" + string(binary.LittleEndian.AppendUint32(nil, uint32(len(s)))) + s }
+	pickle := func(key string) string {
+		return "\x80\x02}(" + text("pg_config") + "}" + text("entries") + "(}(" + key + text(strings.Repeat("n", 1<<20)) + "uq\x00" + strings.Repeat("h\x00", 4000) + "lu."
+	}
+	_, err = decode(strings.NewReader(pickle(text("profiling_name"))))
+	require.ErrorContains(t, err, "because values share them")
+
+	pairs := "K\x01q\x00" // twice as many values at each level
+	for i := range 60 {
+		pairs += fmt.Sprintf("h%c\x86q%c", i, i+1)
+	}
+	d, err := decode(strings.NewReader("\x80\x02}(" + text("pg_config") + "}(" + text("0") + "}(" + pairs + "Nuu" + text("entries") + "]u."))
+	require.NoError(t, err, "a key that is not a text is ignored")
+	require.Len(t, d.config, 1)
+
+	wide := "(NNNNNNNNNNNNNNNNtq\x00"
+	for i := range 6 {
+		wide += "(" + strings.Repeat(fmt.Sprintf("h%c", i), 16) + fmt.Sprintf("tq%c", i+1)
+	}
+	_, err = decode(strings.NewReader("\x80\x02}(" + text("a") + "(" + wide + "l" + text("entries") + "(}(" + text("a") + "h\x06ulu."))
+	require.ErrorContains(t, err, "the pickle has more than 1")
 }
 
 // An endless is a text and then blanks without end.

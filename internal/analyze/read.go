@@ -25,12 +25,16 @@ const (
 	mostFileBytes  = 1 << 30
 	mostValueBytes = 16 << 20 // of an entry, or of the configuration
 	mostEntries    = 4 << 20
+	fewEntries     = 4096 // that files of any size may have
+	bytesOfEntry   = 64   // of further entries, at least; those of PyTorch and of Chorus have 100 to 1000
 	mostRanks      = 1 << 20
 	mostGroups     = 1 << 16
 	mostText       = 512
 	mostDepth      = 16
 	mostWindow     = 64 << 20 // of a file that zstd has compressed
 	mostValues     = 16 << 20 // of a pickle
+	fewValues      = 1 << 20  // that any pickle may have if the values that it shares count each time
+	valuesOfByte   = 8        // of further ones
 )
 
 // A dump is the content of a file.
@@ -42,6 +46,7 @@ type dump struct {
 	service *RASAnswer // the file has an answer of NCCL's RAS service, and nothing else
 	entries []entry
 	texts   texts
+	read    *limited // the uncompressed file
 
 	// Of PyTorch's dumps.
 	all                 []int // the ranks of the largest group; nil if the file has the ranks of no group, as gloo's have not
@@ -57,22 +62,22 @@ var isService = regexp.MustCompile(`^\s*\{\s*"nccl_version"`)
 // decode reads a dump in JSON or, if it begins like one, as a pickle. It also reads an answer of NCCL's
 // RAS service.
 func decode(r io.Reader) (*dump, error) {
-	b := bufio.NewReader(&limited{r, mostFileBytes})
-	d := &dump{texts: texts{}}
+	d := &dump{texts: texts{}, read: &limited{r: r, most: mostFileBytes}}
+	b := bufio.NewReader(d.read)
 	switch begin, _ := b.Peek(4); {
 	case bytes.HasPrefix(begin, []byte{0x1f, 0x8b}):
 		z, err := gzip.NewReader(b)
 		if err != nil {
 			return nil, err
 		}
-		b = bufio.NewReader(&limited{z, mostFileBytes})
+		b = d.unpack(z)
 	case bytes.Equal(begin, []byte{0x28, 0xb5, 0x2f, 0xfd}):
 		z, err := zstd.NewReader(b, zstd.WithDecoderConcurrency(1), zstd.WithDecoderMaxMemory(mostWindow))
 		if err != nil {
 			return nil, err
 		}
 		defer z.Close()
-		b = bufio.NewReader(&limited{z, mostFileBytes})
+		b = d.unpack(z)
 	}
 	begin, err := b.Peek(1)
 	switch {
@@ -115,17 +120,31 @@ func (d *dump) readService(r io.Reader) error {
 
 // A limited fails after a number of bytes.
 type limited struct {
-	r    io.Reader
-	left int64
+	r      io.Reader
+	n      int64 // bytes read
+	most   int64
+	packed *limited // what r decompresses, or nil
 }
 
+// unpackSlack is how many bytes any compressed file may expand to. A longer one may expand to safe.UnzipRatio times its size.
+const unpackSlack = 64 << 20
+
 func (l *limited) Read(b []byte) (int, error) {
-	if l.left <= 0 {
-		return 0, fmt.Errorf("the file has more than %d bytes", mostFileBytes)
+	switch {
+	case l.n >= l.most:
+		return 0, fmt.Errorf("the file has more than %d bytes", l.most)
+	case l.packed != nil && l.n-unpackSlack > safe.UnzipRatio*l.packed.n:
+		return 0, fmt.Errorf("%d compressed bytes expand to more than %d: if you trust the file, decompress it first", l.packed.n, l.n)
 	}
-	n, err := l.r.Read(b[:min(int64(len(b)), l.left)])
-	l.left -= int64(n)
+	n, err := l.r.Read(b[:min(int64(len(b)), l.most-l.n)])
+	l.n += int64(n)
 	return n, err
+}
+
+// unpack returns a reader of the uncompressed file.
+func (d *dump) unpack(r io.Reader) *bufio.Reader {
+	d.read = &limited{r: r, most: mostFileBytes, packed: d.read}
+	return bufio.NewReader(d.read)
 }
 
 // readJSON reads the outermost object, and the entries one by one.
@@ -168,8 +187,11 @@ func (d *dump) field(key string, read func(any) error) error {
 }
 
 func (d *dump) addEntry(read func(any) error) error {
-	if len(d.entries) == mostEntries {
+	switch n := len(d.entries); {
+	case n == mostEntries:
 		return fmt.Errorf("the file has more than %d entries", mostEntries)
+	case n >= fewEntries && int64(n-fewEntries) > d.read.n/bytesOfEntry:
+		return fmt.Errorf("the file has more than %d entries in %d bytes: no recorder writes entries of so few bytes", n, d.read.n)
 	}
 	var raw rawEntry
 	if err := read(&raw); err != nil {
@@ -222,7 +244,7 @@ func (d *dump) readPickle(r io.Reader) error {
 	if !ok {
 		return errors.New("the file is not a dump of a flight recorder: the pickle is not a dictionary")
 	}
-	p := &plainData{left: mostValues}
+	p := &plainData{left: fewValues + valuesOfByte*d.read.n, text: unpackSlack + safe.UnzipRatio*d.read.n}
 	for _, item := range *top {
 		key, _ := item.Key.(string)
 		list, isList := item.Value.(*torchfile.List)
@@ -242,8 +264,11 @@ func (d *dump) readPickle(r io.Reader) error {
 	return nil
 }
 
-// plainData converts values of a pickle, which may contain themselves, to JSON.
-type plainData struct{ left int }
+// plainData converts values of a pickle, which may contain themselves and share long texts, to JSON.
+type plainData struct {
+	left int64 // values
+	text int64 // bytes of texts that are left
+}
 
 func (p *plainData) reader(v any) func(any) error {
 	return func(to any) error {
@@ -261,7 +286,7 @@ func (p *plainData) reader(v any) func(any) error {
 
 func (p *plainData) convert(v any, depth int) (any, error) {
 	if p.left--; p.left < 0 || depth > mostDepth {
-		return nil, fmt.Errorf("the pickle has more than %d values, or values nested more than %d deep", mostValues, mostDepth)
+		return nil, fmt.Errorf("the pickle has more than %d values and %d for each byte, or values nested more than %d deep", fewValues, valuesOfByte, mostDepth)
 	}
 	switch v := v.(type) {
 	case *torchfile.Dict:
@@ -271,13 +296,22 @@ func (p *plainData) convert(v any, depth int) (any, error) {
 			if err != nil {
 				return nil, err
 			}
-			m[fmt.Sprintf("%.512v", item.Key)] = x
+			key, ok := item.Key.(string)
+			if !ok {
+				continue // no key of a dump; the text of a tuple of tuples can be longer than any memory
+			}
+			p.text -= int64(len(key))
+			m[key] = x
 		}
 		return m, nil
 	case *torchfile.List:
 		return p.list(*v, depth)
 	case torchfile.Tuple:
 		return p.list(v, depth)
+	case string:
+		if p.text -= int64(len(v)); p.text < 0 {
+			return nil, errors.New("the texts of the pickle are much longer than the file, because values share them")
+		}
 	}
 	return v, nil
 }

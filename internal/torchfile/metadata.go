@@ -62,9 +62,16 @@ type instance struct {
 	state any
 }
 
+// memory is the size of the object. Its state is counted as a dictionary.
+func (x *instance) memory() int { return 2 * containerBytes }
+
+// mostFields is the maximum number of fields of an object. Objects may share one state, so that searching a long one for each
+// of them would take quadratic time. The classes have at most 8.
+const mostFields = 64
+
 // field returns a field of an object.
 func (x *instance) field(name string) any {
-	if d, ok := x.state.(*Dict); ok {
+	if d, ok := x.state.(*Dict); ok && len(*d) <= mostFields {
 		v, _ := d.Get(name)
 		return v
 	}
@@ -107,14 +114,15 @@ func ReadMetadata(text []byte) (*Metadata, error) {
 	if err != nil {
 		return nil, fmt.Errorf("torch.distributed.checkpoint metadata: %w", err)
 	}
-	m, err := metadataOf(v)
+	m, err := metadataOf(v, int64(len(text)))
 	if err != nil {
 		return nil, fmt.Errorf("torch.distributed.checkpoint metadata: %w", err)
 	}
 	return m, nil
 }
 
-func metadataOf(v any) (*Metadata, error) {
+// metadataOf interprets the value of a pickle of size bytes.
+func metadataOf(v any, size int64) (*Metadata, error) {
 	root, ok := v.(*instance)
 	if !ok {
 		return nil, fmt.Errorf("it is a %T: want an object of class Metadata", v)
@@ -124,8 +132,8 @@ func metadataOf(v any) (*Metadata, error) {
 	if !ok || !also {
 		return nil, errors.New("it lacks the list of tensors or their places")
 	}
-	places, err := placesOf(stored)
-	if err != nil {
+	p := &places{of: map[placeKey]Chunk{}, indices: map[string]string{}, most: memorySlack + memoryOfByte*size}
+	if err := p.read(stored); err != nil {
 		return nil, err
 	}
 	m, taken := &Metadata{}, map[string]bool{}
@@ -141,7 +149,7 @@ func metadataOf(v any) (*Metadata, error) {
 		}
 		taken[name] = true
 		t := Distributed{Name: name}
-		if err := t.fill(x, places); err != nil {
+		if err := t.fill(x, p); err != nil {
 			return nil, fmt.Errorf("tensor %q: %w", name, err)
 		}
 		m.Tensors = append(m.Tensors, t)
@@ -149,17 +157,41 @@ func metadataOf(v any) (*Metadata, error) {
 	return m, nil
 }
 
-// placeKey returns a key for a chunk: its tensor and its first indices.
-func placeKey(name string, at []int) string { return fmt.Sprint(len(name), name, at) }
+// A placeKey identifies a chunk: its tensor and its first indices, as a text.
+type placeKey struct{ name, at string }
 
-// placesOf returns the places of chunks.
-func placesOf(stored *Dict) (map[string]Chunk, error) {
-	places := map[string]Chunk{}
+// places are the places of chunks. Objects of the pickle may share their names, indices and chunks, so that copies of them could take
+// much more memory than the pickle: names and indices are shared here, too, and chunks are counted.
+type places struct {
+	of      map[placeKey]Chunk
+	indices map[string]string // each text of indices, once
+	memory  int64             // bytes of the chunks, with their indices
+	most    int64             // for memory
+}
+
+func (p *places) key(name string, at []int) placeKey {
+	text := fmt.Sprint(at)
+	if _, ok := p.indices[text]; !ok {
+		p.indices[text] = text
+	}
+	return placeKey{name, p.indices[text]}
+}
+
+// take counts the memory of a chunk with a number of dimensions.
+func (p *places) take(dimensions int) error {
+	if p.memory += int64(2*(containerBytes+wordBytes*dimensions) + 4*valueBytes); p.memory > p.most {
+		return fmt.Errorf("its chunks take more than %d MiB of memory, which is much more than its size", p.most>>20)
+	}
+	return nil
+}
+
+// read reads the places of chunks.
+func (p *places) read(stored *Dict) error {
 	for _, item := range *stored {
 		key, ok := item.Key.(*instance)
 		x, also := item.Value.(*instance)
 		if !ok || !also {
-			return nil, fmt.Errorf("a place is a %T for a %T", item.Value, item.Key)
+			return fmt.Errorf("a place is a %T for a %T", item.Value, item.Key)
 		}
 		name, _ := key.field("fqn").(string)
 		at, isTensor := ints(key.field("offset"))
@@ -170,21 +202,26 @@ func placesOf(stored *Dict) (map[string]Chunk, error) {
 		off, isOff := x.field("offset").(int64)
 		n, isLength := x.field("length").(int64)
 		switch {
+		case len(name) > mostName:
+			return fmt.Errorf("a place of tensor %.80q…, whose name is longer than %d bytes", name, mostName)
 		case !ok || !isOff || !isLength || off < 0 || n < 0 || off+n < 0:
-			return nil, fmt.Errorf("tensor %q: a place has no file, offset or length", name)
+			return fmt.Errorf("tensor %q: a place has no file, offset or length", name)
 		case file != filepath.Base(file) || !filepath.IsLocal(file):
-			return nil, fmt.Errorf("tensor %q: file %q is outside of the folder", name, file)
+			return fmt.Errorf("tensor %q: file %q is outside of the folder", name, file)
 		}
 		if changes, ok := x.field("transform_descriptors").(*List); ok && len(*changes) > 0 {
-			return nil, fmt.Errorf("tensor %q is compressed or encrypted by an extension of torch.distributed.checkpoint", name)
+			return fmt.Errorf("tensor %q is compressed or encrypted by an extension of torch.distributed.checkpoint", name)
 		}
-		places[placeKey(name, at)] = Chunk{File: file, Offset: off, Length: n}
+		if err := p.take(0); err != nil { // the place has no indices yet
+			return err
+		}
+		p.of[p.key(name, at)] = Chunk{File: file, Offset: off, Length: n}
 	}
-	return places, nil
+	return nil
 }
 
 // fill reads the description of a tensor.
-func (t *Distributed) fill(x *instance, places map[string]Chunk) error {
+func (t *Distributed) fill(x *instance, p *places) error {
 	shape, ok := ints(x.field("size"))
 	chunks, also := x.field("chunks").(*List)
 	properties, _ := x.field("properties").(*instance)
@@ -208,9 +245,15 @@ func (t *Distributed) fill(x *instance, places map[string]Chunk) error {
 		if !ok || !also || !inside(shape, at, n) {
 			return fmt.Errorf("a chunk of shape %v at %v is not inside of shape %v", n, at, shape)
 		}
-		place, ok := places[placeKey(t.Name, at)]
+		if err := p.take(len(shape)); err != nil {
+			return err
+		}
+		place, ok := p.of[p.key(t.Name, at)]
 		if !ok {
 			return fmt.Errorf("the chunk at %v has no place", at)
+		}
+		if elements(n) == 0 && len(t.Chunks) > 0 { // of a rank without elements: several may be in one place
+			continue
 		}
 		place.At, place.N = at, n
 		t.Chunks = append(t.Chunks, place)

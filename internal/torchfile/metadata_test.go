@@ -1,7 +1,9 @@
 package torchfile
 
 import (
+	"encoding/binary"
 	"encoding/json"
+	"fmt"
 	"os"
 	"slices"
 	"strings"
@@ -51,6 +53,64 @@ func TestMetadataMistakes(t *testing.T) {
 	require.ErrorContains(t, err, "want an object of class Metadata")
 	_, err = ReadMetadata([]byte("\x80\x04\x8c\x02os\x8c\x06system\x93."))
 	require.ErrorContains(t, err, "it has the global os.system")
+}
+
+// metadataOfChunks returns metadata with n places, each of another tensor or, if name is not empty, of one, and with a tensor for each
+// place that has the same chunks.
+func metadataOfChunks(n int, name string) []byte {
+	text := func(s string) string { return "X" + string(binary.LittleEndian.AppendUint32(nil, uint32(len(s)))) + s }
+	class := func(name string) string { return "ctorch.distributed.checkpoint." + name + "\n)\x81}(" }
+	number := func(i int) string { return "J" + string(binary.LittleEndian.AppendUint32(nil, uint32(i))) }
+	zeros := "(" + strings.Repeat("K\x00", mostDepth) + "t"
+	s := "\x80\x02" + class("metadata\nMetadata") + text("shared") + "(" + text(name) + "q\x00" +
+		class("filesystem\n_StorageInfo") + text("relative_path") + text("f") + text("offset") + "K\x00" + text("length") + "K\x01ubq\x01" +
+		class("metadata\nTensorStorageMetadata") + text("size") + zeros + text("properties") + class("metadata\nTensorProperties") + text("dtype") + "ctorch\nfloat32\nub" +
+		text("chunks") + "(" + class("metadata\nChunkStorageMetadata") + text("offsets") + zeros + text("sizes") + zeros + "ubq\x02" +
+		strings.Repeat("h\x02", mostChunks-1) + "lubq\x03l"
+	places, tensors := text("storage_data")+"}(", text("state_dict_metadata")+"}("
+	for i := range n {
+		fqn, at := "h\x00", "("+number(i)+"t"
+		if name == "" {
+			fqn, at = text(fmt.Sprint(i)), zeros
+			tensors += fqn + "h\x03"
+		}
+		places += class("metadata\nMetadataIndex") + text("fqn") + fqn + text("offset") + at + "ubh\x01"
+	}
+	return []byte(s + places + "u" + tensors + "uub.")
+}
+
+// TestMemoryOfMetadata: chunks and names that many tensors or places share take memory in proportion to the pickle.
+func TestMemoryOfMetadata(t *testing.T) {
+	m, err := ReadMetadata(metadataOfChunks(2, ""))
+	require.NoError(t, err)
+	require.Len(t, m.Tensors[1].Chunks, 1, "chunks without elements are at one place")
+	for says, in := range map[string][]byte{
+		"its chunks take more than":     metadataOfChunks(200, ""),
+		"whose name is longer than":     metadataOfChunks(1000, strings.Repeat("n", mostName+1)),
+		"want an object":                []byte("\x80\x02]."),
+		"it lacks the list of tensors ": []byte("\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n)\x81}b."),
+		"":                              metadataOfChunks(2000, strings.Repeat("n", mostName)),
+	} {
+		before := allocated()
+		_, err := ReadMetadata(in)
+		took := allocated() - before
+		if says != "" {
+			require.ErrorContains(t, err, says)
+		} else {
+			require.NoError(t, err)
+		}
+		require.Less(t, took, uint64(4*(memorySlack+memoryOfByte*len(in))), says)
+	}
+}
+
+// TestLongStates: a search for fields in a long state, which many objects share, would take quadratic time.
+func TestLongStates(t *testing.T) {
+	state := Dict{{"a", int64(1)}}
+	require.Equal(t, int64(1), (&instance{state: &state}).field("a"))
+	for range mostFields {
+		state = append(state, DictItem{nil, nil})
+	}
+	require.Nil(t, (&instance{state: &state}).field("a"))
 }
 
 // FuzzMetadata: no input panics, and the chunks of a tensor have as many elements as the tensor.

@@ -29,6 +29,8 @@ type storage struct {
 	format    safetensors.DType // of its elements
 }
 
+func (*storage) memory() int { return 2 * containerBytes }
+
 // objects interprets the classes and calls in files of torch.save.
 type objects struct {
 	archive *archive
@@ -246,13 +248,14 @@ func device(_ *objects, args Tuple) (any, error) {
 // A flattener gives names to the tensors and values in an object: the keys and indices on the
 // way to them, with dots between.
 type flattener struct {
-	file  *File
-	taken map[string]bool
-	size  int64 // of the pickle, which limits the work
-	whole int64 // bytes of the file, which limit the bytes of tensors
-	data  int64 // bytes of tensors
-	count int64
-	bytes int64 // of names
+	file    *File
+	tensors map[string]bool // their names
+	size    int64           // of the pickle, which limits the work
+	whole   int64           // bytes of the file, which limit the bytes of tensors
+	data    int64           // bytes of tensors
+	count   int64
+	bytes   int64 // of names, also of containers
+	memory  int64 // bytes of the names and values that the file has
 }
 
 // Limits for each byte of the pickle. A value takes at least a byte, but containers may be in
@@ -269,6 +272,9 @@ const lone = "tensor"
 func (f *flattener) add(name string, v any, depth int) error {
 	if f.count++; f.count > slack+valuesOfByte*f.size {
 		return fmt.Errorf("it has more than %d values in a pickle of %d bytes", f.count-1, f.size)
+	}
+	if f.bytes += int64(len(name)); len(name) > mostName || f.bytes > slack+namesOfByte*f.size {
+		return fmt.Errorf("the name %.40q… is longer than %d bytes, or all names together are much longer than the pickle", name, mostName)
 	}
 	if depth > mostDepth {
 		return fmt.Errorf("more than %d containers are in each other", mostDepth)
@@ -306,13 +312,9 @@ func (f *flattener) addLeaf(name string, v any, depth int) error {
 	if depth == 0 {
 		name = lone
 	}
-	if f.bytes += int64(len(name)); len(name) > mostName || f.bytes > slack+namesOfByte*f.size {
-		return fmt.Errorf("the name %.40q… is longer than %d bytes, or all names together are much longer than the pickle", name, mostName)
-	}
-	if f.taken[name] {
+	if _, taken := f.file.Values[name]; taken || f.tensors[name] {
 		return fmt.Errorf("two values have the name %q, with dots between the keys", name)
 	}
-	f.taken[name] = true
 	switch x := v.(type) {
 	case *Tensor:
 		t := *x
@@ -323,7 +325,22 @@ func (f *flattener) addLeaf(name string, v any, depth int) error {
 		t.Shape = []int{int(x.bytes) / t.Size()}
 		return f.addTensor(t)
 	}
-	f.file.Values[name] = valueText(v)
+	text := valueText(v)
+	if err := f.take(len(name) + len(text) + entryOfValue); err != nil {
+		return err
+	}
+	f.file.Values[name] = text
+	return nil
+}
+
+// entryOfValue is how many bytes an entry of a map of texts takes, on average.
+const entryOfValue = 4 * valueBytes
+
+// take counts bytes of memory.
+func (f *flattener) take(memory int) error {
+	if f.memory += int64(memory); f.memory > memorySlack+memoryOfByte*f.size {
+		return fmt.Errorf("its names and values take more than %d MiB of memory, and its pickle has only %d bytes: save long lists of numbers as tensors", f.memory>>20, f.size)
+	}
 	return nil
 }
 
@@ -332,6 +349,10 @@ func (f *flattener) addTensor(t Tensor) error {
 	if err := CheckBytes(f.data, f.whole); err != nil {
 		return fmt.Errorf("tensor %q of shape %v: %w", t.Name, t.Shape, err)
 	}
+	if err := f.take(len(t.Name) + entryOfValue + t.memory()); err != nil {
+		return err
+	}
+	f.tensors[t.Name] = true
 	f.file.Tensors = append(f.file.Tensors, t)
 	return nil
 }
@@ -379,6 +400,9 @@ type Tensor struct {
 	Strides []int // in elements, 0 or more
 	Offset  int64 // of the first element in the file, in bytes
 }
+
+// memory counts the tensor, its name and its shape.
+func (t *Tensor) memory() int { return 4*containerBytes + wordBytes*(len(t.Shape)+len(t.Strides)) }
 
 // Size returns the size of an element in bytes.
 func (t *Tensor) Size() int { return t.DType.Bits() / 8 }

@@ -149,7 +149,7 @@ func (d *decoder) build() error {
 	if err := d.objects.Build(object, state); err != nil {
 		return err
 	}
-	return d.push(object)
+	return d.again(object)
 }
 
 func (d *decoder) persistent() error {
@@ -232,6 +232,7 @@ func (d *decoder) pass(from int) (done bool, err error) {
 	d.items.memo = len(d.memo)
 	for dict := range d.items.made {
 		d.values -= 2 * len(*dict)
+		d.memory -= int64(containerBytes + entryOfDict*len(*dict))
 		*dict = nil // in case that another value has it, which no writer of snapshots does
 	}
 	if len(d.items.made) > batch { // clear takes the time of the largest size that the map has had

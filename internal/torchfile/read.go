@@ -112,7 +112,7 @@ func read(r io.ReaderAt, size int64) (*File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("entry %q: %w", e.name, err)
 	}
-	f := &flattener{file: &File{Values: map[string]string{}}, taken: map[string]bool{}, size: e.size, whole: size}
+	f := &flattener{file: &File{Values: map[string]string{}}, tensors: map[string]bool{}, size: e.size, whole: size}
 	if err := f.add("", object, 0); err != nil {
 		return nil, fmt.Errorf("entry %q: %w", e.name, err)
 	}

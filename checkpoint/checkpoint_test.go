@@ -162,12 +162,16 @@ func TestHostileManifests(t *testing.T) {
 		"is in file 7 of 1":           tensor(`{"dtype":"F32","shape":[2],"rows":1,"width":2,"parts":[{"file":7,"len":2}]}`),
 		"it is not a manifest":        `{"version":"x"}`,
 		`unknown dtype "F33"`:         tensor(`{"dtype":"F33","shape":[2]}`),
+		"it has 100004 objects":       tensor(`{"parts":[` + strings.Repeat(`{},`, 100_000) + `{}]}`),
+		"of more than 2000000 ranks":  `{"values":[` + strings.Repeat("0,", 2_000_000) + `0],"files":[{"name":"a"}]}`,
 	} {
 		sealedText, err := json.Marshal(sealed{digest([]byte(text)), json.RawMessage(text)})
 		require.NoError(t, err)
 		before := allocated()
 		_, err = decodeManifest(sealedText)
 		require.ErrorContains(t, err, says)
-		require.Less(t, allocated()-before, uint64(16<<20))
+		require.Less(t, allocated()-before, uint64(16<<20+4*len(text)))
 	}
+	large := `{"values":["a\"]}{",{"a":[` + strings.Repeat(`{},`, 100_000) + `{}]}],"files":[` + strings.Repeat(`{},`, 4000) + `{}]}`
+	require.NoError(t, checkDensity([]byte(large)), "values are the program's")
 }

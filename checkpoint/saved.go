@@ -502,11 +502,55 @@ func decodeManifest(text []byte) (*manifest, error) {
 	if got := digest(s.Manifest); got != s.SHA256 {
 		return nil, fmt.Errorf("SHA-256 of the manifest is %s, and it says %q: the file was damaged", got, s.SHA256)
 	}
+	if err := checkDensity(s.Manifest); err != nil {
+		return nil, err
+	}
 	m := new(manifest)
 	if err := json.Unmarshal(s.Manifest, m); err != nil {
 		return nil, fmt.Errorf("it is not a manifest: %w", err)
 	}
 	return m, m.check()
+}
+
+// Limits of a manifest. An empty object would take 100 times its size in memory. A tensor, a part or a file has a digest or several
+// fields; values are data of the program.
+const (
+	fewObjects    = 4096 // of any size
+	bytesOfObject = 64   // of further ones, on average
+	mostOfValues  = 1 << 20
+)
+
+// checkDensity returns an error if a manifest has much less text than it would take memory.
+func checkDensity(text []byte) error {
+	objects, values, depth, inValues := 0, 0, 0, false
+	for i := 0; i < len(text); i++ {
+		switch text[i] {
+		case '"':
+			begin := i + 1
+			for i++; i < len(text) && text[i] != '"'; i++ {
+				if text[i] == '\\' {
+					i++
+				}
+			}
+			if depth == 1 {
+				inValues = strings.EqualFold(string(text[begin:min(i, len(text))]), "values")
+			}
+		case '{', '[':
+			if depth++; text[i] == '{' && !inValues {
+				objects++
+			}
+		case '}', ']':
+			depth--
+		case ',':
+			if inValues && depth == 2 {
+				values++
+			}
+		}
+	}
+	if objects > fewObjects+len(text)/bytesOfObject || values > mostOfValues {
+		return fmt.Errorf("it has %d objects and values of more than %d ranks in %d bytes: it is not a manifest of a checkpoint", objects, values, len(text))
+	}
+	return nil
 }
 
 // check checks what a manifest says about itself.

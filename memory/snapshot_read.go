@@ -86,12 +86,24 @@ func readValue(packed io.Reader, pass func(device int, entry any) error) (any, e
 type jsonReader struct {
 	d      *json.Decoder
 	values int
+	memory int64 // bytes that they take
 
 	pass    func(device int, entry any) error // or nil
 	mistake error                             // in valid JSON
 }
 
+// Values take at most memorySlack bytes of memory and memoryOfByte bytes for each byte of the file. A list of digits or of
+// empty lists would take 30 times its size. Values of a snapshot have keys, and take 4 times their size.
+const (
+	memorySlack  = 32 << 20
+	memoryOfByte = 16
+	valueBytes   = 64 // in a list or a dictionary, which grow by copies
+)
+
 func (j *jsonReader) value(depth int) (any, error) {
+	if j.memory += valueBytes; j.memory > memorySlack+memoryOfByte*j.d.InputOffset() {
+		return nil, fmt.Errorf("the values so far take %d MiB of memory: want at most %d MiB and %d bytes for each byte of the file", j.memory>>20, memorySlack>>20, memoryOfByte)
+	}
 	if j.values++; j.values > mostSnapshotValues || depth > 32 {
 		return nil, fmt.Errorf("more than %d values, or more than 32 deep", mostSnapshotValues)
 	}
@@ -160,12 +172,12 @@ func (j *jsonReader) dict(depth int) (any, error) {
 func (j *jsonReader) traces(depth int) (any, error) {
 	return j.each(depth, func(device int) error {
 		entries, err := j.each(depth+1, func(int) error {
-			before := j.values
+			before, memory := j.values, j.memory
 			entry, err := j.value(depth + 2)
 			if err != nil {
 				return err
 			}
-			j.values = before
+			j.values, j.memory = before, memory
 			return j.pass(device, entry)
 		})
 		if _, ok := entries.(*torchfile.List); err == nil && !ok {

@@ -246,6 +246,16 @@ func TestReadSnapshotRefuses(t *testing.T) {
 	}
 }
 
+// TestSnapshotMemory: the memory for a snapshot is proportional to the file.
+func TestSnapshotMemory(t *testing.T) {
+	for item, n := range map[string]int{"[],": 5 << 19, "0,": 3 << 19} {
+		_, err := memory.ReadSnapshot(strings.NewReader(`{"segments":[` + strings.Repeat(item, n) + `0],"device_traces":[]}`))
+		require.ErrorContains(t, err, "the values so far take", item)
+	}
+	_, err := memory.ReadSnapshot(strings.NewReader("\x80\x02](" + strings.Repeat("]", 1<<21) + "e."))
+	require.ErrorContains(t, err, "its values so far take")
+}
+
 func TestSnapshotWriteErrors(t *testing.T) {
 	require.ErrorIs(t, snapshot().WritePickle(full{}), errFull)
 	require.ErrorIs(t, snapshot().WriteJSON(full{}), errFull)

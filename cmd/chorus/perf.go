@@ -256,6 +256,9 @@ func (f *perfFlags) readBaseline() (*perf.Report, error) {
 	if err != nil {
 		return nil, fmt.Errorf("--baseline: %w", err)
 	}
+	if err := safe.CheckObjects(text); err != nil {
+		return nil, fmt.Errorf("--baseline %s: it has %w", f.baseline, err)
+	}
 	r, err := results.Read(bytes.NewReader(text))
 	if err != nil {
 		return nil, fmt.Errorf("--baseline %s: %w", f.baseline, err)

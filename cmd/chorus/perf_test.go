@@ -188,6 +188,7 @@ func TestPerfBaseline(t *testing.T) {
 	require.Contains(t, got, "slower: AllReduce/type=float/redop=sum/bytes=1024")
 	for _, c := range []struct{ text, want string }{
 		{out + "{}", "unexpected data after the report"},
+		{strings.Repeat("[{},{},", 1<<16), "bytes of JSON: want at most"},
 		{strings.Replace(out, `"out_of_bounds": 0`, `"out_of_bounds": 5`, 1), "the baseline has wrong results"},
 	} {
 		require.NoError(t, os.WriteFile(base, []byte(c.text), 0o600))

@@ -203,6 +203,9 @@ var missingComma = regexp.MustCompile(`("nvml_dev": *-?[0-9]+)(\s*"status")`)
 // DecodeRAS reads an answer in JSON. It ignores fields that it does not know, because each version of
 // NCCL may add some.
 func DecodeRAS(b []byte) (*RASAnswer, error) {
+	if err := safe.CheckObjects(b); err != nil {
+		return nil, fmt.Errorf("ras: the answer has %w", err)
+	}
 	d := json.NewDecoder(bytes.NewReader(missingComma.ReplaceAll(b, []byte("$1,$2"))))
 	a := new(RASAnswer)
 	if err := d.Decode(a); err != nil {

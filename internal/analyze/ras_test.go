@@ -168,6 +168,12 @@ func TestFindings(t *testing.T) {
 	}
 }
 
+// An answer of empty objects is not decoded: it would take 100 times its size in memory.
+func TestRASAnswerOfManyObjects(t *testing.T) {
+	_, err := analyze.DecodeRAS([]byte(`{"nccl_version":"1","communicators":[` + strings.Repeat("{},", 1<<17) + `{}]}`))
+	require.ErrorContains(t, err, "ras: the answer has 131074 objects in 393257 bytes of JSON")
+}
+
 // A finding of a large communicator names a few ranks.
 func TestFindingsOfManyRanks(t *testing.T) {
 	ranks := make([]testhost.RASRank, 100)

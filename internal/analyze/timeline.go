@@ -212,6 +212,8 @@ const (
 	mostTimelineFiles = 1 << 16
 	mostRecords       = 1 << 25 // of all files
 	mostLine          = 1 << 22
+	fewRecords        = 4096 // and operations of them, of a file of any size
+	bytesOfRecord     = 32   // of further ones, on average; those of the recorder have at least 40
 	format            = 1
 )
 
@@ -290,15 +292,19 @@ func loadTimelineFile(path string, most int) (*file, error) {
 // read reads a header and at most that many records. An incomplete last line is ignored, because
 // a process may be killed while it writes.
 func (f *file) read(r io.Reader, most int) error {
-	b := bufio.NewReaderSize(r, 1<<16)
+	b, size, objects := bufio.NewReaderSize(r, 1<<16), 0, 0
 	for n := 1; ; n++ {
 		line, err := readLine(b)
+		size, objects = size+len(line), objects+bytes.Count(line, []byte("{"))
 		if errors.Is(err, io.EOF) {
 			f.cut = len(line) > 0
 			if n == 1 {
 				return errors.New("the file has no header: it is empty, or the process ended while it wrote the header")
 			}
 			return nil
+		}
+		if err == nil && objects > fewRecords+size/bytesOfRecord {
+			err = fmt.Errorf("%d objects in %d bytes of the file: no recorder writes records of so few bytes", objects, size)
 		}
 		if err == nil {
 			err = f.add(line, n == 1)

@@ -167,6 +167,8 @@ func TestLoadRefuses(t *testing.T) {
 		"a record of the device":   header + `{"kind":"kernel","device":-2}` + "\n",
 		"an incomplete record":     header + `{"kind":"member"}` + "\n",
 		"rank -1 of 1":             header + `{"kind":"member","member":{"rank":-1,"size":1}}` + "\n",
+		"records of so few bytes":  header + strings.Repeat(`{}`+"\n", 2*fewRecords),
+		"of the file: no recorder": header + `{"kind":"collective","ops":[` + strings.Repeat(`{},`, 2*fewRecords) + `{}]}` + "\n",
 		"a record from 2000000000": header + `{"kind":"kernel","begin_ns":2000000000000000000}` + "\n",
 	} {
 		dir := t.TempDir()

@@ -21,12 +21,31 @@ func NewJSON(r io.Reader, mostValueBytes int64) *JSONReader {
 	return &JSONReader{json.NewDecoder(v), v}
 }
 
-// A valueReader fails if more bytes are read than a value may have.
+// A valueReader fails if more bytes are read than a value may have, or if they have too many objects.
 type valueReader struct {
-	r     io.Reader
-	most  int64
-	n     int64 // bytes read
-	begin int64 // of the current value
+	r       io.Reader
+	most    int64
+	n       int64 // bytes read
+	begin   int64 // of the current value
+	objects int64
+}
+
+// Limits of objects in JSON. An empty object has 2 bytes, and a list of them can take 200 times its size in memory.
+const (
+	fewObjects    = 1 << 16 // of any size
+	bytesOfObject = 24      // of further ones, on average
+)
+
+// CheckObjects returns an error if a JSON text has more objects than files of its size have. It counts braces in texts, too.
+func CheckObjects(text []byte) error {
+	return checkObjects(int64(bytes.Count(text, []byte("{"))), int64(len(text)))
+}
+
+func checkObjects(objects, size int64) error {
+	if objects > fewObjects+size/bytesOfObject {
+		return fmt.Errorf("%d objects in %d bytes of JSON: want at most %d and one for each %d bytes", objects, size, fewObjects, bytesOfObject)
+	}
+	return nil
 }
 
 func (v *valueReader) Read(b []byte) (int, error) {
@@ -35,6 +54,10 @@ func (v *valueReader) Read(b []byte) (int, error) {
 	}
 	n, err := v.r.Read(b)
 	v.n += int64(n)
+	v.objects += int64(bytes.Count(b[:n], []byte("{")))
+	if err := checkObjects(v.objects, v.n); err != nil {
+		return 0, err
+	}
 	return n, err
 }
 

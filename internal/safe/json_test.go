@@ -41,6 +41,15 @@ func TestJSON(t *testing.T) {
 	}
 }
 
+// TestManyObjects: objects of a few bytes would take much more memory than the file.
+func TestManyObjects(t *testing.T) {
+	text := `{"a": [` + strings.Repeat("{},", fewObjects+fewObjects/4) + `{}]}`
+	_, err := readJSON(text, 1<<20)
+	require.ErrorContains(t, err, "bytes of JSON: want at most 65536 and one for each 24 bytes")
+	require.ErrorContains(t, CheckObjects([]byte(text)), "bytes of JSON")
+	require.NoError(t, CheckObjects([]byte(strings.ReplaceAll(text, "{}", `{"key": "of 25 bytes..."}`))))
+}
+
 // The limit is for each value, not for the file. The decoder reads in blocks, so that values are
 // much larger here.
 func TestJSONLimit(t *testing.T) {

@@ -134,18 +134,43 @@ func refusedLine(conn net.Conn, why error) string {
 	return fmt.Sprintf("refused the process at %s: %s", peerAddr(conn), reason)
 }
 
-// maxSaid limits the number of remembered notifications.
-const maxSaid = 64
+const (
+	maxSaid    = 64 // remembered notifications
+	maxRefused = 16 // lines in the time WaitLine about processes that failed to authenticate, whose addresses an attacker may choose
+)
 
 // A lineFilter tells which notifications are new.
 type lineFilter struct {
-	mu   sync.Mutex
-	said map[string]time.Time
+	mu      sync.Mutex
+	said    map[string]time.Time
+	refused lineBudget
 }
 
-// refused notifies the user of this host of a process that failed to authenticate, unless the user knows that.
-func (f *lineFilter) refused(c net.Conn, why error, notify func(line string)) {
-	if line := refusedLine(c, why); line != "" && f.isNew(addrIP(c.RemoteAddr()), line) {
+// A lineBudget permits maxRefused lines in the time WaitLine.
+type lineBudget struct {
+	since time.Time
+	lines int
+}
+
+func (b *lineBudget) take() bool {
+	if time.Since(b.since) >= WaitLine {
+		*b = lineBudget{since: time.Now()}
+	}
+	b.lines++
+	return b.lines <= maxRefused
+}
+
+// refuse notifies the user of this host of a process that failed to authenticate, unless the user knows that, or there are
+// too many.
+func (f *lineFilter) refuse(c net.Conn, why error, notify func(line string)) {
+	line := refusedLine(c, why)
+	if line == "" || !f.isNew(addrIP(c.RemoteAddr()), line) {
+		return
+	}
+	f.mu.Lock()
+	due := f.refused.take()
+	f.mu.Unlock()
+	if due {
 		notify(line)
 	}
 }

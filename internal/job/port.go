@@ -104,7 +104,7 @@ func (p *port) refer(c *limitedConn) {
 	key.run = p.agent.promise().Run
 	l, err := AcceptHandshake(c, p.agent.cfg.Job, key)
 	if err != nil {
-		p.said.refused(c, err, p.agent.notify)
+		p.said.refuse(c, err, p.agent.notify)
 		return
 	}
 	_ = l.Write(Frame{Body: Note(KindWelcome, p.agent.referral()).Encode()}, HandshakeTimeout) // the other process tries again

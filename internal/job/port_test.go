@@ -3,8 +3,11 @@ package job
 import (
 	"net"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/gochorus/chorus/internal/testhost"
 )
 
 // A host that does not run the coordinator yet tells its user of processes that it refuses, and tells
@@ -37,3 +40,31 @@ func TestPortTellsRefusals(t *testing.T) {
 		require.NotContains(t, line, "different job", "it was said before")
 	}
 }
+
+// TestRefusedLinesAreLimited: an attacker with many addresses, who is refused for a reason that is worth a line, does not fill
+// the terminal.
+func TestRefusedLinesAreLimited(t *testing.T) {
+	testhost.Bubble(t, func(t *testing.T) {
+		var f lineFilter
+		lines := 0
+		refuse := func() {
+			for i := range 1000 {
+				f.refuse(addressed{from: &net.TCPAddr{IP: net.IPv4(10, 0, byte(i>>8), byte(i)), Port: 1}}, errOtherJob, func(string) { lines++ })
+			}
+		}
+		refuse()
+		require.Equal(t, maxRefused, lines)
+		require.True(t, f.isNew("10.0.0.1", "a line about a member"))
+		time.Sleep(WaitLine)
+		refuse()
+		require.Equal(t, 2*maxRefused, lines)
+	})
+}
+
+// An addressed is a connection that has an address, and nothing else.
+type addressed struct {
+	net.Conn
+	from net.Addr
+}
+
+func (a addressed) RemoteAddr() net.Addr { return a.from }

@@ -243,7 +243,7 @@ func (s *Server) acceptLoop() {
 		if !fromPort {
 			if err := knownPeer(c); err != nil { // rejected connections must not occupy the limiter
 				c.Close()
-				s.said.refused(c, err, s.notify)
+				s.said.refuse(c, err, s.notify)
 				return
 			}
 			limited = s.limiter.enter(c)
@@ -258,7 +258,7 @@ func (s *Server) serve(c *limitedConn) {
 	c.leave()
 	if err != nil {
 		c.Close()
-		s.said.refused(c, err, s.notify)
+		s.said.refuse(c, err, s.notify)
 		return
 	}
 	s.mu.Lock()

@@ -153,6 +153,7 @@ func TestHostileManifests(t *testing.T) {
 	}
 	for says, text := range map[string]string{
 		"is outside of the folder":    `{"version":1,"ranks":1,"files":[{"name":"../a"}]}`,
+		"has control characters":      `{"version":1,"ranks":1,"files":[{"name":"a\n"}]}`,
 		"it has version 9":            `{"version":9}`,
 		"it has no files or no ranks": `{"version":1,"ranks":0,"files":[{"name":"a"}]}`,
 		"is larger than any memory":   tensor(`{"dtype":"F32","shape":[9223372036854775807,2],"rows":1,"width":1,"parts":[{"len":1}]}`),

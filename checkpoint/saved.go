@@ -13,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"unicode"
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/gds"
@@ -564,6 +565,9 @@ func (m *manifest) check() error {
 	for _, f := range m.Files {
 		if f.Name != filepath.Base(f.Name) || !filepath.IsLocal(f.Name) {
 			return fmt.Errorf("file %q is outside of the folder", f.Name)
+		}
+		if strings.ContainsFunc(f.Name, unicode.IsControl) { // an error that names the file would have several lines
+			return fmt.Errorf("the name of file %q has control characters", f.Name)
 		}
 	}
 	for i := range m.Tensors {

@@ -9,6 +9,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"unicode"
 	"unicode/utf8"
 )
 
@@ -129,6 +130,8 @@ func local(file string) string {
 		return fmt.Sprintf("%q is not the name of a file next to the index: want a name without separators", short(file))
 	case !utf8.ValidString(file):
 		return fmt.Sprintf("%q is not valid UTF-8", short(file))
+	case strings.ContainsFunc(file, unicode.IsControl): // an error that names the file would have several lines
+		return fmt.Sprintf("%q has a line end or another control character: rename the file", short(file))
 	}
 	return ""
 }

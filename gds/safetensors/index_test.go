@@ -69,6 +69,7 @@ var wrongIndexes = []struct{ name, text, wrong string }{
 	{"file is the folder", `{"weight_map":{"a":"."}}`, `byte 19: tensor "a": "." is not the name of a file`},
 	{"file is the folder above", `{"weight_map":{"a":".."}}`, `byte 19: tensor "a": ".." is not the name of a file`},
 	{"file above", `{"weight_map":{"a":"../1"}}`, `byte 19: tensor "a": "../1" is not the name of a file next to the index: want a name without separators`},
+	{"file with a line end", `{"weight_map":{"a":"1\n2"}}`, `byte 19: tensor "a": "1\n2" has a line end or another control character: rename the file`},
 	{"file below", `{"weight_map":{"a":"b/1"}}`, `byte 19: tensor "a": "b/1" is not the name of a file next to the index: want a name without separators`},
 	{"file from the root", `{"weight_map":{"a":"/etc/passwd"}}`, `byte 19: tensor "a": "/etc/passwd" is not the name of a file next to the index: want a name without separators`},
 	{"file with an escaped separator", `{"weight_map":{"a":"\u002fetc"}}`, `byte 19: tensor "a": "/etc" is not the name of a file next to the index: want a name without separators`},

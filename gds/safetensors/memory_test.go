@@ -113,7 +113,7 @@ func TestIndexMemoryIsBounded(t *testing.T) {
 	for _, c := range []struct{ name, wrong, text string }{
 		{"tensors", "", `{"weight_map":{` + many(11*worstMap, func(i int) string { return `"` + key(i) + `":"a"` }) + `}}`},
 		{"files", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"` + key(i) + `":"` + key(i) + `"` }) + `}}`},
-		{"names with escapes", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"\n` + key(i) + `":"\n"` }) + `}}`},
+		{"names with escapes", "", `{"weight_map":{` + many(14*worstMap, func(i int) string { return `"\n` + key(i) + `":"\""` }) + `}}`},
 		{"metadata", "", `{"weight_map":{},"metadata":{` + many(size, func(i int) string { return `"` + key(i) + `":"\n"` }) + `}}`},
 		{"one name", "duplicate", `{"weight_map":{` + many(8*worstMap, func(int) string { return `"":"a"` }) + `}}`},
 	} {

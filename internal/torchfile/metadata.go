@@ -6,6 +6,8 @@ import (
 	"fmt"
 	"path/filepath"
 	"slices"
+	"strings"
+	"unicode"
 
 	"github.com/gochorus/chorus/gds/safetensors"
 )
@@ -208,6 +210,8 @@ func (p *places) read(stored *Dict) error {
 			return fmt.Errorf("tensor %q: a place has no file, offset or length", name)
 		case file != filepath.Base(file) || !filepath.IsLocal(file):
 			return fmt.Errorf("tensor %q: file %q is outside of the folder", name, file)
+		case strings.ContainsFunc(file, unicode.IsControl): // an error that names the file would have several lines
+			return fmt.Errorf("tensor %q: the name of file %q has control characters", name, file)
 		}
 		if changes, ok := x.field("transform_descriptors").(*List); ok && len(*changes) > 0 {
 			return fmt.Errorf("tensor %q is compressed or encrypted by an extension of torch.distributed.checkpoint", name)

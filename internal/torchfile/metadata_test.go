@@ -41,6 +41,7 @@ func TestMetadataMistakes(t *testing.T) {
 	for what, tc := range map[string]struct{ old, new, says string }{
 		"another class": {"\x8c\x08Metadata", "\x8c\x08Metadoto", "the global torch.distributed.checkpoint.metadata.Metadoto"},
 		"a folder":      {"__1_0.distcp", "../0.distcp.", "is outside of the folder"},
+		"a line end":    {"__1_0.distcp", "__1\n0.distcp", "has control characters"},
 		"a larger size": {"K\x05K\x06\x86", "K\x06K\x06\x86", "its chunks have 30 elements: want 36"},
 		"overlap":       {"K\x02K\x06\x86", "K\x02K\x05\x86", "its chunks have 28 elements: want 30"},
 	} {
@@ -53,6 +54,8 @@ func TestMetadataMistakes(t *testing.T) {
 	require.ErrorContains(t, err, "want an object of class Metadata")
 	_, err = ReadMetadata([]byte("\x80\x04\x8c\x02os\x8c\x06system\x93."))
 	require.ErrorContains(t, err, "it has the global os.system")
+	_, err = ReadMetadata([]byte("\x80\x04\x8c\x02o\n\x8c\x06system\x93."))
+	require.ErrorContains(t, err, `it has the global o\x0a.system`)
 }
 
 // metadataOfChunks returns metadata with n places, each of another tensor or, if name is not empty, of one, and with a tensor for each

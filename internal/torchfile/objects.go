@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/gds/safetensors"
 	"github.com/gochorus/chorus/internal/dtype"
+	"github.com/gochorus/chorus/internal/safe"
 )
 
 // A global is a class or a function of Python: its module and its name.
@@ -66,7 +67,7 @@ func (o *objects) Global(module, name string) (any, error) {
 	if calls[full] != nil || full == "torch._tensor._rebuild_from_type_v2" || full == "torch.nn.parameter.Parameter" || full == "torch.Tensor" {
 		return full, nil
 	}
-	return nil, fmt.Errorf("it has the global %s: only tensors of dense types, dictionaries, lists, numbers and texts are read, because other classes and functions would run code", full)
+	return nil, fmt.Errorf("it has the global %s: only tensors of dense types, dictionaries, lists, numbers and texts are read, because other classes and functions would run code", safe.Text(string(full)))
 }
 
 // Call returns the result of a function that this package knows.

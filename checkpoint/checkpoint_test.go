@@ -138,6 +138,13 @@ func TestRepeatedChunks(t *testing.T) {
 	require.ErrorContains(t, o.count(x), `checkpoint: open run: tensor "x" of shape [67108864]: it has 1610612736 bytes or more of tensors in 1000 bytes`)
 }
 
+// TestChunksOfOnePlace: chunks that share a place are read again for each of them, and therefore limited.
+func TestChunksOfOnePlace(t *testing.T) {
+	o := &opening{c: &Checkpoint{headers: []*safetensors.Header{{Size: 1000}}}, size: 1000, read: mostSmallChunks + mostReads*1000}
+	_, err := o.chunk(&torchfile.Distributed{}, &torchfile.Chunk{Length: 1}, 0)
+	require.ErrorContains(t, err, "the chunks so far have 67112865 bytes in files of 1000 bytes: too many of them share a place")
+}
+
 // breakHeader changes the header of the entry of the first storage.
 func breakHeader(data []byte) []byte {
 	at := bytes.Index(data, []byte("archive/data/0"))

@@ -4,7 +4,7 @@ import (
 	"cmp"
 	"context"
 	"errors"
-	"fmt"
+	"strings"
 	"time"
 
 	"github.com/gochorus/chorus/internal/env"
@@ -233,7 +233,7 @@ func (r *runner) answer(w *World, err error) error {
 	}
 	begun := time.Now()
 	if !w.isLeaving() && !r.awaitEnd(w) {
-		m := job.Note(job.KindFailed, job.Fault{Reason: fmt.Sprintf("its function failed: %v", err), Ago: time.Since(begun)})
+		m := job.Note(job.KindFailed, job.Fault{Reason: "its function failed: " + strings.ReplaceAll(err.Error(), "\n", "; "), Ago: time.Since(begun)})
 		return cmp.Or(err, r.send(w, m))
 	}
 	switch {

@@ -144,6 +144,7 @@ func TestElasticBudget(t *testing.T) {
 	code, text := l.wait()
 	require.Zero(t, code, text)
 	require.Contains(t, text, "epoch 2 is rank 0 of 1 pid")
+	require.Equal(t, 1, strings.Count(text, "chorus: worker 1 of this host is not started again: the job's restarts are used up (--max-restarts 3)\n"), text)
 }
 
 // The last line of a job that fails says that no restart is left.

@@ -56,6 +56,9 @@ func (j *launcher) obey(o job.Order) {
 	default:
 		j.count(j.children[o.Local], true)
 		j.undecided--
+		if most := j.cfg.Cluster.MaxRestarts; most > 0 && !j.draining && !j.over() {
+			j.say(fmt.Sprintf("worker %d of this host is not started again: the job's restarts are used up (--max-restarts %d)", o.Local, most))
+		}
 	}
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"math"
+	"slices"
 	"strconv"
 
 	"github.com/gochorus/chorus/gds/safetensors"
@@ -300,7 +301,14 @@ func (f *flattener) add(name string, v any, depth int) error {
 	return f.addLeaf(name, v, depth)
 }
 
+// longList is the length from which a list of numbers is one value, a JSON array: a name for each number takes much more memory than
+// the file.
+const longList = 1 << 16
+
 func (f *flattener) addAll(name string, list []any, depth int) error {
+	if len(list) >= longList && !slices.ContainsFunc(list, func(v any) bool { return !isNumber(v) }) {
+		return f.addLeaf(name, list, depth)
+	}
 	for i, x := range list {
 		if err := f.add(join(name, strconv.Itoa(i), depth), x, depth+1); err != nil {
 			return err
@@ -375,7 +383,15 @@ func keyText(key any) (string, error) {
 	return "", fmt.Errorf("a dictionary has a key of type %T: want a text or a number", key)
 }
 
-// valueText returns a plain value as JSON. Types, and numbers that JSON lacks,
+func isNumber(v any) bool {
+	switch v.(type) {
+	case int64, uint64, float64, bool:
+		return true
+	}
+	return false
+}
+
+// valueText returns a plain value, or a list of numbers, as JSON. Types, and numbers that JSON lacks,
 // become texts.
 func valueText(v any) string {
 	switch x := v.(type) {

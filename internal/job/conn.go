@@ -209,7 +209,6 @@ func (s *Server) resume(k *conn, m Message) error {
 	if l == nil { // a write on it has failed
 		return errOtherStream
 	}
-	l.most = 0
 	to.replaceBy(renewal{link: l, acked: m.ID, greet: true})
 	return errOtherStream
 }

@@ -214,6 +214,7 @@ func (s *stream) adopt(r renewal) error {
 		return errStreamClosed
 	}
 	s.reading.Close()
+	r.link.most = s.reading.most // of a process that has not registered, also if it continues its stream
 	s.reading = r.link
 	r.link.progress = s.touch
 	s.touch()

@@ -100,6 +100,47 @@ func TestFramesOfGuests(t *testing.T) {
 	}
 }
 
+// TestFramesOfResumedGuests continues the stream of a process that has not registered on another link: the limit of its frames
+// stays until it registers.
+func TestFramesOfResumedGuests(t *testing.T) {
+	t.Parallel()
+	as, errs := startAll(t, onLoopback(t, 1, 2)...)
+	require.NoError(t, errs[0])
+	worker, err := as[0].keys.Control.forWorkers(as[0].promise().Run)
+	require.NoError(t, err)
+	to := Target{Job: as[0].Job(), Addr: as[0].Addr, Key: worker}
+	for _, register := range []bool{false, true} {
+		first, hello := to.persist(t)
+		defer first.Close()
+		l, _ := to.persist(t)
+		defer l.Close()
+		require.NoError(t, l.Write(Frame{Body: Message{Kind: kindResume, Epoch: FirstEpoch, Body: []byte(hello.Stream)}.Encode()}, time.Minute))
+		answer, _, err := l.readMessage(time.Minute)
+		for err == nil && answer.Kind != kindResumed { // the welcome of the link's own stream may come before
+			answer, _, err = l.readMessage(time.Minute)
+		}
+		require.NoError(t, err)
+		long := Message{Kind: kindBeat, Epoch: FirstEpoch, ID: 1, Body: make([]byte, maxUnregisteredFrame)}
+		number := uint64(1)
+		if register {
+			m := Note(kindRegister, Registration{Member: Member{Rank: 0, Host: "a", PID: 7}})
+			require.NoError(t, l.Write(Frame{number: number, Body: m.Encode()}, time.Minute))
+			number++
+			long.Kind, long.Body = KindCall, Call{Op: OpSet, Fields: [][]byte{[]byte("k"), long.Body}}.Encode()
+		}
+		require.NoError(t, l.Write(Frame{number: number, Body: long.Encode()}, time.Minute))
+		answer, _, err = l.readMessage(time.Minute)
+		if !register {
+			require.Error(t, err, "the coordinator hangs up")
+			continue
+		}
+		for err == nil && answer.Kind != kindReply {
+			answer, _, err = l.readMessage(time.Minute)
+		}
+		require.NoError(t, err)
+	}
+}
+
 // TestResumeOnABrokenLink asks to continue a stream on a connection whose last write failed.
 func TestResumeOnABrokenLink(t *testing.T) {
 	j, _, worker := judged()

@@ -48,12 +48,15 @@ var flagPages struct {
 
 // newFlagPage creates and maps a page, with one use.
 func newFlagPage(dev *device.Device) (*flagPage, error) {
-	fd, err := unix.MemfdCreate("chorus flags", unix.MFD_CLOEXEC)
+	fd, err := unix.MemfdCreate("chorus flags", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
 	if err != nil {
 		return nil, unsupported("memory that processes share (memfd_create)", err.Error())
 	}
 	f := os.NewFile(uintptr(fd), "flags")
-	if err = f.Truncate(flagPageBytes); err != nil {
+	if err = f.Truncate(flagPageBytes); err == nil {
+		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, pageSeals) // an access behind the end of the file would end a process
+	}
+	if err != nil {
 		return nil, errors.Join(err, f.Close())
 	}
 	info, err := f.Stat()
@@ -103,15 +106,21 @@ func openNamed(name string) (*os.File, error) {
 	if err == nil && identity(info) != want {
 		return nil, unsupported("processes of one PID namespace", path+" is another file")
 	}
-	f, err := os.OpenFile(path, os.O_RDWR, 0)
+	f, err := os.OpenFile(path, os.O_RDWR|unix.O_NONBLOCK|unix.O_NOCTTY, 0)
 	if err != nil {
 		return nil, unsupported("processes that can open each other's files in /proc", err.Error())
 	}
 	if info, err = f.Stat(); err != nil || identity(info) != want {
 		return nil, errors.Join(unsupported("processes of one PID namespace", path+" has become another file"), f.Close())
 	}
+	if seals, err := unix.FcntlInt(f.Fd(), unix.F_GET_SEALS, 0); err != nil || seals&pageSeals != pageSeals || info.Size() < flagPageBytes {
+		return nil, errors.Join(fmt.Errorf("open a page of flags: %s is another file, or its length may change", path), f.Close())
+	}
 	return f, nil
 }
+
+// pageSeals keep the length of a page of flags.
+const pageSeals = unix.F_SEAL_SHRINK
 
 // A presence is a lock on the file of a page of flags, a byte for each rank. The system releases it when the process ends.
 type presence struct {

@@ -10,6 +10,7 @@ import (
 
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/route"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/stream"
 )
 
@@ -159,7 +160,7 @@ func withAlarm(parent context.Context, r Rendezvous, prefix string, fn func(cont
 	go func() {
 		defer close(done)
 		if text, err := r.Get(ctx, prefix+"alarm"); err == nil {
-			received = fmt.Errorf("%s", text)
+			received = errors.New(told(string(text)))
 			cancel(received)
 		}
 	}()
@@ -178,6 +179,9 @@ func withAlarm(parent context.Context, r Rendezvous, prefix string, fn func(cont
 	raiseAlarm(parent, r, prefix, err, !late && !knownToAll(err))
 	return err
 }
+
+// told returns a text of another rank, for an error of this one.
+func told(text string) string { return safe.Text(safe.Clip(text, maxErrorText)) }
 
 // knownToAll reports whether all ranks have the same error.
 func knownToAll(err error) bool {
@@ -233,7 +237,7 @@ func (g *Group) checkSame(ctx context.Context, op, has, cure string) error {
 		if i < 0 {
 			return nil
 		}
-		return badArgument(op, "rank 0 has %s and rank %d %s: %s", all[0].Value, i, all[i].Value, cure)
+		return badArgument(op, "rank 0 has %s and rank %d %s: %s", told(all[0].Value), i, told(all[i].Value), cure)
 	})
 }
 

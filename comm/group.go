@@ -518,6 +518,9 @@ func (g *Group) watchChild(ctx context.Context, w *reporter, parents []int) erro
 		parents[i] = w.worldRanks()[rank]
 	}
 	world, err := GatherValues(ctx, g, Gob, parents...)
+	if err == nil {
+		err = g.conclude(ctx, true, checkWorld(world, w.worldRanks()))
+	}
 	if err != nil {
 		return errors.Join(err, g.Close())
 	}
@@ -525,6 +528,17 @@ func (g *Group) watchChild(ctx context.Context, w *reporter, parents []int) erro
 	w.world = world
 	w.diagnosing.Unlock()
 	g.watch(w)
+	return nil
+}
+
+// checkWorld returns an error if the ranks of a new group say that they are other ranks of the world than those of the parent, or
+// that two of them are the same.
+func checkWorld(world, parents []int) error {
+	for rank, at := range world {
+		if !slices.Contains(parents, at) || slices.Contains(world[:rank], at) {
+			return fmt.Errorf("comm: split: rank %d of the new group says that it is rank %d of the world: want one of %d others: %w", rank, at, len(parents), ErrMismatch)
+		}
+	}
 	return nil
 }
 

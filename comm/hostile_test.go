@@ -35,13 +35,47 @@ func TestHostilePeers(t *testing.T) {
 // forged is a text that prints a line as another program's own.
 const forged = "no\r\x1b[Kchorus: all is well\n"
 
-// told is a Rendezvous in which another rank has published one value for all keys.
-type told struct {
+// valued is a Rendezvous in which another rank has published one value for all keys.
+type valued struct {
 	Rendezvous
 	value string
 }
 
-func (r told) Get(context.Context, string) ([]byte, error) { return []byte(r.value), nil }
+func (r valued) Get(context.Context, string) ([]byte, error) { return []byte(r.value), nil }
+
+// alarmed is the Rendezvous of rank 1, in which rank 0 has raised the alarm.
+type alarmed struct{ text string }
+
+func (alarmed) Rank() int { return 1 }
+
+func (alarmed) Size() int { return 2 }
+
+func (alarmed) Context() context.Context { return context.Background() }
+
+func (alarmed) Set(context.Context, string, []byte) error { return nil }
+
+func (r alarmed) Get(context.Context, string) ([]byte, error) { return []byte(r.text), nil }
+
+// A broken codec panics.
+type broken struct{ gobCodec }
+
+func (broken) Decode([]byte, any) error { panic("index out of range") }
+
+// What another rank has sent ends no process, also if the codec panics.
+func TestDecodePanics(t *testing.T) {
+	v := 3
+	err := decodeValue(Codec(broken{}), "receive value", 1, false, []byte("x"), &v)
+	require.EqualError(t, err, "comm: receive value: decode the value of rank 1: its codec panicked: index out of range")
+	require.Equal(t, 3, v)
+}
+
+// The ranks of a new group are different ones of its parent.
+func TestHostileWorld(t *testing.T) {
+	require.NoError(t, checkWorld([]int{5, 3}, []int{3, 4, 5}))
+	for _, world := range [][]int{{5, -1}, {5, 1 << 40}, {0}, {4, 4}} {
+		require.ErrorIs(t, checkWorld(world, []int{3, 4, 5}), ErrMismatch, "%v", world)
+	}
+}
 
 // TestForgedTexts gets texts from another process that a terminal would obey.
 func TestForgedTexts(t *testing.T) {
@@ -53,10 +87,18 @@ func TestForgedTexts(t *testing.T) {
 	require.Less(t, len(err.Error()), 2*maxErrorText)
 
 	var a admission
-	require.NoError(t, get(t.Context(), told{value: `{"Refused":"no\r\u001b[Kx\n"}`}, "k", &a))
+	require.NoError(t, get(t.Context(), valued{value: `{"Refused":"no\r\u001b[Kx\n"}`}, "k", &a))
 	require.ErrorContains(t, a.check(1, 2, 1), `no\x0d\x1b[Kx\x0a`)
 
-	x, err := (&reporter{r: told{value: `{"Operation":"no\r","End":"failed: no\u001b[K"}`}}).read(t.Context(), 1)
+	err = withAlarm(t.Context(), alarmed{forged + strings.Repeat("x", 1<<20)}, "", func(ctx context.Context) error {
+		<-ctx.Done()
+		return context.Cause(ctx)
+	})
+	require.ErrorContains(t, err, `no\x0d\x1b[K`)
+	require.False(t, odd(err.Error()), "%.200q", err)
+	require.Less(t, len(err.Error()), 2*maxErrorText)
+
+	x, err := (&reporter{r: valued{value: `{"Operation":"no\r","End":"failed: no\u001b[K"}`}}).read(t.Context(), 1)
 	require.NoError(t, err)
 	require.Equal(t, []string{`no\x0d`, `failed: no\x1b[K`}, []string{x.Operation, x.End})
 }
@@ -74,7 +116,7 @@ func FuzzRecords(f *testing.F) {
 			require.GreaterOrEqual(t, len(a.Hosts), size)
 		}
 		var info []rankInfo
-		if get(t.Context(), told{value: string(b)}, "k", &info) == nil {
+		if get(t.Context(), valued{value: string(b)}, "k", &info) == nil {
 			infos := append([]rankInfo{{}}, info...)
 			require.Len(t, hostsOf(infos), len(infos))
 			_ = incompatibility(infos)
@@ -83,6 +125,6 @@ func FuzzRecords(f *testing.F) {
 			require.True(t, 0 < e.Rank && e.Rank < size && e.Index >= 0)
 			require.NotEmpty(t, e.Error())
 		}
-		_, _ = (&reporter{r: told{value: string(b)}}).read(t.Context(), 1)
+		_, _ = (&reporter{r: valued{value: string(b)}}).read(t.Context(), 1)
 	})
 }

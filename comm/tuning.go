@@ -246,7 +246,7 @@ func (g *Group) shareTuning(ctx context.Context, t *Tuning, renew bool) (x share
 	}
 	if x.Err != "" {
 		_ = g.Shutdown(ctx) // Close would end the other ranks before they have read the reason
-		return x, errors.New(x.Err)
+		return x, errors.New(told(x.Err))
 	}
 	if x.Tuning == nil {
 		return x, nil

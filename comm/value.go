@@ -10,7 +10,6 @@ import (
 	"reflect"
 
 	"github.com/gochorus/chorus/internal/gpu"
-	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -272,10 +271,16 @@ func encodeValue[T any](codec Codec, v *T) (p encodedValue) {
 // maxErrorText limits the error text of another rank, in bytes.
 const maxErrorText = 4096
 
-// decodeValue decodes into a new variable: codecs do not overwrite fields that the data lacks.
-func decodeValue[T any](codec Codec, op string, rank int, failed bool, data []byte, to *T) error {
+// decodeValue decodes into a new variable: codecs do not overwrite fields that the data lacks. A panic of the codec is an error, because
+// the data is another process's.
+func decodeValue[T any](codec Codec, op string, rank int, failed bool, data []byte, to *T) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("comm: %s: decode the value of rank %d: its codec panicked: %v", op, rank, r)
+		}
+	}()
 	if failed {
-		return &ValueError{Op: op, Rank: rank, Reason: safe.Text(string(data[:min(len(data), maxErrorText)]))}
+		return &ValueError{Op: op, Rank: rank, Reason: told(string(data))}
 	}
 	var v T
 	if err := codec.Decode(data, &v); err != nil {

@@ -154,6 +154,22 @@ func (r *Reducer) firstOrder(ctx context.Context) ([]int, error) {
 			order = append(order, i)
 		}
 	}
-	err := comm.BroadcastValue(ctx, r.g, 0, &order, nil)
-	return order, err
+	if err := comm.BroadcastValue(ctx, r.g, 0, &order, nil); err != nil {
+		return nil, err
+	}
+	if !isOrder(order, len(r.grads[0])) {
+		return nil, fmt.Errorf("rank 0 has sent an order that is not of the %d gradients of this rank: %w", len(r.grads[0]), comm.ErrMismatch)
+	}
+	return order, nil
+}
+
+// isOrder reports whether order has each of the numbers 0 to n-1 once.
+func isOrder(order []int, n int) bool {
+	sorted := slices.Sorted(slices.Values(order))
+	for i, k := range sorted {
+		if i != k {
+			return false
+		}
+	}
+	return len(order) == n
 }

@@ -10,6 +10,7 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/collective"
 	"github.com/gochorus/chorus/internal/route"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/memory"
 )
 
@@ -243,7 +244,7 @@ func compare(op string, all []collective.Said[arguments]) error {
 	}
 	for i := range all {
 		if why := all[0].Value.differ(&all[i].Value, i); why != "" {
-			return refuse(op, "%s: give the same on all ranks", why)
+			return refuse(op, "%s: give the same on all ranks", safe.Text(why))
 		}
 	}
 	return nil
@@ -253,6 +254,9 @@ func compare(op string, all []collective.Said[arguments]) error {
 func (x *arguments) differ(other *arguments, rank int) string {
 	if len(x.Lengths) == len(other.Lengths) {
 		for i, n := range x.Lengths {
+			if i >= len(x.Types) || i >= len(other.Types) {
+				return fmt.Sprintf("rank 0 has %d types of %d %ss and rank %d has %d", len(x.Types), len(x.Lengths), x.What, rank, len(other.Types))
+			}
 			if m := other.Lengths[i]; m != n {
 				return fmt.Sprintf("%s %d has %d elements on rank 0 and %d on rank %d", x.What, i, n, m, rank)
 			}

@@ -42,6 +42,23 @@ func TestAgree(t *testing.T) {
 	}
 }
 
+// A feature that another rank lacks is named without what a terminal obeys.
+func TestAgreeOnForgedTexts(t *testing.T) {
+	gs, errs := groups.Join(t, t.Context(), testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2}))
+	require.NoError(t, errors.Join(errs...))
+	groups.Each(t, gs, func(i int, g *comm.Group) error {
+		failed := []error{nil}
+		if i == 1 {
+			failed[0] = &device.UnsupportedError{Feature: "\x1b[K", Need: "\r\n", Have: "\x07"}
+		}
+		return route.Agree(testgpu.Context(t), g, "test", []int{i}, failed, func(all []collective.Said[int]) error {
+			x := all[1]
+			require.Equal(t, []string{`\x1b[K`, `\x0d\x0a`, `\x07`}, []string{x.Feature, x.Need, x.Have})
+			return nil
+		})
+	})
+}
+
 // If the exchange fails, the error says what this process would have said.
 func TestAgreeWithoutExchange(t *testing.T) {
 	g := groups.Local(t, testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 1}))

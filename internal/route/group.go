@@ -76,7 +76,9 @@ func Agree[T any](ctx context.Context, g handle.Has[Group], op string, mine []T,
 		if err := gob.NewDecoder(bytes.NewReader(text)).Decode(&all[rank]); err != nil {
 			return fmt.Errorf("%s: what rank %d has said: %w", op, rank, err)
 		}
-		all[rank].Failed = safe.Text(all[rank].Failed)
+		for _, s := range []*string{&all[rank].Failed, &all[rank].Feature, &all[rank].Need, &all[rank].Have} {
+			*s = safe.Text(*s) // a value may have names, which must stay as they are
+		}
 	}
 	return GroupOf(g).Conclude(ctx, judge(all))
 }

@@ -73,7 +73,9 @@ func (rs Routers) measureRank(ctx context.Context, i int, plan []Choice) (times 
 // Complete completes a Tuning with the times that Measure has returned on all ranks: it stores
 // the times of the slowest ranks, measures copy engines, and sorts the strategies.
 func (rs Routers) Complete(ctx context.Context, t *Tuning, all [][]float64) error {
-	t.fill(all)
+	if err := t.fill(all); err != nil {
+		return err
+	}
 	if err := rs.measureEngines(ctx, t); err != nil {
 		return err
 	}
@@ -81,9 +83,18 @@ func (rs Routers) Complete(ctx context.Context, t *Tuning, all [][]float64) erro
 	return nil
 }
 
-// fill stores the times of the slowest ranks.
-func (t *Tuning) fill(all [][]float64) {
+// fill stores the times of the slowest ranks. It returns an error if a rank has sent other times than those of the plan.
+func (t *Tuning) fill(all [][]float64) error {
 	n := 0
+	for i := range t.Choices {
+		n += len(t.Choices[i].Times)
+	}
+	for rank, one := range all {
+		if len(one) != n {
+			return fmt.Errorf("rank %d has sent %d times: want %d: %w", rank, len(one), n, nccl.ErrorInvalidArgument)
+		}
+	}
+	n = 0
 	for i := range t.Choices {
 		times := t.Choices[i].Times
 		for j := range times {
@@ -93,6 +104,7 @@ func (t *Tuning) fill(all [][]float64) {
 			n++
 		}
 	}
+	return nil
 }
 
 // sort puts the fastest strategy first.

@@ -83,10 +83,19 @@ func TestTuningUsesTheSlowestRank(t *testing.T) {
 		return all
 	}
 	tuning := Tuning{Choices: []Choice{{Times: times(NCCLOnly, OwnKernels)}, {Times: times(NCCLOnly)}}}
-	tuning.fill([][]float64{{3, 9, 1}, {4, 2, 7}, {1, 1, 2}})
+	require.NoError(t, tuning.fill([][]float64{{3, 9, 1}, {4, 2, 7}, {1, 1, 2}}))
 	tuning.sort()
 	require.Equal(t, []Timing{{Strategy: NCCLOnly.Name(), Micros: 4}, {Strategy: OwnKernels.Name(), Micros: 9}}, tuning.Choices[0].Times)
 	require.Equal(t, []Timing{{Strategy: NCCLOnly.Name(), Micros: 7}}, tuning.Choices[1].Times)
+}
+
+// Times of another rank that are not those of the plan are refused.
+func TestTimesOfAnotherPlan(t *testing.T) {
+	for _, theirs := range [][]float64{nil, {1}, {1, 2, 3}} {
+		tuning := Tuning{Choices: []Choice{{Times: make([]Timing, 2)}}}
+		require.ErrorContains(t, tuning.fill([][]float64{{1, 2}, theirs}), "rank 1 has sent")
+		require.Zero(t, tuning.Choices[0].Times[0].Micros)
+	}
 }
 
 // TestMeasuringRestoresTheStrategy measures every strategy, and then copy engines: operations

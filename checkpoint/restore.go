@@ -9,6 +9,7 @@ import (
 
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/internal/collective"
+	"github.com/gochorus/chorus/internal/safe"
 	"github.com/gochorus/chorus/tensor"
 )
 
@@ -106,7 +107,8 @@ func (r *restoring) agreeToMatch(ctx context.Context) (*Restored, error) {
 		first := all[0].Value
 		for rank, x := range all {
 			if x := x.Value; x.ID != first.ID || x.Step != first.Step {
-				return fmt.Errorf("checkpoint: restore %s: rank %d has opened step %d (save %s), and rank 0 step %d (save %s) in %s: all ranks must open the same save, as Latest does", x.Folder, rank, x.Step, x.ID, first.Step, first.ID, first.Folder)
+				return fmt.Errorf("checkpoint: restore %s: rank %d has opened step %d (save %s), and rank 0 step %d (save %s) in %s: all ranks must open the same save, as Latest does",
+					safe.Text(x.Folder), rank, x.Step, safe.Text(x.ID), first.Step, safe.Text(first.ID), safe.Text(first.Folder))
 			}
 		}
 		if err := firstFailed(r.peers, "restore", all, errs); err != nil {

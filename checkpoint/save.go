@@ -225,6 +225,9 @@ func (s *saving) join(ctx context.Context) error {
 		temps = append(temps, files.Of(f).Temp())
 	}
 	err := comm.BroadcastValue(long, s.group, 0, &temps, nil)
+	if err == nil && !s.isRoot() && len(temps) != len(s.out.shards) {
+		err = fmt.Errorf("rank 0 has made %d files: want %d: %w", len(temps), len(s.out.shards), comm.ErrMismatch)
+	}
 	for i := 0; err == nil && !s.isRoot() && i < len(temps); i++ {
 		var f *gds.File
 		if f, err = gds.OpenFile(temps[i], os.O_RDWR, s.cfg.File); err == nil {

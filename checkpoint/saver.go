@@ -146,8 +146,23 @@ func exchange(ctx context.Context, w *peers, op, folder string, parts [][]Part) 
 		for rank, x := range all {
 			by[rank] = x.Value
 		}
-		return firstFailed(w, op, all, errs)
+		if err := firstFailed(w, op, all, errs); err != nil {
+			return err
+		}
+		return checkDescriptions(op, folder, by)
 	})
+}
+
+// checkDescriptions returns an error if a rank has described a part that cannot exist.
+func checkDescriptions(op, folder string, by [][]partInfo) error {
+	for rank, parts := range by {
+		for i := range parts {
+			if p := &parts[i]; !p.fits() || !fits(p.Stored, 1) || product(p.Stored) != p.Box.elements() {
+				return fmt.Errorf("checkpoint: %s %s: rank %d describes a part of tensor %q that does not fit shape %v: %w", op, folder, rank, p.Name, p.Shape, comm.ErrMismatch)
+			}
+		}
+	}
+	return nil
 }
 
 // begin divides the work and allocates the memory of this process.
@@ -170,7 +185,15 @@ func (v *Saver) begin(ctx context.Context, w *peers, by [][]partInfo, parts [][]
 	if err := comm.BroadcastValue(long, w.group, 0, &v.nonce, nil); err != nil {
 		return fmt.Errorf("checkpoint: new saver %s: %w", v.folder, err)
 	}
+	if !isNonce(v.nonce) {
+		return fmt.Errorf("checkpoint: new saver %s: rank 0 has sent another name than one for its saves: %w", v.folder, comm.ErrMismatch)
+	}
 	return nil
+}
+
+// isNonce reports whether a text consists of lower-case letters and digits, so that it is a part of a file's name.
+func isNonce(text string) bool {
+	return text != "" && len(text) <= 64 && !strings.ContainsFunc(text, func(r rune) bool { return (r < 'a' || r > 'z') && (r < '0' || r > '9') })
 }
 
 func (v *Saver) prepare(w *peers, by [][]partInfo, parts [][]Part) (err error) {

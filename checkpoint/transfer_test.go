@@ -337,7 +337,7 @@ func TestTransferRefuses(t *testing.T) {
 
 // Descriptions of other processes that do not fit a shape are refused before anything is computed by them.
 func TestTransferHostile(t *testing.T) {
-	good := partInfo{Name: "w", Format: formats[memory.Float32], Shape: []int{4, 6}, Box: box{4, 6, 0, 6}}
+	good := partInfo{Name: "w", Format: formats[memory.Float32], Shape: []int{4, 6}, Stored: []int{4, 6}, Box: box{4, 6, 0, 6}}
 	for _, change := range []func(*partInfo){
 		func(p *partInfo) { p.Box.Width = 0 },
 		func(p *partInfo) { p.Box.Width = 5 },
@@ -353,7 +353,14 @@ func TestTransferHostile(t *testing.T) {
 		change(&bad)
 		_, _, err := planTransfer([][]partInfo{{good}, nil}, [][]partInfo{nil, {bad}}, 1<<20)
 		require.ErrorIs(t, err, comm.ErrMismatch, "%+v", bad)
+		require.ErrorIs(t, checkDescriptions("new saver", "f", [][]partInfo{{good}, {bad}}), comm.ErrMismatch, "%+v", bad)
 	}
+	for _, stored := range [][]int{nil, {24, 2}, {-4, -6}, {1 << 40, 1 << 40}} {
+		bad := good
+		bad.Stored = stored
+		require.ErrorContains(t, checkDescriptions("restore", "f", [][]partInfo{{good}, {bad}}), "rank 1 describes a part of tensor \"w\"", "%v", stored)
+	}
+	require.NoError(t, checkDescriptions("restore", "f", [][]partInfo{{good}, nil, {good}}))
 	_, _, err := planTransfer([][]partInfo{{good}, nil}, [][]partInfo{nil, {good}}, 1<<20)
 	require.NoError(t, err)
 }

@@ -277,7 +277,10 @@ func (v *visit) collect(ctx context.Context) (*health.Report, error) {
 		if err := json.Unmarshal(text, &one); err != nil {
 			return nil, fmt.Errorf("the results of host %s: %w", name, err)
 		}
-		safe.Record(&one.Results)
+		if v.Job && one.Facts == nil {
+			return nil, fmt.Errorf("the results of host %s have no facts to compare: use one version of Chorus on all hosts", name)
+		}
+		safe.Record(&one)
 		r.Results, facts = append(r.Results, one.Results...), append(facts, one.Facts)
 	}
 	if v.Job {
@@ -297,7 +300,7 @@ func (v *visit) measure(ctx context.Context, report *health.Report) error {
 	if err != nil {
 		return err
 	}
-	measured := notMeasured(string(refusal))
+	measured := notMeasured(safe.Text(string(refusal)))
 	if len(refusal) == 0 {
 		measured = v.m.measured(ctx)
 	}
@@ -359,6 +362,7 @@ func (m *member) copiesInTurn(ctx context.Context, g *comm.Group) ([]health.Copy
 		}
 	}
 	all, err := comm.GatherValues(ctx, g, nil, mine...)
+	safe.Record(&all)
 	for rank := range all {
 		all[rank].Rank = rank
 	}

@@ -98,6 +98,11 @@ func TestForgedTexts(t *testing.T) {
 	require.False(t, odd(err.Error()), "%.200q", err)
 	require.Less(t, len(err.Error()), 2*maxErrorText)
 
+	err = errLeft("rank 1 " + forged + strings.Repeat("x", 1<<20))
+	require.ErrorIs(t, err, ErrBroken)
+	require.False(t, odd(err.Error()), "%.200q", err)
+	require.Less(t, len(err.Error()), 2*maxErrorText)
+
 	x, err := (&reporter{r: valued{value: `{"Operation":"no\r","End":"failed: no\u001b[K"}`}}).read(t.Context(), 1)
 	require.NoError(t, err)
 	require.Equal(t, []string{`no\x0d`, `failed: no\x1b[K`}, []string{x.Operation, x.End})

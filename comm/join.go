@@ -506,7 +506,7 @@ func errLeft(answer string) error {
 	if answer == shutDown {
 		return nil
 	}
-	who, why, _ := strings.Cut(safe.Text(answer), ": ")
+	who, why, _ := strings.Cut(told(answer), ": ")
 	text := who + " instead of shutting it down"
 	if why != "" {
 		text += ": " + why

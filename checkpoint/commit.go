@@ -193,7 +193,7 @@ func (v *Saver) collect(job *saveJob) (*manifest, error) {
 	m := *v.plan
 	m.Fence, m.ID, m.Step, m.Values = v.fence, job.id, job.step, make([]json.RawMessage, v.ranks)
 	m.Files, m.Tensors = slices.Clone(m.Files), slices.Clone(m.Tensors)
-	digests := map[string][]string{}
+	digests := make([]map[string][]string, v.ranks)
 	deadline := time.Now().Add(v.cfg.Timeout)
 	headers := map[int]string{}
 	for rank := range v.ranks {
@@ -204,10 +204,7 @@ func (v *Saver) collect(job *saveJob) (*manifest, error) {
 		if r.Error != "" {
 			return nil, &RankError{Op: "save", Rank: rank, Reason: r.Error}
 		}
-		m.Values[rank], headers[rank] = r.Value, r.Header
-		for k, d := range r.Digests {
-			digests[k] = d
-		}
+		m.Values[rank], headers[rank], digests[rank] = r.Value, r.Header, r.Digests
 	}
 	for i := range m.Files {
 		m.Files[i].SHA256 = headers[m.Files[i].rank]
@@ -216,7 +213,7 @@ func (v *Saver) collect(job *saveJob) (*manifest, error) {
 		t := &m.Tensors[i]
 		t.Parts = slices.Clone(t.Parts)
 		for j := range t.Parts {
-			if !t.Parts[j].seal(digests[t.Parts[j].Key]) {
+			if !t.Parts[j].seal(digests[t.Parts[j].rank][t.Parts[j].Key]) { // no other rank speaks for this one
 				return nil, fmt.Errorf("rank %d has not written tensor %q", t.Parts[j].rank, t.Parts[j].Key)
 			}
 		}
@@ -235,7 +232,7 @@ func (v *Saver) awaitReport(job *saveJob, rank int, deadline time.Time) (*rankRe
 			return false, nil
 		}
 		if err == nil {
-			err = json.Unmarshal(text, r)
+			err = r.decode(text)
 		}
 		if err != nil {
 			return false, fmt.Errorf("%s: %w", path, err)
@@ -300,7 +297,7 @@ func (v *Saver) giveUp(job *saveJob, why error) error {
 func (v *Saver) rootMessage(job *saveJob) (found bool, failed error) {
 	text, err := v.fs.ReadFile(filepath.Join(job.temp, reportName(0)))
 	r := new(rankReport)
-	if err != nil || json.Unmarshal(text, r) != nil {
+	if err != nil || r.decode(text) != nil {
 		return false, nil
 	}
 	if r.Error != "" {

@@ -151,6 +151,16 @@ type rankReport struct {
 	Error   string // why the rank failed
 }
 
+// decode reads the message of another rank.
+func (r *rankReport) decode(text []byte) error {
+	err := json.Unmarshal(text, r)
+	r.Error = safe.Text(safe.Clip(r.Error, maxReason))
+	return err
+}
+
+// maxReason limits the error of another rank, in bytes.
+const maxReason = 4 << 10
+
 // reportName is the file of a rank's message.
 func reportName(rank int) string { return fmt.Sprintf("rank-%05d.done", rank) }
 

@@ -1,9 +1,13 @@
 package comm
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"math"
+	"reflect"
+	"runtime"
+	"slices"
 	"strings"
 	"testing"
 
@@ -67,6 +71,34 @@ func TestDecodePanics(t *testing.T) {
 	err := decodeValue(Codec(broken{}), "receive value", 1, false, []byte("x"), &v)
 	require.EqualError(t, err, "comm: receive value: decode the value of rank 1: its codec panicked: index out of range")
 	require.Equal(t, 3, v)
+}
+
+// A short value that says that it has millions of elements takes no memory.
+func TestDecodeTakesLittleMemory(t *testing.T) {
+	lie := func(v any) []byte { // the last length of 1 becomes 1<<22
+		b, err := Gob.Encode(v)
+		require.NoError(t, err)
+		at := bytes.LastIndex(b, []byte{1, 1, 'k'})
+		begin := -1
+		for i := range at { // of the last message: its length counts what follows
+			if int(b[i]) == len(b)-i-1 {
+				begin = i
+			}
+		}
+		require.GreaterOrEqual(t, begin, 0)
+		b[begin] += 3
+		return slices.Concat(b[:at], []byte{0xfd, 0x40, 0, 0}, b[at+1:])
+	}
+	type held struct{ M map[string]int }
+	for _, v := range []any{map[string]int{"k": 1}, []map[string]int{{"k": 1}}, held{map[string]int{"k": 1}}} {
+		b, to := lie(v), reflect.New(reflect.TypeOf(v)).Interface()
+		var before, after runtime.MemStats
+		runtime.ReadMemStats(&before)
+		err := Gob.Decode(b, to)
+		runtime.ReadMemStats(&after)
+		require.Error(t, err, "%T", v)
+		require.Less(t, after.TotalAlloc-before.TotalAlloc, uint64(4<<20), "%T", v)
+	}
 }
 
 // The ranks of a new group are different ones of its parent.

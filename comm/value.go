@@ -37,7 +37,7 @@ func (gobCodec) Encode(v any) ([]byte, error) {
 // Decode skips the value before it decodes it: package gob allocates a map for as many elements as the data says, and 20 bytes
 // of another rank can say any number. If the elements are not there, skipping fails. It does not look into interfaces.
 func (gobCodec) Decode(data []byte, v any) error {
-	if err := gob.NewDecoder(bytes.NewReader(data)).Decode(nil); err != nil {
+	if err := gob.NewDecoder(bytes.NewReader(data)).DecodeValue(reflect.Value{}); err != nil {
 		return err
 	}
 	return gob.NewDecoder(bytes.NewReader(data)).Decode(v)

@@ -54,7 +54,9 @@ func newFlagPage(dev *device.Device) (*flagPage, error) {
 	}
 	f := os.NewFile(uintptr(fd), "flags")
 	if err = f.Truncate(flagPageBytes); err == nil {
-		_, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, pageSeals) // an access behind the end of the file would end a process
+		if _, err = unix.FcntlInt(f.Fd(), unix.F_ADD_SEALS, pageSeals); err != nil { // an access behind the end of the file would end a process
+			err = unsupported("shared memory that keeps its length (F_ADD_SEALS)", err.Error())
+		}
 	}
 	if err != nil {
 		return nil, errors.Join(err, f.Close())

@@ -83,7 +83,7 @@ func (x *Exec) Launch(s *stream.Stream) error {
 		err = gpu.DeviceOf(s.Device()).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.GraphLaunch(x.exec, gpu.StreamOf(s).Raw()) })
 	}
 	for _, p := range x.prepare[:done] {
-		p.Launched(s)
+		p.Launched(s, err)
 	}
 	return x.wrap(op, err)
 }
@@ -225,10 +225,13 @@ func (x *Exec) Close() error {
 }
 
 // preparers returns the captured objects that must be called before each launch.
-func preparers(held []gpu.Holdable) (list []gpu.Preparer) {
+func (x *Exec) preparers(held []gpu.Holdable) (list []gpu.Preparer) {
 	for _, h := range held {
-		if p, ok := h.(gpu.Preparer); ok {
-			list = append(list, p)
+		switch h := h.(type) {
+		case gpu.Preparer:
+			list = append(list, h)
+		case gpu.Counter:
+			list = append(list, h.PreparerOf(x))
 		}
 	}
 	return list

@@ -288,7 +288,7 @@ func (r *Recording) stop() error {
 	r.owner.Close()
 	r.exec.graph, r.exec.held, r.strays = x.Graph, x.Held, x.Strays
 	inside.PoolOf(r.exec.pool).End()
-	r.exec.own = preparers(x.Held)
+	r.exec.own = r.exec.preparers(x.Held)
 	r.exec.prepare = r.exec.own
 	r.unlock()
 	return err

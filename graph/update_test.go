@@ -5,8 +5,11 @@ import (
 
 	"github.com/stretchr/testify/require"
 
+	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
+	"github.com/gochorus/chorus/graph"
 	"github.com/gochorus/chorus/internal/testgpu"
+	"github.com/gochorus/chorus/memory"
 )
 
 // Which streams a graph was captured on does not matter to an update: operations and
@@ -29,5 +32,35 @@ func TestUpdateFromOtherStreams(t *testing.T) {
 		require.NoError(t, y.Launch(b.s))
 		b.want(2, v)
 		b.want(15, w)
+	})
+}
+
+// A graph that is updated often, with one pool, holds the communicators once.
+func TestManyUpdates(t *testing.T) {
+	testgpu.Each(t, 2, func(t *testing.T, devs []*device.Device) {
+		g, err := comm.Local(testgpu.Context(t), devs, nil)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, g.Close()) }()
+		xs, err := comm.Make[float32](g, 8)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, xs.Close()) }()
+		pool := memory.NewPool(nil)
+		defer func() { require.NoError(t, pool.Close()) }()
+		capture := func() *graph.Exec {
+			x, err := graph.Capture(g.Streams(), func() error { return comm.AllReduce(g, comm.Sum, xs...) }, &graph.Config{Pool: pool})
+			require.NoError(t, err)
+			return x
+		}
+		x := capture()
+		held := graph.Held(x)
+		for range 3 {
+			y := capture()
+			require.NoError(t, x.Update(y))
+			require.NoError(t, y.Close())
+		}
+		require.Equal(t, held, graph.Held(x))
+		require.NoError(t, x.Launch(g.Stream(0)))
+		require.NoError(t, g.Wait(testgpu.Context(t)))
+		require.NoError(t, x.Close())
 	})
 }

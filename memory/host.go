@@ -343,7 +343,7 @@ func (l *hostLease) beginUse(op string, s *stream.Stream) error {
 func (l *hostLease) Prepare(s gpu.HasStream) error { return l.addUser(s.(*stream.Stream), true) }
 
 // Launched ends the use that Prepare began.
-func (l *hostLease) Launched(gpu.HasStream) { l.done() }
+func (l *hostLease) Launched(gpu.HasStream, error) { l.done() }
 
 func (l *hostLease) addUser(s *stream.Stream, held bool) error {
 	if !gpu.StreamOf(s).Retain() {

@@ -449,7 +449,11 @@ func (o *operation) noteCapture() (err error) {
 	if o.Captured, err = o.Stream.Capturing(); err != nil {
 		return err
 	}
-	return o.comm.holdByCapture(o.Stream)
+	g, err := gpu.StreamOf(o.Stream).CapturedBy(held{o.comm})
+	if g != nil {
+		o.captured = o.comm.capturedBy(g)
+	}
+	return err
 }
 
 // checkCapture refuses an operation whose capture began or ended after it was added.

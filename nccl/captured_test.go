@@ -214,3 +214,49 @@ func captureEach(t *testing.T, devs []*device.Device) ([]rank, []*graph.Exec) {
 	}
 	return ranks, graphs
 }
+
+// A launch counts each collective that its graph has captured, also those of a group on one stream, and no transfers. A launch
+// that CUDA has refused has enqueued none. A graph that Update has given the operations of another one counts these.
+func TestCountOfLaunchedCollectives(t *testing.T) {
+	devs := testgpu.Virtual(t, &device.SystemConfig{VirtualDevices: 2, Faults: "cuGraphLaunch#3=CUDA_ERROR_OUT_OF_MEMORY"})
+	ranks := connect(t, devs)
+	xs, _ := buffers(t, ranks, 8)
+	require.NoError(t, ranks[0].s.WaitStream(ranks[1].s))
+	capture := func(at int) *graph.Exec { // of a transfer each way and of two collectives, for both ranks
+		x, err := graph.Capture([]*stream.Stream{ranks[0].s, ranks[1].s}, func() error {
+			err := grouped(ranks, func(i int, r rank) error {
+				return errors.Join(nccl.Send(r.on(), r.s, xs[i].Slice(at, at+1), 1-i), nccl.Recv(r.on(), r.s, xs[i].Slice(at+1, at+2), 1-i))
+			})
+			return errors.Join(err, grouped(ranks, func(i int, r rank) error {
+				return errors.Join(nccl.AllReduce(r.on(), r.s, xs[i].Slice(at, at+1), xs[i].Slice(at, at+1), nccl.Max),
+					nccl.AllReduce(r.on(), r.s, xs[i].Slice(at+1, at+2), xs[i].Slice(at+1, at+2), nccl.Max))
+			}))
+		}, nil)
+		require.NoError(t, err)
+		return x
+	}
+	launched := func() (list []uint64) {
+		for _, r := range ranks {
+			list = append(list, nccl.GroupOf(r.c).Launched)
+		}
+		return list
+	}
+	x := capture(0)
+	for range 2 {
+		require.NoError(t, x.Launch(ranks[0].s))
+	}
+	require.Equal(t, []uint64{4, 4}, launched())
+	require.ErrorIs(t, x.Launch(ranks[0].s), device.ErrorOutOfMemory)
+	require.Equal(t, []uint64{4, 4}, launched())
+	for at := range 3 {
+		y := capture(at)
+		require.NoError(t, x.Update(y))
+		require.NoError(t, y.Close())
+		require.NoError(t, x.Launch(ranks[0].s))
+	}
+	require.Equal(t, []uint64{10, 10}, launched())
+	for _, r := range ranks {
+		require.NoError(t, r.c.Wait(testgpu.Context(t), r.s))
+	}
+	require.NoError(t, x.Close())
+}

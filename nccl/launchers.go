@@ -72,8 +72,11 @@ func (b *Batch) finish(errs []error) (first error) {
 			if first == nil {
 				first = errs[i]
 			}
-		} else if !b.implied(i, errs) {
-			b.ops[i].accept()
+			continue
+		}
+		b.ops[i].countCaptured()
+		if !b.implied(i, errs) {
+			b.ops[i].comm.rec.Accept(&b.ops[i].Op.Call)
 		}
 	}
 	if first == nil {

@@ -7,6 +7,7 @@ import (
 	"runtime"
 	"slices"
 	"strings"
+	"sync/atomic"
 
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/internal/collective"
@@ -28,6 +29,8 @@ type operation struct {
 	comm    *Communicator
 	config  *callConfig // nil unless With has made the Issuer
 	capture uint64      // id of the capture, in a batch
+
+	captured *atomic.Uint64 // number of collectives of the rank that the graph has captured; nil if none captures the operation
 
 	wire  ncclapi.DType // NCCL's type,
 	unit  int           // the number of wire elements per element,
@@ -187,20 +190,18 @@ func (o *operation) enqueue() error {
 	if err := o.execute(); err != nil {
 		return o.undo(err)
 	}
-	o.accept()
+	c.rec.Accept(&o.Op.Call)
+	o.countCaptured()
 	if o.Marked {
 		c.markBehind(o)
 	}
 	return nil
 }
 
-// accept records that NCCL has accepted the operation.
-func (o *operation) accept() {
-	o.comm.rec.Accept(&o.Op.Call)
-	if o.Captured && !collective.Kinds[o.Kind].Peer {
-		if h, err := o.comm.heldBy(o.Stream); err == nil && h.graph != nil { // after an error the capture has failed
-			h.collectives.Add(1)
-		}
+// countCaptured counts an operation that NCCL has accepted, if a graph has captured it.
+func (o *operation) countCaptured() {
+	if o.captured != nil && !collective.Kinds[o.Kind].Peer {
+		o.captured.Add(1)
 	}
 }
 

@@ -295,7 +295,7 @@ func (c *Communicator) oneSided(f ncclapi.Func, s *stream.Stream, peer int) erro
 			return fmt.Errorf("nccl: %w", err)
 		}
 	}
-	return c.holdByCapture(s)
+	return gpu.StreamOf(s).Captured(held{c})
 }
 
 // signal enqueues a one-sided operation, which the watchdog watches.
@@ -499,58 +499,43 @@ func (e *InUseError) Error() string {
 
 // holds are the graphs that use a communicator.
 type holds struct {
-	mu       sync.Mutex
-	by       []gpu.Holder
-	captures []held // of the graphs; also of one that is being captured
-	abort    bool   // abort when the last graph is closed
+	mu    sync.Mutex
+	by    []hold
+	abort bool // abort when the last graph is closed
 }
 
-// A held is a communicator as a graph sees it that uses it.
-type held struct {
-	*Communicator
+// A hold is a graph that uses a communicator; also one that is being captured.
+type hold struct {
 	graph       gpu.Holder
 	collectives *atomic.Uint64 // number of captured collectives
 }
 
-// holdByCapture lets the graph that captures s, if any, hold c.
-func (c *Communicator) holdByCapture(s *stream.Stream) error {
-	h, err := c.heldBy(s)
-	if err != nil {
-		return err
+// find returns the number of collectives that a graph has captured, or nil if it does not use the communicator. mu is held.
+func (h *holds) find(g gpu.Holder) *atomic.Uint64 {
+	for i := range h.by {
+		if h.by[i].graph == g {
+			return h.by[i].collectives
+		}
 	}
-	return gpu.StreamOf(s).Captured(h)
+	return nil
 }
 
-// heldBy returns c as the graph sees it that captures s, if any.
-func (c *Communicator) heldBy(s *stream.Stream) (held, error) {
-	g, err := gpu.StreamOf(s).CapturedBy()
-	if g == nil {
-		return held{c, nil, nil}, err
-	}
-	c.holds.mu.Lock()
-	defer c.holds.mu.Unlock()
-	i := slices.IndexFunc(c.holds.captures, func(h held) bool { return h.graph == g })
-	if i < 0 {
-		i = len(c.holds.captures)
-		c.holds.captures = append(c.holds.captures, held{c, g, new(atomic.Uint64)})
-	}
-	return c.holds.captures[i], nil
-}
+// A held is a communicator as the graphs see it that use it.
+type held struct{ *Communicator }
 
 // Hold notes that a graph uses c.
 func (c held) Hold(g gpu.Holder) {
 	c.holds.mu.Lock()
 	defer c.holds.mu.Unlock()
-	if !slices.Contains(c.holds.by, g) {
-		c.holds.by = append(c.holds.by, g)
+	if c.holds.find(g) == nil {
+		c.holds.by = append(c.holds.by, hold{g, new(atomic.Uint64)})
 	}
 }
 
 // LetGo undoes Hold.
 func (c held) LetGo(g gpu.Holder) {
 	c.holds.mu.Lock()
-	c.holds.by = slices.DeleteFunc(c.holds.by, func(h gpu.Holder) bool { return h == g })
-	c.holds.captures = slices.DeleteFunc(c.holds.captures, func(h held) bool { return h.graph == g })
+	c.holds.by = slices.DeleteFunc(c.holds.by, func(h hold) bool { return h.graph == g })
 	abort := c.holds.abort && len(c.holds.by) == 0
 	c.holds.mu.Unlock()
 	if abort {
@@ -558,17 +543,38 @@ func (c held) LetGo(g gpu.Holder) {
 	}
 }
 
-// Prepare does nothing before a launch.
-func (c held) Prepare(gpu.HasStream) error { return nil }
+// capturedBy returns the number of collectives that a graph has captured, or nil if it does not use c.
+func (c *Communicator) capturedBy(g gpu.Holder) *atomic.Uint64 {
+	c.holds.mu.Lock()
+	defer c.holds.mu.Unlock()
+	return c.holds.find(g)
+}
 
-// Launched lets the watchdog watch a launch of a graph. A single rank waits for no other.
-func (c held) Launched(s gpu.HasStream) {
-	if on, ok := s.(*stream.Stream); ok && c.size > 1 && c.watch.Launched(on, collective.GraphLaunches, c.collectives.Load()) {
-		go c.runWatch()
+// PreparerOf returns what counts the launches of a graph, and of another one that Update gives its operations.
+func (c held) PreparerOf(g gpu.Holder) gpu.Preparer { return launches{c, c.capturedBy(g)} }
+
+// launches count the launches of the operations that a graph has captured.
+type launches struct {
+	held
+	collectives *atomic.Uint64
+}
+
+// Prepare does nothing before a launch.
+func (l launches) Prepare(gpu.HasStream) error { return nil }
+
+// Launched lets the watchdog watch a launch of a graph, also one that CUDA has refused: it may have enqueued a part. A single
+// rank waits for no other.
+func (l launches) Launched(s gpu.HasStream, err error) {
+	n := uint64(0)
+	if l.collectives != nil && err == nil {
+		n = l.collectives.Load()
+	}
+	if on, ok := s.(*stream.Stream); ok && l.size > 1 && l.watch.Launched(on, collective.GraphLaunches, n) {
+		go l.runWatch()
 	}
 }
 
-var _ gpu.Preparer = held{}
+var _ gpu.Counter = held{}
 
 // graphNames names the graphs that use c, for the error of a launch of one of them.
 func (c *Communicator) graphNames() string {
@@ -578,9 +584,9 @@ func (c *Communicator) graphNames() string {
 	case 0:
 		return "a graph that was closed"
 	case 1:
-		return c.holds.by[0].String()
+		return c.holds.by[0].graph.String()
 	}
-	return fmt.Sprintf("one of %d graphs, such as %s", len(c.holds.by), c.holds.by[0])
+	return fmt.Sprintf("one of %d graphs, such as %s", len(c.holds.by), c.holds.by[0].graph)
 }
 
 // inUse returns an *InUseError if a graph uses c.
@@ -593,7 +599,7 @@ func (c *Communicator) inUse(op string) error {
 	if len(c.holds.by) == 0 {
 		return nil
 	}
-	return &InUseError{Op: op, Rank: c.rank, Size: c.size, Device: c.dev.String(), Graph: c.holds.by[0].String()}
+	return &InUseError{Op: op, Rank: c.rank, Size: c.size, Device: c.dev.String(), Graph: c.holds.by[0].graph.String()}
 }
 
 // noGraphs reports whether no graph uses c any more. If a graph is closed while a goroutine
@@ -613,9 +619,9 @@ func (c *Communicator) closeGraphs() bool {
 	c.holds.abort = true
 	c.holds.mu.Unlock()
 	closed := true
-	for _, g := range by {
+	for _, h := range by {
 		// If the driver does not answer, it will after the communicator is aborted.
-		if err, _ := poll.Within(callTimeout, g.Close); errors.Is(err, stream.ErrCapturing) {
+		if err, _ := poll.Within(callTimeout, h.graph.Close); errors.Is(err, stream.ErrCapturing) {
 			closed = false
 		}
 	}

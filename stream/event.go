@@ -368,6 +368,6 @@ func (e *recordedEvent) LetGo(gpu.Holder) { (*Event)(e).letGo() }
 func (e *recordedEvent) Prepare(gpu.HasStream) error { return nil }
 
 // Launched notes that a launch has recorded the event.
-func (e *recordedEvent) Launched(gpu.HasStream) { e.recorded.Store(true) }
+func (e *recordedEvent) Launched(gpu.HasStream, error) { e.recorded.Store(true) }
 
 var _ gpu.Preparer = (*recordedEvent)(nil)

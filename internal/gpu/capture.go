@@ -127,21 +127,18 @@ func (s *Stream) CapturePool() (Holdable, error) {
 	return c.pool, nil
 }
 
-// CapturedBy returns the graph of the capture that s takes part in, or nil.
-func (s *Stream) CapturedBy() (Holder, error) {
-	c, err := s.current()
-	if c == nil {
-		return nil, err
-	}
-	return c.graph, nil
-}
-
 // Captured records that operations on s use x: if s is being captured, the graph holds x.
 func (s *Stream) Captured(x Holdable) error {
+	_, err := s.CapturedBy(x)
+	return err
+}
+
+// CapturedBy is Captured, and returns the graph, or nil.
+func (s *Stream) CapturedBy(x Holdable) (Holder, error) {
 	c, err := s.current()
 	if c == nil {
 		s.use()
-		return err
+		return nil, err
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -149,7 +146,7 @@ func (s *Stream) Captured(x Holdable) error {
 		c.held = append(c.held, x)
 		x.Hold(c.graph)
 	}
-	return nil
+	return c.graph, nil
 }
 
 // This file tracks the captures that the process has begun and not ended: the capturing

@@ -153,7 +153,7 @@ func (q *Sequence) Prepare(x HasStream) error {
 // Launched ends what Prepare began. It records an event, so that later
 // operations on other streams wait for the graph only, and not for later
 // operations on s.
-func (q *Sequence) Launched(x HasStream) {
+func (q *Sequence) Launched(x HasStream, _ error) {
 	s := x.stream()
 	q.mu.Lock()
 	defer q.mu.Unlock()

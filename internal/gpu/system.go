@@ -187,12 +187,18 @@ type Holdable interface {
 // A Preparer is a Holdable that must be called before each launch of a graph, with the
 // stream of the launch. For example, a random number generator then sets its position in
 // the sequence. After a successful Prepare, Launched is called once, when the launch has
-// been enqueued or has failed; until then other calls of Prepare wait. The stream is a
-// public one.
+// been enqueued or has failed with err; until then other calls of Prepare wait. The stream is
+// a public one.
 type Preparer interface {
 	Holdable
 	Prepare(s HasStream) error
-	Launched(s HasStream)
+	Launched(s HasStream, err error)
+}
+
+// A Counter is a Holdable whose Preparer knows what the graph h has captured.
+type Counter interface {
+	Holdable
+	PreparerOf(h Holder) Preparer
 }
 
 // Uses tells the sanitizer, if there is one, which memory an operation uses that was just

@@ -602,12 +602,20 @@ func TestAnalyzeMemory(t *testing.T) {
 	require.ErrorContains(t, err, "no recorder writes entries of so few bytes")
 
 	var packed bytes.Buffer
-	z := gzip.NewWriter(&packed)
-	_, err = io.Copy(z, strings.NewReader(`{"pg_config": {}, "entries": [`+strings.Repeat(`{"pg_id": 1, "x": "`+strings.Repeat("x", 1<<20)+`"},`, 80)+`{}]}`))
+	z, err := gzip.NewWriterLevel(&packed, gzip.BestSpeed)
+	require.NoError(t, err)
+	_, err = io.Copy(z, strings.NewReader(`{"pg_config": {}, "entries": [`+strings.Repeat(`{"pg_id": 1, "x": "`+strings.Repeat("x", 1<<20)+`"},`, 300)+`{}]}`))
 	require.NoError(t, err)
 	require.NoError(t, z.Close())
 	_, err = decode(&packed)
 	require.ErrorContains(t, err, "if you trust the file, decompress it first")
+	packed.Reset()
+	z.Reset(&packed)
+	_, err = io.Copy(z, strings.NewReader(`{"pg_config": {}, "entries": [`+strings.Repeat(`{"pg_id": 1, "x": "`+strings.Repeat("x", 64)+`"},`, 1<<18)+`{}]}`))
+	require.NoError(t, err)
+	require.NoError(t, z.Close())
+	_, err = decode(&packed)
+	require.ErrorContains(t, err, "compressed bytes: if you trust the file, decompress it first")
 
 	text := func(s string) string { return "X" + string(binary.LittleEndian.AppendUint32(nil, uint32(len(s)))) + s }
 	pickle := func(key string) string {
@@ -616,11 +624,18 @@ func TestAnalyzeMemory(t *testing.T) {
 	_, err = decode(strings.NewReader(pickle(text("profiling_name"))))
 	require.ErrorContains(t, err, "because values share them")
 
+	// PyTorch's entries share frames, and names of C++ functions are long.
+	shared := "\x80\x02}(" + text("pg_config") + "}" + text("entries") + "(}(" + text("frames") + "(}(" + text("name") + text(strings.Repeat("n", 500)) + "uq\x00lq\x01u" +
+		strings.Repeat("}("+text("frames")+"("+strings.Repeat("h\x00", 100)+"lu", 3000) + "lu."
+	d, err := decode(strings.NewReader(shared))
+	require.NoError(t, err)
+	require.Len(t, d.entries, 3001)
+
 	pairs := "K\x01q\x00" // twice as many values at each level
 	for i := range 60 {
 		pairs += fmt.Sprintf("h%c\x86q%c", i, i+1)
 	}
-	d, err := decode(strings.NewReader("\x80\x02}(" + text("pg_config") + "}(" + text("0") + "}(" + pairs + "Nuu" + text("entries") + "]u."))
+	d, err = decode(strings.NewReader("\x80\x02}(" + text("pg_config") + "}(" + text("0") + "}(" + pairs + "Nuu" + text("entries") + "]u."))
 	require.NoError(t, err, "a key that is not a text is ignored")
 	require.Len(t, d.config, 1)
 

@@ -25,8 +25,10 @@ const (
 	mostFileBytes  = 1 << 30
 	mostValueBytes = 16 << 20 // of an entry, or of the configuration
 	mostEntries    = 4 << 20
-	fewEntries     = 4096 // that files of any size may have
-	bytesOfEntry   = 64   // of further entries, at least; those of PyTorch and of Chorus have 100 to 1000
+	fewEntries     = 4096    // that files of any size may have
+	bytesOfEntry   = 64      // of further entries, at least; those of PyTorch and of Chorus have 100 to 1000
+	somePacked     = 1 << 16 // entries that compressed files of any size may have
+	packedBytes    = 4       // of further entries, at least: their times differ
 	mostRanks      = 1 << 20
 	mostGroups     = 1 << 16
 	mostText       = 512
@@ -127,7 +129,8 @@ type limited struct {
 }
 
 // unpackSlack is how many bytes any compressed file may expand to. A longer one may expand to safe.UnzipRatio times its size.
-const unpackSlack = 64 << 20
+// Stacks that are the same in all entries become much shorter: 20,000 entries with 30 frames have 80 MB, and zstd makes 0.1 MB of them.
+const unpackSlack = 256 << 20
 
 func (l *limited) Read(b []byte) (int, error) {
 	switch {
@@ -192,6 +195,8 @@ func (d *dump) addEntry(read func(any) error) error {
 		return fmt.Errorf("the file has more than %d entries", mostEntries)
 	case n >= fewEntries && int64(n-fewEntries) > d.read.n/bytesOfEntry:
 		return fmt.Errorf("the file has more than %d entries in %d bytes: no recorder writes entries of so few bytes", n, d.read.n)
+	case n >= somePacked && d.read.packed != nil && int64(n-somePacked) > d.read.packed.n/packedBytes:
+		return fmt.Errorf("the file has more than %d entries in %d compressed bytes: if you trust the file, decompress it first", n, d.read.packed.n)
 	}
 	var raw rawEntry
 	if err := read(&raw); err != nil {
@@ -264,14 +269,17 @@ func (d *dump) readPickle(r io.Reader) error {
 	return nil
 }
 
-// plainData converts values of a pickle, which may contain themselves and share long texts, to JSON.
+// plainData converts values of a pickle, which may contain themselves and share long texts, to JSON. PyTorch's entries share the
+// frames of their stacks, and names of C++ functions have hundreds of bytes.
 type plainData struct {
-	left int64 // values
-	text int64 // bytes of texts that are left
+	left  int64 // values
+	text  int64 // bytes of texts that are left
+	entry int64 // bytes of texts that are left of an entry, or of the configuration
 }
 
 func (p *plainData) reader(v any) func(any) error {
 	return func(to any) error {
+		p.entry = mostValueBytes
 		v, err := p.convert(v, 0)
 		if err != nil {
 			return err
@@ -282,6 +290,15 @@ func (p *plainData) reader(v any) func(any) error {
 		}
 		return json.Unmarshal(text, to)
 	}
+}
+
+// take counts a text.
+func (p *plainData) take(text string) error {
+	p.text, p.entry = p.text-int64(len(text)), p.entry-int64(len(text))
+	if p.text < 0 || p.entry < 0 {
+		return fmt.Errorf("the texts of an entry have more than %d bytes, or all are much longer than the file, because values share them", mostValueBytes)
+	}
+	return nil
 }
 
 func (p *plainData) convert(v any, depth int) (any, error) {
@@ -300,7 +317,9 @@ func (p *plainData) convert(v any, depth int) (any, error) {
 			if !ok {
 				continue // no key of a dump; the text of a tuple of tuples can be longer than any memory
 			}
-			p.text -= int64(len(key))
+			if err := p.take(key); err != nil {
+				return nil, err
+			}
 			m[key] = x
 		}
 		return m, nil
@@ -309,9 +328,7 @@ func (p *plainData) convert(v any, depth int) (any, error) {
 	case torchfile.Tuple:
 		return p.list(v, depth)
 	case string:
-		if p.text -= int64(len(v)); p.text < 0 {
-			return nil, errors.New("the texts of the pickle are much longer than the file, because values share them")
-		}
+		return v, p.take(v)
 	}
 	return v, nil
 }

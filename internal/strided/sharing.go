@@ -26,16 +26,21 @@ func SharingOf(x, y *Array) Sharing {
 	if x.Len() == 0 || y.Len() == 0 {
 		return Apart
 	}
+	return sharing(x, y, int64(y.Ptr()-x.Ptr()))
+}
+
+// sharing is SharingOf for arrays that are not empty and a distance in bytes from x to y.
+func sharing(x, y *Array, distance int64) Sharing {
 	var inX, inY [maxReach]reach
 	wa, a := reachOf(x, inX[:0])
 	wb, b := reachOf(y, inY[:0])
-	distance := int64(y.Ptr() - x.Ptr())
 	switch {
 	case distance >= extent(a, wa) || -distance >= extent(b, wb):
 		return Apart
 	case max(len(a), len(b)) > maxReach/2:
 		return Unknown
 	}
+	a, b = joinEqual(a), joinEqual(b)
 	a = addSteps(a, b)
 	b = addSteps(b, a)
 	return meet(a, b, wa, wb, distance)
@@ -100,6 +105,17 @@ func insert(to []reach, r reach) []reach {
 	}
 	to[n] = r
 	return to
+}
+
+// joinEqual joins dimensions with equal steps, as windows that overlap have them: they reach the same places as a longer one.
+func joinEqual(dims []reach) []reach {
+	for i := len(dims) - 2; i >= 0; i-- {
+		if dims[i].step == dims[i+1].step {
+			dims[i].n += dims[i+1].n - 1
+			dims = slices.Delete(dims, i+1, i+2)
+		}
+	}
+	return dims
 }
 
 // addSteps adds dimensions of length 1 for the steps that only other has.

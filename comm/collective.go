@@ -148,11 +148,12 @@ func ofOperation(err error) error {
 	}
 	_, capture := errors.AsType[*device.CaptureError](err)
 	_, driver := errors.AsType[*device.Error](err)
+	_, status := errors.AsType[device.Status](err) // of a capture that has failed
 	_, unsupported := errors.AsType[*device.UnsupportedError](err)
 	_, noMemory := errors.AsType[*memory.OutOfMemoryError](err)
 	_, byNCCL := errors.AsType[*nccl.Error](err)
 	_, byOther := errors.AsType[*route.Error](err)
-	if capture || driver || unsupported || noMemory || byNCCL || byOther ||
+	if capture || driver || status || unsupported || noMemory || byNCCL || byOther ||
 		errors.Is(err, nccl.ErrorInvalidUsage) || errors.Is(err, device.ErrClosed) || errors.Is(err, nccl.ErrRevoked) || errors.Is(err, errors.ErrUnsupported) {
 		return err
 	}

@@ -14,7 +14,9 @@ import (
 	"github.com/gochorus/chorus/comm"
 	"github.com/gochorus/chorus/device"
 	"github.com/gochorus/chorus/graph"
+	"github.com/gochorus/chorus/internal/cudadrv"
 	"github.com/gochorus/chorus/internal/env"
+	"github.com/gochorus/chorus/internal/gpu"
 	"github.com/gochorus/chorus/internal/testgpu"
 	"github.com/gochorus/chorus/internal/testgpu/groups"
 	"github.com/gochorus/chorus/nccl"
@@ -100,6 +102,14 @@ func TestErrorsOfArgumentsMatch(t *testing.T) {
 		return nil
 	}, nil)
 	require.ErrorContains(t, err, "nothing was captured")
+	_, err = graph.Capture(g.Streams(), func() error {
+		require.Error(t, gpu.DeviceOf(g.Device(0)).Do(func(drv cudadrv.Driver) cudadrv.Result { return drv.CtxSynchronize() }))
+		err := comm.AllReduce(g, comm.Sum, xs...)
+		require.ErrorIs(t, err, graph.ErrorInvalidated)
+		require.NotErrorIs(t, err, comm.ErrMismatch)
+		return nil
+	}, nil)
+	require.ErrorIs(t, err, graph.ErrorInvalidated)
 	require.NoError(t, g.Close())
 	require.NotErrorIs(t, comm.AllReduce(g, comm.Sum, xs...), comm.ErrMismatch)
 }

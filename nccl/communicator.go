@@ -509,7 +509,10 @@ func (c *Communicator) leave() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	defer c.leaving.Store(false)
-	if c.isClosed() {
+	switch {
+	case c.left.Load(): // another call of Shutdown was first
+		return nil
+	case c.isClosed():
 		return c.errClosed("shut down")
 	}
 	err := relaxed(c.dev, func() error { return c.check("ncclCommFinalize", c.api.CommFinalize(*c.h)) })

@@ -282,6 +282,14 @@ func TestShutdownAfterTheEnd(t *testing.T) {
 		for range 2 {
 			each(t, devs, func(i int) error { return ranks[i].c.Shutdown(testgpu.Context(t)) })
 		}
+		ranks = connect(t, devs)
+		each(t, devs, func(i int) error {
+			errs := make(chan error, 2)
+			for range cap(errs) {
+				go func() { errs <- ranks[i].c.Shutdown(testgpu.Context(t)) }()
+			}
+			return errors.Join(<-errs, <-errs)
+		})
 	})
 }
 

@@ -403,7 +403,19 @@ func valueText(v any) string {
 		v = x.format.String()
 	}
 	text, err := json.Marshal(v)
-	if err != nil { // NaN, or an infinity
+	list, isList := v.([]any)
+	switch {
+	case err == nil:
+	case isList:
+		text = append(text, '[')
+		for i, number := range list {
+			if i > 0 {
+				text = append(text, ',')
+			}
+			text = append(text, valueText(number)...)
+		}
+		text = append(text, ']')
+	default: // NaN, or an infinity
 		text, _ = json.Marshal(fmt.Sprint(v))
 	}
 	return string(text)

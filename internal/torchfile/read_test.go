@@ -296,12 +296,12 @@ func TestMemoryOfManyValues(t *testing.T) {
 // A long list of numbers, such as the order of a data set, is one value. With a name for each number it would take too much memory.
 func TestLongListIsOneValue(t *testing.T) {
 	const n = 1_500_000 // in groups of 1,000, as Python writes them
-	in := archiveOf(false, "x/data.pkl", "\x80\x02}(X\x05\x00\x00\x00order](K\x01\x88e"+strings.Repeat("("+strings.Repeat("K\x07", 1000)+"e", n/1000)+"X\x05\x00\x00\x00short](K\x02K\x03eu.", "x/data/0", "aaaa")
+	in := archiveOf(false, "x/data.pkl", "\x80\x02}(X\x05\x00\x00\x00order](K\x01\x88G\x7f\xf0\x00\x00\x00\x00\x00\x00e"+strings.Repeat("("+strings.Repeat("K\x07", 1000)+"e", n/1000)+"X\x05\x00\x00\x00short](K\x02K\x03eu.", "x/data/0", "aaaa")
 	f, err := Read(bytes.NewReader(in), int64(len(in)))
 	require.NoError(t, err)
 	require.Len(t, f.Values, 3)
 	require.Equal(t, []string{"2", "3"}, []string{f.Values["short.0"], f.Values["short.1"]})
-	require.Equal(t, "[1,true"+strings.Repeat(",7", n)+"]", f.Values["order"])
+	require.Equal(t, `[1,true,"+Inf"`+strings.Repeat(",7", n)+"]", f.Values["order"])
 }
 
 // FuzzRead: no input panics, tensors lie in the file, and memory is proportional to the input.

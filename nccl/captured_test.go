@@ -3,6 +3,7 @@ package nccl_test
 import (
 	"errors"
 	"fmt"
+	"strings"
 	"testing"
 	"time"
 
@@ -130,7 +131,12 @@ func TestTimeoutOfALaunch(t *testing.T) {
 		time.Sleep(limit(devs) / 2)
 		require.Equal(t, []any{uint64(101), true, true}, standing())
 		require.LessOrEqual(t, time.Duration(nccl.GroupOf(ranks[0].c).WaitNanos), limit(devs))
+		var live, ended strings.Builder
+		require.NoError(t, nccl.DumpTrace(&live))
+		require.Contains(t, live.String(), `"launched":101,"launches":true`, "of a live communicator")
 		err := ranks[0].c.Wait(testgpu.Context(t), ranks[0].s)
+		require.NoError(t, nccl.DumpTrace(&ended))
+		require.Contains(t, ended.String(), `"launched":101,"launches":true`, "of one that has failed")
 		var late *nccl.TimeoutError
 		require.ErrorAs(t, err, &late)
 		require.Equal(t, graphs[0].String(), late.Graph)

@@ -4,7 +4,6 @@
 package env
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -66,10 +65,6 @@ func isSecure(vector [][2]uintptr) bool {
 	return slices.ContainsFunc(vector, func(pair [2]uintptr) bool { return pair[0] == atSecure && pair[1] != 0 })
 }
 
-// word returns the value of a variable that is a number, a duration or a word. Empty is the default, as for NCCL's variables:
-// deployments often set variables to nothing.
-func (v *Var) word() string { return cmp.Or(strings.TrimSpace(v.Value()), v.Default) }
-
 // Int returns the value as a number.
 func (v *Var) Int() (int, error) {
 	return v.IntWhere("a whole number", func(int) bool { return true })
@@ -77,7 +72,7 @@ func (v *Var) Int() (int, error) {
 
 // IntWhere returns the value as a number that fits accepts. want describes these numbers, for the error of any other value.
 func (v *Var) IntWhere(want string, fits func(n int) bool) (int, error) {
-	n, err := strconv.Atoi(v.word())
+	n, err := strconv.Atoi(strings.TrimSpace(v.Value()))
 	if err != nil || !fits(n) {
 		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: want}
 	}
@@ -86,7 +81,7 @@ func (v *Var) IntWhere(want string, fits func(n int) bool) (int, error) {
 
 // Uint64 returns the value as an unsigned number.
 func (v *Var) Uint64() (uint64, error) {
-	n, err := strconv.ParseUint(v.word(), 0, 64)
+	n, err := strconv.ParseUint(strings.TrimSpace(v.Value()), 0, 64)
 	if err != nil {
 		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: "a number of at most 64 bits"}
 	}
@@ -95,7 +90,7 @@ func (v *Var) Uint64() (uint64, error) {
 
 // Duration returns the value as a duration such as 30s.
 func (v *Var) Duration() (time.Duration, error) {
-	d, err := time.ParseDuration(v.word())
+	d, err := time.ParseDuration(strings.TrimSpace(v.Value()))
 	if err != nil {
 		return 0, &ValueError{Name: v.Name, Value: v.Value(), Want: "a duration such as 30s"}
 	}
@@ -105,7 +100,7 @@ func (v *Var) Duration() (time.Duration, error) {
 // OneOf returns the value if it is one of words, and otherwise an error that
 // lists them.
 func (v *Var) OneOf(words ...string) (string, error) {
-	s := v.word()
+	s := v.Value()
 	if !slices.Contains(words, s) {
 		return "", &ValueError{Name: v.Name, Value: s, Want: "one of " + strings.Join(words, ", ")}
 	}
@@ -129,7 +124,6 @@ func Document() string {
 A configuration or a flag of a program overrides the environment. NCCL and CUDA read their
 own variables (NCCL_*, CUDA_*) directly; Chorus does not set them. After a timeout, Chorus also
 reads NCCL_RAS_ADDR and NCCL_RAS_ENABLE, because it then asks NCCL's RAS service about the ranks.
-A number, duration or word that is set to nothing is the default, as for NCCL's variables.
 
 | variable | type | default | meaning |
 | --- | --- | --- | --- |

@@ -345,6 +345,8 @@ func (l *hostLease) Prepare(s gpu.HasStream) error { return l.addUser(s.(*stream
 // Launched ends the use that Prepare began.
 func (l *hostLease) Launched(gpu.HasStream, error) { l.done() }
 
+var _ gpu.Preparer = (*hostLease)(nil)
+
 func (l *hostLease) addUser(s *stream.Stream, held bool) error {
 	if !gpu.StreamOf(s).Retain() {
 		return fmt.Errorf("%s: %w", s, device.ErrClosed)

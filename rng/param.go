@@ -337,11 +337,13 @@ func (c *captured) Prepare(x gpu.HasStream) error {
 }
 
 // Launched completes the launch that Prepare started.
-func (c *captured) Launched(s gpu.HasStream) {
+func (c *captured) Launched(s gpu.HasStream, _ error) {
 	c.forget()
 	c.last = s.(*stream.Stream)
 	c.mu.Unlock()
 }
+
+var _ gpu.Preparer = (*captured)(nil)
 
 // forget releases the stream of the last launch.
 func (c *captured) forget() {

@@ -172,6 +172,8 @@ func (r *Rank) Prepare(s gpu.HasStream) error {
 // Launched ends what Prepare began. For Chorus's own packages.
 func (r *Rank) Launched(s gpu.HasStream, err error) { r.order.Launched(s, err) }
 
+var _ gpu.Preparer = (*Rank)(nil)
+
 // Takes reports whether Enqueue supports the collective with an algorithm. Addresses do not matter, so the
 // answer is the same on all ranks.
 func (r *Rank) Takes(x *collective.Op, a Algorithm) bool {

@@ -169,6 +169,8 @@ func (q *Sequence) Launched(x HasStream, _ error) {
 	q.last, q.behind = s, behind
 }
 
+var _ Preparer = (*Sequence)(nil)
+
 // forget returns the event of the latest operation to the pool. The lock is held.
 func (q *Sequence) forget() {
 	if q.behind != 0 {

@@ -69,6 +69,34 @@ func TestGuestsAreLate(t *testing.T) {
 	}
 }
 
+// register writes the first frame of a worker, which registers it.
+func register(t *testing.T, l *Link) {
+	t.Helper()
+	m := Note(kindRegister, Registration{Member: Member{Rank: 0, Host: "a", PID: 7}})
+	require.NoError(t, l.Write(Frame{number: 1, Body: m.Encode()}, time.Minute))
+}
+
+// setKey lets a worker that has registered set a key to a value of so many bytes, and waits for the answer.
+func setKey(t *testing.T, l *Link, number uint64, size int) {
+	t.Helper()
+	m := Message{Kind: KindCall, Epoch: FirstEpoch, ID: number, Body: Call{Op: OpSet, Fields: [][]byte{[]byte("k"), make([]byte, size)}}.Encode()}
+	require.NoError(t, l.Write(Frame{number: number, Body: m.Encode()}, time.Minute))
+	answer, _, err := l.readMessage(time.Minute)
+	for err == nil && (answer.Kind != kindReply || answer.ID != number) {
+		answer, _, err = l.readMessage(time.Minute)
+	}
+	require.NoError(t, err)
+}
+
+// requireTooLong sends a long frame before the registration: the coordinator hangs up.
+func requireTooLong(t *testing.T, l *Link) {
+	t.Helper()
+	m := Message{Kind: kindBeat, Epoch: FirstEpoch, ID: 1, Body: make([]byte, maxUnregisteredFrame)}
+	require.NoError(t, l.Write(Frame{number: 1, Body: m.Encode()}, time.Minute))
+	_, _, err := l.readMessage(time.Minute)
+	require.Error(t, err)
+}
+
 // TestFramesOfGuests sends a long frame with a worker's token before and after registration.
 func TestFramesOfGuests(t *testing.T) {
 	t.Parallel()
@@ -76,42 +104,34 @@ func TestFramesOfGuests(t *testing.T) {
 	require.NoError(t, errs[0])
 	worker, err := as[0].keys.Control.forWorkers(as[0].promise().Run)
 	require.NoError(t, err)
-	long := Message{Kind: kindBeat, Epoch: FirstEpoch, ID: 1, Body: make([]byte, maxUnregisteredFrame)}
-	for _, register := range []bool{false, true} {
+	for _, registers := range []bool{false, true} {
 		l, _ := Target{Job: as[0].Job(), Addr: as[0].Addr, Key: worker}.persist(t)
 		defer l.Close()
-		number := uint64(1)
-		if register {
-			m := Note(kindRegister, Registration{Member: Member{Rank: 0, Host: "a", PID: 7}})
-			require.NoError(t, l.Write(Frame{number: number, Body: m.Encode()}, time.Minute))
-			number++
-			long.Kind, long.Body = KindCall, Call{Op: OpSet, Fields: [][]byte{[]byte("k"), long.Body}}.Encode()
-		}
-		require.NoError(t, l.Write(Frame{number: number, Body: long.Encode()}, time.Minute))
-		answer, _, err := l.readMessage(time.Minute)
-		if !register {
-			require.Error(t, err, "the coordinator hangs up")
+		if !registers {
+			requireTooLong(t, l)
 			continue
 		}
-		for err == nil && answer.Kind != kindReply {
-			answer, _, err = l.readMessage(time.Minute)
-		}
-		require.NoError(t, err)
+		register(t, l)
+		setKey(t, l, 2, maxUnregisteredFrame)
 	}
 }
 
-// TestFramesOfResumedGuests continues the stream of a process that has not registered on another link: the limit of its frames
-// stays until it registers.
+// TestFramesOfResumedGuests continues the stream of a process on another link, and sends a long frame there: the process has not registered,
+// registers on the other link, or has registered on the first one.
 func TestFramesOfResumedGuests(t *testing.T) {
 	t.Parallel()
-	as, errs := startAll(t, onLoopback(t, 1, 2)...)
-	require.NoError(t, errs[0])
-	worker, err := as[0].keys.Control.forWorkers(as[0].promise().Run)
-	require.NoError(t, err)
-	to := Target{Job: as[0].Job(), Addr: as[0].Addr, Key: worker}
-	for _, register := range []bool{false, true} {
+	for _, registers := range []string{"never", "afterwards", "before"} {
+		as, errs := startAll(t, onLoopback(t, 1, 2)...)
+		require.NoError(t, errs[0])
+		worker, err := as[0].keys.Control.forWorkers(as[0].promise().Run)
+		require.NoError(t, err)
+		to := Target{Job: as[0].Job(), Addr: as[0].Addr, Key: worker}
 		first, hello := to.persist(t)
 		defer first.Close()
+		if registers == "before" {
+			register(t, first)
+			setKey(t, first, 2, 1) // the coordinator has read both
+		}
 		l, _ := to.persist(t)
 		defer l.Close()
 		require.NoError(t, l.Write(Frame{Body: Message{Kind: kindResume, Epoch: FirstEpoch, Body: []byte(hello.Stream)}.Encode()}, time.Minute))
@@ -119,25 +139,16 @@ func TestFramesOfResumedGuests(t *testing.T) {
 		for err == nil && answer.Kind != kindResumed { // the welcome of the link's own stream may come before
 			answer, _, err = l.readMessage(time.Minute)
 		}
-		require.NoError(t, err)
-		long := Message{Kind: kindBeat, Epoch: FirstEpoch, ID: 1, Body: make([]byte, maxUnregisteredFrame)}
-		number := uint64(1)
-		if register {
-			m := Note(kindRegister, Registration{Member: Member{Rank: 0, Host: "a", PID: 7}})
-			require.NoError(t, l.Write(Frame{number: number, Body: m.Encode()}, time.Minute))
-			number++
-			long.Kind, long.Body = KindCall, Call{Op: OpSet, Fields: [][]byte{[]byte("k"), long.Body}}.Encode()
+		require.NoError(t, err, registers)
+		switch registers {
+		case "never":
+			requireTooLong(t, l)
+		case "afterwards":
+			register(t, l)
+			setKey(t, l, 2, maxUnregisteredFrame)
+		case "before":
+			setKey(t, l, 3, maxUnregisteredFrame)
 		}
-		require.NoError(t, l.Write(Frame{number: number, Body: long.Encode()}, time.Minute))
-		answer, _, err = l.readMessage(time.Minute)
-		if !register {
-			require.Error(t, err, "the coordinator hangs up")
-			continue
-		}
-		for err == nil && answer.Kind != kindReply {
-			answer, _, err = l.readMessage(time.Minute)
-		}
-		require.NoError(t, err)
 	}
 }
 
